@@ -1,0 +1,57 @@
+# Every command of the project by name; .ci/run calls the same ones. Needs make and a Python of at least 3.11.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+DEMO   := cs-launch --devices cpu:0,cpu:1 --parameter-device cpu:0 examples/digits.py
+
+# pip says nothing but what went wrong.
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+export PIP_NO_INPUT = 1
+export PIP_ROOT_USER_ACTION = ignore
+export PIP_QUIET = 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo setup test lint fmt bench clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+demo: $(VENV)/.installed-demo  ## train the handwritten digits on two workers and one parameter process
+	PATH="$(abspath $(BIN)):$$PATH" $(DEMO)
+
+setup: $(VENV)/.installed-dev  ## make the virtual environment with all that development needs
+
+test: lint  ## everything that must hold: style, types, layers, tests
+	@$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-dev  ## style, types and layers, without the tests
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+fmt: $(VENV)/.installed-dev  ## put the style right where a tool can
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: $(VENV)/.installed-dev  ## measure on this machine; prints a table and writes benchmarks/results.json
+	@$(BIN)/python benchmarks/bench.py
+
+clean:  ## remove all that was made here, the virtual environment too
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache benchmarks/results.json
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps are newer than pyproject.toml when the environment has what it asks for.
+$(VENV)/.installed-demo: pyproject.toml | $(BIN)/python
+	@$(BIN)/python -m pip install --only-binary=:all: -e '.[examples]'
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+	@$(BIN)/python -m pip install --only-binary=:all: -e '.[dev]'
+	@touch $@ $(VENV)/.installed-demo
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+		{ echo "central-storage needs Python 3.11 or later, and '$(PYTHON)' is not one: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,61 @@
+"""Synchronous data-parallel training on one machine, with every variable held once.
+
+    >>> import central_storage as cs
+
+The Strategy API of ``tf.distribute.experimental.CentralStorageStrategy`` as a service: one server process owns the
+variables, one worker process per device runs the replica function.
+"""
+
+from cs_proto.messages import Counters
+
+from . import data, errors, nest, optimizers
+from .buffers import gradient_buffers
+from .context import (
+    ReplicaContext,
+    get_array_module,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
+from .function import function
+from .observer import connect
+from .strategy import CentralStorageStrategy
+from .values import (
+    DistributedValues,
+    IndexedSlices,
+    Mirrored,
+    PerReplica,
+    ReduceOp,
+    VariableAggregation,
+    VariableSynchronization,
+    convert_to_tensor,
+)
+from .variable import Variable
+
+__all__ = [
+    "CentralStorageStrategy",
+    "Counters",
+    "DistributedValues",
+    "IndexedSlices",
+    "Mirrored",
+    "PerReplica",
+    "ReduceOp",
+    "ReplicaContext",
+    "Variable",
+    "VariableAggregation",
+    "VariableSynchronization",
+    "connect",
+    "convert_to_tensor",
+    "data",
+    "errors",
+    "function",
+    "get_array_module",
+    "get_replica_context",
+    "get_strategy",
+    "gradient_buffers",
+    "has_strategy",
+    "in_cross_replica_context",
+    "nest",
+    "optimizers",
+]

@@ -1,0 +1,97 @@
+"""The seam between the face (strategy, variables, optimizers) and whatever does the work.
+
+The face checks, regroups and reduces; it never sends a message. A :class:`ReplicaBackend` is what a replica may do:
+a worker installs one for each run. A :class:`ControllerBackend` is what the cross-replica context may do: the
+client's link to its service or, in a worker, the holder of a merge_call token. Variables and optimizers are named by
+their numbers in the server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any, Protocol
+
+import numpy as np
+
+from cs_proto.messages import AssignOp, Counters, Optimizer, ReduceOpName, Variable, VariableSpec
+
+__all__ = ["ControllerBackend", "ReplicaBackend"]
+
+
+class _Catalogue(Protocol):
+    """What both know about variables and optimizers."""
+
+    def variable(self, number: int) -> Variable:
+        """The variable's record as last told by the server."""
+
+    def optimizer(self, number: int) -> Optimizer:
+        """The optimizer's record as it stands now: its iterations are current."""
+
+    def create(self, spec: VariableSpec, value: np.ndarray, site: str) -> Variable:
+        """Make a variable; in a replica a waited merge point, and replica 0's value counts."""
+
+    def assign(self, number: int, op: AssignOp, value: np.ndarray, site: str, *, scalar: bool) -> None:
+        """Write a variable. In a replica an aggregated merge point; ``scalar`` says that the value was a Python
+        number, which only the comparison of replicas can refuse."""
+
+
+class ReplicaBackend(_Catalogue, Protocol):
+    """One replica of one run. Every method that waits raises what the server answers."""
+
+    replica: int
+    replicas: int
+    device: str
+
+    def view(self, number: int) -> np.ndarray:
+        """The variable's value on this replica's device: read-only, no copy, current until this replica next waits.
+        Commits what this replica noted for the variable first."""
+
+    def apply(self, optimizer: int, pairs: Sequence[tuple[np.ndarray, int]], site: str) -> None:
+        """Note one optimizer step: (gradient, variable number) pairs whose shapes and dtypes have been checked."""
+
+    def gradient_buffers(self, numbers: Sequence[int]) -> list[np.ndarray]:
+        """Writable arrays of the variables' shapes that lie where the server reads gradients."""
+
+    def all_reduce(self, op: ReduceOpName, leaves: Sequence[np.ndarray], site: str) -> list[np.ndarray]:
+        """Combine leaf by leaf over the replicas."""
+
+    def all_gather(self, axis: int, leaves: Sequence[np.ndarray], site: str) -> list[np.ndarray]:
+        """Concatenate leaf by leaf over the replicas along ``axis``."""
+
+    def merge_call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], site: str
+    ) -> Any:
+        """Call replica 0's ``function(strategy, *args, **kwargs)`` once in the cross-replica context; this replica's
+        share of what it returned."""
+
+    def array_module(self) -> ModuleType:
+        """NumPy, or CuPy on a GPU."""
+
+
+class ControllerBackend(_Catalogue, Protocol):
+    """The one party that starts runs and writes variables outside them."""
+
+    replicas: int
+    compute_devices: tuple[str, ...]
+    parameter_device: str
+    address: str
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+    ) -> list[Any]:
+        """Run ``function`` once per replica, with that replica's (args, kwargs); the results in replica order."""
+
+    def read(self, number: int) -> np.ndarray:
+        """A copy of the variable's current value."""
+
+    def configure(self, number: int, kind: str, hyperparameters: Mapping[str, float]) -> Optimizer:
+        """Make an optimizer (``number`` 0), or change the hyperparameters of one."""
+
+    def statistics(self) -> Counters:
+        """The server's counters."""
+
+    def close(self) -> None:
+        """Let go of the service. Idempotent."""

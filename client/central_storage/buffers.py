@@ -1,0 +1,31 @@
+"""Gradients born where the server reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cs_proto.errors import ContextError
+
+from .context import current_replica
+from .variable import Variable
+
+__all__ = ["gradient_buffers"]
+
+
+def gradient_buffers(variables: Sequence[Variable]) -> list[np.ndarray]:
+    """Writable arrays of the variables' shapes and dtypes that lie where the server reads this replica's gradients.
+
+    Compute into them (``np.matmul(x.T, d, out=buffer)``) and hand them to ``apply_gradients``: then nothing is copied.
+    Their content is undefined until written; after ``apply_gradients`` they are read-only. Only inside a replica.
+    """
+    if not variables:
+        return []
+    replica = current_replica(variables[0].strategy)
+    if replica is None:
+        raise ContextError("gradient_buffers must be called inside a replica function (strategy.run)")
+    foreign = [v.name for v in variables if v.strategy is not variables[0].strategy]
+    if foreign:
+        raise ContextError(f"the variables {', '.join(foreign)} belong to another strategy")
+    return replica.gradient_buffers([variable.number for variable in variables])

@@ -1,0 +1,5 @@
+"""``cs.data``: data sets."""
+
+from .dataset import Dataset
+
+__all__ = ["Dataset"]

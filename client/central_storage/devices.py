@@ -1,0 +1,118 @@
+"""Device names, and which devices this machine has.
+
+Owns the one short form that travels (``cpu:0``, ``gpu:1``) and the full form that users of TensorFlow know. It never
+makes a CUDA context: GPUs are counted from what the driver shows in ``/proc``. The strategy and the launcher call it;
+nobody else interprets a device string.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from cs_proto.errors import DeviceError
+
+__all__ = ["as_list", "canonical", "compute_devices", "full_name", "gpu_count", "parameter_device"]
+
+_DEVICE = re.compile(
+    r"(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?(?:/device:|/|device:)?(cpu|gpu):([0-9]{1,4})", re.IGNORECASE
+)
+_UUID = re.compile(r"GPU UUID:\s*(\S+)")
+_DRIVER = Path("/proc/driver/nvidia/gpus")
+
+
+def canonical(device: str) -> str:
+    """The short form of a device string.
+
+    >>> canonical("/gpu:1"), canonical("/job:localhost/replica:0/task:0/device:CPU:0")
+    ('gpu:1', 'cpu:0')
+
+    Raises DeviceError for anything that does not name one device of this machine by kind and number.
+    """
+    match = _DEVICE.fullmatch(device) if isinstance(device, str) else None
+    if match is None:
+        raise DeviceError(f"{device!r:.100} is not a device of this machine; write cpu:0, /gpu:1 or a full name")
+    return f"{match[1].lower()}:{int(match[2])}"
+
+
+def full_name(device: str) -> str:
+    """The full name of a device string.
+
+    >>> full_name("gpu:1")
+    '/job:localhost/replica:0/task:0/device:GPU:1'
+    """
+    return f"/job:localhost/replica:0/task:0/device:{canonical(device).upper()}"
+
+
+def as_list(devices: Sequence[str]) -> list[str]:
+    """``devices`` as a list of strings. Raises DeviceError for an empty one and for a string instead of a list."""
+    if isinstance(devices, (str, bytes)) or not isinstance(devices, Sequence):
+        raise DeviceError(f"compute_devices is a list of device strings, like ['cpu:0', 'cpu:1'], not {devices!r:.100}")
+    if not devices:
+        raise DeviceError("compute_devices is empty; name at least one device, or leave it out to get the default")
+    return list(devices)
+
+
+def compute_devices(devices: Sequence[str] | None) -> list[str]:
+    """The devices of the replicas in short form: those given, which must exist, else every GPU, else one CPU."""
+    if devices is None:
+        return [f"gpu:{number}" for number in range(gpu_count())] or ["cpu:0"]
+    return [_existing(device) for device in as_list(devices)]
+
+
+def parameter_device(device: str | None, compute: Sequence[str]) -> str:
+    """The device of the variables in short form: the one given, else the only compute device, else CPU 0."""
+    if device is not None:
+        return _existing(device)
+    return compute[0] if len(compute) == 1 else "cpu:0"
+
+
+def gpu_count(driver: Path = _DRIVER, visible: str | None = None) -> int:
+    """The number of GPUs that CUDA would show, found without CUDA.
+
+    ``visible`` is CUDA_VISIBLE_DEVICES (default: this process's). As CUDA does, the list is taken up to its first
+    entry that names no GPU.
+    """
+    uuids = _uuids(driver)
+    if visible is None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not uuids:
+        return len(uuids)
+    count = 0
+    for entry in (part.strip() for part in visible.split(",")):
+        if entry.isdecimal():
+            named = int(entry) < len(uuids)
+        elif entry.startswith("MIG-"):
+            named = True  # the driver lists whole GPUs only
+        else:
+            named = entry.startswith("GPU-") and sum(uuid.startswith(entry) for uuid in uuids) == 1
+        if not named:
+            break
+        count += 1
+    return count
+
+
+def _uuids(driver: Path) -> list[str]:
+    """One entry for each GPU the driver shows; empty text where it does not say the UUID."""
+    found = []
+    for gpu in sorted(driver.iterdir()) if driver.is_dir() else []:
+        try:
+            match = _UUID.search((gpu / "information").read_text())
+        except OSError:
+            match = None
+        found.append(match[1] if match else "")
+    return found
+
+
+def _existing(device: str) -> str:
+    name = canonical(device)
+    if name.startswith("gpu:"):
+        gpus = gpu_count()
+        if int(name[4:]) >= gpus:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            limit = "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible!r})"
+            names = ", ".join(f"gpu:{number}" for number in range(gpus)) or "no GPU"
+            raise DeviceError(f"device {device!r} does not exist{limit}; there is {names}, and cpu:0, cpu:1, ...")
+    return name

@@ -1,0 +1,75 @@
+"""Ctrl-C at safe points only.
+
+While the client talks to its service a KeyboardInterrupt must not land between two parts of a message. In the main
+thread the handler is replaced for the length of an operation: it counts, and wakes the receive seam, which raises
+where nothing is half-done.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+__all__ = ["Interrupts"]
+
+
+class Interrupts:
+    """Counts Ctrl-C for the length of a ``with`` block. Outside the main thread it does nothing: signals go there."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._taken = 0
+        self._previous: Any = None
+        self._installed = False
+        self._depth = 0
+        self._closed = False
+        self._reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def fileno(self) -> int:
+        """Readable when Ctrl-C was pressed."""
+        return self._reader
+
+    def raise_pending(self) -> None:
+        """Raise KeyboardInterrupt for a Ctrl-C that has not been raised yet."""
+        if self.count > self._taken:
+            self._taken = self.count
+            os.read(self._reader, 64)
+            raise KeyboardInterrupt
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        self._closed = True
+        os.close(self._reader)
+        os.close(self._writer)
+
+    def __enter__(self) -> Self:
+        self._depth += 1
+        if self._depth == 1 and threading.current_thread() is threading.main_thread():
+            previous = signal.getsignal(signal.SIGINT)
+            if callable(previous):  # a user who ignores Ctrl-C, or whose handler is not Python's, is left alone
+                self._previous = previous
+                signal.signal(signal.SIGINT, self._note)
+                self._installed = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if self._installed and self._depth == 0:
+            signal.signal(signal.SIGINT, self._previous)
+            self._installed = False
+            pending, self.count, self._taken = self.count > self._taken, 0, 0
+            if pending:
+                if not self._closed:
+                    os.read(self._reader, 64)
+                if error is None:
+                    raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        if not self._closed:
+            os.write(self._writer, b"!")

@@ -1,0 +1,159 @@
+"""The supervisor of a script that was started without a launcher, as a process of its own:
+``python -m central_storage.launch.background``.
+
+The script holds the other end of one socketpair; its service lives exactly as long as the script does, or until it
+says :class:`~cs_proto.messages.Shutdown`. What the processes print goes to the script as records. Started by
+``service`` and by nobody else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+
+from central_storage.diagnosis import configure_logging, dump_stacks_on_signal
+from central_storage.lifeline import PACKET_NBYTES
+from cs_proto.codec import encode
+from cs_proto.errors import CentralStorageError, code_of
+from cs_proto.messages import Error, StartFailed
+
+from .children import reap_adopted
+from .connections import Peer
+from .cores import core_count
+from .loop import Loop, Signals
+from .output import LogFiles, Stream
+from .packages import python_path
+from .plan import Options, service_commands
+from .run_directory import RunDirectory
+from .supervise import Service
+
+__all__ = ["main"]
+
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class OwnerSink:
+    """The owner's connection as a sink. It is never full: a script that computes reads nothing, and drops instead."""
+
+    full = False
+
+    def __init__(self) -> None:
+        self.on_room: Callable[[], None] = lambda: None
+        self.peer: Peer | None = None
+
+    def write(self, stream: Stream, text: str) -> None:
+        """Send ``text`` to the owner."""
+        if self.peer is not None:
+            self.peer.output(stream, text)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a service until its owner lets go of it; the exit code."""
+    options = _parser().parse_args(arguments)
+    configure_logging()
+    dump_stacks_on_signal()
+    owner = socket.socket(fileno=options.client_descriptor)
+    owner.set_inheritable(False)
+    try:
+        run_directory = RunDirectory()
+        try:
+            loop, sink = Loop(), OwnerSink()
+            service = _service(loop, sink, run_directory.path, options)
+            _serve(loop, service, sink, owner, options.owner_pid)
+        finally:
+            run_directory.remove()
+    except CentralStorageError as error:  # there is not even a supervisor to say why
+        reason = Error(code_of(type(error)), str(error), None, "", -1, 0, "")
+        with suppress(OSError):  # the owner has gone
+            owner.sendall(b"".join(encode(StartFailed(reason))))
+            _wait_until_read(owner, options.owner_pid)
+        return 1
+    return 0
+
+
+def _service(loop: Loop, sink: OwnerSink, run_directory: str, options: argparse.Namespace) -> Service:
+    logs = os.environ.get("CS_LOG_DIR")
+    commands = service_commands(
+        Options(tuple(options.devices.split(",")), options.parameter_device, run_directory),
+        os.environ,
+        python=sys.executable,
+        cores=core_count(),
+        python_path=python_path(os.environ),
+    )
+    return Service(
+        loop,
+        run_directory,
+        commands,
+        sink,
+        start_timeout=options.start_timeout,
+        logs=LogFiles.under(logs, run_directory) if logs else None,
+    )
+
+
+def _serve(loop: Loop, service: Service, sink: OwnerSink, owner: socket.socket, owner_pid: int) -> None:
+    def signalled(number: int) -> None:
+        if number == signal.SIGCHLD:
+            reap_adopted(service.living_pids)
+        else:
+            service.stop()
+
+    def owner_ended() -> None:
+        if pidfd is not None:
+            loop.forget(pidfd)
+        service.stop()
+
+    with Signals(loop, (*_ENDING, signal.SIGCHLD), signalled):
+        sink.peer = service.own(owner)
+        # A forked child of the script may keep its end of the socketpair open: the script's own end is what counts.
+        pidfd = _owner_pidfd(owner_pid)
+        try:
+            if pidfd is None:
+                service.stop()
+            else:
+                loop.on_readable(pidfd, owner_ended)
+                service.start()
+            while not service.stopped:
+                loop.turn()
+        finally:
+            service.close()
+
+
+def _wait_until_read(owner: socket.socket, owner_pid: int) -> None:
+    """Return when the owner has hung up or ended: a hang-up from this side would overtake what was said."""
+    pidfd = _owner_pidfd(owner_pid)
+    if pidfd is None:
+        return
+    while pidfd not in select.select([owner.fileno(), pidfd], [], [])[0] and owner.recv(PACKET_NBYTES):
+        pass
+
+
+def _owner_pidfd(pid: int) -> int | None:
+    """A descriptor that tells when the script has ended; None where it has already."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    if os.getppid() != pid:  # that number may be another process's by now
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m central_storage.launch.background", description=__doc__)
+    parser.add_argument("--client-descriptor", type=int, required=True)
+    parser.add_argument("--owner-pid", type=int, required=True)
+    parser.add_argument("--devices", required=True)
+    parser.add_argument("--parameter-device", required=True)
+    parser.add_argument("--start-timeout", type=float, default=60.0)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""``cs-launch`` at work: a service and the user's script, from the first line to the exit code.
+
+The script shares this process's terminal and process group, so it is a program like any other: it reads the
+keyboard, its output passes untouched, and Ctrl-C reaches it. Here a signal only sets a limit to how long it may take
+to end. ``cli`` calls :func:`run`.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from cs_proto.messages import Died
+
+from .children import Child, reap_adopted
+from .loop import Loop, Signals
+from .output import Console, LogFiles
+from .plan import Command, label
+from .run_directory import RunDirectory
+from .supervise import STOP_GRACE, Service
+
+__all__ = ["START_FAILED", "run"]
+
+START_FAILED = 3
+_WORKER_FAILED = 4
+_SERVER_FAILED = 5
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# After a signal: what the script gets, after how many seconds. Ctrl-C has reached it through the terminal already.
+_AFTER_CTRL_C = ((1.0, signal.SIGINT), (2.0, signal.SIGTERM), (3.0, signal.SIGKILL))
+_AFTER_SIGNAL = ((0.0, signal.SIGTERM), (3.0, signal.SIGKILL))
+# After a signal everything has ended by then, seconds.
+_SIGNAL_LIMIT = 4.0
+# After a signal, a terminal that takes no output is not waited for any longer than this.
+_LAST_WORDS = 0.4
+
+
+def run(
+    run_directory: RunDirectory,
+    commands: Sequence[Command],
+    script: Command,
+    *,
+    banner: str,
+    start_timeout: float,
+    logs: LogFiles | None,
+) -> int:
+    """Start the service and the script, wait for the script, end everything, remove the directory; the exit code.
+
+    0 or the script's own code; 3, 4 or 5 where the script failed after the start, a worker or the server did; 128
+    and the signal's number where one ended the run or the script.
+    """
+    return _Foreground(run_directory, commands, script, start_timeout, logs).run(banner)
+
+
+class _Foreground:
+    def __init__(
+        self,
+        run_directory: RunDirectory,
+        commands: Sequence[Command],
+        script: Command,
+        start_timeout: float,
+        logs: LogFiles | None,
+    ) -> None:
+        self._directory = run_directory
+        self._loop = Loop()
+        self._console = Console(self._loop)
+        self._logs = logs
+        self._service = Service(
+            self._loop, run_directory.path, commands, self._console, start_timeout=start_timeout, logs=logs
+        )
+        self._command = script
+        self._script: Child | None = None
+        self._signal: int | None = None
+        self._limit = 0.0
+
+    def run(self, banner: str) -> int:
+        with Signals(self._loop, (*_ENDING, signal.SIGCHLD), self._signalled):
+            self._console.write("stderr", f"{banner}\n")
+            try:
+                self._service.start()
+                self._start_script()
+                while not self._service.stopped:
+                    self._loop.turn()
+            finally:
+                self._service.close()
+                self._directory.remove()
+            self._report()
+            self._flush()
+        if self._logs is not None:
+            self._logs.close()
+        return self._exit_code()
+
+    def _start_script(self) -> None:
+        try:
+            self._script = Child(self._loop, self._command, on_lines=None, on_end=self._script_ended)
+        except OSError as error:
+            self._console.write("stderr", f"[cs-launch] {self._command.argv[0]}: {error.strerror}\n")
+            self._service.stop()
+
+    def _script_ended(self, script: Child) -> None:
+        grace = STOP_GRACE
+        if self._signal is not None:
+            grace = min(grace, max(0.0, self._limit - time.monotonic()))
+        self._service.stop(grace)
+
+    # --- signals --------------------------------------------------------------------------------------------------
+
+    def _signalled(self, number: int) -> None:
+        if number == signal.SIGCHLD:
+            script = {self._script.pid} if self._script is not None and self._script.returncode is None else set()
+            reap_adopted(self._service.living_pids | script)
+        elif self._signal is not None:  # the second one means now
+            self._to_script(signal.SIGKILL)
+            self._service.stop(0.0)
+        else:
+            self._signal = number
+            self._limit = time.monotonic() + _SIGNAL_LIMIT
+            if self._script is None or self._script.returncode is not None:
+                self._service.stop()
+            for delay, forwarded in _AFTER_CTRL_C if number == signal.SIGINT else _AFTER_SIGNAL:
+                self._loop.call_later(delay, partial(self._to_script, forwarded))
+
+    def _to_script(self, number: int) -> None:
+        if self._script is not None and self._script.returncode is None:
+            if number == signal.SIGINT:
+                self._console.write("stderr", "[cs-launch] the script still runs; Ctrl-C again ends it at once\n")
+            self._script.signal(number)
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def _report(self) -> None:
+        """Name the first failure, where there is one."""
+        if self._service.start_failure is not None:
+            report = self._service.start_failure
+        elif self._service.first_failure is not None:
+            report = f"first failure: {_described(self._service.first_failure)}"
+        elif self._script_code() and self._signal is None and self._script is not None:
+            report = f"the script (pid {self._script.pid}) ended by {self._script.cause}"
+        else:
+            report = ""
+        if self._logs is not None:
+            report += f"\nlog files: {self._logs.directory}" if report else f"log files: {self._logs.directory}"
+        if report:
+            first, *more = report.splitlines()
+            self._console.write("stderr", "".join([f"[cs-launch] {first}\n", *(f"    {line}\n" for line in more)]))
+
+    def _flush(self) -> None:
+        deadline = time.monotonic() + _LAST_WORDS
+        while not self._console.empty and (self._signal is None or time.monotonic() < deadline):
+            self._loop.turn(_LAST_WORDS)
+
+    def _script_code(self) -> int:
+        code = self._script.returncode if self._script is not None else START_FAILED
+        if code is None:
+            return START_FAILED
+        return code if code >= 0 else 128 - code
+
+    def _exit_code(self) -> int:
+        if self._signal is not None:
+            return 128 + self._signal
+        code = self._script_code()
+        if code != 1:  # the script's own word
+            return code
+        if self._service.start_failure is not None:
+            return START_FAILED
+        failure = self._service.first_failure
+        if failure is not None:
+            return _SERVER_FAILED if failure.role == "server" else _WORKER_FAILED
+        return code
+
+
+def _described(died: Died) -> str:
+    who = died.role if died.role == "server" else f"worker {label(died.role, died.rank)}"
+    hint = " (if nobody sent it, the kernel did, for lack of memory: see dmesg)" if died.cause == "SIGKILL" else ""
+    last = f"\nlast lines:\n{died.log}" if died.log else "\nit wrote nothing"
+    return f"{who} (pid {died.pid}) ended by {died.cause}{hint}{last}"

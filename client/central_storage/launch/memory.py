@@ -1,0 +1,131 @@
+"""The memory of a run: the supervisor makes every segment, keeps it, and decides who may write it.
+
+Contents live as long as the supervisor, whoever else is killed. A segment is a memfd of its full reservation, of
+which only touched pages take memory. A reader gets a descriptor opened read-only; the file's length is sealed, so
+nobody can take pages away under another's mapping. :class:`Memfd` is the one medium; another (a file on a shared
+tmpfs) is a class with the same two methods.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+from dataclasses import dataclass
+from typing import Protocol
+
+from cs_proto.errors import ContextError, InvalidArgumentError, MemoryPlanError
+from cs_proto.messages import MakeSegment, Segment
+
+__all__ = ["Medium", "Memfd", "Memory"]
+
+_WRITER = re.compile(r"|controller|w(0|[1-9][0-9]{0,4})")
+
+
+class Medium(Protocol):
+    """Where segments lie."""
+
+    #: What is printed as the transport of bulk data.
+    title: str
+
+    def make(self, name: str, nbytes: int) -> int:
+        """A descriptor, open for reading and writing, of new zeroed memory of ``nbytes``. Raises OSError."""
+
+    def open_reader(self, descriptor: int) -> int:
+        """Another descriptor of the same memory that cannot be mapped for writing. Raises OSError."""
+
+
+class Memfd:
+    """Anonymous memory of the kernel's: no name in any file system, no limit but memory itself."""
+
+    title = "shared memory (memfd)"
+
+    def make(self, name: str, nbytes: int) -> int:
+        """As :meth:`Medium.make`; ``name`` shows in ``/proc/<pid>/maps``."""
+        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(descriptor, nbytes)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            os.fchmod(descriptor, 0o400)  # a reader cannot open it again for writing, either
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def open_reader(self, descriptor: int) -> int:
+        """As :meth:`Medium.open_reader`."""
+        return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    reservation: int
+    writer: str
+    descriptor: int
+
+
+class Memory:
+    """The segments of one run by name."""
+
+    def __init__(self, run: str, medium: Medium) -> None:
+        """``run`` names the run in the segments' names as the kernel shows them."""
+        self.medium = medium
+        self._run = run
+        self._kept: dict[str, _Kept] = {}
+
+    def make(self, asker: str, request: MakeSegment) -> tuple[Segment, int]:
+        """Make a segment, or find it where a server that was started again asks for the same one.
+
+        ``asker`` is ``server``, ``w0``, ``controller`` or anything else. The answer, and a descriptor that the caller
+        closes when it is sent. Raises ContextError for another asker than the server, InvalidArgumentError where the
+        segment exists otherwise or ``writer`` is nobody, MemoryPlanError where the kernel refuses.
+        """
+        if asker != "server":
+            raise ContextError(f"only the server may make segments; {asker} asked for {request.segment}")
+        if _WRITER.fullmatch(request.writer) is None:
+            raise InvalidArgumentError(f"{request.writer!r:.60} is no writer: '', 'controller', or 'w0', 'w1', ...")
+        kept = self._kept.get(request.segment)
+        if kept is None:
+            self._kept[request.segment] = self._new(request)
+        elif (kept.reservation, kept.writer) != (request.reservation, request.writer):
+            raise InvalidArgumentError(
+                f"segment {request.segment} exists with {kept.reservation} bytes and writer {kept.writer!r}, "
+                f"not {request.reservation} bytes and writer {request.writer!r}"
+            )
+        return self.open(asker, request.segment)
+
+    def open(self, asker: str, name: str) -> tuple[Segment, int]:
+        """A segment for ``asker``: writable for the server and its named writer, read-only for everybody else.
+
+        The answer, and a descriptor that the caller closes when it is sent. Raises InvalidArgumentError for an
+        unknown name, MemoryPlanError where the kernel refuses.
+        """
+        kept = self._kept.get(name)
+        if kept is None:
+            known = ", ".join(list(self._kept)[:20]) or "none at all"
+            raise InvalidArgumentError(f"there is no segment {name!r:.120}; there are {known}")
+        writable = asker == "server" or asker == kept.writer
+        try:
+            descriptor = os.dup(kept.descriptor) if writable else self.medium.open_reader(kept.descriptor)
+        except OSError as error:
+            raise _refusal(name, kept.reservation, error) from error
+        return Segment(name, kept.reservation, writable), descriptor
+
+    def close(self) -> None:
+        """Let go of everything; memory that no other process maps is free. Idempotent."""
+        for kept in self._kept.values():
+            os.close(kept.descriptor)
+        self._kept.clear()
+
+    def _new(self, request: MakeSegment) -> _Kept:
+        try:
+            descriptor = self.medium.make(f"cs-{self._run}-{request.segment}", request.reservation)
+        except OSError as error:
+            raise _refusal(request.segment, request.reservation, error) from error
+        return _Kept(request.reservation, request.writer, descriptor)
+
+
+def _refusal(name: str, nbytes: int, error: OSError) -> MemoryPlanError:
+    remedy = "; raise the limit (ulimit -n)" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+    return MemoryPlanError(f"segment {name} of {nbytes} bytes: {error.strerror}{remedy}")

@@ -1,0 +1,148 @@
+"""What a run consists of: the command line and environment of each process, as values.
+
+Pure: options go in, a list of commands comes out; nothing is started and no environment is read. The supervisor
+starts what stands here, whatever it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cs_proto.messages import Role
+
+__all__ = ["Command", "Options", "label", "script_command", "service_commands"]
+
+# Each of these libraries starts as many threads as there are cores in every process, unless told otherwise.
+_THREADS = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+    "BLIS_NUM_THREADS",
+    "NUMBA_NUM_THREADS",
+)
+# What a script is told about its service means nothing to the processes of a service.
+_SCRIPT_ONLY = ("CS_ADDRESS", "CS_DEVICES", "CS_PARAMETER_DEVICE")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Devices in short form, and where the run lives."""
+
+    devices: tuple[str, ...]
+    parameter_device: str
+    run_directory: str
+
+
+@dataclass(frozen=True)
+class Command:
+    """A process to be: what it is, its arguments and its whole environment."""
+
+    role: Role
+    rank: int
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    incarnation: int = 1
+
+    @property
+    def label(self) -> str:
+        """What stands before its lines: ``server``, ``w0``, ``script``."""
+        return label(self.role, self.rank)
+
+
+def label(role: str, rank: int) -> str:
+    """The short name of a process."""
+    return f"w{rank}" if role == "worker" else role
+
+
+def service_commands(
+    options: Options, environment: Mapping[str, str], *, python: str, cores: int, python_path: str = ""
+) -> list[Command]:
+    """The server, then a worker for each device.
+
+    ``environment`` is the user's; what it says about threads is obeyed. Otherwise the workers share ``cores`` between
+    them and the server has all of them to itself, since the workers wait while it applies. ``python_path``
+    is the PYTHONPATH with which they find the project's packages.
+    """
+    kept = {name: value for name, value in environment.items() if name not in _SCRIPT_ONLY}
+    kept["CS_RUN_DIRECTORY"] = options.run_directory
+    kept.setdefault("PYTHONUNBUFFERED", "1")  # lines appear when they are printed, and a killed process loses none
+    kept.setdefault("PYTHONFAULTHANDLER", "1")  # a crash in native code leaves a Python stack in the log
+    if python_path:
+        kept["PYTHONPATH"] = python_path
+    # -P: the user's directory must not shadow what the services import; workers get the script's path by message.
+    module = (python, "-P", "-m")
+    replicas = len(options.devices)
+    server_threads = _threads_for("NUMBA_NUM_THREADS", environment, cores)
+    server = Command(
+        "server",
+        0,
+        (
+            *(*module, "cs_server"),
+            *("--run-directory", options.run_directory),
+            *("--parameter-device", options.parameter_device),
+            *("--replicas", str(replicas)),
+            *("--threads", server_threads),
+        ),
+        {**kept, **_thread_variables(environment, cores), "CS_ROLE": "server"},
+    )
+    workers = [
+        Command(
+            "worker",
+            rank,
+            (
+                *(*module, "cs_worker"),
+                *("--run-directory", options.run_directory),
+                *("--replica", str(rank)),
+                *("--incarnation", "1"),
+                *("--device", device),
+            ),
+            {
+                **kept,
+                **_thread_variables(environment, max(1, cores // replicas)),
+                "CS_ROLE": "worker",
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(replicas),
+                "LOCAL_WORLD_SIZE": str(replicas),
+            },
+        )
+        for rank, device in enumerate(options.devices)
+    ]
+    return [server, *workers]
+
+
+def script_command(
+    options: Options, environment: Mapping[str, str], arguments: Sequence[str], *, python: str
+) -> Command:
+    """The user's script: told where its service is, and no rank, because it runs once.
+
+    ``arguments`` are the interpreter's: ``["train.py", "--rate", "0.1"]`` or ``["-m", "package"]``.
+    """
+    return Command(
+        "script",
+        0,
+        (python, "-u", *arguments),
+        {
+            **environment,
+            "CS_ROLE": "script",
+            "CS_RUN_DIRECTORY": options.run_directory,
+            "CS_ADDRESS": options.run_directory,
+            "CS_DEVICES": ",".join(options.devices),
+            "CS_PARAMETER_DEVICE": options.parameter_device,
+        },
+    )
+
+
+def _thread_variables(environment: Mapping[str, str], share: int) -> dict[str, str]:
+    return {name: _threads_for(name, environment, share) for name in _THREADS}
+
+
+def _threads_for(name: str, environment: Mapping[str, str], share: int) -> str:
+    """What the user said by ``name``, else by the variable that most libraries fall back to, else ``share``."""
+    if environment.get(name):
+        return environment[name]
+    general = environment.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return general if general.isdecimal() and int(general) > 0 else str(share)

@@ -1,0 +1,195 @@
+"""The run directory: where the sockets of one run lie, who holds it, and what becomes of it.
+
+A short private directory with a ``lock`` file that its supervisor keeps locked for life, because libzmq would let a
+second server take over a live address without a word. The kernel frees the lock whatever kills the holder, so a
+directory whose lock can be had belongs to nobody and is removed by the next start. Only supervisors use this module.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import secrets
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from cs_proto.errors import ConfigurationError, LaunchError
+
+__all__ = ["RunDirectory"]
+
+_log = logging.getLogger("central_storage.launch")
+
+_NAME = re.compile(r"cs-[0-9a-f]{8}")
+# What a run puts into its directory, log files apart.
+_CONTENT = re.compile(r"lock|server|supervisor|w[0-9]+\.[0-9]+")
+# sockaddr_un holds 107 bytes of path, of which the longest name of a socket here may take 20, like its processes say.
+_PATH_NBYTES = 107
+_LONGEST_NAME = 20
+
+
+class RunDirectory:
+    """A directory of mode 0700, held by this process until :meth:`remove`."""
+
+    def __init__(self, path: str | None = None, *, keep: bool = False) -> None:
+        """Make and hold ``path``, or a fresh directory in a place for run-time files.
+
+        ``keep`` leaves what lies in it (log files) when the run ends. Raises LaunchError where another living process
+        holds ``path`` and where no place will do, ConfigurationError where ``path`` is not a private directory of
+        ours or is too long.
+        """
+        self.keep = keep
+        clean_up()
+        if path is None:
+            self.path, self._lock = _fresh()
+            self._ours = True
+        else:
+            self.path = os.path.abspath(path)
+            self._ours = not os.path.exists(self.path)
+            self._lock = _take(self.path)
+        self.name = os.path.basename(self.path).removeprefix("cs-")
+
+    def remove(self) -> None:
+        """Remove the directory if it was made here and is not to be kept, else only what the run put into it; let go
+        of the lock. Idempotent."""
+        if self._lock < 0:
+            return
+        if self._ours and not self.keep:
+            _remove_tree(self.path)
+        else:
+            _remove_content(self.path)
+        os.close(self._lock)
+        self._lock = -1
+
+
+def clean_up() -> None:
+    """Remove the run directories of this user's runs that no process holds any more, and nothing else."""
+    for place in _places():
+        for entry in _scan(place):
+            if _NAME.fullmatch(entry.name) and _is_ours(entry.path):
+                _remove_if_dead(entry.path)
+
+
+def _fresh() -> tuple[str, int]:
+    for place in _places():
+        if _usable(place):
+            while True:
+                path = os.path.join(place, f"cs-{secrets.token_hex(4)}")
+                with suppress(FileExistsError):
+                    os.mkdir(path, 0o700)
+                    lock = _lock(path)
+                    if lock is not None:  # else another start's clean-up took it for dead before it was locked
+                        return path, lock
+    raise LaunchError(
+        f"no place for a run directory: none of {', '.join(_places())} is writable and has a path short enough for "
+        "sockets; set XDG_RUNTIME_DIR or TMPDIR to a short path"
+    )
+
+
+def _take(path: str) -> int:
+    if len(os.fsencode(path)) + _LONGEST_NAME > _PATH_NBYTES:
+        raise ConfigurationError(
+            f"the run directory {path} is too long: a socket's path has at most {_PATH_NBYTES} bytes"
+        )
+    try:
+        os.makedirs(path, 0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"the run directory {path} cannot be made: {error.strerror}") from error
+    if not _is_ours(path) or stat.S_IMODE(os.lstat(path).st_mode) & 0o077:
+        raise ConfigurationError(
+            f"the run directory {path} must be a directory of yours that nobody else may enter (chmod 700)"
+        )
+    lock = _lock(path)
+    if lock is None:
+        holder = Path(path, "lock").read_text().strip() or "unknown"
+        raise LaunchError(
+            f"the run directory {path} is held by another run (supervisor pid {holder}); choose another one"
+        )
+    _remove_content(path, but="lock")  # of a run that was killed
+    return lock
+
+
+def _lock(path: str) -> int | None:
+    """The locked ``lock`` file of the directory, with our pid in it; None where somebody else holds it."""
+    name = os.path.join(path, "lock")
+    try:
+        lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(lock).st_ino != os.stat(name).st_ino:  # removed and made anew in between
+            raise FileNotFoundError
+    except (BlockingIOError, FileNotFoundError):
+        os.close(lock)
+        return None
+    os.truncate(lock, 0)
+    os.write(lock, f"{os.getpid()}\n".encode())
+    return lock
+
+
+def _remove_if_dead(path: str) -> None:
+    try:
+        lock = os.open(os.path.join(path, "lock"), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        with suppress(OSError):  # kept log files, or one just being made: rmdir takes only what is empty
+            os.rmdir(path)
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remove_tree(path)
+        _log.info("removed %s, left behind by a run that was killed", path)
+    except BlockingIOError:
+        pass  # alive
+    finally:
+        os.close(lock)
+
+
+def _remove_content(path: str, but: str = "") -> None:
+    for entry in _scan(path):
+        if _CONTENT.fullmatch(entry.name) and entry.name != but:
+            os.unlink(entry)
+
+
+def _remove_tree(path: str) -> None:
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        pass  # another start's clean-up is at it too
+    except OSError as error:
+        _log.warning("could not remove %s: %s", path, error)
+
+
+def _places() -> list[str]:
+    """Where run directories may be, the preferred place first."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    places = [runtime] if _is_ours(runtime) else []
+    with suppress(FileNotFoundError):  # no place for temporary files at all
+        places.append(tempfile.gettempdir())
+    return list(dict.fromkeys([*places, "/tmp"]))
+
+
+def _usable(place: str) -> bool:
+    length = len(os.fsencode(place)) + len("/cs-01234567") + _LONGEST_NAME
+    return os.path.isabs(place) and length <= _PATH_NBYTES and os.access(place, os.W_OK | os.X_OK)
+
+
+def _is_ours(path: str) -> bool:
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+
+
+def _scan(place: str) -> Iterator[os.DirEntry[str]]:
+    try:
+        with os.scandir(place) as entries:
+            yield from list(entries)
+    except OSError:
+        return  # a place that is not there holds nothing of ours

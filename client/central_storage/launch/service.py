@@ -1,0 +1,103 @@
+"""A script's own service: starts the supervisor in the background and hands over the connection to it.
+
+The service ends with the script, however the script ends. Importing does nothing; the first :func:`start` of a
+process registers one hook, which lets forked children drop what is not theirs. ``central_storage.service`` calls it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+
+from cs_proto.codec import encode
+from cs_proto.errors import LaunchError
+from cs_proto.messages import Shutdown
+
+from .packages import python_path
+
+__all__ = ["ServiceProcess", "start"]
+
+# The supervisor kills what has not ended 3 s after it was asked to stop.
+_STOP_TIMEOUT = 5.0
+
+_services: weakref.WeakSet[ServiceProcess] = weakref.WeakSet()
+_hooked: list[bool] = []
+
+
+class ServiceProcess:
+    """A supervisor started by this process; ``socket`` is connected to it and speaks records, one a packet."""
+
+    def __init__(self, process: subprocess.Popen[bytes], link: socket.socket) -> None:
+        self.process = process
+        self.socket = link
+        self._owner = os.getpid()
+
+    def stop(self, reason: str = "stop") -> None:
+        """End the service and wait for it, at most about 5 s. Idempotent; does nothing in a forked child."""
+        if os.getpid() != self._owner:
+            return
+        if self.process.returncode is None:
+            with suppress(OSError):  # closed already, which says the same
+                self.socket.send(b"".join(encode(Shutdown(reason))), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            self.socket.close()
+            try:
+                self.process.wait(_STOP_TIMEOUT)
+            except subprocess.TimeoutExpired:
+                self.process.kill()  # its children die with it
+                self.process.wait()
+        self.socket.close()
+
+    def forget(self) -> None:
+        """In a forked child: close the connection there, so that only the parent's counts."""
+        self.socket.close()
+        self.process.returncode = 0  # not a child of this process: nothing to wait for
+
+
+def start(devices: Sequence[str], parameter_device: str, start_timeout: float = 60.0) -> ServiceProcess:
+    """Start a supervisor for a service on these devices (short form) and return at once.
+
+    Whether the service comes up within ``start_timeout`` seconds is said on the socket, as Serving or StartFailed.
+    Raises LaunchError where not even the supervisor can be started.
+    """
+    if not sys.executable:
+        raise LaunchError("sys.executable is empty: this Python does not say which program could run the service")
+    path = python_path(os.environ)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [
+        *(sys.executable, "-P", "-m", "central_storage.launch.background"),
+        *("--client-descriptor", str(theirs.fileno())),
+        *("--owner-pid", str(os.getpid())),
+        *("--devices", ",".join(devices)),
+        *("--parameter-device", parameter_device),
+        *("--start-timeout", str(start_timeout)),
+    ]
+    try:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONPATH": path} if path else None,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
+        )
+    except OSError as error:
+        ours.close()
+        raise LaunchError(f"the service could not be started ({sys.executable!r}: {error.strerror})") from error
+    finally:
+        theirs.close()
+    if not _hooked:
+        os.register_at_fork(after_in_child=_forget_all)
+        _hooked.append(True)
+    service = ServiceProcess(process, ours)
+    _services.add(service)
+    return service
+
+
+def _forget_all() -> None:
+    for service in list(_services):
+        service.forget()

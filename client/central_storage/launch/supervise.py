@@ -1,0 +1,322 @@
+"""The supervisor: starts a service's processes, keeps its memory, tells everybody who died, stops everything.
+
+:class:`Service` is driven by one :class:`~.loop.Loop` and decides all of it; it never waits and never forks without
+exec. The two ways in, ``foreground`` (``cs-launch``) and ``background`` (a script that started its own service),
+add what differs: signals, the script, the owner. What the processes compute is no business of this module.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Literal
+
+from cs_proto.errors import CentralStorageError, LaunchError, code_of
+from cs_proto.messages import (
+    Died,
+    Error,
+    Introduce,
+    MakeSegment,
+    OpenSegment,
+    Ready,
+    SegmentRefused,
+    Serving,
+    Shutdown,
+    StartFailed,
+)
+from cs_proto.records import Record
+
+from .children import Child, end_leftovers
+from .connections import Peer
+from .loop import Loop, Timer
+from .memory import Memfd, Memory
+from .output import LogFiles, Sink, Stream, prefixed
+from .plan import Command
+
+__all__ = ["STOP_GRACE", "TRANSPORT", "Service"]
+
+_log = logging.getLogger("central_storage.launch")
+
+#: How long a process may take to end by itself before it is killed, seconds.
+STOP_GRACE = 3.0
+#: How the processes of a service talk, in words.
+TRANSPORT = f"ipc + {Memfd.title}"
+# At the end, records that a peer has not taken after this many seconds are given up.
+_FAREWELL = 0.5
+# After a connection could not be accepted, the next try, seconds.
+_ACCEPT_AGAIN = 1.0
+_PROCESSES = ("server", "worker")
+
+State = Literal["starting", "serving", "failed", "stopping"]
+
+
+class Service:
+    """A server, its workers, their memory and whoever is connected."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        run_directory: str,
+        commands: Sequence[Command],
+        sink: Sink,
+        *,
+        start_timeout: float = 60.0,
+        logs: LogFiles | None = None,
+    ) -> None:
+        """Nothing is started yet. ``start_timeout`` (seconds) limits the time until every process is ready."""
+        self.run_directory = run_directory
+        #: The first process that ended unasked, or None.
+        self.first_failure: Died | None = None
+        #: Why the service did not come up, or None.
+        self.start_failure: str | None = None
+        self._loop = loop
+        self._commands = commands
+        self._sink = sink
+        self._start_timeout = start_timeout
+        self._logs = logs
+        self._state: State = "starting"
+        self._children: list[Child] = []
+        self._peers: list[Peer] = []
+        self._owner: Peer | None = None
+        self._endpoint = ""
+        self._deaths: list[Died] = []
+        self._timers: list[Timer] = []
+        self._memory = Memory(os.path.basename(run_directory).removeprefix("cs-"), Memfd())
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sink.on_room = self._listen_to_children
+
+    def start(self) -> None:
+        """Listen, and start every process. A process that cannot be started is a failed start like any other."""
+        try:
+            self._listener.bind(os.path.join(self.run_directory, "supervisor"))
+        except OSError as error:
+            self._fail_start(f"no socket can be made in {self.run_directory}: {error.strerror}")
+            return
+        self._listener.listen(128)
+        self._listener.setblocking(False)
+        self._loop.on_readable(self._listener.fileno(), self._accept)
+        self._timers.append(self._loop.call_later(self._start_timeout, self._start_deadline))
+        for command in self._commands:
+            try:
+                child = Child(self._loop, command, on_lines=self._lines, on_end=self._child_ended)
+            except OSError as error:
+                self._fail_start(f"{command.label} could not be started ({command.argv[0]}: {error.strerror})")
+                return
+            self._children.append(child)
+
+    def own(self, link: socket.socket) -> Peer:
+        """Take the owner's connection. When it ends, or says :class:`Shutdown`, the service stops."""
+        self._owner = self._connect(link)
+        return self._owner
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the end was asked for and every process has ended."""
+        return self._state == "stopping" and not self.living_pids
+
+    @property
+    def living_pids(self) -> set[int]:
+        """The processes started here that have not ended."""
+        return {child.pid for child in self._children if child.returncode is None}
+
+    def stop(self, grace: float = STOP_GRACE) -> None:
+        """End every process: asked first, killed after ``grace`` seconds. May be said again with a smaller grace."""
+        self._state = "stopping"
+        self._end_children(grace)
+
+    def close(self) -> None:
+        """After the last process: end what they left behind, say the last words, let go of everything. Idempotent."""
+        if self._listener.fileno() < 0:
+            return
+        end_leftovers(self.run_directory)
+        deadline = time.monotonic() + _FAREWELL
+        while any(peer.waiting for peer in self._peers) and (left := deadline - time.monotonic()) > 0:
+            self._loop.turn(left)
+        for peer in self._peers:
+            peer.close()
+        for timer in self._timers:
+            timer.cancel()
+        self._loop.forget(self._listener.fileno())
+        self._listener.close()
+        self._memory.close()
+
+    # --- processes ------------------------------------------------------------------------------------------------
+
+    def _lines(self, child: Child, stream: Stream, lines: list[str]) -> None:
+        if self._logs is not None:
+            self._logs.write(child.command.label, lines)
+        self._sink.write(stream, prefixed(child.command.label, lines))
+        if self._sink.full and not child.asked:
+            for other in self._children:
+                other.listen(False)
+
+    def _listen_to_children(self) -> None:
+        for child in self._children:
+            child.listen()
+
+    def _child_ended(self, child: Child) -> None:
+        _log.debug("%s ended by %s", child.name, child.cause)
+        if child.asked:
+            return
+        command = child.command
+        end_leftovers(self.run_directory, command.role, command.rank)
+        died = Died(command.role, command.rank, command.incarnation, child.pid, child.cause, child.tail.text())
+        self.first_failure = self.first_failure or died
+        if self._state == "starting":
+            self._fail_start(f"{child.name} ended by {child.cause} before the service was up", child)
+            return
+        self._say(f"{child.name} ended by {child.cause}")
+        self._deaths.append(died)
+        self._tell_all(died)
+        if command.role == "server":
+            self._state = "failed"
+            self._end_children(STOP_GRACE)
+
+    def _start_deadline(self) -> None:
+        late = [child for child in self._children if not child.ready]
+        if self._state == "starting":
+            names = ", ".join(child.name for child in late)
+            self._fail_start(f"not ready within {self._start_timeout:g} s: {names}", late[0])
+
+    def _fail_start(self, reason: str, child: Child | None = None) -> None:
+        self._state = "failed"
+        self._say(f"the service did not start: {reason}")
+        last = "" if child is None else f"\nlast lines of {child.name}:\n{child.tail.text() or '(it wrote nothing)'}"
+        self.start_failure = f"the service did not start: {reason}{last}"
+        for peer in list(self._peers):
+            self._greet(peer)
+        self._end_children(STOP_GRACE)
+
+    def _end_children(self, grace: float) -> None:
+        self._listen_to_children()  # a process whose output nobody reads could not end
+        for child in self._children:
+            if not child.asked:
+                child.asked = True
+                child.signal(signal.SIGTERM)
+        self._timers.append(self._loop.call_later(grace, self._kill_children))
+
+    def _kill_children(self) -> None:
+        for child in self._children:
+            child.signal(signal.SIGKILL)
+
+    def _say(self, text: str) -> None:
+        self._sink.write("stderr", prefixed("supervisor", [text]))
+
+    # --- connections ----------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        try:
+            link, _ = self._listener.accept()
+        except OSError as error:  # too many open files, or no memory; the peer waits in the queue
+            _log.warning("a connection could not be accepted: %s", error.strerror)
+            listener = self._listener.fileno()
+            self._loop.on_readable(listener, None)
+            self._timers.append(
+                self._loop.call_later(_ACCEPT_AGAIN, partial(self._loop.on_readable, listener, self._accept))
+            )
+            return
+        peer = self._connect(link)
+        if peer.uid != os.geteuid():
+            self._refuse(peer, f"process {peer.pid} of user {peer.uid} connected")
+
+    def _connect(self, link: socket.socket) -> Peer:
+        peer = Peer(self._loop, link, self._record, self._peer_ended)
+        self._peers.append(peer)
+        return peer
+
+    def _peer_ended(self, peer: Peer) -> None:
+        self._peers.remove(peer)
+        if peer is self._owner and self._state != "stopping":
+            _log.debug("the owner's connection has ended")
+            self.stop()
+
+    def _record(self, peer: Peer, record: Record) -> None:
+        if isinstance(record, Introduce):
+            self._introduce(peer, record)
+        elif peer.introduction is None:
+            self._refuse(peer, f"a stranger sent {type(record).__name__} before Introduce")
+        elif isinstance(record, (MakeSegment, OpenSegment)):
+            self._hand_out(peer, record)
+        elif isinstance(record, Ready):
+            self._ready(peer, record)
+        elif isinstance(record, Shutdown) and peer is self._owner:
+            _log.debug("shut down: %s", record.reason)
+            self.stop()
+        else:
+            _log.error("dropped a %s of %s: it is not for that peer to send", type(record).__name__, peer.label)
+
+    def _introduce(self, peer: Peer, who: Introduce) -> None:
+        if peer.introduction is not None:
+            self._refuse(peer, f"{peer.label} introduced itself twice")
+        elif who.role in _PROCESSES and self._child_of(peer, who) is None:
+            self._refuse(peer, f"process {peer.pid} says it is {who.role} {who.rank}, but it was not started as that")
+        else:
+            peer.introduction = who
+            self._greet(peer)
+
+    def _child_of(self, peer: Peer, who: Introduce) -> Child | None:
+        identity = (who.role, who.rank, who.incarnation)
+        for child in self._children:
+            command = child.command
+            if child.pid == peer.pid and (command.role, command.rank, command.incarnation) == identity:
+                return child
+        return None
+
+    def _refuse(self, peer: Peer, reason: str) -> None:
+        _log.error("%s; its connection is closed", reason)
+        peer.close()
+        self._peer_ended(peer)
+
+    def _greet(self, peer: Peer) -> None:
+        """Tell a client how things stand, if there is something to tell."""
+        if peer.introduction is None or peer.introduction.role in _PROCESSES:
+            return
+        if self.start_failure is not None:
+            peer.send(StartFailed(_error(LaunchError(self.start_failure))))
+        elif self._state == "serving":
+            peer.send(Serving(self._endpoint, self.run_directory, TRANSPORT))
+            for died in self._deaths:
+                peer.send(died)
+        elif self._state != "starting":
+            why = ", ".join(f"its {died.role} (pid {died.pid}) ended by {died.cause}" for died in self._deaths)
+            peer.send(StartFailed(_error(LaunchError(f"the service has ended: {why or 'it was shut down'}"))))
+
+    def _ready(self, peer: Peer, ready: Ready) -> None:
+        who = peer.introduction
+        child = self._child_of(peer, who) if who is not None else None
+        if child is None:
+            _log.error("dropped a Ready of %s: it is no process of this service", peer.label)
+            return
+        child.ready = True
+        if child.command.role == "server":
+            self._endpoint = ready.endpoint
+        if self._state == "starting" and all(other.ready for other in self._children):
+            self._state = "serving"
+            for other_peer in list(self._peers):
+                self._greet(other_peer)
+
+    def _hand_out(self, peer: Peer, request: MakeSegment | OpenSegment) -> None:
+        try:
+            if isinstance(request, MakeSegment):
+                segment, descriptor = self._memory.make(peer.label, request)
+            else:
+                segment, descriptor = self._memory.open(peer.label, request.segment)
+        except CentralStorageError as error:
+            peer.send(SegmentRefused(request.segment, _error(error)))
+        else:
+            peer.send(segment, descriptor)
+
+    def _tell_all(self, record: Record) -> None:
+        for peer in list(self._peers):
+            if peer.introduction is not None:
+                peer.send(record)
+
+
+def _error(error: CentralStorageError) -> Error:
+    origin = f"{type(error).__module__}:{type(error).__qualname__}"
+    return Error(code_of(type(error)), str(error), None, origin, -1, 0, "")

@@ -1,0 +1,468 @@
+"""The client's link to its service: the controller's side of every conversation.
+
+This is the only module of the client that imports zmq and, in :meth:`ServiceLink.receive`, the only place where it
+waits. It implements :class:`~central_storage.backend.ControllerBackend`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+import numpy as np
+import zmq
+
+from cs_proto import messages, segments
+from cs_proto.arrays import INLINE_NBYTES, Array, Location
+from cs_proto.codec import BULK_LIMITS, decode, encode
+from cs_proto.errors import ContextError, LaunchError, PeerProtocolError, ReplicaLostError, ShutdownError
+from cs_proto.messages import AssignOp, Counters, Died, Output, RunFinished, Serving, VariableSpec
+from cs_proto.recent import HELD_FUNCTIONS, Recent
+from cs_proto.records import Frame, Record
+from cs_proto.segments import frame_view
+
+from .arena import Arena
+from .diagnosis import show
+from .function import Function
+from .handles import Handle
+from .interrupts import Interrupts
+from .lifeline import Lifeline
+from .listener import IdleListener
+from .shipping import digest, dump_arguments, dump_function
+from .vocabulary import from_value, to_exception
+
+__all__ = ["ServiceLink"]
+
+_log = logging.getLogger("central_storage.link")
+
+R = TypeVar("R", bound=Record)
+
+# After a worker's death the living replicas get this long to notice before the run is given up without them.
+_LOST_TIMEOUT = 4.0
+# A wait this long is named, and again after as long.
+_NAME_WAIT_EVERY = 10.0
+# The supervisor gets this long to say who was not ready in time.
+_SAY_SO = 5.0
+# The supervisor kills what has not ended 3 s after it was asked to, and hangs up then.
+_LAST_WORDS = 5.0
+
+
+class ServiceLink:
+    """One controller session. Operations of several threads come one after the other."""
+
+    def __init__(self, lifeline: Lifeline, serving: Serving, *, seed: int, stop: Callable[[], None] | None) -> None:
+        """Say hello to the server behind ``serving``. ``stop`` ends the service; None where it is a launcher's."""
+        self._lifeline = lifeline
+        self._stop = stop
+        self._seed = seed
+        self._client = secrets.token_hex(4)
+        self._lock = threading.RLock()  # adopting an optimizer while a function is pickled is an operation in another
+        self._process = os.getpid()
+        self._sequence = 0
+        self._runs = 0
+        self._ended: str | None = None
+        self._died: dict[int, Died] = {}
+        self._optimizers: dict[int, messages.Optimizer] = {}
+        self._resolve: Callable[[str, int], object] = _nothing_known
+        self._adopt: Callable[[Handle], tuple[str, int]] = _nothing_adopted
+        self._arena = Arena(lambda: lifeline.segment(segments.controller_arena()))
+        self._interrupts = Interrupts()
+        self._context = zmq.Context()
+        self._poller = zmq.Poller()
+        self._poller.register(lifeline.fileno(), zmq.POLLIN)
+        self._poller.register(self._interrupts.fileno(), zmq.POLLIN)
+        self._server = self._connect(serving.endpoint)
+        self._send(self._server, messages.Hello(messages.PROTOCOL, "controller", self._client, os.getpid()))
+        welcome = self._wait("the server's welcome", lambda r: r if isinstance(r, messages.Welcome) else None)
+        self.replicas = welcome.replicas
+        self.parameter_device = welcome.parameter_device
+        self.compute_devices = tuple(worker.device for worker in welcome.workers)
+        self.server_pid = welcome.server_pid
+        self.address = serving.run_directory
+        self.workers = welcome.workers
+        self._worker_sockets = [self._connect(worker.endpoint) for worker in welcome.workers]
+        self._held = [Recent(HELD_FUNCTIONS) for _ in welcome.workers]
+        self._frozen: set[bytes] = set()
+        self._prepared: messages.Prepare | None = None
+        # A launcher shows what its service prints itself.
+        self._listener = None if stop is None else IdleListener(lifeline.fileno(), self._lock, self._listen)
+
+    def resolve_handles(
+        self, resolve: Callable[[str, int], object], adopt: Callable[[Handle], tuple[str, int]]
+    ) -> None:
+        """How handles become objects and back; said once by the strategy over this link."""
+        self._resolve = resolve
+        self._adopt = adopt
+
+    # --- ControllerBackend --------------------------------------------------------------------------------------
+
+    def run(
+        self, function: Callable[..., Any], arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+    ) -> list[Any]:
+        """Run ``function`` once per replica with that replica's (args, kwargs); the results in replica order."""
+        with self._operation():
+            self._refuse_after_death()
+            data = self._pickle(function)
+            self._arena.reset()
+            pickles = [dump_arguments(args, kwargs, self._adopt, self._place) for args, kwargs in arguments]
+            self._runs += 1
+            run = (self._runs,)
+            self._send_run(run, data, isinstance(function, Function), pickles)
+            finished = self._finish(run)
+            if finished.error is not None:
+                raise to_exception(finished.error, self._copy, self._resolve)
+            return [from_value(value, self._copy, self._resolve) for value in finished.values]
+
+    def create(self, spec: VariableSpec, value: np.ndarray, site: str) -> messages.Variable:
+        """Make a variable. The server checks the plan before a byte of a large value is copied anywhere."""
+        with self._operation():
+            inline = self._inline(value)
+            sequence = self._next_sequence()
+            request = messages.Create(self._client, sequence, spec, inline)
+            record = self._ask(request, sequence, messages.Created).variable
+            if inline is None:
+                self._assign(record.number, "assign", value)
+            return record
+
+    def assign(self, number: int, op: AssignOp, value: np.ndarray, site: str, *, scalar: bool) -> None:
+        """Write a variable once."""
+        with self._operation():
+            self._assign(number, op, value)
+
+    def read(self, number: int) -> np.ndarray:
+        """A copy of the variable's current value."""
+        with self._operation():
+            sequence = self._next_sequence()
+            got = self._ask(messages.Get(sequence, (number,), (), False), sequence, messages.Got)
+            return self._copy(got.arrays[0])
+
+    def configure(self, number: int, kind: str, hyperparameters: Mapping[str, float]) -> messages.Optimizer:
+        """Make an optimizer (``number`` 0), or change the hyperparameters of one."""
+        with self._operation():
+            return self._configure(number, kind, hyperparameters)
+
+    def variable(self, number: int) -> messages.Variable:
+        """The variable's record as it stands."""
+        with self._operation():
+            sequence = self._next_sequence()
+            return self._ask(messages.Describe(sequence, (number,), ()), sequence, messages.Described).variables[0]
+
+    def optimizer(self, number: int) -> messages.Optimizer:
+        """The optimizer's record as it stands."""
+        with self._operation():
+            sequence = self._next_sequence()
+            return self._ask(messages.Describe(sequence, (), (number,)), sequence, messages.Described).optimizers[0]
+
+    def statistics(self) -> Counters:
+        """The server's counters."""
+        with self._operation():
+            sequence = self._next_sequence()
+            return self._ask(messages.Statistics(sequence), sequence, Counters)
+
+    def close(self) -> None:
+        """Say goodbye, stop the service where it is ours, let go of everything. Idempotent."""
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            if self._ended is None:
+                self._ended = "this strategy was shut down"
+                with suppress(ShutdownError):
+                    self._send(self._server, messages.Goodbye(self._client))
+            self._release()
+        if self._listener is not None:
+            self._listener.join()
+
+    # --- the receive seam -----------------------------------------------------------------------------------------
+
+    def receive(self, timeout: float) -> Record | None:
+        """The next record for this client, whatever carried it, or None after ``timeout`` seconds.
+
+        Raises KeyboardInterrupt for a Ctrl-C, ShutdownError where the service is gone, ReplicaLostError where the
+        server died.
+        """
+        ready = dict(self._poller.poll(int(max(0.0, timeout) * 1000) + 1))
+        self._interrupts.raise_pending()
+        if self._lifeline.fileno() in ready:
+            try:
+                return self._hear()
+            except ShutdownError as error:
+                raise self._end(ShutdownError(f"{error}; {self._first_death()}")) from error
+        for socket in ready:
+            if isinstance(socket, zmq.Socket):
+                return self._read(socket)
+        return None
+
+    def _hear(self) -> Record | None:
+        """What the supervisor says next; lines of output are shown and deaths noted here."""
+        record = self._lifeline.receive_nowait()
+        if isinstance(record, Output):
+            show(record.stream, record.text)
+        elif isinstance(record, Died):
+            self._note_death(record)
+        return record
+
+    def _listen(self) -> bool:
+        """Between operations: as in one, but what is wrong is for the next operation to raise."""
+        if self._ended is None:
+            try:
+                self._hear()
+            except ShutdownError as error:
+                self._end(ShutdownError(f"{error}; {self._first_death()}"))
+            except ReplicaLostError:
+                return False  # the server is dead, which ends this link
+        return self._ended is None
+
+    def _read(self, socket: zmq.Socket[bytes]) -> Record | None:
+        frames = socket.recv_multipart(copy=False)
+        try:
+            record = decode([frames[0].bytes, *(frame.buffer for frame in frames[1:])], BULK_LIMITS)
+        except PeerProtocolError as error:
+            _log.error("dropped a malformed message: %s", error)
+            return None
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("received %.300r", record)
+        return record
+
+    def _wait(self, what: str, wanted: Callable[[Record], R | None], lost: Callable[[], float] | None = None) -> R:
+        started = named = time.monotonic()
+        while True:
+            record = self.receive(_NAME_WAIT_EVERY if lost is None else min(_NAME_WAIT_EVERY, lost()))
+            if record is not None and (found := wanted(record)) is not None:
+                return found
+            if isinstance(record, messages.Refused) and record.number == 0:  # a message that has no number of its own
+                raise to_exception(record.error, self._copy, self._resolve)
+            now = time.monotonic()
+            if now - named >= _NAME_WAIT_EVERY:
+                named = now
+                _log.warning("waiting %.0f s for %s", now - started, what)
+
+    def _ask(self, request: Record, number: int, answer: type[R]) -> R:
+        def wanted(record: Record) -> Record | None:
+            if isinstance(record, messages.Refused) and record.number == number:
+                raise to_exception(record.error, self._copy, self._resolve)
+            if isinstance(record, answer) and getattr(record, "sequence", getattr(record, "request", None)) == number:
+                return record
+            return None
+
+        self._send(self._server, request)
+        return self._wait(f"the server's answer to {type(request).__name__}", wanted)  # type: ignore[return-value]
+
+    def _send(self, socket: zmq.Socket[bytes], record: Record) -> None:
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("send %.300r", record)
+        socket.send_multipart(encode(record), copy=False)
+
+    # --- parts of a run -------------------------------------------------------------------------------------------
+
+    def _pickle(self, function: Callable[..., Any]) -> bytes:
+        if isinstance(function, Function):
+            return function.pickle_for(self, lambda f: dump_function(f, self._adopt))
+        return dump_function(function, self._adopt)
+
+    def _send_run(
+        self, run: messages.RunId, data: bytes, frozen: bool, pickles: Sequence[tuple[bytes, tuple[Array, ...]]]
+    ) -> None:
+        name = digest(data)
+        prepare = messages.Prepare(tuple(map(str, sys.path)), os.getcwd())
+        for replica, (socket, (arguments, buffers)) in enumerate(zip(self._worker_sockets, pickles, strict=True)):
+            if prepare != self._prepared:
+                self._send(socket, prepare)
+            held = name in self._frozen if frozen else self._held[replica].touch(name)
+            function = None if held else Frame(data)
+            self._send(
+                socket, messages.Run(run, replica, self._seed, name, function, frozen, Frame(arguments), buffers)
+            )
+        self._prepared = prepare
+        if frozen:
+            self._frozen.add(name)
+
+    def _finish(self, run: messages.RunId) -> RunFinished:
+        """Wait for the run's one answer. Ctrl-C cancels it; a second one ends the service."""
+        cancelled = False
+        while True:
+            try:
+                finished = self._wait(
+                    f"run {run[0]}",
+                    lambda record: record if isinstance(record, RunFinished) and record.run == run else None,
+                    self._until_lost,
+                )
+            except KeyboardInterrupt:
+                if cancelled:
+                    raise self._end(KeyboardInterrupt()) from None
+                cancelled = True
+                self._cancel(run)
+                continue
+            if cancelled:
+                raise KeyboardInterrupt
+            return finished
+
+    def _cancel(self, run: messages.RunId) -> None:
+        for socket in (*self._worker_sockets, self._server):
+            self._send(socket, messages.Cancel(run))
+        for worker in self.workers:
+            if worker.replica not in self._died:
+                with suppress(ProcessLookupError):
+                    os.kill(worker.pid, signal.SIGINT)
+
+    def _until_lost(self) -> float:
+        if not self._died:
+            return _NAME_WAIT_EVERY
+        left = self._lost_deadline - time.monotonic()
+        if left <= 0:
+            self._refuse_after_death()
+        return left
+
+    # --- parts of the other operations ----------------------------------------------------------------------------
+
+    def _assign(self, number: int, op: AssignOp, value: np.ndarray) -> None:
+        self._arena.reset()
+        sequence = self._next_sequence()
+        request = messages.Assign(self._client, sequence, number, op, self._arena.place(value))
+        self._ask(request, sequence, messages.Done)
+
+    def _configure(self, number: int, kind: str, hyperparameters: Mapping[str, float]) -> messages.Optimizer:
+        sequence = self._next_sequence()
+        pairs = tuple((key, float(value)) for key, value in hyperparameters.items())
+        done = self._ask(messages.Configure(self._client, sequence, number, kind, pairs), sequence, messages.Done)
+        return messages.Optimizer(done.number, kind, pairs, done.version)
+
+    def _inline(self, value: np.ndarray) -> Array | None:
+        return self._arena.place(value) if value.nbytes <= INLINE_NBYTES else None
+
+    def _place(self, data: memoryview) -> Array:
+        """Copy a large buffer of an argument into shared memory, once for the replica that gets it."""
+        array = self._arena.new("uint8", (data.nbytes,))
+        self._arena.view(array)[...] = np.frombuffer(data, np.uint8)
+        return array
+
+    def _copy(self, array: Array) -> np.ndarray:
+        place = array.place
+        view = self._lifeline.segment(place.segment).view(array) if isinstance(place, Location) else frame_view(array)
+        return np.array(view)
+
+    def _next_sequence(self) -> int:
+        self._sequence += 1
+        return self._sequence
+
+    # --- life and death -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _operation(self) -> Iterator[None]:
+        """One operation: the lock, the check that the link lives, and Ctrl-C only at safe points."""
+        with self._lock:
+            self.check_open()
+            with self._interrupts:
+                yield
+
+    def check_open(self) -> None:
+        """Raise where this link can do nothing any more."""
+        if os.getpid() != self._process:
+            raise ShutdownError("this strategy belongs to the process that made it; a forked child cannot use it")
+        if self._ended is not None:
+            raise ShutdownError(f"{self._ended}; make a new CentralStorageStrategy")
+
+    def _refuse_after_death(self) -> None:
+        for died in self._died.values():
+            raise ReplicaLostError(
+                f"replica {died.rank} (worker w{died.rank}, pid {died.pid}) ended by {died.cause}. Updates that were "
+                "committed before stand and variables can still be read; make a new CentralStorageStrategy to train on"
+                f"{_tail(died)}"
+            )
+
+    def _note_death(self, died: Died) -> None:
+        if died.role == "server":
+            raise self._end(
+                ReplicaLostError(
+                    f"the server (pid {died.pid}) ended by {died.cause}; its variables are gone with it. Make a new "
+                    f"CentralStorageStrategy{_tail(died)}"
+                )
+            )
+        self._died[died.rank] = died
+        self._lost_deadline = time.monotonic() + _LOST_TIMEOUT
+
+    def _first_death(self) -> str:
+        for died in self._died.values():
+            return f"worker w{died.rank} (pid {died.pid}) had ended by {died.cause}"
+        return "nothing was said about why"
+
+    def _end(self, error: Any) -> Any:
+        """Mark the link as ended because of ``error`` and let go of everything; returns ``error`` to raise."""
+        self._ended = f"its service has ended: {error}" if str(error) else "it was shut down by Ctrl-C"
+        self._release()
+        return error
+
+    def _release(self) -> None:
+        if not self._context.closed:
+            self._context.destroy(linger=100)
+            if self._listener is not None:
+                self._listener.stop()
+            try:
+                if self._stop is not None:
+                    self._hear_last_words()
+            finally:
+                self._lifeline.close()
+                self._arena.close()
+                self._interrupts.close()
+                if self._stop is not None:
+                    self._stop()
+
+    def _hear_last_words(self) -> None:
+        """Ask for the end of the service, and show what its processes print until then."""
+        with suppress(ShutdownError):
+            self._lifeline.send(messages.Shutdown(self._ended or "shut down"))
+            for record in self._lifeline.until_end(_LAST_WORDS):
+                if isinstance(record, Output):
+                    show(record.stream, record.text)
+
+    def forget_in_child(self) -> None:
+        """In a forked child: close the life-line, so that the parent's death is seen at once."""
+        self._lifeline.close()
+
+    def _connect(self, endpoint: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 100)
+        socket.setsockopt(zmq.IDENTITY, f"c{self._client}".encode())
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.connect(endpoint)
+        self._poller.register(socket, zmq.POLLIN)
+        return socket
+
+
+def _tail(died: Died) -> str:
+    return f". Its last lines:\n{died.log}" if died.log else ""
+
+
+def _nothing_known(kind: str, number: int) -> object:
+    raise PeerProtocolError(f"{kind} {number} is not known here")
+
+
+def _nothing_adopted(handle: Handle) -> tuple[str, int]:
+    raise ContextError(f"{handle!r} cannot be sent before its strategy is made")
+
+
+def wait_until_serving(lifeline: Lifeline, timeout: float) -> Serving:
+    """The supervisor's word that the service is up. Raises :class:`LaunchError` with the reason where it is not.
+
+    The supervisor keeps to the same ``timeout`` (seconds) and can say who is late, so it is given a little longer.
+    """
+    poller = zmq.Poller()
+    poller.register(lifeline.fileno(), zmq.POLLIN)
+    deadline = time.monotonic() + timeout + _SAY_SO
+    while poller.poll(int(max(0.0, deadline - time.monotonic()) * 1000)):
+        try:
+            record = lifeline.receive_nowait()
+        except ShutdownError as error:
+            raise LaunchError("the supervisor ended before the service was up") from error
+        if isinstance(record, Serving):
+            return record
+        if isinstance(record, messages.StartFailed):
+            raise to_exception(record.error, frame_view, _nothing_known)
+    raise LaunchError(f"the service was not up within {timeout:.0f} s; raise start_timeout, or see CS_LOG=debug")

@@ -1,0 +1,25 @@
+"""The optimizers by the name of their rule."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cs_proto.errors import PeerProtocolError
+from cs_proto.messages import Optimizer as OptimizerRecord
+
+from .adam import Adam
+from .optimizer import Optimizer
+from .sgd import SGD
+
+if TYPE_CHECKING:
+    from central_storage.strategy import CentralStorageStrategy
+
+_KINDS: dict[str, type[Optimizer]] = {cls.kind: cls for cls in (SGD, Adam)}
+
+
+def optimizer_of(strategy: CentralStorageStrategy, record: OptimizerRecord) -> Optimizer:
+    """The handle of an optimizer that the server already has."""
+    cls = _KINDS.get(record.kind)
+    if cls is None:
+        raise PeerProtocolError(f"the server has an optimizer of kind {record.kind!r}, unknown to this version")
+    return cls.from_record(strategy, record)

@@ -1,0 +1,91 @@
+"""Finding the service: the launcher's where this script runs under ``cs-launch``, else one of the script's own."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from collections.abc import Sequence
+
+from cs_proto.errors import DeviceError
+
+from . import devices, lifeline
+from .diagnosis import configure_logging, dump_stacks_on_signal
+from .lifeline import Lifeline
+from .link import ServiceLink, wait_until_serving
+
+__all__ = ["open_service"]
+
+# The launcher's service takes one controller; a second strategy of the script starts a service of its own.
+_attached: list[str] = []
+_links: weakref.WeakSet[ServiceLink] = weakref.WeakSet()
+
+
+def open_service(
+    compute_devices: Sequence[str] | None, parameter_device: str | None, *, seed: int, start_timeout: float
+) -> ServiceLink:
+    """A link to the service this script should use, up and ready.
+
+    Raises DeviceError for devices that do not exist or are not the launcher's, LaunchError where no service comes up.
+    """
+    configure_logging()
+    dump_stacks_on_signal()
+    address = os.environ.get("CS_ADDRESS")
+    if address and address not in _attached:
+        link = _attach(address, compute_devices, parameter_device, seed, start_timeout)
+        _attached.append(address)
+    else:
+        link = _start(compute_devices, parameter_device, seed, start_timeout)
+    if not _links:
+        atexit.register(_close_all)
+        os.register_at_fork(after_in_child=_forget_all)
+    _links.add(link)
+    return link
+
+
+def _attach(
+    address: str, compute_devices: Sequence[str] | None, parameter_device: str | None, seed: int, start_timeout: float
+) -> ServiceLink:
+    launched = os.environ.get("CS_DEVICES", "").split(",")
+    if compute_devices is not None and [devices.canonical(d) for d in devices.as_list(compute_devices)] != launched:
+        raise DeviceError(
+            f"this script runs under cs-launch with the devices {', '.join(launched)}, but compute_devices is "
+            f"{list(compute_devices)}; leave compute_devices out, or start cs-launch --devices with them"
+        )
+    owner = os.environ.get("CS_PARAMETER_DEVICE", "")
+    if parameter_device is not None and devices.canonical(parameter_device) != owner:
+        raise DeviceError(
+            f"this script runs under cs-launch with parameters on {owner}, but parameter_device is {parameter_device!r}"
+        )
+    connection = Lifeline(lifeline.connect(address), "controller")
+    try:
+        return ServiceLink(connection, wait_until_serving(connection, start_timeout), seed=seed, stop=None)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _start(
+    compute_devices: Sequence[str] | None, parameter_device: str | None, seed: int, start_timeout: float
+) -> ServiceLink:
+    from .launch import service  # only a script without a launcher needs the supervisor's code
+
+    chosen = devices.compute_devices(compute_devices)
+    process = service.start(chosen, devices.parameter_device(parameter_device, chosen), start_timeout)
+    connection = Lifeline(process.socket, "controller")
+    try:
+        return ServiceLink(connection, wait_until_serving(connection, start_timeout), seed=seed, stop=process.stop)
+    except BaseException:
+        connection.close()
+        process.stop()
+        raise
+
+
+def _close_all() -> None:
+    for link in list(_links):
+        link.close()
+
+
+def _forget_all() -> None:
+    for link in list(_links):
+        link.forget_in_child()

@@ -1,0 +1,69 @@
+"""What is known of values before they are there: their shape and dtype. Data sets and their iterators answer
+``element_spec`` with nests of these records; nothing here computes a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import optree
+
+__all__ = ["PerReplicaSpec", "TensorSpec", "joined", "observed"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """An array: ``shape`` (None for an axis of any length, None altogether for any number of axes) and ``dtype``."""
+
+    shape: tuple[int | None, ...] | None
+    dtype: Any = np.float32
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", None if self.shape is None else tuple(self.shape))
+        object.__setattr__(self, "dtype", np.dtype(self.dtype))
+
+    def admits(self, shape: tuple[int, ...]) -> bool:
+        """Whether an array of ``shape`` fits."""
+        if self.shape is None:
+            return True
+        return len(shape) == len(self.shape) and all(
+            allowed in (None, length) for allowed, length in zip(self.shape, shape, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class PerReplicaSpec:
+    """A PerReplica: the spec of every component, in replica order."""
+
+    values: tuple[TensorSpec, ...]
+
+
+def observed(element: Any, any_length: bool) -> Any:
+    """The specs of the arrays in ``element`` (None stays); with ``any_length`` their axis 0 is taken to vary."""
+
+    def spec(leaf: Any) -> TensorSpec | None:
+        if leaf is None:
+            return None
+        shape = tuple(leaf.shape)
+        return TensorSpec((None, *shape[1:]) if any_length and shape else shape, leaf.dtype)
+
+    return optree.tree_map(spec, element, none_is_leaf=True)
+
+
+def joined(one: Any, other: Any) -> Any:
+    """The narrowest spec that admits what either admits. Different structure or dtype is a TypeError."""
+
+    def join(a: TensorSpec, b: object) -> TensorSpec:
+        if not isinstance(b, TensorSpec):
+            raise TypeError(f"elements of different structure do not make one data set: {a} and {b}")
+        if a.dtype != b.dtype and not a.dtype.kind == b.dtype.kind in ("U", "S"):
+            raise TypeError(f"elements of dtype {a.dtype} and {b.dtype} do not make one data set")
+        if a.shape is None or b.shape is None or len(a.shape) != len(b.shape):
+            return TensorSpec(None, a.dtype)
+        return TensorSpec(tuple(m if m == n else None for m, n in zip(a.shape, b.shape, strict=True)), a.dtype)
+
+    try:
+        return optree.tree_map(join, one, other, none_is_leaf=True)
+    except ValueError as error:
+        raise TypeError(f"elements of different structure do not make one data set: {error}") from error

@@ -1,0 +1,381 @@
+"""Values that have one component per replica, and how they come about and go away again.
+
+This module owns the enums of reductions and variables, PerReplica, Mirrored and IndexedSlices, the way values of
+replicas become one value (:func:`regroup`) and one value becomes that of a replica (:func:`select_replica`), the
+conversion of Python values to arrays, and what ``reduce``, ``gather`` and ``experimental_local_results`` of a
+strategy answer. The arithmetic is ``cs_proto.reduction``'s. Contexts, devices and processes are not known here: the
+strategy asks, after it has checked where it was called.
+"""
+
+from __future__ import annotations
+
+import enum
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import optree
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+from cs_proto import reduction
+from cs_proto.errors import InvalidArgumentError
+
+__all__ = [
+    "DistributedValues",
+    "IndexedSlices",
+    "Mirrored",
+    "PerReplica",
+    "ReduceOp",
+    "VariableAggregation",
+    "VariableSynchronization",
+    "as_reduce_op",
+    "convert_to_tensor",
+    "gather_values",
+    "local_results",
+    "reduce_components",
+    "reduce_values",
+    "regroup",
+    "select_replica",
+]
+
+
+class ReduceOp(enum.Enum):
+    """How values of replicas are combined."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+
+class VariableAggregation(enum.Enum):
+    """How the values that replicas assign to one variable become one."""
+
+    NONE = 0
+    SUM = 1
+    MEAN = 2
+    ONLY_FIRST_REPLICA = 3
+
+
+class VariableSynchronization(enum.Enum):
+    """Stored with a variable; without effect here, where every variable is held once."""
+
+    AUTO = 0
+    NONE = 1
+    ON_WRITE = 2
+    ON_READ = 3
+
+
+class DistributedValues:
+    """A value with one component per replica, in replica order: :class:`PerReplica` or :class:`Mirrored`."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._values = tuple(values)
+        if not self._values:
+            raise InvalidArgumentError(f"{type(self).__name__} needs at least one component")
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The components in replica order."""
+        return self._values
+
+    def __repr__(self) -> str:
+        lines = ",\n".join(f"  {replica}: {value!r}" for replica, value in enumerate(self._values))
+        return f"{type(self).__name__}:{{\n{lines}\n}}"
+
+
+class PerReplica(DistributedValues):
+    """Different values on different replicas. It is passed on whole: to ``run``, ``reduce``, ``gather`` or
+    ``experimental_local_results``.
+
+    Arithmetic and iteration are a TypeError, conversion to an array is a ValueError: which component would be meant?
+    """
+
+    __array_ufunc__ = None  # makes `array + per_replica` a TypeError like `per_replica + array`
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        raise InvalidArgumentError(
+            f"a PerReplica of {len(self._values)} components is not an array; pass it to run, reduce or gather, or "
+            "take experimental_local_results of it"
+        )
+
+
+class Mirrored(DistributedValues, NDArrayOperatorsMixin):
+    """The same value on every replica. Arithmetic and conversion to an array are those of component 0."""
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self._values[0], dtype=dtype) if copy else np.asarray(self._values[0], dtype=dtype)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        plain = [x.values[0] if isinstance(x, Mirrored) else x for x in inputs]
+        return getattr(ufunc, method)(*plain, **kwargs)
+
+
+@dataclass(frozen=True, eq=False)
+class IndexedSlices:
+    """Some rows of a larger array: ``values[i]`` belongs to row ``indices[i]``. Rows named twice add up.
+
+    ``values``: array ``[k, …]``; ``indices``: integer array ``[k]``; ``dense_shape``: the shape of the whole, whose
+    first axis the indices count along. Lists become arrays. Pieces that do not fit each other are an
+    :class:`InvalidArgumentError`.
+    """
+
+    values: Any
+    indices: Any
+    dense_shape: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.values, "shape"):  # arrays of a device stay where they are
+            object.__setattr__(self, "values", convert_to_tensor(self.values))
+        if not hasattr(self.indices, "shape"):
+            indices = convert_to_tensor(self.indices)
+            object.__setattr__(self, "indices", indices if indices.size else indices.astype(np.int32))
+        if self.dense_shape is not None:
+            object.__setattr__(self, "dense_shape", tuple(map(operator.index, self.dense_shape)))
+        rows, count = tuple(self.values.shape), tuple(self.indices.shape)
+        if len(count) != 1 or rows[:1] != count:
+            raise InvalidArgumentError(f"values {list(rows)} need one index a row, not indices {list(count)}")
+        if getattr(self.indices.dtype, "kind", "i") not in "iu":
+            raise InvalidArgumentError(f"indices are integers, not {self.indices.dtype}")
+        if self.dense_shape is not None and self.dense_shape[1:] != rows[1:]:
+            raise InvalidArgumentError(f"rows {list(rows[1:])} do not fit dense_shape {list(self.dense_shape)}")
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of ``values``."""
+        return self.values.dtype
+
+    def to_dense(self) -> np.ndarray:
+        """The whole as a new array, zero where no row is named. Needs ``dense_shape`` and indices inside it."""
+        if self.dense_shape is None:
+            raise InvalidArgumentError("IndexedSlices without dense_shape cannot become a whole array; give it one")
+        values, indices = convert_to_tensor(self.values), convert_to_tensor(self.indices).astype(np.int64)
+        wrong = indices[(indices < 0) | (indices >= self.dense_shape[0])]
+        if wrong.size:
+            raise InvalidArgumentError(f"index {wrong[0]} of IndexedSlices is outside [0, {self.dense_shape[0]})")
+        dense = np.zeros(self.dense_shape, values.dtype)
+        np.add.at(dense, indices, values)
+        return dense
+
+
+def regroup(values: Sequence[Any], always_wrap: bool = False) -> Any:
+    """One value out of one per replica: containers are kept, leaves become PerReplica where replicas may differ.
+
+    Bare stay None, equal str, bytes, bool and int of one type, enum members, dtypes and handles of one thing; floats
+    and everything like an array become PerReplica even where equal. With one value everything is bare. With
+    ``always_wrap`` every leaf is wrapped. Replica 0 decides what a container is: an AssertionError where another
+    replica has another kind, length or keys there.
+    """
+    if not values:
+        raise InvalidArgumentError("regroup needs the value of at least one replica")
+    if len(values) == 1 and not always_wrap:
+        return values[0]
+    leaves, treespec = optree.tree_flatten(values[0], none_is_leaf=True)
+    columns = [leaves]
+    for replica, value in enumerate(values[1:], start=1):
+        try:
+            columns.append(treespec.flatten_up_to(value))
+        except ValueError as error:
+            raise AssertionError(f"replica {replica} does not have the structure of replica 0: {error}") from error
+    together = zip(*columns, strict=True)
+    return treespec.unflatten(PerReplica(leaf) if always_wrap else _merged(leaf) for leaf in together)
+
+
+def select_replica(replica: int, structure: Any) -> Any:
+    """``structure`` as ``replica`` sees it: its own component of every PerReplica and Mirrored, all else unchanged."""
+
+    def select(leaf: Any) -> Any:
+        if not isinstance(leaf, DistributedValues):
+            return leaf
+        if replica >= len(leaf.values):
+            raise InvalidArgumentError(f"replica {replica} has no component of a value with {len(leaf.values)}")
+        return leaf.values[replica]
+
+    return optree.tree_map(select, structure, none_is_leaf=True)
+
+
+def local_results(value: Any, n: int) -> tuple[Any, ...]:
+    """``value`` as a tuple: the components of a PerReplica or Mirrored, ``n`` nests of a nest, else ``(value,)``."""
+    if isinstance(value, DistributedValues):
+        return value.values
+    if optree.tree_is_leaf(value, none_is_leaf=True):
+        return (value,)
+    return tuple(select_replica(replica, value) for replica in range(n))
+
+
+def convert_to_tensor(value: Any, dtype: Any = None) -> np.ndarray:
+    """``value`` as a NumPy array. Arrays keep their dtype and are not copied.
+
+    Python numbers and lists of them: float becomes float32, int int32 (int64 where one does not fit), bool bool,
+    complex complex128. With ``dtype``, an int may become a float but not the reverse (TypeError). Raises
+    :class:`InvalidArgumentError` for what is no array of numbers, bools or strings (None, dicts, uneven lists, a
+    PerReplica) and for integers that do not fit.
+    """
+    array = _array_of(value)
+    if array.dtype.kind not in "biufcUS":
+        raise InvalidArgumentError(f"{value!r:.200} cannot become an array of numbers, bools or strings")
+    untyped = _is_untyped(value)
+    if dtype is not None:
+        return _cast(array, np.dtype(dtype), anything=untyped and array.size == 0)
+    if not untyped:
+        return array
+    if array.dtype == np.float64:
+        with np.errstate(over="ignore"):
+            return array.astype(np.float32)
+    if array.dtype.kind == "u":
+        raise InvalidArgumentError(f"{value!r:.200} does not fit int64; make it a NumPy array of the dtype meant")
+    if array.dtype == np.int64 and _fits(array, np.dtype(np.int32)):
+        return array.astype(np.int32)
+    return array
+
+
+def as_reduce_op(op: ReduceOp | str) -> ReduceOp:
+    """The ReduceOp meant: a member, or its name in any case. Unknown names are a ValueError, other types TypeError."""
+    if isinstance(op, ReduceOp):
+        return op
+    if not isinstance(op, str):
+        raise TypeError(f"a reduction is ReduceOp.SUM or ReduceOp.MEAN, not {op!r}")
+    try:
+        return ReduceOp(op.upper())
+    except ValueError:
+        raise InvalidArgumentError(f"a reduction is 'SUM' or 'MEAN', not {op!r}") from None
+
+
+def reduce_components(op: ReduceOp, components: Sequence[Any]) -> Any:
+    """The element-wise sum or mean of ``components``, an array.
+
+    Of IndexedSlices alone it is the IndexedSlices of all their rows in replica order, rows named twice kept (MEAN
+    divides the values by the number of components); next to arrays they count as whole arrays.
+    """
+    slices = [component for component in components if isinstance(component, IndexedSlices)]
+    if not slices or len(slices) < len(components):
+        return reduction.reduce(_name(op), [convert_to_tensor(component) for component in components])
+    shape, dtype = slices[0].dense_shape, slices[0].dtype
+    for replica, component in enumerate(slices):
+        if component.dense_shape != shape or component.dtype != dtype:
+            raise InvalidArgumentError(
+                f"component {replica} is IndexedSlices of {component.dtype}, dense_shape {component.dense_shape}; "
+                f"component 0 of {dtype}, {shape}"
+            )
+    values = reduction.gather([convert_to_tensor(component.values) for component in slices], axis=0)
+    if op is ReduceOp.MEAN:
+        values = reduction.divide(values, len(slices))
+    return IndexedSlices(values, np.concatenate([convert_to_tensor(c.indices) for c in slices]), shape)
+
+
+def reduce_values(op: ReduceOp | str, value: Any, axis: Any, n: int) -> Any:
+    """What ``Strategy.reduce(op, value, axis)`` answers under ``n`` replicas.
+
+    ``axis=None`` combines the components of a PerReplica or Mirrored element by element; with an axis each component
+    is summed over it first and MEAN weighs all elements alike. A plain value under several replicas: SUM without an
+    axis is a ValueError (zero apart), with an axis it counts ``n`` times; MEAN without an axis is the value itself.
+    Raises as ``cs_proto.reduction`` does; a wrong ``op`` is an AssertionError without an axis.
+    """
+    try:
+        op = as_reduce_op(op)
+    except TypeError as error:
+        if axis is None:
+            raise AssertionError(str(error)) from None
+        raise
+    if axis is not None:
+        return reduction.reduce_axis(_name(op), _axis_components(op, value, n), axis)
+    if isinstance(value, DistributedValues):
+        return reduce_components(op, value.values)
+    if op is ReduceOp.MEAN:
+        return value
+    if n == 1:
+        return value if isinstance(value, IndexedSlices) else convert_to_tensor(value)
+    # The sum of zeros is zero, whoever holds them; `run` returns equal Python numbers bare.
+    if isinstance(value, int | float | np.number) and not isinstance(value, bool) and value == 0:
+        return value
+    raise InvalidArgumentError(
+        f"SUM of {type(value).__name__} {value!r:.200}, which is not one value per replica: is it meant to count once "
+        f"or {n} times? Return an array from every replica, or use MEAN"
+    )
+
+
+def gather_values(value: Any, axis: Any, n: int) -> Any:
+    """What ``Strategy.gather(value, axis)`` answers under ``n`` replicas: the components one after the other.
+
+    A plain value comes back as it is, whatever the axis. Bare IndexedSlices are a NotImplementedError; as components
+    they count as whole arrays. Raises as :func:`cs_proto.reduction.gather` does.
+    """
+    if isinstance(value, IndexedSlices):
+        raise NotImplementedError("gather of IndexedSlices; gather their values and indices, or to_dense() of them")
+    if not isinstance(value, DistributedValues):
+        return value
+    return reduction.gather([convert_to_tensor(component) for component in value.values], axis)
+
+
+def _merged(leaves: tuple[Any, ...]) -> Any:
+    first = leaves[0]
+    return first if all(_is_common(first, other) for other in leaves[1:]) else PerReplica(leaves)
+
+
+def _is_common(first: Any, other: Any) -> bool:
+    """Whether two leaves are one value that needs no PerReplica. Numbers with a fraction and arrays never are: that
+    two replicas computed the same one is chance."""
+    key = getattr(type(first), "_cs_handle", None)
+    if key is not None:
+        return first is other or (type(first) is type(other) and bool(key(first) == key(other)))
+    if isinstance(first, float | complex | np.generic | DistributedValues | IndexedSlices) or _is_array(first):
+        return False
+    if isinstance(first, str | bytes | int | enum.Enum | np.dtype):
+        return type(first) is type(other) and bool(first == other)
+    return first is other
+
+
+def _is_array(value: Any) -> bool:
+    # The class np.float32 has the attributes of its instances; as a value it is a dtype.
+    return not isinstance(value, type) and (hasattr(value, "__array__") or hasattr(value, "__dlpack__"))
+
+
+def _name(op: ReduceOp) -> Literal["SUM", "MEAN"]:
+    return "SUM" if op is ReduceOp.SUM else "MEAN"
+
+
+def _axis_components(op: ReduceOp, value: Any, n: int) -> list[np.ndarray]:
+    if not isinstance(value, DistributedValues):
+        return [convert_to_tensor(value)] * (n if op is ReduceOp.SUM else 1)
+    if len(value.values) < n:
+        raise IndexError(f"reduce over an axis needs a component for each of {n} replicas, not {len(value.values)}")
+    return [convert_to_tensor(component) for component in value.values[:n]]
+
+
+def _array_of(value: Any) -> np.ndarray:
+    if isinstance(value, IndexedSlices):
+        return value.to_dense()
+    if hasattr(value, "__cuda_array_interface__"):
+        if not hasattr(value, "get"):
+            raise TypeError(f"a {type(value).__name__} on a GPU is not taken implicitly; use its .cpu()")
+        return np.asarray(value.get())
+    try:
+        return np.asarray(value)
+    except ValueError as error:  # uneven lists; a PerReplica
+        raise InvalidArgumentError(f"{value!r:.200} cannot become an array: {error}") from error
+
+
+def _is_untyped(value: Any) -> bool:
+    """Whether ``value`` is made of Python numbers alone, whose dtype is ours to choose."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_untyped, value))
+    return isinstance(value, int | float | complex) and not isinstance(value, np.generic)
+
+
+def _cast(array: np.ndarray, dtype: np.dtype[Any], anything: bool) -> np.ndarray:
+    if array.dtype == dtype:
+        return array
+    integers = array.dtype.kind in "iu" and dtype.kind in "iu"
+    texts = (array.dtype.kind in "US") + (dtype.kind in "US")
+    alike = array.dtype.kind == dtype.kind if texts else np.can_cast(array.dtype, dtype, "same_kind")
+    if not (integers or alike or anything):
+        raise TypeError(f"{array.dtype} does not become {dtype} implicitly; use astype")
+    if integers and not _fits(array, dtype):
+        raise InvalidArgumentError(f"{array!r:.200} does not fit {dtype}")
+    with np.errstate(over="ignore"):
+        return array.astype(dtype)
+
+
+def _fits(array: np.ndarray, dtype: np.dtype[Any]) -> bool:
+    limits = np.iinfo(dtype)
+    return array.size == 0 or (int(array.min()) >= limits.min and int(array.max()) <= limits.max)

@@ -1,0 +1,135 @@
+"""Handwritten digits, two layers in NumPy, trained by one parameter process and one worker per device.
+
+cs-launch --devices cpu:0,cpu:1 examples/digits.py        # the launcher starts the service
+python examples/digits.py --devices cpu:0,cpu:1           # the script starts it itself
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+
+import numpy as np
+from sklearn.datasets import load_digits
+
+import central_storage as cs
+
+
+def split_digits(seed: int = 0, test_rows: int = 360) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Train images, train labels, test images, test labels; images are float32 [rows, 64] in [0, 1]."""
+    images, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(seed).permutation(len(images))
+    images, labels = (images[order] / 16).astype(np.float32), labels[order].astype(np.int64)
+    return images[test_rows:], labels[test_rows:], images[:test_rows], labels[:test_rows]
+
+
+def logits(x: np.ndarray, w1: np.ndarray, b1: np.ndarray, w2: np.ndarray, b2: np.ndarray) -> np.ndarray:
+    """The network: a layer of ReLU units and a linear one."""
+    return np.maximum(x @ w1 + b1, 0) @ w2 + b2
+
+
+def loss_and_gradients(
+    x: np.ndarray, y: np.ndarray, rows: int, parameters: list[np.ndarray], out: list[np.ndarray]
+) -> np.float32:
+    """Cross-entropy of this share, divided by the ``rows`` of the whole batch; its gradients are written to ``out``."""
+    w1, b1, w2, b2 = parameters
+    hidden = np.maximum(x @ w1 + b1, 0)
+    scores = hidden @ w2 + b2
+    scores -= scores.max(axis=1, keepdims=True, initial=-np.inf)
+    chances = np.exp(scores)
+    chances /= chances.sum(axis=1, keepdims=True)
+    picked = chances[np.arange(len(y)), y]
+    loss = -np.log(picked).sum(dtype=np.float32) / np.float32(rows)
+
+    chances[np.arange(len(y)), y] -= 1
+    chances /= np.float32(rows)
+    np.matmul(hidden.T, chances, out=out[2])
+    chances.sum(axis=0, out=out[3])
+    back = chances @ w2.T
+    back[hidden <= 0] = 0
+    np.matmul(x.T, back, out=out[0])
+    back.sum(axis=0, out=out[1])
+    return np.float32(loss)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", help="one replica per device, e.g. cpu:0,cpu:1 (default: the launcher's)")
+    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--batch", type=int, default=128, help="rows of a global batch")
+    parser.add_argument("--hidden", type=int, default=256)
+    options = parser.parse_args()
+
+    train_x, train_y, test_x, test_y = split_digits()
+    strategy = cs.CentralStorageStrategy(options.devices.split(",") if options.devices else None)
+
+    rng = np.random.default_rng(1)
+    with strategy.scope():
+        parameters = [
+            cs.Variable(rng.normal(0, 0.1, (64, options.hidden)).astype(np.float32), name="w1"),
+            cs.Variable(np.zeros(options.hidden, np.float32), name="b1"),
+            cs.Variable(rng.normal(0, 0.1, (options.hidden, 10)).astype(np.float32), name="w2"),
+            cs.Variable(np.zeros(10, np.float32), name="b2"),
+        ]
+        optimizer = cs.optimizers.Adam(learning_rate=0.002)
+
+    @cs.function
+    def step(batch: tuple[np.ndarray, np.ndarray], rows: int) -> np.float32:
+        x, y = batch
+        gradients = cs.gradient_buffers(parameters)
+        loss = loss_and_gradients(x, y, rows, [np.asarray(p) for p in parameters], gradients)
+        optimizer.apply_gradients(zip(gradients, parameters, strict=True))
+        return loss
+
+    dataset = cs.data.Dataset.from_tensor_slices((train_x, train_y)).shuffle(len(train_x), seed=2).batch(options.batch)
+    batches = strategy.experimental_distribute_dataset(dataset)
+
+    started, steps = time.perf_counter(), 0
+    for epoch in range(options.epochs):
+        total = 0.0
+        left = len(train_x)
+        for batch in batches:
+            rows = min(options.batch, left)
+            left -= rows
+            losses = strategy.run(step, args=(batch, rows))
+            total += rows * float(strategy.reduce("SUM", losses, axis=None))
+            steps += 1
+        show_progress(epoch + 1, options.epochs, total / len(train_x))
+    seconds = time.perf_counter() - started
+
+    report(strategy.statistics(), steps, seconds)
+    accuracy = np.mean(logits(test_x, *[p.numpy() for p in parameters]).argmax(axis=1) == test_y)
+    strategy.shutdown()
+    print(f"test accuracy {accuracy:.4f}")
+
+
+def show_progress(epoch: int, epochs: int, loss: float) -> None:
+    """A bar on a terminal, ten plain lines otherwise."""
+    if sys.stdout.isatty():
+        done = 30 * epoch // epochs
+        end = "\n" if epoch == epochs else ""
+        bar = "#" * done + "." * (30 - done)
+        print(f"\rtraining [{bar}] epoch {epoch}/{epochs}  loss {loss:.4f}", end=end, flush=True)
+    elif epoch % max(1, epochs // 10) == 0:
+        print(f"epoch {epoch}/{epochs}  loss {loss:.4f}", flush=True)
+
+
+def report(counters: cs.Counters, steps: int, seconds: float) -> None:
+    """Which processes did what."""
+    rate = steps / seconds
+    print(f"this script (pid {os.getpid()}) sent {steps} steps in {seconds:.1f} s: {rate:.0f} steps a second")
+    print(
+        f"server (pid {counters.pid}) made {counters.commits} commits to {counters.variables} variables "
+        f"({counters.parameter_nbytes / 1e3:.0f} kB, with {counters.slot_nbytes / 1e3:.0f} kB of slots beside them)"
+    )
+    for replica in counters.replicas:
+        print(
+            f"worker w{replica.replica} (pid {replica.pid}, {replica.device}) ran {replica.runs} steps "
+            f"and brought {replica.applies} gradients"
+        )
+
+
+if __name__ == "__main__":
+    main()

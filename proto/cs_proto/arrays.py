@@ -1,0 +1,148 @@
+"""Array descriptors: what an array is (dtype, shape) and where its bytes lie, without the bytes.
+
+The closed list of dtypes is the whole of what may cross a process boundary; there is no object dtype. A descriptor
+checks itself, so a header cannot lie about the length of its frame.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+
+from .errors import LocalProtocolError
+from .records import Frame, Record, record, shown
+
+__all__ = [
+    "DTYPES",
+    "INLINE_NBYTES",
+    "Array",
+    "Location",
+    "array_of",
+    "dtype_name",
+    "is_wire_dtype",
+    "item_nbytes",
+    "shape_fault",
+    "view_of",
+]
+
+#: Arrays up to this many bytes travel in a frame; larger ones are put into a segment where one is shared.
+INLINE_NBYTES = 64 * 1024
+
+#: Names of the fixed-size dtypes that may travel. ``U<n>`` and ``S<n>`` (fixed-width strings) may, too.
+DTYPES = [
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+]
+_ITEM_NBYTES = {name: np.dtype(name).itemsize for name in DTYPES}
+_NAMES = {np.dtype(name): name for name in DTYPES}
+_STRING = re.compile(r"[US][1-9][0-9]{0,6}")
+_SEGMENT = re.compile(r"[a-z0-9][a-z0-9._/-]{0,99}")
+_MAX_RANK = 32
+_MAX_NBYTES = 1 << 62
+
+
+def is_wire_dtype(name: str) -> bool:
+    """Whether arrays of the dtype called ``name`` may travel."""
+    return name in _ITEM_NBYTES or _STRING.fullmatch(name) is not None
+
+
+@record(1)
+class Location(Record):
+    """A byte ``offset`` inside the segment called ``segment``."""
+
+    segment: str
+    offset: int
+
+    def check(self) -> None:
+        if _SEGMENT.fullmatch(self.segment) is None or ".." in self.segment:
+            self.refuse(f"{self.segment!r} is not a segment name")
+        if not 0 <= self.offset < _MAX_NBYTES:
+            self.refuse(f"offset {self.offset} is out of range")
+
+
+@record(2)
+class Array(Record):
+    """A C-contiguous array: its dtype by name, its shape, and where its bytes are."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    place: Frame | Location
+
+    def check(self) -> None:
+        if not is_wire_dtype(self.dtype):
+            self.refuse(f"dtype {shown(self.dtype)} may not travel; those that may: {', '.join(DTYPES)}, U<n>, S<n>")
+        if fault := shape_fault(self.dtype, self.shape):
+            self.refuse(fault)
+        if isinstance(self.place, Frame) and self.place.nbytes != self.nbytes:
+            self.refuse(
+                f"{self.dtype}{list(self.shape)} has {self.nbytes} bytes, but its frame has {self.place.nbytes}"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return item_nbytes(self.dtype) * math.prod(self.shape)
+
+
+def shape_fault(dtype: str, shape: tuple[int, ...]) -> str:
+    """What is wrong with ``shape`` for elements of ``dtype``; empty where nothing is."""
+    if len(shape) > _MAX_RANK or (shape and min(shape) < 0):
+        return f"shape {shown(shape)} is not one"
+    # NumPy also refuses a shape of no elements whose other lengths alone are too large.
+    if item_nbytes(dtype) * math.prod(length or 1 for length in shape) >= _MAX_NBYTES:
+        return f"shape {shown(shape)} is too large"
+    return ""
+
+
+def item_nbytes(name: str) -> int:
+    """Size in bytes of one element of the dtype called ``name``."""
+    known = _ITEM_NBYTES.get(name)
+    return known if known is not None else int(name[1:]) * (4 if name[0] == "U" else 1)
+
+
+def dtype_name(dtype: np.dtype[np.generic]) -> str:
+    """The wire name of a NumPy dtype (native byte order), e.g. ``float32`` or ``U7``."""
+    known = _NAMES.get(dtype)
+    if known is not None:
+        return known
+    if dtype.kind == "U":
+        return f"U{dtype.itemsize // 4}"
+    return f"S{dtype.itemsize}" if dtype.kind == "S" else dtype.name
+
+
+def array_of(value: np.ndarray) -> Array:
+    """A descriptor that carries the bytes of ``value`` in a frame; copies only what is not C-contiguous.
+
+    Raises :class:`~cs_proto.errors.LocalProtocolError` where the dtype may not travel.
+    """
+    name = dtype_name(value.dtype)
+    if not is_wire_dtype(name):
+        return Array(name, value.shape, Frame(b""))  # raises, and names the dtype
+    contiguous = np.ascontiguousarray(value, None if value.dtype.isnative else value.dtype.newbyteorder("="))
+    return Array(name, value.shape, Frame(contiguous.reshape(-1).view(np.uint8).data))
+
+
+def view_of(array: Array, buffer: memoryview | bytes | bytearray) -> np.ndarray:
+    """The NumPy view of ``array`` over ``buffer``, which begins where the array's bytes begin. No copy.
+
+    Raises :class:`~cs_proto.errors.LocalProtocolError` where the buffer is too short.
+    """
+    try:
+        flat = np.frombuffer(buffer, array.dtype, count=math.prod(array.shape))
+    except ValueError as error:
+        raise LocalProtocolError(f"{array} does not fit into {memoryview(buffer).nbytes} bytes") from error
+    return flat.reshape(array.shape)

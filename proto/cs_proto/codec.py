@@ -1,0 +1,114 @@
+"""Records to message parts and back, with explicit limits.
+
+A message is one msgpack header and then its frames, in the order in which the record's fields hold them. Whatever a
+peer sends that is not exactly that becomes one typed :class:`PeerProtocolError` and nothing else: this is the one
+place where blame turns round.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgpack
+
+from . import messages  # noqa: F401  (fills the table of records)
+from .errors import LocalProtocolError, PeerProtocolError
+from .records import Buffer, Frames, Record, from_wire, to_wire
+
+__all__ = ["BULK_LIMITS", "LIMITS", "Limits", "decode", "encode"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a receiver accepts. Sizes are bytes.
+
+    ``items`` bounds the length of every list in a header, and the number of lists and maps in it.
+    """
+
+    header_nbytes: int = 4 << 20
+    frames: int = 4096
+    frame_nbytes: int = 64 << 20
+    items: int = 1 << 17
+    text_nbytes: int = 1 << 20
+
+
+#: What a server and a supervisor accept.
+LIMITS = Limits()
+#: What clients and workers accept from their server and from each other: whole variables may come in a frame, and one
+#: message holds what every replica returned, each of which was within :data:`LIMITS`.
+BULK_LIMITS = Limits(header_nbytes=(1 << 32) - 1, frames=1 << 22, frame_nbytes=1 << 40, items=1 << 27)
+
+# One byte of a header can become an empty list of 64: what small headers can cost is not worth counting.
+_COUNTED_NBYTES = 64 * 1024
+
+
+def encode(record: Record, limits: Limits = LIMITS) -> list[Buffer]:
+    """The parts of the message: header first. Frames are passed on, not copied.
+
+    Raises :class:`LocalProtocolError` where no receiver with ``limits`` accepts the header, or where it has text that
+    is not Unicode.
+    """
+    frames: list[Buffer] = []
+    try:
+        header: bytes = msgpack.packb(record, default=to_wire(frames))
+    except UnicodeEncodeError as error:
+        raise LocalProtocolError(f"a {type(record).__name__} with text that is not Unicode: {error}") from error
+    if len(header) > limits.header_nbytes:
+        raise LocalProtocolError(
+            f"a {type(record).__name__} with a header of {len(header)} bytes; at most {limits.header_nbytes}"
+        )
+    return [header, *frames]
+
+
+def decode(parts: Sequence[Buffer], limits: Limits = LIMITS) -> Record:
+    """The record in ``parts``. Raises :class:`PeerProtocolError` on anything that is not one within ``limits``."""
+    if not parts:
+        raise PeerProtocolError("an empty message")
+    header, *frames = parts
+    header_nbytes = memoryview(header).nbytes
+    if header_nbytes > limits.header_nbytes:
+        raise PeerProtocolError(f"a header of {header_nbytes} bytes; at most {limits.header_nbytes}")
+    if len(frames) > limits.frames:
+        raise PeerProtocolError(f"{len(frames)} frames; at most {limits.frames}")
+    for number, frame in enumerate(frames):
+        nbytes = memoryview(frame).nbytes
+        if nbytes > limits.frame_nbytes:
+            raise PeerProtocolError(f"frame {number} has {nbytes} bytes; at most {limits.frame_nbytes}")
+    count = _count(limits.items) if header_nbytes > _COUNTED_NBYTES else None
+    try:
+        wire = msgpack.unpackb(
+            header,
+            strict_map_key=True,
+            max_str_len=limits.text_nbytes,
+            max_bin_len=limits.header_nbytes,
+            max_array_len=min(limits.items, header_nbytes),  # msgpack makes room for what is promised
+            max_map_len=1,
+            max_ext_len=0,
+            list_hook=count,
+            object_hook=count,
+        )
+        held = Frames(frames)
+        record = from_wire(wire, held)
+    except LocalProtocolError as error:
+        raise PeerProtocolError(str(error)) from error
+    # msgpack raises ValueError, TypeError, StackError, UnicodeDecodeError, OverflowError and its own: all mean that
+    # the peer's bytes are not a message.
+    except Exception as error:
+        raise PeerProtocolError(f"a header that is not one msgpack value: {type(error).__name__}: {error}") from error
+    if held.taken != len(frames):
+        raise PeerProtocolError(f"{len(frames)} frames, of which the header names {held.taken}")
+    return record
+
+
+def _count(limit: int) -> Callable[[object], object]:
+    """A hook that lets every list and map of a header pass until there were too many."""
+    passed = itertools.count(1)
+
+    def hook(value: object) -> object:
+        if next(passed) > limit:
+            raise LocalProtocolError(f"more than {limit} lists in a header")
+        return value
+
+    return hook

@@ -1,0 +1,254 @@
+"""Every error of the project, in one tree, and the closed table that takes exceptions across processes.
+
+    CentralStorageError
+    ├── DeviceError              (ValueError)    a device that does not exist; lists those that do
+    ├── InvalidArgumentError     (ValueError)    a shape, dtype, axis or value that does not fit
+    ├── ContextError             (RuntimeError)  a call in the wrong place: replica, cross-replica, another strategy
+    ├── ShippingError            (TypeError)     a function or argument that cannot be sent to a replica
+    ├── ResultError              (TypeError)     a replica's result outside the closed vocabulary
+    ├── MemoryPlanError          (MemoryError)   planned bytes exceed available bytes; nothing was touched
+    ├── OutOfRangeError          (IndexError)    a data set iterator is exhausted
+    ├── MergeMismatchError       (RuntimeError)  replicas disagree about what comes next
+    ├── ReplicaLostError         (RuntimeError)  a process died during a run; says which updates stand
+    ├── ShutdownError            (RuntimeError)  the strategy was shut down, or its service ended
+    ├── LaunchError              (RuntimeError)  a service could not be started; carries the child's last lines
+    ├── ConfigurationError       (ValueError)    an option, environment variable or command line that makes no sense
+    ├── ProtocolError
+    │   ├── LocalProtocolError   (ValueError)    this process tried to say something illegal
+    │   └── PeerProtocolError    (ValueError)    the peer did; the message is dropped, nothing else changes
+    ├── Fenced                   (RuntimeError)  a message of an incarnation that has been replaced
+    └── ReplicaError             (Exception)     an exception of the user's function, raised again in the client;
+                                                 always also an instance of the original built-in type
+
+An exception never travels as an object. It travels as a code of the table below, its arguments as data and its
+traceback as text to read; :func:`replica_exception_class` says which class is raised at the other end.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Mapping
+
+__all__ = [
+    "CODES",
+    "CentralStorageError",
+    "ConfigurationError",
+    "ContextError",
+    "DeviceError",
+    "Fenced",
+    "InvalidArgumentError",
+    "LaunchError",
+    "LocalProtocolError",
+    "MemoryPlanError",
+    "MergeMismatchError",
+    "OutOfRangeError",
+    "PeerProtocolError",
+    "ProtocolError",
+    "ReplicaError",
+    "ReplicaLostError",
+    "ResultError",
+    "ShippingError",
+    "ShutdownError",
+    "code_of",
+    "replica_exception_class",
+]
+
+
+class CentralStorageError(Exception):
+    """The root of every error this project raises of its own."""
+
+
+class DeviceError(CentralStorageError, ValueError):
+    """A device string that is malformed or names a device this machine does not have."""
+
+
+class InvalidArgumentError(CentralStorageError, ValueError):
+    """A shape, dtype, axis or value that does not fit the operation."""
+
+
+class ContextError(CentralStorageError, RuntimeError):
+    """A call made in the wrong context: inside a replica, outside one, or under another strategy."""
+
+
+class ShippingError(CentralStorageError, TypeError):
+    """A function or argument that cannot be sent to a replica; names the object and the way round."""
+
+
+class ResultError(CentralStorageError, TypeError):
+    """A result of a replica that is not data of the closed vocabulary."""
+
+
+class MemoryPlanError(CentralStorageError, MemoryError):
+    """The planned bytes do not fit the available bytes. Nothing was allocated."""
+
+
+class OutOfRangeError(CentralStorageError, IndexError):
+    """The iterator of a data set is exhausted."""
+
+
+class MergeMismatchError(CentralStorageError, RuntimeError):
+    """Replicas of one run disagree about the next merge point, or one returned while others wait."""
+
+
+class ReplicaLostError(CentralStorageError, RuntimeError):
+    """A worker or the server died during a run. The message says which updates stand."""
+
+
+class ShutdownError(CentralStorageError, RuntimeError):
+    """The strategy was shut down, or its service has ended."""
+
+
+class LaunchError(CentralStorageError, RuntimeError):
+    """A service could not be started. The message carries the failing child's last lines."""
+
+
+class ConfigurationError(CentralStorageError, ValueError):
+    """An option, environment variable or command line that makes no sense."""
+
+
+class ProtocolError(CentralStorageError):
+    """Something illegal was said on the wire."""
+
+
+class LocalProtocolError(ProtocolError, ValueError):
+    """This process tried to build or send an illegal message: a bug on this side."""
+
+
+class PeerProtocolError(ProtocolError, ValueError):
+    """The peer sent something illegal. It is answered or dropped; nothing else changes."""
+
+
+class Fenced(CentralStorageError, RuntimeError):
+    """A message of an incarnation that has been replaced; it was not acted on."""
+
+
+class ReplicaError(CentralStorageError):
+    """An exception raised by the user's function in a replica.
+
+    What is raised in the client is always a subclass that also derives from the original built-in type, so
+    ``except KeyError`` catches a KeyError of a replica. ``replica`` is the replica it came from (-1 where it is
+    not of one replica), ``merge_index`` the number of merge points that replica had passed; the remote traceback
+    is the exception's note.
+    """
+
+    replica: int = -1
+    merge_index: int = 0
+
+
+_BUILT_IN = [
+    "ArithmeticError",
+    "AssertionError",
+    "AttributeError",
+    "BlockingIOError",
+    "BrokenPipeError",
+    "BufferError",
+    "ChildProcessError",
+    "ConnectionAbortedError",
+    "ConnectionError",
+    "ConnectionRefusedError",
+    "ConnectionResetError",
+    "EOFError",
+    "Exception",
+    "FileExistsError",
+    "FileNotFoundError",
+    "FloatingPointError",
+    "GeneratorExit",
+    "ImportError",
+    "IndentationError",
+    "IndexError",
+    "InterruptedError",
+    "IsADirectoryError",
+    "KeyError",
+    "KeyboardInterrupt",
+    "LookupError",
+    "MemoryError",
+    "ModuleNotFoundError",
+    "NameError",
+    "NotADirectoryError",
+    "NotImplementedError",
+    "OSError",
+    "OverflowError",
+    "PermissionError",
+    "ProcessLookupError",
+    "RecursionError",
+    "ReferenceError",
+    "RuntimeError",
+    "StopAsyncIteration",
+    "StopIteration",
+    "SyntaxError",
+    "SystemError",
+    "SystemExit",
+    "TabError",
+    "TimeoutError",
+    "TypeError",
+    "UnboundLocalError",
+    "UnicodeDecodeError",
+    "UnicodeEncodeError",
+    "UnicodeError",
+    "UnicodeTranslateError",
+    "ValueError",
+    "Warning",
+    "DeprecationWarning",
+    "FutureWarning",
+    "RuntimeWarning",
+    "UserWarning",
+    "ZeroDivisionError",
+]
+
+_OURS = (
+    CentralStorageError,
+    DeviceError,
+    InvalidArgumentError,
+    ContextError,
+    ShippingError,
+    ResultError,
+    MemoryPlanError,
+    OutOfRangeError,
+    MergeMismatchError,
+    ReplicaLostError,
+    ShutdownError,
+    LaunchError,
+    ConfigurationError,
+    LocalProtocolError,
+    PeerProtocolError,
+    Fenced,
+)
+
+
+def _replica_class(original: type[BaseException]) -> type[ReplicaError]:
+    if original is Exception:
+        return ReplicaError
+    # ReplicaError itself derives from Exception, so `except Exception` also catches a replica's SystemExit.
+    return type(
+        f"Replica{original.__name__}",
+        (ReplicaError, original),
+        {"__doc__": f"A {original.__name__} raised in a replica.", "__module__": __name__},
+    )
+
+
+#: The closed table: wire code -> class raised in the receiver. Built-in types come back as a ReplicaError that is
+#: also of that type; the project's own come back as themselves.
+CODES: Mapping[str, type[Exception]] = {
+    **{name: _replica_class(getattr(builtins, name)) for name in _BUILT_IN},
+    **{f"cs.{error.__name__}": error for error in _OURS},
+}
+
+
+# An exception of a replica that is raised on from a process in between keeps the code it came with.
+_CODE_OF: Mapping[type[BaseException], str] = {
+    **{getattr(builtins, name): name for name in _BUILT_IN},
+    **{error: code for code, error in CODES.items()},
+}
+
+
+def code_of(error: type[BaseException]) -> str:
+    """The wire code of the nearest listed class of ``error``: itself, or the first listed class of its ancestry."""
+    return next((_CODE_OF[ancestor] for ancestor in error.__mro__ if ancestor in _CODE_OF), "Exception")
+
+
+def replica_exception_class(code: str) -> type[Exception]:
+    """The class raised for a wire code. An unknown code is a :class:`PeerProtocolError`."""
+    try:
+        return CODES[code]
+    except KeyError:
+        raise PeerProtocolError(f"unknown exception code {code!r}; the table has {len(CODES)} codes") from None

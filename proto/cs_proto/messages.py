@@ -1,0 +1,668 @@
+"""Every message between processes, one frozen record each, in the order in which a service meets them.
+
+Codes 10-29 open and close a session, 30-49 are the controller's and observers' requests, 50-69 what replicas bring
+to merge points, 70-89 what the server answers, 90-109 client to worker, 110-129 the supervisor's socket.
+``docs/protocol.md`` tells who sends what to whom, and when.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from .arrays import Array, Location, is_wire_dtype, shape_fault
+from .records import Frame, Record, record, shown
+
+#: Goes up when a record changes in a way an older peer cannot read.
+PROTOCOL = 1
+
+#: A run is a path: ``(5,)`` is the client's fifth run, ``(5, 2, 0)`` the first run nested in the merge_call that was
+#: merge point 2 of run 5. The same after a replay, without asking anybody.
+RunId = tuple[int, ...]
+
+Role = Literal["server", "worker", "controller", "observer", "script"]
+ReduceOpName = Literal["SUM", "MEAN"]
+AssignOp = Literal["assign", "assign_add", "assign_sub"]
+
+_NAME = re.compile(r"[^\x00-\x1f\x7f]{1,512}")
+
+
+class _OfRun(Record):
+    """Base of the records that belong to one run."""
+
+    run: RunId
+
+    def check(self) -> None:
+        if len(self.run) % 2 == 0 or len(self.run) > 65 or min(self.run) < 0:
+            self.refuse(f"{shown(self.run)} is not a run: (n,) or (n, k, j, ...)")
+
+
+# --- data that several messages carry -----------------------------------------------------------------------------
+
+
+@record(3)
+class Value(Record):
+    """A nest of the closed vocabulary: ``body`` says the nest (docs/protocol.md, section 9), ``arrays`` its
+    arrays in the order in which the body names them. The server passes it on unread."""
+
+    body: bytes
+    arrays: tuple[Array, ...]
+
+
+@record(4)
+class Error(Record):
+    """An exception as data: a code of the closed table, its arguments, where it came from, its traceback as text.
+
+    ``origin`` is ``module:qualname`` of the class as it was raised, ``replica`` -1 where it belongs to none,
+    ``merge_index`` the number of merge points passed.
+    """
+
+    exception: str
+    message: str
+    arguments: Value | None
+    origin: str
+    replica: int
+    merge_index: int
+    traceback: str
+
+
+@record(5)
+class VariableSpec(Record):
+    """What a variable is asked to be. ``name`` may be taken; the server makes it unique."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    trainable: bool
+    aggregation: int
+    synchronization: int
+
+    def check(self) -> None:
+        if _NAME.fullmatch(self.name) is None:
+            self.refuse(f"{shown(self.name)} is not a variable name: 1-512 characters, no control characters")
+        if not is_wire_dtype(self.dtype) or self.dtype[0] in "US":
+            self.refuse(f"a variable cannot have dtype {shown(self.dtype)}")
+        if not 0 <= self.aggregation <= 3 or not 0 <= self.synchronization <= 3:
+            self.refuse("aggregation and synchronization are numbers 0-3")
+        if fault := shape_fault(self.dtype, self.shape):
+            self.refuse(fault)
+
+
+@record(6)
+class Variable(Record):
+    """A variable as it stands: its number, its spec under its final name, where its value lies, its version."""
+
+    number: int
+    spec: VariableSpec
+    place: Location
+    version: int
+
+    @property
+    def array(self) -> Array:
+        """The descriptor of the value."""
+        return Array(self.spec.dtype, self.spec.shape, self.place)
+
+
+@record(7)
+class Optimizer(Record):
+    """An optimizer as it stands: number, kind (``SGD``, ``Adam``), hyperparameters by name, iterations."""
+
+    number: int
+    kind: str
+    hyperparameters: tuple[tuple[str, float], ...]
+    iterations: int
+
+
+@record(8)
+class Worker(Record):
+    """A registered worker: the client sends runs of ``replica`` to ``endpoint``."""
+
+    replica: int
+    incarnation: int
+    pid: int
+    device: str
+    endpoint: str
+
+
+# --- sessions -----------------------------------------------------------------------------------------------------
+
+
+@record(10)
+class Register(Record):
+    """Worker to server, first message: who I am and where I listen."""
+
+    protocol: int
+    worker: Worker
+
+
+@record(11)
+class Registered(Record):
+    """Server to every worker, once all have registered: you may take runs. ``workers`` in replica order."""
+
+    replicas: int
+    parameter_device: str
+    workers: tuple[Worker, ...]
+
+
+@record(12)
+class Hello(Record):
+    """Client to server, first message. One controller at a time; observers may only read."""
+
+    protocol: int
+    role: Literal["controller", "observer"]
+    client: str
+    pid: int
+
+
+@record(13)
+class Welcome(Record):
+    """Server to client, once all workers have registered."""
+
+    replicas: int
+    parameter_device: str
+    server_pid: int
+    workers: tuple[Worker, ...]
+
+
+@record(14)
+class Goodbye(Record):
+    """Client to server: forget me. Not answered."""
+
+    client: str
+
+
+# --- requests: the controller's writes carry (client, sequence), reads only a number to match the reply ------------
+
+
+@record(30)
+class Create(Record):
+    """Make a variable. The value follows by :class:`Assign` unless ``value`` carries it.
+
+    Refused with MemoryPlanError, before anything is touched, where the plan does not fit the memory.
+    """
+
+    client: str
+    sequence: int
+    variable: VariableSpec
+    value: Array | None
+
+
+@record(31)
+class Assign(Record):
+    """The controller (or the holder of a merge_call token) writes a variable, once, whatever its aggregation."""
+
+    client: str
+    sequence: int
+    variable: int
+    op: AssignOp
+    value: Array
+
+
+@record(32)
+class Configure(Record):
+    """Make an optimizer (``optimizer`` 0) or change its hyperparameters."""
+
+    client: str
+    sequence: int
+    optimizer: int
+    kind: str
+    hyperparameters: tuple[tuple[str, float], ...]
+
+
+@record(33)
+class Get(Record):
+    """Read variables by number and by name; none of either means all. ``frames`` asks for the bytes in frames, for
+    peers that map no memory; without it the reply says where the bytes lie."""
+
+    request: int
+    variables: tuple[int, ...]
+    names: tuple[str, ...]
+    frames: bool
+
+
+@record(34)
+class Describe(Record):
+    """Ask what stands behind handles: variables and optimizers by number, without values."""
+
+    request: int
+    variables: tuple[int, ...]
+    optimizers: tuple[int, ...]
+
+
+@record(35)
+class Statistics(Record):
+    """Ask for the server's counters."""
+
+    request: int
+
+
+@record(36)
+class Cancel(_OfRun):
+    """Controller to server and to workers: give this run up; what is not committed is not committed."""
+
+    run: RunId
+
+
+# --- what a replica brings: merge points, alone or as notes that travel with the next question or the return --------
+
+
+class _Point(Record):
+    """Base of merge points. ``k`` counts a replica's merge points in a run from 0; ``site`` is file:line."""
+
+    k: int
+    site: str
+
+    def check(self) -> None:
+        if self.k < 0 or len(self.site) > 4096:
+            self.refuse("k counts from 0, and a call site is file:line")
+
+
+@record(50)
+class ApplyPoint(_Point):
+    """Gradients of a set of variables lie in gradient buffers ``buffers`` (0 or 1), at the variables' offsets.
+
+    The first of an (optimizer, set of variables) is *checked*: ``variable_set`` is 0, ``variables`` names the set,
+    and it is waited for; the answer is the set's number, which is all that later ones carry.
+    """
+
+    k: int
+    site: str
+    optimizer: int
+    variable_set: int
+    variables: tuple[int, ...]
+    buffers: int
+
+    def check(self) -> None:
+        super().check()
+        if (self.variable_set == 0) == (not self.variables) or self.buffers not in (0, 1):
+            self.refuse("either variables or the number of their set; buffers 0 or 1")
+
+
+@record(51)
+class AssignPoint(_Point):
+    """An aggregated assign. ``checked`` (waited for) where only the comparison of replicas can find the error:
+    values that came from Python scalars."""
+
+    k: int
+    site: str
+    variable: int
+    op: AssignOp
+    value: Array
+    checked: bool
+
+
+@record(52)
+class CreatePoint(_Point):
+    """A variable made inside a run; replica 0's value counts."""
+
+    k: int
+    site: str
+    variable: VariableSpec
+    value: Array
+
+
+@record(53)
+class ReducePoint(_Point):
+    """all_reduce of the leaves of a nest."""
+
+    k: int
+    site: str
+    op: ReduceOpName
+    arrays: tuple[Array, ...]
+
+
+@record(54)
+class GatherPoint(_Point):
+    """all_gather of the leaves of a nest along ``axis``."""
+
+    k: int
+    site: str
+    axis: int
+    arrays: tuple[Array, ...]
+
+
+@record(55)
+class MergeCallPoint(_Point):
+    """merge_call: this replica's (args, kwargs) as data. Replica 0's function is called in replica 0's worker."""
+
+    k: int
+    site: str
+    arguments: Value
+
+
+Point = ApplyPoint | AssignPoint | CreatePoint | ReducePoint | GatherPoint | MergeCallPoint
+
+
+@record(56)
+class ReadPoint(_Point):
+    """Not a merge point: this replica wants to read what it wrote at points before ``k``, so they must be committed."""
+
+    k: int
+    site: str
+
+
+@record(60)
+class Ask(_OfRun):
+    """Replica to server: my notes since the last message, and a point whose answer I wait for."""
+
+    run: RunId
+    replica: int
+    incarnation: int
+    notes: tuple[ApplyPoint | AssignPoint, ...]
+    point: ApplyPoint | AssignPoint | CreatePoint | ReducePoint | GatherPoint | MergeCallPoint | ReadPoint
+
+
+@record(61)
+class Return(_OfRun):
+    """Replica to server: the function returned or raised, after ``count`` merge points."""
+
+    run: RunId
+    replica: int
+    incarnation: int
+    notes: tuple[ApplyPoint | AssignPoint, ...]
+    count: int
+    value: Value | None
+    error: Error | None
+
+    def check(self) -> None:
+        super().check()
+        if (self.value is None) == (self.error is None):
+            self.refuse("a replica returns a value or an error")
+
+
+@record(62)
+class MergeCallReturn(_OfRun):
+    """Holder of the token to server: the merge function of point ``k`` returned one value per replica, or raised."""
+
+    run: RunId
+    k: int
+    values: tuple[Value, ...]
+    error: Error | None
+
+
+# --- what the server answers --------------------------------------------------------------------------------------
+
+
+@record(70)
+class Done(Record):
+    """Reply to Assign, Configure: the number of the thing written, and its version or iterations."""
+
+    sequence: int
+    number: int
+    version: int
+
+
+@record(71)
+class Created(Record):
+    """Reply to Create."""
+
+    sequence: int
+    variable: Variable
+
+
+@record(72)
+class Got(Record):
+    """Reply to Get: variables in the order asked (numbers, then names), and an array for each."""
+
+    request: int
+    commits: int
+    variables: tuple[Variable, ...]
+    arrays: tuple[Array, ...]
+
+
+@record(73)
+class Described(Record):
+    """Reply to Describe."""
+
+    request: int
+    variables: tuple[Variable, ...]
+    optimizers: tuple[Optimizer, ...]
+
+
+@record(74)
+class ReplicaStatistics(Record):
+    """Counters of one replica since the start of the server."""
+
+    replica: int
+    pid: int
+    device: str
+    runs: int
+    points: int
+    applies: int
+
+
+@record(75)
+class Counters(Record):
+    """Reply to Statistics: what the server has done, and what each replica brought."""
+
+    request: int
+    pid: int
+    uptime: float
+    variables: int
+    parameter_nbytes: int
+    slot_nbytes: int
+    commits: int
+    runs: int
+    messages: int
+    replicas: tuple[ReplicaStatistics, ...]
+
+
+@record(76)
+class Refused(Record):
+    """Reply to a request or first message that was not done: ``number`` is its sequence or request number."""
+
+    number: int
+    error: Error
+
+
+@record(80)
+class Reduced(_OfRun):
+    """Answer to a ReducePoint or GatherPoint: the results, leaf by leaf."""
+
+    run: RunId
+    k: int
+    arrays: tuple[Array, ...]
+
+
+@record(81)
+class Token(_OfRun):
+    """Answer to replica 0 at a MergeCallPoint: you are the controller now; here are all replicas' arguments."""
+
+    run: RunId
+    k: int
+    arguments: tuple[Value, ...]
+
+
+@record(82)
+class Merged(_OfRun):
+    """Answer to the other replicas at a MergeCallPoint: your share of what the merge function returned."""
+
+    run: RunId
+    k: int
+    value: Value
+
+
+@record(83)
+class Accepted(_OfRun):
+    """Answer to a checked ApplyPoint (``variable_set``: its number) or AssignPoint (0): compared and recorded."""
+
+    run: RunId
+    k: int
+    variable_set: int
+
+
+@record(84)
+class CreatedInRun(_OfRun):
+    """Answer to a CreatePoint."""
+
+    run: RunId
+    k: int
+    variable: Variable
+
+
+@record(85)
+class Committed(_OfRun):
+    """Answer to a ReadPoint: all points before ``k`` are committed."""
+
+    run: RunId
+    k: int
+
+
+@record(86)
+class PointFailed(_OfRun):
+    """Answer to any point: it fails with this error. ``ends_run`` where no further point of the run can succeed."""
+
+    run: RunId
+    k: int
+    error: Error
+    ends_run: bool
+
+
+@record(87)
+class RunFinished(_OfRun):
+    """Server to the controller of a run, once: every replica's result in replica order, or the run's error."""
+
+    run: RunId
+    values: tuple[Value, ...]
+    error: Error | None
+    commits: int
+
+
+# --- client to worker (and, during a merge_call, token holder to worker) --------------------------------------------
+
+
+@record(90)
+class Prepare(Record):
+    """Where the script lives: its ``sys.path`` and directory. Sent before the first run and when they change."""
+
+    path: tuple[str, ...]
+    directory: str
+
+
+@record(91)
+class Run(_OfRun):
+    """Run a function as one replica.
+
+    ``digest`` names the pickled function; ``function`` carries it where the worker does not hold it. ``frozen`` keeps
+    the unpickled object for good (``cs.function``). ``arguments`` is a pickle of (args, kwargs) whose large buffers
+    lie where ``buffers`` says.
+    """
+
+    run: RunId
+    replica: int
+    seed: int
+    digest: bytes
+    function: Frame | None
+    frozen: bool
+    arguments: Frame
+    buffers: tuple[Array, ...]
+
+    def check(self) -> None:
+        super().check()
+        if len(self.digest) != 16:
+            self.refuse("a digest has 16 bytes")
+
+
+# --- the supervisor's socket (SOCK_SEQPACKET; no frames, so each record is one packet) -------------------------------
+
+
+@record(110)
+class Introduce(Record):
+    """First packet of every process that connects to the supervisor."""
+
+    role: Role
+    rank: int
+    incarnation: int
+    pid: int
+
+
+@record(111)
+class MakeSegment(Record):
+    """Server to supervisor: make a segment (or hand out the one of that name) of ``reservation`` bytes.
+
+    ``writer`` names who else may map it for writing: ``""`` nobody, ``w0`` worker 0, ``controller``.
+    """
+
+    segment: str
+    reservation: int
+    writer: str
+
+    def check(self) -> None:
+        Location(self.segment, 0)
+        if not 0 < self.reservation < 1 << 62:
+            self.refuse(f"a reservation of {self.reservation} bytes")
+
+
+@record(112)
+class OpenSegment(Record):
+    """Any process to supervisor: hand me the segment of that name."""
+
+    segment: str
+
+
+@record(113)
+class Segment(Record):
+    """Supervisor's answer to either, with the descriptor as ancillary data."""
+
+    segment: str
+    reservation: int
+    writable: bool
+
+
+@record(114)
+class SegmentRefused(Record):
+    """Supervisor's answer where there is no such segment or it cannot be made."""
+
+    segment: str
+    error: Error
+
+
+@record(115)
+class Ready(Record):
+    """Server or worker to supervisor: I can work."""
+
+    endpoint: str
+
+
+@record(116)
+class Serving(Record):
+    """Supervisor to a client, once server and workers are ready: where the server listens."""
+
+    endpoint: str
+    run_directory: str
+    transport: str
+
+
+@record(117)
+class Died(Record):
+    """Supervisor to all: a process ended that should not have. ``cause`` reads ``exit code 3`` or ``SIGKILL``;
+    ``log`` holds the last lines it wrote."""
+
+    role: Role
+    rank: int
+    incarnation: int
+    pid: int
+    cause: str
+    log: str
+
+
+@record(118)
+class Output(Record):
+    """Supervisor to the script that started it: lines its children printed."""
+
+    stream: Literal["stdout", "stderr"]
+    text: str
+
+
+@record(119)
+class StartFailed(Record):
+    """Supervisor to a client: the service will not come up."""
+
+    error: Error
+
+
+@record(120)
+class Shutdown(Record):
+    """Client that started the service to supervisor: stop everything and end."""
+
+    reason: str

@@ -1,0 +1,39 @@
+"""Which functions a receiver still holds, kept alike by whoever sends functions and whoever holds them.
+
+A sender leaves a pickled function out of a message where the receiver has it. Both ends keep a :class:`Recent` of one
+capacity and touch it once for every message, in order, so they agree without asking. Used by the client, by the
+holder of a merge_call token and by workers.
+"""
+
+from __future__ import annotations
+
+__all__ = ["HELD_FUNCTIONS", "Recent"]
+
+#: How many functions of one sender a worker holds.
+HELD_FUNCTIONS = 16
+
+
+class Recent:
+    """The last ``capacity`` digests in order of use."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._digests: dict[bytes, None] = {}  # in order of use, the least recent first
+
+    def touch(self, digest: bytes) -> bool:
+        """Use ``digest``: whether it was held. The least recently used one goes where there are too many.
+
+        >>> recent = Recent(2)
+        >>> [recent.touch(digest) for digest in (b"a", b"b", b"a", b"c", b"b")]
+        [False, False, True, False, False]
+        """
+        held = digest in self._digests
+        if held:
+            del self._digests[digest]
+        elif len(self._digests) == self._capacity:
+            del self._digests[next(iter(self._digests))]
+        self._digests[digest] = None
+        return held
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._digests

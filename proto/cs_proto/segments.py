@@ -1,0 +1,129 @@
+"""Names of the segments, and a mapped segment.
+
+Every segment is made by the supervisor on the server's request and handed out as a descriptor, so its contents
+outlive any other process. Its file is as long as its *reservation* from the start and is never resized; only what
+is touched takes memory, so a mapping made once stays valid for ever. A reader's descriptor is open read-only: the
+kernel, not good manners, keeps workers from writing parameters.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+
+import numpy as np
+
+from .arrays import Array, Location, view_of
+from .errors import LocalProtocolError, MemoryPlanError
+from .records import Frame
+
+__all__ = [
+    "CONTROL",
+    "CONTROL_HEADER_NBYTES",
+    "Mapping",
+    "arena",
+    "controller_arena",
+    "frame_view",
+    "gradients",
+    "parameters",
+    "slots",
+]
+
+#: The engine's tables, from which it can be rebuilt.
+CONTROL = "control"
+#: They begin behind this many bytes. The first eight count writes to variables: an odd number while one is under way.
+CONTROL_HEADER_NBYTES = 4096
+
+# Linux 5.14: populate page tables for writing; older kernels answer EINVAL and pages come at first touch.
+_MADV_POPULATE_WRITE = 23
+
+
+def parameters(dtype: str) -> str:
+    """The slab of all variables of one dtype."""
+    return f"parameters/{dtype.lower()}"
+
+
+def slots(optimizer: int, slot: str, dtype: str) -> str:
+    """One slot kind of one optimizer, at the same offsets as the slab of ``dtype``."""
+    return f"slots/{optimizer}/{slot.lower()}/{dtype.lower()}"
+
+
+def gradients(replica: int, buffers: int, dtype: str) -> str:
+    """One of the two sets of dense gradient buffers of a replica, at the same offsets as the slab of ``dtype``."""
+    return f"gradients/{replica}/{buffers}/{dtype.lower()}"
+
+
+def arena(replica: int) -> str:
+    """A replica's own memory for arguments and results that are too large for a frame."""
+    return f"arena/{replica}"
+
+
+def controller_arena() -> str:
+    """The controller's own memory for batches and initial values."""
+    return "arena/controller"
+
+
+class Mapping:
+    """A segment mapped into this process. Closing waits for nobody: views keep the pages until they go."""
+
+    def __init__(self, name: str, descriptor: int, nbytes: int, *, writable: bool) -> None:
+        """Map ``nbytes`` of the open file ``descriptor``, which is closed: the mapping keeps the memory."""
+        self.name = name
+        self.nbytes = nbytes
+        self.writable = writable
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        try:
+            self._map = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED, protection)
+        finally:
+            os.close(descriptor)
+        self.memory = memoryview(self._map)
+
+    def view(self, array: Array) -> np.ndarray:
+        """The array that the descriptor says lies in this segment; read-only where the segment is."""
+        if not isinstance(array.place, Location) or array.place.segment != self.name:
+            raise LocalProtocolError(f"{array} does not lie in segment {self.name}")
+        end = array.place.offset + array.nbytes
+        if end > self.nbytes:
+            raise LocalProtocolError(f"{array} ends at byte {end}, but segment {self.name} has {self.nbytes}")
+        return view_of(array, self.memory[array.place.offset : end])
+
+    def elements(self, dtype: str) -> np.ndarray:
+        """The whole segment as a 1-D array of ``dtype``."""
+        return np.frombuffer(self.memory, dtype)
+
+    def populate(self, start: int, stop: int) -> None:
+        """Make the pages of bytes ``start`` to ``stop`` present now, so that no step pays for their first touch.
+
+        Raises :class:`MemoryPlanError` where the machine has no such memory left.
+        """
+        if stop <= start:
+            return
+        first = start - start % mmap.PAGESIZE
+        try:
+            self._map.madvise(_MADV_POPULATE_WRITE, first, stop - first)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise MemoryPlanError(
+                    f"bytes {start} to {stop} of segment {self.name} could not be made present: {error.strerror}"
+                ) from error
+            # A write of what stands there makes a page present. Only bytes of the range itself: others have owners.
+            touched = np.frombuffer(self.memory, np.uint8)[start:stop]
+            touched[:1] |= 0
+            touched[-start % mmap.PAGESIZE :: mmap.PAGESIZE] |= 0
+
+    def discard(self, start: int, stop: int) -> None:
+        """Give whole pages between ``start`` and ``stop`` back; they read as zeros afterwards."""
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = stop - stop % mmap.PAGESIZE
+        if last > first:
+            self._map.madvise(mmap.MADV_REMOVE, first, last - first)
+
+
+def frame_view(array: Array) -> np.ndarray:
+    """The array whose bytes travelled in a frame; a read-only view of that frame."""
+    if not isinstance(array.place, Frame):
+        raise LocalProtocolError(f"{array} did not travel in a frame")
+    view = view_of(array, memoryview(array.place.data))
+    view.flags.writeable = False
+    return view

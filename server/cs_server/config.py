@@ -1,0 +1,67 @@
+"""What a server is started with: one frozen record, checked when it is made.
+
+Built by the command line from options alone; the one environment variable that the server reads itself, ``CS_LOG``,
+is read there too. The engine takes what it needs from here and asks nobody else.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+from cs_proto.errors import ConfigurationError, DeviceError
+
+__all__ = ["ServerConfig"]
+
+# A socket's path is limited to 107 bytes by the kernel; the longest name in a run directory takes 20.
+_PATH_NBYTES = 87
+_DEVICE = re.compile(r"(cpu|gpu):(0|[1-9][0-9]{0,3})")
+_MAX_REPLICAS = 1024
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Where the run lives, what the server serves, and the machine it runs on.
+
+    ``parameter_device`` is in short form. ``threads`` is how many cores one update may use. ``machine_nbytes`` is the
+    size of the machine's memory, of which address reservations are multiples: the same for every server of a run.
+    ``incarnation`` counts the servers of a run from 1.
+
+    Raises ConfigurationError for values that make no sense, DeviceError for a device that no server serves.
+    """
+
+    run_directory: str
+    parameter_device: str
+    replicas: int
+    threads: int
+    machine_nbytes: int
+    incarnation: int = 1
+
+    def __post_init__(self) -> None:
+        path = os.fsencode(self.run_directory)
+        if not os.path.isabs(path) or len(path) > _PATH_NBYTES:
+            raise ConfigurationError(
+                f"run directory {self.run_directory!r} must be an absolute path of at most {_PATH_NBYTES} bytes, since "
+                "sockets lie in it; choose a shorter one"
+            )
+        if not 1 <= self.replicas <= _MAX_REPLICAS:
+            raise ConfigurationError(f"{self.replicas} replicas: there are between 1 and {_MAX_REPLICAS}")
+        if self.threads < 1 or self.incarnation < 1 or self.machine_nbytes < 1:
+            raise ConfigurationError(
+                f"threads ({self.threads}), incarnation ({self.incarnation}) and the machine's memory "
+                f"({self.machine_nbytes} bytes) are at least 1"
+            )
+        device = _DEVICE.fullmatch(self.parameter_device)
+        if device is None:
+            raise DeviceError(f"{self.parameter_device!r:.60} is not a device in short form; write cpu:0")
+        if device[1] == "gpu":
+            raise DeviceError(
+                f"variables on {self.parameter_device} are not served: a server keeps them in the machine's memory; "
+                "choose the parameter device cpu:0, which workers on GPUs can use too"
+            )
+
+    @property
+    def endpoint(self) -> str:
+        """Where the server listens."""
+        return f"ipc://{self.run_directory}/server"

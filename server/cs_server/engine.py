@@ -1,0 +1,253 @@
+"""The engine: what the server does, as a function from one event to the commands that follow from it.
+
+Owns the order of things within an event: hear, advance, begin a commit, write down, answer. It opens nothing, waits
+for nothing and computes no array; ``service`` turns sockets, clocks and finished arithmetic into events and carries
+the commands out. Everything it knows is in the control store before the commands are handed over, so an engine built
+anew over the same store goes on as this one would have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cs_proto.errors import CentralStorageError, PeerProtocolError
+from cs_proto.failures import error_of
+from cs_proto.messages import (
+    Ask,
+    Assign,
+    Cancel,
+    Configure,
+    Create,
+    Describe,
+    Get,
+    Goodbye,
+    Hello,
+    MergeCallReturn,
+    PointFailed,
+    Refused,
+    Register,
+    Return,
+    Statistics,
+)
+from cs_proto.records import Record
+
+from .catalogue import Catalogue
+from .commits import Commits, Operations
+from .control import Control
+from .events import (
+    Command,
+    Computed,
+    Event,
+    Fill,
+    Finished,
+    MemoryAvailable,
+    ProcessDied,
+    Received,
+    Send,
+    Tick,
+)
+from .progress import Progress
+from .requests import Requests
+from .runs import Runs
+from .sessions import Sessions
+from .tables import Job, Tables
+from .waits import Waits
+
+__all__ = ["Config", "Engine"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """What does not change while a server runs: ``machine_nbytes`` is the memory of the machine, from which the slabs'
+    address ranges follow; ``started`` the time, on the clock of ``now``, at which the server began."""
+
+    replicas: int
+    parameter_device: str
+    machine_nbytes: int
+    pid: int
+    started: float
+
+
+class Engine:
+    """One service's state and what it does next."""
+
+    def __init__(self, config: Config, control: Control) -> None:
+        """Take up what ``control`` holds, or begin where it is empty.
+
+        Raises :class:`~cs_server.control.ControlDamaged` where it cannot be read.
+        """
+        self._config = config
+        self._out: list[Command] = []
+        self._tables = tables = Tables(control, config.replicas)
+        n, out = config.replicas, self._out
+        self._sessions = Sessions(tables, out, n, config.parameter_device, config.pid)
+        self._catalogue = Catalogue(tables, out, n, config.machine_nbytes)
+        self._commits = Commits(tables, out, self._operations)
+        self._runs = Runs(tables, out, self._sessions, self._commits, n)
+        self._requests = Requests(tables, out, self._sessions, self._catalogue, self._commits, self._runs)
+        self._progress = Progress(tables, out, self._sessions, self._catalogue, self._commits, self._runs, n)
+        self._waits = Waits(tables, out, self._sessions, n)
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """What follows from ``event``; ``now`` in seconds of a clock that survives a restart of the server.
+
+        Whatever a peer says wrongly is answered with an error and changes nothing else. Raises
+        :class:`~cs_server.control.ControlFull` where not even that can be written down.
+        """
+        try:
+            return self._attempt(event, now)
+        except CentralStorageError as error:
+            instead = self._instead(event, error)
+        try:
+            return self._attempt(instead, now)
+        except CentralStorageError as error:
+            if not isinstance(event, Received) or isinstance(instead, _Refusal):
+                raise
+            return self._attempt(_refused(event, error), now)
+
+    def resume(self) -> list[Command]:
+        """What a server that was restarted has to do first: segments opened, and what was under way done again."""
+        commands: list[Command] = list(self._catalogue.allocations())
+        if self._tables.tally.committing:
+            commands.append(self._commits.command(self._tables.tally.committing))
+        commands += [self._progress.compute(ticket) for ticket in sorted(self._tables.computations)]
+        return commands
+
+    def _attempt(self, event: Event | _Refusal, now: float) -> list[Command]:
+        """Handle one event whole or not at all."""
+        try:
+            self._hear(event, now)
+            self._settle()
+            self._tables.flush()
+        except BaseException:
+            self._tables.rollback()
+            self._catalogue.forget()
+            self._out.clear()
+            raise
+        commands = list(self._out)
+        self._out.clear()
+        return commands
+
+    def _instead(self, event: Event, error: CentralStorageError) -> Event | _Refusal:
+        """What is heard in the place of an event that is wrong, or too large for the store.
+
+        A replica waits for the answer to its point and for nothing else, and a run for what its replicas return, so
+        these are answered and counted as failed; a refusal would leave somebody waiting for ever.
+        """
+        match event:
+            case Computed(ticket, _, None):
+                return Computed(ticket, (), error_of(error))
+            case Received(peer, Ask(run, replica, _, _, point)) if peer == self._sessions.worker_peer(replica):
+                failed = PointFailed(run, point.k, error_of(error, replica, point.k), True)
+                return _Refusal(Send(peer, failed))
+            case Received(peer, Return(replica=replica, count=count) as record) if peer == self._sessions.worker_peer(
+                replica
+            ):
+                return Received(peer, replace(record, notes=(), value=None, error=error_of(error, replica, count)))
+            case Received(peer, MergeCallReturn(k=k, error=None) as record):
+                return Received(peer, replace(record, values=(), error=error_of(error, -1, k)))
+            case Received():
+                return _refused(event, error)
+        raise error
+
+    def _settle(self) -> None:
+        """Everything that may have become possible."""
+        self._progress.advance()
+        if not self._commits.is_busy:
+            self._requests.answer_held()
+        if self._sessions.controller_peer() is None:
+            self._runs.forget_left()
+            self._sessions.welcome_waiting()
+        self._commits.start()
+
+    def _hear(self, event: Event | _Refusal, now: float) -> None:
+        match event:
+            case Received(peer, record):
+                self._tables.tally.messages += 1
+                self._receive(peer, record, now)
+            case _Refusal(answer):
+                self._tables.tally.messages += 1
+                self._out.append(answer)
+            case ProcessDied(died):
+                if self._sessions.died(died):
+                    self._runs.lost(died)
+            case MemoryAvailable(nbytes):
+                self._tables.tally.available_nbytes = nbytes
+            case Computed():
+                self._progress.computed(event)
+            case Finished(ticket):
+                job = self._commits.finished(ticket)
+                if job is not None:
+                    self._finished(job)
+            case Tick():
+                self._waits.tick(now)
+
+    def _receive(self, peer: bytes, record: Record, now: float) -> None:
+        match record:
+            case Ask() | Return():
+                self._sessions.check_replica(peer, record.replica, record.incarnation)
+                self._tables.tally.seen[record.replica] = now
+                if isinstance(record, Ask):
+                    self._runs.ask(peer, record, now)
+                else:
+                    self._runs.returned(peer, record, now)
+            case MergeCallReturn():
+                self._runs.merge_call_returned(peer, record)
+            case Create() | Assign() | Configure():
+                self._requests.write(peer, record)
+            case Get():
+                self._requests.get(peer, record)
+            case Describe():
+                self._requests.describe(peer, record)
+            case Statistics():
+                self._requests.statistics(peer, record, self._config.pid, now - self._config.started)
+            case Cancel():
+                self._sessions.check_controller(peer, record)
+                self._runs.cancel(record, now)
+            case Register():
+                replaced = self._sessions.register(peer, record)
+                self._tables.tally.seen[record.worker.replica] = now
+                if replaced is not None:
+                    self._runs.lost(replaced)
+            case Hello():
+                self._sessions.hello(peer, record, now)
+            case Goodbye():
+                if self._sessions.goodbye(peer, record):
+                    self._runs.cancel_all(now)
+            case _:
+                raise PeerProtocolError(f"a {type(record).__name__} is not for the server")
+
+    def _operations(self, job: Job) -> Operations:
+        """What a commit consists of."""
+        if job.fills:
+            return tuple(Fill(f.segment, f.dtype, f.first, f.last, f.value) for f in job.fills)
+        if job.kind == "run":
+            return self._progress.operations(job.run, job.k)
+        return (self._progress.creation(job) if job.kind == "create" else self._requests.operation(job),)
+
+    def _finished(self, job: Job) -> None:
+        """What follows from a commit that is finished."""
+        if job.kind == "run":
+            self._progress.committed(job.run, job.k)
+        elif job.kind == "create":
+            self._progress.created(job)
+        elif job.kind == "request":
+            self._requests.done(job)
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """In the place of a message that is not acted on."""
+
+    answer: Send
+
+
+def _refused(event: Received, error: CentralStorageError) -> _Refusal:
+    match event.record:
+        case Create() | Assign() | Configure():
+            number = event.record.sequence
+        case Get() | Describe() | Statistics():
+            number = event.record.request
+        case _:
+            number = 0
+    return _Refusal(Send(event.peer, Refused(number, error_of(error))))

@@ -1,0 +1,156 @@
+"""What the engine is told and what it answers: the whole seam between deciding and doing.
+
+The service turns sockets, clocks and finished arithmetic into events and carries out commands, in order. Nothing
+here opens, waits or computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cs_proto.arrays import Array
+from cs_proto.messages import AssignOp, Died, Error, ReduceOpName
+from cs_proto.records import Record
+
+# --- events ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Received:
+    """A record came from the peer with this routing identity."""
+
+    peer: bytes
+    record: Record
+
+
+@dataclass(frozen=True)
+class ProcessDied:
+    """The supervisor says that a worker is gone."""
+
+    died: Died
+
+
+@dataclass(frozen=True)
+class MemoryAvailable:
+    """Bytes that may still be touched; told before every record that could plan memory."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Computed:
+    """The arithmetic of a :class:`Compute` command is done; its arrays lie in frames."""
+
+    ticket: int
+    arrays: tuple[Array, ...]
+    error: Error | None
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A :class:`Commit` has been carried out whole."""
+
+    ticket: int
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time passes. Once a second, so that waits can be named."""
+
+
+Event = Received | ProcessDied | MemoryAvailable | Computed | Finished | Tick
+
+# --- commands -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send a record. ``inline``: arrays that lie in segments are copied into frames first."""
+
+    peer: bytes
+    record: Record
+    inline: bool = False
+
+
+@dataclass(frozen=True)
+class Allocate:
+    """Have the supervisor make a segment where it does not exist; make bytes ``start`` to ``stop`` present."""
+
+    segment: str
+    reservation: int
+    writer: str
+    start: int = 0
+    stop: int = 0
+
+
+@dataclass(frozen=True)
+class Compute:
+    """all_reduce or all_gather: ``components[replica][leaf]``, combined leaf by leaf in replica order.
+
+    ``reduce`` names the op of an all_reduce; otherwise ``axis`` is that of an all_gather. Answered by
+    :class:`Computed`.
+    """
+
+    ticket: int
+    reduce: ReduceOpName | None
+    axis: int
+    components: tuple[tuple[Array, ...], ...]
+
+
+@dataclass(frozen=True)
+class Apply:
+    """One optimizer step on the variables of one slab.
+
+    ``ranges`` are (first, last + 1) elements, ascending. ``slots`` and ``gradients`` name segments with the same
+    offsets as ``parameters``; gradients in replica order. ``t`` counts this optimizer's steps from 1.
+    """
+
+    kind: str
+    hyperparameters: tuple[tuple[str, float], ...]
+    t: int
+    dtype: str
+    ranges: tuple[tuple[int, int], ...]
+    parameters: str
+    slots: tuple[str, ...]
+    gradients: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Write:
+    """One assign to one variable. ``reduce`` combines several sources in replica order first (SUM, MEAN); with one
+    source it is None."""
+
+    target: Array
+    op: AssignOp
+    reduce: ReduceOpName | None
+    sources: tuple[Array, ...]
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Set elements ``first`` to ``last`` (exclusive) of a segment to a value: the start of a slot."""
+
+    segment: str
+    dtype: str
+    first: int
+    last: int
+    value: float
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Change variables: every operation in order, then :class:`Finished`. Checked before; it cannot fail halfway."""
+
+    ticket: int
+    operations: tuple[Apply | Write | Fill, ...]
+
+
+@dataclass(frozen=True)
+class Log:
+    """Say a line. ``slow`` where it names a wait."""
+
+    text: str
+    slow: bool = False
+
+
+Command = Send | Allocate | Compute | Commit | Log

@@ -1,0 +1,185 @@
+# numba's annotations stop short of its decorators and intrinsics.
+# mypy: disable-error-code="attr-defined, call-arg, no-untyped-call, untyped-decorator"
+"""The loops that numba compiles: sum of the replicas' gradients and update rule in one pass over memory.
+
+Owns the machine code and nothing else: it trusts its caller with addresses and lengths, so only `kernels`, which checks
+them, may use it. Importing this module imports numba; nothing but `kernels` imports it, and only when a kernel is
+needed.
+
+A kernel takes element ranges of one slab, the parameters, the slots, the base addresses of the replicas' gradients and
+the rule's numbers. Addresses instead of arrays make it one compiled function for any number of replicas. There is one
+loop for each number of slots, and each rule gets a copy of that loop in which the global `step` is its own step. (A
+closure over the step would do as well, but numba's cache would take it for a new function in every process.)
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import numba
+import numpy as np
+from numba.core import types
+from numba.extending import intrinsic
+
+from cs_server.updates import Array, Rule
+
+if TYPE_CHECKING:
+
+    def step(*values: Any) -> tuple[Any, ...]: ...
+
+
+CHUNK_NBYTES = 256 * 1024 - 192
+"""The sum of one chunk is still in the cache when the rule reads it. Not a multiple of 4 KiB: a load that agrees with
+an earlier store in its low address bits waits for it. From 8 KiB to 256 KiB no difference was measured."""
+
+IS_DISABLED = bool(numba.config.DISABLE_JIT)
+"""Whether the environment tells numba to compile nothing (NUMBA_DISABLE_JIT)."""
+
+_configuration = threading.Lock()
+
+
+def build(rule: Rule, dtype: np.dtype[Any], directory: Path | None) -> tuple[Callable[..., None], bool]:
+    """The kernel of this rule and dtype, and whether it had to be compiled: else it came from the directory.
+
+    It takes exactly one signature: an argument of another type is a TypeError, never a compilation. With `directory`
+    None nothing is read or written.
+    """
+    loop = _LOOPS[len(rule.slots)]
+    inlined = numba.njit(error_model="numpy", forceinline=True)(rule.step)
+    function = FunctionType(loop.__code__, globals() | {"step": inlined}, kernel_name(rule, dtype))
+    function.__qualname__ = function.__name__
+    values = types.Array(numba.from_dtype(dtype), 1, "C")
+    addresses = types.Array(types.int64, 1, "C")
+    ranges = types.Array(types.int64, 2, "C")
+    numbers = types.UniTuple(values.dtype, rule.count_of_numbers)
+    signature = types.void(ranges, values, *[values] * len(rule.slots), addresses, numbers)
+    with _cache_in(directory):
+        # No fastmath: an update has the bits of the reference.
+        kernel = numba.njit(signature, nogil=True, cache=directory is not None, error_model="numpy")(function)
+    return kernel, not kernel.stats.cache_hits
+
+
+def kernel_name(rule: Rule, dtype: np.dtype[Any]) -> str:
+    """The function's name, with which the names of its cache files begin after the module's."""
+    return f"{rule.name}_{dtype.name}"
+
+
+@contextmanager
+def _cache_in(directory: Path | None) -> Iterator[None]:
+    """Let numba keep the functions decorated inside in this directory, and in no other place.
+
+    numba's setting is global, so it is put back: the process may be a script that caches functions of its own.
+    """
+    if directory is None:
+        yield
+        return
+    wanted = {"CACHE_DIR": str(directory), "CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator"}
+    with _configuration:
+        found = {name: getattr(numba.config, name, "") for name in wanted}
+        try:
+            for name, value in wanted.items():
+                setattr(numba.config, name, value)
+            yield
+        finally:
+            for name, value in found.items():
+                setattr(numba.config, name, value)
+
+
+# What is compiled. Slices come first and loops run over their shape, or nothing is vectorized.
+
+
+@intrinsic
+def _pointer(context: Any, address: Any, like: Any) -> Any:
+    """The address as a pointer to elements of `like`."""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], target.get_value_type(signature.return_type))
+
+    return types.CPointer(like.dtype)(types.int64, like), generate
+
+
+@numba.njit(error_model="numpy")
+def _summed(addresses: Array, like: Array, scratch: Array, start: int, stop: int) -> Array:
+    """Elements start to stop of the gradients' sum, in replica order; a single gradient is not copied."""
+    first = numba.carray(_pointer(addresses[0], like), like.shape)[start:stop]
+    if addresses.shape[0] == 1:
+        return first
+    second = numba.carray(_pointer(addresses[1], like), like.shape)[start:stop]
+    total = scratch[: stop - start]
+    for i in range(total.shape[0]):
+        total[i] = first[i] + second[i]
+    for replica in range(2, addresses.shape[0]):
+        further = numba.carray(_pointer(addresses[replica], like), like.shape)[start:stop]
+        for i in range(total.shape[0]):
+            total[i] += further[i]
+    return total
+
+
+def _no_slot(ranges: Array, parameters: Array, addresses: Array, numbers: tuple[Any, ...]) -> None:
+    chunk = CHUNK_NBYTES // parameters.itemsize
+    scratch = np.empty(chunk, parameters.dtype)
+    for r in range(ranges.shape[0]):
+        for start in range(ranges[r, 0], ranges[r, 1], chunk):
+            stop = min(start + chunk, ranges[r, 1])
+            g = _summed(addresses, parameters, scratch, start, stop)
+            w = parameters[start:stop]
+            for i in range(w.shape[0]):
+                (w[i],) = step(w[i], g[i], *numbers)
+
+
+def _one_slot(ranges: Array, parameters: Array, slot_a: Array, addresses: Array, numbers: tuple[Any, ...]) -> None:
+    chunk = CHUNK_NBYTES // parameters.itemsize
+    scratch = np.empty(chunk, parameters.dtype)
+    for r in range(ranges.shape[0]):
+        for start in range(ranges[r, 0], ranges[r, 1], chunk):
+            stop = min(start + chunk, ranges[r, 1])
+            g = _summed(addresses, parameters, scratch, start, stop)
+            w = parameters[start:stop]
+            a = slot_a[start:stop]
+            for i in range(w.shape[0]):
+                w[i], a[i] = step(w[i], g[i], a[i], *numbers)
+
+
+def _two_slots(
+    ranges: Array, parameters: Array, slot_a: Array, slot_b: Array, addresses: Array, numbers: tuple[Any, ...]
+) -> None:
+    chunk = CHUNK_NBYTES // parameters.itemsize
+    scratch = np.empty(chunk, parameters.dtype)
+    for r in range(ranges.shape[0]):
+        for start in range(ranges[r, 0], ranges[r, 1], chunk):
+            stop = min(start + chunk, ranges[r, 1])
+            g = _summed(addresses, parameters, scratch, start, stop)
+            w = parameters[start:stop]
+            a = slot_a[start:stop]
+            b = slot_b[start:stop]
+            for i in range(w.shape[0]):
+                w[i], a[i], b[i] = step(w[i], g[i], a[i], b[i], *numbers)
+
+
+def _three_slots(
+    ranges: Array,
+    parameters: Array,
+    slot_a: Array,
+    slot_b: Array,
+    slot_c: Array,
+    addresses: Array,
+    numbers: tuple[Any, ...],
+) -> None:
+    chunk = CHUNK_NBYTES // parameters.itemsize
+    scratch = np.empty(chunk, parameters.dtype)
+    for r in range(ranges.shape[0]):
+        for start in range(ranges[r, 0], ranges[r, 1], chunk):
+            stop = min(start + chunk, ranges[r, 1])
+            g = _summed(addresses, parameters, scratch, start, stop)
+            w = parameters[start:stop]
+            a = slot_a[start:stop]
+            b = slot_b[start:stop]
+            c = slot_c[start:stop]
+            for i in range(w.shape[0]):
+                w[i], a[i], b[i], c[i] = step(w[i], g[i], a[i], b[i], c[i], *numbers)
+
+
+_LOOPS: tuple[Callable[..., None], ...] = (_no_slot, _one_slot, _two_slots, _three_slots)

@@ -1,0 +1,267 @@
+"""Applies update rules to ranges of a slab: by compiled kernels where there are any, elsewhere by the NumPy reference.
+
+Owns the choice between the two, the check of everything that reaches compiled code, and the directory in which compiled
+code is kept between processes. It knows no variables, messages or commits: the engine's shell hands it arrays. numba is
+imported by `load` or by the first update, never by importing this module.
+
+Updates of ranges that do not overlap may run in several threads at once: a kernel holds no lock, and not the GIL.
+"""
+
+import hashlib
+import logging
+import os
+import platform
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cs_proto.errors import InvalidArgumentError
+from cs_server.updates import RULES, Array, Hyperparameters, Rule, reference, scalars
+
+KERNEL_DTYPES = ("float32", "float64")
+"""Dtypes that have compiled kernels; the reference serves the others."""
+
+_logger = logging.getLogger(__name__)
+
+
+def apply_dense(
+    rule: Rule,
+    ranges: Array,
+    parameters: Array,
+    slots: tuple[Array, ...],
+    gradients: tuple[Array, ...],
+    hyperparameters: Hyperparameters,
+    t: int,
+) -> None:
+    """Sum the replicas' gradients in replica order and apply the rule's t-th update, in place and in one pass.
+
+    `ranges` is int64 of shape [n, 2]: the elements from start to stop of every range, ascending and disjoint, are
+    updated and no other element is touched. Parameters, slots (in the rule's order) and gradients (one for each
+    replica) are 1-D, contiguous, of one dtype and one length; gradients may be read-only, and two replicas may share
+    one. The result has the bits of `updates.reference`.
+
+    Raises InvalidArgumentError before anything is changed, when something of this does not hold.
+    """
+    if RULES.get(rule.name) is not rule:
+        raise InvalidArgumentError(f"{rule.name!r} is not a rule of the table: there are {', '.join(RULES)}")
+    addresses = _checked(rule, ranges, parameters, slots, gradients)
+    numbers = scalars(rule, hyperparameters, t, parameters.dtype)
+    kernel = _kernel(rule, parameters.dtype)
+    if kernel is not None:
+        kernel(ranges, parameters, *slots, addresses, numbers)
+        return
+    for start, stop in ranges.tolist():
+        part = slice(start, stop)
+        reference(
+            rule,
+            parameters[part],
+            [gradient[part] for gradient in gradients],
+            tuple(slot[part] for slot in slots),
+            hyperparameters,
+            t,
+        )
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """How long `load` took, how many kernels it had to compile and where the code is kept (None: nowhere)."""
+
+    seconds: float
+    compiled: int
+    directory: Path | None
+
+
+def load(dtypes: tuple[str, ...] = KERNEL_DTYPES, run_directory: Path | None = None) -> Loaded:
+    """Make the kernels of every rule ready, so that no update compiles, unpickles or imports anything afterwards.
+
+    They come from the cache directory, or are compiled and put there. Raises InvalidArgumentError for a dtype that has
+    no kernels.
+    """
+    begin = time.perf_counter()
+    for name in dtypes:
+        if name not in KERNEL_DTYPES:
+            raise InvalidArgumentError(f"no kernels for {name}: there are kernels for {', '.join(KERNEL_DTYPES)}")
+    directory = cache_directory(run_directory)
+    compiled = 0
+    for name in dtypes:
+        dtype = np.dtype(name)
+        for rule in RULES.values():
+            compiled += _prepare(rule, dtype, directory)
+            _try_out(rule, dtype)
+    return Loaded(time.perf_counter() - begin, compiled, directory)
+
+
+def cache_directory(run_directory: Path | None = None) -> Path | None:
+    """The private directory for compiled code: in the user's cache, else in the run directory, else None.
+
+    Loading compiled code is running code, so the directory and the one around it must belong to this user and nobody
+    else may write there. Its name changes with everything the code depends on. Raises OSError for a run directory that
+    is not private either.
+    """
+    name = f"kernels-{_fingerprint()}"
+    try:
+        return _private(_private(_user_cache()) / name)
+    except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
+        _logger.warning("compiled kernels are kept in %s only: %s", run_directory or "this process", error)
+    if run_directory is None:
+        return None
+    return _private(_private(run_directory) / name)
+
+
+# The check. What passes it may be handed to compiled code, to which a wrong address is a crash.
+
+
+def _checked(
+    rule: Rule, ranges: Array, parameters: Array, slots: tuple[Array, ...], gradients: tuple[Array, ...]
+) -> Array:
+    """The gradients' base addresses."""
+    if len(slots) != len(rule.slots):
+        raise InvalidArgumentError(f"{rule.name} has the slots {rule.slots}, {len(slots)} arrays were given for them")
+    if not gradients:
+        raise InvalidArgumentError(f"{rule.name} needs the gradient of at least one replica")
+    written = [_address("parameters", parameters, parameters, True)]
+    written += [_address(name, slot, parameters, True) for name, slot in zip(rule.slots, slots, strict=True)]
+    read = [_address(f"gradient of replica {r}", g, parameters, False) for r, g in enumerate(gradients)]
+    _check_apart(written, read, parameters.nbytes)
+    _check_ranges(ranges, parameters.shape[0])
+    return np.array(read, np.int64)
+
+
+def _address(what: str, array: Array, like: Array, is_written: bool) -> int:
+    # Exactly ndarray: numba types a subclass (a memmap, say) in its own way, or not at all.
+    if type(array) is not np.ndarray:
+        raise InvalidArgumentError(f"{what}: must be a numpy.ndarray, not {type(array).__name__}")
+    if array.ndim != 1 or not array.flags.c_contiguous:
+        raise InvalidArgumentError(f"{what}: must be 1-D and contiguous; shape {array.shape}, strides {array.strides}")
+    if array.dtype != like.dtype or array.shape != like.shape:
+        given, fitting = f"{array.dtype}{array.shape}", f"{like.dtype}{like.shape}"
+        raise InvalidArgumentError(f"{what}: {given} does not fit the parameters, {fitting}")
+    if not array.dtype.isnative or not array.flags.aligned:
+        raise InvalidArgumentError(f"{what}: must be aligned and of this machine's byte order")
+    if is_written and not array.flags.writeable:
+        raise InvalidArgumentError(f"{what}: is read-only")
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _check_apart(written: list[int], read: list[int], nbytes: int) -> None:
+    """What is written overlaps nothing, or an element would be updated from a value that is already new."""
+    spans = sorted([(address, True) for address in written] + [(address, False) for address in read])
+    for (address, is_written), (following, is_following_written) in pairwise(spans):
+        if following - address < nbytes and (is_written or is_following_written):
+            raise InvalidArgumentError("parameters and slots must not overlap each other or a gradient in memory")
+
+
+def _check_ranges(ranges: Array, length: int) -> None:
+    if type(ranges) is not np.ndarray or ranges.dtype != np.int64 or ranges.ndim != 2 or ranges.shape[1] != 2:
+        raise InvalidArgumentError("ranges: must be an int64 array of shape [n, 2]")
+    if not ranges.flags.carray:
+        raise InvalidArgumentError("ranges: must be contiguous, aligned and writable")
+    end = 0
+    for start, stop in ranges.tolist():
+        if not end <= start <= stop <= length:
+            raise InvalidArgumentError(f"ranges: [{start}, {stop}] does not lie ascending inside [{end}, {length}]")
+        end = stop
+
+
+# The kernels of this process.
+
+_kernels: dict[tuple[str, np.dtype[Any]], Callable[..., None] | None] = {}
+_building = threading.Lock()
+
+
+def _kernel(rule: Rule, dtype: np.dtype[Any]) -> Callable[..., None] | None:
+    key = (rule.name, dtype)
+    if key not in _kernels and dtype.name in KERNEL_DTYPES:
+        _prepare(rule, dtype, cache_directory())
+    return _kernels.get(key)
+
+
+def _prepare(rule: Rule, dtype: np.dtype[Any], directory: Path | None) -> bool:
+    """Whether something had to be compiled."""
+    from cs_server import fused  # imports numba
+
+    key = (rule.name, dtype)
+    with _building:
+        if key in _kernels:
+            return False
+        if fused.IS_DISABLED:
+            _kernels[key] = None
+            return False
+        try:
+            kernel, is_compiled = fused.build(rule, dtype, directory)
+        except Exception as error:  # damaged code can raise anything, and a defect of the kernel is raised again below
+            if directory is None:
+                raise
+            name = fused.kernel_name(rule, dtype)
+            _logger.warning("compiling %s anew, its file in %s cannot be used: %r", name, directory, error)
+            for file in directory.rglob(f"*.{name}-*"):
+                file.unlink(missing_ok=True)
+            kernel, is_compiled = fused.build(rule, dtype, None)
+        _kernels[key] = kernel
+        return is_compiled
+
+
+def _try_out(rule: Rule, dtype: np.dtype[Any]) -> None:
+    """Run the kernel once on two elements: numba finishes some of its imports in the first call."""
+    arrays = [np.zeros(2, dtype) for _ in range(1 + len(rule.slots) + 2)]
+    parameters, gradients, slots = arrays[0], tuple(arrays[1:3]), tuple(arrays[3:])
+    kernel = _kernel(rule, dtype)
+    if kernel is not None:
+        addresses = _checked(rule, np.array([[0, 2]]), parameters, slots, gradients)
+        numbers = tuple(np.full(rule.count_of_numbers, 0.5, dtype))
+        kernel(np.array([[0, 2]]), parameters, *slots, addresses, numbers)
+
+
+# The cache directory.
+
+
+def _user_cache() -> Path:
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():  # unset, or to be ignored according to the XDG specification
+        base = Path.home() / ".cache"
+    base.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = base.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH:
+        raise PermissionError(f"{base} belongs to another user, or others may write there")
+    return base / "central-storage"
+
+
+def _private(path: Path) -> Path:
+    """The directory, made if missing, which belongs to this user and in which nobody else can write."""
+    path.mkdir(mode=0o700, exist_ok=True)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(f"{path} is not a directory")
+    if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"{path} belongs to another user, or others may write there")
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise PermissionError(f"{path} is not writable")
+    return path
+
+
+def _fingerprint() -> str:
+    """Names what compiled code depends on: our sources, the compiler, the libraries and the processor."""
+    import llvmlite.binding
+    import numba
+
+    digest = hashlib.sha256()
+    for source in ("updates.py", "kernels.py", "fused.py"):
+        digest.update(Path(__file__).with_name(source).read_bytes())
+    versions = (
+        numba.__version__,
+        np.__version__,
+        sys.version,
+        platform.machine(),
+        llvmlite.binding.get_host_cpu_name(),
+    )
+    digest.update("\0".join(versions).encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,91 @@
+"""How much memory the machine has, and how much of it this process may still touch.
+
+The smaller of what the kernel calls available and what is left in every control group around this process (version 1,
+version 2, or both). Files in the page cache count as free, since the kernel gives them up first. Asked by the service
+before anything that could plan memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+__all__ = ["available_nbytes", "total_nbytes"]
+
+# (limit, usage, key in memory.stat of what the kernel can drop) for each version.
+_FILES = {
+    "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    "cgroup2": ("memory.max", "memory.current", "inactive_file"),
+}
+
+
+def total_nbytes() -> int:
+    """The size of the machine's memory in bytes; the same for as long as it runs."""
+    return psutil.virtual_memory().total
+
+
+def available_nbytes(proc: Path = Path("/proc/self")) -> int:
+    """Bytes that this process may still touch."""
+    available = psutil.virtual_memory().available
+    for directory, version in _groups(proc):
+        left = _left(directory, version)
+        if left is not None:
+            available = min(available, left)
+    return max(0, available)
+
+
+def _left(directory: Path, version: str) -> int | None:
+    """Bytes left in one control group; None where it has no limit."""
+    limit, usage, droppable = _FILES[version]
+    try:
+        allowed = (directory / limit).read_text().strip()
+        if allowed == "max":
+            return None
+        used = int((directory / usage).read_text())
+        stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+        return int(allowed) - used + int(stat.get(droppable, 0))
+    except (OSError, ValueError):
+        return None  # a root group has no such files: no limit is set there
+
+
+def _groups(proc: Path) -> Iterator[tuple[Path, str]]:
+    """The directories of this process's memory control groups, from the innermost outwards."""
+    paths = dict(_paths(proc))
+    for line in _lines(proc / "mountinfo"):
+        # "36 35 98:0 /root /mount options [tags] - type source super-options"
+        mount, _, kind = line.partition(" - ")
+        version, _, options = kind.partition(" ")
+        if version not in _FILES or (version == "cgroup" and "memory" not in options.rpartition(" ")[2].split(",")):
+            continue
+        _, _, _, root, point, *_ = mount.split()
+        path = paths.get(version)
+        if path is None:
+            continue
+        # In a container without a namespace of its own the path is the host's and the mount shows only its end.
+        inside = os.path.relpath(path, root) if os.path.commonpath([path, root]) == root else "."
+        directory = Path(point, inside)
+        while True:
+            yield directory, version
+            if directory == Path(point) or len(directory.parts) <= 1:
+                break
+            directory = directory.parent
+
+
+def _paths(proc: Path) -> Iterator[tuple[str, str]]:
+    """Version and path of the memory control groups: ``4:memory:/a`` of version 1, ``0::/b`` of version 2."""
+    for line in _lines(proc / "cgroup"):
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            yield "cgroup2", path
+        elif "memory" in controllers.split(","):
+            yield "cgroup", path
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []  # no control groups, or no /proc: the machine's own figure stands alone

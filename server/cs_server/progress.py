@@ -1,0 +1,291 @@
+"""How a run goes on: what follows from what its replicas have brought so far.
+
+Owns the decisions: which merge points are agreed, when they are committed, who is answered, when a run is at an end.
+It is asked after every event and looks at nothing but the tables, so being asked once more changes nothing. Replicas
+look at variables without asking, so nothing is committed before each of them has returned or waits, and nobody who
+waits is let go on while a commit is under way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cs_proto.errors import CentralStorageError
+from cs_proto.failures import error_of
+from cs_proto.messages import (
+    Accepted,
+    ApplyPoint,
+    AssignPoint,
+    CreatedInRun,
+    CreatePoint,
+    GatherPoint,
+    MergeCallPoint,
+    PointFailed,
+    Reduced,
+    ReducePoint,
+    RunId,
+)
+
+from . import merge
+from .catalogue import Catalogue
+from .commits import Commits
+from .events import Apply, Command, Compute, Computed, Send, Write
+from .runs import Runs
+from .sessions import Sessions
+from .tables import Computation, Failure, Job, Point, RunState, SlotFill, Stand, Tables
+
+__all__ = ["Progress"]
+
+
+class Progress:
+    """Takes runs from what was brought to what is answered."""
+
+    def __init__(
+        self,
+        tables: Tables,
+        out: list[Command],
+        sessions: Sessions,
+        catalogue: Catalogue,
+        commits: Commits,
+        runs: Runs,
+        replicas: int,
+    ) -> None:
+        self._tables = tables
+        self._out = out
+        self._sessions = sessions
+        self._catalogue = catalogue
+        self._commits = commits
+        self._runs = runs
+        self._replicas = range(replicas)
+
+    def advance(self) -> None:
+        """Do for every run what can be done."""
+        for run in sorted(self._tables.runs):
+            self._advance(run)
+
+    def _advance(self, run: RunId) -> None:
+        if self._commits.is_busy or self._runs.is_deferred(run):
+            return
+        self._agree(run)
+        if self._commits.is_busy:
+            return
+        self._answer(run)
+        if self._is_stopped(run) and self._must_commit(run):
+            self._commit(run)
+            if self._commits.is_busy:
+                return
+        self._hand_out_token(run)
+        self._answer(run)
+        state = self._tables.runs[run]
+        if not self._is_stopped(run) or state.is_finished:
+            return
+        if self._waiting(run):
+            if not any(computation.run == run for computation in self._tables.computations.values()):
+                self._fail(run)
+                self._answer(run)
+        else:
+            if state.failure is None and any(s.count > state.agreed for s in self._stands(run)):
+                self._fail(run)
+            self._tables.runs[run] = state = replace(self._tables.runs[run], is_finished=True)
+            self._tables.tally.runs += 1
+            self._runs.finish(run, state)
+
+    # --- agreement ----------------------------------------------------------------------------------------------------
+
+    def _agree(self, run: RunId) -> None:
+        """Accept merge points, in order, as far as all replicas have brought them and they fit each other."""
+        while (state := self._tables.runs[run]).failure is None:
+            k = state.agreed
+            points = [p for r in self._replicas if (p := self._tables.points.get((run, r, k))) is not None]
+            if len(points) < len(self._replicas):
+                return
+            if len({merge.kind_of(point, self._catalogue.known_set) for point in points}) > 1:
+                return
+            try:
+                self._accept(run, k, points)
+            except CentralStorageError as error:
+                failed = error_of(error, merge_index=k)
+                if not all(self._tables.stands[run, replica].waiting == k for replica in self._replicas):
+                    self._tables.runs[run] = replace(state, failure=Failure("operation", -1, failed))
+                    return
+                self._tables.outcomes[run, k] = PointFailed(run, k, failed, False)
+            self._tables.runs[run] = replace(state, agreed=k + 1)
+
+    def _accept(self, run: RunId, k: int, points: list[Point]) -> None:
+        """Check merge point ``k`` and begin what must be done before it can be answered.
+
+        Raises what is wrong with the operation itself, before anything has changed.
+        """
+        is_awaited = any(self._tables.stands[run, replica].waiting == k for replica in self._replicas)
+        match points[0]:
+            case ApplyPoint(optimizer=optimizer):
+                number, fills = self._set_of(optimizer, points)
+                if fills:
+                    self._commits.submit(Job("slots", (), 0, 0, False, "", fills))
+                if is_awaited:
+                    self._tables.outcomes[run, k] = Accepted(run, k, number)
+            case AssignPoint():
+                self._write(points)
+                if is_awaited:
+                    self._tables.outcomes[run, k] = Accepted(run, k, 0)
+            case CreatePoint(variable=spec, value=value):
+                variable = self._catalogue.create(spec, value)
+                self._commits.submit(Job("create", run, k, variable.number, False, "", ()))
+            case ReducePoint() | GatherPoint():
+                ticket = self._tables.next_ticket()
+                self._tables.computations[ticket] = Computation(run, k)
+                self._out.append(self.compute(ticket))
+
+    def _set_of(self, optimizer: int, points: list[Point]) -> tuple[int, tuple[SlotFill, ...]]:
+        applies = [point for point in points if isinstance(point, ApplyPoint)]
+        for point in applies:
+            if point.variable_set:
+                return point.variable_set, ()
+        return self._catalogue.variable_set(optimizer, applies[0].variables)
+
+    def compute(self, ticket: int) -> Compute:
+        """The command for a computation: the same however often it is asked for."""
+        computation = self._tables.computations[ticket]
+        points = [self._tables.points[computation.run, replica, computation.k] for replica in self._replicas]
+        arrays = tuple(point.arrays for point in points if isinstance(point, ReducePoint | GatherPoint))
+        first = points[0]
+        if isinstance(first, GatherPoint):
+            return Compute(ticket, None, first.axis, arrays)
+        return Compute(ticket, first.op if isinstance(first, ReducePoint) else None, 0, arrays)
+
+    def computed(self, event: Computed) -> None:
+        """Record the outcome of a computation, unless nobody can want it any more."""
+        computation = self._tables.computations.get(event.ticket)
+        if computation is None:
+            return
+        del self._tables.computations[event.ticket]
+        run, k = computation.run, computation.k
+        self._tables.outcomes[run, k] = (
+            Reduced(run, k, event.arrays)
+            if event.error is None
+            else PointFailed(run, k, replace(event.error, merge_index=k), False)
+        )
+
+    # --- commits ------------------------------------------------------------------------------------------------------
+
+    def operations(self, run: RunId, end: int) -> tuple[Apply | Write, ...]:
+        """What committing the merge points before ``end`` consists of."""
+        operations: list[Apply | Write] = []
+        steps: dict[int, int] = {}
+        for k in range(self._tables.runs[run].committed, end):
+            if not self._runs.changes(run, k):
+                continue
+            points = [self._tables.points[run, replica, k] for replica in self._replicas]
+            applies = [point for point in points if isinstance(point, ApplyPoint)]
+            if applies:
+                number, _ = self._set_of(applies[0].optimizer, points)
+                before = steps.get(applies[0].optimizer, 0)
+                operations += self._catalogue.apply(number, [point.buffers for point in applies], before)
+                steps[applies[0].optimizer] = before + 1
+            else:
+                operations.append(self._write(points))
+        return tuple(operations)
+
+    def created(self, job: Job) -> None:
+        """The value of a variable made at a merge point is written."""
+        self._tables.outcomes[job.run, job.k] = CreatedInRun(job.run, job.k, self._catalogue.variable(job.number))
+        self._tables.tally.commits += 1
+        state = self._tables.runs[job.run]
+        self._tables.runs[job.run] = replace(state, commits=state.commits + 1)
+
+    def creation(self, job: Job) -> Write:
+        """What writing the value of such a variable consists of: replica 0's value counts."""
+        point = self._tables.points[job.run, 0, job.k]
+        assert isinstance(point, CreatePoint)
+        return self._catalogue.write(job.number, "assign", None, (point.value,))
+
+    def committed(self, run: RunId, end: int) -> None:
+        """The merge points before ``end`` are committed: count them."""
+        state = self._tables.runs[run]
+        commits = 0
+        for k in range(state.committed, end):
+            if not self._runs.changes(run, k):
+                continue
+            commits += 1
+            points = [self._tables.points[run, replica, k] for replica in self._replicas]
+            if isinstance(points[0], ApplyPoint):
+                self._catalogue.applied(self._set_of(points[0].optimizer, points)[0])
+            elif isinstance(points[0], AssignPoint):
+                self._catalogue.written(points[0].variable)
+        self._tables.tally.commits += commits
+        self._tables.runs[run] = replace(state, committed=end, commits=state.commits + commits)
+
+    def _must_commit(self, run: RunId) -> bool:
+        """Whether somebody needs what is agreed and not committed. All replicas have stopped."""
+        state = self._tables.runs[run]
+        if state.committed == state.agreed:
+            return False
+        if not self._waiting(run):
+            return state.failure is None or state.failure.cause in ("mismatch", "operation")
+        if state.failure is not None:
+            return False
+        reads = (self._tables.stands[run, replica].read for replica in self._waiting(run))
+        return self._is_merge_call(run, state) or any(read is not None and read.k <= state.agreed for read in reads)
+
+    def _commit(self, run: RunId) -> None:
+        state = self._tables.runs[run]
+        if any(self._runs.changes(run, k) for k in range(state.committed, state.agreed)):
+            self._commits.submit(Job("run", run, state.agreed, 0, False, "", ()))
+        else:
+            self.committed(run, state.agreed)
+
+    def _write(self, points: list[Point]) -> Write:
+        assigns = [point for point in points if isinstance(point, AssignPoint)]
+        number, op = assigns[0].variable, assigns[0].op
+        self._catalogue.write(number, op, None, [point.value for point in assigns])  # refuses what does not fit
+        reduce, sources = merge.aggregated(self._catalogue.variable(number).spec, assigns)
+        return self._catalogue.write(number, op, reduce, sources)
+
+    # --- answers ------------------------------------------------------------------------------------------------------
+
+    def _hand_out_token(self, run: RunId) -> None:
+        state = self._tables.runs[run]
+        if state.failure is None and state.committed == state.agreed and self._is_merge_call(run, state):
+            self._tables.runs[run] = replace(state, token=state.agreed - 1)
+
+    def _is_merge_call(self, run: RunId, state: RunState) -> bool:
+        """Whether the last agreed merge point is a merge_call whose function has not been called."""
+        k = state.agreed - 1
+        is_called = state.token >= 0 or (run, k) in self._tables.outcomes
+        return not is_called and isinstance(self._tables.points.get((run, 0, k)), MergeCallPoint)
+
+    def _answer(self, run: RunId) -> None:
+        """Let those go on whose answer is known."""
+        for replica in self._waiting(run):
+            stand = self._tables.stands[run, replica]
+            k = stand.waiting if stand.read is None else stand.read.k
+            answer = self._runs.answer(run, replica, k, stand.read is not None)
+            if answer is None:
+                continue
+            peer = self._sessions.worker_peer(replica)
+            if peer is not None:
+                self._out.append(Send(peer, answer))
+            self._tables.stands[run, replica] = replace(stand, waiting=-1, read=None)
+
+    def _fail(self, run: RunId) -> None:
+        """The replicas cannot meet any more."""
+        k = self._tables.runs[run].agreed
+        stands = self._stands(run)
+        brought = [self._tables.points.get((run, replica, k)) for replica in self._replicas]
+        awaited = [
+            self._tables.points[run, replica, stand.waiting] if stand.waiting >= 0 else stand.read
+            for replica, stand in enumerate(stands)
+        ]
+        error = merge.mismatch(k, stands, brought, awaited)
+        self._tables.runs[run] = replace(self._tables.runs[run], failure=Failure("mismatch", -1, error))
+
+    # --- where replicas stand -----------------------------------------------------------------------------------------
+
+    def _stands(self, run: RunId) -> list[Stand]:
+        return [self._tables.stands[run, replica] for replica in self._replicas]
+
+    def _is_stopped(self, run: RunId) -> bool:
+        return all(stand.is_stopped for stand in self._stands(run))
+
+    def _waiting(self, run: RunId) -> list[int]:
+        return [replica for replica, stand in enumerate(self._stands(run)) if stand.is_waiting]

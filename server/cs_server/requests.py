@@ -1,0 +1,219 @@
+"""What clients ask for outside of runs, and the holder of a merge_call token in the client's place.
+
+Owns the table of requests, which makes a repeated write harmless, and the answers to reads. Variables and optimizers
+are the catalogue's; whether a write may happen now is asked of ``runs``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cs_proto.errors import CentralStorageError, ContextError, PeerProtocolError
+from cs_proto.failures import error_of
+from cs_proto.messages import (
+    Assign,
+    Configure,
+    Counters,
+    Create,
+    Created,
+    Describe,
+    Described,
+    Done,
+    Get,
+    Got,
+    Refused,
+    ReplicaStatistics,
+    Statistics,
+)
+from cs_proto.records import Record
+
+from .catalogue import Catalogue
+from .commits import Commits
+from .events import Command, Send, Write
+from .runs import Runs
+from .sessions import Sessions
+from .tables import HeldGet, Job, Request, SlotFill, Tables
+
+__all__ = ["Requests"]
+
+
+class Requests:
+    """Reads and writes of clients."""
+
+    def __init__(
+        self,
+        tables: Tables,
+        out: list[Command],
+        sessions: Sessions,
+        catalogue: Catalogue,
+        commits: Commits,
+        runs: Runs,
+    ) -> None:
+        self._tables = tables
+        self._out = out
+        self._sessions = sessions
+        self._catalogue = catalogue
+        self._commits = commits
+        self._runs = runs
+
+    # --- writes -------------------------------------------------------------------------------------------------------
+
+    def write(self, peer: bytes, record: Create | Assign | Configure) -> None:
+        """Act on a write once. A refusal is a reply like any other: repeated, it stays one."""
+        key = (self._is_token_of(peer, record), record.client)
+        known = self._tables.requests.get(key)
+        if known is not None and record.sequence <= known.sequence:
+            if record.sequence < known.sequence:
+                raise PeerProtocolError(
+                    f"request {record.sequence} of {record.client!r:.80} was followed by {known.sequence}; only the "
+                    "last reply is kept"
+                )
+            if known.reply is not None:
+                self._out.append(Send(peer, known.reply))
+            return
+        if known is not None and known.reply is None:
+            raise PeerProtocolError(
+                f"request {known.sequence} of {record.client!r:.80} is not answered yet; one at a time"
+            )
+        holder = None
+        reply: Created | Done | Refused | None
+        try:
+            holder = self._runs.holder()
+            if (holder is not None) != key[0]:
+                raise ContextError(
+                    f"{type(record).__name__} is for the holder of the merge_call token, which is out"
+                    if holder is not None
+                    else f"{type(record).__name__} in a replica is only for the holder of a merge_call token"
+                )
+            reply = self._act(key, record)
+        except CentralStorageError as error:
+            reply = Refused(record.sequence, error_of(error))
+        self._tables.requests[key] = Request(
+            peer, holder[0] if holder else 0, record.sequence, None if reply else record, reply
+        )
+        if reply is not None:
+            self._out.append(Send(peer, reply))
+
+    def operation(self, job: Job) -> Write:
+        """What the commit of a request writes."""
+        request = self._tables.requests[job.token, job.client].request
+        if isinstance(request, Assign):
+            return self._catalogue.write(request.variable, request.op, None, (request.value,))
+        if isinstance(request, Create) and request.value is not None:
+            return self._catalogue.write(job.number, "assign", None, (request.value,))
+        raise AssertionError(f"job {job} writes nothing")
+
+    def done(self, job: Job) -> None:
+        """The commit of a request is finished: reply."""
+        request = self._tables.requests[job.token, job.client]
+        reply: Created | Done
+        if isinstance(request.request, Assign):
+            reply = Done(request.sequence, job.number, self._catalogue.written(job.number))
+        elif isinstance(request.request, Create):
+            reply = Created(request.sequence, self._catalogue.variable(job.number))
+        else:
+            reply = Done(request.sequence, job.number, self._catalogue.optimizer(job.number).iterations)
+        if not job.fills:
+            self._tables.tally.commits += 1
+        self._tables.requests[job.token, job.client] = replace(request, request=None, reply=reply)
+        if job.token and (request.run,) not in self._tables.runs:
+            del self._tables.requests[job.token, job.client]
+        self._out.append(Send(request.peer, reply))
+
+    def _act(self, key: tuple[bool, str], record: Create | Assign | Configure) -> Created | Done | None:
+        """Do it. None where the reply has to wait for a commit."""
+        fills: tuple[SlotFill, ...]
+        if isinstance(record, Create):
+            variable = self._catalogue.create(record.variable, record.value)
+            if record.value is None:
+                return Created(record.sequence, variable)
+            number, fills = variable.number, ()
+        elif isinstance(record, Assign):
+            self._catalogue.write(record.variable, record.op, None, (record.value,))
+            number, fills = record.variable, ()
+        else:
+            optimizer, fills = self._catalogue.configure(record.optimizer, record.kind, dict(record.hyperparameters))
+            if not fills:
+                return Done(record.sequence, optimizer.number, optimizer.iterations)
+            number = optimizer.number
+        self._commits.submit(Job("request", (), 0, number, key[0], key[1], fills))
+        return None
+
+    def _is_token_of(self, peer: bytes, record: Create | Assign | Configure) -> bool:
+        """Whether a worker speaks. Raises where the peer may not write."""
+        client = self._sessions.client(peer)
+        if client is not None and client.role == "controller":
+            if client.client != record.client:
+                raise PeerProtocolError(f"{peer!r:.80} is client {client.client!r:.80}, not {record.client!r:.80}")
+            return False
+        if peer == self._sessions.worker_peer(0):
+            return True
+        raise PeerProtocolError(
+            f"{type(record).__name__} is the controller's; "
+            + ("observers may only read" if client else "a worker may use it while it holds a merge_call token")
+        )
+
+    # --- reads --------------------------------------------------------------------------------------------------------
+
+    def get(self, peer: bytes, record: Get) -> None:
+        """Answer with places, or with bytes as soon as nothing is being written."""
+        self._check_known(peer, record)
+        if record.frames and self._commits.is_busy:
+            self._got(record)  # refuses what can be refused now
+            self._tables.held[self._tables.next_ticket()] = HeldGet(peer, record)
+        else:
+            self._out.append(Send(peer, self._got(record), inline=record.frames))
+
+    def answer_held(self) -> None:
+        """Nothing is being written: answer those who wait for bytes."""
+        for ticket, held in self._tables.held.items():
+            self._out.append(Send(held.peer, self._got(held.get), inline=True))
+            del self._tables.held[ticket]
+
+    def describe(self, peer: bytes, record: Describe) -> None:
+        """Say what stands behind numbers."""
+        self._check_known(peer, record)
+        variables = tuple(map(self._catalogue.variable, record.variables))
+        optimizers = tuple(map(self._catalogue.optimizer, record.optimizers))
+        self._out.append(Send(peer, Described(record.request, variables, optimizers)))
+
+    def statistics(self, peer: bytes, record: Statistics, server_pid: int, uptime: float) -> None:
+        """Say what was counted."""
+        self._check_known(peer, record)
+        tally = self._tables.tally
+        replicas = tuple(
+            ReplicaStatistics(
+                replica,
+                session.worker.pid,
+                session.worker.device,
+                tally.replica_runs[replica],
+                tally.points[replica],
+                tally.applies[replica],
+            )
+            for replica, session in sorted(self._tables.workers.items())
+        )
+        counters = Counters(
+            request=record.request,
+            pid=server_pid,
+            uptime=uptime,
+            variables=len(self._tables.variables),
+            parameter_nbytes=self._catalogue.parameter_nbytes(),
+            slot_nbytes=self._catalogue.slot_nbytes(),
+            commits=tally.commits,
+            runs=tally.runs,
+            messages=tally.messages,
+            replicas=replicas,
+        )
+        self._out.append(Send(peer, counters))
+
+    def _got(self, record: Get) -> Got:
+        variables = tuple(map(self._catalogue.variable, record.variables))
+        variables += tuple(map(self._catalogue.named, record.names))
+        if not record.variables and not record.names:
+            variables = self._catalogue.variables()
+        arrays = tuple(variable.array for variable in variables)
+        return Got(record.request, self._tables.tally.commits, variables, arrays)
+
+    def _check_known(self, peer: bytes, record: Record) -> None:
+        if self._sessions.client(peer) is None and not self._sessions.is_worker(peer):
+            raise PeerProtocolError(f"{type(record).__name__} from {peer!r:.80}, which has not said hello")

@@ -1,0 +1,355 @@
+"""Runs: what each replica has brought, and which runs are open.
+
+Owns the records of runs from their first message until they are dropped. It decides who is heard and what is a
+repetition; what follows from what the replicas brought is decided by ``progress``, which looks at the same tables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cs_proto.errors import ContextError, PeerProtocolError, ReplicaLostError
+from cs_proto.failures import error_of
+from cs_proto.messages import (
+    ApplyPoint,
+    Ask,
+    AssignPoint,
+    Cancel,
+    Committed,
+    Died,
+    MergeCallReturn,
+    Merged,
+    PointFailed,
+    ReadPoint,
+    Return,
+    RunFinished,
+    RunId,
+    Token,
+)
+from cs_proto.records import Record
+
+from . import merge
+from .commits import Commits
+from .events import Command, Log, Send
+from .sessions import Sessions
+from .tables import Failure, Point, RunState, Stand, Tables
+
+__all__ = ["Runs", "name"]
+
+
+class Runs:
+    """The runs there are. Methods that refuse raise, and the whole message then counts for nothing."""
+
+    def __init__(self, tables: Tables, out: list[Command], sessions: Sessions, commits: Commits, replicas: int) -> None:
+        self._tables = tables
+        self._out = out
+        self._sessions = sessions
+        self._commits = commits
+        self._replicas = range(replicas)
+
+    # --- what replicas send -------------------------------------------------------------------------------------------
+
+    def ask(self, peer: bytes, record: Ask, now: float) -> None:
+        """Note what a replica brings and that it waits; what was asked and answered before is answered again."""
+        run, replica, point = record.run, record.replica, record.point
+        if self._is_over(run):
+            over = error_of(ContextError(f"{name(run)} is over"), replica, point.k)
+            self._out.append(Send(peer, PointFailed(run, point.k, over, True)))
+            return
+        self._begin(run, now)
+        for note in record.notes:
+            self._note(run, replica, note)
+        known = self._tables.stands[run, replica]
+        reads = isinstance(point, ReadPoint)
+        if isinstance(point, ReadPoint):
+            if point.k > known.count:
+                raise PeerProtocolError(
+                    f"replica {replica} reads after {point.k} merge points but brought {known.count}"
+                )
+        else:
+            self._bring(run, replica, point)
+        stand = self._tables.stands[run, replica]
+        if (reads and stand.read == point) or (not reads and stand.waiting == point.k):
+            return  # it waits for just this
+        is_new = stand.count > known.count or (reads and stand.returned is None)
+        answer = self.answer(run, replica, point.k, reads)
+        must_wait = self._commits.is_busy or self.is_deferred(run)
+        if answer is not None and not (is_new and must_wait):
+            self._out.append(Send(peer, answer))
+        elif is_new:
+            if replica == 0 and self._tables.runs[run].token >= 0:
+                raise PeerProtocolError(f"replica 0 of {name(run)} asks at {merge.title(point)} inside its merge_call")
+            if stand.is_waiting:
+                raise PeerProtocolError(f"replica {replica} of {name(run)} asks at {merge.title(point)} while it waits")
+            self._tables.stands[run, replica] = replace(
+                stand, since=now, waiting=-1 if reads else point.k, read=point if isinstance(point, ReadPoint) else None
+            )
+
+    def returned(self, peer: bytes, record: Return, now: float) -> None:
+        """Note a replica's result. Of a run that is finished the answer is repeated."""
+        run, replica = record.run, record.replica
+        if self._is_over(run):
+            self._out.append(Log(f"replica {replica} returned from {name(run)}, which is over"))
+            return
+        self._begin(run, now)
+        stand = self._tables.stands[run, replica]
+        if stand.returned is not None:
+            if self._tables.runs[run].is_finished:
+                self.finish(run, self._tables.runs[run])
+            return
+        for note in record.notes:
+            self._note(run, replica, note)
+        stand = self._tables.stands[run, replica]
+        # One that was refused or interrupted at a merge point counts as it likes: it returns an error anyway.
+        if record.error is None and record.count != stand.count:
+            raise PeerProtocolError(
+                f"replica {replica} returned from {name(run)} after {record.count} merge points, of which it brought "
+                f"{stand.count}"
+            )
+        self._tables.stands[run, replica] = replace(
+            stand, since=now, waiting=-1, read=None, returned=replace(record, notes=())
+        )
+        self._tables.tally.replica_runs[replica] += 1
+        state = self._tables.runs[run]
+        if replica == 0 and state.token >= 0:
+            inside = PeerProtocolError(f"replica 0 returned from {name(run)} inside its merge_call")
+            failure = state.failure or Failure("operation", 0, error_of(inside, 0, state.token))
+            self._tables.runs[run] = replace(state, token=-1, failure=failure)
+
+    def merge_call_returned(self, peer: bytes, record: MergeCallReturn) -> None:
+        """The holder of the token gives it back."""
+        run, k = record.run, record.k
+        state = self._tables.runs.get(run)
+        if peer != self._sessions.worker_peer(0):
+            raise PeerProtocolError(f"{peer!r:.80} holds no token of {name(run)}")
+        if self._is_over(run) or (run, k) in self._tables.outcomes:
+            return  # repeated, or too late
+        if state is None or state.token != k:
+            if state is not None and state.failure is not None:
+                return
+            raise PeerProtocolError(f"no token of merge point {k} of {name(run)} is out")
+        if record.error is None and len(record.values) != len(self._replicas):
+            raise PeerProtocolError(f"{len(record.values)} values of a merge_call over {len(self._replicas)} replicas")
+        nested = [other for other in self._tables.runs if other[:-2] == run and self.blocks(other)]
+        if nested and record.error is None:
+            raise PeerProtocolError(f"the merge_call of {name(run)} returned before {name(nested[0])} was over")
+        state = replace(state, token=-1)
+        if record.error is None:
+            self._tables.outcomes[run, k] = record
+        elif state.failure is None:
+            state = replace(state, failure=Failure("operation", -1, replace(record.error, merge_index=k)))
+        self._tables.runs[run] = state
+
+    # --- what ends runs from outside ----------------------------------------------------------------------------------
+
+    def cancel(self, record: Cancel, now: float) -> None:
+        """Give a run up, with those nested in it. It may not have begun."""
+        if self._is_over(record.run):
+            return
+        if len(record.run) == 1:
+            self._begin(record.run, now)
+        for run, state in self._tables.runs.items():
+            if run[: len(record.run)] == record.run and not state.is_finished:
+                error = error_of(KeyboardInterrupt(f"{name(run)} was cancelled"), merge_index=state.agreed)
+                self._tables.runs[run] = replace(state, token=-1, failure=Failure("cancelled", -1, error))
+
+    def cancel_all(self, now: float) -> None:
+        """The controller is gone: give up whatever is open."""
+        for run in self._tables.runs:
+            if len(run) == 1:
+                self.cancel(Cancel(run), now)
+                stands = [self._tables.stands[run, replica] for replica in self._replicas]
+                if not any(stand.count or stand.is_stopped for stand in stands):
+                    self.drop(run)  # cancelled before any replica heard of it
+
+    def forget_left(self) -> None:
+        """No controller is there: forget the runs that no replica is in any more."""
+        for run, state in self._tables.runs.items():
+            if len(run) == 1 and state.is_finished and not self._commits.concerns(run):
+                stands = [self._tables.stands[run, replica] for replica in self._replicas]
+                if all(stand.returned is not None or stand.is_lost for stand in stands):
+                    self.drop(run)
+
+    def lost(self, died: Died) -> None:
+        """A worker is dead: the runs from which it has not returned cannot go on."""
+        for run, state in self._tables.runs.items():
+            stand = self._tables.stands[run, died.rank]
+            if stand.returned is not None or stand.is_lost:
+                continue
+            self._tables.stands[run, died.rank] = replace(stand, waiting=-1, read=None, is_lost=True)
+            if not state.is_finished and (state.failure is None or state.failure.cause == "mismatch"):
+                stands = self._standing_commits(run, state)
+                lost = ReplicaLostError(
+                    f"replica {died.rank} (pid {died.pid}, w{died.rank}.{died.incarnation}) was lost in {name(run)}: "
+                    f"{died.cause}. {stands} commit{'s' * (stands != 1)} of this run stand{'s' * (stands == 1)}, the "
+                    f"rest was dropped; make a new CentralStorageStrategy to train on{_last_lines(died)}"
+                )
+                failure = Failure("lost", died.rank, error_of(lost, died.rank, stand.count))
+                state = replace(state, failure=failure)
+            self._tables.runs[run] = replace(state, token=-1 if died.rank == 0 else state.token)
+
+    # --- what is open -------------------------------------------------------------------------------------------------
+
+    def blocks(self, run: RunId) -> bool:
+        """Whether something of ``run`` may still be committed."""
+        state = self._tables.runs[run]
+        hopeless = state.failure is not None and state.failure.cause in ("cancelled", "lost")
+        return not state.is_finished and not (hopeless and not self._commits.concerns(run))
+
+    def is_deferred(self, run: RunId) -> bool:
+        """Whether an earlier run of the client must be over first."""
+        return len(run) == 1 and any(len(o) == 1 and o < run and self.blocks(o) for o in self._tables.runs)
+
+    def holder(self) -> RunId | None:
+        """The run under whose token alone variables may be written from outside replicas; None: the client may.
+
+        Raises ContextError where nobody may, because replicas are at work.
+        """
+        open_runs = [run for run in self._tables.runs if self.blocks(run)]
+        if not open_runs:
+            return None
+        innermost = max(open_runs, key=lambda run: (len(run), [-part for part in run]))
+        if self._tables.runs[innermost].token < 0:
+            raise ContextError(f"{name(innermost)} is open; what the controller wants must wait for its end")
+        return innermost
+
+    def drop(self, run: RunId) -> None:
+        """Forget everything about ``run`` and those nested in it."""
+        for other, state in self._tables.runs.items():
+            if other[: len(run)] != run:
+                continue
+            for replica in self._replicas:
+                for k in range(self._tables.stands[other, replica].count):
+                    del self._tables.points[other, replica, k]
+                del self._tables.stands[other, replica]
+            for k in range(state.agreed):
+                self._tables.outcomes.discard((other, k))
+            for ticket, computation in self._tables.computations.items():
+                if computation.run == other:
+                    del self._tables.computations[ticket]
+            del self._tables.runs[other]
+        for key, request in self._tables.requests.items():
+            if len(run) == 1 and request.run == run[0] and request.reply is not None:
+                del self._tables.requests[key]
+
+    # --- answers ------------------------------------------------------------------------------------------------------
+
+    def answer(self, run: RunId, replica: int, k: int, reads: bool) -> Record | None:
+        """What a replica that asked at merge point ``k`` is told; None where that is not decided."""
+        state = self._tables.runs[run]
+        if reads:
+            if state.committed >= k:
+                return Committed(run, k)
+        else:
+            outcome = self._tables.outcomes.get((run, k))
+            if isinstance(outcome, MergeCallReturn):
+                return Merged(run, k, outcome.values[replica]) if replica else self._token(run, k)
+            if outcome is not None:
+                return outcome
+            if state.token == k and replica == 0:
+                return self._token(run, k)
+        return PointFailed(run, k, state.failure.error, True) if state.failure is not None else None
+
+    def finish(self, run: RunId, state: RunState) -> None:
+        """Tell the controller of ``run`` how it ended; said again, it is the same."""
+        peer = self._sessions.controller_peer() if len(run) == 1 else self._sessions.worker_peer(0)
+        if peer is None:
+            return
+        returns = [self._tables.stands[run, replica].returned for replica in self._replicas]
+        error = merge.verdict(state.failure, [r.error if r else None for r in returns])
+        values = () if error else tuple(r.value for r in returns if r is not None and r.value is not None)
+        self._out.append(Send(peer, RunFinished(run, values, error, state.commits)))
+
+    def _token(self, run: RunId, k: int) -> Token:
+        points = [self._tables.points[run, replica, k] for replica in self._replicas]
+        return Token(run, k, tuple(point.arguments for point in points if hasattr(point, "arguments")))
+
+    # --- parts --------------------------------------------------------------------------------------------------------
+
+    def _is_over(self, run: RunId) -> bool:
+        """Whether ``run`` has been dropped since: a later one of its kind has begun."""
+        if run in self._tables.runs:
+            return False
+        later = any(other > run for other in self._siblings(run))
+        return later or (len(run) > 1 and self._is_over(run[:-2]))
+
+    def _siblings(self, run: RunId) -> list[RunId]:
+        """The other runs of the same controller: the client's, or those nested in the same run."""
+        return [o for o in self._tables.runs if len(o) == len(run) and o[:-2] == run[:-2] and o != run]
+
+    def _begin(self, run: RunId, now: float) -> None:
+        """Make the records of ``run`` where there are none, and drop those of runs before it."""
+        if run in self._tables.runs:
+            return
+        if len(run) > 1:
+            parent = self._tables.runs.get(run[:-2])
+            if parent is None or parent.token != run[-2]:
+                raise PeerProtocolError(f"{name(run)} is nested in a merge_call whose token is not out")
+        for other in self._siblings(run):
+            if not self.blocks(other):
+                self.drop(other)
+        failure = None
+        for replica in self._replicas:
+            died = self._tables.deaths.get(replica)
+            self._tables.stands[run, replica] = Stand(0, 0.0, -1, None, None, died is not None)
+            if died is not None and failure is None:
+                lost = ReplicaLostError(
+                    f"replica {replica} (pid {died.pid}, w{replica}.{died.incarnation}) is dead: {died.cause}. "
+                    f"{name(run).capitalize()} did not begin; make a new CentralStorageStrategy to train on"
+                    f"{_last_lines(died)}"
+                )
+                failure = Failure("lost", replica, error_of(lost, replica))
+        self._tables.runs[run] = state = RunState(0, 0, 0, -1, failure, failure is not None, now)
+        if failure is not None:
+            self._tables.tally.runs += 1
+            self.finish(run, state)
+
+    def _note(self, run: RunId, replica: int, note: ApplyPoint | AssignPoint) -> None:
+        is_checked = note.checked if isinstance(note, AssignPoint) else note.variable_set == 0
+        if is_checked:
+            raise PeerProtocolError(f"replica {replica} only noted {merge.title(note)}, which has to be asked")
+        self._bring(run, replica, note)
+
+    def _bring(self, run: RunId, replica: int, point: Point) -> None:
+        """Record a merge point of a replica: the next one, or once more the same."""
+        stand = self._tables.stands[run, replica]
+        if point.k < stand.count:
+            if self._tables.points[run, replica, point.k] != point:
+                raise PeerProtocolError(
+                    f"replica {replica} brings {merge.title(point)} as merge point {point.k} of {name(run)}, but "
+                    f"brought {merge.title(self._tables.points[run, replica, point.k])} before"
+                )
+            return
+        if point.k > stand.count:
+            raise PeerProtocolError(
+                f"replica {replica} brings merge point {point.k} of {name(run)}, but {stand.count} is the next one"
+            )
+        if stand.returned is not None:
+            raise PeerProtocolError(f"replica {replica} has returned from {name(run)} and brings {merge.title(point)}")
+        if isinstance(point, ApplyPoint):
+            known = self._tables.sets.get(point.variable_set)
+            if point.variable_set and (known is None or known.optimizer != point.optimizer):
+                raise PeerProtocolError(f"optimizer {point.optimizer} has no set of variables {point.variable_set}")
+            self._tables.tally.applies[replica] += 1
+        self._tables.tally.points[replica] += 1
+        self._tables.points[run, replica, point.k] = point
+        self._tables.stands[run, replica] = replace(stand, count=stand.count + 1)
+
+    def _standing_commits(self, run: RunId, state: RunState) -> int:
+        """How many commits of ``run`` there will have been once those under way are finished."""
+        decided = max((job.k for job in self._tables.jobs.values() if job.kind == "run" and job.run == run), default=0)
+        return state.commits + sum(self.changes(run, k) for k in range(state.committed, decided))
+
+    def changes(self, run: RunId, k: int) -> bool:
+        """Whether the agreed merge point ``k`` changes variables when it is committed."""
+        has_failed = isinstance(self._tables.outcomes.get((run, k)), PointFailed)
+        return merge.writes(self._tables.points[run, 0, k]) and not has_failed
+
+
+def name(run: RunId) -> str:
+    """``run 5``, or ``run 5.2.0`` for one nested in merge point 2 of run 5."""
+    return f"run {'.'.join(map(str, run))}"
+
+
+def _last_lines(died: Died) -> str:
+    return f". Its last lines:\n{died.log}" if died.log else ""

@@ -1,0 +1,149 @@
+"""The server's end of the supervisor's socket, and the segments that come through it.
+
+Owns the connection (the server's life-line: end-of-file means that the supervisor is gone) and every mapping. It
+knows no variables and no messages of workers or clients. The service polls :meth:`Segments.fileno`, takes notices of
+deaths from :meth:`Segments.receive_nowait`, and has memory made and looked at here.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+from collections import deque
+
+import numpy as np
+
+from cs_proto.arrays import Array, Location
+from cs_proto.codec import decode, encode
+from cs_proto.errors import LaunchError, MemoryPlanError, ShutdownError, replica_exception_class
+from cs_proto.messages import Introduce, MakeSegment, OpenSegment, Ready, Segment, SegmentRefused
+from cs_proto.records import Record
+from cs_proto.segments import Mapping, frame_view
+
+__all__ = ["PACKET_NBYTES", "Segments"]
+
+#: Largest packet on the supervisor's socket.
+PACKET_NBYTES = 128 * 1024
+# The supervisor answers from a loop that never waits; an answer this late means that it is stopped or gone.
+_ANSWER_TIMEOUT = 30.0
+
+
+class Segments:
+    """The connection and what it has brought, for the length of a ``with`` block."""
+
+    def __init__(self, run_directory: str, incarnation: int) -> None:
+        """Connect and introduce this process. Raises :class:`LaunchError` where no supervisor listens."""
+        self._mappings: dict[str, Mapping] = {}
+        self._elements: dict[tuple[str, str], np.ndarray] = {}
+        self._kept: deque[Record] = deque()
+        self._link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        path = os.path.join(run_directory, "supervisor")
+        try:
+            self._link.connect(path)
+        except OSError as error:
+            self._link.close()
+            raise LaunchError(
+                f"no supervisor listens at {path} ({error.strerror}); a server is started by cs-launch or by a script "
+                "that makes a CentralStorageStrategy"
+            ) from error
+        self._send(Introduce("server", 0, incarnation, os.getpid()))
+
+    def fileno(self) -> int:
+        """The descriptor to poll for reading."""
+        return self._link.fileno()
+
+    def ready(self, endpoint: str) -> None:
+        """Tell the supervisor that this server listens."""
+        self._send(Ready(endpoint))
+
+    @property
+    def has_kept(self) -> bool:
+        """Whether records came while an answer was awaited: polling the descriptor does not show them."""
+        return bool(self._kept)
+
+    def receive_nowait(self) -> Record | None:
+        """The next record that is no answer, or None where none waits. Raises :class:`ShutdownError` at end-of-file."""
+        if self._kept:
+            return self._kept.popleft()
+        if not select.select([self._link], [], [], 0)[0]:
+            return None
+        record, descriptors = self._read()
+        for descriptor in descriptors:  # the late answer to a question that is over
+            os.close(descriptor)
+        return record
+
+    def make(self, name: str, reservation: int, writer: str) -> Mapping:
+        """The segment of that name, made where it does not exist. Raises what the supervisor refuses it with."""
+        if name not in self._mappings:
+            self._map(MakeSegment(name, reservation, writer))
+        return self._mappings[name]
+
+    def get(self, name: str) -> Mapping:
+        """The segment of that name, made earlier by this server or one before it.
+
+        Raises :class:`~cs_proto.errors.InvalidArgumentError` where there is none.
+        """
+        if name not in self._mappings:
+            self._map(OpenSegment(name))
+        return self._mappings[name]
+
+    def view(self, array: Array) -> np.ndarray:
+        """The array behind a descriptor: of a frame read-only, of a segment what lies there now."""
+        if isinstance(array.place, Location):
+            return self.get(array.place.segment).view(array)
+        return frame_view(array)
+
+    def elements(self, name: str, dtype: str) -> np.ndarray:
+        """A whole segment as a 1-D array of ``dtype``."""
+        key = (name, dtype)
+        if key not in self._elements:
+            self._elements[key] = self.get(name).elements(dtype)
+        return self._elements[key]
+
+    def close(self) -> None:
+        """Close the connection. Mapped memory stays while something views it."""
+        self._link.close()
+        self._mappings.clear()
+        self._elements.clear()
+
+    def _map(self, request: MakeSegment | OpenSegment) -> None:
+        self._send(request)
+        deadline = time.monotonic() + _ANSWER_TIMEOUT
+        while select.select([self._link], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            record, descriptors = self._read()
+            if isinstance(record, Segment) and record.segment == request.segment and descriptors:
+                self._mappings[request.segment] = Mapping(
+                    request.segment, descriptors[0], record.reservation, writable=record.writable
+                )
+                return
+            for descriptor in descriptors:
+                os.close(descriptor)
+            if isinstance(record, SegmentRefused) and record.segment == request.segment:
+                raise replica_exception_class(record.error.exception)(record.error.message)
+            self._kept.append(record)
+        raise MemoryPlanError(
+            f"the supervisor did not hand out segment {request.segment} within {_ANSWER_TIMEOUT:.0f} s; is it stopped?"
+        )
+
+    def _send(self, record: Record) -> None:
+        try:
+            self._link.sendall(b"".join(encode(record)))
+        except OSError as error:
+            raise _gone() from error
+
+    def _read(self) -> tuple[Record, list[int]]:
+        try:
+            packet, descriptors, _, _ = socket.recv_fds(self._link, PACKET_NBYTES, 1)
+        except OSError as error:
+            raise _gone() from error
+        if not packet:
+            raise _gone()
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
+        return decode([packet]), descriptors
+
+
+def _gone() -> ShutdownError:
+    return ShutdownError("the supervisor is gone, and the service with it")

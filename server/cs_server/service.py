@@ -1,0 +1,367 @@
+"""The server's shell: sockets, signals and the clock on one side, the engine on the other, one plain loop between.
+
+The only module of the server that imports zmq and, in :meth:`Service.receive`, the only place where it waits. What
+arrives becomes events; the commands that follow are carried out in order before anything else is heard. Nothing is
+decided here. Started by the command line; ends when SIGTERM comes or the supervisor is gone.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import zmq
+
+from cs_proto import segments as names
+from cs_proto.arrays import Array, Location, array_of
+from cs_proto.codec import BULK_LIMITS, LIMITS, decode, encode
+from cs_proto.errors import CentralStorageError, ConfigurationError, PeerProtocolError, ShutdownError
+from cs_proto.failures import error_of
+from cs_proto.messages import (
+    ApplyPoint,
+    Ask,
+    Assign,
+    AssignPoint,
+    Configure,
+    Create,
+    CreatePoint,
+    Died,
+    GatherPoint,
+    ReducePoint,
+    Refused,
+    Return,
+)
+from cs_proto.records import Record
+
+from . import kernels, machine
+from .arithmetic import Arithmetic
+from .config import ServerConfig
+from .control import ControlLog
+from .engine import Config, Engine
+from .events import (
+    Allocate,
+    Command,
+    Commit,
+    Compute,
+    Computed,
+    Event,
+    Finished,
+    Log,
+    MemoryAvailable,
+    ProcessDied,
+    Received,
+    Send,
+    Tick,
+)
+from .segments import Segments
+
+__all__ = ["Service", "serve"]
+
+_log = logging.getLogger("cs_server.service")
+
+# Address ranges, of which only touched pages take memory. The control segment's two halves must each hold what
+# replicas bring to one run and return from it; arenas are bounded by the memory there is.
+_CONTROL_NBYTES = 8 << 30
+_PAGE_NBYTES = 2 << 20
+# Messages taken from the socket before the clock and the supervisor are looked at again.
+_BATCH = 64
+_TICK = 1.0
+# Answers that are being sent when the process ends get this long to leave, in milliseconds.
+_LINGER = 200
+_LOADED = b"\0"  # on the wake-up pipe, on which a signal is its number
+
+
+def serve(config: ServerConfig) -> None:
+    """Serve until SIGTERM comes or the supervisor is gone. Must be called in the main thread, once.
+
+    Raises LaunchError where there is no supervisor, ConfigurationError where the endpoint cannot be bound, and
+    whatever else keeps the server from starting or going on.
+    """
+    with ExitStack() as stack:
+        wake, wake_writer = stack.enter_context(_wake_up())
+        segments = Segments(config.run_directory, config.incarnation)
+        stack.callback(segments.close)
+        loading = _Loading(Path(config.run_directory), wake_writer)  # takes longest
+        arithmetic = Arithmetic(segments, config.threads)
+        stack.callback(arithmetic.close)
+        context = zmq.Context()
+        stack.callback(context.destroy, linger=_LINGER)
+        try:
+            service = Service(config, segments, arithmetic, _bound(context, config), wake)
+            service.prepare()
+            while not service.is_told_to_end and not loading.is_done:
+                service.turn()
+            if not service.is_told_to_end:
+                loading.check()
+                # What exists by now lives as long as the process: no collection should walk through it again.
+                gc.collect()
+                gc.freeze()
+                segments.ready(config.endpoint)
+                service.listen()
+            while not service.is_told_to_end:
+                service.turn()
+        except ShutdownError as gone:
+            _log.info("%s", gone)
+    if not loading.is_done:
+        os._exit(0)  # a compiler at work in another thread does not survive the end of the interpreter
+
+
+class Service:
+    """One server's loop. Used by one thread."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        segments: Segments,
+        arithmetic: Arithmetic,
+        router: zmq.Socket[bytes],
+        wake: int,
+    ) -> None:
+        """``router`` is bound; ``wake`` is a descriptor from which signal numbers are read."""
+        self.is_told_to_end = False
+        self._config = config
+        self._segments = segments
+        self._arithmetic = arithmetic
+        self._router = router
+        self._wake = wake
+        control = segments.make(names.CONTROL, _CONTROL_NBYTES, "").elements("uint8")
+        self._commits = control[:8].view(np.uint64)
+        self._engine = Engine(
+            Config(config.replicas, config.parameter_device, config.machine_nbytes, os.getpid(), time.monotonic()),
+            ControlLog(control[names.CONTROL_HEADER_NBYTES :]),
+        )
+        self._next_tick = time.monotonic() + _TICK
+        self._poller = zmq.Poller()
+        self._poller.register(segments.fileno(), zmq.POLLIN)
+        self._poller.register(wake, zmq.POLLIN)
+
+    def prepare(self) -> None:
+        """Make what every run needs, and take up what a server before this one left."""
+        nbytes = -(-self._config.machine_nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
+        self._segments.make(names.controller_arena(), nbytes, "controller")
+        for replica in range(self._config.replicas):
+            self._segments.make(names.arena(replica), nbytes, f"w{replica}")
+        self._settle(self._carry_out(self._engine.resume()))
+
+    def listen(self) -> None:
+        """Begin to hear workers and clients."""
+        self._poller.register(self._router, zmq.POLLIN)
+
+    def turn(self) -> None:
+        """Wait for what comes next, and do all that follows from it."""
+        for event in self.receive(max(0.0, self._next_tick - time.monotonic())):
+            if isinstance(event, Received) and _may_plan_memory(event.record):
+                self._settle([MemoryAvailable(machine.available_nbytes())])
+            self._settle([event])
+
+    def receive(self, timeout: float) -> Iterator[Event]:
+        """What has come within ``timeout`` seconds, whatever carried it, and the tick where one is due.
+
+        What a peer sent wrongly is refused here and now, and is no event. Raises ShutdownError where the supervisor is
+        gone.
+        """
+        ready = dict(self._poller.poll(0 if self._segments.has_kept else math.ceil(timeout * 1000)))
+        if self._wake in ready and signal.SIGTERM in os.read(self._wake, 64):
+            self.is_told_to_end = True
+            return
+        if self._router in ready:  # before notices of deaths: what a worker said before it died counts
+            for _ in range(_BATCH):
+                if self._segments.has_kept:  # they came while the last message was acted on
+                    yield from self._notices()
+                try:
+                    peer, *parts = self._router.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                if (heard := self._heard(peer, parts)) is not None:
+                    yield Received(peer, heard)
+        if self._segments.has_kept or self._segments.fileno() in ready:
+            yield from self._notices()
+        if time.monotonic() >= self._next_tick:
+            self._next_tick = time.monotonic() + _TICK
+            yield Tick()
+
+    def _notices(self) -> Iterator[Event]:
+        """What the supervisor says unasked."""
+        while (record := self._segments.receive_nowait()) is not None:
+            _log.debug("from the supervisor: %.300r", record)
+            if isinstance(record, Died):
+                yield ProcessDied(record)
+
+    def _heard(self, peer: bytes, parts: Sequence[bytes]) -> Record | None:
+        """The record in ``parts``; None where there is none, which the peer is told."""
+        try:
+            record = decode(parts)
+            for array in _looked_at(record):
+                self._check_place(array)
+        except PeerProtocolError as error:
+            _log.warning("refused a message of %r: %s", peer, error)
+            self._send(peer, Refused(0, error_of(error)))
+            return None
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("from %r: %.300r", peer, record)
+        return record
+
+    def _check_place(self, array: Array) -> None:
+        """Raise PeerProtocolError where the array lies in no segment: a commit that looks at it must not fail."""
+        if isinstance(array.place, Location):
+            try:
+                self._segments.view(array)
+            except ShutdownError:
+                raise
+            except CentralStorageError as error:
+                raise PeerProtocolError(str(error)) from error
+
+    def _settle(self, events: Iterable[Event]) -> None:
+        """Have the engine hear ``events`` and all that follows from them."""
+        pending = deque(events)
+        while pending:
+            pending.extend(self._carry_out(self._engine.handle(pending.popleft(), time.monotonic())))
+
+    def _carry_out(self, commands: Iterable[Command]) -> list[Event]:
+        """Carry out ``commands`` in order; what the engine is to be told of their outcome."""
+        outcomes: list[Event] = []
+        for command in commands:
+            match command:
+                case Send(peer, record, inline):
+                    self._send(peer, self._inlined(record) if inline else record)
+                case Commit(ticket):
+                    self._commits[0] |= np.uint64(1)  # odd from here, also where a server before this one was killed
+                    self._arithmetic.commit(command)
+                    self._commits[0] += np.uint64(1)
+                    outcomes.append(Finished(ticket))
+                case Compute():
+                    outcomes.append(self._computed(command))
+                case Allocate(segment, reservation, writer, start, stop):
+                    self._segments.make(segment, reservation, writer).populate(start, stop)
+                case Log(text, slow):
+                    _log.log(logging.WARNING if slow else logging.INFO, "%s", text)
+        return outcomes
+
+    def _computed(self, command: Compute) -> Computed:
+        try:
+            return Computed(command.ticket, self._arithmetic.compute(command), None)
+        except ShutdownError:
+            raise
+        except Exception as error:  # noqa: BLE001  (nothing has changed, and the replicas are told)
+            return Computed(command.ticket, (), error_of(error))
+
+    def _send(self, peer: bytes, record: Record) -> None:
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("to %r: %.300r", peer, record)
+        try:
+            self._router.send_multipart([peer, *encode(record, BULK_LIMITS)])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            _log.info("%r is gone; it is not sent a %s", peer, type(record).__name__)
+
+    def _inlined(self, record: Record) -> Record:
+        """``record`` with the bytes of its arrays in frames."""
+        changed = {}
+        for field in fields(record):  # type: ignore[arg-type]  # every record is a dataclass
+            value = getattr(record, field.name)
+            if isinstance(value, tuple) and any(isinstance(item, Array) for item in value):
+                changed[field.name] = tuple(map(self._in_frame, value))
+        return replace(record, **changed)  # type: ignore[type-var]
+
+    def _in_frame(self, array: Array) -> Array:
+        return array_of(self._segments.view(array).copy()) if isinstance(array.place, Location) else array
+
+
+class _Loading:
+    """Makes the kernels ready in a thread of its own, which does nothing else, while the service is put together."""
+
+    def __init__(self, run_directory: Path, wake_writer: int) -> None:
+        self.is_done = False
+        self._error: BaseException | None = None
+        self._run_directory = run_directory
+        self._wake_writer = wake_writer
+        threading.Thread(target=self._run, name="load kernels", daemon=True).start()
+
+    def check(self) -> None:
+        """Raise what went wrong."""
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            loaded = kernels.load(run_directory=self._run_directory)
+            _log.debug("kernels: %s", loaded)
+        except BaseException as error:  # noqa: BLE001  (raised again by check)
+            self._error = error
+        self.is_done = True
+        with suppress(OSError):  # the process is ending: the pipe is closed
+            os.write(self._wake_writer, _LOADED)
+
+
+def _bound(context: zmq.Context[zmq.Socket[bytes]], config: ServerConfig) -> zmq.Socket[bytes]:
+    """The ROUTER at which workers and clients find the server."""
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.LINGER, _LINGER)
+    # One larger part ends the peer's connection before a byte of it is stored; up to here decode says what is wrong.
+    router.setsockopt(zmq.MAXMSGSIZE, 2 * LIMITS.frame_nbytes)
+    # No limit on waiting messages: every peer waits for the answer to its last one, so there are few, and a limit
+    # would let one stopped peer stop the server.
+    router.setsockopt(zmq.SNDHWM, 0)
+    router.setsockopt(zmq.RCVHWM, 0)
+    router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that connects again under its name is that peer
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a peer that is gone is an error, not silence
+    try:
+        router.bind(config.endpoint)
+    except zmq.ZMQError as error:
+        raise ConfigurationError(f"cannot listen at {config.endpoint}: {error}") from error
+    return router
+
+
+@contextmanager
+def _wake_up() -> Iterator[tuple[int, int]]:
+    """A pipe that becomes readable when SIGTERM comes; SIGINT is the script's, which has the same terminal."""
+    reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    previous_wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    previous = {
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: None),
+    }
+    try:
+        yield reader, writer
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(previous_wakeup)
+        os.close(reader)
+        os.close(writer)
+
+
+def _may_plan_memory(record: Record) -> bool:
+    """Whether the engine may have to decide if something fits the memory."""
+    if isinstance(record, Ask):
+        point = record.point
+        return isinstance(point, CreatePoint) or (isinstance(point, ApplyPoint) and not point.variable_set)
+    return isinstance(record, Create | Configure)
+
+
+def _looked_at(record: Record) -> Iterator[Array]:
+    """The arrays of ``record`` that the server itself will look at."""
+    match record:
+        case Assign(value=value):
+            yield value
+        case Create(value=Array() as value):
+            yield value
+        case Ask() | Return():
+            yield from (note.value for note in record.notes if isinstance(note, AssignPoint))
+            match record:
+                case Ask(point=ReducePoint(arrays=arrays) | GatherPoint(arrays=arrays)):
+                    yield from arrays
+                case Ask(point=AssignPoint(value=value) | CreatePoint(value=value)):
+                    yield value

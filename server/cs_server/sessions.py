@@ -1,0 +1,178 @@
+"""Who is there: workers, clients, and whose word counts.
+
+Owns registration, hello and goodbye, fencing by incarnation, and what is known of deaths. It knows nothing of variables
+and runs; ``engine`` tells ``runs`` of the deaths that are found here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cs_proto.errors import ContextError, Fenced, InvalidArgumentError, PeerProtocolError, ReplicaLostError
+from cs_proto.failures import error_of
+from cs_proto.messages import PROTOCOL, Died, Goodbye, Hello, Refused, Register, Registered, Welcome, Worker
+from cs_proto.records import Record
+
+from .events import Command, Log, Send
+from .tables import ClientSession, Tables, WorkerSession
+
+__all__ = ["Sessions"]
+
+
+class Sessions:
+    """The peers of the server. Every method that refuses raises, and then nothing has changed."""
+
+    def __init__(
+        self, tables: Tables, out: list[Command], replicas: int, parameter_device: str, server_pid: int
+    ) -> None:
+        self._tables = tables
+        self._out = out
+        self._replicas = replicas
+        self._parameter_device = parameter_device
+        self._server_pid = server_pid
+
+    # --- workers ------------------------------------------------------------------------------------------------------
+
+    def register(self, peer: bytes, record: Register) -> Died | None:
+        """A worker says where it listens. Returns the death of the incarnation before it, where none was told."""
+        self._check_protocol(record.protocol, "worker")
+        worker = record.worker
+        if not 0 <= worker.replica < self._replicas:
+            raise InvalidArgumentError(f"there is no replica {worker.replica}; this service has {self._replicas}")
+        known, died = self._tables.workers.get(worker.replica), self._tables.deaths.get(worker.replica)
+        latest = max(known.worker.incarnation if known else 0, died.incarnation + 1 if died else 0)
+        if worker.incarnation < latest:
+            raise Fenced(f"worker w{worker.replica}.{worker.incarnation} has been replaced; {latest} is expected")
+        replaced = None
+        if known is not None and died is None and known.worker.incarnation < worker.incarnation:
+            replaced = Died(
+                "worker", worker.replica, known.worker.incarnation, known.worker.pid, "its replacement came", ""
+            )
+        self._tables.workers[worker.replica] = WorkerSession(peer, worker)
+        self._tables.deaths.discard(worker.replica)
+        self._tell_workers()
+        return replaced
+
+    def _tell_workers(self) -> None:
+        """Once all have registered, and again when one is replaced: who the workers are."""
+        if len(self._tables.workers) == self._replicas:
+            registered = Registered(self._replicas, self._parameter_device, self._workers())
+            self._out.extend(Send(session.peer, registered) for session in self._tables.workers.values())
+
+    def _workers(self) -> tuple[Worker, ...]:
+        return tuple(self._tables.workers[replica].worker for replica in sorted(self._tables.workers))
+
+    def died(self, died: Died) -> bool:
+        """Note a worker's death. False where it is none, or of an incarnation that has been replaced."""
+        if died.role != "worker" or not 0 <= died.rank < self._replicas:
+            return False
+        known, before = self._tables.workers.get(died.rank), self._tables.deaths.get(died.rank)
+        if (known and died.incarnation < known.worker.incarnation) or (
+            before and died.incarnation <= before.incarnation
+        ):
+            return False
+        self._tables.deaths[died.rank] = died
+        self._out.append(Log(f"{self.title(died.rank)} died: {died.cause}"))
+        for peer, session in self._tables.clients.items():
+            if not session.is_welcome:
+                self._out.append(Send(peer, Refused(0, error_of(self._lost(), died.rank))))
+                del self._tables.clients[peer]
+        return True
+
+    def check_replica(self, peer: bytes, replica: int, incarnation: int) -> None:
+        """Raise where a message of ``replica`` does not come from its living worker."""
+        known = self._tables.workers.get(replica)
+        if known is None:
+            raise PeerProtocolError(f"no worker has registered as replica {replica}")
+        if incarnation < known.worker.incarnation or replica in self._tables.deaths:
+            raise Fenced(f"worker w{replica}.{incarnation} has been replaced or is dead; the message was not acted on")
+        if incarnation > known.worker.incarnation or peer != known.peer:
+            raise PeerProtocolError(f"worker w{replica}.{incarnation} at {peer!r:.80} has not registered")
+
+    def worker_peer(self, replica: int) -> bytes | None:
+        """Where the worker of ``replica`` is reached; None where none lives."""
+        known = self._tables.workers.get(replica)
+        return known.peer if known and replica not in self._tables.deaths else None
+
+    def is_worker(self, peer: bytes) -> bool:
+        """Whether a registered worker speaks."""
+        return any(session.peer == peer for session in self._tables.workers.values())
+
+    def title(self, replica: int) -> str:
+        """``replica 1 (pid 43, w1.2)``, for people."""
+        known, died = self._tables.workers.get(replica), self._tables.deaths.get(replica)
+        if died is not None:
+            return f"replica {replica} (pid {died.pid}, w{replica}.{died.incarnation})"
+        return (
+            f"replica {replica} (pid {known.worker.pid}, w{replica}.{known.worker.incarnation})"
+            if known
+            else (f"replica {replica}")
+        )
+
+    def _lost(self) -> ReplicaLostError:
+        causes = "; ".join(f"{self.title(r)}: {self._tables.deaths[r].cause}" for r in sorted(self._tables.deaths))
+        return ReplicaLostError(f"not all workers live: {causes}; make a new CentralStorageStrategy")
+
+    # --- clients ------------------------------------------------------------------------------------------------------
+
+    def hello(self, peer: bytes, record: Hello, now: float) -> None:
+        """A client introduces itself. Observers are welcome at once; a controller when everything is ready."""
+        self._check_protocol(record.protocol, "client")
+        if record.role == "controller":
+            for other, session in self._tables.clients.items():
+                if session.hello.role == "controller" and session.hello.client != record.client:
+                    raise ContextError(
+                        f"client {session.hello.client} (pid {session.hello.pid}) controls this service; a second "
+                        "strategy has to start a service of its own"
+                    )
+                if session.hello.client == record.client and other != peer:
+                    del self._tables.clients[other]  # the same client over a new socket
+            if self._tables.deaths:
+                raise self._lost()
+        known = self._tables.clients.get(peer)
+        if known is None or known.hello != record:
+            is_welcome = record.role == "observer"
+            self._tables.clients[peer] = known = ClientSession(record, is_welcome, now, now)
+        if known.is_welcome:
+            self._welcome(peer)
+
+    def welcome_waiting(self) -> None:
+        """Welcome the controller that waits, if all workers have registered and its predecessor's runs are over."""
+        for peer, session in self._tables.clients.items():
+            if not session.is_welcome and len(self._tables.workers) == self._replicas and not self._tables.runs:
+                self._tables.clients[peer] = replace(session, is_welcome=True)
+                self._welcome(peer)
+
+    def goodbye(self, peer: bytes, record: Goodbye) -> bool:
+        """A client leaves. True where it was the controller."""
+        session = self._tables.clients.get(peer)
+        if session is None or session.hello.client != record.client:
+            raise PeerProtocolError(f"client {record.client!r:.80} has not said hello from {peer!r:.80}")
+        del self._tables.clients[peer]
+        self._tables.requests.discard((False, record.client))
+        return session.hello.role == "controller"
+
+    def controller_peer(self) -> bytes | None:
+        """Where the controller is reached; None where there is none."""
+        return next((p for p, s in self._tables.clients.items() if s.hello.role == "controller" and s.is_welcome), None)
+
+    def client(self, peer: bytes) -> Hello | None:
+        """What the client at ``peer`` said of itself, once it is welcome."""
+        session = self._tables.clients.get(peer)
+        return session.hello if session and session.is_welcome else None
+
+    def check_controller(self, peer: bytes, record: Record) -> None:
+        """Raise where it is not the controller that speaks."""
+        client = self.client(peer)
+        if client is None or client.role != "controller":
+            raise PeerProtocolError(f"{type(record).__name__} is the controller's, not for {peer!r:.80}")
+
+    def _welcome(self, peer: bytes) -> None:
+        self._out.append(Send(peer, Welcome(self._replicas, self._parameter_device, self._server_pid, self._workers())))
+
+    def _check_protocol(self, protocol: int, who: str) -> None:
+        if protocol != PROTOCOL:
+            raise PeerProtocolError(
+                f"the {who} speaks protocol {protocol}, this server protocol {PROTOCOL}; install the same version of "
+                "central-storage on both sides"
+            )

@@ -1,0 +1,466 @@
+"""Everything the engine remembers: one table for each subject, written through to the control store.
+
+Owns what is recorded, as records of its own (codes 200-219, which no peer ever sees), and their way into the store
+and back. The dictionaries here are decoded copies: after ``flush`` an engine built anew over the same store knows the
+same. It knows no rule; ``sessions``, ``requests``, ``runs``, ``progress``, ``commits`` and ``catalogue`` act on it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Generic, Literal, TypeVar, cast
+
+import msgpack
+
+from cs_proto import codec
+from cs_proto.errors import PeerProtocolError
+from cs_proto.messages import (
+    Accepted,
+    ApplyPoint,
+    Assign,
+    AssignPoint,
+    Configure,
+    Create,
+    Created,
+    CreatedInRun,
+    CreatePoint,
+    Died,
+    Done,
+    Error,
+    GatherPoint,
+    Get,
+    Hello,
+    MergeCallPoint,
+    MergeCallReturn,
+    Optimizer,
+    PointFailed,
+    ReadPoint,
+    Reduced,
+    ReducePoint,
+    Refused,
+    Return,
+    RunId,
+    Variable,
+    Worker,
+)
+from cs_proto.records import Record, record
+
+from .control import Control, ControlDamaged
+
+# --- what is recorded -------------------------------------------------------------------------------------------------
+
+
+class _Row(Record):
+    """Base of the records below. They are made by this process alone, so they are not checked field by field."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
+@record(200)
+class WorkerSession(_Row):
+    """A registered worker and the identity of its socket."""
+
+    peer: bytes
+    worker: Worker
+
+
+@record(201)
+class ClientSession(_Row):
+    """A client that said hello. A controller waits for its welcome ``since``; the wait was last ``named`` then."""
+
+    hello: Hello
+    is_welcome: bool
+    since: float
+    named: float
+
+
+@record(202)
+class Request(_Row):
+    """The last write of a controller: ``request`` until it is done, ``reply`` from then on.
+
+    ``run`` is the top-level run under whose token it was made, 0 for the client's own.
+    """
+
+    peer: bytes
+    run: int
+    sequence: int
+    request: Create | Assign | Configure | None
+    reply: Created | Done | Refused | None
+
+
+@record(203)
+class HeldGet(_Row):
+    """A Get whose bytes must be copied once no commit is under way."""
+
+    peer: bytes
+    get: Get
+
+
+@record(204)
+class Slab(_Row):
+    """All variables of one dtype: up to where its places are given away, bytes of its variables, and the part of
+    them that no optimizer has touched although one may."""
+
+    reservation: int
+    tail: int
+    nbytes: int
+    idle_nbytes: int
+
+
+@record(205)
+class VariableSet(_Row):
+    """The variables (ascending numbers) that an optimizer updates together."""
+
+    optimizer: int
+    variables: tuple[int, ...]
+
+
+@record(213)
+class Steps(_Row):
+    """How often a variable set was updated."""
+
+    count: int
+
+
+@record(206)
+class SlotNames(_Row):
+    """The slots that an optimizer has beside one variable."""
+
+    names: tuple[str, ...]
+
+
+@record(207)
+class Failure(_Row):
+    """Why a run cannot go on. ``error`` is what its replicas are told; ``replica`` -1 where it is nobody's."""
+
+    cause: Literal["mismatch", "operation", "lost", "cancelled"]
+    replica: int
+    error: Error
+
+
+@record(208)
+class RunState(_Row):
+    """How far a run is. Of its merge points the first ``agreed`` were brought by all replicas and fit each other, the
+    first ``committed`` are done with; ``commits`` counts those that changed a variable. ``token``: the merge point
+    whose merge function is being run, or -1. Its wait was last ``named`` then."""
+
+    agreed: int
+    committed: int
+    commits: int
+    token: int
+    failure: Failure | None
+    is_finished: bool
+    named: float
+
+
+@record(209)
+class Stand(_Row):
+    """Where one replica of a run stands: it has brought ``count`` merge points and, ``since`` then, it waits at merge
+    point ``waiting`` (-1: it does not), or to ``read`` what it wrote, or has ``returned``, or its worker is lost."""
+
+    count: int
+    since: float
+    waiting: int
+    read: ReadPoint | None
+    returned: Return | None
+    is_lost: bool
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it waits for an answer."""
+        return self.waiting >= 0 or self.read is not None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it does nothing that could still look at a variable."""
+        return self.is_waiting or self.returned is not None or self.is_lost
+
+
+@record(210)
+class SlotFill(_Row):
+    """The start of one slot of one variable: elements ``first`` to ``last`` of a segment."""
+
+    segment: str
+    dtype: str
+    first: int
+    last: int
+    value: float
+
+
+@record(211)
+class Job(_Row):
+    """A commit, under way or waiting for its turn.
+
+    ``run``: merge points of ``run`` up to ``k``; ``create``: the value of variable ``number``, made at its point ``k``;
+    ``request``: a controller's write, ``token`` and ``client`` name it; ``slots``: nothing but ``fills``.
+    """
+
+    kind: Literal["run", "create", "request", "slots"]
+    run: RunId
+    k: int
+    number: int
+    token: bool
+    client: str
+    fills: tuple[SlotFill, ...]
+
+
+@record(212)
+class Computation(_Row):
+    """Arithmetic under way for merge point ``k`` of ``run``."""
+
+    run: RunId
+    k: int
+
+
+Point = ApplyPoint | AssignPoint | CreatePoint | ReducePoint | GatherPoint | MergeCallPoint
+Outcome = Accepted | CreatedInRun | Reduced | PointFailed | MergeCallReturn
+
+
+@dataclass
+class Tally:
+    """What is only counted: one small entry, written with every event. Lists go by replica."""
+
+    messages: int = 0
+    commits: int = 0
+    runs: int = 0
+    #: Numbers given away last.
+    variables: int = 0
+    optimizers: int = 0
+    sets: int = 0
+    tickets: int = 0
+    #: The ticket of the commit under way, or 0.
+    committing: int = 0
+    #: Bytes that may still be touched, as last told; -1 before.
+    available_nbytes: int = -1
+    seen: list[float] = field(default_factory=list)
+    replica_runs: list[int] = field(default_factory=list)
+    points: list[int] = field(default_factory=list)
+    applies: list[int] = field(default_factory=list)
+
+
+# --- the tables -------------------------------------------------------------------------------------------------------
+
+K = TypeVar("K")
+V = TypeVar("V", bound=Record)
+_TALLY = b"tally"
+
+
+class Table(Generic[K, V]):
+    """A dictionary of records that remembers what has changed since the last ``flush`` of its owner."""
+
+    def __init__(self) -> None:
+        self._entries: dict[K, V] = {}
+        self._before: dict[K, V | None] = {}
+
+    def __getitem__(self, key: K) -> V:
+        return self._entries[key]
+
+    def __setitem__(self, key: K, value: V) -> None:
+        self._before.setdefault(key, self._entries.get(key))
+        self._entries[key] = value
+
+    def __delitem__(self, key: K) -> None:
+        self._before.setdefault(key, self._entries[key])
+        del self._entries[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def __iter__(self) -> Iterator[K]:
+        """The keys as they are now; the table may be changed meanwhile."""
+        return iter(tuple(self._entries))
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: K) -> V | None:
+        """The record of ``key``, or None."""
+        return self._entries.get(key)
+
+    def items(self) -> list[tuple[K, V]]:
+        """Keys and records as they are now."""
+        return list(self._entries.items())
+
+    def values(self) -> list[V]:
+        """The records as they are now."""
+        return list(self._entries.values())
+
+    def discard(self, key: K) -> None:
+        """Remove ``key`` where it is there."""
+        if key in self._entries:
+            del self[key]
+
+    def load(self, key: K, value: V) -> None:
+        """Take over an entry of the store."""
+        self._entries[key] = value
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it may differ from the store."""
+        return bool(self._before)
+
+    def changes(self) -> Iterator[tuple[K, V | None]]:
+        """What differs from the store."""
+        for key, before in self._before.items():
+            value = self._entries.get(key)
+            if value is not before:
+                yield key, value
+
+    def accept(self) -> None:
+        """The store has the changes."""
+        self._before.clear()
+
+    def rollback(self) -> None:
+        """Forget the changes."""
+        for key, value in self._before.items():
+            if value is None:
+                self._entries.pop(key, None)
+            else:
+                self._entries[key] = value
+        self._before.clear()
+
+
+class Tables:
+    """All tables over one store. Nothing reaches the store before ``flush``, and then all of it at once."""
+
+    def __init__(self, control: Control, replicas: int) -> None:
+        self.workers: Table[int, WorkerSession] = Table()
+        #: By replica, where the latest known incarnation is dead.
+        self.deaths: Table[int, Died] = Table()
+        self.clients: Table[bytes, ClientSession] = Table()
+        #: By (made under a token, client).
+        self.requests: Table[tuple[bool, str], Request] = Table()
+        self.held: Table[int, HeldGet] = Table()
+        self.variables: Table[int, Variable] = Table()
+        self.slabs: Table[str, Slab] = Table()
+        self.optimizers: Table[int, Optimizer] = Table()
+        self.sets: Table[int, VariableSet] = Table()
+        #: By variable set, apart from it because it changes with every step.
+        self.steps: Table[int, Steps] = Table()
+        #: By (optimizer, variable).
+        self.slots: Table[tuple[int, int], SlotNames] = Table()
+        self.runs: Table[RunId, RunState] = Table()
+        #: By (run, replica).
+        self.stands: Table[tuple[RunId, int], Stand] = Table()
+        #: By (run, replica, k).
+        self.points: Table[tuple[RunId, int, int], Point] = Table()
+        #: By (run, k).
+        self.outcomes: Table[tuple[RunId, int], Outcome] = Table()
+        #: By ticket.
+        self.jobs: Table[int, Job] = Table()
+        self.computations: Table[int, Computation] = Table()
+        self.tally = _new_tally(replicas)
+        # In the store a key begins with its table's letter. Letters are never used again for something else.
+        self._tables = {
+            letter: cast("Table[object, Record]", table)
+            for letter, table in {
+                b"w": self.workers,
+                b"d": self.deaths,
+                b"c": self.clients,
+                b"q": self.requests,
+                b"h": self.held,
+                b"v": self.variables,
+                b"a": self.slabs,
+                b"o": self.optimizers,
+                b"e": self.sets,
+                b"n": self.steps,
+                b"l": self.slots,
+                b"r": self.runs,
+                b"s": self.stands,
+                b"p": self.points,
+                b"u": self.outcomes,
+                b"j": self.jobs,
+                b"m": self.computations,
+            }.items()
+        }
+        self._replicas = replicas
+        self._control = control
+        self._packed_tally = b""
+        for key, value in control.items():
+            if key == _TALLY:
+                self._packed_tally = value
+            else:
+                self._load(key, value)
+        self._restore_tally()
+        if len(self.tally.seen) != replicas:
+            raise ControlDamaged(f"the control store is that of {len(self.tally.seen)} replicas, not of {replicas}")
+
+    def flush(self) -> None:
+        """Write what has changed. Raises ControlFull, and then nothing is written and nothing forgotten."""
+        changed = [(letter, table) for letter, table in self._tables.items() if table.is_changed]
+        changes = {
+            letter + _pack_key(key): None if value is None else _pack(value)
+            for letter, table in changed
+            for key, value in table.changes()
+        }
+        packed_tally: bytes = msgpack.packb(list(vars(self.tally).values()))
+        if packed_tally != self._packed_tally:
+            changes[_TALLY] = packed_tally
+        if changes:
+            self._control.write(changes)
+        self._packed_tally = packed_tally
+        for _, table in changed:
+            table.accept()
+
+    def rollback(self) -> None:
+        """Return to what the store holds."""
+        for table in self._tables.values():
+            table.rollback()
+        self._restore_tally()
+
+    def next_ticket(self) -> int:
+        """A number for a commit or a computation."""
+        self.tally.tickets += 1
+        return self.tally.tickets
+
+    def _restore_tally(self) -> None:
+        if self._packed_tally:
+            self.tally = Tally(*msgpack.unpackb(self._packed_tally))
+        else:
+            self.tally = _new_tally(self._replicas)
+
+    def _load(self, key: bytes, value: bytes) -> None:
+        table = self._tables.get(key[:1])
+        try:
+            if table is None:
+                raise ControlDamaged(f"the control store has an entry of no table: {key!r:.80}")
+            table.load(msgpack.unpackb(key[1:], use_list=False), _unpack(value))
+        except (PeerProtocolError, ValueError, struct.error) as error:
+            raise ControlDamaged(f"entry {key!r:.80} of the control store does not read back: {error}") from error
+
+
+def _new_tally(replicas: int) -> Tally:
+    return Tally(seen=[0.0] * replicas, replica_runs=[0] * replicas, points=[0] * replicas, applies=[0] * replicas)
+
+
+_pack_key: Callable[[object], bytes] = msgpack.packb
+_COUNT = struct.Struct("<Q")
+# The store holds what this process wrote; its limits only keep damage from becoming a crash.
+_LIMITS = codec.Limits(1 << 31, 1 << 24, 1 << 48, 1 << 24, 1 << 28)
+
+
+def _pack(value: Record) -> bytes:
+    """Header and frames of the record, each behind its length."""
+    parts = codec.encode(value)
+    if len(parts) == 1:
+        return _COUNT.pack(0) + bytes(parts[0])
+    views = [memoryview(part).cast("B") for part in parts[1:]]
+    lengths = struct.pack(f"<{len(parts)}Q", len(views), *(len(view) for view in views))
+    return b"".join([lengths, *views, parts[0]])
+
+
+def _unpack(packed: bytes) -> Record:
+    view = memoryview(packed)
+    (count,) = _COUNT.unpack_from(view)
+    if count > len(packed) // 8:
+        raise ValueError(f"{count} frames in {len(packed)} bytes")
+    lengths = struct.unpack_from(f"<{count}Q", view, _COUNT.size)
+    start = _COUNT.size * (1 + count)
+    frames = []
+    for length in lengths:
+        frames.append(view[start : start + length])
+        start += length
+    return codec.decode([view[start:], *frames], _LIMITS)

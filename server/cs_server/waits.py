@@ -1,0 +1,72 @@
+"""Names whatever has been waiting for long: who waits, where, and for whom.
+
+Owns the sentences and their pace. It changes nothing else; ``engine`` calls it once a tick.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cs_proto.messages import RunId
+
+from . import merge
+from .events import Command, Log
+from .runs import name
+from .sessions import Sessions
+from .tables import RunState, Stand, Tables
+
+__all__ = ["NAME_EVERY", "Waits"]
+
+#: Seconds after which a wait is named, and named again.
+NAME_EVERY = 10.0
+
+
+class Waits:
+    """Looks for waits that last."""
+
+    def __init__(self, tables: Tables, out: list[Command], sessions: Sessions, replicas: int) -> None:
+        self._tables = tables
+        self._out = out
+        self._sessions = sessions
+        self._replicas = range(replicas)
+
+    def tick(self, now: float) -> None:
+        """Say what has waited for NAME_EVERY seconds since it began or was last named."""
+        for run, state in self._tables.runs.items():
+            if not state.is_finished:
+                self._tick_run(run, state, now)
+        for peer, session in self._tables.clients.items():
+            if not session.is_welcome and now - session.named >= NAME_EVERY:
+                self._tables.clients[peer] = replace(session, named=now)
+                missing = [self._sessions.title(r) for r in self._replicas if r not in self._tables.workers]
+                what = f"{' and '.join(missing)} to register" if missing else "the runs of the client before it to end"
+                client = f"client {session.hello.client} (pid {session.hello.pid})"
+                self._out.append(Log(f"{client}: waiting {now - session.since:.0f} s for {what}", slow=True))
+
+    def _tick_run(self, run: RunId, state: RunState, now: float) -> None:
+        stands = [self._tables.stands[run, replica] for replica in self._replicas]
+        stopped = [stand.since for stand in stands if stand.is_stopped and not stand.is_lost]
+        if not stopped or now - max(min(stopped), state.named) < NAME_EVERY:
+            return
+        self._tables.runs[run] = replace(state, named=now)
+        working = [replica for replica, stand in enumerate(stands) if not stand.is_stopped]
+        seen = self._tables.tally.seen
+        awaited = [f"{self._sessions.title(r)}, last seen {now - seen[r]:.0f} s ago" for r in working]
+        if state.token >= 0:
+            awaited.append(f"the merge function of {merge.title(self._tables.points[run, 0, state.token])}")
+        if not working:
+            awaited = [f"commit {self._tables.tally.committing}" if self._tables.tally.committing else "the service"]
+        where = [self._where(run, replica, stand) for replica, stand in enumerate(stands) if stand.is_stopped]
+        since = f"{now - min(stopped):.0f} s"
+        self._out.append(
+            Log(f"{name(run)}: waiting {since} for {' and '.join(awaited)}; {'; '.join(where)}", slow=True)
+        )
+
+    def _where(self, run: RunId, replica: int, stand: Stand) -> str:
+        if stand.read is not None:
+            return f"replica {replica} waits at {merge.title(stand.read)}"
+        if stand.waiting >= 0:
+            return f"replica {replica} waits at {merge.title(self._tables.points[run, replica, stand.waiting])}"
+        if stand.returned is not None:
+            return f"replica {replica} returned after {stand.returned.count} merge points"
+        return f"replica {replica} is lost"

@@ -1,0 +1,171 @@
+"""Stand-ins for server and workers, and a client that speaks to a supervisor in the test's own thread.
+
+A stand-in does what its test says in a line of Python; the supervisor cannot tell it from the real thing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import sys
+import time
+from collections.abc import Callable
+
+from tests.harness.timing import unit
+
+from central_storage.launch.loop import Loop
+from central_storage.launch.plan import Command
+from central_storage.launch.run_directory import RunDirectory
+from central_storage.launch.supervise import Service
+from cs_proto.codec import decode, encode
+from cs_proto.messages import Introduce, Ready
+from cs_proto.records import Record
+
+#: When a test gives up, seconds; no step takes anywhere near this long.
+LIMIT = unit(20)
+
+# Packets come ready-made, so that a stand-in starts in a few milliseconds. STANDIN_<label> is run before it says that
+# it is ready, STANDIN_<label>_READY after.
+STANDIN = """
+import json, mmap, os, signal, socket, subprocess, sys
+role, rank = os.environ["CS_ROLE"], os.environ.get("RANK", "0")
+label = role if role == "server" else "w" + rank
+introduce, ready = map(bytes.fromhex, json.loads(os.environ["STANDIN_PACKETS"])[label])
+link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+link.connect(os.path.join(os.environ["CS_RUN_DIRECTORY"], "supervisor"))
+link.send(introduce)
+exec(os.environ.get("STANDIN_" + label, ""))
+link.send(ready)
+exec(os.environ.get("STANDIN_" + label + "_READY", ""))
+while link.recv(1 << 17):
+    pass
+"""
+
+
+def packet(record: Record) -> bytes:
+    return b"".join(encode(record))
+
+
+def standin_environment(**code: str) -> dict[str, str]:
+    """The environment of stand-ins; ``code`` by label or label_READY."""
+    packets = {
+        label: [packet(Introduce(role, rank, 1, 1)).hex(), packet(Ready(f"ipc:///run/{label}")).hex()]
+        for label, role, rank in (("server", "server", 0), ("w0", "worker", 0), ("w1", "worker", 1))
+    }
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith("CS_")},
+        "STANDIN_PACKETS": json.dumps(packets),
+        **{f"STANDIN_{label}": lines for label, lines in code.items()},
+    }
+
+
+def standin_command(role: str, rank: int, run_directory: str, environment: dict[str, str]) -> Command:
+    own = {"CS_ROLE": role, "CS_RUN_DIRECTORY": run_directory, "PYTHONUNBUFFERED": "1"}
+    if role == "worker":
+        own["RANK"] = str(rank)
+    return Command(role, rank, (sys.executable, "-S", "-c", STANDIN), {**environment, **own})
+
+
+def wait_gone(pid: int, limit: float = LIMIT) -> None:
+    """Wait until the process has ended; it need not be a child of ours."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        assert select.select([pidfd], [], [], limit)[0], f"process {pid} still runs"
+    finally:
+        os.close(pidfd)
+
+
+class ListSink:
+    """A sink that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.full = False
+        self.on_room: Callable[[], None] = lambda: None
+
+    def write(self, stream: str, text: str) -> None:
+        self.text += text
+
+
+class Client:
+    """A client in the test's thread: while it waits, the supervisor's loop turns."""
+
+    def __init__(self, world: World, role: str = "controller") -> None:
+        self.world = world
+        self.descriptors: list[int] = []
+        self.link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.link.connect(os.path.join(world.directory.path, "supervisor"))
+        self.link.setblocking(False)
+        if role:
+            self.send(Introduce(role, 0, 1, os.getpid()))
+
+    def send(self, record: Record) -> None:
+        self.link.send(packet(record))
+
+    def receive(self) -> Record | None:
+        """The next record; None at end-of-file."""
+        while True:
+            try:
+                data, descriptors, _, _ = socket.recv_fds(self.link, 1 << 17, 1)
+            except BlockingIOError:
+                self.world.turn()
+                continue
+            self.descriptors += descriptors
+            return decode([data]) if data else None
+
+
+class World:
+    """A service of stand-ins, driven by the test."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self.directory = directory
+        self.loop = Loop()
+        self.sink = ListSink()
+        self.clients: list[Client] = []
+        self.service: Service | None = None
+        self._deadline = time.monotonic() + LIMIT
+
+    def start(self, workers: int = 1, start_timeout: float = LIMIT, **code: str) -> Service:
+        environment = standin_environment(**code)
+        roles = [("server", 0), *(("worker", rank) for rank in range(workers))]
+        commands = [standin_command(role, rank, self.directory.path, environment) for role, rank in roles]
+        return self.start_commands(commands, start_timeout)
+
+    def start_commands(self, commands: list[Command], start_timeout: float = LIMIT) -> Service:
+        self.service = Service(self.loop, self.directory.path, commands, self.sink, start_timeout=start_timeout)
+        self.service.start()
+        return self.service
+
+    def client(self, role: str = "controller") -> Client:
+        client = Client(self, role)
+        self.clients.append(client)
+        return client
+
+    def turn(self) -> None:
+        assert time.monotonic() < self._deadline, (
+            f"nothing happened; the last the processes wrote:\n{self.sink.text[-2000:]}"
+        )
+        self.loop.turn(1.0)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self.turn()
+
+    def pids(self) -> dict[str, int]:
+        return {child.command.label: child.pid for child in self.service._children}
+
+    def close(self) -> None:
+        if self.service is not None:
+            self.service.stop(0.0)
+            while not self.service.stopped:
+                self.loop.turn(1.0)
+            self.service.close()
+        for client in self.clients:
+            client.link.close()
+            for descriptor in client.descriptors:
+                os.close(descriptor)

@@ -1,0 +1,307 @@
+"""``cs-launch`` as its users meet it: words, exit codes, signals; with stand-ins for server and workers."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+from tests.client.launch.standins import wait_gone
+from tests.harness import processes
+from tests.harness.processes import Child, Ended
+from tests.harness.timing import unit
+
+from central_storage.launch import cli
+from central_storage.launch.run_directory import RunDirectory
+
+Launch = Callable[..., AbstractContextManager[Child]]
+
+#: A script that waits until its service is up, as a client does.
+CONNECT = """
+import os, signal, socket, sys, time
+from cs_proto.codec import decode, encode
+from cs_proto.messages import Introduce
+link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+link.connect(os.environ["CS_ADDRESS"] + "/supervisor")
+link.send(b"".join(encode(Introduce("controller", 0, 1, os.getpid()))))
+first = decode([link.recv(1 << 17)])
+print(type(first).__name__, flush=True)
+"""
+AS_MODULE = (sys.executable, "-m", "central_storage.launch.cli")
+
+
+@pytest.fixture
+def launch(tmp_path: Path, standins: Callable[..., dict[str, str]]) -> Launch:
+    """Start ``cs-launch`` on a script given as text, with stand-ins that run the code given by label."""
+
+    def start(script: str, *options: str, **code: str) -> AbstractContextManager[Child]:
+        (tmp_path / "script.py").write_text(script)
+        arguments = (*AS_MODULE, "--devices", "cpu:0,cpu:1", *options, "script.py", "an", "--argument")
+        return processes.start(*arguments, environment={**standins(**code), "CS_LOG_DIR": None}, directory=tmp_path)
+
+    return start
+
+
+@pytest.fixture
+def ended(launch: Launch) -> Callable[..., Ended]:
+    """As ``launch``, to the end; nothing may be left."""
+
+    def run(script: str, *options: str, **code: str) -> Ended:
+        with launch(script, *options, **code) as child:
+            result = child.wait()
+            assert child.left(unit(5)) == []
+            return result
+
+    return run
+
+
+def test_the_script_runs_once_and_is_told_where_its_service_is(ended: Callable[..., Ended]) -> None:
+    result = ended(
+        CONNECT
+        + "print(sys.argv[1:], os.environ['CS_DEVICES'], os.environ['CS_PARAMETER_DEVICE'], os.environ.get('RANK'))\n"
+        + "print(os.environ['CS_RUN_DIRECTORY'] == os.environ['CS_ADDRESS'])",
+        "--parameter-device",
+        "/CPU:3",
+    )
+    assert result.code == 0, result
+    assert result.lines == ["Serving", "['an', '--argument'] cpu:0,cpu:1 cpu:3 None", "True"]
+    first, *others = result.err.splitlines()
+    assert re.fullmatch(
+        r"run [0-9a-f]{8}: 1 script, 2 workers \(cpu:0, cpu:1\), parameters on cpu:3, "
+        r"transport ipc \+ shared memory \(memfd\), directory /\S+/cs-[0-9a-f]{8}",
+        first,
+    )
+    assert others == []
+    assert not Path(first.split()[-1]).exists()
+
+
+def test_lines_carry_their_process_and_log_files_are_kept_where_asked(
+    ended: Callable[..., Ended], tmp_path: Path
+) -> None:
+    code = {"w1": "print('one'); print('no end', end='')", "server": "sys.stderr.buffer.write(b'\\xff!\\n')"}
+    result = ended(CONNECT, "--log-dir", "logs", **code)
+    assert result.code == 0
+    assert "[w1] one" in result.lines
+    assert "[w1] no end" in result.lines
+    assert "[server] \ufffd!" in result.err
+    (directory,) = (tmp_path / "logs").iterdir()
+    assert (directory / "w1.log").read_text() == "one\nno end\n"
+    assert f"log files: {directory}" in result.err
+
+
+def test_a_run_directory_may_be_named_and_kept(ended: Callable[..., Ended], tmp_path: Path) -> None:
+    result = ended(CONNECT, "--run-dir", str(tmp_path / "r"), "--keep-run-directory", w0="print('hello')")
+    assert result.code == 0, result
+    assert [str(path.relative_to(tmp_path / "r")) for path in (tmp_path / "r").rglob("*.log")] == ["logs/w0.log"]
+    assert not (tmp_path / "r" / "lock").exists()
+
+
+def test_two_launches_at_once_do_not_meet(launch: Launch) -> None:
+    with launch(CONNECT + "link.recv(1)") as one:
+        one.wait_for("Serving")
+        with launch(CONNECT) as other:
+            assert other.wait().code == 0
+        assert len(one.processes()) == 5
+        one.signal(signal.SIGTERM)
+        assert one.wait().code == 143
+
+
+# --- exit codes and the first failure -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        ("", 0),
+        ("import sys; sys.exit(7)", 7),
+        ("raise ValueError('mine')", 1),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGUSR2)", 128 + signal.SIGUSR2),
+    ],
+)
+def test_the_scripts_code_is_the_launchers(ended: Callable[..., Ended], script: str, code: int) -> None:
+    result = ended(script)
+    assert result.code == code, result
+    assert bool(code) == bool(re.search(r"\[cs-launch\] the script \(pid \d+\) ended by (exit code|SIG)", result.err))
+
+
+def test_a_failed_start_is_3_with_the_last_lines(ended: Callable[..., Ended]) -> None:
+    script = CONNECT + "print(first.error.message); sys.exit(1)"
+    result = ended(script, w1="print('what went wrong', file=sys.stderr); sys.exit(5)")
+    assert result.code == 3
+    assert "StartFailed" in result.lines
+    report = result.err.partition("[cs-launch] ")[2].splitlines()
+    assert re.match(r"the service did not start: worker w1 \(pid \d+\) ended by exit code 5", report[0])
+    assert report[-1] == "    what went wrong"
+    assert "what went wrong" in result.out.splitlines()[-1]
+
+
+def test_a_start_that_takes_too_long_is_3(ended: Callable[..., Ended]) -> None:
+    result = ended(CONNECT + "sys.exit(1)", "--start-timeout", str(unit(0.5)), server="link.recv(1)")
+    assert result.code == 3
+    assert re.search(rf"not ready within {unit(0.5):g} s: the server \(pid \d+\)", result.err)
+
+
+#: A victim that lives until the script opens the door, and a script that does so and reads of the death.
+DIES = "print('last words'); open('door').read(); os.kill(os.getpid(), signal.SIGKILL)"
+SEES = CONNECT + "open('door', 'w').close()\nprint(decode([link.recv(1 << 17)]).cause)\n"
+
+
+@pytest.mark.parametrize(
+    ("victim", "end", "code"),
+    [("w1", "sys.exit(1)", 4), ("server", "sys.exit(1)", 5), ("w1", "sys.exit(9)", 9), ("w0", "", 0)],
+)
+def test_a_script_that_fails_for_a_death_is_4_or_5_and_its_own_word_counts(
+    ended: Callable[..., Ended], tmp_path: Path, victim: str, end: str, code: int
+) -> None:
+    os.mkfifo(tmp_path / "door")
+    result = ended(SEES + end, **{f"{victim}_READY": DIES})
+    assert result.code == code, result
+    assert "SIGKILL" in result.lines
+    who = "server" if victim == "server" else f"worker {victim}"
+    report = result.err.partition("[cs-launch] ")[2].splitlines()
+    assert re.match(rf"first failure: {who} \(pid \d+\) ended by SIGKILL", report[0])
+    assert report[1:] == ["    last lines:", "    last words"]
+
+
+# --- signals --------------------------------------------------------------------------------------------------------
+
+DEAF = "signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+
+
+def test_ctrl_c_reaches_the_script_and_ends_the_run(launch: Launch) -> None:
+    script = CONNECT + "try: time.sleep(600)\nexcept KeyboardInterrupt: print('tidy', flush=True)"
+    with launch(script) as child:
+        child.wait_for("Serving")
+        begun = time.monotonic()
+        child.press_ctrl_c()
+        result = child.wait(unit(5))
+        assert time.monotonic() - begun < unit(5)
+        assert (result.code, result.lines[-1]) == (130, "tidy")
+        assert "Traceback" not in result.err
+        assert child.left() == []
+
+
+def test_a_run_that_hears_nothing_ends_within_five_seconds(launch: Launch) -> None:
+    with launch(CONNECT + DEAF + "print('deaf', flush=True); time.sleep(600)", w0=DEAF) as child:
+        child.wait_for("deaf")
+        begun = time.monotonic()
+        child.press_ctrl_c()
+        assert child.wait().code == 130
+        assert time.monotonic() - begun < unit(5)
+        assert child.left() == []
+
+
+def test_a_second_ctrl_c_ends_it_at_once(launch: Launch) -> None:
+    script = CONNECT + "signal.signal(signal.SIGINT, lambda *_: print('no', flush=True))\nprint('up', flush=True)\n"
+    with launch(script + "while True: time.sleep(600)", w0=DEAF) as child:
+        child.wait_for("up")
+        child.press_ctrl_c()
+        child.wait_for("Ctrl-C again ends it at once", stream="err")
+        begun = time.monotonic()
+        child.press_ctrl_c()
+        assert child.wait().code == 130
+        assert time.monotonic() - begun < unit(1)
+        assert child.left() == []
+
+
+def test_sigterm_is_forwarded_at_once_so_that_the_script_can_save(launch: Launch) -> None:
+    script = (
+        CONNECT + "signal.signal(signal.SIGTERM, lambda *_: (print('saved'), sys.exit(0)))\nprint('up', flush=True)\n"
+    )
+    with launch(script + "time.sleep(600)") as child:
+        child.wait_for("up")
+        child.signal(signal.SIGTERM)
+        result = child.wait(unit(5))
+        assert (result.code, result.lines[-1]) == (143, "saved")
+        assert child.left() == []
+
+
+def test_ctrl_c_before_the_service_is_up(launch: Launch) -> None:
+    with launch("import time; time.sleep(600)", server="print('starting'); link.recv(1)") as child:
+        child.wait_for("starting")
+        child.press_ctrl_c()
+        result = child.wait(unit(5))
+        assert result.code == 130
+        assert "failure" not in result.err
+        assert child.left() == []
+
+
+def test_nothing_outlives_a_launcher_that_is_killed(launch: Launch) -> None:
+    with launch(CONNECT + "time.sleep(600)", w0=DEAF) as child:
+        child.wait_for("Serving")
+        pids = [process.pid for process in child.processes()]
+        assert len(pids) == 5
+        child.signal(signal.SIGKILL)
+        child.wait()
+        for pid in pids:
+            wait_gone(pid, unit(5))
+    RunDirectory().remove()  # the next start removes what this one left
+
+
+def test_stacks_on_request(launch: Launch) -> None:
+    with launch(CONNECT + "link.recv(1)") as child:
+        child.wait_for("Serving")
+        child.signal(signal.SIGUSR1)
+        child.wait_for("most recent call first", stream="err")
+        child.signal(signal.SIGTERM)
+        child.wait()
+
+
+# --- the command line -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "which script?"),
+        (["--devices", "cpu:0"], "which script?"),
+        (["no_such.py"], "there is no script 'no_such.py' in /"),
+        (["--verbose", "x.py"], "unrecognized arguments: --verbose"),
+        (["--dev", "cpu:0", "x.py"], "unrecognized arguments: --dev"),
+        (["--devices", "gpu:9999", __file__], "gpu:9999' does not exist"),
+        (["--devices", "", __file__], "compute_devices is empty"),
+        (["--parameter-device", "nonsense", __file__], "'nonsense' is not a device"),
+        (["--start-timeout", "0", __file__], "more than 0 seconds"),
+        (["--log-dir", __file__, __file__], "log files cannot be written"),
+        (["--run-dir", "/tmp/" + "x" * 100, __file__], "at most 107 bytes"),
+        (["-m"], "name of a module"),
+    ],
+)
+def test_a_command_line_that_makes_no_sense_is_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("cs-launch: error: ")
+    assert words in err
+    assert out == ""
+
+
+def test_a_run_directory_in_use_is_3(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    holder = RunDirectory(str(tmp_path / "r"))
+    assert cli.main(["--run-dir", holder.path, __file__]) == 3
+    assert f"held by another run (supervisor pid {os.getpid()})" in capsys.readouterr().err
+    holder.remove()
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    for words in ("Your script runs ONCE", "cs-launch --devices cpu:0,cpu:1 train.py", "exit codes", "CS_LOG=debug"):
+        assert words in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_a_module_is_run_with_its_arguments(standins: Callable[..., dict[str, str]], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    arguments = (*AS_MODULE, "--devices", "cpu:0", "-m", "train", "--devices", "x", "-m")
+    result = processes.run(*arguments, environment=standins(), directory=tmp_path)
+    assert (result.code, result.lines) == (0, ["__main__ ['--devices', 'x', '-m']"]), result

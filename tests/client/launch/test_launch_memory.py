@@ -1,0 +1,126 @@
+"""Segments: who may write, what the kernel enforces, what is refused."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from central_storage.launch.memory import Memfd, Memory
+from cs_proto.errors import ContextError, InvalidArgumentError, MemoryPlanError
+from cs_proto.messages import MakeSegment
+
+NBYTES = 1 << 20
+
+
+@pytest.fixture
+def memory() -> Iterator[Memory]:
+    made = Memory("01234567", Memfd())
+    yield made
+    made.close()
+
+
+def hand_out(memory: Memory, asker: str, name: str = "arena/0") -> tuple[bool, int]:
+    segment, descriptor = memory.open(asker, name)
+    assert segment.reservation == NBYTES
+    return segment.writable, descriptor
+
+
+@pytest.fixture
+def made(memory: Memory) -> Iterator[int]:
+    """The server's descriptor of a segment that worker 0 may write."""
+    segment, descriptor = memory.make("server", MakeSegment("arena/0", NBYTES, "w0"))
+    assert segment.writable
+    yield descriptor
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("asker", ["server", "w0"])
+def test_the_server_and_the_named_writer_may_write(memory: Memory, made: int, asker: str) -> None:
+    writable, descriptor = hand_out(memory, asker)
+    assert writable
+    with mmap.mmap(descriptor, NBYTES) as mapping:
+        mapping[5:10] = b"hello"
+    os.close(descriptor)
+    assert os.pread(made, 5, 5) == b"hello"
+
+
+@pytest.mark.parametrize("asker", ["w1", "w00", "controller", "observer", "script", ""])
+def test_nobody_else_can_write_by_any_way(memory: Memory, made: int, asker: str) -> None:
+    os.pwrite(made, b"whole", 0)
+    writable, descriptor = hand_out(memory, asker)
+    assert not writable
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.write(descriptor, b"torn")
+    with pytest.raises(PermissionError):
+        mmap.mmap(descriptor, NBYTES, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    with mmap.mmap(descriptor, NBYTES, prot=mmap.PROT_READ) as mapping:
+        assert mapping[:5] == b"whole"
+    assert fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+    os.close(descriptor)
+
+
+def test_nobody_can_change_the_length_under_a_mapping(made: int) -> None:
+    for length in (0, NBYTES * 2):
+        with pytest.raises(PermissionError):
+            os.ftruncate(made, length)
+
+
+def test_pages_can_be_given_back(made: int) -> None:
+    with mmap.mmap(made, NBYTES) as mapping:
+        mapping[:] = b"x" * NBYTES
+        assert os.fstat(made).st_blocks > 0
+        mapping.madvise(mmap.MADV_REMOVE)
+        assert os.fstat(made).st_blocks == 0
+        assert mapping[:2] == b"\0\0"
+
+
+def test_a_reservation_larger_than_the_machine_takes_no_memory(memory: Memory) -> None:
+    _, descriptor = memory.make("server", MakeSegment("parameters/float32", 1 << 42, ""))
+    assert (os.fstat(descriptor).st_size, os.fstat(descriptor).st_blocks) == (1 << 42, 0)
+    os.close(descriptor)
+
+
+def test_a_server_that_asks_again_gets_the_same_memory(memory: Memory, made: int) -> None:
+    os.pwrite(made, b"kept", 0)
+    _, again = memory.make("server", MakeSegment("arena/0", NBYTES, "w0"))
+    assert os.pread(again, 4, 0) == b"kept"
+    os.close(again)
+    with pytest.raises(InvalidArgumentError, match=f"exists with {NBYTES} bytes and writer 'w0', not 4096"):
+        memory.make("server", MakeSegment("arena/0", 4096, "w0"))
+    with pytest.raises(InvalidArgumentError, match="writer ''"):
+        memory.make("server", MakeSegment("arena/0", NBYTES, ""))
+
+
+def test_what_makes_no_sense_is_refused(memory: Memory, made: int) -> None:
+    with pytest.raises(ContextError, match="only the server may make segments; w0 asked for x"):
+        memory.make("w0", MakeSegment("x", 1, "w0"))
+    with pytest.raises(InvalidArgumentError, match="'w01' is no writer"):
+        memory.make("server", MakeSegment("x", 1, "w01"))
+    with pytest.raises(InvalidArgumentError, match="there is no segment 'arena/1'; there are arena/0"):
+        memory.open("server", "arena/1")
+
+
+class Refusing(Memfd):
+    """A medium of which the kernel has no more."""
+
+    def __init__(self, error: int) -> None:
+        self.error = error
+
+    def make(self, name: str, nbytes: int) -> int:
+        raise OSError(self.error, os.strerror(self.error))
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(errno.ENOMEM, "memory"), (errno.EMFILE, r"raise the limit \(ulimit -n\)")]
+)
+def test_what_the_kernel_refuses_says_how_much_and_why(number: int, words: str) -> None:
+    memory = Memory("01234567", Refusing(number))
+    with pytest.raises(MemoryPlanError, match=f"segment control of {NBYTES} bytes: .*{words}"):
+        memory.make("server", MakeSegment("control", NBYTES, ""))
+    with pytest.raises(InvalidArgumentError):
+        memory.open("server", "control")

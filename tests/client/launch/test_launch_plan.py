@@ -1,0 +1,107 @@
+"""Plans: command lines and environments, the split of the processors, where packages come from."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from central_storage.launch.cores import core_count
+from central_storage.launch.packages import python_path
+from central_storage.launch.plan import Command, Options, script_command, service_commands
+
+TWO = Options(("cpu:0", "cpu:1"), "cpu:0", "/run/cs-1")
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS", "NUMBA_NUM_THREADS")
+
+
+def plan(environment: dict[str, str] | None = None, cores: int = 8, options: Options = TWO) -> list[Command]:
+    return service_commands(options, environment or {}, python="/py", cores=cores)
+
+
+def test_a_server_and_a_worker_for_each_device() -> None:
+    server, w0, w1 = plan()
+    assert [command.label for command in (server, w0, w1)] == ["server", "w0", "w1"]
+    assert " ".join(server.argv) == (
+        "/py -P -m cs_server --run-directory /run/cs-1 --parameter-device cpu:0 --replicas 2 --threads 8"
+    )
+    assert " ".join(w1.argv) == (
+        "/py -P -m cs_worker --run-directory /run/cs-1 --replica 1 --incarnation 1 --device cpu:1"
+    )
+
+
+def test_workers_know_their_rank_and_the_others_have_none() -> None:
+    server, w0, w1 = plan()
+    ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    assert [w0.environment[name] for name in ranks] == ["0", "0", "2", "2"]
+    assert [w1.environment[name] for name in ranks] == ["1", "1", "2", "2"]
+    assert w1.environment["CS_ROLE"] == "worker"
+    assert w1.environment["CS_RUN_DIRECTORY"] == "/run/cs-1"
+    script = script_command(TWO, {"HOME": "/home"}, ["train.py", "--rate", "1"], python="/py")
+    assert not set(ranks) & (set(server.environment) | set(script.environment))
+    assert script.argv == ("/py", "-u", "train.py", "--rate", "1")
+    assert dict(script.environment) == {
+        "HOME": "/home",
+        "CS_ROLE": "script",
+        "CS_RUN_DIRECTORY": "/run/cs-1",
+        "CS_ADDRESS": "/run/cs-1",
+        "CS_DEVICES": "cpu:0,cpu:1",
+        "CS_PARAMETER_DEVICE": "cpu:0",
+    }
+
+
+def test_a_service_inside_a_launched_script_is_not_told_of_the_outer_one() -> None:
+    outer = dict(script_command(TWO, {}, ["x.py"], python="/py").environment)
+    for command in plan(outer, options=Options(("cpu:0",), "cpu:0", "/run/cs-2")):
+        assert command.environment["CS_RUN_DIRECTORY"] == "/run/cs-2"
+        assert not {"CS_ADDRESS", "CS_DEVICES", "CS_PARAMETER_DEVICE"} & set(command.environment)
+
+
+@pytest.mark.parametrize(("cores", "each"), [(8, "4"), (5, "2"), (1, "1")])
+def test_workers_share_the_processors_and_the_server_has_them_all(cores: int, each: str) -> None:
+    server, w0, w1 = plan(cores=cores)
+    for name in THREADS:
+        assert server.environment[name] == str(cores)
+        assert w0.environment[name] == w1.environment[name] == each
+
+
+def test_what_the_user_said_about_threads_is_obeyed() -> None:
+    server, w0, _ = plan({"MKL_NUM_THREADS": "3"})
+    assert (w0.environment["MKL_NUM_THREADS"], w0.environment["OMP_NUM_THREADS"]) == ("3", "4")
+    server, w0, _ = plan({"OMP_NUM_THREADS": "6,2"})  # most libraries fall back to it, so it speaks for all
+    assert w0.environment["OMP_NUM_THREADS"] == "6,2"
+    assert w0.environment["OPENBLAS_NUM_THREADS"] == server.environment["NUMBA_NUM_THREADS"] == "6"
+    assert server.argv[-1] == "6"
+    assert plan({"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "5"})[0].argv[-1] == "5"
+    assert plan({"OMP_NUM_THREADS": "many"})[0].argv[-1] == "8"
+
+
+def test_the_rest_of_the_environment_passes() -> None:
+    for command in plan({"HOME": "/home", "PYTHONUNBUFFERED": ""}):
+        assert command.environment["HOME"] == "/home"
+        assert command.environment["PYTHONUNBUFFERED"] == ""
+        assert "PYTHONPATH" not in command.environment
+
+
+def test_cores_are_cut_to_the_quotas_of_the_control_group_and_those_around_it(tmp_path: Path) -> None:
+    group = tmp_path / "groups" / "outer" / "inner"
+    group.mkdir(parents=True)
+    membership = tmp_path / "cgroup"
+    membership.write_text("1:cpu:/elsewhere\n0::/outer/inner\n")
+    allowed = len(os.sched_getaffinity(0))
+    assert core_count(tmp_path / "groups", membership) == allowed
+    (group / "cpu.max").write_text("max 100000\n")
+    assert core_count(tmp_path / "groups", membership) == allowed
+    (group.parent / "cpu.max").write_text("50000 100000\n")
+    assert core_count(tmp_path / "groups", membership) == 1
+    assert core_count(tmp_path / "groups", tmp_path / "none") == allowed
+
+
+def test_children_find_the_packages_where_this_process_found_them() -> None:
+    directories = python_path({}).split(os.pathsep)
+    for package in ("central_storage", "cs_proto"):
+        home = Path(sys.modules[package].__file__).parents[1]
+        assert str(home) in directories or "site-packages" in str(home)
+    known = os.pathsep.join(["/mine", *directories])
+    assert python_path({"PYTHONPATH": known}) == known

@@ -1,0 +1,150 @@
+"""The run directory: private, short, held by one, gone afterwards; and what the next start cleans up."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from central_storage.launch.packages import python_path
+from central_storage.launch.run_directory import RunDirectory
+from cs_proto.errors import ConfigurationError, LaunchError
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty place for run directories."""
+    place = Path(os.environ["TMPDIR"]) / "r"
+    place.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
+    yield place
+    shutil.rmtree(place)
+
+
+def dead(place: Path, name: str = "cs-0123abcd") -> Path:
+    """The run directory of a supervisor that was killed."""
+    path = place / name
+    path.mkdir(mode=0o700)
+    (path / "lock").write_text("1\n")
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path / "supervisor"))
+    return path
+
+
+def test_it_is_private_and_goes_with_its_content(runtime: Path) -> None:
+    directory = RunDirectory()
+    path = Path(directory.path)
+    assert path.parent == runtime
+    assert path.name == f"cs-{directory.name}"
+    assert len(directory.name) == 8
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert (path / "lock").read_text() == f"{os.getpid()}\n"
+    (path / "logs").mkdir()
+    (path / "logs" / "w0.log").touch()
+    directory.remove()
+    directory.remove()
+    assert list(runtime.iterdir()) == []
+
+
+def test_what_is_kept_is_what_the_run_did_not_need(runtime: Path) -> None:
+    directory = RunDirectory(keep=True)
+    path = Path(directory.path)
+    (path / "logs").mkdir()
+    (path / "w0.1").touch()
+    directory.remove()
+    assert [entry.name for entry in path.iterdir()] == ["logs"]
+    RunDirectory().remove()  # the next start leaves it alone
+    assert path.exists()
+
+
+def test_the_next_start_removes_what_a_killed_run_left_and_only_that(runtime: Path) -> None:
+    gone = dead(runtime)
+    others = [dead(runtime, name) for name in ("cs-0123", "cs-0123abcdef", "xcs-0123abcd", "cs-0123ABCD")]
+    living = RunDirectory()
+    link = runtime / "cs-ffffffff"
+    link.symlink_to(others[0])
+    RunDirectory().remove()
+    assert not gone.exists()
+    assert all(other.exists() for other in others)
+    assert Path(living.path, "lock").exists()
+    assert link.is_symlink()
+    living.remove()
+
+
+def test_a_run_killed_with_its_directory_is_cleaned_up_by_the_next(runtime: Path) -> None:
+    code = (
+        "import os, signal; from central_storage.launch.run_directory import RunDirectory; "
+        "print(RunDirectory().path, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    environment = {**os.environ, "PYTHONPATH": python_path(os.environ)}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    left = Path(ended.stdout.strip())
+    assert left.parent == runtime
+    assert (left / "lock").exists()
+    RunDirectory().remove()
+    assert not left.exists()
+
+
+def test_a_second_holder_is_told_who_holds_it(runtime: Path) -> None:
+    first = RunDirectory(str(runtime / "mine"))
+    with pytest.raises(LaunchError, match=rf"{runtime}/mine is held by another run \(supervisor pid {os.getpid()}\)"):
+        RunDirectory(str(runtime / "mine"))
+    first.remove()
+    RunDirectory(str(runtime / "mine")).remove()
+    assert list(runtime.iterdir()) == []
+
+
+def test_a_given_directory_keeps_what_is_not_ours(runtime: Path) -> None:
+    path = dead(runtime, "mine")
+    (path / "precious").touch()
+    directory = RunDirectory(str(path))
+    assert sorted(entry.name for entry in path.iterdir()) == ["lock", "precious"]
+    directory.remove()
+    assert [entry.name for entry in path.iterdir()] == ["precious"]
+
+
+def test_a_given_directory_must_be_private_and_short(runtime: Path) -> None:
+    (runtime / "open").mkdir(mode=0o755)
+    with pytest.raises(ConfigurationError, match="nobody else may enter"):
+        RunDirectory(str(runtime / "open"))
+    (runtime / "file").touch()
+    with pytest.raises(ConfigurationError, match="cannot be made: File exists"):
+        RunDirectory(str(runtime / "file"))
+    with pytest.raises(ConfigurationError, match="at most 107 bytes"):
+        RunDirectory("/tmp/" + "x" * 100)
+
+
+def test_places_that_will_not_do_are_passed_over(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = runtime / ("x" * 90)
+    deep.mkdir()
+    for unusable in (str(deep), str(runtime / "none"), "relative", ""):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", unusable)
+        directory = RunDirectory()
+        assert Path(directory.path).parent == Path(os.environ["TMPDIR"])
+        directory.remove()
+
+
+def test_a_lock_taken_between_making_and_locking_is_not_shared(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another start's clean-up may take a directory for dead before its owner has locked it."""
+    flock = fcntl.flock
+    taken: list[int] = []
+
+    def first_goes_to_somebody_else(descriptor: int, operation: int) -> None:
+        if not taken and os.readlink(f"/proc/self/fd/{descriptor}").startswith(str(runtime)):
+            taken.append(os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR))
+            flock(taken[0], operation)
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", first_goes_to_somebody_else)
+    directory = RunDirectory()
+    assert len(list(runtime.iterdir())) == 2
+    directory.remove()
+    os.close(taken[0])

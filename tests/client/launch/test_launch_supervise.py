@@ -1,0 +1,292 @@
+"""The supervisor: readiness, memory over its socket, deaths, stopping; driven in the test's own thread."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import signal
+import struct
+import termios
+import time
+from pathlib import Path
+
+import pytest
+from tests.client.launch.standins import LIMIT, Client, World, packet, standin_command, standin_environment, wait_gone
+from tests.harness.timing import unit
+
+from central_storage.launch.plan import Command
+from central_storage.launch.supervise import TRANSPORT
+from cs_proto.messages import (
+    Died,
+    Introduce,
+    MakeSegment,
+    OpenSegment,
+    Output,
+    Ready,
+    Segment,
+    SegmentRefused,
+    Serving,
+    Shutdown,
+    StartFailed,
+)
+
+MAKE = packet(MakeSegment("parameters/float32", 1 << 20, "w0"))
+WRITE = f"""
+link.send(bytes.fromhex("{MAKE.hex()}"))
+descriptor = socket.recv_fds(link, 1 << 17, 1)[1][0]
+memory = mmap.mmap(descriptor, 1 << 20)
+memory[:5] = b"whole"
+"""
+
+
+def ask(client: Client, request: MakeSegment | OpenSegment) -> Segment | SegmentRefused:
+    client.send(request)
+    answer = client.receive()
+    assert isinstance(answer, (Segment, SegmentRefused))
+    return answer
+
+
+def failed(client: Client) -> str:
+    answer = client.receive()
+    assert isinstance(answer, StartFailed)
+    assert answer.error.exception == "cs.LaunchError"
+    return answer.error.message
+
+
+# --- readiness ------------------------------------------------------------------------------------------------------
+
+
+def test_clients_are_told_once_everybody_is_ready_and_later_ones_at_once(world: World) -> None:
+    world.start(workers=2)
+    serving = Serving("ipc:///run/server", world.directory.path, TRANSPORT)
+    assert world.client().receive() == serving
+    assert world.client("observer").receive() == serving
+    assert world.service.first_failure is None
+
+
+def test_nobody_is_told_before_the_last_is_ready(world: World, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "door")
+    world.start(w0=f"print('at the door'); open({str(tmp_path / 'door')!r}).read()")
+    client = world.client()
+    world.until(lambda: "[w0] at the door" in world.sink.text and world.service._children[0].ready)
+    with pytest.raises(BlockingIOError):
+        client.link.recv(1)
+    (tmp_path / "door").write_text("open")
+    assert isinstance(client.receive(), Serving)
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        ("sys.exit(3)", "exit code 3"),
+        ("sys.exit(0)", "exit code 0"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV"),
+    ],
+)
+def test_a_death_before_readiness_is_a_failed_start_with_its_last_lines(world: World, code: str, cause: str) -> None:
+    world.start(workers=2, w1=f"print(*range(30), 'the reason', sep='\\n'); {code}")
+    client = world.client()
+    message = failed(client)
+    pid = world.pids()["w1"]
+    assert message.startswith(
+        f"the service did not start: worker w1 (pid {pid}) ended by {cause} before the service was up\n"
+        f"last lines of worker w1 (pid {pid}):\n11\n12\n"
+    )
+    assert message.endswith("29\nthe reason")
+    assert failed(world.client()) == message  # a client that comes late
+    world.until(lambda: not world.service.living_pids)
+    assert (world.service.first_failure.role, world.service.first_failure.rank) == ("worker", 1)
+
+
+def test_the_start_deadline_names_who_is_not_ready(world: World) -> None:
+    world.start(workers=2, start_timeout=unit(0.3), w1="print('loading'); link.recv(1)")
+    message = failed(world.client())
+    assert f"not ready within {unit(0.3):g} s" in message
+    late = re.findall(r"the server|worker w\d", message.partition("\n")[0])
+    assert late[-1] == "worker w1"
+
+
+def test_a_program_that_is_not_there_is_a_failed_start(world: World) -> None:
+    good = standin_command("server", 0, world.directory.path, standin_environment())
+    world.start_commands([good, Command("worker", 0, ("/no/such/python",), {})])
+    message = failed(world.client())
+    assert message == "the service did not start: w0 could not be started (/no/such/python: No such file or directory)"
+
+
+# --- who speaks -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["server", "worker"])
+def test_a_process_that_was_not_started_here_is_no_server_or_worker(
+    world: World, role: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.start()
+    assert world.client(role).receive() is None
+    assert f"process {os.getpid()} says it is {role} 0" in caplog.text
+    assert isinstance(world.client().receive(), Serving)
+
+
+def test_nonsense_is_dropped_or_ends_that_connection_and_nothing_else(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.start()
+    honest = world.client()
+    assert isinstance(honest.receive(), Serving)
+    stranger = world.client("")
+    stranger.send(OpenSegment("control"))
+    assert stranger.receive() is None
+    twice = world.client()
+    twice.send(Introduce("controller", 0, 1, 1))
+    assert [type(twice.receive()), twice.receive()] == [Serving, None]
+    honest.link.send(b"\xc1")
+    honest.link.send(b"x" * (1 << 17) + b"x")
+    honest.send(Ready("ipc:///mine"))
+    honest.send(Output("stdout", "x"))
+    honest.send(Shutdown("I am not the owner"))
+    assert isinstance(ask(honest, OpenSegment("../x")), SegmentRefused)
+    for words in ("before Introduce", "introduced itself twice", "not one msgpack value", "more than 131072 bytes"):
+        assert words in caplog.text
+    for words in ("dropped a Ready of controller", "dropped a Output", "dropped a Shutdown"):
+        assert words in caplog.text
+    assert len(world.service.living_pids) == 2
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_segments_are_handed_out_by_role_and_outlive_the_server(world: World) -> None:
+    world.start(server=WRITE)
+    client = world.client()
+    assert isinstance(client.receive(), Serving)
+    os.kill(world.pids()["server"], signal.SIGKILL)
+    assert isinstance(client.receive(), Died)
+    assert ask(client, OpenSegment("parameters/float32")) == Segment("parameters/float32", 1 << 20, False)
+    (descriptor,) = client.descriptors
+    assert os.pread(descriptor, 5, 0) == b"whole"
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pwrite(descriptor, b"torn", 0)
+
+
+def test_refusals_come_back_typed(world: World) -> None:
+    world.start(server=WRITE)
+    client = world.client()
+    assert isinstance(client.receive(), Serving)
+    refused = ask(client, MakeSegment("arena/9", 4096, "controller"))
+    assert refused.error.exception == "cs.ContextError"
+    refused = ask(client, OpenSegment("arena/9"))
+    assert refused.error.exception == "cs.InvalidArgumentError"
+    assert "'arena/9'" in refused.error.message
+    assert client.descriptors == []
+
+
+# --- deaths ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_workers_death_is_told_to_all_and_the_rest_lives(world: World) -> None:
+    world.start(workers=2, w1_READY="print('last words'); link.recv(1 << 17); os._exit(9)")
+    first, second = world.client(), world.client("observer")
+    assert isinstance(first.receive(), Serving)
+    assert isinstance(second.receive(), Serving)
+    pids = world.pids()
+    os.kill(pids["w0"], signal.SIGKILL)
+    died = Died("worker", 0, 1, pids["w0"], "SIGKILL", "")
+    # The other worker gets the notice too, and ends by it, which is told as well.
+    then = Died("worker", 1, 1, pids["w1"], "exit code 9", "last words")
+    assert [first.receive(), first.receive()] == [second.receive(), second.receive()] == [died, then]
+    assert world.service.living_pids == {pids["server"]}
+    assert world.service.first_failure == died
+    late = world.client()
+    assert [type(late.receive()), late.receive(), late.receive()] == [Serving, died, then]
+    assert f"[supervisor] worker w0 (pid {pids['w0']}) ended by SIGKILL\n" in world.sink.text
+
+
+def test_the_servers_death_ends_the_workers(world: World) -> None:
+    world.start(workers=2)
+    client = world.client()
+    assert isinstance(client.receive(), Serving)
+    pid = world.pids()["server"]
+    os.kill(pid, signal.SIGKILL)
+    assert client.receive() == Died("server", 0, 1, pid, "SIGKILL", "")
+    world.until(lambda: not world.service.living_pids)
+    assert failed(world.client()) == f"the service has ended: its server (pid {pid}) ended by SIGKILL"
+    assert world.service.first_failure.role == "server"
+
+
+def test_what_a_dead_worker_started_dies_too(world: World) -> None:
+    sleeper = "subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)'], start_new_session={})"
+    world.start(w0_READY=f"print('pids', *[{sleeper.format(False)}.pid, {sleeper.format(True)}.pid])")
+    world.until(lambda: "pids" in world.sink.text)
+    pids = [int(pid) for pid in re.search(r"pids (\d+) (\d+)", world.sink.text).groups()]
+    os.kill(world.pids()["w0"], signal.SIGKILL)
+    world.until(lambda: world.service.first_failure is not None)
+    for pid in pids:
+        wait_gone(pid)
+    assert world.service.living_pids == {world.pids()["server"]}
+
+
+# --- stopping -------------------------------------------------------------------------------------------------------
+
+
+def test_stopping_asks_first_and_kills_who_does_not_hear(world: World) -> None:
+    ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    sleeper = "subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)'], start_new_session=True)"
+    polite = "signal.signal(signal.SIGTERM, lambda *_: (print('goodbye'), sys.exit(0)))"
+    world.start(workers=2, w0=f"{ignore}; print('left', {sleeper}.pid)", w1=polite)
+    assert isinstance(world.client().receive(), Serving)
+    left = int(re.search(r"left (\d+)", world.sink.text)[1])
+    begun = time.monotonic()
+    world.service.stop(LIMIT)
+    world.until(lambda: world.service.living_pids == {world.pids()["w0"]})
+    world.service.stop(0.0)
+    world.until(lambda: world.service.stopped)
+    world.service.close()
+    assert time.monotonic() - begun < unit(5)
+    wait_gone(left, unit(1))
+    assert {c.command.label: c.cause for c in world.service._children} == {
+        "server": "SIGTERM",
+        "w0": "SIGKILL",
+        "w1": "exit code 0",
+    }
+    assert "[w1] goodbye" in world.sink.text
+    assert world.service.first_failure is None  # they were asked
+
+
+def test_everything_is_said_before_the_end(world: World) -> None:
+    """A process that ends at once after a flood of output: its last line arrives, whole and last."""
+    world.start(w0_READY="sys.stdout.write('x' * 50 + chr(10) * 1000 + 'no line end'); sys.stdout.flush(); os._exit(1)")
+    world.until(lambda: world.service.first_failure is not None)
+    assert world.service.first_failure.log.endswith("no line end")
+    assert world.sink.text.count("[w0] \n") == 999
+
+
+def test_a_full_sink_stops_the_reading_until_there_is_room(world: World) -> None:
+    world.sink.full = True
+    world.start(w0_READY="for _ in range(300): print('x' * 1000)\nprint('the end')")
+    pipe = next(fd for fd, (stream, _) in world.service._children[1]._pipes.items() if stream == "stdout")
+
+    def unread() -> int:
+        return struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4))[0]
+
+    world.until(lambda: unread() > 60_000)  # the pipe is full, and the process waits
+    assert isinstance(world.client().receive(), Serving)
+    assert "the end" not in world.sink.text
+    world.sink.full = False
+    world.sink.on_room()
+    world.until(lambda: "[w0] the end" in world.sink.text)
+    assert world.sink.text.count("x") == 300_000
+
+
+def test_a_line_of_debug_for_every_record(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", "central_storage.launch")
+    world.start(server=WRITE)
+    assert isinstance(world.client().receive(), Serving)
+    lines = [record.getMessage() for record in caplog.records]
+    for start in (
+        "stranger -> supervisor: Introduce(role='server'",
+        "server -> supervisor: MakeSegment(segment='parameters/float32'",
+        "supervisor -> server: Segment(",
+        "w0 -> supervisor: Ready(",
+        "supervisor -> controller: Serving(",
+    ):
+        assert any(line.startswith(start) for line in lines), lines

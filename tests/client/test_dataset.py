@@ -1,0 +1,358 @@
+"""Data sets: what their elements are, in which order, and what is refused."""
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from central_storage.dataset import AUTOTUNE, INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset
+from central_storage.specs import PerReplicaSpec, TensorSpec, joined
+from cs_proto.errors import InvalidArgumentError
+
+INT64 = np.dtype(np.int64)
+
+
+def listed(dataset):
+    """The elements as plain lists and numbers."""
+    return [plain(element) for element in dataset]
+
+
+def plain(element):
+    if isinstance(element, dict):
+        return {key: plain(value) for key, value in element.items()}
+    return tuple(map(plain, element)) if isinstance(element, tuple) else element.tolist()
+
+
+def numbers(n):
+    """``n`` scalars that do not come from a table of rows."""
+    return Dataset.from_generator(lambda: iter(np.arange(n)))
+
+
+class TestBeginnings:
+    def test_slices_of_a_nest(self):
+        dataset = Dataset.from_tensor_slices({"x": np.float32([[1, 2], [3, 4]]), "y": ([5, 6], ["a", "b"])})
+        assert listed(dataset) == [{"x": [1, 2], "y": (5, "a")}, {"x": [3, 4], "y": (6, "b")}]
+        assert dataset.cardinality() == 2
+        assert dataset.element_spec == {
+            "x": TensorSpec((2,), np.float32),
+            "y": (TensorSpec((), np.int32), TensorSpec((), "U1")),
+        }
+
+    def test_a_list_is_stacked(self):
+        assert listed(Dataset.from_tensor_slices([np.array([0, 1]), np.array([2, 3])])) == [[0, 1], [2, 3]]
+        assert listed(Dataset.from_tensors([1, 2])) == [[1, 2]]
+
+    @pytest.mark.parametrize("value", [3, np.zeros(()), (), (np.zeros(2), np.zeros(3)), None, [[1], [2, 3]]])
+    def test_slices_of_what_has_no_rows(self, value):
+        with pytest.raises(InvalidArgumentError):
+            Dataset.from_tensor_slices(value)
+
+    def test_tensors(self):
+        dataset = Dataset.from_tensors((np.zeros((2, 3)), 1.5))
+        (element,) = dataset
+        assert [part.shape for part in element] == [(2, 3), ()]
+        assert dataset.element_spec == (TensorSpec((2, 3), np.float64), TensorSpec((), np.float32))
+
+    def test_range(self):
+        assert listed(Dataset.range(3)) == [0, 1, 2]
+        assert listed(Dataset.range(5, -6, -5)) == [5, 0, -5]
+        assert listed(Dataset.range(-3, 3).batch(4)) == [[-3, -2, -1, 0], [1, 2]]
+        assert listed(Dataset.range(0, 9, 2).batch(3)) == [[0, 2, 4], [6, 8]]
+        assert next(iter(Dataset.range(10**12).batch(2))).dtype == INT64
+        assert Dataset.range(3).element_spec == TensorSpec((), INT64)
+        for wrong in ((0, 1, 0), (10**30,)):
+            with pytest.raises(InvalidArgumentError):
+                Dataset.range(*wrong)
+        with pytest.raises(TypeError):
+            Dataset.range(1.5)
+
+    def test_generator_is_called_for_every_iteration(self):
+        dataset = Dataset.from_generator(lambda n: ((i, [i, i]) for i in range(n)), args=(2,))
+        assert listed(dataset) == listed(dataset) == [(0, [0, 0]), (1, [1, 1])]
+        assert dataset.cardinality() == UNKNOWN_CARDINALITY
+        assert dataset.element_spec == (TensorSpec((), np.int32), TensorSpec((None,), np.int32))
+
+    def test_generator_with_a_signature(self):
+        def make():
+            yield 1, [1.0]
+            yield 2, [2.0, 3.0]
+
+        signature = (TensorSpec((), np.float64), TensorSpec([None], np.float32))
+        for dataset in (
+            Dataset.from_generator(make, output_signature=signature),
+            Dataset.from_generator(make, (np.float64, np.float32), ([], [None])),
+        ):
+            assert dataset.element_spec == signature
+            assert [(a.dtype, b.dtype) for a, b in dataset] == [(np.float64, np.float32)] * 2
+
+    @pytest.mark.parametrize(
+        "signature", [TensorSpec((), np.int32), (TensorSpec((1,), np.int32),) * 2, (TensorSpec((), np.int32),)]
+    )
+    def test_elements_that_break_the_signature(self, signature):
+        with pytest.raises(InvalidArgumentError):
+            list(Dataset.from_generator(lambda: [(1, 2)], output_signature=signature))
+
+    def test_generators_that_are_none(self):
+        for arguments in ([3], [iter, None, ()], [iter, np.int32, None, None, TensorSpec(())]):
+            with pytest.raises(TypeError):
+                Dataset.from_generator(*arguments)
+        with pytest.raises(TypeError):
+            Dataset.from_generator(iter, output_signature=3)
+        with pytest.raises(TypeError, match="iterated"):
+            list(Dataset.from_generator(lambda: 3))
+        with pytest.raises(InvalidArgumentError, match="output_signature"):
+            _ = Dataset.from_generator(list).element_spec
+
+    @pytest.mark.parametrize("make", [Dataset.range, numbers], ids=["table", "elements"])
+    def test_zip(self, make):
+        a, b = make(3), make(5).skip(1)
+        assert listed(Dataset.zip(a, b)) == listed(Dataset.zip((a, b))) == [(0, 1), (1, 2), (2, 3)]
+        assert listed(Dataset.zip({"x": a}).take(1)) == [{"x": 0}]
+        for wrong in ([], [[a, b]], [3], [a, 3]):
+            with pytest.raises(TypeError):
+                Dataset.zip(*wrong)
+
+    def test_zip_of_slices_still_picks_rows(self):
+        x, y = np.arange(10), np.arange(10, 30)
+        dataset = Dataset.zip(Dataset.from_tensor_slices(x), Dataset.from_tensor_slices(y))
+        assert dataset.cardinality() == 10
+        one, two = next(iter(dataset.batch(4)))
+        assert np.shares_memory(one, x)
+        assert np.shares_memory(two, y)
+        assert [(a == b - 10).all() for a, b in dataset.shuffle(10, seed=3).batch(5)] == [True, True]
+
+    def test_made_in_no_other_way(self):
+        with pytest.raises(TypeError, match="from_tensor_slices"):
+            Dataset([1, 2])
+
+
+@pytest.mark.parametrize("make", [Dataset.range, numbers], ids=["table", "elements"])
+class TestStages:
+    """Everything gives the same whether rows are picked or elements pass through."""
+
+    def test_picking(self, make):
+        d = make(5)
+        assert listed(d.take(2)) == [0, 1]
+        assert listed(d.take(-1)) == [0, 1, 2, 3, 4]
+        assert listed(d.take(9)) == [0, 1, 2, 3, 4]
+        assert listed(d.skip(3)) == [3, 4]
+        assert listed(d.skip(-1)) == listed(d.skip(9)) == []
+        assert listed(d.shard(2, 1)) == [1, 3]
+        assert listed(make(2).repeat(2)) == listed(make(2).repeat().take(4)) == [0, 1, 0, 1]
+        assert listed(d.repeat(0)) == listed(make(0).repeat()) == []
+        assert listed(make(1).concatenate(make(2))) == [0, 0, 1]
+        assert listed(d.filter(lambda x: x % 2 == 1)) == [1, 3]
+
+    def test_batches(self, make):
+        assert listed(make(5).batch(2)) == [[0, 1], [2, 3], [4]]
+        assert listed(make(5).batch(2, drop_remainder=True)) == [[0, 1], [2, 3]]
+        assert listed(make(8).batch(2).batch(2)) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+        assert listed(make(3).batch(2).repeat(2)) == [[0, 1], [2]] * 2
+        assert listed(make(3).repeat(2).batch(4)) == [[0, 1, 2, 0], [1, 2]]
+        assert listed(make(5).batch(2).unbatch()) == [0, 1, 2, 3, 4]
+        assert listed(make(0).batch(2)) == []
+        assert make(5).batch(2).element_spec == TensorSpec((None,), INT64)
+        assert make(5).batch(2, True).element_spec == TensorSpec((2,), INT64)
+        assert make(5).batch(2, True).unbatch().element_spec == TensorSpec((), INT64)
+
+    def test_new_elements(self, make):
+        d = make(3)
+        assert listed(d.map(lambda x: x * 2)) == [0, 2, 4]
+        assert listed(d.map(lambda x: (x, [x, 1.0]))) == [(0, [0, 1]), (1, [1, 1]), (2, [2, 1])]
+        assert listed(d.enumerate(5).map(lambda i, x: i * x)) == [0, 6, 14]
+        assert listed(d.enumerate()) == [(0, 0), (1, 1), (2, 2)]
+        spec = d.batch(2).map(lambda x: {"a": x / 2, "b": np.ones(3, bool)}).element_spec
+        assert spec == {"a": TensorSpec((None,), np.float64), "b": TensorSpec((None,), bool)}
+        assert d.enumerate().element_spec == (TensorSpec((), INT64),) * 2
+
+    def test_shuffle_is_a_permutation_that_the_seed_decides(self, make):
+        d = make(50).shuffle(50, seed=7)
+        one, two = listed(d), listed(d)
+        assert sorted(one) == sorted(two) == list(range(50))
+        assert one != two
+        again = make(50).shuffle(50, seed=7)
+        assert (listed(again), listed(again)) == (one, two)
+        assert listed(make(50).shuffle(50, seed=8)) != one
+        steady = make(50).shuffle(50, seed=7, reshuffle_each_iteration=False)
+        assert listed(steady) == listed(steady) == one
+        epochs = listed(make(50).shuffle(50, seed=7).repeat(2))
+        assert epochs == one + two
+
+    def test_shuffle_draws_from_its_buffer(self, make):
+        order = listed(make(2000).shuffle(10, seed=1))
+        assert sorted(order) == list(range(2000))
+        # The k-th element is drawn when rows 0 … k + 9 have been seen.
+        assert all(element <= place + 9 for place, element in enumerate(order))
+        assert any(element < place - 9 for place, element in enumerate(order))
+        assert listed(make(5).shuffle(1, seed=1)) == [0, 1, 2, 3, 4]
+
+    def test_shuffle_without_a_seed_follows_numpys(self, make):
+        np.random.seed(3)
+        one = listed(make(30).shuffle(30))
+        np.random.seed(3)
+        assert listed(make(30).shuffle(30)) == one
+
+    def test_batches_of_a_shuffle_hold_its_elements_in_order(self, make):
+        def shuffled():
+            return make(40).shuffle(7, seed=5)
+
+        assert listed(shuffled().batch(6).unbatch()) == listed(shuffled())
+
+    def test_element_spec_does_not_disturb_the_order(self, make):
+        d = make(20).shuffle(20, seed=1).map(lambda x: x)
+        _ = d.element_spec
+        assert listed(d) == listed(make(20).shuffle(20, seed=1))
+
+    def test_cache_freezes_the_order_of_the_first_whole_iteration(self, make):
+        d = make(20).shuffle(20, seed=1).cache()
+        next(iter(d))
+        first = listed(d)
+        assert listed(d) == listed(d.batch(20).unbatch()) == first
+
+    def test_prefetch(self, make):
+        d = make(5).map(lambda x: x + 1)
+        assert listed(d.prefetch(2)) == listed(d.prefetch(AUTOTUNE)) == listed(d.prefetch(0)) == [1, 2, 3, 4, 5]
+        assert d.prefetch(1).element_spec == d.element_spec
+
+
+def test_cache_computes_once():
+    calls = []
+    d = Dataset.range(3).map(lambda x: calls.append(x) or x).cache()
+    assert listed(d) == listed(d) == [0, 1, 2]
+    assert len(calls) == 3
+
+
+def test_prefetch_computes_ahead_in_a_thread_that_ends():
+    seen, fourth = [], threading.Event()
+
+    def note(x):
+        seen.append(threading.current_thread().name)
+        if x == 3:
+            fourth.set()
+        return x
+
+    before = threading.active_count()
+    iterator = iter(Dataset.range(100).map(note).prefetch(3))
+    assert next(iterator) == 0
+    assert fourth.wait(10)
+    iterator.close()
+    assert threading.active_count() == before
+    assert all(name.startswith("cs-prefetch") for name in seen)
+    assert len(seen) <= 5
+
+
+@pytest.mark.parametrize("wrap", [lambda d: d, lambda d: d.prefetch(3)])
+def test_an_exception_comes_out_at_its_element(wrap):
+    iterator = iter(wrap(Dataset.range(4).map(lambda x: 6 // (2 - int(x)))))
+    assert [next(iterator), next(iterator)] == [3, 6]
+    with pytest.raises(ZeroDivisionError):
+        next(iterator)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "count"),
+    [
+        (Dataset.range(7).batch(2), 4),
+        (Dataset.range(7).batch(2, True), 3),
+        (Dataset.range(7).take(3).repeat(2), 6),
+        (Dataset.range(7).skip(9), 0),
+        (Dataset.range(7).shard(3, 1), 2),
+        (Dataset.range(7).repeat(), INFINITE_CARDINALITY),
+        (Dataset.range(0).repeat(), 0),
+        (Dataset.range(7).repeat().skip(3).batch(2), INFINITE_CARDINALITY),
+        (Dataset.range(7).repeat().take(3), 3),
+        (Dataset.range(7).concatenate(Dataset.range(2)), 9),
+        (Dataset.range(7).concatenate(Dataset.range(2).repeat()), INFINITE_CARDINALITY),
+        (Dataset.range(7).concatenate(numbers(2)), UNKNOWN_CARDINALITY),
+        (Dataset.range(7).filter(lambda x: x > 0), UNKNOWN_CARDINALITY),
+        (Dataset.zip(Dataset.range(7), Dataset.range(3).repeat()), 7),
+        (Dataset.zip(Dataset.range(7), numbers(3)), UNKNOWN_CARDINALITY),
+        (numbers(7).repeat(), UNKNOWN_CARDINALITY),
+        (numbers(7).take(3), UNKNOWN_CARDINALITY),
+        (numbers(7).take(0), 0),
+        (Dataset.range(7).map(lambda x: x).enumerate().shuffle(3).cache().prefetch(1), 7),
+    ],
+)
+def test_cardinality(dataset, count):
+    assert dataset.cardinality() == count
+    if count >= 0:
+        assert len(list(dataset)) == count
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "error"),
+    [
+        ("batch", (0,), ValueError),
+        ("batch", (2.0,), TypeError),
+        ("take", (-2,), ValueError),
+        ("skip", ("1",), TypeError),
+        ("shard", (0, 0), ValueError),
+        ("shard", (2, 2), ValueError),
+        ("shard", (2, -1), ValueError),
+        ("repeat", (-2,), ValueError),
+        ("shuffle", (0,), ValueError),
+        ("shuffle", (3, -1), ValueError),
+        ("prefetch", (-2,), ValueError),
+        ("map", (3,), TypeError),
+        ("filter", (None,), TypeError),
+        ("enumerate", (0.5,), TypeError),
+        ("concatenate", ([1],), TypeError),
+        ("concatenate", (Dataset.from_tensors(1.0),), TypeError),
+        ("concatenate", (Dataset.from_tensors((1, 2)),), TypeError),
+    ],
+)
+def test_wrong_arguments(method, arguments, error):
+    with pytest.raises(error):
+        getattr(Dataset.range(3), method)(*arguments)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        numbers(2).map(lambda x: np.ones(x)).batch(2),
+        numbers(2).map(lambda x: x if x else 1.5).batch(2),
+        numbers(2).map(lambda x: (x, x) if x else x).batch(2),
+        numbers(2).unbatch(),
+        Dataset.from_tensors((np.zeros(2), np.zeros(3))).unbatch(),
+        numbers(2).filter(lambda x: x),
+        Dataset.from_tensor_slices([[1, 2]]).filter(lambda x: x > 1),
+        numbers(2).map(lambda x: None),
+    ],
+    ids=["shapes", "dtypes", "structures", "scalars", "lengths", "no bool", "many bools", "none"],
+)
+def test_elements_that_do_not_fit(dataset):
+    with pytest.raises(InvalidArgumentError):
+        list(dataset)
+
+
+def test_what_belongs_to_the_user_is_neither_copied_nor_writable():
+    x = np.arange(6.0).reshape(3, 2)
+    for element in (next(iter(Dataset.from_tensor_slices(x))), next(iter(Dataset.from_tensor_slices(x).batch(2)))):
+        assert np.shares_memory(element, x)
+        with pytest.raises(ValueError, match="read-only"):
+            element[...] = 0
+    (whole,) = Dataset.from_tensors(x)
+    assert np.shares_memory(whole, x)
+    assert x.flags.writeable
+
+
+@given(st.integers(0, 30), st.integers(1, 8), st.integers(1, 40), st.integers(0, 5))
+def test_no_row_is_lost_or_doubled(rows, size, buffer, skipped):
+    x = np.arange(rows)
+    dataset = Dataset.from_tensor_slices((x, x * 2)).skip(skipped).shuffle(buffer, seed=0).batch(size)
+    batches = list(dataset)
+    assert len(batches) == dataset.cardinality()
+    assert sorted(row for batch, _ in batches for row in batch.tolist()) == list(range(skipped, rows))
+    assert all((b == 2 * a).all() for a, b in batches)
+
+
+def test_specs():
+    assert TensorSpec(None).admits((1, 2))
+    assert TensorSpec([None, 2]).admits((7, 2))
+    assert not TensorSpec((None, 2)).admits((2,))
+    assert TensorSpec((1,)).dtype == np.float32
+    assert joined(TensorSpec((1, 2)), TensorSpec((1, 3))) == TensorSpec((1, None))
+    assert joined(TensorSpec((1,)), TensorSpec((1, 3))) == TensorSpec(None)
+    assert PerReplicaSpec((TensorSpec((1,)),)) == PerReplicaSpec((TensorSpec([1]),))

@@ -1,0 +1,102 @@
+"""Device names and the count of GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from central_storage import devices
+from cs_proto.errors import DeviceError
+
+
+@pytest.mark.parametrize(
+    ("given", "short"),
+    [
+        ("CPU:0", "cpu:0"),
+        ("cpu:7", "cpu:7"),
+        ("/gpu:1", "gpu:1"),
+        ("/GPU:01", "gpu:1"),
+        ("/device:CPU:0", "cpu:0"),
+        ("device:GPU:3", "gpu:3"),
+        ("/job:localhost/replica:0/task:0/device:GPU:2", "gpu:2"),
+        ("/job:localhost/cpu:1", "cpu:1"),
+    ],
+)
+def test_every_spelling_has_one_short_form(given: str, short: str) -> None:
+    assert devices.canonical(given) == short
+    assert devices.canonical(devices.full_name(given)) == short
+
+
+@pytest.mark.parametrize("given", ["", "gpu", "cpu:", "cpu:-1", "tpu:0", "/job:worker/task:1/cpu:0", "cpu:0 ", 0, None])
+def test_what_is_no_device_is_refused_by_name(given: str) -> None:
+    with pytest.raises(DeviceError, match="is not a device") as caught:
+        devices.canonical(given)
+    assert repr(given) in str(caught.value)
+
+
+@pytest.mark.parametrize(("given", "words"), [([], "empty"), ("cpu:0", "a list"), (iter(["cpu:0"]), "a list")])
+def test_a_list_is_a_list(given: list[str], words: str) -> None:
+    with pytest.raises(DeviceError, match=words):
+        devices.compute_devices(given)
+
+
+def test_cpus_are_logical_and_one_may_come_twice() -> None:
+    assert devices.compute_devices(["CPU:0", "/cpu:63", "cpu:0"]) == ["cpu:0", "cpu:63", "cpu:0"]
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the driver shows for two GPUs."""
+    for number, address in enumerate(("0000:01:00.0", "0000:02:00.0")):
+        (tmp_path / address).mkdir()
+        (tmp_path / address / "information").write_text(f"Model: \t\t X\nGPU UUID: \t GPU-{number}abc-def\n")
+    monkeypatch.setattr(devices.gpu_count, "__defaults__", (tmp_path, None))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tmp_path
+
+
+def test_the_default_is_every_gpu_else_one_cpu(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert devices.compute_devices(None) == ["gpu:0", "gpu:1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert devices.compute_devices(None) == ["gpu:0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert devices.compute_devices(None) == ["cpu:0"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [
+        ("0,1", 2),
+        ("1", 1),
+        ("-1", 0),
+        ("0,7,1", 1),
+        ("GPU-1a", 1),
+        ("GPU-1abc-def, GPU-0abc-def", 2),
+        ("GPU-", 0),
+        ("MIG-1-2", 1),
+        ("NoDevFiles", 0),
+    ],
+)
+def test_cuda_visible_devices_counts_as_for_cuda(driver: Path, visible: str, count: int) -> None:
+    assert devices.gpu_count(driver, visible) == count
+
+
+def test_without_a_driver_there_is_no_gpu(tmp_path: Path) -> None:
+    assert devices.gpu_count(tmp_path / "none", "0,1") == 0
+
+
+def test_a_gpu_that_is_not_there_is_an_error_that_lists_those_that_are(
+    driver: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DeviceError, match=r"'/gpu:2' does not exist; there is gpu:0, gpu:1, and cpu:0"):
+        devices.compute_devices(["cpu:0", "/gpu:2"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(DeviceError, match=r"does not exist \(CUDA_VISIBLE_DEVICES is '0'\); there is gpu:0, and"):
+        devices.parameter_device("gpu:1", ["cpu:0"])
+
+
+def test_variables_lie_on_the_only_device_or_on_cpu_0() -> None:
+    assert devices.parameter_device(None, ["gpu:0"]) == "gpu:0"
+    assert devices.parameter_device(None, ["cpu:1", "cpu:2"]) == "cpu:0"
+    assert devices.parameter_device("/CPU:5", ["cpu:1"]) == "cpu:5"

@@ -1,0 +1,324 @@
+"""Distributed data sets: who gets which rows, and how it ends."""
+
+import itertools
+import threading
+from collections import UserDict
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from central_storage.dataset import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset, NotADatasetError
+from central_storage.distribute import DistributedDataset, DistributedFromFunction, InputContext
+from central_storage.specs import PerReplicaSpec, TensorSpec
+from central_storage.values import PerReplica
+from cs_proto.errors import InvalidArgumentError, OutOfRangeError
+
+INT64 = np.dtype(np.int64)
+
+
+def steps(distributed):
+    """Per step the list of every replica's rows."""
+    return [[share.tolist() for share in element.values] for element in distributed]
+
+
+def batched(size, batch, n):
+    return DistributedDataset(Dataset.range(size).batch(batch), n)
+
+
+def in_turn(size, batch, n):
+    return DistributedFromFunction(lambda _: Dataset.range(size).batch(batch), n)
+
+
+class Loader:
+    """What a torch DataLoader looks like from outside: lists of tensors that are no NumPy arrays."""
+
+    def __len__(self):
+        return 2
+
+    def __iter__(self):
+        return ([Tensor([i, i + 1, i + 2]), Tensor([[0.5]] * 3)] for i in range(2))
+
+
+class Tensor:
+    def __init__(self, data):
+        self.data = np.array(data)
+        self.shape = self.data.shape
+
+    def __array__(self, dtype=None, copy=None):
+        return self.data
+
+
+class TestSplit:
+    @pytest.mark.parametrize(
+        ("size", "batch", "n", "expected"),
+        [
+            (4, 4, 3, [[[0, 1], [2, 3], []]]),
+            (10, 10, 3, [[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]]),
+            (1, 1, 3, [[[0], [], []]]),
+            (5, 4, 2, [[[0, 1], [2, 3]], [[4], []]]),
+            (6, 4, 2, [[[0, 1], [2, 3]], [[4], [5]]]),
+            (0, 4, 2, []),
+        ],
+    )
+    def test_each_global_batch_by_the_ceiling_of_its_own_rows(self, size, batch, n, expected):
+        assert steps(batched(size, batch, n)) == expected
+
+    @given(st.integers(0, 40), st.integers(1, 12), st.integers(2, 5))
+    def test_no_row_is_lost_moved_or_doubled(self, size, batch, n):
+        for number, shares in enumerate(steps(batched(size, batch, n))):
+            assert len(shares) == n
+            assert list(itertools.chain(*shares)) == list(range(number * batch, min(size, (number + 1) * batch)))
+
+    def test_components_are_split_each_by_its_own_rows(self):
+        x, y = np.ones((5, 2), np.float32), np.arange(3)
+        (element,) = DistributedDataset([{"x": x, "y": (y, None)}], 2)
+        assert [share.shape for share in element["x"].values] == [(3, 2), (2, 2)]
+        assert [share.tolist() for share in element["y"][0].values] == [[0, 1], [2]]
+        assert element["y"][1] is None
+
+    def test_empty_shares_keep_dtype_and_other_axes(self):
+        (element,) = DistributedDataset([np.ones((1, 3, 2), np.uint8)], 3)
+        assert [(share.shape, share.dtype) for share in element.values][1:] == [((0, 3, 2), np.uint8)] * 2
+
+    def test_shares_are_views(self):
+        x = np.zeros((4, 2))
+        (element,) = DistributedDataset([x], 2)
+        assert all(np.shares_memory(share, x) for share in element.values)
+
+    def test_one_replica_gets_plain_elements(self):
+        assert [element.tolist() for element in batched(3, 2, 1)] == [[0, 1], [2]]
+        assert [int(element) for element in DistributedDataset(Dataset.range(2), 1)] == [0, 1]
+
+    def test_unbatched(self):
+        vectors = DistributedDataset(Dataset.from_tensor_slices(np.array([[1, 2, 3], [4, 5, 6]])), 2)
+        assert steps(vectors) == [[[1, 2], [3]], [[4, 5], [6]]]
+        for scalars in (Dataset.range(3), Dataset.range(2).enumerate().map(lambda i, x: {"x": x})):
+            with pytest.raises(IndexError, match="batch") as caught:
+                next(iter(DistributedDataset(scalars, 2)))
+            assert isinstance(caught.value, ValueError)
+            assert not isinstance(caught.value, OutOfRangeError)
+
+
+class TestSources:
+    def test_a_loader_of_tensors(self):
+        distributed = DistributedDataset(Loader(), 2)
+        for _ in range(2):
+            elements = list(distributed)
+            assert [steps([element[0]]) for element in elements] == [[[[0, 1], [2]]], [[[1, 2], [3]]]]
+            assert elements[0][1].values[0].shape == (2, 1)
+        assert distributed.cardinality == 2
+        assert distributed.element_spec == [
+            PerReplicaSpec((TensorSpec((None,), INT64),) * 2),
+            PerReplicaSpec((TensorSpec((None, 1), np.float64),) * 2),
+        ]
+
+    def test_a_mapping_of_its_own_kind(self):
+        (element,) = DistributedDataset([UserDict(ids=np.arange(2))], 2)
+        assert steps([element["ids"]]) == [[[0], [1]]]
+
+    @pytest.mark.parametrize(
+        "value",
+        [
+            [1, 2, 3],
+            [1.5],
+            [np.float32(1)],
+            [[1, 2], [3, 4]],
+            ["a"],
+            "text",
+            {"x": np.zeros(2)},
+            np.zeros((4, 2)),
+            3,
+            None,
+            iter([np.zeros(2)]),
+            (np.zeros(2) for _ in range(2)),
+            DistributedDataset([np.zeros(2)], 2),
+        ],
+    )
+    def test_what_is_no_data_set(self, value):
+        for make in (lambda: DistributedDataset(value, 2), lambda: DistributedFromFunction(lambda _: value, 2)):
+            for error in (NotADatasetError, TypeError, AttributeError):
+                with pytest.raises(error):
+                    make()
+
+    @pytest.mark.parametrize("element", [["a", "b"], [object()], [[np.zeros(2), "label"]]])
+    def test_elements_that_are_no_arrays(self, element):
+        class Source:
+            def __iter__(self):
+                return iter([element])
+
+        with pytest.raises(InvalidArgumentError, match="holds"):
+            next(iter(DistributedDataset(Source(), 2)))
+
+
+class TestIterator:
+    def test_iterating_again_starts_again(self):
+        distributed = batched(4, 2, 2)
+        one, two = iter(distributed), iter(distributed)
+        next(one)
+        assert steps([next(one)]) == [[[2], [3]]]
+        assert steps(two) == steps(distributed) == [[[0], [1]], [[2], [3]]]
+
+    def test_the_end(self):
+        iterator = iter(batched(2, 2, 2))
+        iterator.get_next()
+        for _ in range(2):
+            with pytest.raises(OutOfRangeError):
+                iterator.get_next()
+            with pytest.raises(StopIteration):
+                next(iterator)
+            assert not iterator.get_next_as_optional().has_value()
+
+    def test_optional(self):
+        iterator = iter(batched(2, 2, 2))
+        optional = iterator.get_next_as_optional()
+        assert optional.has_value()
+        assert steps([optional.get_value()]) == [[[0], [1]]]
+        with pytest.raises(InvalidArgumentError):
+            iterator.get_next_as_optional().get_value()
+
+    def test_an_exception_comes_out_at_its_element(self):
+        class Broken:
+            def __iter__(self):
+                yield np.zeros(2)
+                raise KeyError("row 7")
+
+        iterator = iter(DistributedDataset(Broken(), 2))
+        next(iterator)
+        with pytest.raises(KeyError, match="row 7"):
+            iterator.get_next()
+
+    def test_elements_given_back_come_next_again(self):
+        iterator = iter(batched(8, 2, 2))
+        first = next(iterator)
+        ahead = [next(iterator), next(iterator)]
+        assert iterator.position == 3
+        iterator.give_back(ahead)
+        assert iterator.position == 1
+        assert [next(iterator), next(iterator)] == ahead
+        assert steps([first, *ahead, *iterator]) == [[[0], [1]], [[2], [3]], [[4], [5]], [[6], [7]]]
+
+    def test_close_ends_threads_and_generators(self):
+        closed = []
+
+        def make():
+            try:
+                while True:
+                    yield np.zeros(2)
+            finally:
+                closed.append(True)
+
+        before = threading.active_count()
+        with iter(DistributedDataset(Dataset.from_generator(make).prefetch(2), 2)) as iterator:
+            kept = next(iterator)
+            iterator.give_back([kept])
+        assert threading.active_count() == before
+        assert closed == [True]
+        assert list(iterator) == []
+
+    def test_infinite(self):
+        distributed = DistributedDataset(Dataset.range(2).repeat().batch(3), 2)
+        iterator = iter(distributed)
+        assert steps([next(iterator), next(iterator)]) == [[[0, 1], [0]], [[1, 0], [1]]]
+        assert distributed.cardinality == INFINITE_CARDINALITY
+
+    def test_reduce(self):
+        total = batched(5, 2, 2).reduce(0, lambda state, element: state + sum(int(s.sum()) for s in element.values))
+        assert total == 10
+
+    def test_no_transformations(self):
+        for name in ("map", "batch", "__len__"):
+            assert not hasattr(batched(4, 2, 2), name)
+
+
+class TestFromFunction:
+    @pytest.mark.parametrize(
+        ("size", "batch", "n", "expected"),
+        [
+            (8, 2, 2, [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]),
+            (7, 2, 2, [[[0, 1], [2, 3]], [[4, 5], [6]]]),
+            (5, 2, 2, [[[0, 1], [2, 3]]]),
+            (3, 1, 4, []),
+        ],
+    )
+    def test_each_replica_takes_the_next_batch(self, size, batch, n, expected):
+        assert steps(in_turn(size, batch, n)) == expected
+
+    def test_optional_keeps_an_incomplete_round(self):
+        iterator = iter(in_turn(5, 2, 3))
+        assert steps([iterator.get_next_as_optional().get_value()]) == [[[0, 1], [2, 3], [4]]]
+        assert not iterator.get_next_as_optional().has_value()
+        iterator = iter(DistributedFromFunction(lambda _: Dataset.from_tensors((np.ones((1, 3)), 2)), 2))
+        element = iterator.get_next_as_optional().get_value()
+        assert [share.shape for share in element[0].values] == [(1, 3), (0, 3)]
+        assert [share.shape for share in element[1].values] == [(), (0,)]
+        assert list(iterator) == []
+
+    def test_next_ends_before_an_incomplete_round(self):
+        iterator = iter(in_turn(3, 2, 3))
+        with pytest.raises(OutOfRangeError):
+            iterator.get_next()
+        assert not iterator.get_next_as_optional().has_value()
+
+    def test_unbatched_and_plain(self):
+        (element,) = DistributedFromFunction(lambda _: Dataset.range(2), 2)
+        assert isinstance(element, PerReplica)
+        assert [int(value) for value in element.values] == [0, 1]
+        assert [element.tolist() for element in in_turn(3, 2, 1)] == [[0, 1], [2]]
+
+    def test_the_function_is_called_once_at_construction(self):
+        seen = []
+
+        def make(context):
+            seen.append(context)
+            return Dataset.range(4).batch(context.get_per_replica_batch_size(4))
+
+        distributed = DistributedFromFunction(make, 2)
+        assert seen == [InputContext(1, 0, 2)]
+        assert steps(distributed) == steps(distributed) == [[[0, 1], [2, 3]]]
+        assert len(seen) == 1
+
+    def test_errors_come_out_as_they_are(self):
+        with pytest.raises(ZeroDivisionError):
+            DistributedFromFunction(lambda _: 1 // 0, 2)
+        with pytest.raises(TypeError):
+            DistributedFromFunction(Dataset.range(3), 2)
+
+
+def test_input_context():
+    context = InputContext()
+    assert (context.num_input_pipelines, context.input_pipeline_id, context.num_replicas_in_sync) == (1, 0, 1)
+    assert context.get_per_replica_batch_size(5) == 5
+    with pytest.raises(ValueError, match="5"):
+        InputContext(num_replicas_in_sync=2).get_per_replica_batch_size(5)
+    with pytest.raises(AttributeError):
+        context.num_replicas_in_sync = 3
+
+
+def test_element_spec():
+    def of(n, *batch):
+        return DistributedDataset(Dataset.range(9).batch(*batch), n).element_spec
+
+    assert of(1, 4) == TensorSpec((None,), INT64)
+    assert of(2, 4) == PerReplicaSpec((TensorSpec((None,), INT64),) * 2)
+    assert of(2, 4, True) == PerReplicaSpec((TensorSpec((2,), INT64),) * 2)
+    assert of(3, 4, True) == PerReplicaSpec((TensorSpec((None,), INT64),) * 3)
+    assert in_turn(9, 4, 2).element_spec == PerReplicaSpec((TensorSpec((None,), INT64),) * 2)
+    assert iter(batched(4, 2, 2)).element_spec == batched(4, 2, 2).element_spec
+    pairs = DistributedDataset([(np.zeros((4, 2), np.float32), None)], 2).element_spec
+    assert pairs == (PerReplicaSpec((TensorSpec((None, 2)),) * 2), None)
+    with pytest.raises(InvalidArgumentError, match="empty"):
+        _ = DistributedDataset([], 2).element_spec
+
+
+def test_cardinality():
+    assert batched(9, 4, 2).cardinality == 3
+    assert in_turn(9, 4, 2).cardinality == 1
+    assert DistributedDataset(Dataset.from_generator(list), 2).cardinality == UNKNOWN_CARDINALITY
+
+    class Stream:
+        def __iter__(self):
+            return iter(())
+
+    assert DistributedDataset(Stream(), 2).cardinality == UNKNOWN_CARDINALITY

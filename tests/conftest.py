@@ -1,0 +1,102 @@
+"""What holds for every test: nothing is left behind, a hang ends with stacks, a failure shows the logs of all roles.
+
+Each test session (under xdist each of its workers) has a directory and a mark of its own, so sessions beside each
+other on one machine do not see each other, and socket paths stay short.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import shutil
+import tempfile
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+from tests.harness import leftovers
+from tests.harness.processes import MARK
+from tests.harness.timing import unit
+
+_directory = pytest.StashKey[Path]()
+_failed = pytest.StashKey[bool]()
+_LOG_LINES = 40
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give this session its directory and its mark; everything it starts inherits both."""
+    directory = Path(tempfile.mkdtemp(prefix="cst-"))
+    config.stash[_directory] = directory
+    for name in ("run", "tmp", "logs"):
+        (directory / name).mkdir(mode=0o700)
+    os.environ["XDG_RUNTIME_DIR"] = str(directory / "run")
+    os.environ["TMPDIR"] = str(directory / "tmp")
+    os.environ["CS_LOG_DIR"] = str(directory / "logs")
+    os.environ[MARK] = f"{os.getpid()}-{secrets.token_hex(3)}"
+    tempfile.tempdir = None  # asked for once and remembered: ask again
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove the session's directory."""
+    shutil.rmtree(config.stash[_directory], ignore_errors=True)
+
+
+def pytest_report_header() -> list[str]:
+    """The versions that decide, and what this machine has."""
+    gpu = _why_no_gpu()
+    return [
+        f"python {platform.python_version()}, numpy {np.__version__}, pyzmq {zmq.__version__} over libzmq "
+        f"{zmq.zmq_version()}, {os.cpu_count()} CPUs, GPU: {gpu or 'yes'}, time unit {unit():g} s"
+    ]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests that need a GPU, with the reason, where there is none."""
+    wanted = [item for item in items if item.get_closest_marker("gpu")]
+    reason = _why_no_gpu() if wanted else None
+    if reason:
+        for item in wanted:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Note that a test failed, and add the last lines of every log written since it began."""
+    report = yield
+    if report.failed:
+        item.stash[_failed] = True
+        for path in sorted(item.config.stash[_directory].glob("logs/**/*")):
+            if path.is_file() and path.stat().st_size and path.stat().st_mtime >= call.start:
+                lines = path.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+                report.sections.append((f"log {path.name}", "\n".join(lines)))
+    return report
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that passes but leaves a process, thread, descriptor, run directory or shared memory fails."""
+    before = leftovers.take()
+    yield
+    left = leftovers.since(before)
+    if left:
+        text = str(left)
+        left.end()
+        if not request.node.stash.get(_failed, False):
+            pytest.fail(f"the test left behind:\n{text}", pytrace=False)
+
+
+def _why_no_gpu() -> str | None:
+    try:
+        import cupy
+    except ImportError:
+        return "CuPy is not installed"
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"no CUDA device: {error}"
+    return None if count else "no CUDA device"

@@ -1,0 +1,127 @@
+"""What a test left behind: processes, threads, descriptors, run directories, files in /dev/shm.
+
+A snapshot is taken before a test and compared afterwards, so that what a fixture of a larger scope keeps is left in
+peace. Processes are found by the mark of this test session and by descent; nobody else's are looked at.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from .processes import MARK, describe, marked, reap
+from .timing import unit
+
+__all__ = ["Leftovers", "Snapshot", "since", "take"]
+
+_KINDS_OF_DESCRIPTOR = ("socket:", "/memfd:", "anon_inode:")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What there was at one moment."""
+
+    processes: frozenset[psutil.Process]
+    threads: frozenset[threading.Thread]
+    descriptors: Counter[str]
+    files: frozenset[Path]
+
+
+@dataclass
+class Leftovers:
+    """What has come since a snapshot and is still there."""
+
+    processes: list[psutil.Process] = field(default_factory=list)
+    threads: list[threading.Thread] = field(default_factory=list)
+    descriptors: list[str] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.processes or self.threads or self.descriptors or self.files)
+
+    def __str__(self) -> str:
+        lines = [f"process {describe(process)}" for process in self.processes]
+        lines += [f"thread {thread.name!r}" for thread in self.threads]
+        lines += [f"open descriptor {descriptor}" for descriptor in self.descriptors]
+        lines += [f"file {path}" for path in self.files]
+        return "\n".join(lines)
+
+    def end(self) -> None:
+        """End what can be ended, so that the next test starts clean."""
+        reap(self.processes)
+
+
+def take() -> Snapshot:
+    """The state of this process, of everything it started and of the places where the project makes files."""
+    return Snapshot(
+        frozenset(_processes()), frozenset(threading.enumerate()), Counter(_descriptors()), frozenset(_files())
+    )
+
+
+def since(before: Snapshot, timeout: float | None = None) -> Leftovers:
+    """What has come since ``before`` and does not go within ``timeout`` seconds."""
+    deadline = time.monotonic() + (unit(2) if timeout is None else timeout)
+    while (left := _compare(before)) and time.monotonic() < deadline:
+        gc.collect()
+        psutil.wait_procs(left.processes, timeout=unit(0.05))
+        for thread in left.threads:
+            thread.join(unit(0.05))
+        if not left.processes and not left.threads:
+            time.sleep(unit(0.01))
+    return left
+
+
+def _compare(before: Snapshot) -> Leftovers:
+    return Leftovers(
+        [process for process in _processes() if process not in before.processes],
+        [thread for thread in threading.enumerate() if thread not in before.threads and _counts(thread)],
+        sorted(link for link in (Counter(_descriptors()) - before.descriptors).elements() if not _kept(link, before)),
+        sorted(_files() - before.files),
+    )
+
+
+def _processes() -> set[psutil.Process]:
+    found = set(marked(os.environ[MARK])) if MARK in os.environ else set()
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if child.status() != psutil.STATUS_ZOMBIE:
+                found.add(child)
+    return found
+
+
+def _counts(thread: threading.Thread) -> bool:
+    return not thread.daemon or thread.name.startswith("cs-")
+
+
+def _kept(link: str, before: Snapshot) -> bool:
+    """Whether a descriptor belongs to a service that was there before: segments are mapped when they are needed."""
+    return any(path.name in link for path in before.files)
+
+
+def _descriptors() -> list[str]:
+    links = []
+    for entry in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            link = os.readlink(f"/proc/self/fd/{entry}")
+            if link.startswith(_KINDS_OF_DESCRIPTOR):
+                links.append(link)
+    return links
+
+
+def _files() -> set[Path]:
+    """Run directories, and shared memory with names like ours or like those of ``multiprocessing``."""
+    found: set[Path] = set()
+    for directory in {tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR", tempfile.gettempdir())}:
+        found.update(Path(directory).glob("cs-*"))
+    for pattern in ("cs-*", "psm_*", "sem.mp-*"):
+        found.update(path for path in Path("/dev/shm").glob(pattern) if path.stat().st_uid == os.getuid())
+    return found

@@ -1,0 +1,142 @@
+"""The tables of docs/protocol.md, made from the code: ``python -m tests.harness.protocol_tables`` writes them anew.
+
+Each stands between two markers, ``<!-- name -->`` and ``<!-- /name -->``; what is around them is written by hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, Union
+
+from cs_proto.codec import BULK_LIMITS, LIMITS
+from cs_proto.errors import CODES, ReplicaError
+from cs_proto.records import RECORDS, Record
+
+from .processes import ROOT
+
+__all__ = ["DOCUMENT", "TABLES", "written"]
+
+DOCUMENT = ROOT / "docs" / "protocol.md"
+
+_SIMPLE = {bool: "bool", int: "int", float: "float", str: "str", bytes: "bin", type(None): "nil"}
+_GROUPS = [
+    (1, 9, "Data inside messages"),
+    (10, 29, "Sessions"),
+    (30, 49, "Requests of controllers and observers"),
+    (50, 59, "Merge points, inside Ask and Return"),
+    (60, 69, "What replicas send"),
+    (70, 89, "What the server answers"),
+    (90, 109, "Controller to worker"),
+    (110, 129, "The supervisor's socket"),
+]
+
+
+def records() -> Iterator[str]:
+    """Every record: code, name, fields in order, what it is."""
+    for first, last, title in _GROUPS:
+        yield f"**{title}**\n"
+        yield "| code | record | fields | is |"
+        yield "| --- | --- | --- | --- |"
+        for code in sorted(RECORDS):
+            kind = RECORDS[code]
+            if first <= code <= last and kind.__module__.startswith("cs_proto."):
+                yield f"| {code} | {kind.__name__} | {_fields(kind)} | {_meaning(kind)} |"
+        yield ""
+
+
+def errors() -> Iterator[str]:
+    """Every exception code."""
+    built_in = [f"`{code}`" for code, kind in CODES.items() if issubclass(kind, ReplicaError)]
+    yield "| code | is |"
+    yield "| --- | --- |"
+    for code, kind in CODES.items():
+        if not issubclass(kind, ReplicaError):
+            yield f"| `{code}` | {_sentence(kind.__doc__ or '')} |"
+    yield f"| {', '.join(built_in)} | Python's exception of that name, raised in a replica |"
+
+
+def limits() -> Iterator[str]:
+    """What receivers accept."""
+    meanings = {
+        "header_nbytes": "bytes of the header",
+        "frames": "frames of a message",
+        "frame_nbytes": "bytes of one frame",
+        "items": "items of one list; lists and maps in one header",
+        "text_nbytes": "bytes of one text in UTF-8",
+    }
+    yield "| at most | server and supervisor accept | clients and workers accept |"
+    yield "| --- | --- | --- |"
+    for field in dataclasses.fields(LIMITS):
+        yield f"| {meanings[field.name]} | {getattr(LIMITS, field.name)} | {getattr(BULK_LIMITS, field.name)} |"
+
+
+def tags() -> Iterator[str]:
+    """The tags in the body of a Value."""
+    from central_storage.bodies import Tag
+
+    yield "| tag | is | followed by |"
+    yield "| --- | --- | --- |"
+    for name, number, items in re.findall(r"^ +([A-Z_]+) = (\d+)  # (.*)$", inspect.getsource(Tag), re.MULTILINE):
+        assert Tag[name] == int(number)
+        yield f"| {number} | {name} | {items} |"
+
+
+TABLES: Mapping[str, Callable[[], Iterator[str]]] = {
+    "records": records,
+    "errors": errors,
+    "limits": limits,
+    "tags": tags,
+}
+
+
+def written(text: str) -> str:
+    """``text`` with every table as the code has it."""
+    for name, table in TABLES.items():
+        opening, closing = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        before, found, rest = text.partition(opening)
+        _, ended, after = rest.partition(closing)
+        if not found or not ended:
+            raise ValueError(f"{DOCUMENT.name} has no place for the table of {name}: {opening.strip()} ... {closing}")
+        body = "\n".join(table()).strip()
+        text = f"{before}{opening}\n{body}\n\n{closing}{after}"
+    return text
+
+
+def _fields(kind: type[Record]) -> str:
+    hints = typing.get_type_hints(kind)
+    return ", ".join(f"{field.name}: {_type(hints[field.name])}" for field in dataclasses.fields(kind))  # type: ignore[arg-type]
+
+
+def _type(hint: Any) -> str:
+    if hint in _SIMPLE:
+        return _SIMPLE[hint]
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return " / ".join(f'"{argument}"' for argument in arguments)
+    if origin is tuple and arguments[1:] == (Ellipsis,):
+        return f"[{_type(arguments[0])}, ...]"
+    if origin is tuple:
+        return f"[{', '.join(map(_type, arguments))}]"
+    if origin in (Union, types.UnionType):
+        return " / ".join(map(_type, arguments))
+    name: str = hint.__name__
+    return name
+
+
+def _meaning(kind: type[Record]) -> str:
+    """The docstring, which is Sphinx's, as Markdown in one line."""
+    text = " ".join((kind.__doc__ or "").split())
+    return re.sub(r":[a-z]+:`([^`]+)`", r"\1", text).replace("``", "`").replace("|", r"\|")
+
+
+def _sentence(doc: str) -> str:
+    return " ".join(doc.split()).replace("|", r"\|")
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(written(DOCUMENT.read_text()))

@@ -1,0 +1,83 @@
+"""A test that leaves something fails, and the failure names it: a whole test session run on tests that do."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from .processes import Ended, run
+
+LEAVES = '''
+import os, socket, subprocess, sys, tempfile, threading
+kept = []
+
+def test_process():
+    kept.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+
+def test_orphan():
+    subprocess.run([sys.executable, "-c", """if True:
+        import os, time
+        if os.fork() == 0:
+            os.setsid()
+            time.sleep(600)
+    """])
+
+def test_thread():
+    kept.append(threading.Thread(target=threading.Event().wait, args=(4,), name="cs-idle", daemon=True))
+    kept[-1].start()
+
+def test_socket():
+    kept.append(socket.socket())
+
+def test_memfd():
+    kept.append(os.memfd_create("slab"))
+
+def test_run_directory():
+    os.mkdir(os.path.join(os.environ["XDG_RUNTIME_DIR"], "cs-1234"))
+
+def test_nothing():
+    assert not [name for name in os.listdir(os.environ["TMPDIR"]) if name.startswith("cs-")]
+
+def test_that_fails_shows_logs():
+    with open(os.path.join(os.environ["CS_LOG_DIR"], "server.log"), "w") as log:
+        log.write("the last words of the server")
+    assert kept == []
+'''
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    directory: Path = tmp_path_factory.mktemp("leaves")
+    (directory / "test_leaves.py").write_text(LEAVES)
+    options = ["-p", "tests.conftest", "-p", "no:cacheprovider", "-c", "pyproject.toml", "--rootdir", str(directory)]
+    hurry = {"CS_TEST_TIME_UNIT": "0.1"}  # how long what is left is given to go
+    return run(sys.executable, "-m", "pytest", *options, str(directory), environment=hurry)
+
+
+@pytest.mark.parametrize(
+    ("name", "thing"),
+    [
+        ("test_process", r"process pid \d+ .*time.sleep\(600\)"),
+        ("test_orphan", r"process pid \d+ "),
+        ("test_thread", "thread 'cs-idle'"),
+        ("test_socket", r"open descriptor socket:\[\d+\]"),
+        ("test_memfd", "open descriptor /memfd:slab"),
+        ("test_run_directory", "file /.*/cs-1234"),
+    ],
+)
+def test_what_is_left_is_named(session: Ended, name: str, thing: str) -> None:
+    section = session.out.partition(f"ERROR at teardown of {name} ")[2].partition("\n___")[0]
+    assert re.search(f"the test left behind:\n{thing}", section), session.out
+
+
+def test_nothing_left_is_no_error_and_a_failure_stays_one_failure(session: Ended) -> None:
+    assert "8 passed" not in session.out
+    assert "1 failed, 7 passed, 6 errors" in session.lines[-1]
+
+
+def test_a_failure_shows_the_logs(session: Ended) -> None:
+    assert "log server.log" in session.out
+    assert "the last words of the server" in session.out

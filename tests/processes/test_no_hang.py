@@ -1,0 +1,248 @@
+"""No silent hang: deaths, Ctrl-C and replicas that disagree end a run within seconds, with the reason in words."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.harness.processes import start
+from tests.harness.timing import unit
+
+import central_storage as cs
+from central_storage import errors
+
+SOON = 10  # units; it takes well under a second, and 5 s is what is promised
+
+
+def context() -> cs.ReplicaContext:
+    found = cs.get_replica_context()
+    assert found is not None
+    return found
+
+
+def replica() -> int:
+    return context().replica_id_in_sync_group
+
+
+def meet() -> float:
+    return float(context().all_reduce("SUM", np.ones(2))[0])
+
+
+@pytest.fixture
+def total(own: cs.CentralStorageStrategy) -> cs.Variable:
+    with own.scope():
+        return cs.Variable(np.zeros(2), aggregation=cs.VariableAggregation.SUM)
+
+
+# --- deaths ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("moment", ["before a merge point", "others wait", "after a merge point"])
+def test_a_worker_is_killed_in_a_run(
+    own: cs.CentralStorageStrategy, total: cs.Variable, victim: int, moment: str
+) -> None:
+    def step() -> None:
+        if moment == "after a merge point":
+            meet()
+        if replica() == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if moment == "others wait":
+            meet()
+
+    own.run(lambda: total.assign_add(np.ones(2)))
+    pid = own.statistics().replicas[victim].pid
+    begun = time.monotonic()
+    with pytest.raises(errors.ReplicaLostError) as caught:
+        own.run(step)
+    assert time.monotonic() - begun < unit(SOON)
+    for word in (f"replica {victim}", f"pid {pid}", "SIGKILL", "make a new CentralStorageStrategy"):
+        assert word in str(caught.value)
+    np.testing.assert_array_equal(total.numpy(), [2, 2])  # what was committed stands and can be read
+    with pytest.raises(errors.ReplicaLostError):
+        own.run(replica)
+
+
+def test_a_worker_that_exits_in_a_run_tells_its_last_lines(own: cs.CentralStorageStrategy) -> None:
+    def step() -> None:
+        print("these are my last words", flush=True)
+        os._exit(3)
+
+    with pytest.raises(errors.ReplicaLostError, match=r"(?s)exit code 3.*these are my last words"):
+        own.run(step)
+
+
+def test_a_worker_is_killed_between_runs(own: cs.CentralStorageStrategy) -> None:
+    os.kill(own.statistics().replicas[1].pid, signal.SIGKILL)
+
+    def run_until_it_is_known() -> None:
+        begun = time.monotonic()
+        while time.monotonic() - begun < unit(SOON):
+            own.run(replica)
+
+    with pytest.raises(errors.ReplicaLostError, match="replica 1"):
+        run_until_it_is_known()
+
+
+@pytest.mark.parametrize("moment", ["in a run", "between runs"])
+def test_the_server_is_killed(own: cs.CentralStorageStrategy, moment: str) -> None:
+    pid = own.statistics().pid
+
+    def step() -> None:
+        if replica() == 1:
+            os.kill(pid, signal.SIGKILL)
+        meet()
+
+    def ask() -> None:
+        os.kill(pid, signal.SIGKILL)
+        own.statistics()
+
+    begun = time.monotonic()
+    with pytest.raises(errors.ReplicaLostError, match=rf"the server \(pid {pid}\) ended by SIGKILL"):
+        own.run(step) if moment == "in a run" else ask()
+    assert time.monotonic() - begun < unit(SOON)
+    with pytest.raises(errors.ShutdownError, match="make a new CentralStorageStrategy"):
+        own.run(replica)
+
+
+# --- Ctrl-C ---------------------------------------------------------------------------------------------------------
+
+INTERRUPTED = """
+import time
+import numpy as np
+import central_storage as cs
+
+strategy = cs.CentralStorageStrategy(["cpu:0", "cpu:1"])
+with strategy.scope():
+    total = cs.Variable(np.zeros(2), aggregation=cs.VariableAggregation.SUM)
+
+def meet():
+    return cs.get_replica_context().all_reduce("SUM", np.ones(2))
+
+def busy():
+    while True:
+        pass
+
+def step():
+    total.assign_add(np.ones(2))
+    print("inside", flush=True)
+    {action}
+
+try:
+    strategy.run(step)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+print("total", total.numpy()[0], strategy.run(meet).values[0][0], flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        "time.sleep(600)",
+        "busy()",
+        "cs.get_replica_context().replica_id_in_sync_group == 0 and meet() or time.sleep(600)",
+    ],
+    ids=["asleep", "busy", "one waits"],
+)
+def test_ctrl_c_leaves_the_strategy_usable(action: str) -> None:
+    with start("-c", INTERRUPTED.format(action=action)) as child:
+        child.wait_for(r"inside[\s\S]*inside")
+        child.press_ctrl_c()
+        child.wait_for("interrupted", unit(SOON))
+        # What the cancelled run had not committed is not committed, and the next run works.
+        assert child.wait_for(r"total (\S+) (\S+)").groups() == ("0.0", "2.0")
+        child.wait().ok()
+        assert child.left() == []
+
+
+def test_a_second_ctrl_c_ends_the_service() -> None:
+    stubborn = "\n    ".join(
+        ["while True:", "    try:", "        time.sleep(600)", "    except KeyboardInterrupt:", "        print('no')"]
+    )
+    with start("-c", INTERRUPTED.format(action=stubborn)) as child:
+        child.wait_for(r"inside[\s\S]*inside")
+        child.press_ctrl_c()
+        child.wait_for("no")
+        child.press_ctrl_c()
+        assert child.wait(unit(SOON)).code != 0
+        assert "ShutdownError" in child.err
+        assert child.left() == []
+
+
+# --- replicas that disagree -------------------------------------------------------------------------------------------
+
+
+def only_one_meets() -> None:
+    if replica() == 0:
+        meet()
+
+
+def one_gathers() -> None:
+    if replica() == 0:
+        meet()
+    else:
+        context().all_gather(np.ones(2), axis=0)
+
+
+def one_means() -> None:
+    context().all_reduce("SUM" if replica() == 0 else "MEAN", np.ones(2))
+
+
+def one_meets_again() -> None:
+    meet()
+    if replica() == 1:
+        meet()
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (only_one_meets, ("all_reduce", "returned")),
+        (one_gathers, ("all_reduce", "all_gather")),
+        (one_means, ("SUM", "MEAN")),
+        (one_meets_again, ("all_reduce", "returned")),
+    ],
+)
+def test_replicas_that_disagree(
+    two: cs.CentralStorageStrategy, function: Callable[[], Any], words: tuple[str, ...]
+) -> None:
+    begun = time.monotonic()
+    with pytest.raises(errors.MergeMismatchError) as caught:
+        two.run(function)
+    assert time.monotonic() - begun < unit(SOON)
+    message = str(caught.value)
+    for word in ("replica 0", "replica 1", *words):
+        assert word in message
+    assert re.search(rf"{re.escape(__file__)}:\d+", message), message
+    assert two.experimental_local_results(two.run(meet)) == (2.0, 2.0)
+
+
+def test_an_error_of_the_function_goes_before_the_mismatch_it_caused(two: cs.CentralStorageStrategy) -> None:
+    def one_fails() -> None:
+        if replica() == 1:
+            raise LookupError("the reason")
+        meet()
+
+    with pytest.raises(LookupError, match="the reason"):
+        two.run(one_fails)
+    assert two.experimental_local_results(two.run(meet)) == (2.0, 2.0)
+
+
+def test_unequal_numbers_of_updates_are_a_mismatch_after_the_agreed_ones(two: cs.CentralStorageStrategy) -> None:
+    with two.scope():
+        total = cs.Variable(np.zeros(2), aggregation=cs.VariableAggregation.SUM)
+
+    def step() -> None:
+        for _ in range(2 + replica()):
+            total.assign_add(np.ones(2))
+
+    with pytest.raises(errors.MergeMismatchError, match="replica 1"):
+        two.run(step)
+    np.testing.assert_array_equal(total.numpy(), [4, 4])

@@ -1,0 +1,143 @@
+"""Records check themselves where they are built, and every kind survives the way to the wire and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.harness.record_strategies import any_record, records
+
+from cs_proto.codec import decode, encode
+from cs_proto.errors import LocalProtocolError
+from cs_proto.messages import (
+    ApplyPoint,
+    Ask,
+    Cancel,
+    CreatePoint,
+    Done,
+    MakeSegment,
+    Output,
+    ReducePoint,
+    Return,
+    Run,
+    Statistics,
+    Value,
+    VariableSpec,
+    Worker,
+)
+from cs_proto.records import RECORDS, Frame, Record, record, shown
+
+KINDS = [RECORDS[code] for code in sorted(RECORDS)]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_every_kind_comes_back_as_it_was_sent(kind: type[Record], data: st.DataObject) -> None:
+    sent = data.draw(records(kind))
+    parts = [bytes(part) for part in encode(sent)]
+    got = decode(parts)
+    assert type(got) is kind
+    assert got == sent or "nan" in repr(sent)
+    assert [bytes(part) for part in encode(got)] == parts
+
+
+@settings(max_examples=40, deadline=None)
+@given(any_record())
+def test_a_record_cannot_be_changed(sent: Record) -> None:
+    name = dataclasses.fields(sent)[0].name  # type: ignore[arg-type]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(sent, name, 1)
+
+
+def test_codes_are_the_wire_and_stand_in_the_order_of_the_file() -> None:
+    codes = [kind.code for kind in KINDS]
+    assert codes == sorted(set(codes))
+    assert all(1 <= code <= 255 for code in codes)
+    written = [kind.__name__ for kind in RECORDS.values() if kind.__module__ == "cs_proto.messages"]
+    assert written == [kind.__name__ for kind in KINDS if kind.__module__ == "cs_proto.messages"]
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (lambda: Statistics(1.0), "request must be int"),
+        (lambda: Statistics(True), "request must be int"),
+        (lambda: Statistics(1 << 64), "request must be int"),
+        (lambda: Statistics(-(1 << 63) - 1), "request must be int"),
+        (lambda: Output("stdin", "x"), "stream must be one of"),
+        (lambda: Output(["stdout"], "x"), "stream must be one of"),
+        (lambda: Output("stdout", b"x"), "text must be str"),
+        (lambda: Value(bytearray(b"x"), ()), "body must be bytes"),
+        (lambda: Value(b"x", []), "arrays must be a tuple of Array"),
+        (lambda: Value(b"x", (None,)), "arrays must be a tuple of Array"),
+        (lambda: Run((1,), 0, 0, b"d" * 16, b"f", False, Frame(b""), ()), "function must be Frame or None"),
+        (lambda: Ask((1,), 0, 1, (), Statistics(1)), "point must be ApplyPoint or"),
+        (lambda: Done(1, 2, None), "version must be int, not None"),
+        (lambda: Cancel(()), "is not a run"),
+        (lambda: Cancel((1, 2)), "is not a run"),
+        (lambda: Cancel((1, -2, 3)), "is not a run"),
+        (lambda: Cancel((1,) * 67), "is not a run"),
+        (lambda: ReducePoint(-1, "f.py:1", "SUM", ()), "k counts from 0"),
+        (lambda: ReducePoint(0, "f" * 4097, "SUM", ()), "k counts from 0"),
+        (lambda: ApplyPoint(0, "f.py:1", 1, 0, (), 0), "either variables or the number of their set"),
+        (lambda: ApplyPoint(0, "f.py:1", 1, 3, (1,), 0), "either variables or the number of their set"),
+        (lambda: ApplyPoint(0, "f.py:1", 1, 3, (), 2), "buffers 0 or 1"),
+        (lambda: Return((1,), 0, 1, (), 0, None, None), "a value or an error"),
+        (lambda: Run((1,), 0, 0, b"d", None, False, Frame(b""), ()), "a digest has 16 bytes"),
+        (lambda: VariableSpec("", "float32", (), True, 0, 0), "is not a variable name"),
+        (lambda: VariableSpec("a\n", "float32", (), True, 0, 0), "is not a variable name"),
+        (lambda: VariableSpec("a", "U3", (), True, 0, 0), "a variable cannot have dtype"),
+        (lambda: VariableSpec("a", "object", (), True, 0, 0), "a variable cannot have dtype"),
+        (lambda: VariableSpec("a", "float32", (-1,), True, 0, 0), "is not one"),
+        (lambda: VariableSpec("a", "float32", (1,) * 33, True, 0, 0), "is not one"),
+        (lambda: VariableSpec("a", "float32", (1 << 62,), True, 0, 0), "is too large"),
+        (lambda: VariableSpec("a", "float32", (), True, 4, 0), "numbers 0-3"),
+        (lambda: VariableSpec("a", "float32", (), True, 0, -1), "numbers 0-3"),
+        (lambda: MakeSegment("x", 0, ""), "a reservation of 0 bytes"),
+        (lambda: MakeSegment("../x", 1, ""), "is not a segment name"),
+        (lambda: CreatePoint(0, "", None, None), "variable must be VariableSpec"),
+        (lambda: Worker(0, 1, 2, "CPU:0", None), "endpoint must be str"),
+    ],
+)
+def test_what_does_not_fit_is_refused_where_it_is_built(build: object, said: str) -> None:
+    with pytest.raises(LocalProtocolError, match=said):
+        build()  # type: ignore[operator]
+
+
+def test_a_code_is_given_once() -> None:
+    class Late(Record):
+        number: int
+
+    with pytest.raises(LocalProtocolError, match="code 35 is taken by Statistics"):
+        record(35)(Late)
+    with pytest.raises(LocalProtocolError, match="not between 1 and 255"):
+        record(256)(Late)
+
+
+@pytest.mark.parametrize("hint", [dict, object, list[int], set[str], Literal[1], complex])
+def test_a_field_of_an_unknown_type_is_refused_when_the_record_is_defined(hint: object) -> None:
+    unknown = type("Unknown", (Record,), {"__annotations__": {"field": hint}, "__module__": __name__})
+    with pytest.raises(TypeError, match="a record field cannot be"):
+        record(255)(unknown)
+    assert 255 not in RECORDS
+
+
+def test_frames_are_equal_when_their_bytes_are_and_show_only_their_size() -> None:
+    assert Frame(b"abc") == Frame(bytearray(b"abc")) == Frame(memoryview(b"abc"))
+    assert Frame(b"abc") != Frame(b"abd")
+    assert Frame(b"abc") != b"abc"
+    assert len({Frame(b"abc"), Frame(bytearray(b"abc"))}) == 1
+    assert repr(Frame(b"secret")) == "<6 bytes>"
+
+
+@pytest.mark.parametrize("length", [10, 100_000])
+def test_what_an_error_shows_is_short_whatever_its_size_and_depth(length: int) -> None:
+    deep: object = "x" * length
+    for _ in range(length):
+        deep = [deep, *[0] * 20]
+    assert len(shown(deep)) < 500
+    assert len(shown("x" * length)) < 100

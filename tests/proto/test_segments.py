@@ -1,0 +1,162 @@
+"""Segments: names that fit, views that stay inside, and pages that readers cannot write."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from cs_proto import segments
+from cs_proto.arrays import Array, Location, array_of
+from cs_proto.errors import LocalProtocolError
+from cs_proto.segments import Mapping
+
+PAGE = mmap.PAGESIZE
+NBYTES = 8 * PAGE
+
+
+@pytest.fixture
+def file() -> Iterator[int]:
+    """A segment's file as the supervisor makes it; eight pages."""
+    descriptor = os.memfd_create("segment")
+    os.ftruncate(descriptor, NBYTES)
+    yield descriptor
+    os.close(descriptor)
+
+
+def mapping(file: int, *, writable: bool = True) -> Mapping:
+    flags = os.O_RDWR if writable else os.O_RDONLY
+    return Mapping("arena/0", os.open(f"/proc/self/fd/{file}", flags), NBYTES, writable=writable)
+
+
+def present(file: int) -> int:
+    """Bytes of the file that take memory."""
+    return os.fstat(file).st_blocks * 512
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (segments.CONTROL, "control"),
+        (segments.parameters("float32"), "parameters/float32"),
+        (segments.parameters("U12"), "parameters/u12"),
+        (segments.slots(3, "Momentum", "float64"), "slots/3/momentum/float64"),
+        (segments.gradients(1, 0, "complex64"), "gradients/1/0/complex64"),
+        (segments.arena(2), "arena/2"),
+        (segments.controller_arena(), "arena/controller"),
+    ],
+)
+def test_names(name: str, expected: str) -> None:
+    assert name == expected
+    Location(name, 0)
+
+
+def test_what_one_process_writes_another_reads(file: int) -> None:
+    writer, reader = mapping(file), mapping(file, writable=False)
+    array = Array("float32", (2, 3), Location("arena/0", 64))
+    writer.view(array)[...] = np.arange(6).reshape(2, 3)
+    assert reader.view(array).tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert reader.elements("float32")[16:22].tolist() == [0, 1, 2, 3, 4, 5]
+    assert reader.elements("float32").nbytes == NBYTES
+
+
+def test_a_reader_cannot_write(file: int) -> None:
+    reader = mapping(file, writable=False)
+    view = reader.view(Array("int64", (4,), Location("arena/0", 0)))
+    with pytest.raises(ValueError, match="read-only"):
+        view[0] = 1
+    with pytest.raises(ValueError, match="read-only"):
+        reader.elements("int64")[0] = 1
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        view.flags.writeable = True
+    with pytest.raises(TypeError, match="read-only memory"):
+        reader.memory[0] = 1
+
+
+def test_the_kernel_keeps_a_reader_from_mapping_for_writing(file: int) -> None:
+    descriptor = os.open(f"/proc/self/fd/{file}", os.O_RDONLY)
+    with pytest.raises(PermissionError):
+        Mapping("arena/0", descriptor, NBYTES, writable=True)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+def test_the_descriptor_is_closed_and_the_memory_stays(file: int) -> None:
+    descriptor = os.dup(file)
+    held = Mapping("arena/0", descriptor, NBYTES, writable=True)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    view = held.elements("uint8")
+    del held
+    view[5] = 7
+    assert os.pread(file, 1, 5) == b"\x07"
+
+
+@pytest.mark.parametrize(
+    ("array", "said"),
+    [
+        (Array("uint8", (1,), Location("arena/1", 0)), "does not lie in segment arena/0"),
+        (array_of(np.zeros(1)), "does not lie in segment arena/0"),
+        (Array("uint8", (1,), Location("arena/0", NBYTES)), f"ends at byte {NBYTES + 1}"),
+        (Array("uint8", (NBYTES + 1,), Location("arena/0", 0)), f"ends at byte {NBYTES + 1}"),
+        (Array("float64", (1 << 40,), Location("arena/0", 0)), "ends at byte"),
+        (Array("uint8", (0,), Location("arena/0", NBYTES + 1)), "ends at byte"),
+    ],
+)
+def test_no_view_leaves_its_segment(file: int, array: Array, said: str) -> None:
+    with pytest.raises(LocalProtocolError, match=said):
+        mapping(file).view(array)
+
+
+def test_a_view_may_end_where_the_segment_ends(file: int) -> None:
+    held = mapping(file)
+    assert held.view(Array("uint8", (8,), Location("arena/0", NBYTES - 8))).shape == (8,)
+    assert held.view(Array("float32", (0, 3), Location("arena/0", NBYTES))).shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "pages"),
+    [
+        (0, 0, 0),
+        (PAGE, PAGE, 0),
+        (NBYTES, NBYTES, 0),
+        (0, 1, 1),
+        (10, PAGE, 1),
+        (PAGE - 1, PAGE + 1, 2),
+        (0, NBYTES, 8),
+    ],
+)
+@pytest.mark.parametrize("is_old_kernel", [False, True])
+def test_populate_makes_exactly_the_touched_pages_present(
+    file: int, start: int, stop: int, pages: int, is_old_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_old_kernel:
+        monkeypatch.setattr(segments, "_MADV_POPULATE_WRITE", 9999)  # EINVAL, as before Linux 5.14
+    held = mapping(file)
+    held.elements("uint8")[start:stop] = 7
+    held.discard(0, NBYTES)
+    assert present(file) == 0
+    held.populate(start, stop)
+    assert present(file) == pages * PAGE
+    assert not held.elements("uint8").any()
+
+
+def test_populate_changes_nothing(file: int) -> None:
+    held = mapping(file)
+    held.elements("uint8")[:] = np.arange(NBYTES) % 251
+    held.populate(1, NBYTES - 1)
+    assert (held.elements("uint8") == np.arange(NBYTES) % 251).all()
+
+
+def test_discard_gives_only_whole_pages_back(file: int) -> None:
+    held = mapping(file)
+    held.elements("uint8")[:] = 1
+    held.discard(PAGE - 1, 3 * PAGE + 1)
+    assert present(file) == 6 * PAGE
+    held.discard(3 * PAGE + 1, 4 * PAGE - 1)
+    assert present(file) == 6 * PAGE
+    # Read through the file: reading a hole through a mapping makes its page present.
+    assert os.pread(file, NBYTES, 0) == b"\1" * PAGE + bytes(2 * PAGE) + b"\1" * (5 * PAGE)

@@ -1,0 +1,182 @@
+"""What commands ask for is what happens to memory, on one thread or several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cs_proto.arrays import Array, Location, array_of, view_of
+from cs_proto.errors import InvalidArgumentError
+from cs_proto.messages import AssignOp, ReduceOpName
+from cs_proto.segments import frame_view
+from cs_server import arithmetic
+from cs_server.arithmetic import Arithmetic
+from cs_server.events import Apply, Commit, Compute, Fill, Write
+from cs_server.updates import reference, resolve
+
+SGD = (("learning_rate", 0.25), ("momentum", 0.5), ("nesterov", 0.0))
+
+
+class Bytes:
+    """Segments in ordinary memory."""
+
+    def __init__(self, **segments: np.ndarray) -> None:
+        self.segments = segments
+
+    def view(self, array: Array) -> np.ndarray:
+        if not isinstance(array.place, Location):
+            return frame_view(array)
+        flat = self.segments[array.place.segment].view(np.uint8)
+        return view_of(array, flat.data[array.place.offset : array.place.offset + array.nbytes])
+
+    def elements(self, name: str, dtype: str) -> np.ndarray:
+        return self.segments[name].view(dtype)
+
+
+def at(segment: str, offset: int, like: np.ndarray) -> Array:
+    return Array(like.dtype.name, like.shape, Location(segment, offset))
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """How many threads an update may use; even a small one is spread over them."""
+    monkeypatch.setattr(arithmetic, "_ELEMENTS_PER_THREAD", 1)
+    arithmetic._shares.cache_clear()
+    yield request.param
+    arithmetic._shares.cache_clear()
+
+
+def commit(memory: Bytes, *operations: Apply | Write | Fill, threads: int = 1) -> None:
+    arithmetic = Arithmetic(memory, threads)
+    try:
+        arithmetic.commit(Commit(1, operations))
+    finally:
+        arithmetic.close()
+
+
+# --- computations ---------------------------------------------------------------------------------------------------
+
+
+def test_all_reduce_leaf_by_leaf_in_replica_order() -> None:
+    arena = np.array([1e16, 1.0])
+    memory = Bytes(arena=arena)
+    components = (
+        (at("arena", 0, arena[:1]), array_of(np.array([[1, 2]]))),
+        (array_of(np.array([1.0])), array_of(np.array([[10, 20]]))),
+        (array_of(np.array([-1e16])), array_of(np.array([[100, 200]]))),
+    )
+    total, other = Arithmetic(memory, 1).compute(Compute(1, "SUM", 0, components))
+    assert frame_view(total)[0] == (1e16 + 1.0) - 1e16
+    assert frame_view(other).tolist() == [[111, 222]]
+    mean, _ = Arithmetic(memory, 1).compute(Compute(1, "MEAN", 0, components[:2]))
+    assert frame_view(mean)[0] == (1e16 + 1.0) / 2
+
+
+def test_all_gather_along_its_axis() -> None:
+    components = tuple((array_of(np.full((2, n), n)),) for n in (1, 2))
+    (gathered,) = Arithmetic(Bytes(), 1).compute(Compute(1, None, 1, components))
+    assert frame_view(gathered).tolist() == [[1, 2, 2], [1, 2, 2]]
+
+
+def test_an_all_reduce_of_nothing_is_nothing() -> None:
+    assert Arithmetic(Bytes(), 1).compute(Compute(1, "SUM", 0, ((), ()))) == ()
+
+
+@pytest.mark.parametrize(
+    ("components", "said"),
+    [
+        (((array_of(np.zeros(2)),), ()), r"different numbers of arrays: \[1, 0\]"),
+        (((array_of(np.zeros(2)),), (array_of(np.zeros(3)),)), "shape and dtype must agree"),
+        (((array_of(np.array(["a"])),),) * 2, "only numbers can be added"),
+    ],
+)
+def test_what_cannot_be_combined(components: tuple[tuple[Array, ...], ...], said: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=said):
+        Arithmetic(Bytes(), 1).compute(Compute(1, "SUM", 0, components))
+
+
+# --- commits --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("op", "reduce", "expected"),
+    [
+        ("assign", None, [1, 2]),
+        ("assign_add", None, [11, 22]),
+        ("assign_sub", None, [9, 18]),
+        ("assign", "SUM", [4, 6]),
+        ("assign_add", "SUM", [14, 26]),
+        ("assign_sub", "MEAN", [8, 17]),
+    ],
+)
+def test_writes(op: AssignOp, reduce: ReduceOpName | None, expected: list[float]) -> None:
+    slab = np.array([0, 10, 20, 0], np.float32)
+    sources = [np.array([1, 2], np.float32), np.array([3, 4], np.float32)]
+    if reduce is None:
+        sources = sources[:1]
+    commit(Bytes(slab=slab), Write(at("slab", 4, sources[0]), op, reduce, tuple(map(array_of, sources))))
+    assert slab.tolist() == [0, *expected, 0]
+
+
+def test_a_write_of_another_dtype_than_numpy_would_choose() -> None:
+    slab = np.array([250, 1], np.uint8)
+    commit(Bytes(slab=slab), Write(at("slab", 0, slab), "assign_add", None, (array_of(np.array([10, 1], np.uint8)),)))
+    assert slab.tolist() == [4, 2]
+
+
+def test_fill() -> None:
+    slots = np.zeros(6, np.float64)
+    commit(Bytes(slots=slots), Fill("slots", "float64", 2, 5, 0.1))
+    assert slots.tolist() == [0, 0, 0.1, 0.1, 0.1, 0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64"])
+def test_apply_has_the_bits_of_the_reference_and_leaves_the_rest_alone(dtype: str, threads: int) -> None:
+    random = np.random.default_rng(7)
+    length, ranges = 5000, ((3, 700), (701, 702), (1024, 4999))
+    w, m, *gradients = (random.standard_normal(length).astype(dtype) for _ in range(5))
+    expected_w, expected_m = w.copy(), m.copy()
+    rule = resolve("SGD", dict(SGD))
+    for first, last in ranges:
+        part = slice(first, last)
+        reference(rule, expected_w[part], [g[part] for g in gradients], (expected_m[part],), dict(SGD), 4)
+    memory = Bytes(w=w, m=m, g0=gradients[0], g1=gradients[1], g2=gradients[2])
+    commit(memory, Apply("SGD", SGD, 4, dtype, ranges, "w", ("m",), ("g0", "g1", "g2")), threads=threads)
+    assert w.tobytes() == expected_w.tobytes()
+    assert m.tobytes() == expected_m.tobytes()
+
+
+def test_operations_follow_each_other() -> None:
+    w, g = np.zeros(64, np.float32), np.ones(64, np.float32)
+    plain = (("learning_rate", 1.0), ("momentum", 0.0), ("nesterov", 0.0))
+    apply = Apply("SGD", plain, 1, "float32", ((0, 64),), "w", (), ("g",))
+    add = Write(at("w", 0, w), "assign", None, (array_of(np.full(64, 5, np.float32)),))
+    commit(Bytes(w=w, g=g), apply, add, apply, apply)
+    assert w.tolist() == [3.0] * 64
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 3000)), max_size=6), st.integers(1, 5))
+def test_shares_cover_every_element_once_and_in_order(steps: list[tuple[int, int]], threads: int) -> None:
+    ranges, end = [], 0
+    for gap, length in steps:
+        ranges.append((end + gap, end + gap + length))
+        end = ranges[-1][1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arithmetic, "_ELEMENTS_PER_THREAD", 300)
+        shares = arithmetic._shares.__wrapped__(tuple(ranges), threads)
+    assert 1 <= len(shares) <= threads
+    covered = [element for share in shares for first, last in share.tolist() for element in range(first, last)]
+    assert covered == [element for first, last in ranges for element in range(first, last)]
+    largest = max(sum(last - first for first, last in share.tolist()) for share in shares)
+    assert largest <= -(-len(covered) // len(shares)) + 64 * threads
+    for share in shares:
+        assert share.dtype == np.int64
+        assert share.shape[1:] == (2,)
+        assert share.flags.carray
+    boundaries = {first for first, _ in ranges}
+    assert all(share[0][0] % 64 == 0 or share[0][0] in boundaries for share in shares[1:] if len(share))

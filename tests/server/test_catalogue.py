@@ -1,0 +1,345 @@
+"""The catalogue by itself: names, places, the memory plan, slots and what an apply covers."""
+
+from __future__ import annotations
+
+import pytest
+from tests.harness.playbook import MACHINE_NBYTES, allocates, array, lies, scalar, spec
+
+from cs_proto.arrays import Location
+from cs_proto.errors import InvalidArgumentError, MemoryPlanError
+from cs_proto.messages import VariableSpec
+from cs_server.catalogue import SLACK_NBYTES, Catalogue
+from cs_server.control import ControlMemory
+from cs_server.events import Allocate, Apply, Command, Write
+from cs_server.tables import SlotFill, Tables
+
+SGD = {"learning_rate": 0.1, "momentum": 0.0, "nesterov": 0.0}
+ADAM = {"learning_rate": 0.1, "beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7, "amsgrad": 0.0}
+
+
+class Book:
+    """A catalogue over a store of its own."""
+
+    def __init__(self, replicas: int = 2, machine_nbytes: int = MACHINE_NBYTES) -> None:
+        self.control = ControlMemory()
+        self.replicas = replicas
+        self.machine_nbytes = machine_nbytes
+        self.reopen()
+
+    def reopen(self) -> None:
+        self.tables = Tables(self.control, self.replicas)
+        self.out: list[Command] = []
+        self.catalogue = Catalogue(self.tables, self.out, self.replicas, self.machine_nbytes)
+
+    def make(self, name: str, shape: tuple[int, ...] = (), dtype: str = "float32", trainable: bool = True) -> int:
+        made = self.catalogue.create(VariableSpec(name, dtype, shape, trainable, 0, 0), None)
+        self.tables.flush()
+        return made.number
+
+
+@pytest.fixture
+def book() -> Book:
+    return Book()
+
+
+# --- names and places ---------------------------------------------------------------------------------------------
+
+
+def test_a_name_that_is_taken_gets_a_number(book: Book) -> None:
+    for name in ["w", "w", "w_1", "w", "b"]:
+        book.make(name)
+    assert [variable.spec.name for variable in book.catalogue.variables()] == ["w", "w_1", "w_1_1", "w_2", "b"]
+    assert book.catalogue.named("w_2").number == 4
+
+
+def test_a_longest_name_that_is_taken_stays_a_name(book: Book) -> None:
+    book.make("x" * 512)
+    book.make("x" * 512)
+    assert book.catalogue.variable(2).spec.name == "x" * 510 + "_1"
+
+
+def test_variables_of_a_dtype_lie_aligned_with_slack_between(book: Book) -> None:
+    chunk = SLACK_NBYTES // 4
+    shapes = [(3,), (17, 3), (), (0, 5), (chunk,), (5 * chunk + 1,), (2,)]
+    places = [book.catalogue.variable(book.make(f"v{n}", shape)).place for n, shape in enumerate(shapes)]
+    assert {place.segment for place in places} == {"parameters/float32"}
+    offsets = [place.offset for place in places]
+    sizes = [12, 204, 4, 0, SLACK_NBYTES, 5 * SLACK_NBYTES + 4, 8]
+    assert all(offset % 64 == 0 for offset in offsets)
+    gaps = [later - first - size for first, later, size in zip(offsets, offsets[1:], sizes, strict=False)]
+    assert all(gap >= min(size, SLACK_NBYTES) for gap, size in zip(gaps, sizes, strict=False))
+    assert offsets == [0, 128, 640, 768, 768, 768 + 2 * SLACK_NBYTES, 768 + 8 * SLACK_NBYTES + 64]
+
+
+def test_the_first_of_a_dtype_makes_its_segments_and_each_is_made_present(book: Book) -> None:
+    book.make("w", (2,))
+    assert book.out == [
+        allocates("parameters/float32"),
+        allocates("gradients/0/0/float32", writer="w0"),
+        allocates("gradients/0/1/float32", writer="w0"),
+        allocates("gradients/1/0/float32", writer="w1"),
+        allocates("gradients/1/1/float32", writer="w1"),
+        allocates("parameters/float32", 0, 8),
+    ]
+    book.out.clear()
+    book.make("b", ())
+    book.make("empty", (0,))
+    assert book.out == [allocates("parameters/float32", 128, 132)]
+
+
+def test_dtypes_without_gradients_have_no_gradient_buffers(book: Book) -> None:
+    book.make("n", (2,), "int64")
+    assert book.out == [allocates("parameters/int64"), allocates("parameters/int64", 0, 16)]
+
+
+def test_a_reservation_is_whole_pages() -> None:
+    book = Book(machine_nbytes=1_000_001)
+    book.make("w")
+    allocation = book.out[0]
+    assert isinstance(allocation, Allocate)
+    assert allocation.reservation == 2 * (2 << 20)
+
+
+def test_unknown_variables_and_optimizers_are_named_with_what_there_is(book: Book) -> None:
+    with pytest.raises(InvalidArgumentError, match="no variable 1; there are none"):
+        book.catalogue.variable(1)
+    for name in ["weights", "bias"]:
+        book.make(name)
+    with pytest.raises(InvalidArgumentError, match=r"no variable 7; there are 1 \(weights\), 2 \(bias\)"):
+        book.catalogue.variable(7)
+    with pytest.raises(InvalidArgumentError, match="no variable 'weight'; did you mean 'weights'"):
+        book.catalogue.named("weight")
+    with pytest.raises(InvalidArgumentError, match=r"no variable 'q'; there are 1 \(weights\)"):
+        book.catalogue.named("q")
+    book.catalogue.configure(0, "SGD", SGD)
+    with pytest.raises(InvalidArgumentError, match=r"no optimizer 2; there are 1 \(SGD\)"):
+        book.catalogue.optimizer(2)
+
+
+def test_a_long_inventory_is_cut(book: Book) -> None:
+    for n in range(20):
+        book.make(f"v{n}")
+    with pytest.raises(InvalidArgumentError, match=r"1 \(v0\), .*, 4 \(v3\), \.\.\., 18 \(v17\), .*20 \(v19\)$"):
+        book.catalogue.variable(99)
+
+
+def test_a_value_has_the_shape_and_dtype_of_its_variable(book: Book) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"'w' is float32\[1\]; it must be float32\[2\]"):
+        book.catalogue.create(spec("w", (2,)), array(1))
+    with pytest.raises(InvalidArgumentError, match=r"'w' is int32\[2\]; it must be float32\[2\]"):
+        book.catalogue.create(spec("w", (2,)), array(1, 2, dtype="int32"))
+    book.make("w", (2,))
+    with pytest.raises(InvalidArgumentError, match="assign_add to variable 'w'"):
+        book.catalogue.write(1, "assign_add", None, (array(1, 2), scalar(1)))
+    assert book.catalogue.write(1, "assign_add", "SUM", (array(1, 2), array(3, 4))) == Write(
+        lies("parameters/float32", 0, (2,)), "assign_add", "SUM", (array(1, 2), array(3, 4))
+    )
+
+
+def test_truth_values_cannot_be_added(book: Book) -> None:
+    book.make("flag", (), "bool")
+    with pytest.raises(InvalidArgumentError, match="bool"):
+        book.catalogue.write(1, "assign_add", None, (scalar(1, "bool"),))
+
+
+# --- the plan -----------------------------------------------------------------------------------------------------
+
+
+def test_a_variable_counts_once_and_once_for_each_replicas_gradients(book: Book) -> None:
+    book.tables.tally.available_nbytes = 1199
+    with pytest.raises(MemoryPlanError, match=r"variable 'w': 1200 bytes planned .* 1199 bytes available"):
+        book.make("w", (100,))
+    assert book.out == []
+    assert not book.tables.variables.items()
+    book.tables.tally.available_nbytes = 1200
+    book.make("w", (100,))
+
+
+def test_gradient_buffers_that_nobody_has_touched_are_promised(book: Book) -> None:
+    book.tables.tally.available_nbytes = 1200
+    book.make("w", (100,))
+    book.tables.tally.available_nbytes = 800  # its own 400 have been touched
+    with pytest.raises(MemoryPlanError, match=r"4 bytes planned .* beside 800 bytes promised"):
+        book.make("n", (), "int32")
+    book.make("nothing", (0,))
+    book.catalogue.configure(0, "SGD", SGD)
+    book.catalogue.variable_set(1, (1,))  # now they are touched
+    book.make("n", (), "int32")
+
+
+def test_variables_that_no_optimizer_may_touch_promise_nothing(book: Book) -> None:
+    book.tables.tally.available_nbytes = 400
+    book.make("w", (100,), trainable=False)
+    book.make("n", (100,), "int32")
+
+
+def test_slots_count_when_they_are_made(book: Book) -> None:
+    book.make("w", (100,))
+    book.catalogue.configure(0, "Adam", ADAM)
+    book.out.clear()
+    book.tables.tally.available_nbytes = 799  # its gradient buffers have been touched by now
+    with pytest.raises(MemoryPlanError, match=r"optimizer 1 \(Adam\): 800 bytes planned .* slots m, v"):
+        book.catalogue.variable_set(1, (1,))
+    assert book.out == []
+    book.tables.tally.available_nbytes = 800
+    assert book.catalogue.variable_set(1, (1,))[0] == 1
+
+
+def test_a_slab_never_outgrows_its_reservation() -> None:
+    book = Book(machine_nbytes=1 << 20)  # 4 MiB of addresses
+    book.make("half", (500_000,), trainable=False)
+    with pytest.raises(MemoryPlanError, match=r"'w': 2400000 bytes planned, but of the 4194304 bytes of addresses"):
+        book.make("w", (600_000,))
+    book.make("other", (600_000,), "int32")  # a slab of its own
+
+
+# --- optimizers and slots -----------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_is_made_and_changed(book: Book) -> None:
+    made, fills = book.catalogue.configure(0, "SGD", SGD)
+    assert (made.number, made.kind, dict(made.hyperparameters), made.iterations, fills) == (1, "SGD", SGD, 0, ())
+    changed, _ = book.catalogue.configure(1, "SGD", {"learning_rate": 0.5})
+    assert dict(changed.hyperparameters) == {**SGD, "learning_rate": 0.5}
+    assert book.catalogue.optimizer(1) == changed
+    assert book.catalogue.configure(0, "SGD", SGD)[0].number == 2
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "given", "reason"),
+    [
+        (0, "Sgd", SGD, "unknown optimizer 'Sgd'"),
+        (0, "SGD", {"learning_rate": 0.1}, "momentum"),
+        (0, "SGD", {**SGD, "beta": 1.0}, "no hyperparameter 'beta'"),
+        (1, "Adam", ADAM, "optimizer 1 is SGD and cannot become Adam"),
+        (1, "SGD", {"momentum": 2.0}, "momentum must be"),
+        (3, "SGD", SGD, "no optimizer 3"),
+    ],
+)
+def test_what_the_rule_cannot_take_is_refused(
+    book: Book, number: int, kind: str, given: dict[str, float], reason: str
+) -> None:
+    book.catalogue.configure(0, "SGD", SGD)
+    with pytest.raises(InvalidArgumentError, match=reason):
+        book.catalogue.configure(number, kind, given)
+    assert [dict(o.hyperparameters) for o in book.tables.optimizers.values()] == [SGD]
+
+
+def test_the_first_set_of_variables_makes_its_slots(book: Book) -> None:
+    book.make("w", (2,))
+    book.make("b", ())
+    book.make("empty", (0,))
+    book.catalogue.configure(0, "Adam", ADAM)
+    book.out.clear()
+    assert book.catalogue.variable_set(1, (2, 1)) == (
+        1,
+        (
+            SlotFill("slots/1/m/float32", "float32", 0, 2, 0.0),
+            SlotFill("slots/1/v/float32", "float32", 0, 2, 0.0),
+            SlotFill("slots/1/m/float32", "float32", 32, 33, 0.0),
+            SlotFill("slots/1/v/float32", "float32", 32, 33, 0.0),
+        ),
+    )
+    assert book.out == [
+        allocates("slots/1/m/float32", 0, 8),
+        allocates("slots/1/v/float32", 0, 8),
+        allocates("slots/1/m/float32", 128, 132),
+        allocates("slots/1/v/float32", 128, 132),
+    ]
+    book.out.clear()
+    assert book.catalogue.variable_set(1, (1, 2)) == (1, ())  # the same set
+    number, fills = book.catalogue.variable_set(1, (1, 3))  # w has its slots
+    assert (number, fills) == (2, ())
+    assert book.out == [allocates("slots/1/m/float32", 256, 256), allocates("slots/1/v/float32", 256, 256)]
+    assert book.catalogue.slot_nbytes() == 2 * 12
+    assert book.catalogue.parameter_nbytes() == 12
+
+
+def test_slots_that_a_change_of_hyperparameters_needs_are_made_then(book: Book) -> None:
+    book.make("w", (2,))
+    book.make("unused", (2,))
+    book.catalogue.configure(0, "SGD", SGD)
+    assert book.catalogue.variable_set(1, (1,)) == (1, ())
+    book.out.clear()
+    _, fills = book.catalogue.configure(1, "SGD", {"momentum": 0.9})
+    assert fills == (SlotFill("slots/1/momentum/float32", "float32", 0, 2, 0.0),)
+    assert book.out == [allocates("slots/1/momentum/float32", 0, 8)]
+    assert book.catalogue.configure(1, "SGD", {"momentum": 0.8})[1] == ()
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [((1, 1), "twice"), ((1, 9), "no variable 9"), ((1, 2), "'n' is int64; only floating-point")],
+)
+def test_a_set_that_cannot_be_updated_is_refused(book: Book, variables: tuple[int, ...], reason: str) -> None:
+    book.make("w")
+    book.make("n", (), "int64")
+    book.catalogue.configure(0, "SGD", SGD)
+    with pytest.raises(InvalidArgumentError, match=reason):
+        book.catalogue.variable_set(1, variables)
+
+
+def test_an_apply_covers_each_slab_once_in_ascending_ranges(book: Book) -> None:
+    book.make("w", (3,))
+    book.make("d", (2,), "float64")
+    book.make("b", ())
+    book.make("empty", (0,))
+    adam, _ = book.catalogue.configure(0, "Adam", ADAM)
+    number, _ = book.catalogue.variable_set(1, (3, 4, 2, 1))
+    wide, narrow = "float64", "float32"
+    assert book.catalogue.apply(number, [0, 1], 1) == [
+        Apply(
+            kind="Adam",
+            hyperparameters=adam.hyperparameters,
+            t=2,
+            dtype=dtype,
+            ranges=ranges,
+            parameters=f"parameters/{dtype}",
+            slots=(f"slots/1/m/{dtype}", f"slots/1/v/{dtype}"),
+            gradients=(f"gradients/0/0/{dtype}", f"gradients/1/1/{dtype}"),
+        )
+        for dtype, ranges in [(narrow, ((0, 3), (32, 33))), (wide, ((0, 2),))]
+    ]
+
+
+def test_versions_count_writes_and_the_steps_of_every_set(book: Book) -> None:
+    for name in ["w", "b"]:
+        book.make(name)
+    book.catalogue.configure(0, "SGD", SGD)
+    both, _ = book.catalogue.variable_set(1, (1, 2))
+    one, _ = book.catalogue.variable_set(1, (1,))
+    book.catalogue.applied(both)
+    book.catalogue.applied(one)
+    assert book.catalogue.written(1) == 3
+    for _ in range(2):
+        assert [variable.version for variable in book.catalogue.variables()] == [3, 1]
+        assert book.catalogue.optimizer(1).iterations == 2
+        book.tables.flush()
+        book.reopen()
+
+
+def test_a_rolled_back_change_is_forgotten_whole(book: Book) -> None:
+    book.make("w")
+    book.catalogue.configure(0, "SGD", SGD)
+    book.tables.flush()
+    book.catalogue.create(spec("x"), None)
+    number, _ = book.catalogue.variable_set(1, (1,))
+    book.catalogue.applied(number)
+    book.tables.rollback()
+    book.catalogue.forget()
+    assert [v.version for v in book.catalogue.variables()] == [0]
+    with pytest.raises(InvalidArgumentError):
+        book.catalogue.named("x")
+    assert book.catalogue.create(spec("y"), None).place == Location("parameters/float32", 128)
+
+
+def test_a_restarted_server_opens_every_segment_again(book: Book) -> None:
+    book.make("w", (2,))
+    book.make("n", (), "int32")
+    book.catalogue.configure(0, "Adam", ADAM)
+    book.catalogue.variable_set(1, (1,))
+    made = {command.segment for command in book.out if isinstance(command, Allocate)}
+    again = book.catalogue.allocations()
+    assert {allocation.segment for allocation in again} == made
+    assert all((a.start, a.stop) == (0, 0) for a in again)
+    assert {a.writer for a in again if a.segment.startswith("gradients/1/")} == {"w1"}

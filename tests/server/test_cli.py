@@ -1,0 +1,41 @@
+"""The command line, as the supervisor and a curious person call it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from tests.harness.processes import run
+
+OPTIONS = ("--parameter-device", "cpu:0", "--replicas", "1")
+
+
+@pytest.mark.parametrize("program", [("cs-server",), (sys.executable, "-P", "-m", "cs_server")])
+def test_help(program: tuple[str, ...]) -> None:
+    assert "--run-directory" in run(*program, "--help").ok().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ((), 2, "--run-directory"),
+        (("--run-directory", "/tmp", *OPTIONS, "--replicas", "two"), 2, "invalid int value: 'two'"),
+        (("--run-directory", "tmp", *OPTIONS), 2, "ConfigurationError: run directory 'tmp' must be an absolute path"),
+        (("--run-directory", "/tmp", *OPTIONS, "--parameter-device", "gpu:0"), 2, "choose the parameter device cpu:0"),
+        (("--run-directory", "/nowhere", *OPTIONS), 1, "LaunchError: no supervisor listens at /nowhere/supervisor"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line_and_no_traceback(arguments: tuple[str, ...], code: int, said: str) -> None:
+    ended = run("cs-server", *arguments)
+    assert (ended.code, ended.out) == (code, "")
+    assert said in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_a_supervisor_that_is_no_socket(tmp_path: Path) -> None:
+    (tmp_path / "supervisor").write_text("")
+    ended = run("cs-server", "--run-directory", tmp_path, *OPTIONS)
+    assert ended.code == 1 or len(str(tmp_path)) > 87
+    assert "cs-server: " in ended.err
+    assert "Traceback" not in ended.err

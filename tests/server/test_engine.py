@@ -1,0 +1,391 @@
+"""The engine as a whole: the order of arrival decides nothing, restarts lose nothing, and nothing is half done."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.harness.playbook import (
+    CONTROLLER,
+    OBSERVER,
+    Playbook,
+    applies,
+    array,
+    asks,
+    assigns,
+    computes,
+    dies,
+    fault,
+    first_apply,
+    gathers,
+    hears,
+    makes,
+    merge_calls,
+    reads,
+    reduces,
+    returns,
+    scalar,
+    spec,
+    steps,
+    to,
+    w,
+)
+
+from cs_proto.arrays import Location, array_of
+from cs_proto.messages import (
+    Ask,
+    Assign,
+    Committed,
+    Create,
+    CreatePoint,
+    Describe,
+    GatherPoint,
+    Get,
+    MergeCallPoint,
+    MergeCallReturn,
+    PointFailed,
+    ReadPoint,
+    ReducePoint,
+    Refused,
+    Return,
+    RunFinished,
+    Token,
+    Value,
+)
+from cs_proto.records import Record
+from cs_server.control import ControlFull, ControlLog
+from cs_server.engine import Engine
+from cs_server.events import (
+    Allocate,
+    Command,
+    Commit,
+    Compute,
+    Computed,
+    Event,
+    Fill,
+    Finished,
+    ProcessDied,
+    Received,
+    Send,
+    Tick,
+)
+
+RUN = (2,)
+
+# --- replicas that follow a program ---------------------------------------------------------------------------------
+
+#: What a replica may do next, given the number of its next merge point and who it is.
+MOVES: dict[str, Callable[[int, int], Any]] = {
+    "apply": lambda k, r: applies(k, buffers=k % 2),
+    "apply both": lambda k, r: first_apply(k, 1, 2),
+    "apply nothing there": lambda k, r: first_apply(k, 9),
+    "assign": lambda k, r: assigns(k, scalar(r)),
+    "assign 5": lambda k, r: assigns(k, scalar(5), checked=True),
+    "assign r": lambda k, r: assigns(k, scalar(r), variable=2, checked=True),
+    "all_reduce": lambda k, r: reduces(k, scalar(r), line=k),
+    "all_gather": lambda k, r: gathers(k, array(r), line=k),
+    "read": lambda k, r: reads(k),
+    "create": lambda k, r: makes(k, spec("made"), scalar(r)),
+    "merge_call": lambda k, r: merge_calls(k, b"%d" % r),
+}
+WAITED = (ReadPoint, ReducePoint, GatherPoint, CreatePoint, MergeCallPoint)
+
+
+@dataclass
+class Replica:
+    """A worker that does what its program says, and returns or raises at its end."""
+
+    number: int
+    program: list[str]
+    k: int = 0
+    #: The point whose answer it waits for.
+    awaited: Any = None
+    has_returned: bool = False
+    given_back: MergeCallReturn | None = None
+    notes: list[Any] = field(default_factory=list)
+    answers: list[Record] = field(default_factory=list)
+
+    def next_message(self) -> Record:
+        """What it sends next. It must not be waiting."""
+        if self.given_back is not None:
+            given_back, self.given_back = self.given_back, None
+            return given_back
+        while self.program:
+            move = self.program.pop(0)
+            if move == "raise":
+                return self._return("ValueError")
+            point = MOVES[move](self.k, self.number)
+            self.k += not isinstance(point, ReadPoint)
+            if isinstance(point, WAITED) or getattr(point, "checked", False) or getattr(point, "variables", ()):
+                self.awaited = point
+                notes, self.notes = tuple(self.notes), []
+                return Ask(RUN, self.number, 1, notes, point)
+            self.notes.append(point)
+        return self._return("")
+
+    def hear(self, answer: Record) -> None:
+        """Take an answer for which it waits; a token is given back next."""
+        reads = isinstance(self.awaited, ReadPoint)
+        if self.awaited is None or answer.k != self.awaited.k or isinstance(answer, Committed) > reads:  # type: ignore[attr-defined]
+            return
+        self.answers.append(answer)
+        self.awaited = None
+        if isinstance(answer, PointFailed) and answer.ends_run:
+            self.program = ["raise"]
+        if isinstance(answer, Token):
+            shares = tuple(Value(a.body + b"!", ()) for a in answer.arguments)
+            self.given_back = MergeCallReturn(RUN, answer.k, shares, None)
+
+    def _return(self, code: str) -> Return:
+        self.has_returned = True
+        failed = self.answers and isinstance(self.answers[-1], PointFailed) and self.answers[-1].ends_run
+        error = fault("cs.MergeMismatchError" if failed else code, self.number, self.k) if code else None
+        value = None if code else Value(b"%d" % self.number, ())
+        notes, self.notes = tuple(self.notes), []
+        return Return(RUN, self.number, 1, notes, self.k, value, error)
+
+
+def play(programs: list[list[str]], chance: random.Random | None) -> tuple[list[object], Record, list[list[Record]]]:
+    """What was committed, how the run ended and what each replica was answered.
+
+    With ``chance`` messages of different replicas overtake each other, arithmetic and commits take their time, and
+    messages are repeated.
+    """
+    book = Playbook(len(programs)).begin().has(spec("w"), spec("b")).has_optimizer().has_set(1)
+    replicas = [Replica(number, list(program)) for number, program in enumerate(programs)]
+    before = len(book.commands)
+    pending: deque[Event] = deque()
+    sent: list[Event] = []
+    seen = before
+
+    def deliver(event: Event) -> None:
+        nonlocal seen
+        book.does(event)
+        if isinstance(event, Received):
+            sent.append(event)
+        for command in book.commands[seen:]:
+            hear(command)
+        seen = len(book.commands)
+
+    def hear(command: Command) -> None:
+        match command:
+            case Commit(ticket):
+                pending.append(Finished(ticket))
+            case Compute(ticket, _, _, components):
+                total = sum(float(np.frombuffer(c[0].place.data, "float32")[0]) for c in components)  # type: ignore[union-attr]
+                pending.append(Computed(ticket, (scalar(total),), None))
+            case Send(peer, record) if peer != CONTROLLER:
+                replicas[int(peer[1:2])].hear(record)
+
+    for _ in range(1000):
+        ready = [replica for replica in replicas if replica.awaited is None and not replica.has_returned]
+        if chance is not None and sent and chance.random() < 0.2:
+            again = chance.choice(sent)
+            commands = book.does(again)
+            assert not any(isinstance(c, Commit | Compute | Allocate) for c in commands)
+            seen = len(book.commands)
+        elif pending and (not ready or chance is None or chance.random() < 0.5):
+            deliver(pending.popleft())
+        elif ready:
+            replica = ready[0] if chance is None else chance.choice(ready)
+            deliver(hears(w(replica.number), replica.next_message()))
+        else:
+            break
+    book.repeat_all()
+    operations = [o for c in book.commands[before:] if isinstance(c, Commit) for o in c.operations]
+    ends = {c.record: None for c in book.commands[before:] if isinstance(c, Send) and isinstance(c.record, RunFinished)}
+    assert len(ends) == 1
+    return operations, next(iter(ends)), [replica.answers for replica in replicas]
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> list[list[str]]:
+    """Mostly the same program on 1-3 replicas, of which some leave it somewhere."""
+    common = draw(st.lists(st.sampled_from(sorted(MOVES)), max_size=5))
+    made = []
+    for _ in range(draw(st.integers(1, 3))):
+        own = list(common)
+        for change in draw(st.lists(st.sampled_from(["raise", "return", *sorted(MOVES)]), max_size=1)):
+            at = draw(st.integers(0, len(own)))
+            if change == "return":
+                del own[at:]
+            else:
+                own[at : at + 1] = [change]
+        made.append(own)
+    return made
+
+
+@given(programs(), st.integers(0, 1 << 30))
+@settings(deadline=None, max_examples=50)
+def test_the_order_of_arrival_decides_nothing(plan: list[list[str]], seed: int) -> None:
+    assert play(plan, random.Random(seed)) == play(plan, None)
+
+
+def test_everything_at_once() -> None:
+    plan = ["apply", "all_reduce", "apply both", "read", "create", "assign", "merge_call", "all_gather", "apply"]
+    operations, end, answers = play([list(plan) for _ in range(3)], random.Random(0))
+    kinds = [type(operation).__name__ for operation in operations]
+    assert kinds == ["Apply", "Apply", "Write", "Write", "Apply"]
+    assert isinstance(end, RunFinished)
+    assert (end.error, end.commits, len(end.values)) == (None, 5, 3)
+    heard = [type(answer).__name__ for answer in answers[1]]
+    assert heard == ["Reduced", "Accepted", "Committed", "CreatedInRun", "Merged", "Reduced"]
+
+
+# --- restarts -------------------------------------------------------------------------------------------------------
+
+
+def test_a_restarted_server_does_again_what_was_under_way() -> None:
+    book = Playbook(2).begin().has(spec("w")).has_optimizer().has_set(1)
+    assert all(isinstance(command, Allocate) for command in book.resume())
+    assert len(book.resume()) == 5
+    for replica in (0, 1):
+        book.does(returns(replica, 1, (applies(0),), run=(2,)))
+    (*opened, commit) = book.resume()
+    assert commit == book.commands[-1] == Commit(book.ticket(), (steps(2, ((0, 1),)),))
+    assert all(isinstance(command, Allocate) for command in opened)
+    book.settle()
+    for replica in (0, 1):
+        book.does(asks(replica, reduces(0, scalar(replica)), run=(3,)))
+    assert book.resume()[-1] == book.commands[-1]
+    assert computes((scalar(0),), (scalar(1),), reduce="SUM").fits(book.resume()[-1])
+
+
+def test_every_kind_of_commit_can_be_done_again() -> None:
+    book = Playbook(1).begin()
+
+    def is_done_again() -> None:
+        assert book.resume()[-1] == next(c for c in reversed(book.commands) if isinstance(c, Commit))
+        book.settle()
+
+    book.does(hears(CONTROLLER, Create("c", book.sequence(), spec("w"), scalar(1))))
+    is_done_again()
+    book.does(hears(CONTROLLER, Assign("c", book.sequence(), 1, "assign", scalar(1))))
+    is_done_again()
+    book.has_optimizer("Adam")
+    book.does(asks(0, first_apply(0, 1)))
+    assert isinstance(book.resume()[-1].operations[0], Fill)  # type: ignore[union-attr]
+    is_done_again()
+    book.does(asks(0, makes(1, spec("b"), scalar(2))))
+    is_done_again()
+
+
+# --- what does not fit the store ------------------------------------------------------------------------------------
+
+
+class Narrow:
+    """An engine over a store of a few kilobytes."""
+
+    def __init__(self, replicas: int = 2) -> None:
+        self.config = replace(Playbook(replicas).config)
+        self.buffer = np.zeros(2 * 6144, np.uint8)
+        for event in Playbook(replicas).begin_events():
+            self.handle(event)
+
+    def handle(self, event: Event) -> list[Command]:
+        return Engine(self.config, ControlLog(self.buffer)).handle(event, 1.0)
+
+
+BULK = array_of(np.ones(6000, np.uint8))
+
+
+def test_what_is_too_large_to_write_down_is_an_error_and_the_run_goes_on() -> None:
+    engine = Narrow()
+    big = Value(b"", (BULK,))
+    failed = engine.handle(asks(0, replace(merge_calls(0), arguments=big)))
+    assert to(w(0), PointFailed, "cs.MemoryPlanError", "control store is full", k=0, ends_run=True).fits(failed[0])
+    engine.handle(asks(0, reduces(0, scalar(1))))
+    (compute,) = engine.handle(asks(1, reduces(0, scalar(1))))
+    assert isinstance(compute, Compute)
+    answers = engine.handle(Computed(compute.ticket, (BULK,), None))
+    wanted = [to(w(r), PointFailed, "cs.MemoryPlanError", "full", ends_run=False) for r in (0, 1)]
+    assert [expected.fits(answer) for expected, answer in zip(wanted, answers, strict=True)] == [True, True]
+    assert engine.handle(hears(w(0), Return((1,), 0, 1, (), 1, big, None))) == []
+    (end,) = engine.handle(returns(1, 1))
+    assert to(CONTROLLER, RunFinished, "cs.MemoryPlanError", "control store is full").fits(end)
+
+
+def test_a_merge_call_whose_results_are_too_large_fails_at_all() -> None:
+    engine = Narrow()
+    for replica in (0, 1):
+        engine.handle(asks(replica, merge_calls(0)))
+    (answer,) = engine.handle(hears(w(0), MergeCallReturn((1,), 0, (Value(b"", (BULK,)), Value(b"", ())), None)))
+    assert to(w(1), PointFailed, "cs.MemoryPlanError", "full", ends_run=True).fits(answer)
+
+
+def test_a_request_that_is_too_large_is_refused() -> None:
+    engine = Narrow()
+    create = Create("c", 3, spec("w", (6000,), "uint8"), BULK)
+    assert to(CONTROLLER, Refused, "cs.MemoryPlanError", "full", number=3).fits(
+        engine.handle(hears(CONTROLLER, create))[0]
+    )
+    (got,) = engine.handle(hears(OBSERVER, Get(1, (), (), False)))
+    assert got.record.variables == ()  # type: ignore[union-attr]
+
+
+def test_what_was_refused_leaves_its_name_free() -> None:
+    # One engine all through: what it has derived from the tables must be forgotten as well.
+    engine = Engine(Playbook(1).config, ControlLog(np.zeros(2 * 6144, np.uint8)))
+    for event in Playbook(1).begin_events():
+        engine.handle(event, 1.0)
+    engine.handle(hears(CONTROLLER, Create("c", 1, spec("w", (6000,), "uint8"), BULK)), 1.0)
+    created = engine.handle(hears(CONTROLLER, Create("c", 2, spec("w"), None)), 1.0)[-1]
+    assert created.record.variable.spec.name == "w"  # type: ignore[union-attr]
+
+
+def test_where_not_even_an_error_fits_the_store_says_so() -> None:
+    book = Playbook(1)
+    engine = Engine(book.config, ControlLog(np.zeros(80, np.uint8)))
+    with pytest.raises(ControlFull):
+        engine.handle(Tick(), 1.0)
+
+
+# --- odds and ends --------------------------------------------------------------------------------------------------
+
+
+def test_events_about_nothing_do_nothing() -> None:
+    book = Playbook(2).begin()
+    book.on(Finished(7))
+    book.on(Computed(7, (), None))
+    book.on(Tick())
+    assert book.does(dies(1))
+    assert book.does(ProcessDied(replace(dies(1).died))) == []
+
+
+def test_a_refused_message_leaves_nothing_behind() -> None:
+    book = Playbook(2).begin().has(spec("w")).has_optimizer()
+    before = {key: value for key, value in book.memory.items() if key != b"tally"}
+    wrong = asks(0, reads(5), (assigns(0, scalar(1)), assigns(1, scalar(1))))
+    book.on(wrong, to(w(0), PointFailed, "cs.PeerProtocolError", "reads after 5"))
+    assert {key: value for key, value in book.memory.items() if key != b"tally"} == before
+    book.on(hears(OBSERVER, Describe(1, (1, 9), ())), to(OBSERVER, Refused, "cs.InvalidArgumentError", number=1))
+
+
+def test_a_finished_step_leaves_only_its_own_records() -> None:
+    book = Playbook(2).begin().has(spec("w")).has_optimizer().has_set(1)
+    sizes = []
+    for run in range(2, 12):
+        for replica in (0, 1):
+            book.does(asks(replica, reduces(1, scalar(1)), (applies(0),), run=(run,)))
+        book.does(book.computed(scalar(2)))
+        for replica in (0, 1):
+            book.does(returns(replica, 2, run=(run,)))
+        book.settle()
+        sizes.append(len(list(book.memory.items())))
+    assert len(set(sizes)) == 1
+
+
+def test_places_are_told_and_never_move() -> None:
+    book = Playbook(2).begin()
+    for n in range(5):
+        book.has(spec(f"v{n}", (n,)))
+    (sent,) = book.does(hears(OBSERVER, Get(1, (), (), False)))
+    offsets = [variable.place for variable in sent.record.variables]  # type: ignore[union-attr]
+    assert offsets == [Location("parameters/float32", offset) for offset in (0, 0, 128, 256, 384)]

@@ -1,0 +1,372 @@
+"""Compiled kernels against the reference, bit for bit; what is refused before memory is touched; the kept code."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cs_proto.errors import InvalidArgumentError
+from cs_server import kernels
+from cs_server.kernels import KERNEL_DTYPES, apply_dense, cache_directory
+from cs_server.updates import RULES, Array, Rule, reference
+
+HYPERPARAMETERS = {"learning_rate": 0.03, "momentum": 0.9, "beta_1": 0.9, "beta_2": 0.99, "epsilon": 1e-7}
+STEPS = 20
+
+
+def state_of(rule: Rule, length: int, dtype: str, replicas: int) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
+    """Parameters, slots and gradients of many magnitudes, a few of them as odd as the dtype allows."""
+    random = np.random.default_rng(length + replicas)
+
+    def values() -> Array:
+        return (random.standard_normal(length) * 10.0 ** random.integers(-6, 4, length)).astype(dtype)
+
+    limits = np.finfo(dtype)
+    tiny = [limits.smallest_subnormal, -3 * limits.smallest_subnormal, limits.tiny, limits.eps]
+    odd = np.array([0.0, -0.0, 1.0, limits.max, -limits.max, np.inf, -np.inf, np.nan, *tiny], dtype)
+    slots = tuple(np.full(length, value, dtype) for value in rule.initial(HYPERPARAMETERS))
+    gradients = tuple(values() for _ in range(replicas))
+    parameters = values()
+    if length >= 1000:
+        for array in (parameters, *gradients):
+            where = random.choice(length, length // 10, replace=False)
+            array[where] = random.choice(odd, length // 10)
+    return parameters, slots, gradients
+
+
+def with_gaps(length: int) -> Array:
+    if length < 7:
+        return np.array([[0, length]])
+    third = length // 3
+    return np.array([[1, third], [third, third], [third, third + 1], [third + 2, length - 1]])
+
+
+def assert_same_bits(found: Array, expected: Array) -> None:
+    nan = np.isnan(expected)
+    np.testing.assert_array_equal(np.isnan(found), nan)
+    bits = np.dtype(f"u{expected.itemsize}")
+    np.testing.assert_array_equal(found.view(bits)[~nan], expected.view(bits)[~nan])
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+@pytest.mark.parametrize("length", [1, 7, 1000, 100_003])
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@pytest.mark.parametrize("name", RULES)
+def test_kernels_have_the_bits_of_the_reference(name: str, dtype: str, length: int, replicas: int) -> None:
+    rule = RULES[name]
+    parameters, slots, gradients = state_of(rule, length, dtype, replicas)
+    expected, expected_slots = parameters.copy(), tuple(slot.copy() for slot in slots)
+    untouched = parameters.copy()
+    ranges = with_gaps(length)
+    for gradient in gradients:
+        gradient.flags.writeable = False
+    for t in range(1, STEPS + 1):
+        apply_dense(rule, ranges, parameters, slots, gradients, HYPERPARAMETERS, t)
+        for start, stop in ranges:
+            reference(
+                rule,
+                expected[start:stop],
+                [gradient[start:stop] for gradient in gradients],
+                tuple(slot[start:stop] for slot in expected_slots),
+                HYPERPARAMETERS,
+                t,
+            )
+    for found, wanted in zip((parameters, *slots), (expected, *expected_slots), strict=True):
+        assert_same_bits(found, wanted)
+    gaps = np.ones(length, bool)
+    for start, stop in ranges:
+        gaps[start:stop] = False
+    assert_same_bits(parameters[gaps], untouched[gaps])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "complex64"])
+def test_dtypes_without_kernel_are_served_by_the_reference(dtype: str) -> None:
+    rule = RULES["adam"]
+    parameters, gradient = np.ones(9, dtype), np.full(9, 0.5, dtype)
+    slots = (np.zeros(9, dtype), np.zeros(9, dtype))
+    expected, expected_slots = np.ones(4, dtype), (np.zeros(4, dtype), np.zeros(4, dtype))
+    apply_dense(rule, np.array([[1, 5], [7, 9]]), parameters, slots, (gradient, gradient), HYPERPARAMETERS, 1)
+    reference(rule, expected, [gradient[:4], gradient[:4]], expected_slots, HYPERPARAMETERS, 1)
+    np.testing.assert_array_equal(parameters[1:5], expected)
+    np.testing.assert_array_equal(parameters[7:9], expected[:2])
+    np.testing.assert_array_equal(parameters[[0, 5, 6]], 1)
+    np.testing.assert_array_equal(slots[0][[0, 5, 6]], 0)
+
+
+def test_no_range_is_no_update() -> None:
+    w, g = np.ones(3, "float32"), np.ones(3, "float32")
+    apply_dense(RULES["sgd"], np.empty((0, 2), np.int64), w, (), (g,), HYPERPARAMETERS, 1)
+    np.testing.assert_array_equal(w, 1)
+
+
+def test_replicas_may_share_a_gradient() -> None:
+    w, g = np.zeros(3, "float64"), np.ones(3, "float64")
+    apply_dense(RULES["sgd"], np.array([[0, 3]]), w, (), (g, g, g), HYPERPARAMETERS | {"learning_rate": 1}, 1)
+    np.testing.assert_array_equal(w, -3)
+
+
+def test_threads_may_update_different_ranges_at_once() -> None:
+    rule, length, parts = RULES["adam"], 400_000, 8
+    parameters, slots, gradients = state_of(rule, length, "float32", 2)
+    expected, expected_slots = parameters.copy(), tuple(slot.copy() for slot in slots)
+    edges = np.linspace(0, length, parts + 1).astype(np.int64)
+    with ThreadPoolExecutor(4) as pool:
+        for t in (1, 2):
+            done = [
+                pool.submit(
+                    apply_dense, rule, edges[None, k : k + 2].copy(), parameters, slots, gradients, HYPERPARAMETERS, t
+                )
+                for k in range(parts)
+            ]
+            for future in done:
+                future.result()
+            reference(rule, expected, gradients, expected_slots, HYPERPARAMETERS, t)
+    for found, wanted in zip((parameters, *slots), (expected, *expected_slots), strict=True):
+        assert_same_bits(found, wanted)
+
+
+class _Subclass(np.ndarray[Any, Any]):
+    pass
+
+
+def _misaligned(array: Array) -> Array:
+    raw = np.zeros(array.nbytes + 1, np.uint8)
+    return raw[1:].view(array.dtype)
+
+
+def _read_only(array: Array) -> Array:
+    array = array.copy()
+    array.flags.writeable = False
+    return array
+
+
+W, M, V, G = (np.full(8, value, "float32") for value in (1.0, 2.0, 3.0, 4.0))
+ALL = np.array([[0, 8]])
+SHARED = np.zeros(12, "float32")
+BAD_INPUT: dict[str, tuple[dict[str, Any], str]] = {
+    "slot missing": ({"slots": (M,)}, r"adam has the slots \('m', 'v'\), 1 arrays"),
+    "slot too many": ({"slots": (M, V, G.copy())}, "3 arrays"),
+    "no gradient": ({"gradients": ()}, "at least one replica"),
+    "gradient dtype": ({"gradients": (G, G.astype("float64"))}, r"gradient of replica 1: float64\(8,\) does not fit"),
+    "gradient length": ({"gradients": (G[:7],)}, r"gradient of replica 0: float32\(7,\) does not fit"),
+    "gradient strided": ({"gradients": (np.zeros(16, "float32")[::2],)}, "contiguous"),
+    "gradient misaligned": ({"gradients": (_misaligned(G),)}, "gradient of replica 0: must be aligned"),
+    "gradient list": ({"gradients": ([0.0] * 8,)}, r"must be a numpy.ndarray, not list"),
+    "slot subclass": ({"slots": (M, V.view(_Subclass))}, "v: must be a numpy.ndarray, not _Subclass"),
+    "slot length": ({"slots": (M, np.zeros(9, "float32"))}, "v: "),
+    "slot read-only": ({"slots": (_read_only(M), V)}, "m: is read-only"),
+    "parameters read-only": ({"parameters": _read_only(W)}, "parameters: is read-only"),
+    "parameters 2-D": ({"parameters": W.reshape(2, 4)}, "parameters: must be 1-D"),
+    "byte order": (
+        {"parameters": W.astype(">f4"), "slots": (M.astype(">f4"), V.astype(">f4")), "gradients": (G.astype(">f4"),)},
+        "byte order",
+    ),
+    "integers": (
+        {"parameters": W.astype("i4"), "slots": (M.astype("i4"), V.astype("i4")), "gradients": (G.astype("i4"),)},
+        "not int32",
+    ),
+    "slot is parameters": ({"slots": (M, W)}, "must not overlap"),
+    "slot is gradient": ({"slots": (M, G)}, "must not overlap"),
+    "gradient over slot": ({"slots": (M, SHARED[:8]), "gradients": (G, SHARED[4:])}, "must not overlap"),
+    "range beyond": ({"ranges": np.array([[0, 9]])}, r"ranges: \[0, 9\] does not lie ascending inside \[0, 8\]"),
+    "range before": ({"ranges": np.array([[-1, 4]])}, r"\[-1, 4\]"),
+    "range backwards": ({"ranges": np.array([[4, 2]])}, r"\[4, 2\]"),
+    "ranges overlap": ({"ranges": np.array([[0, 4], [3, 8]])}, r"\[3, 8\] does not lie ascending inside \[4, 8\]"),
+    "ranges unordered": ({"ranges": np.array([[4, 8], [0, 4]])}, r"\[0, 4\]"),
+    "ranges dtype": ({"ranges": ALL.astype(np.int32)}, "int64"),
+    "ranges shape": ({"ranges": np.array([0, 8])}, "shape"),
+    "ranges list": ({"ranges": [[0, 8]]}, "int64"),
+    "ranges read-only": ({"ranges": _read_only(ALL)}, "ranges: must be contiguous, aligned and writable"),
+    "update 0": ({"t": 0}, "counted from 1"),
+    "hyperparameter": ({"hyperparameters": {"learning_rate": 0.1}}, "adam needs the hyperparameter 'beta_1'"),
+    "foreign rule": ({"rule": Rule("adam", (), lambda *_: (), lambda *_: (), lambda _: ())}, "not a rule of the table"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_refused_and_nothing_changed(case: str) -> None:
+    changes, message = BAD_INPUT[case]
+    given: dict[str, Any] = {
+        "rule": RULES["adam"],
+        "ranges": ALL,
+        "parameters": W,
+        "slots": (M, V),
+        "gradients": (G,),
+        "hyperparameters": HYPERPARAMETERS,
+        "t": 1,
+    }
+    with pytest.raises(InvalidArgumentError, match=message):
+        apply_dense(**given | changes)
+    for array, value in ((W, 1), (M, 2), (V, 3), (G, 4), (SHARED, 0)):
+        np.testing.assert_array_equal(array, value)
+
+
+# The kept code. Every load below is a process of its own, as a server is.
+
+PROGRAM = """
+import json, sys
+import numpy as np
+from cs_server import kernels
+from cs_server.updates import RULES
+assert "numba" not in sys.modules, "importing the module must stay cheap"
+loaded = kernels.load(("float32",))
+
+seen = []
+sys.addaudithook(lambda event, arguments: seen.append(event))
+HYPERPARAMETERS = {"learning_rate": 0.5, "momentum": 0.5, "beta_1": 0.5, "beta_2": 0.5, "epsilon": 0.5}
+values = []
+for replicas in (1, 3):
+    for rule in RULES.values():
+        w, g = np.ones(4, "float32"), np.ones(4, "float32")
+        slots = tuple(np.zeros(4, "float32") for _ in rule.slots)
+        kernels.apply_dense(rule, np.array([[0, 4]]), w, slots, (g,) * replicas, HYPERPARAMETERS, 1)
+        values.append(float(w[0]))
+events = sorted({e for e in seen if e.split(".")[0] in ("import", "compile", "exec", "open", "pickle", "marshal")})
+print(json.dumps([loaded.compiled, str(loaded.directory), events, values]))
+"""
+
+
+def start(home: Path, **environment: str) -> subprocess.Popen[str]:
+    path = os.pathsep.join([*(entry for entry in sys.path if entry)])
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", PROGRAM],
+        env=os.environ | {"XDG_CACHE_HOME": str(home), "PYTHONPATH": path} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def outcomes(*processes: subprocess.Popen[str]) -> list[tuple[int, str, list[str], list[float]]]:
+    """Compiled kernels, directory, what the first updates did beside arithmetic, and their results."""
+    try:
+        results = []
+        for process in processes:
+            output, complaint = process.communicate(timeout=50)
+            assert process.returncode == 0, complaint
+            results.append(tuple(json.loads(output)))
+        return results
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def contents(directory: Path) -> dict[str, tuple[int, int]]:
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    return {path.name: (path.stat().st_mtime_ns, path.stat().st_ino) for path in files}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that two processes have filled at once."""
+    home = tmp_path_factory.mktemp("home")
+    found = outcomes(start(home), start(home))
+    for compiled, directory, events, _ in found:
+        assert 0 <= compiled <= len(RULES)
+        assert Path(directory).parent.parent == home
+        assert events == []
+    assert max(compiled for compiled, *_ in found) > 0
+    return home
+
+
+def test_a_later_process_compiles_nothing(home: Path) -> None:
+    directory = next((home / "central-storage").iterdir())
+    before = contents(directory)
+    assert len(before) >= 2 * len(RULES)
+    [(compiled, found, events, values)] = outcomes(start(home))
+    assert compiled == 0
+    assert found == str(directory)
+    assert events == []
+    assert contents(directory) == before
+    assert directory.stat().st_mode & 0o777 == directory.parent.stat().st_mode & 0o777 == 0o700
+    for rule, value in zip(RULES.values(), values, strict=False):
+        w, one, hyperparameters = np.ones(1, "float32"), np.ones(1, "float32"), dict.fromkeys(HYPERPARAMETERS, 0.5)
+        reference(rule, w, [one], tuple(np.zeros(1, "float32") for _ in rule.slots), hyperparameters, 1)
+        assert value == w[0]
+
+
+def test_damaged_code_is_compiled_anew(home: Path) -> None:
+    directory = next((home / "central-storage").iterdir())
+    damaged = [path for path in directory.rglob("*.nbc") if ".adam_float32-" in path.name]
+    assert len(damaged) == 1
+    damaged[0].write_bytes(damaged[0].read_bytes()[:100])
+    [(compiled, *_)] = outcomes(start(home))
+    assert compiled == 1
+    assert not damaged[0].exists()
+
+
+def test_a_numba_told_not_to_compile_leaves_the_work_to_the_reference(tmp_path: Path) -> None:
+    [(compiled, _, _, values)] = outcomes(start(tmp_path, NUMBA_DISABLE_JIT="1"))
+    assert compiled == 0
+    assert values[0] == 0.5
+
+
+def test_load_names_the_dtypes_it_knows() -> None:
+    with pytest.raises(InvalidArgumentError, match="no kernels for float16: there are kernels for float32, float64"):
+        kernels.load(("float32", "float16"))
+
+
+def _others_may_write(base: Path) -> None:
+    base.chmod(0o777)
+
+
+def _a_file(base: Path) -> None:
+    base.rmdir()
+    base.write_text("")
+
+
+def _a_link(base: Path) -> None:
+    (base / "elsewhere").mkdir(mode=0o700)
+    (base / "central-storage").symlink_to(base / "elsewhere")
+
+
+def _group_may_write(base: Path) -> None:
+    (base / "central-storage").mkdir()
+    (base / "central-storage").chmod(0o770)
+
+
+@pytest.mark.parametrize("spoil", [_others_may_write, _a_file, _a_link, _group_may_write])
+def test_a_doubtful_home_is_not_used(
+    spoil: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    base, run_directory = tmp_path / "cache", tmp_path / "run"
+    base.mkdir(mode=0o700)
+    spoil(base)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(base))
+    with caplog.at_level(logging.WARNING):
+        found = cache_directory(run_directory)
+        assert found is not None
+        assert found.parent == run_directory
+        assert found.stat().st_mode & 0o777 == 0o700
+        assert cache_directory() is None
+    assert str(run_directory) in caplog.text
+    assert str(base) in caplog.text
+
+
+def test_a_home_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert cache_directory() is None
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        cache_directory(tmp_path / "run")
+
+
+@pytest.mark.parametrize("value", ["", "relative"])
+def test_without_a_usable_variable_the_home_is_used(
+    value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", value)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = cache_directory()
+    assert found is not None
+    assert found.parent == tmp_path / ".cache" / "central-storage"
+    assert found.name.startswith("kernels-")

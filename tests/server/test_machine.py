@@ -1,0 +1,106 @@
+"""How much memory may still be touched: the machine's and every control group's, whichever is least."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cs_server import machine
+
+MACHINE = 1 << 40
+
+
+@pytest.fixture(autouse=True)
+def a_large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = psutil.virtual_memory()._replace(available=MACHINE, total=2 * MACHINE)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: state)
+
+
+def proc(tmp_path: Path, cgroup: str, mounts: list[str]) -> Path:
+    directory = tmp_path / "proc"
+    directory.mkdir()
+    (directory / "cgroup").write_text(cgroup)
+    (directory / "mountinfo").write_text("22 1 0:20 / /proc rw - proc proc rw\n" + "".join(f"{m}\n" for m in mounts))
+    return directory
+
+
+def second(directory: Path, limit: int | str, used: int, inactive_file: int = 0) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "memory.max").write_text(f"{limit}\n")
+    (directory / "memory.current").write_text(f"{used}\n")
+    (directory / "memory.stat").write_text(f"anon 5\ninactive_file {inactive_file}\n")
+
+
+def first(directory: Path, limit: int, used: int, inactive_file: int = 0) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "memory.limit_in_bytes").write_text(f"{limit}\n")
+    (directory / "memory.usage_in_bytes").write_text(f"{used}\n")
+    (directory / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {inactive_file}\n")
+
+
+def test_this_machine() -> None:
+    assert machine.total_nbytes() == 2 * MACHINE
+    assert 0 <= machine.available_nbytes() <= MACHINE
+
+
+def test_no_control_groups_at_all(tmp_path: Path) -> None:
+    assert machine.available_nbytes(tmp_path / "nothing") == MACHINE
+
+
+def test_the_second_version(tmp_path: Path) -> None:
+    mount = tmp_path / "cgroup"
+    second(mount / "user/app", "max", 400)
+    second(mount / "user", 1000, 600, inactive_file=50)
+    where = proc(tmp_path, "0::/user/app\n", [f"30 22 0:26 / {mount} rw shared:4 - cgroup2 cgroup2 rw"])
+    assert machine.available_nbytes(where) == 450
+    second(mount / "user/app", 700, 400)
+    assert machine.available_nbytes(where) == 300
+    second(mount / "user/app", 300, 400)
+    assert machine.available_nbytes(where) == 0
+
+
+def test_the_first_version(tmp_path: Path) -> None:
+    mount = tmp_path / "memory"
+    first(mount / "a", 5000, 1000, inactive_file=10)
+    first(mount, 9223372036854771712, 100)
+    where = proc(
+        tmp_path,
+        "7:cpu,cpuacct:/b\n4:memory:/a\n",
+        [
+            f"32 31 0:29 / {tmp_path}/cpu rw - cgroup cgroup rw,cpu",
+            f"35 31 0:32 / {mount} rw,relatime - cgroup cgroup rw,memory",
+        ],
+    )
+    assert machine.available_nbytes(where) == 4010
+
+
+def test_both_versions(tmp_path: Path) -> None:
+    first(tmp_path / "memory/a", 5000, 1000)
+    second(tmp_path / "unified/b", 3000, 2500)
+    where = proc(
+        tmp_path,
+        "4:memory:/a\n0::/b\n",
+        [
+            f"35 31 0:32 / {tmp_path}/memory rw - cgroup cgroup rw,memory",
+            f"41 31 0:38 / {tmp_path}/unified rw - cgroup2 cgroup2 rw",
+        ],
+    )
+    assert machine.available_nbytes(where) == 500
+
+
+def test_a_container_whose_mount_shows_only_its_own_group(tmp_path: Path) -> None:
+    first(tmp_path / "memory", 2000, 500)
+    first(tmp_path / "memory/inner", 1500, 400)
+    mounts = [f"35 31 0:32 /docker/f00 {tmp_path}/memory rw - cgroup cgroup rw,memory"]
+    where = proc(tmp_path, "4:memory:/docker/f00/inner\n", mounts)
+    assert machine.available_nbytes(where) == 1100
+    (where / "cgroup").write_text("4:memory:/elsewhere\n")
+    assert machine.available_nbytes(where) == 1500
+
+
+def test_files_that_do_not_read_as_numbers_set_no_limit(tmp_path: Path) -> None:
+    second(tmp_path / "cgroup", "a lot", 1)
+    where = proc(tmp_path, "0::/\n", [f"30 22 0:26 / {tmp_path}/cgroup rw - cgroup2 cgroup2 rw"])
+    assert machine.available_nbytes(where) == MACHINE

@@ -1,0 +1,610 @@
+"""How a run goes on: when replicas are answered, what is committed and when, and how it ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.harness.playbook import (
+    CONTROLLER,
+    Playbook,
+    To,
+    allocates,
+    applies,
+    array,
+    asks,
+    assigns,
+    commits,
+    computes,
+    fault,
+    first_apply,
+    gathers,
+    hears,
+    lies,
+    makes,
+    merge_calls,
+    reads,
+    reduces,
+    result,
+    returns,
+    scalar,
+    spec,
+    steps,
+    to,
+    w,
+    writes,
+)
+
+from cs_proto.messages import (
+    Accepted,
+    Assign,
+    Committed,
+    CreatedInRun,
+    Done,
+    MergeCallReturn,
+    Merged,
+    PointFailed,
+    Reduced,
+    Refused,
+    RunFinished,
+    Token,
+    Value,
+    Variable,
+)
+from cs_server.events import Fill, MemoryAvailable, Send
+
+W = lies("parameters/float32", 0)
+NONE, SUM, MEAN, ONLY_FIRST = range(4)
+MISMATCH = "cs.MergeMismatchError"
+
+
+def training(replicas: int = 2) -> Playbook:
+    """Variable 1 (w) and an SGD optimizer whose set 1 is w; its first step was run 1."""
+    return Playbook(replicas).begin().has(spec("w")).has_optimizer().has_set(1)
+
+
+def finished(replicas: int = 2, commits: int = 0) -> To:
+    return to(CONTROLLER, RunFinished, values=tuple(map(result, range(replicas))), commits=commits)
+
+
+# --- runs without merge points, and the step that everybody writes --------------------------------------------------
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_a_run_ends_when_all_have_returned(replicas: int) -> None:
+    book = Playbook(replicas).begin()
+    for replica in reversed(range(1, replicas)):
+        book.on(returns(replica, 0))
+    book.on(returns(0, 0), finished(replicas))
+    book.repeat_all()
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_notes_are_committed_at_the_return_in_one_message_a_replica(replicas: int) -> None:
+    book = training(replicas)
+    for replica in range(replicas - 1):
+        book.on(returns(replica, 1, (applies(0, buffers=replica % 2),), run=(2,)))
+    last = replicas - 1
+    buffers = tuple(replica % 2 for replica in range(replicas))
+    book.on(
+        returns(last, 1, (applies(0, buffers=last % 2),), run=(2,)),
+        commits(steps(2, ((0, 1),), buffers)),
+    )
+    book.on(book.finished(), finished(replicas, commits=1))
+    book.repeat_all()
+
+
+def test_the_answer_is_repeated_until_the_next_run_begins() -> None:
+    book = Playbook(2).begin()
+    book.does(returns(0, 0))
+    book.on(returns(1, 0), finished())
+    book.on(returns(0, 0), finished())
+    book.on(returns(0, 0, run=(2,)))
+    book.does(returns(1, 0))  # over: nothing but a line
+    book.on(asks(1, reads(0)), to(w(1), PointFailed, "cs.ContextError", "run 1 is over", ends_run=True))
+
+
+# --- all_reduce and all_gather --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_a_reduction_is_computed_when_all_wait_and_commits_nothing(replicas: int) -> None:
+    book = training(replicas)
+    parts = tuple((scalar(replica), array(replica, 1)) for replica in range(replicas))
+    for replica in range(replicas - 1):
+        book.on(asks(replica, reduces(1, *parts[replica]), (applies(0),), run=(2,)))
+    last = replicas - 1
+    book.on(asks(last, reduces(1, *parts[last]), (applies(0),), run=(2,)), computes(*parts, reduce="SUM"))
+    total = (scalar(6), array(6, 3))
+    book.on(
+        book.computed(*total),
+        *(Send(w(replica), Reduced((2,), 1, total)) for replica in range(replicas)),
+    )
+    for replica in range(last):
+        book.on(returns(replica, 2, run=(2,)))
+    book.on(returns(last, 2, run=(2,)), commits(steps(2, ((0, 1),), (0,) * replicas)))
+    book.on(book.finished(), finished(replicas, commits=1))
+    book.repeat_all()
+
+
+def test_a_gather_names_its_axis() -> None:
+    book = Playbook(2).begin()
+    book.on(asks(0, gathers(0, array(1), axis=-1)))
+    book.on(asks(1, gathers(0, array(2, 3), axis=-1)), computes((array(1),), (array(2, 3),), axis=-1))
+    book.on(
+        book.computed(array(1, 2, 3)),
+        Send(w(0), Reduced((1,), 0, (array(1, 2, 3),))),
+        Send(w(1), Reduced((1,), 0, (array(1, 2, 3),))),
+    )
+
+
+def test_a_reduction_that_cannot_be_computed_fails_at_all_and_the_run_goes_on() -> None:
+    book = Playbook(2).begin()
+    book.does(asks(0, reduces(0, array(1))))
+    book.does(asks(1, reduces(0, array(1, 2))))
+    why = fault("cs.InvalidArgumentError")
+    failed = [to(w(r), PointFailed, "cs.InvalidArgumentError", k=0, ends_run=False) for r in (0, 1)]
+    book.on(book.computed(error=why), *failed)
+    book.on(asks(0, reduces(1, scalar(1))))
+    book.on(asks(1, reduces(1, scalar(2))), computes((scalar(1),), (scalar(2),), reduce="SUM"))
+    book.does(book.computed(scalar(3)))
+    book.on(returns(0, 2))
+    book.on(returns(1, 2), finished())
+    book.repeat_all()
+
+
+def test_outcomes_answer_questions_that_are_repeated() -> None:
+    book = Playbook(2).begin()
+    book.does(asks(0, reduces(0, scalar(1))))
+    book.on(asks(0, reduces(0, scalar(1))))
+    book.does(asks(1, reduces(0, scalar(2))))
+    book.on(asks(1, reduces(0, scalar(2))))  # under way
+    reduced = Reduced((1,), 0, (scalar(3),))
+    book.on(book.computed(scalar(3)), Send(w(0), reduced), Send(w(1), reduced))
+    book.on(book.computed(scalar(4)))  # once
+    book.on(asks(0, reduces(0, scalar(1))), Send(w(0), reduced))
+
+
+# --- applies and assigns --------------------------------------------------------------------------------------------
+
+
+def test_the_first_apply_of_a_set_is_answered_at_once_and_committed_late() -> None:
+    book = Playbook(2).begin().has(spec("w", (2,)), spec("b")).has_optimizer("Adam")
+    book.on(asks(0, first_apply(0, 2, 1)))
+    book.on(
+        asks(1, first_apply(0, 1, 2)),
+        allocates("slots/1/m/float32", 0, 8),
+        allocates("slots/1/v/float32", 0, 8),
+        allocates("slots/1/m/float32", 128, 132),
+        allocates("slots/1/v/float32", 128, 132),
+        Send(w(0), Accepted((1,), 0, 1)),
+        Send(w(1), Accepted((1,), 0, 1)),
+        commits(
+            Fill("slots/1/m/float32", "float32", 0, 2, 0.0),
+            Fill("slots/1/v/float32", "float32", 0, 2, 0.0),
+            Fill("slots/1/m/float32", "float32", 32, 33, 0.0),
+            Fill("slots/1/v/float32", "float32", 32, 33, 0.0),
+        ),
+    )
+    book.on(returns(0, 1))
+    book.on(returns(1, 1))  # the slots are not filled yet
+    (step,) = book.does(book.finished())
+    assert step.operations[0].slots == ("slots/1/m/float32", "slots/1/v/float32")  # type: ignore[union-attr]
+    book.on(book.finished(), finished(commits=1))
+    book.repeat_all()
+
+
+def test_a_replica_that_knows_the_set_agrees_with_one_that_does_not() -> None:
+    book = training()
+    book.on(asks(0, first_apply(0, 1), run=(2,)))
+    book.on(returns(1, 1, (applies(0, buffers=1),), run=(2,)), Send(w(0), Accepted((2,), 0, 1)))
+    book.on(returns(0, 1, run=(2,)), commits(steps(2, ((0, 1),), (0, 1))))
+
+
+def test_one_commit_does_all_that_is_agreed_in_order() -> None:
+    book = training()
+    notes = (applies(0), assigns(1, scalar(5)), applies(2, buffers=1))
+    book.on(returns(0, 3, notes, run=(2,)))
+    book.on(
+        returns(1, 3, notes, run=(2,)),
+        commits(
+            steps(2, ((0, 1),)),
+            writes(W, "assign_add", scalar(5), scalar(5), reduce="SUM"),
+            steps(3, ((0, 1),), (1, 1)),
+        ),
+    )
+    book.on(book.finished(), finished(commits=3))
+
+
+@pytest.mark.parametrize(
+    ("variables", "optimizer", "reason"),
+    [((7,), 1, "no variable 7"), ((2,), 1, "'n' is int64"), ((1, 1), 1, "twice"), ((1,), 5, "no optimizer 5")],
+)
+def test_a_first_apply_that_is_impossible_fails_at_all_and_the_run_goes_on(
+    variables: tuple[int, ...], optimizer: int, reason: str
+) -> None:
+    book = Playbook(2).begin().has(spec("w"), spec("n", (), "int64")).has_optimizer()
+    book.on(asks(0, first_apply(0, *variables, optimizer=optimizer)))
+    failed = [to(w(r), PointFailed, "cs.InvalidArgumentError", reason, k=0, ends_run=False) for r in (0, 1)]
+    book.on(asks(1, first_apply(0, *variables, optimizer=optimizer)), *failed)
+    book.on(returns(0, 1))
+    book.on(returns(1, 1), finished(commits=0))
+    book.repeat_all()
+
+
+def test_slots_that_do_not_fit_the_memory_are_refused_at_the_first_apply() -> None:
+    book = Playbook(2).begin().has(spec("w", (100,))).has_optimizer("Adam")
+    book.on(MemoryAvailable(799))
+    book.on(asks(0, first_apply(0, 1)))
+    failed = [to(w(r), PointFailed, "cs.MemoryPlanError", "800 bytes planned.*799", ends_run=False) for r in (0, 1)]
+    book.on(asks(1, first_apply(0, 1)), *failed)
+    book.on(MemoryAvailable(1 << 20))
+    book.does(asks(0, first_apply(1, 1)))
+    book.does(asks(1, first_apply(1, 1)))
+    assert book.commands[-2] == Send(w(1), Accepted((1,), 1, 1))
+
+
+VALUES = {"different": (1.0, 2.0), "equal": (3.0, 3.0)}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("op", ["assign", "assign_add", "assign_sub"])
+@pytest.mark.parametrize(
+    ("aggregation", "dtype", "values", "is_checked", "wanted"),
+    [
+        (NONE, "float32", "different", False, "NONE"),
+        (NONE, "float32", "equal", True, "NONE"),
+        (SUM, "float32", "different", False, "SUM"),
+        (SUM, "float32", "equal", False, "SUM"),
+        (SUM, "float32", "different", True, "SUM"),
+        (SUM, "float32", "equal", True, "same Python number"),
+        (SUM, "int32", "different", False, "SUM"),
+        (MEAN, "float32", "different", False, "MEAN"),
+        (MEAN, "float32", "equal", False, "MEAN"),
+        (MEAN, "float32", "equal", True, None),
+        (MEAN, "int32", "different", False, "mean of int32"),
+        (MEAN, "int32", "equal", True, None),
+        (ONLY_FIRST, "float32", "different", False, None),
+        (ONLY_FIRST, "float32", "equal", True, None),
+        (ONLY_FIRST, "int32", "different", True, None),
+    ],
+)
+def test_assigns_follow_the_table_of_aggregations(
+    replicas: int, op: str, aggregation: int, dtype: str, values: str, is_checked: bool, wanted: Any
+) -> None:
+    book = Playbook(replicas).begin().has(spec("v", (), dtype, aggregation))
+    parts = [scalar(value, dtype) for value in VALUES[values]][:replicas]
+    points = [assigns(0, part, op=op, checked=is_checked) for part in parts]
+    for replica, point in enumerate(points):
+        book.does(asks(replica, point))
+    if wanted not in (None, "SUM", "MEAN") and replicas > 1:
+        failed = [to(w(r), PointFailed, "cs.InvalidArgumentError", wanted, k=0, ends_run=False) for r in (0, 1)]
+        assert [e.fits(c) for e, c in zip(failed, book.commands[-2:], strict=True)] == [True, True]
+        return
+    assert book.commands[-replicas:] == [Send(w(r), Accepted((1,), 0, 0)) for r in range(replicas)]
+    for replica in range(replicas - 1):
+        book.does(returns(replica, 1))
+    target = lies(f"parameters/{dtype}", 0, (), dtype)
+    if replicas == 1 or wanted is None:
+        operation = writes(target, op, parts[0])
+    else:
+        operation = writes(target, op, *parts, reduce=wanted)
+    book.on(returns(replicas - 1, 1), commits(operation))
+
+
+def test_a_noted_assign_that_is_impossible_ends_the_run_after_what_came_before() -> None:
+    book = training().has(spec("v", (), aggregation=NONE))
+    notes = (applies(0), assigns(1, scalar(1), variable=2), applies(2, buffers=1))
+    book.on(returns(0, 3, notes, run=(2,)))
+    book.on(returns(1, 3, notes, run=(2,)), commits(steps(2, ((0, 1),))))
+    book.on(
+        book.finished(),
+        to(CONTROLLER, RunFinished, "cs.InvalidArgumentError", r"'v' in a replica \(train.py:20\).*NONE", commits=1),
+    )
+
+
+def test_a_noted_assign_of_the_wrong_shape_ends_the_run() -> None:
+    book = training()
+    book.does(asks(0, reads(1), (assigns(0, array(1)),), run=(2,)))
+    failed = [to(w(r), PointFailed, "cs.InvalidArgumentError", r"float32\[1\]", ends_run=True) for r in (0, 1)]
+    book.on(asks(1, reads(1), (assigns(0, array(1)),), run=(2,)), *failed)
+
+
+# --- what forces a commit -------------------------------------------------------------------------------------------
+
+
+def test_who_reads_what_it_wrote_waits_for_the_commit() -> None:
+    book = training()
+    book.on(asks(0, reads(1), (applies(0),), run=(2,)))
+    book.on(asks(1, reads(1), (applies(0),), run=(2,)), commits(steps(2, ((0, 1),))))
+    book.on(book.finished(), Send(w(0), Committed((2,), 1)), Send(w(1), Committed((2,), 1)))
+    book.on(returns(0, 1, run=(2,)))
+    book.on(returns(1, 1, run=(2,)), finished(commits=1))
+    book.repeat_all()
+
+
+def test_nothing_is_committed_while_a_replica_is_at_work() -> None:
+    book = training(3)
+    book.on(asks(0, reads(1), (applies(0),), run=(2,)))
+    book.on(returns(1, 1, (applies(0),), run=(2,)))
+    for_two = first_apply(0, 1)
+    book.on(asks(2, for_two, run=(2,)), Send(w(2), Accepted((2,), 0, 1)))  # agreed, and replica 2 goes on
+    book.on(returns(2, 1, run=(2,)), commits(steps(2, ((0, 1),), (0, 0, 0))))
+    book.on(book.finished(), Send(w(0), Committed((2,), 1)))
+    book.on(returns(0, 1, run=(2,)), finished(3, commits=1))
+
+
+def test_nobody_is_let_go_on_during_a_commit() -> None:
+    book = training()
+    book.on(asks(0, reads(1), (applies(0),), run=(2,)))
+    book.on(asks(1, reduces(1, scalar(1)), (applies(0),), run=(2,)), commits(steps(2, ((0, 1),))))
+    book.on(book.finished(), Send(w(0), Committed((2,), 1)))
+    book.on(asks(0, reduces(1, scalar(2)), run=(2,)), computes((scalar(2),), (scalar(1),), reduce="SUM"))
+
+
+def test_who_has_written_nothing_reads_at_once() -> None:
+    book = training()
+    book.on(asks(0, reads(0), run=(2,)), Send(w(0), Committed((2,), 0)))
+
+
+def test_who_has_written_nothing_waits_while_others_write() -> None:
+    book = training()
+    book.does(hears(CONTROLLER, Assign("c", book.sequence(), 1, "assign", scalar(1))))
+    book.on(asks(0, reads(0), run=(2,)))
+    book.on(book.finished(), to(CONTROLLER, Done), Send(w(0), Committed((2,), 0)))
+
+
+# --- create ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_a_variable_made_in_a_run_is_replica_0s(replicas: int) -> None:
+    book = training(replicas)
+    for replica in range(1, replicas):
+        book.on(asks(replica, makes(1, spec("x", (2,), aggregation=2), array(9, 9)), (applies(0),), run=(2,)))
+    place = lies("parameters/float32", 128)
+    book.on(
+        asks(0, makes(1, spec("w"), scalar(4)), (applies(0),), run=(2,)),
+        allocates("parameters/float32", 128, 132),
+        commits(writes(place, "assign", scalar(4))),  # the apply before it waits
+    )
+    made = Variable(2, spec("w_1"), place.place, 0)  # type: ignore[arg-type]
+    everybody = [Send(w(replica), CreatedInRun((2,), 1, made)) for replica in range(replicas)]
+    book.on(book.finished(), *everybody)
+    for replica in range(replicas - 1):
+        book.on(returns(replica, 2, run=(2,)))
+    book.on(returns(replicas - 1, 2, run=(2,)), commits(steps(2, ((0, 1),), (0,) * replicas)))
+    book.on(book.finished(), finished(replicas, commits=2))
+    book.repeat_all()
+
+
+def test_a_later_replica_that_makes_more_does_not_meet_the_others() -> None:
+    book = Playbook(2).begin()
+    book.on(asks(1, makes(0, spec("x"), scalar(1))))
+    why = r"replica 0 returned after 0 merge points; replica 1 waits at the creation of variable 'x' \(train.py:5\)"
+    book.on(returns(0, 0), to(w(1), PointFailed, MISMATCH, why, ends_run=True))
+    book.on(returns(1, 1, raises=MISMATCH), to(CONTROLLER, RunFinished, MISMATCH, why))
+
+
+def test_a_creation_that_does_not_fit_fails_at_all() -> None:
+    book = Playbook(2).begin()
+    book.on(MemoryAvailable(10))
+    book.on(asks(0, makes(0, spec("x"), scalar(1))))
+    failed = [to(w(r), PointFailed, "cs.MemoryPlanError", "variable 'x'", ends_run=False) for r in (0, 1)]
+    book.on(asks(1, makes(0, spec("x"), scalar(1))), *failed)
+
+
+# --- merge_call -----------------------------------------------------------------------------------------------------
+
+
+def values(*texts: bytes) -> tuple[Value, ...]:
+    return tuple(Value(text, ()) for text in texts)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_a_merge_call_is_run_by_replica_0_after_what_came_before_it(replicas: int) -> None:
+    book = training(replicas)
+    texts = [b"%d" % replica for replica in range(replicas)]
+    for replica in range(replicas - 1):
+        book.on(asks(replica, merge_calls(1, texts[replica]), (applies(0),), run=(2,)))
+    last = replicas - 1
+    book.on(
+        asks(last, merge_calls(1, texts[last]), (applies(0),), run=(2,)),
+        commits(steps(2, ((0, 1),), (0,) * replicas)),
+    )
+    token = Send(w(0), Token((2,), 1, values(*texts)))
+    book.on(book.finished(), token)
+    if replicas > 1:
+        book.on(asks(0, merge_calls(1, b"0"), (applies(0),), run=(2,)), token)  # repeated
+        book.on(asks(1, merge_calls(1, b"1"), (applies(0),), run=(2,)))  # waits
+    given_back = hears(w(0), MergeCallReturn((2,), 1, values(*texts), None))
+    shares = [Send(w(r), Merged((2,), 1, Value(texts[r], ()))) for r in range(1, replicas)]
+    book.on(given_back, *shares)
+    book.on(given_back)
+    for replica in range(last):
+        book.on(returns(replica, 2, run=(2,)))
+    book.on(returns(last, 2, run=(2,)), finished(replicas, commits=1))
+    book.repeat_all()
+
+
+def test_an_error_in_the_merge_function_ends_the_run() -> None:
+    book = Playbook(2).begin()
+    book.does(asks(0, merge_calls(0)))
+    book.on(asks(1, merge_calls(0)), to(w(0), Token))
+    book.on(
+        hears(w(0), MergeCallReturn((1,), 0, (), fault("KeyError"))),
+        to(w(1), PointFailed, "KeyError", k=0, ends_run=True),
+    )
+    book.on(returns(0, 1, raises="KeyError"))
+    book.on(returns(1, 1, raises="KeyError"), to(CONTROLLER, RunFinished, "KeyError", commits=0))
+
+
+def test_the_token_is_replica_0s_to_give_back() -> None:
+    book = Playbook(2).begin()
+    book.on(
+        hears(w(0), MergeCallReturn((1,), 0, values(b"", b""), None)),
+        to(w(0), Refused, "cs.PeerProtocolError", "no token of merge point 0 of run 1 is out"),
+    )
+    book.does(asks(0, merge_calls(0)))
+    book.does(asks(1, merge_calls(0)))
+    book.on(
+        hears(w(1), MergeCallReturn((1,), 0, values(b"", b""), None)),
+        to(w(1), Refused, "cs.PeerProtocolError", "holds no token"),
+    )
+    # A wrong number of values fails the merge_call instead of leaving replica 1 waiting.
+    book.on(
+        hears(w(0), MergeCallReturn((1,), 0, values(b""), None)),
+        to(w(1), PointFailed, "cs.PeerProtocolError", "1 values of a merge_call over 2 replicas", ends_run=True),
+    )
+
+
+# --- disagreement ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (
+            asks(0, reduces(0, scalar(1))),
+            asks(1, gathers(0, array(1))),
+            r"replica 0 waits at all_reduce SUM \(train.py:31\); "
+            r"replica 1 waits at all_gather along axis 0 \(train.py:32\)",
+        ),
+        (
+            asks(0, reduces(0, scalar(1))),
+            asks(1, reduces(0, scalar(1), op="MEAN")),
+            "all_reduce SUM .*; replica 1 waits at all_reduce MEAN",
+        ),
+        (asks(0, reduces(0, scalar(1))), asks(1, reduces(0)), "all_reduce .*; .*all_reduce"),
+        (asks(0, gathers(0, axis=0)), asks(1, gathers(0, axis=1)), "axis 0 .*; .*axis 1"),
+        (asks(0, merge_calls(0)), asks(1, reduces(0)), r"merge_call \(train.py:40\); .*all_reduce"),
+        (
+            asks(0, first_apply(0, 1)),
+            asks(1, first_apply(0, 1, 2)),
+            r"apply_gradients of optimizer 1 \(train.py:10\); replica 1 waits at apply_gradients of optimizer 1",
+        ),
+        (asks(0, first_apply(0, 1)), asks(1, first_apply(0, 1, optimizer=2)), "optimizer 1 .*; .*optimizer 2"),
+        (
+            asks(0, assigns(0, scalar(1), checked=True)),
+            asks(1, assigns(0, scalar(1), variable=2, checked=True)),
+            "assign_add of variable 1 .*; .*assign_add of variable 2",
+        ),
+        (
+            asks(0, assigns(0, scalar(1), checked=True)),
+            asks(1, assigns(0, scalar(1), op="assign", checked=True)),
+            "assign_add of variable 1 .*; .*assign of variable 1",
+        ),
+        (
+            asks(0, reads(1), (assigns(0, scalar(1)),)),
+            asks(1, reduces(0)),
+            r"replica 0 waits at a read of what it wrote \(train.py:50\) after assign_add .* as its merge point 0; "
+            "replica 1 waits at all_reduce",
+        ),
+    ],
+)
+def test_replicas_that_wait_at_different_points_are_told_where_each_is(first: Any, second: Any, said: str) -> None:
+    book = Playbook(2).begin().has(spec("w"), spec("b")).has_optimizer().has_optimizer()
+    book.on(first)
+    why = f"replicas do not meet at merge point 0: .*{said}"
+    failed = [to(w(r), PointFailed, MISMATCH, why, ends_run=True) for r in (0, 1)]
+    book.on(second, *failed)
+    book.on(asks(0, reduces(1, scalar(1))), to(w(0), PointFailed, MISMATCH, why, k=1, ends_run=True))
+    book.on(returns(0, 2, raises=MISMATCH, at=0))
+    book.on(returns(1, 1, raises=MISMATCH, at=0), to(CONTROLLER, RunFinished, MISMATCH, why, commits=0))
+    book.repeat_all()
+
+
+def test_call_sites_shapes_and_values_need_not_agree() -> None:
+    book = Playbook(2).begin()
+    book.on(asks(0, reduces(0, scalar(1), line=1)))
+    book.on(asks(1, reduces(0, array(1, 2), line=2)), computes((scalar(1),), (array(1, 2),), reduce="SUM"))
+
+
+def test_one_that_returned_and_one_that_waits_do_not_meet() -> None:
+    book = training()
+    book.on(asks(0, reduces(1, scalar(1)), (applies(0),), run=(2,)))
+    why = r"merge point 1: replica 0 waits at all_reduce SUM \(train.py:31\); replica 1 returned after 1 merge points"
+    book.on(returns(1, 1, (applies(0),), run=(2,)), to(w(0), PointFailed, MISMATCH, why, k=1, ends_run=True))
+    # What all had brought before is committed when the run ends.
+    book.on(returns(0, 2, raises=MISMATCH, run=(2,)), commits(steps(2, ((0, 1),))))
+    book.on(book.finished(), to(CONTROLLER, RunFinished, MISMATCH, why, commits=1, values=()))
+    book.repeat_all()
+
+
+def test_three_replicas_are_all_named() -> None:
+    book = Playbook(3).begin()
+    book.on(returns(2, 0, raises="ValueError"))
+    book.on(asks(0, reduces(0, scalar(1))))
+    why = "replica 0 waits at all_reduce .*; replica 1 waits at all_gather .*; replica 2 raised ValueError after"
+    failed = [to(w(r), PointFailed, MISMATCH, why, ends_run=True) for r in (0, 1)]
+    book.on(asks(1, gathers(0, array(1))), *failed)
+    book.on(returns(0, 1, raises=MISMATCH))
+    book.on(returns(1, 1, raises=MISMATCH), to(CONTROLLER, RunFinished, "ValueError", "of replica 2"))
+
+
+def test_unequal_numbers_of_notes_are_found_at_the_end() -> None:
+    book = training()
+    book.on(returns(0, 2, (applies(0), applies(1, buffers=1)), run=(2,)))
+    book.on(returns(1, 1, (applies(0),), run=(2,)), commits(steps(2, ((0, 1),))))
+    why = (
+        r"merge point 1: replica 0 brought apply_gradients of optimizer 1 \(train.py:10\) and returned; "
+        "replica 1 returned after 1 merge points"
+    )
+    book.on(book.finished(), to(CONTROLLER, RunFinished, MISMATCH, why, commits=1))
+
+
+def test_different_notes_are_found_at_the_end_and_nothing_after_them_counts() -> None:
+    book = training()
+    book.on(returns(0, 2, (applies(0, line=1), assigns(1, scalar(1))), run=(2,)))
+    why = (
+        r"replica 0 brought apply_gradients .*train.py:1\).*; replica 1 brought assign_add of variable 1 \(train.py:9\)"
+    )
+    book.on(
+        returns(1, 2, (assigns(0, scalar(1), line=9), applies(1)), run=(2,)),
+        to(CONTROLLER, RunFinished, MISMATCH, why, commits=0),
+    )
+
+
+# --- errors of the user's code --------------------------------------------------------------------------------------
+
+
+def test_a_raise_is_a_return_with_notes() -> None:
+    book = training()
+    book.on(returns(0, 1, (applies(0),), raises="KeyError", run=(2,)))
+    book.on(returns(1, 2, (applies(0), applies(1, buffers=1)), run=(2,)), commits(steps(2, ((0, 1),))))
+    book.on(book.finished(), to(CONTROLLER, RunFinished, "KeyError", "of replica 0", commits=1, values=()))
+    book.repeat_all()
+
+
+def test_whoever_waits_is_told_who_raised() -> None:
+    book = Playbook(2).begin()
+    book.on(asks(1, reduces(0, scalar(1))))
+    why = "replica 0 raised KeyError after 0 merge points; replica 1 waits at all_reduce"
+    book.on(returns(0, 0, raises="KeyError"), to(w(1), PointFailed, MISMATCH, why, ends_run=True))
+    book.on(returns(1, 1, raises=MISMATCH), to(CONTROLLER, RunFinished, "KeyError", "of replica 0"))
+
+
+@pytest.mark.parametrize(("at", "wanted"), [((1, 0), "TypeError"), ((0, 1), "KeyError"), ((1, 1), "KeyError")], ids=str)
+def test_the_lowest_error_is_raised(at: tuple[int, int], wanted: str) -> None:
+    book = Playbook(2).begin()
+    book.on(returns(1, 0, raises="TypeError", at=at[1]))
+    book.on(returns(0, 0, raises="KeyError", at=at[0]), to(CONTROLLER, RunFinished, wanted))
+
+
+def test_a_mismatch_that_the_user_raised_is_still_an_error() -> None:
+    book = Playbook(2).begin()
+    book.on(returns(0, 0, raises=MISMATCH))
+    book.on(returns(1, 0), to(CONTROLLER, RunFinished, MISMATCH, "of replica 0"))
+
+
+# --- several runs ---------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_ahead_waits_for_the_one_before_it() -> None:
+    book = training()
+    book.on(returns(0, 1, (applies(0),), run=(2,)))
+    book.on(asks(0, reads(0), run=(3,)))  # it would read what run 2 has not written yet
+    book.on(returns(1, 1, (applies(0),), run=(2,)), commits(steps(2, ((0, 1),))))
+    book.on(asks(1, reduces(0, scalar(2)), run=(3,)))
+    book.on(book.finished(), finished(commits=1), Send(w(0), Committed((3,), 0)))
+    book.on(asks(0, reduces(0, scalar(1)), run=(3,)), computes((scalar(1),), (scalar(2),), reduce="SUM"))

@@ -1,0 +1,273 @@
+"""What clients ask for outside of runs: acted on once, refused for good, read without disturbing anybody."""
+
+from __future__ import annotations
+
+import pytest
+from tests.harness.playbook import (
+    CONTROLLER,
+    DEFAULTS,
+    OBSERVER,
+    Playbook,
+    allocates,
+    applies,
+    array,
+    asks,
+    commits,
+    hears,
+    lies,
+    reduces,
+    returns,
+    scalar,
+    spec,
+    to,
+    w,
+    writes,
+)
+
+from cs_proto.arrays import Array
+from cs_proto.messages import (
+    Assign,
+    Configure,
+    Counters,
+    Create,
+    Created,
+    Describe,
+    Described,
+    Done,
+    Get,
+    Got,
+    Optimizer,
+    Refused,
+    ReplicaStatistics,
+    Statistics,
+    Variable,
+)
+from cs_proto.records import Record
+from cs_server.events import Fill, MemoryAvailable, Send
+
+W = lies("parameters/float32", 0, (2,))
+
+
+def variable(number: int, name: str, place: Array, version: int = 0) -> Variable:
+    return Variable(number, spec(name, place.shape, place.dtype), place.place, version)  # type: ignore[arg-type]
+
+
+# --- writes -------------------------------------------------------------------------------------------------------
+
+
+def test_a_variable_is_made_at_once_where_its_value_follows() -> None:
+    book = Playbook(1).begin()
+    book.on(
+        hears(CONTROLLER, Create("c", 1, spec("w", (2,)), None)),
+        allocates("parameters/float32"),
+        allocates("gradients/0/0/float32", writer="w0"),
+        allocates("gradients/0/1/float32", writer="w0"),
+        allocates("parameters/float32", 0, 8),
+        Send(CONTROLLER, Created(1, variable(1, "w", W))),
+    )
+    book.on(hears(CONTROLLER, Assign("c", 2, 1, "assign", array(1, 2))), commits(writes(W, "assign", array(1, 2))))
+    book.on(book.finished(), Send(CONTROLLER, Done(2, 1, 1)))
+    book.repeat_all()
+
+
+def test_a_variable_that_brings_its_value_is_answered_when_it_is_written() -> None:
+    book = Playbook(2).begin().has(spec("w", (2,)))
+    create = hears(CONTROLLER, Create("c", book.sequence(), spec("w", (2,)), array(3, 4)))
+    place = lies("parameters/float32", 128, (2,))
+    book.on(create, allocates("parameters/float32", 128, 136), commits(writes(place, "assign", array(3, 4))))
+    book.on(create)  # repeated while it is under way
+    book.on(book.finished(), Send(CONTROLLER, Created(2, variable(2, "w_1", place))))
+    book.on(create, Send(CONTROLLER, Created(2, variable(2, "w_1", place))))
+
+
+def test_writes_are_committed_one_after_the_other() -> None:
+    book = Playbook(2).begin().has(spec("w"))
+    book.on(
+        hears(CONTROLLER, Assign("c", book.sequence(), 1, "assign_add", scalar(1))),
+        commits(writes(lies("parameters/float32", 0), "assign_add", scalar(1))),
+    )
+    too_soon = Assign("c", book.sequence(), 1, "assign_add", scalar(2))
+    book.on(hears(CONTROLLER, too_soon), to(CONTROLLER, Refused, "cs.PeerProtocolError", "one at a time", number=3))
+    book.on(book.finished(), Send(CONTROLLER, Done(2, 1, 1)))
+    book.on(
+        hears(CONTROLLER, too_soon),
+        commits(writes(lies("parameters/float32", 0), "assign_add", scalar(2))),
+    )
+    book.on(book.finished(), Send(CONTROLLER, Done(3, 1, 2)))
+    book.repeat_all()
+
+
+def test_only_the_last_reply_is_kept() -> None:
+    book = Playbook(2).begin().has(spec("w"), spec("b"))
+    old = hears(CONTROLLER, Create("c", 1, spec("w"), None))
+    book.on(old, to(CONTROLLER, Refused, "cs.PeerProtocolError", "request 1 of 'c' was followed by 2", number=1))
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "reason"),
+    [
+        (
+            Create("c", 9, spec("w", (2,)), scalar(1)),
+            "cs.InvalidArgumentError",
+            r"float32\[\]; it must be float32\[2\]",
+        ),
+        (Assign("c", 9, 3, "assign", scalar(1)), "cs.InvalidArgumentError", r"no variable 3; there are 1 \(w\)"),
+        (Assign("c", 9, 1, "assign", array(1)), "cs.InvalidArgumentError", "assign to variable 'w'"),
+        (Assign("c", 9, 1, "assign", scalar(1, "float64")), "cs.InvalidArgumentError", "float64"),
+        (Configure("c", 9, 0, "Lion", ()), "cs.InvalidArgumentError", "unknown optimizer 'Lion'"),
+        (Configure("c", 9, 0, "SGD", (("learning_rate", 1.0),)), "cs.InvalidArgumentError", "momentum"),
+        (Configure("c", 9, 4, "SGD", ()), "cs.InvalidArgumentError", "no optimizer 4"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_and_stays_refused(request_: Record, code: str, reason: str) -> None:
+    book = Playbook(2).begin().has(spec("w"))
+    refused = to(CONTROLLER, Refused, code, reason, number=9)
+    book.on(hears(CONTROLLER, request_), refused)
+    book.on(hears(CONTROLLER, request_), refused)
+    book.on(
+        hears(CONTROLLER, Create("c", 10, spec("b"), None)),
+        allocates("parameters/float32", 128, 132),
+        to(CONTROLLER, Created),
+    )
+
+
+def test_what_does_not_fit_the_memory_is_refused_before_anything_is_touched() -> None:
+    book = Playbook(2).begin(available_nbytes=1199)
+    create = hears(CONTROLLER, Create("c", 1, spec("table", (100,)), None))
+    refused = to(
+        CONTROLLER,
+        Refused,
+        "cs.MemoryPlanError",
+        "variable 'table': 1200 bytes planned .* 1199 bytes available",
+        number=1,
+    )
+    book.on(create, refused)
+    book.on(MemoryAvailable(1 << 20))
+    book.on(create, refused)  # the same request has the same answer
+    book.on(hears(OBSERVER, Get(1, (), (), False)), to(OBSERVER, Got, variables=()))
+
+
+def test_optimizers_are_made_and_changed() -> None:
+    book = Playbook(2).begin()
+    pairs = tuple(DEFAULTS["Adam"].items())
+    book.on(hears(CONTROLLER, Configure("c", 1, 0, "Adam", pairs)), Send(CONTROLLER, Done(1, 1, 0)))
+    book.on(hears(CONTROLLER, Configure("c", 2, 1, "Adam", (("epsilon", 0.5),))), Send(CONTROLLER, Done(2, 1, 0)))
+    changed = Optimizer(1, "Adam", tuple({**DEFAULTS["Adam"], "epsilon": 0.5}.items()), 0)
+    book.on(hears(CONTROLLER, Describe(3, (), (1,))), Send(CONTROLLER, Described(3, (), (changed,))))
+
+
+def test_a_change_that_needs_slots_is_answered_when_they_are_filled() -> None:
+    book = Playbook(2).begin().has(spec("w", (2,))).has_optimizer().has_set(1)
+    request = hears(CONTROLLER, Configure("c", book.sequence(), 1, "SGD", (("momentum", 0.9),)))
+    book.on(
+        request,
+        allocates("slots/1/momentum/float32", 0, 8),
+        commits(Fill("slots/1/momentum/float32", "float32", 0, 2, 0.0)),
+    )
+    book.on(request)
+    book.on(book.finished(), Send(CONTROLLER, Done(3, 1, 1)))
+    book.repeat_all()
+
+
+def test_what_the_controller_wants_waits_for_the_end_of_the_run() -> None:
+    book = Playbook(2).begin().has(spec("w"))
+    book.on(asks(0, reduces(0, scalar(1))))
+    for request in [
+        Create("c", 5, spec("b"), None),
+        Assign("c", 6, 1, "assign", scalar(1)),
+        Configure("c", 7, 0, "SGD", ()),
+    ]:
+        refused = to(CONTROLLER, Refused, "cs.ContextError", "run 1 is open", number=request.sequence)
+        book.on(hears(CONTROLLER, request), refused)
+
+
+def test_another_clients_name_is_refused() -> None:
+    book = Playbook(2).begin()
+    request = hears(CONTROLLER, Create("d", 1, spec("w"), None))
+    book.on(request, to(CONTROLLER, Refused, "cs.PeerProtocolError", "b'c1' is client 'c', not 'd'", number=1))
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_workers_write_only_under_a_token(replica: int) -> None:
+    book = Playbook(2).begin().has(spec("w"))
+    request = hears(w(replica), Assign("1.0", 1, 1, "assign", scalar(1)))
+    code = "cs.PeerProtocolError" if replica else "cs.ContextError"
+    book.on(request, to(w(replica), Refused, code, "merge_call token", number=1))
+
+
+# --- reads --------------------------------------------------------------------------------------------------------
+
+
+def test_variables_are_read_by_number_by_name_or_all() -> None:
+    book = Playbook(2).begin().has(spec("w", (2,)), spec("b"))
+    first, second = variable(1, "w", W), variable(2, "b", lies("parameters/float32", 128))
+    both = (first, second)
+    for peer in (CONTROLLER, OBSERVER, w(1)):
+        got = Got(1, 0, both, (first.array, second.array))
+        book.on(hears(peer, Get(1, (), (), False)), Send(peer, got))
+        book.on(hears(peer, Get(2, (2,), ("w", "b"), False)), to(peer, Got, variables=(second, first, second)))
+    book.on(
+        hears(OBSERVER, Get(3, (), ("bb",), True)),
+        to(OBSERVER, Refused, "cs.InvalidArgumentError", "no variable 'bb'; did you mean 'b'", number=3),
+    )
+
+
+def test_bytes_are_copied_when_nothing_is_being_written() -> None:
+    book = Playbook(2).begin().has(spec("w", (2,)))
+    book.on(
+        hears(OBSERVER, Get(1, (1,), (), True)),
+        Send(OBSERVER, Got(1, 0, (variable(1, "w", W),), (W,)), inline=True),
+    )
+    book.does(hears(CONTROLLER, Assign("c", book.sequence(), 1, "assign", array(1, 2))))
+    book.on(hears(OBSERVER, Get(2, (1,), (), True)))
+    book.on(hears(OBSERVER, Get(3, (7,), (), True)), to(OBSERVER, Refused, "cs.InvalidArgumentError", number=3))
+    # Where the bytes lie can be said at any time.
+    book.on(hears(OBSERVER, Get(4, (1,), (), False)), Send(OBSERVER, Got(4, 0, (variable(1, "w", W),), (W,))))
+    book.on(
+        book.finished(),
+        Send(CONTROLLER, Done(2, 1, 1)),
+        Send(OBSERVER, Got(2, 1, (variable(1, "w", W, 1),), (W,)), inline=True),
+    )
+
+
+def test_unknown_handles_are_refused() -> None:
+    book = Playbook(2).begin().has(spec("w"))
+    book.on(
+        hears(CONTROLLER, Describe(8, (1,), (1,))),
+        to(CONTROLLER, Refused, "cs.InvalidArgumentError", "no optimizer 1; there are none", number=8),
+    )
+
+
+def test_versions_and_iterations_count_what_was_committed() -> None:
+    book = Playbook(2).begin().has(spec("w", (2,)), spec("b")).has_optimizer().has_set(1)
+    for replica in (0, 1):
+        book.does(returns(replica, 2, (applies(0), applies(1, buffers=1)), run=(2,)))
+    book.settle()
+    described = book.does(hears(CONTROLLER, Describe(9, (1, 2), (1,))))
+    assert isinstance(described[0], Send)
+    record = described[0].record
+    assert isinstance(record, Described)
+    assert [v.version for v in record.variables] == [3, 0]
+    assert record.optimizers[0].iterations == 3
+
+
+def test_the_counters_count() -> None:
+    book = Playbook(2).begin().has(spec("w", (2,)), spec("n", (), "int64")).has_optimizer("Adam").has_set(1)
+    book.does(asks(0, reduces(0, scalar(1)), run=(2,)))
+    book.now = 130.0
+    counters = Counters(
+        request=4,
+        pid=1,
+        uptime=130.0,
+        variables=2,
+        parameter_nbytes=16,
+        slot_nbytes=16,
+        commits=1,
+        runs=1,
+        messages=4 + 3 + 4 + 1 + 1,
+        replicas=(
+            ReplicaStatistics(0, 100, "CPU:0", runs=1, points=2, applies=1),
+            ReplicaStatistics(1, 101, "CPU:1", runs=1, points=1, applies=1),
+        ),
+    )
+    book.on(hears(OBSERVER, Statistics(4)), Send(OBSERVER, counters))

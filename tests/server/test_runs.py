@@ -1,0 +1,403 @@
+"""What replicas bring: in order, once, into the run it belongs to; cancelled runs and nested ones."""
+
+from __future__ import annotations
+
+import pytest
+from tests.harness.playbook import (
+    CONTROLLER,
+    DEFAULTS,
+    Playbook,
+    Says,
+    allocates,
+    applies,
+    asks,
+    assigns,
+    commits,
+    computes,
+    dies,
+    first_apply,
+    hears,
+    lies,
+    merge_calls,
+    reads,
+    reduces,
+    result,
+    returns,
+    scalar,
+    site,
+    spec,
+    steps,
+    to,
+    w,
+    writes,
+)
+
+from cs_proto.messages import (
+    PROTOCOL,
+    Accepted,
+    ApplyPoint,
+    Ask,
+    Assign,
+    Cancel,
+    Committed,
+    Configure,
+    Create,
+    Created,
+    Done,
+    Get,
+    Goodbye,
+    Got,
+    Hello,
+    MergeCallReturn,
+    Merged,
+    PointFailed,
+    Reduced,
+    Refused,
+    Return,
+    RunFinished,
+    Token,
+    Value,
+    Welcome,
+)
+from cs_server.events import Received, Send
+
+W = lies("parameters/float32", 0)
+NOTHING = Value(b"", ())
+
+
+def training(replicas: int = 2) -> Playbook:
+    """Variable 1 (w) and an SGD optimizer whose set 1 is w; its first step was run 1."""
+    return Playbook(replicas).begin().has(spec("w")).has_optimizer().has_set(1)
+
+
+# --- what is wrong with a message -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (asks(0, reduces(2)), "brings merge point 2 of run 2, but 0 is the next one"),
+        (asks(0, reduces(1), (applies(2),)), "brings merge point 2 of run 2, but 0 is the next one"),
+        (asks(0, reads(3)), "reads after 3 merge points but brought 0"),
+        (asks(0, reads(1), (first_apply(0, 1),)), "only noted apply_gradients of optimizer 1 .train.py:10., which has"),
+        (asks(0, reads(1), (assigns(0, scalar(1), checked=True),)), "only noted assign_add"),
+        (asks(0, reads(1), (applies(0, 9),)), "optimizer 1 has no set of variables 9"),
+        (asks(0, reads(1), (ApplyPoint(0, site(1), 2, 1, (), 0),)), "optimizer 2 has no set of variables 1"),
+        (asks(0, reduces(0), run=(2, 0, 0)), "run 2.0.0 is nested in a merge_call whose token is not out"),
+    ],
+)
+def test_a_wrong_question_fails_at_its_point_and_counts_for_nothing(wrong: Received, reason: str) -> None:
+    book = training()
+    ask = wrong.record
+    assert isinstance(ask, Ask)
+    if len(ask.run) == 1:
+        ask = Ask((2,), 0, 1, ask.notes, ask.point)
+    failed = to(w(0), PointFailed, "cs.PeerProtocolError", reason, k=ask.point.k, ends_run=True)
+    book.on(hears(w(0), ask), failed)
+    book.on(asks(0, reduces(0, scalar(1)), run=(2,)))
+    book.on(asks(1, reduces(0, scalar(1)), run=(2,)), computes((scalar(1),), (scalar(1),), reduce="SUM"))
+
+
+def test_a_merge_point_is_not_brought_twice_differently() -> None:
+    book = Playbook(2).begin()
+    book.on(asks(0, reduces(0, scalar(1))))
+    other = asks(0, reduces(0, scalar(2)))
+    book.on(other, to(w(0), PointFailed, "cs.PeerProtocolError", "but brought all_reduce SUM .train.py:31. before"))
+    book.on(asks(0, reduces(1, scalar(2))), to(w(0), PointFailed, "cs.PeerProtocolError", "while it waits", k=1))
+
+
+def test_nothing_is_brought_after_the_return() -> None:
+    book = Playbook(2).begin()
+    book.on(returns(0, 0))
+    book.on(asks(0, reduces(0)), to(w(0), PointFailed, "cs.PeerProtocolError", "has returned from run 1 and brings"))
+
+
+def test_a_wrong_return_is_an_error_of_the_run() -> None:
+    # Were it only refused, the run would wait for it for ever.
+    book = Playbook(2).begin()
+    book.on(returns(1, 0))
+    book.on(
+        returns(0, 2),
+        to(CONTROLLER, RunFinished, "cs.PeerProtocolError", "after 2 merge points, of which it brought 0"),
+    )
+
+
+def test_a_replica_that_was_interrupted_counts_as_it_likes() -> None:
+    book = Playbook(2).begin()
+    book.on(asks(0, reduces(0, scalar(1))))
+    book.on(returns(0, 0, raises="KeyboardInterrupt"))
+    book.on(returns(1, 0), to(CONTROLLER, RunFinished, "KeyboardInterrupt"))
+
+
+def test_late_repetitions_are_answered_from_the_table() -> None:
+    book = training()
+    for replica in (0, 1):
+        book.does(asks(replica, first_apply(0, 1), run=(2,)))
+    for replica in (0, 1):
+        book.does(asks(replica, reads(1), run=(2,)))
+    book.settle()
+    for replica in (0, 1):
+        book.does(asks(replica, reduces(1, scalar(1)), run=(2,)))
+    book.does(book.computed(scalar(2)))
+    book.on(asks(0, first_apply(0, 1), run=(2,)), Send(w(0), Accepted((2,), 0, 1)))
+    book.on(asks(0, reads(1), run=(2,)), Send(w(0), Committed((2,), 1)))
+    book.on(asks(1, reduces(1, scalar(1)), run=(2,)), Send(w(1), Reduced((2,), 1, (scalar(2),))))
+    book.does(returns(0, 2, run=(2,)))
+    book.on(asks(0, reads(1), run=(2,)), Send(w(0), Committed((2,), 1)))
+    book.repeat_all()
+
+
+# --- cancelled runs -------------------------------------------------------------------------------------------------
+
+
+def test_a_cancelled_run_commits_nothing_more_and_ends_when_all_have_returned() -> None:
+    book = training()
+    book.on(asks(0, reduces(1, scalar(1)), (applies(0),), run=(2,)))
+    told = to(w(0), PointFailed, "KeyboardInterrupt", "run 2 was cancelled", k=1, ends_run=True)
+    book.on(hears(CONTROLLER, Cancel((2,))), told)
+    book.on(hears(CONTROLLER, Cancel((2,))))
+    book.on(asks(1, reads(1), (applies(0),), run=(2,)), to(w(1), PointFailed, "KeyboardInterrupt", ends_run=True))
+    book.on(returns(0, 1, raises="KeyboardInterrupt", run=(2,)))
+    cancelled = to(CONTROLLER, RunFinished, "KeyboardInterrupt", "run 2 was cancelled", commits=0)
+    book.on(returns(1, 1, raises="ValueError", run=(2,)), cancelled)
+    book.on(hears(CONTROLLER, Cancel((2,))))  # too late
+    for replica in (0, 1):
+        book.does(returns(replica, 1, (applies(0),), run=(3,)))
+    assert commits(steps(2, ((0, 1),))).fits(book.commands[-1])
+    book.repeat_all()
+
+
+def agreed(replicas: int = 2) -> Playbook:
+    """In run 2 all have brought an apply, which waits to be committed, and are at work."""
+    book = training(replicas)
+    for replica in range(replicas):
+        book.does(asks(replica, reduces(1, scalar(1)), (applies(0),), run=(2,)))
+    book.does(book.computed(scalar(1)))
+    return book
+
+
+def test_what_was_agreed_before_a_cancellation_is_not_committed() -> None:
+    book = agreed()
+    book.on(hears(CONTROLLER, Cancel((2,))))
+    book.on(returns(0, 2, run=(2,)))
+    book.on(returns(1, 2, run=(2,)), to(CONTROLLER, RunFinished, "KeyboardInterrupt", commits=0))
+
+
+def test_what_was_agreed_before_a_death_is_not_committed() -> None:
+    book = agreed()
+    book.on(dies(1), Says("died"))
+    book.on(returns(0, 2, run=(2,)), to(CONTROLLER, RunFinished, "cs.ReplicaLostError", "0 commits of", commits=0))
+
+
+def test_a_run_may_be_cancelled_before_anybody_has_heard_of_it() -> None:
+    book = training()
+    book.on(hears(CONTROLLER, Cancel((2,))))
+    book.on(asks(0, reduces(0), run=(2,)), to(w(0), PointFailed, "KeyboardInterrupt", ends_run=True))
+    # Replica 1 never does; the next run begins nevertheless.
+    book.on(returns(1, 0, run=(3,)))
+    book.on(returns(0, 0, run=(3,)), to(CONTROLLER, RunFinished, run=(3,)))
+    book.on(hears(CONTROLLER, Cancel((2,))))
+    book.on(asks(1, reduces(0), run=(2,)), to(w(1), PointFailed, "cs.ContextError", "run 2 is over", ends_run=True))
+    book.on(returns(1, 1, raises="KeyboardInterrupt", run=(2,)), Says("returned from run 2, which is over"))
+
+
+def test_a_commit_under_way_is_finished_before_the_cancelled_are_told() -> None:
+    book = training()
+    book.does(asks(0, reads(1), (applies(0),), run=(2,)))
+    book.does(asks(1, reads(1), (applies(0),), run=(2,)))
+    book.on(hears(CONTROLLER, Cancel((2,))))
+    book.on(asks(1, reads(1), (applies(0),), run=(2,)))
+    refused = to(CONTROLLER, Refused, "cs.ContextError", "run 2 is open")
+    book.on(hears(CONTROLLER, Assign("c", book.sequence(), 1, "assign", scalar(1))), refused)
+    book.on(book.finished(), Send(w(0), Committed((2,), 1)), Send(w(1), Committed((2,), 1)))
+    book.on(returns(0, 1, run=(2,)))
+    book.on(returns(1, 1, run=(2,)), to(CONTROLLER, RunFinished, "KeyboardInterrupt", commits=1))
+
+
+def test_a_controller_that_leaves_cancels_its_runs_and_the_next_one_waits_for_their_end() -> None:
+    book = training()
+    book.on(asks(0, reduces(0, scalar(1)), run=(2,)))
+    book.on(hears(CONTROLLER, Goodbye("c")), to(w(0), PointFailed, "KeyboardInterrupt", ends_run=True))
+    book.on(hears(b"c2", Hello(PROTOCOL, "controller", "d", 9)))
+    book.on(returns(0, 1, raises="KeyboardInterrupt", run=(2,)))
+    book.repeats = False
+    book.on(returns(1, 0, run=(2,)), to(b"c2", Welcome))
+    book.on(returns(0, 0))  # the next controller counts its runs from 1
+    book.on(returns(1, 0), to(b"c2", RunFinished, run=(1,)))
+
+
+def test_a_run_that_nobody_has_heard_of_does_not_keep_the_next_controller_waiting() -> None:
+    book = Playbook(2).begin()
+    book.does(hears(CONTROLLER, Cancel((1,))))
+    book.does(hears(CONTROLLER, Goodbye("c")))
+    book.on(hears(b"c2", Hello(PROTOCOL, "controller", "d", 9)), to(b"c2", Welcome))
+
+
+# --- nested runs ----------------------------------------------------------------------------------------------------
+
+
+def merging(replicas: int = 2) -> Playbook:
+    """All are at merge_call 0 of run 2, and replica 0 holds the token."""
+    book = training(replicas)
+    for replica in range(replicas):
+        book.does(asks(replica, merge_calls(0), run=(2,)))
+    assert to(w(0), Token, run=(2,), k=0).fits(book.commands[-1])
+    return book
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_the_holder_of_the_token_runs_and_its_answer_comes_to_it(replicas: int) -> None:
+    book = merging(replicas)
+    nested = (2, 0, 0)
+    for replica in range(replicas - 1):
+        book.on(returns(replica, 1, (applies(0),), run=nested))
+    last = replicas - 1
+    book.on(returns(last, 1, (applies(0),), run=nested), commits(steps(2, ((0, 1),), (0,) * replicas)))
+    finished = Send(w(0), RunFinished(nested, tuple(map(result, range(replicas))), None, 1))
+    book.on(book.finished(), finished)
+    book.on(returns(last, 1, (applies(0),), run=nested), finished)
+    given_back = hears(w(0), MergeCallReturn((2,), 0, (NOTHING,) * replicas, None))
+    book.on(given_back, *(Send(w(r), Merged((2,), 0, NOTHING)) for r in range(1, replicas)))
+    book.on(returns(0, 1, (applies(0),), run=nested), finished)  # still known
+    for replica in range(last):
+        book.on(returns(replica, 1, run=(2,)))
+    book.on(returns(last, 1, run=(2,)), to(CONTROLLER, RunFinished, run=(2,), commits=0))
+    book.repeat_all()
+
+
+def test_a_nested_run_belongs_to_the_token_that_is_out() -> None:
+    book = merging()
+    reason = "nested in a merge_call whose token is not out"
+    for run in [(2, 1, 0), (3, 0, 0), (2, 0, 0, 0, 0)]:
+        book.on(asks(0, reduces(0), run=run), to(w(0), PointFailed, "cs.PeerProtocolError", reason))
+    book.on(returns(0, 0, run=(2, 0, 0)))
+    early = hears(w(0), MergeCallReturn((2,), 0, (NOTHING, NOTHING), None))
+    # The merge function cannot have returned before what it started: the run ends with that.
+    book.on(early, to(w(1), PointFailed, "cs.PeerProtocolError", "returned before run 2.0.0 was over", ends_run=True))
+
+
+def test_the_next_nested_run_forgets_the_one_before_it() -> None:
+    book = merging()
+    for run in [(2, 0, 0), (2, 0, 1)]:
+        book.does(returns(0, 0, run=run))
+        book.on(returns(1, 0, run=run), to(w(0), RunFinished, run=run))
+    book.on(returns(1, 0, run=(2, 0, 0)), Says("run 2.0.0, which is over"))
+    book.on(asks(1, reads(0), run=(2, 0, 0)), to(w(1), PointFailed, "cs.ContextError", "run 2.0.0 is over"))
+
+
+def test_tokens_nest() -> None:
+    book = merging()
+    for replica in (0, 1):
+        book.does(asks(replica, merge_calls(0), run=(2, 0, 0)))
+    assert to(w(0), Token, run=(2, 0, 0)).fits(book.commands[-1])
+    book.does(returns(1, 0, run=(2, 0, 0, 0, 0)))
+    book.on(returns(0, 0, run=(2, 0, 0, 0, 0)), to(w(0), RunFinished, run=(2, 0, 0, 0, 0)))
+    book.on(hears(w(0), MergeCallReturn((2, 0, 0), 0, (NOTHING, NOTHING), None)), to(w(1), Merged, run=(2, 0, 0), k=0))
+
+
+def test_the_holder_of_the_token_does_what_the_controller_does() -> None:
+    book = merging()
+    refused = to(CONTROLLER, Refused, "cs.ContextError", "holder of the merge_call token")
+    book.on(hears(CONTROLLER, Assign("c", book.sequence(), 1, "assign", scalar(1))), refused)
+    request = hears(w(0), Assign("2.0", 1, 1, "assign_add", scalar(1)))
+    book.on(request, commits(writes(W, "assign_add", scalar(1))))
+    book.on(book.finished(), Send(w(0), Done(1, 1, 2)))
+    book.on(request, Send(w(0), Done(1, 1, 2)))
+    book.on(
+        hears(w(0), Create("2.0", 2, spec("b"), None)),
+        allocates("parameters/float32", 128, 132),
+        to(w(0), Created, sequence=2),
+    )
+    sgd = tuple(DEFAULTS["SGD"].items())
+    book.on(hears(w(0), Configure("2.0", 3, 0, "SGD", sgd)), Send(w(0), Done(3, 2, 0)))
+    book.on(hears(w(0), Get(1, (1,), (), False)), to(w(0), Got, request=1))
+    # While a run nested in the merge_call is open, nobody writes from outside.
+    book.on(returns(1, 0, run=(2, 0, 0)))
+    late = hears(w(0), Assign("2.0", 4, 1, "assign", scalar(1)))
+    book.on(late, to(w(0), Refused, "cs.ContextError", "run 2.0.0 is open", number=4))
+    book.on(returns(0, 0, run=(2, 0, 0)), to(w(0), RunFinished))
+    book.does(hears(w(0), MergeCallReturn((2,), 0, (NOTHING, NOTHING), None)))
+    after = hears(w(0), Assign("2.0", 5, 1, "assign", scalar(1)))
+    book.on(after, to(w(0), Refused, "cs.ContextError", "run 2 is open", number=5))
+    book.repeat_all()
+
+
+def test_the_requests_of_a_token_are_forgotten_with_its_run() -> None:
+    book = merging()
+    book.does(hears(w(0), Assign("2.0", 1, 1, "assign", scalar(1))))
+    book.settle()
+    book.does(hears(w(0), MergeCallReturn((2,), 0, (NOTHING, NOTHING), None)))
+    for replica in (0, 1):
+        book.does(returns(replica, 1, run=(2,)))
+    assert any(key[:1] == b"q" and b"2.0" in key for key, _ in book.memory.items())
+    book.does(returns(0, 0, run=(3,)))
+    assert not any(key[:1] == b"q" and b"2.0" in key for key, _ in book.memory.items())
+    assert not any(key[:1] in b"spu" and b"\x91\x02" in key for key, _ in book.memory.items())
+
+
+def test_an_error_in_a_nested_run_is_the_holders_to_raise() -> None:
+    book = merging()
+    book.on(asks(0, reduces(0, scalar(1)), run=(2, 0, 0)))
+    book.on(
+        returns(1, 0, raises="KeyError", run=(2, 0, 0)),
+        to(w(0), PointFailed, "cs.MergeMismatchError", "replica 1 raised KeyError", run=(2, 0, 0)),
+    )
+    book.on(
+        returns(0, 1, raises="cs.MergeMismatchError", run=(2, 0, 0)),
+        to(w(0), RunFinished, "KeyError", run=(2, 0, 0)),
+    )
+    caught = hears(w(0), MergeCallReturn((2,), 0, (NOTHING, NOTHING), None))
+    book.on(caught, to(w(1), Merged, run=(2,)))
+
+
+def test_replica_0_goes_on_only_after_it_has_given_the_token_back() -> None:
+    book = merging()
+    inside = "replica 0 of run 2 asks at all_reduce SUM .* inside its merge_call"
+    book.on(asks(0, reduces(1), run=(2,)), to(w(0), PointFailed, "cs.PeerProtocolError", inside, k=1, ends_run=True))
+    inside = "replica 0 returned from run 2 inside its merge_call"
+    book.on(
+        returns(0, 1, raises="cs.PeerProtocolError", run=(2,)),
+        to(w(1), PointFailed, "cs.PeerProtocolError", inside, k=0, ends_run=True),
+    )
+    book.on(returns(1, 1, raises="cs.PeerProtocolError", run=(2,)), to(CONTROLLER, RunFinished, "cs.PeerProtocolError"))
+
+
+def test_cancelling_a_run_cancels_those_nested_in_it() -> None:
+    book = merging()
+    book.does(asks(0, reduces(0, scalar(1)), run=(2, 0, 0)))
+    book.on(
+        hears(CONTROLLER, Cancel((2,))),
+        to(w(1), PointFailed, "KeyboardInterrupt", "run 2 was", run=(2,), k=0),
+        to(w(0), PointFailed, "KeyboardInterrupt", "run 2.0.0 was", run=(2, 0, 0)),
+    )
+    book.on(hears(w(0), MergeCallReturn((2,), 0, (NOTHING, NOTHING), None)))  # too late
+    book.on(returns(0, 1, raises="KeyboardInterrupt", run=(2,)))
+    book.on(returns(1, 1, raises="KeyboardInterrupt", run=(2,)), to(CONTROLLER, RunFinished, "KeyboardInterrupt"))
+
+
+def test_a_death_in_a_nested_run_ends_it_and_the_run_around_it() -> None:
+    book = merging()
+    book.does(asks(0, reduces(0, scalar(1)), run=(2, 0, 0)))
+    lost = "cs.ReplicaLostError"
+    book.on(dies(1), Says("died"), to(w(0), PointFailed, lost, "replica 1 .* in run 2.0.0", run=(2, 0, 0)))
+    book.on(returns(0, 1, raises=lost, run=(2, 0, 0)), to(w(0), RunFinished, lost, run=(2, 0, 0)))
+    book.on(hears(w(0), MergeCallReturn((2,), 0, (), book.commands[-1].record.error)))  # type: ignore[union-attr]
+    book.on(returns(0, 1, raises=lost, run=(2,)), to(CONTROLLER, RunFinished, lost, "replica 1 .* in run 2:"))
+
+
+def test_the_death_of_the_holder_takes_its_token_with_it() -> None:
+    book = merging()
+    lost = to(w(1), PointFailed, "cs.ReplicaLostError", "replica 0", run=(2,), ends_run=True)
+    book.on(dies(0), Says("died"), lost)
+    refused = to(w(0), Refused, "cs.PeerProtocolError")
+    book.on(hears(w(0), MergeCallReturn((2,), 0, (NOTHING, NOTHING), None)), refused)
+    book.on(
+        returns(1, 1, raises="cs.ReplicaLostError", run=(2,)),
+        to(CONTROLLER, RunFinished, "cs.ReplicaLostError"),
+    )
+
+
+def test_a_value_of_the_arena_is_passed_on_unread() -> None:
+    book = Playbook(1).begin()
+    far = Value(b"far", (lies("arena/0", 64, (1000,)),))
+    book.on(hears(w(0), Return((1,), 0, 1, (), 0, far, None)), Send(CONTROLLER, RunFinished((1,), (far,), None, 0)))

@@ -1,0 +1,125 @@
+"""The server's end of the supervisor's socket: questions and answers, and what comes between them."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.harness.stand_in_supervisor import StandInSupervisor
+from tests.harness.timing import unit
+
+from cs_proto.arrays import Array, Location, array_of
+from cs_proto.errors import InvalidArgumentError, LaunchError, LocalProtocolError, MemoryPlanError, ShutdownError
+from cs_proto.messages import Died, Introduce, Ready
+from cs_server import segments
+from cs_server.segments import Segments
+
+PAGE = 4096
+
+
+@pytest.fixture
+def supervisor() -> Iterator[StandInSupervisor]:
+    with tempfile.TemporaryDirectory() as directory, StandInSupervisor(Path(directory)) as stand_in:
+        yield stand_in
+
+
+@pytest.fixture
+def connected(supervisor: StandInSupervisor) -> Iterator[Segments]:
+    made = Segments(str(supervisor.run_directory), 3)
+    assert supervisor.next() == Introduce("server", 0, 3, os.getpid())
+    yield made
+    made.close()
+
+
+def died(rank: int) -> Died:
+    return Died("worker", rank, 1, 4711, "SIGKILL", "last words")
+
+
+def test_a_segment_is_made_once_and_kept(supervisor: StandInSupervisor, connected: Segments) -> None:
+    made = connected.make("arena/0", 4 * PAGE, "w0")
+    assert (made.name, made.nbytes, made.writable) == ("arena/0", 4 * PAGE, True)
+    assert connected.make("arena/0", 4 * PAGE, "w0") is made
+    assert connected.get("arena/0") is made
+    assert supervisor.names() == {"arena/0": "w0"}
+
+
+def test_a_segment_of_a_server_before_this_one(supervisor: StandInSupervisor, connected: Segments) -> None:
+    connected.make("parameters/float32", 4 * PAGE, "").elements("float32")[5] = 7
+    later = Segments(str(supervisor.run_directory), 4)
+    assert later.elements("parameters/float32", "float32")[5] == 7
+    assert later.make("parameters/float32", 4 * PAGE, "").elements("float32")[5] == 7
+    later.close()
+
+
+def test_views(connected: Segments) -> None:
+    connected.make("arena/0", 4 * PAGE, "w0").elements("int32")[2:4] = [5, 6]
+    assert connected.view(Array("int32", (2,), Location("arena/0", 8))).tolist() == [5, 6]
+    assert connected.view(array_of(np.array([1.5]))).tolist() == [1.5]
+    elements = connected.elements("arena/0", "int32")
+    assert elements.shape == (PAGE,)
+    assert connected.elements("arena/0", "int32") is elements
+    assert connected.elements("arena/0", "int64").shape == (PAGE // 2,)
+    with pytest.raises(LocalProtocolError, match="ends at byte"):
+        connected.view(Array("int32", (2,), Location("arena/0", 4 * PAGE - 4)))
+
+
+def test_a_refusal_is_raised_as_what_it_says(supervisor: StandInSupervisor, connected: Segments) -> None:
+    with pytest.raises(InvalidArgumentError, match="there is no segment 'arena/7'"):
+        connected.get("arena/7")
+    supervisor.refused.add("arena/8")
+    with pytest.raises(InvalidArgumentError, match="there is no segment 'arena/8'"):
+        connected.make("arena/8", PAGE, "")
+    assert connected.make("arena/9", PAGE, "").nbytes == PAGE
+
+
+def test_what_comes_before_an_answer_is_kept_in_order(supervisor: StandInSupervisor, connected: Segments) -> None:
+    supervisor.before_next_answer += [died(0), died(1)]
+    connected.make("arena/0", PAGE, "w0")
+    assert connected.has_kept
+    assert [connected.receive_nowait(), connected.receive_nowait()] == [died(0), died(1)]
+    assert not connected.has_kept
+    assert connected.receive_nowait() is None
+    supervisor.tell(died(2))
+    assert select.select([connected.fileno()], [], [], unit(10))[0]
+    assert not connected.has_kept
+    assert connected.receive_nowait() == died(2)
+
+
+def test_ready_says_where_the_server_listens(supervisor: StandInSupervisor, connected: Segments) -> None:
+    connected.ready("ipc:///x/server")
+    assert supervisor.next() == Ready("ipc:///x/server")
+
+
+def test_the_end_of_the_supervisor_is_noticed_whatever_is_done(
+    supervisor: StandInSupervisor, connected: Segments
+) -> None:
+    supervisor.hang_up()
+    assert select.select([connected.fileno()], [], [], unit(10))[0]
+    with pytest.raises(ShutdownError, match="the supervisor is gone"):
+        connected.receive_nowait()
+    with pytest.raises(ShutdownError, match="the supervisor is gone"):
+        connected.make("arena/0", PAGE, "w0")
+    with pytest.raises(ShutdownError, match="the supervisor is gone"):
+        connected.ready("ipc:///x/server")
+
+
+def test_no_supervisor() -> None:
+    with pytest.raises(LaunchError, match="no supervisor listens at /nowhere/supervisor"):
+        Segments("/nowhere", 1)
+
+
+def test_a_supervisor_that_does_not_answer_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "_ANSWER_TIMEOUT", 0.01)
+    with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(os.path.join(directory, "supervisor"))
+        listener.listen()
+        silent = Segments(directory, 1)
+        with pytest.raises(MemoryPlanError, match="did not hand out segment arena/0 within"):
+            silent.make("arena/0", PAGE, "")
+        silent.close()

@@ -1,0 +1,453 @@
+"""A real server process between a stand-in supervisor and raw sockets that play workers and clients."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import msgpack
+import numpy as np
+import pytest
+import zmq
+from tests.harness.processes import Child, start
+from tests.harness.stand_in_supervisor import StandInSupervisor
+from tests.harness.timing import unit
+
+from cs_proto import messages as m
+from cs_proto.arrays import Array, Location, array_of
+from cs_proto.codec import BULK_LIMITS, LIMITS, decode, encode
+from cs_proto.records import RECORDS, Record
+from cs_proto.segments import frame_view
+
+R = TypeVar("R", bound=Record)
+
+# Says on stderr what is imported and unpickled once SIGUSR2 has come.
+AUDITED = """
+import os, signal, sys
+armed = []
+def hook(event, arguments):
+    if armed and event in ("import", "pickle.find_class"):
+        os.write(2, f"AUDIT {event} {arguments[:2]}\\n".encode())
+sys.addaudithook(hook)
+from cs_server.cli import main
+def arm(*_):
+    armed.append(True)
+    os.write(2, b"ARMED\\n")
+signal.signal(signal.SIGUSR2, arm)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+class Peer:
+    """A DEALER that says and hears single messages."""
+
+    def __init__(self, service: Service, identity: str) -> None:
+        self.identity = identity
+        self._socket = service.context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, identity.encode())
+        self._socket.setsockopt(zmq.RCVTIMEO, int(unit(20) * 1000))
+        self._socket.connect(f"ipc://{service.directory}/server")
+        service.peers.append(self)
+
+    def say(self, record: Record) -> None:
+        self.say_parts([bytes(part) for part in encode(record)])
+
+    def say_parts(self, parts: Sequence[bytes]) -> None:
+        self._socket.send_multipart(parts)
+
+    def hear(self, kind: type[R]) -> R:
+        """The next message, which must be of that kind."""
+        record = decode(self._socket.recv_multipart(), BULK_LIMITS)
+        assert type(record) is kind, record
+        return record
+
+    def ask(self, record: Record, kind: type[R]) -> R:
+        self.say(record)
+        return self.hear(kind)
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+@dataclass
+class Service:
+    """A run directory with a supervisor, a server and peers."""
+
+    directory: Path
+    supervisor: StandInSupervisor
+    context: zmq.Context[zmq.Socket[bytes]]
+    replicas: int = 2
+    peers: list[Peer] = field(default_factory=list)
+    workers: list[Peer] = field(default_factory=list)
+    _controller: Peer | None = None
+
+    @property
+    def controller(self) -> Peer:
+        assert self._controller is not None
+        return self._controller
+
+    @contextmanager
+    def server(self, *program: str, environment: dict[str, str | None] | None = None) -> Iterator[Child]:
+        """A server process that has said that it is ready."""
+        arguments = [
+            *("--run-directory", str(self.directory), "--parameter-device", "cpu:0"),
+            *("--replicas", str(self.replicas), "--threads", "2"),
+        ]
+        with start(*(program or ("cs-server",)), *arguments, environment=environment) as child:
+            assert self.supervisor.next() == m.Introduce("server", 0, 1, child.pid)
+            assert self.supervisor.next() == m.Ready(f"ipc://{self.directory}/server")
+            yield child
+
+    def register(self, replica: int, incarnation: int = 1) -> Peer:
+        peer = Peer(self, f"w{replica}.{incarnation}")
+        worker = m.Worker(replica, incarnation, os.getpid(), "cpu:0", f"ipc://{self.directory}/{peer.identity}")
+        peer.say(m.Register(m.PROTOCOL, worker))
+        return peer
+
+    def connect(self) -> None:
+        """All workers and a controller."""
+        self.workers = [self.register(replica) for replica in range(self.replicas)]
+        for worker in self.workers:
+            registered = worker.hear(m.Registered)
+            assert (registered.replicas, registered.parameter_device) == (self.replicas, "cpu:0")
+        self._controller = Peer(self, "c01")
+        welcome = self.controller.ask(m.Hello(m.PROTOCOL, "controller", "01", os.getpid()), m.Welcome)
+        assert [worker.replica for worker in welcome.workers] == list(range(self.replicas))
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.close()
+        self.context.term()
+
+
+@contextmanager
+def new_service() -> Iterator[Service]:
+    directory = Path(tempfile.mkdtemp(dir=os.environ["XDG_RUNTIME_DIR"]))
+    try:
+        with StandInSupervisor(directory) as supervisor:
+            service = Service(directory, supervisor, zmq.Context())
+            try:
+                yield service
+            finally:
+                service.close()
+    finally:
+        shutil.rmtree(directory)
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    """A run directory of the test's own, without a server."""
+    with new_service() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Service]:
+    """A service that the tests of this file share: two workers, a controller."""
+    with new_service() as made, made.server() as child:
+        made.connect()
+        for dtype in ("float32", "float64", "int64"):  # their segments are kept for as long as the service
+            create(made, "first", np.zeros(1, dtype))
+        yield made
+        child.signal(signal.SIGTERM)
+        ended = child.wait()
+        assert (ended.code, ended.err) == (0, ended.err)
+
+
+_sequence = iter(range(1, 1_000_000))
+
+
+def spec(name: str, dtype: str = "float32", shape: tuple[int, ...] = (4,)) -> m.VariableSpec:
+    return m.VariableSpec(name, dtype, shape, True, 1, 0)
+
+
+def create(service: Service, name: str, value: np.ndarray) -> m.Variable:
+    """A variable with a value, made by the controller."""
+    wanted = spec(name, value.dtype.name, value.shape)
+    return service.controller.ask(m.Create("01", next(_sequence), wanted, array_of(value)), m.Created).variable
+
+
+def value_of(peer: Peer, number: int) -> np.ndarray:
+    got = peer.ask(m.Get(7, (number,), (), True), m.Got)
+    assert got.request == 7
+    return frame_view(got.arrays[0])
+
+
+def still_answers(peer: Peer) -> m.Counters:
+    return peer.ask(m.Statistics(99), m.Counters)
+
+
+# --- requests -------------------------------------------------------------------------------------------------------
+
+
+def test_segments_of_every_service(running: Service) -> None:
+    writers = running.supervisor.names()
+    expected = {"control": "", "arena/controller": "controller", "arena/0": "w0", "arena/1": "w1"}
+    assert expected.items() <= writers.items()
+
+
+def test_create_assign_and_get(running: Service) -> None:
+    controller = running.controller
+    variable = create(running, "weights", np.arange(4, dtype=np.float32))
+    assert variable.spec.name == "weights"
+    assert value_of(controller, variable.number).tolist() == [0, 1, 2, 3]
+    add = m.Assign("01", next(_sequence), variable.number, "assign_add", array_of(np.full(4, 0.5, np.float32)))
+    done = controller.ask(add, m.Done)
+    assert (done.sequence, done.number) == (add.sequence, variable.number)
+    assert controller.ask(add, m.Done) == done  # said again, done once
+    got = controller.ask(m.Get(3, (), ("weights",), False), m.Got)
+    (array,) = got.arrays
+    assert array.place == variable.place
+    assert running.supervisor.mapping(variable.place.segment).view(array).tolist() == [0.5, 1.5, 2.5, 3.5]
+
+
+def test_a_value_larger_than_a_frame_comes_by_the_arena(running: Service) -> None:
+    value = np.arange(100_000, dtype=np.int64)
+    variable = running.controller.ask(
+        m.Create("01", next(_sequence), spec("large", "int64", value.shape), None), m.Created
+    ).variable
+    array = Array("int64", value.shape, Location("arena/controller", 4096))
+    running.supervisor.mapping("arena/controller").view(array)[:] = value
+    running.controller.ask(m.Assign("01", next(_sequence), variable.number, "assign", array), m.Done)
+    np.testing.assert_array_equal(value_of(running.controller, variable.number), value)
+
+
+def test_a_plan_larger_than_the_memory_is_refused(running: Service) -> None:
+    create_huge = m.Create("01", next(_sequence), spec("huge", "uint8", (1 << 50,)), None)
+    refused = running.controller.ask(create_huge, m.Refused)
+    assert refused.number == create_huge.sequence
+    assert refused.error.exception == "cs.MemoryPlanError"
+    assert str(1 << 50) in refused.error.message
+
+
+def test_an_observer_reads_and_counts(running: Service) -> None:
+    variable = create(running, "seen", np.ones(3, np.float64))
+    observer = Peer(running, "o7f")
+    welcome = observer.ask(m.Hello(m.PROTOCOL, "observer", "7f", os.getpid()), m.Welcome)
+    assert welcome.replicas == 2
+    assert value_of(observer, variable.number).tolist() == [1, 1, 1]
+    counters = still_answers(observer)
+    assert counters.variables >= 1
+    assert counters.commits >= 1
+    assert [replica.pid for replica in counters.replicas] == [os.getpid()] * 2
+    refused = observer.ask(m.Create("7f", 1, spec("forbidden"), None), m.Refused)
+    assert (refused.number, refused.error.exception) == (1, "cs.PeerProtocolError")
+    assert still_answers(observer).variables == counters.variables
+    observer.say(m.Goodbye("7f"))
+    observer.close()
+
+
+# --- a whole run ----------------------------------------------------------------------------------------------------
+
+
+def bring_gradient(service: Service, replica: int, variable: m.Variable, value: float) -> None:
+    name = f"gradients/{replica}/0/{variable.spec.dtype}"
+    array = Array(variable.spec.dtype, variable.spec.shape, Location(name, variable.place.offset))
+    service.supervisor.mapping(name).view(array)[...] = value
+
+
+def test_a_run_with_apply_and_all_reduce(running: Service) -> None:
+    variable = create(running, "trained", np.full(4, 10, np.float32))
+    sgd = (("learning_rate", 0.5), ("momentum", 0.0), ("nesterov", 0.0))
+    optimizer = running.controller.ask(m.Configure("01", next(_sequence), 0, "SGD", sgd), m.Done).number
+    before = still_answers(running.controller)
+
+    # The first apply of a set is answered with its number; all_reduce is answered with the sum.
+    for replica, worker in enumerate(running.workers):
+        bring_gradient(running, replica, variable, replica + 1)
+        first = m.ApplyPoint(0, "train.py:8", optimizer, 0, (variable.number,), 0)
+        worker.say(m.Ask((1,), replica, 1, (), first))
+    numbers = {worker.hear(m.Accepted).variable_set for worker in running.workers}
+    assert len(numbers) == 1
+    for replica, worker in enumerate(running.workers):
+        loss = array_of(np.array([replica + 0.25, 1.0]))
+        worker.say(m.Ask((1,), replica, 1, (), m.ReducePoint(1, "train.py:9", "SUM", (loss,))))
+    for worker in running.workers:
+        assert frame_view(worker.hear(m.Reduced).arrays[0]).tolist() == [1.5, 2.0]
+    for replica, worker in enumerate(running.workers):
+        worker.say(m.Return((1,), replica, 1, (), 2, m.Value(f"result {replica}".encode(), ()), None))
+    finished = running.controller.hear(m.RunFinished)
+    assert finished.error is None
+    assert [value.body for value in finished.values] == [b"result 0", b"result 1"]
+    assert value_of(running.controller, variable.number).tolist() == [8.5] * 4  # 10 - 0.5 * (1 + 2)
+
+    # From then on an apply is a note that travels with the return: one message for each worker.
+    for replica, worker in enumerate(running.workers):
+        note = m.ApplyPoint(0, "train.py:8", optimizer, numbers.copy().pop(), (), 0)
+        worker.say(m.Return((2,), replica, 1, (note,), 1, m.Value(b"", ()), None))
+    assert running.controller.hear(m.RunFinished).error is None
+    assert value_of(running.controller, variable.number).tolist() == [7.0] * 4
+    after = still_answers(running.controller)
+    assert after.runs - before.runs == 2
+    assert [r.applies - b.applies for r, b in zip(after.replicas, before.replicas, strict=True)] == [2, 2]
+
+    # The word that tells readers of a write: even, since none is under way, and not the first.
+    word = running.supervisor.mapping("control").elements("uint64")[0]
+    assert word > 0
+    assert word % 2 == 0
+
+
+def test_an_all_gather_that_does_not_fit_is_told_to_all(running: Service) -> None:
+    for replica, worker in enumerate(running.workers):
+        rows = array_of(np.zeros((1, 2 + replica)))
+        worker.say(m.Ask((3,), replica, 1, (), m.GatherPoint(0, "train.py:5", 0, (rows,))))
+    for replica, worker in enumerate(running.workers):
+        failed = worker.hear(m.PointFailed)
+        assert failed.error.exception == "cs.InvalidArgumentError"
+        assert "only that axis may differ" in failed.error.message
+        worker.say(m.Return((3,), replica, 1, (), 1, None, failed.error))
+    finished = running.controller.hear(m.RunFinished)
+    assert finished.error is not None
+    assert finished.error.exception == "cs.InvalidArgumentError"
+
+
+# --- what is no message ---------------------------------------------------------------------------------------------
+
+OUTSIDE = Array("float32", (4,), Location("arena/0", (1 << 62) - 64))
+NOWHERE = Array("float32", (4,), Location("arena/99", 0))
+NOTE = m.AssignPoint(0, "", 1, "assign", NOWHERE, False)
+HEADER = encode(m.Get(1, (), (), False))[0]
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ([], "a header that is not one msgpack value"),
+        ([b""], "a header that is not one msgpack value"),
+        ([b"\x80\x04\x95K\x01."], "a header that is not one msgpack value"),  # a pickle
+        ([msgpack.packb([35])], "Statistics has 1 fields, not 0"),
+        ([bytes(HEADER), b"frame"], "1 frames, of which the header names 0"),
+        ([b"x" * (LIMITS.header_nbytes + 1)], "a header of 4194305 bytes"),
+        ([bytes(HEADER), *[b""] * (LIMITS.frames + 1)], "4097 frames; at most 4096"),
+        ([b"\x91" * 100_000], "a header that is not one msgpack value"),
+        (encode(m.Assign("01", 1, 1, "assign", OUTSIDE)), "ends at byte"),
+        (encode(m.Assign("01", 1, 1, "assign", NOWHERE)), "there is no segment 'arena/99'"),
+        (encode(m.Ask((9,), 0, 1, (), m.ReducePoint(0, "", "SUM", (OUTSIDE,)))), "ends at byte"),
+        (encode(m.Return((9,), 0, 1, (NOTE,), 1, m.Value(b"", ()), None)), "there is no segment 'arena/99'"),
+        (encode(m.Registered(1, "cpu:0", ())), "a Registered is not for the server"),
+        (encode(m.Value(b"", ())), "a Value is not for the server"),
+    ],
+)
+def test_what_is_no_message_is_answered_and_survived(running: Service, parts: Sequence[bytes], said: str) -> None:
+    stranger = Peer(running, "x1")
+    stranger.say_parts([bytes(part) for part in parts] or [b""])
+    refused = stranger.hear(m.Refused)
+    assert refused.error.exception == "cs.PeerProtocolError"
+    assert said in refused.error.message
+    stranger.close()
+    still_answers(running.controller)
+
+
+def test_records_that_only_the_server_writes_down_are_for_nobody(running: Service) -> None:
+    stranger = Peer(running, "x2")
+    for code in set(range(1, 256)) - set(RECORDS):
+        stranger.say_parts([msgpack.packb([code])])
+        assert stranger.hear(m.Refused).error.exception == "cs.PeerProtocolError"
+    stranger.close()
+    still_answers(running.controller)
+
+
+def test_a_peer_that_is_gone_is_not_waited_for(running: Service) -> None:
+    for number in range(5):
+        leaver = Peer(running, f"x3{number}")
+        for _ in range(20):
+            leaver.say(m.Statistics(1))
+        leaver.close()
+    still_answers(running.controller)
+
+
+def test_a_peer_may_come_back_under_its_name(running: Service) -> None:
+    for _ in range(3):
+        peer = Peer(running, "o5")
+        assert peer.ask(m.Hello(m.PROTOCOL, "observer", "5", os.getpid()), m.Welcome).replicas == 2
+        peer.close()
+
+
+# --- life and death -------------------------------------------------------------------------------------------------
+
+
+def test_no_import_and_no_unpickling_once_it_is_ready(service: Service) -> None:
+    with service.server("-c", AUDITED, environment={"CS_LOG": "debug"}) as child:
+        child.signal(signal.SIGUSR2)
+        child.wait_for("ARMED", stream="err")
+        service.connect()
+        test_create_assign_and_get(service)
+        test_a_plan_larger_than_the_memory_is_refused(service)
+        test_an_observer_reads_and_counts(service)
+        test_a_run_with_apply_and_all_reduce(service)
+        test_an_all_gather_that_does_not_fit_is_told_to_all(service)
+        child.press_ctrl_c()  # is the script's
+        child.signal(signal.SIGUSR1)
+        child.wait_for("most recent call first", stream="err")
+        still_answers(service.controller)
+        service.supervisor.hang_up()
+        ended = child.wait()
+    assert ended.code == 0, ended
+    assert "AUDIT" not in ended.err, ended.err
+    assert "cs_server.service: from b'c01': Hello(protocol=" in ended.err
+    assert "cs_server.service: to b'w0.1': Reduced(run=(1,)" in ended.err
+    assert max(map(len, ended.err.splitlines())) < 500
+
+
+def test_a_server_started_again_goes_on_where_the_killed_one_was(service: Service) -> None:
+    with service.server() as child:
+        service.connect()
+        variable = create(service, "kept", np.arange(4, dtype=np.float32))
+        point = m.ReducePoint(0, "train.py:9", "SUM", (array_of(np.ones(2)),))
+        service.workers[0].say(m.Ask((1,), 0, 1, (), point))
+        still_answers(service.workers[0])  # so it has been heard
+        child.signal(signal.SIGKILL)
+        assert child.wait().code == -signal.SIGKILL
+    with service.server() as child:
+        assert value_of(service.controller, variable.number).tolist() == [0, 1, 2, 3]
+        reduced = service.workers[1].ask(m.Ask((1,), 1, 1, (), point), m.Reduced)
+        assert frame_view(reduced.arrays[0]).tolist() == [2, 2]
+        child.signal(signal.SIGTERM)
+        assert child.wait().code == 0
+
+
+def test_deaths_that_come_between_question_and_answer_are_heard(service: Service) -> None:
+    died = m.Died("worker", 1, 1, 4711, "SIGKILL", "")
+    with service.server(environment={"CS_LOG": "debug"}) as child:
+        service.connect()
+        service.supervisor.before_next_answer.append(died)
+        create(service, "makes segments", np.ones(2, np.float64))
+        point = m.ReducePoint(0, "train.py:9", "SUM", (array_of(np.ones(2)),))
+        refused = service.workers[1].ask(m.Ask((1,), 1, 1, (), point), m.Refused)
+        assert refused.error.exception == "cs.Fenced"
+        replacement = service.register(1, incarnation=2)
+        for worker in (replacement, service.workers[0]):
+            assert [each.incarnation for each in worker.hear(m.Registered).workers] == [1, 2]
+        service.supervisor.tell(m.Died("worker", 0, 1, 4712, "exit code 3", ""))
+        child.wait_for("from the supervisor: Died.*exit code 3", stream="err")
+        refused = service.workers[0].ask(m.Ask((1,), 0, 1, (), point), m.Refused)
+        assert refused.error.exception == "cs.Fenced"
+
+
+def test_a_segment_that_cannot_be_made_ends_the_server_with_the_reason(service: Service) -> None:
+    service.supervisor.refused.add("control")
+    options = ("--run-directory", service.directory, "--parameter-device", "cpu:0", "--replicas", "1")
+    with start("cs-server", *options) as child:
+        ended = child.wait()
+    assert ended.code == 1
+    assert "there is no segment 'control'" in ended.err
+
+
+@pytest.mark.parametrize("end", ["SIGTERM", "end of the supervisor"])
+def test_it_can_be_ended_while_it_still_compiles(service: Service, tmp_path: Path, end: str) -> None:
+    options = ("--run-directory", service.directory, "--parameter-device", "cpu:0", "--replicas", "1")
+    with start("cs-server", *options, environment={"XDG_CACHE_HOME": str(tmp_path)}) as child:
+        assert service.supervisor.next() == m.Introduce("server", 0, 1, child.pid)
+        if end == "SIGTERM":
+            child.signal(signal.SIGTERM)
+        else:
+            service.supervisor.hang_up()
+        assert child.wait().code == 0
+    assert service.supervisor.said.empty()

@@ -1,0 +1,287 @@
+"""Who is welcome, who is refused, and what becomes of the dead."""
+
+from __future__ import annotations
+
+import pytest
+from tests.harness.playbook import (
+    CONTROLLER,
+    OBSERVER,
+    Playbook,
+    Says,
+    asks,
+    computes,
+    dies,
+    first_apply,
+    hears,
+    reads,
+    reduces,
+    register,
+    returns,
+    scalar,
+    spec,
+    to,
+    w,
+    worker,
+)
+
+from cs_proto.messages import (
+    PROTOCOL,
+    Ask,
+    Assign,
+    Cancel,
+    Committed,
+    Configure,
+    Counters,
+    Create,
+    Died,
+    Get,
+    Goodbye,
+    Got,
+    Hello,
+    PointFailed,
+    Ready,
+    Refused,
+    Register,
+    Registered,
+    RunFinished,
+    Statistics,
+    Welcome,
+)
+from cs_proto.records import Record
+from cs_server.events import ProcessDied, Send
+
+HELLO = Hello(PROTOCOL, "controller", "c", 7)
+
+
+def registered(replicas: int) -> Registered:
+    return Registered(replicas, "CPU:0", tuple(worker(replica) for replica in range(replicas)))
+
+
+def welcome(*workers: int) -> Welcome:
+    return Welcome(2, "CPU:0", 1, tuple(worker(replica) for replica in workers))
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_workers_may_take_runs_once_all_have_registered(replicas: int) -> None:
+    book = Playbook(replicas)
+    for replica in range(replicas - 1):
+        book.on(hears(w(replica), register(replica)))
+    last = replicas - 1
+    everybody = [Send(w(replica), registered(replicas)) for replica in range(replicas)]
+    book.on(hears(w(last), register(last)), *everybody)
+
+
+def test_a_controller_is_welcome_once_all_workers_have_registered() -> None:
+    book = Playbook(2)
+    book.on(hears(w(0), register(0)))
+    book.on(hears(CONTROLLER, HELLO))
+    book.on(hears(CONTROLLER, HELLO))  # impatient
+    book.on(
+        hears(w(1), register(1)),
+        Send(w(0), registered(2)),
+        Send(w(1), registered(2)),
+        Send(CONTROLLER, welcome(0, 1)),
+    )
+    book.on(hears(CONTROLLER, HELLO), Send(CONTROLLER, welcome(0, 1)))
+
+
+def test_observers_are_welcome_at_any_time() -> None:
+    book = Playbook(2)
+    observer = Hello(PROTOCOL, "observer", "o", 8)
+    book.on(hears(OBSERVER, observer), Send(OBSERVER, welcome()))
+    book.on(hears(w(1), register(1)))
+    book.on(hears(b"o2", Hello(PROTOCOL, "observer", "p", 9)), Send(b"o2", welcome(1)))
+    book.on(hears(OBSERVER, Statistics(3)), to(OBSERVER, Counters, request=3))
+
+
+def test_other_protocols_are_refused_with_both_versions() -> None:
+    book = Playbook(2)
+    both = f"protocol {PROTOCOL + 1}, this server protocol {PROTOCOL}; install the same version"
+    book.on(
+        hears(w(0), Register(PROTOCOL + 1, worker(0))), to(w(0), Refused, "cs.PeerProtocolError", f"worker.*{both}")
+    )
+    hello = Hello(PROTOCOL + 1, "observer", "o", 8)
+    book.on(hears(OBSERVER, hello), to(OBSERVER, Refused, "cs.PeerProtocolError", f"client.*{both}", number=0))
+
+
+def test_a_worker_of_no_replica_is_refused() -> None:
+    book = Playbook(2)
+    book.on(hears(w(2), register(2)), to(w(2), Refused, "cs.InvalidArgumentError", "no replica 2; this service has 2"))
+
+
+def test_a_second_controller_is_refused_and_told_what_to_do() -> None:
+    book = Playbook(2).begin()
+    second = Hello(PROTOCOL, "controller", "d", 9)
+    book.on(
+        hears(b"c2", second),
+        to(b"c2", Refused, "cs.ContextError", r"client c \(pid 7\) controls.*start a service of its own"),
+    )
+    book.on(hears(CONTROLLER, Goodbye("c")))
+    book.on(hears(b"c2", second), Send(b"c2", welcome(0, 1)))
+    book.on(hears(CONTROLLER, Goodbye("c")), to(CONTROLLER, Refused, "cs.PeerProtocolError", "has not said hello"))
+
+
+def test_a_controller_may_come_back_over_another_socket() -> None:
+    book = Playbook(2).begin()
+    book.on(hears(b"c9", HELLO), Send(b"c9", welcome(0, 1)))
+    create = Create("c", 1, spec("w"), None)
+    book.on(hears(CONTROLLER, create), to(CONTROLLER, Refused, "cs.PeerProtocolError", "Create is the controller's"))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        Create("o", 4, spec("w"), None),
+        Assign("o", 4, 1, "assign", scalar(1)),
+        Configure("o", 4, 0, "SGD", ()),
+        Cancel((1,)),
+    ],
+    ids=lambda record: type(record).__name__,
+)
+def test_observers_may_only_read(record: Record) -> None:
+    book = Playbook(2).begin()
+    number = getattr(record, "sequence", 0)
+    book.on(hears(OBSERVER, record), to(OBSERVER, Refused, "cs.PeerProtocolError", "controller's", number=number))
+    book.on(hears(OBSERVER, Get(5, (), (), False)), to(OBSERVER, Got, request=5, variables=()))
+    book.on(hears(OBSERVER, Goodbye("o")))
+    book.on(hears(OBSERVER, Get(6, (), (), False)), to(OBSERVER, Refused, "cs.PeerProtocolError", "hello", number=6))
+
+
+@pytest.mark.parametrize("peer", [OBSERVER, b"x1"])
+def test_only_registered_workers_bring_merge_points(peer: bytes) -> None:
+    book = Playbook(2).begin()
+    ask = Ask((1,), 0, 1, (), reduces(0, scalar(1)))
+    book.on(hears(peer, ask), to(peer, Refused, "cs.PeerProtocolError", "has not registered"))
+
+
+def test_what_is_not_for_the_server_is_refused() -> None:
+    book = Playbook(2).begin()
+    book.on(hears(OBSERVER, Ready("x")), to(OBSERVER, Refused, "cs.PeerProtocolError", "a Ready is not for the server"))
+
+
+# --- incarnations -------------------------------------------------------------------------------------------------
+
+
+def test_a_replaced_worker_is_fenced() -> None:
+    book = Playbook(2).begin()
+    book.on(dies(0), Says("w0.1.* died: SIGKILL"))
+    again = Registered(2, "CPU:0", (worker(0, 2), worker(1)))
+    book.on(hears(w(0, 2), register(0, 2)), Send(w(0, 2), again), Send(w(1), again))
+    book.on(asks(0, reduces(0, scalar(1))), to(w(0), Refused, "cs.Fenced", "w0.1 has been replaced"))
+    book.on(returns(0, 0), to(w(0), Refused, "cs.Fenced", "w0.1 has been replaced"))
+    book.on(hears(w(0), register(0, 1)), to(w(0), Refused, "cs.Fenced", "w0.1 has been replaced; 2 is expected"))
+    book.on(dies(0, 1))  # known
+
+
+def test_a_dead_worker_is_not_heard_before_its_replacement_comes() -> None:
+    book = Playbook(2).begin()
+    book.does(dies(0))
+    book.on(asks(0, reduces(0, scalar(1))), to(w(0), Refused, "cs.Fenced", "is dead"))
+    book.on(hears(w(0), register(0, 1)), to(w(0), Refused, "cs.Fenced", "2 is expected"))
+
+
+def test_a_worker_that_has_not_registered_is_not_heard() -> None:
+    book = Playbook(2).begin()
+    early = Ask((1,), 0, 2, (), reduces(0, scalar(1)))
+    book.on(hears(w(0, 2), early), to(w(0, 2), Refused, "cs.PeerProtocolError", "w0.2.*has not registered"))
+    stranger = Ask((1,), 1, 1, (), reduces(0, scalar(1)))
+    book.on(hears(w(0), stranger), to(w(0), Refused, "cs.PeerProtocolError", "w1.1 at b'w0.1' has not registered"))
+
+
+def test_a_replacement_that_comes_before_the_news_of_the_death_is_the_news() -> None:
+    book = Playbook(2).begin()
+    book.on(asks(1, reduces(0, scalar(1))))
+    again = Registered(2, "CPU:0", (worker(0, 2), worker(1)))
+    book.on(
+        hears(w(0, 2), register(0, 2)),
+        Send(w(0, 2), again),
+        Send(w(1), again),
+        to(w(1), PointFailed, "cs.ReplicaLostError", "replica 0 .*its replacement came", ends_run=True),
+    )
+    book.on(
+        returns(1, 1, raises="cs.ReplicaLostError"), to(CONTROLLER, RunFinished, "cs.ReplicaLostError", "replica 0")
+    )
+
+
+# --- deaths -------------------------------------------------------------------------------------------------------
+
+
+def test_whoever_waits_to_be_welcome_learns_of_a_death() -> None:
+    book = Playbook(2)
+    book.does(hears(w(0), register(0)))
+    book.on(hears(CONTROLLER, HELLO))
+    lost = to(CONTROLLER, Refused, "cs.ReplicaLostError", "replica 1 .pid 101, w1.1.: SIGKILL", number=0)
+    book.on(dies(1), Says("replica 1 .* died: SIGKILL"), lost)
+    book.on(hears(CONTROLLER, HELLO), lost)
+    book.on(hears(OBSERVER, Hello(PROTOCOL, "observer", "o", 8)), Send(OBSERVER, welcome(0)))
+    book.does(hears(w(1, 2), register(1, 2)))
+    book.on(hears(CONTROLLER, HELLO), to(CONTROLLER, Welcome))
+
+
+def test_only_deaths_of_workers_matter_here() -> None:
+    book = Playbook(2).begin()
+    book.on(ProcessDied(Died("server", 0, 1, 5, "SIGKILL", "")))
+    book.on(dies(7))
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_a_run_that_loses_a_replica_ends_when_the_others_have_returned(replicas: int) -> None:
+    book = Playbook(replicas).begin()
+    others = range(1, replicas)
+    for replica in others:
+        book.on(asks(replica, reduces(0, scalar(1))))
+    why = r"replica 0 \(pid 100, w0.1\) was lost in run 1: SIGKILL. 0 commits of this run stand, .*make a new CentralStorageStrategy"
+    failed = [to(w(replica), PointFailed, "cs.ReplicaLostError", why, ends_run=True) for replica in others]
+    finished = to(CONTROLLER, RunFinished, "cs.ReplicaLostError", why, commits=0, values=())
+    book.on(dies(0), Says("died"), *failed)
+    for replica in others:
+        echo = returns(replica, 1, raises="cs.ReplicaLostError")
+        book.on(echo, *([finished] if replica == replicas - 1 else []))
+    book.repeat_all()
+
+
+def test_a_run_that_loses_its_only_replica_ends_at_once() -> None:
+    book = Playbook(1).begin()
+    book.on(asks(0, reduces(0, scalar(1))), computes((scalar(1),), reduce="SUM"))
+    book.on(dies(0), Says("died"), to(CONTROLLER, RunFinished, "cs.ReplicaLostError", "replica 0 .*SIGKILL", commits=0))
+    book.on(book.computed(scalar(1)))
+
+
+def test_a_replica_that_has_returned_may_die() -> None:
+    book = Playbook(2).begin()
+    book.on(returns(0, 0))
+    book.on(dies(0), Says("died"))
+    book.on(returns(1, 0), to(CONTROLLER, RunFinished, commits=0))
+
+
+def test_runs_fail_at_once_while_a_replica_is_dead() -> None:
+    book = Playbook(2).begin()
+    book.does(dies(1))
+    why = r"replica 1 \(pid 101, w1.1\) is dead: SIGKILL. Run 1 did not begin"
+    book.on(
+        asks(0, reduces(0, scalar(1))),
+        to(CONTROLLER, RunFinished, "cs.ReplicaLostError", why),
+        to(w(0), PointFailed, "cs.ReplicaLostError", why, ends_run=True),
+    )
+    book.on(asks(0, reduces(1, scalar(1))), to(w(0), PointFailed, "cs.ReplicaLostError", why, k=1, ends_run=True))
+    book.on(returns(0, 2, raises="cs.ReplicaLostError"))
+    book.does(hears(w(1, 2), register(1, 2)))
+    book.on(returns(0, 0, run=(2,)))
+    again = hears(w(1, 2), returns(1, 0, run=(2,)).record)
+    book.on(again, to(w(1, 2), Refused, "cs.Fenced"))
+
+
+def test_the_dead_say_how_many_commits_stand() -> None:
+    book = Playbook(2).begin().has(spec("w")).has_optimizer()
+    for replica in (0, 1):
+        book.does(asks(replica, first_apply(0, 1)))
+    for replica in (0, 1):
+        book.does(asks(replica, reads(1)))
+    assert book.ticket()
+    book.on(dies(1), Says("died"))  # nobody is let go on during a commit
+    why = "1 commit of this run stands, the rest was dropped"
+    book.on(book.finished(), to(w(0), Committed, k=1))
+    book.on(
+        returns(0, 1),
+        to(CONTROLLER, RunFinished, "cs.ReplicaLostError", why, commits=1),
+    )

@@ -1,0 +1,171 @@
+"""The update rules against their formulas, written out here once more in plain Python."""
+
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from cs_proto.errors import InvalidArgumentError
+from cs_server.updates import OPTIMIZERS, RULES, reference, resolve, scalars
+
+SGD = {"learning_rate": 0.05, "momentum": 0.0, "nesterov": False}
+ADAM = {"learning_rate": 0.05, "beta_1": 0.9, "beta_2": 0.99, "epsilon": 1e-7, "amsgrad": False}
+GRADIENTS = (2.0, -3.0, 0.5, 0.0, 1e-3, -0.25)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "hyperparameters", "rule", "slots"),
+    [
+        ("SGD", SGD, "sgd", ()),
+        ("SGD", SGD | {"nesterov": True}, "sgd", ()),
+        ("SGD", SGD | {"momentum": 0.9}, "sgd_momentum", ("momentum",)),
+        ("SGD", SGD | {"momentum": 1}, "sgd_momentum", ("momentum",)),
+        ("SGD", SGD | {"momentum": 0.9, "nesterov": True}, "sgd_nesterov", ("momentum",)),
+        ("SGD", SGD | {"momentum": 0.9, "nesterov": 1.0}, "sgd_nesterov", ("momentum",)),
+        ("Adam", ADAM, "adam", ("m", "v")),
+        ("Adam", ADAM | {"amsgrad": True}, "adam_amsgrad", ("m", "v", "vhat")),
+        ("Adam", ADAM | {"amsgrad": 0.0, "beta_1": 0, "epsilon": 0, "learning_rate": -1}, "adam", ("m", "v")),
+    ],
+)
+def test_resolve_picks_the_variant(
+    optimizer: str, hyperparameters: dict[str, float], rule: str, slots: tuple[str, ...]
+) -> None:
+    found = resolve(optimizer, hyperparameters)
+    assert found is RULES[rule]
+    assert found.slots == slots
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "hyperparameters", "message"),
+    [
+        ("Adamm", ADAM, "unknown optimizer 'Adamm': there are SGD, Adam"),
+        ("SGD", SGD | {"rho": 0.9}, "SGD has no hyperparameter 'rho': it has learning_rate, momentum, nesterov"),
+        (
+            "SGD",
+            {"learning_rate": 1.0, "nesterov": False},
+            r"SGD needs the hyperparameter 'momentum', a number in \[0, 1",
+        ),
+        ("SGD", SGD | {"momentum": -0.1}, r"SGD: momentum must be a number in \[0, 1\], not -0.1"),
+        ("SGD", SGD | {"momentum": 1.1}, "momentum must be"),
+        ("SGD", SGD | {"momentum": math.nan}, "momentum must be"),
+        ("SGD", SGD | {"momentum": True}, "momentum must be"),
+        ("SGD", SGD | {"nesterov": 0.5}, "nesterov must be True or False, not 0.5"),
+        ("SGD", SGD | {"nesterov": "yes"}, "nesterov must be"),
+        ("SGD", SGD | {"learning_rate": math.inf}, "learning_rate must be a finite number, not inf"),
+        ("SGD", SGD | {"learning_rate": 10**400}, "learning_rate must be a finite number"),
+        ("SGD", SGD | {"learning_rate": "0.1"}, "learning_rate must be"),
+        ("Adam", ADAM | {"beta_1": 1.0}, r"beta_1 must be a number in \[0, 1\), not 1.0"),
+        ("Adam", ADAM | {"beta_2": -0.5}, "beta_2 must be"),
+        ("Adam", ADAM | {"epsilon": -1e-9}, "epsilon must be a finite number of at least 0, not -1e-09"),
+    ],
+)
+def test_resolve_names_what_is_wrong(optimizer: str, hyperparameters: dict[str, float], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        resolve(optimizer, hyperparameters)
+
+
+def test_the_table_is_consistent() -> None:
+    examples = {"SGD": SGD, "Adam": ADAM}
+    assert examples.keys() == OPTIMIZERS.keys()
+    for name, rule in RULES.items():
+        hyperparameters = SGD | ADAM
+        assert rule.name == name
+        assert len(rule.initial(hyperparameters)) == len(rule.slots)
+        assert len(rule.numbers(hyperparameters, 1)) == rule.count_of_numbers
+        values = rule.step(*np.ones((2 + len(rule.slots) + rule.count_of_numbers, 3)))
+        assert len(values) == 1 + len(rule.slots)
+
+
+def _sgd(lr: float) -> Iterator[float]:
+    w = 1.0
+    for g in GRADIENTS:
+        w -= lr * g
+        yield w
+
+
+def _momentum(lr: float, mu: float, nesterov: bool) -> Iterator[float]:
+    w, m = 1.0, 0.0
+    for g in GRADIENTS:
+        m = mu * m - lr * g
+        w += mu * m - lr * g if nesterov else m
+        yield w
+
+
+def _adam(lr: float, b1: float, b2: float, epsilon: float, amsgrad: bool) -> Iterator[float]:
+    w, m, v, largest = 1.0, 0.0, 0.0, 0.0
+    for t, g in enumerate(GRADIENTS, 1):
+        m = b1 * m + (1 - b1) * g
+        v = b2 * v + (1 - b2) * g**2
+        largest = max(largest, v)
+        w -= lr * math.sqrt(1 - b2**t) / (1 - b1**t) * m / (math.sqrt(largest if amsgrad else v) + epsilon)
+        yield w
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "hyperparameters", "formula"),
+    [
+        ("SGD", SGD, lambda: _sgd(0.05)),
+        ("SGD", SGD | {"momentum": 0.9}, lambda: _momentum(0.05, 0.9, False)),
+        ("SGD", SGD | {"momentum": 0.9, "nesterov": True}, lambda: _momentum(0.05, 0.9, True)),
+        ("Adam", ADAM, lambda: _adam(0.05, 0.9, 0.99, 1e-7, False)),
+        # With beta_2 small, v falls again and vhat holds the maximum.
+        ("Adam", ADAM | {"beta_2": 0.3, "amsgrad": True}, lambda: _adam(0.05, 0.9, 0.3, 1e-7, True)),
+    ],
+)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-14), ("float32", 3e-6), ("complex128", 1e-14)])
+def test_reference_follows_the_formula(
+    optimizer: str,
+    hyperparameters: dict[str, float],
+    formula: Callable[[], Iterator[float]],
+    dtype: str,
+    tolerance: float,
+) -> None:
+    rule = resolve(optimizer, hyperparameters)
+    w = np.ones((2, 3), dtype)
+    slots = tuple(np.full((2, 3), value, dtype) for value in rule.initial(hyperparameters))
+    for t, (g, expected) in enumerate(zip(GRADIENTS, formula(), strict=True), 1):
+        half = np.full((2, 3), g / 2, dtype)
+        reference(rule, w, [half, half], slots, hyperparameters, t)
+        np.testing.assert_allclose(w, expected, rtol=tolerance)
+        np.testing.assert_array_equal(half, np.full((2, 3), g / 2, dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex64", "complex128"])
+@pytest.mark.parametrize("name", RULES)
+def test_nothing_leaves_the_dtype_of_the_variable(dtype: str, name: str) -> None:
+    rule, hyperparameters = RULES[name], SGD | ADAM
+    numbers = scalars(rule, hyperparameters, 3, np.dtype(dtype))
+    assert [number.dtype for number in numbers] == [dtype] * rule.count_of_numbers
+    assert numbers == tuple(np.array(rule.numbers(hyperparameters, 3)).astype(dtype))
+    values = rule.step(*np.ones((2 + len(rule.slots), 3), dtype), *numbers)
+    assert [value.dtype for value in values] == [dtype] * len(values)
+
+
+def test_replicas_are_summed_in_their_order() -> None:
+    hyperparameters = SGD | {"learning_rate": 1.0}
+    for gradients, expected in [((1e8, 1.0, -1e8), 0.0), ((1e8, -1e8, 1.0), -1.0)]:
+        w = np.zeros((), "float32")
+        reference(RULES["sgd"], w, [np.array(g, "float32") for g in gradients], (), hyperparameters, 1)
+        assert w == expected
+
+
+def test_overflow_and_nan_stay_in_the_values_and_warn_nobody() -> None:
+    w = np.zeros(3, "float32")
+    slots = (np.zeros(3, "float32"), np.zeros(3, "float32"))
+    gradient = np.array([np.inf, np.nan, 3e38], "float32")
+    reference(RULES["adam"], w, [gradient, gradient], slots, ADAM | {"learning_rate": 1e300}, 1)
+    assert np.isnan(w).all()
+    np.testing.assert_array_equal(slots[1], np.array([np.inf, np.nan, np.inf], "float32"))
+
+
+def test_reference_refuses() -> None:
+    w = np.zeros(2, "float32")
+    with pytest.raises(InvalidArgumentError, match="at least one replica"):
+        reference(RULES["sgd"], w, [], (), SGD, 1)
+    with pytest.raises(InvalidArgumentError, match="counted from 1: t = 0"):
+        reference(RULES["sgd"], w, [w], (), SGD, 0)
+    with pytest.raises(InvalidArgumentError, match="not int32"):
+        reference(RULES["sgd"], w.astype("int32"), [w], (), SGD, 1)
+    with pytest.raises(InvalidArgumentError, match="sgd_momentum needs the hyperparameter 'momentum'"):
+        reference(RULES["sgd_momentum"], w, [w], (w,), {"learning_rate": 1.0}, 1)

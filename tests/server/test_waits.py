@@ -1,0 +1,121 @@
+"""Waits that last are named: who waits, where, for whom, and again after as long."""
+
+from __future__ import annotations
+
+from tests.harness.playbook import (
+    CONTROLLER,
+    Playbook,
+    Says,
+    applies,
+    asks,
+    dies,
+    hears,
+    merge_calls,
+    reads,
+    reduces,
+    register,
+    returns,
+    scalar,
+    spec,
+    w,
+)
+
+from cs_proto.messages import PROTOCOL, Cancel, Goodbye, Hello
+from cs_server.events import Log, Tick
+
+
+def ticks(book: Playbook, seconds: int, *expected: Log | Says) -> None:
+    """Time passes in steps of one second; nothing is said before the last, and then ``expected``."""
+    for _ in range(seconds - 1):
+        book.now += 1
+        book.on(Tick())
+    book.now += 1
+    book.on(Tick(), *expected)
+
+
+def test_a_replica_that_lets_another_wait_is_named_every_ten_seconds() -> None:
+    book = Playbook(2).begin()
+    ticks(book, 30)
+    book.does(asks(1, reads(0)))  # seen here
+    book.now += 2
+    book.does(asks(0, reduces(0, scalar(1))))
+    text = (
+        "run 1: waiting {} s for replica 1 (pid 101, w1.1), last seen {} s ago; "
+        "replica 0 waits at all_reduce SUM (train.py:31)"
+    )
+    ticks(book, 10, Log(text.format(10, 12), slow=True))
+    ticks(book, 10, Log(text.format(20, 22), slow=True))
+    book.does(asks(1, reduces(0, scalar(1))))
+    book.does(book.computed(scalar(2)))
+    ticks(book, 25)  # everybody is at work
+
+
+def test_everybody_who_waits_or_has_returned_is_named() -> None:
+    book = Playbook(3).begin()
+    book.does(returns(0, 0))
+    book.now += 9
+    book.does(asks(2, merge_calls(0)))
+    where = "replica 0 returned after 0 merge points; replica 2 waits at merge_call .train.py:40."
+    ticks(book, 1, Says(rf"waiting 10 s for replica 1 \(.*\), last seen 10 s ago; {where}", slow=True))
+
+
+def test_who_holds_the_token_is_named_with_its_merge_function() -> None:
+    book = Playbook(2).begin()
+    book.does(asks(0, merge_calls(0)))
+    book.does(asks(1, merge_calls(0)))
+    ticks(
+        book,
+        10,
+        Says(
+            r"for replica 0 .*, last seen 10 s ago and the merge function of merge_call \(train.py:40\); replica 1",
+            slow=True,
+        ),
+    )
+
+
+def test_a_commit_that_lasts_is_named() -> None:
+    book = Playbook(1).begin().has(spec("w")).has_optimizer().has_set(1)
+    book.does(returns(0, 1, (applies(0),), run=(2,)))
+    ticks(book, 10, Says("run 2: waiting 10 s for commit 2; replica 0 returned", slow=True))
+    book.settle()
+    ticks(book, 20)
+
+
+def test_a_computation_that_lasts_is_named() -> None:
+    book = Playbook(1).begin()
+    book.does(asks(0, reduces(0, scalar(1))))
+    ticks(book, 10, Says("run 1: waiting 10 s for the service; replica 0 waits at all_reduce", slow=True))
+
+
+def test_the_dead_are_not_waited_for() -> None:
+    book = Playbook(3).begin()
+    book.does(dies(1))
+    book.does(asks(0, reduces(0)))
+    ticks(book, 20)  # the run is over, whatever replica 2 does
+    book = Playbook(3).begin()
+    book.does(asks(0, reduces(0)))
+    book.does(dies(1))
+    book.does(returns(0, 1, raises="cs.ReplicaLostError"))
+    ticks(book, 10, Says("for replica 2 .*; replica 0 returned after 1 merge points; replica 1 is lost", slow=True))
+
+
+def test_a_controller_that_waits_for_workers_is_told_about() -> None:
+    book = Playbook(3)
+    book.does(hears(w(1), register(1)))
+    book.does(hears(CONTROLLER, Hello(PROTOCOL, "controller", "c", 7)))
+    ticks(book, 10, Log("client c (pid 7): waiting 10 s for replica 0 and replica 2 to register", slow=True))
+    ticks(book, 10, Says("waiting 20 s for replica 0 and replica 2", slow=True))
+    book.does(hears(w(0), register(0)))
+    book.does(hears(w(2), register(2)))
+    ticks(book, 20)
+
+
+def test_a_controller_that_waits_for_the_end_of_old_runs_is_told_about() -> None:
+    book = Playbook(1).begin()
+    book.repeats = False
+    book.does(asks(0, reduces(0)))
+    book.does(book.computed())
+    book.does(hears(CONTROLLER, Cancel((1,))))
+    book.does(hears(CONTROLLER, Goodbye("c")))
+    book.does(hears(b"c2", Hello(PROTOCOL, "controller", "d", 9)))
+    ticks(book, 10, Says(r"client d \(pid 9\): waiting 10 s for the runs of the client before it to end", slow=True))

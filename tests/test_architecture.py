@@ -1,0 +1,136 @@
+"""The shape of the project as tests: public names, who imports what, and a README in every role's folder."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from tests.harness.processes import ROOT, Ended, run
+
+import central_storage
+
+ROLES = ("proto", "server", "worker", "client")
+
+PUBLIC = """
+    CentralStorageStrategy Counters DistributedValues IndexedSlices Mirrored PerReplica ReduceOp ReplicaContext Variable
+    VariableAggregation VariableSynchronization connect convert_to_tensor data errors function get_array_module
+    get_replica_context get_strategy gradient_buffers has_strategy in_cross_replica_context nest optimizers
+"""
+
+#: Contract -> (file that exists, line that breaks it).
+BROKEN = {
+    "roles": ("client/central_storage/values.py", "import cs_server.updates"),
+    "worker-not-server": ("worker/cs_worker/config.py", "import cs_server.updates"),
+    "worker-not-launch": ("worker/cs_worker/device.py", "import central_storage.launch"),
+    "sans-io": ("proto/cs_proto/records.py", "import time"),
+    "server-no-code": ("server/cs_server/kernels.py", "import pickle"),
+    "server-layers": ("server/cs_server/updates.py", "import cs_server.machine"),
+    "engine-opens-nothing": ("server/cs_server/merge.py", "import socket"),
+}
+
+
+def contracts() -> dict[str, str]:
+    """The name of each contract in pyproject.toml by its id."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    return {contract["id"]: contract["name"] for contract in settings["tool"]["importlinter"]["contracts"]}
+
+
+def lint_imports(tree: Path) -> Ended:
+    """The verdict on the packages in ``tree``, by its own pyproject.toml."""
+    path = ":".join(str(tree / role) for role in ROLES)
+    command = (str(Path(sys.executable).with_name("lint-imports")), "--no-cache")
+    return run(*command, directory=tree, environment={"PYTHONPATH": path, "COLUMNS": "200"})
+
+
+def copy_of_tree(place: Path) -> Path:
+    for role in ROLES:
+        shutil.copytree(ROOT / role, place / role, ignore=shutil.ignore_patterns("__pycache__", "README.md"))
+    shutil.copy(ROOT / "pyproject.toml", place)
+    return place
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(central_storage.__all__) == sorted(PUBLIC.split())
+    assert all(hasattr(central_storage, name) for name in central_storage.__all__)
+
+
+@pytest.mark.parametrize("folder", [*ROLES, "tests", "docs"])
+def test_every_folder_says_what_it_is(folder: str) -> None:
+    lines = (ROOT / folder / "README.md").read_text().splitlines()
+    assert 5 <= len(lines) <= 60
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_role_is_a_source_root_of_one_package(role: str) -> None:
+    assert not (ROOT / role / "__init__.py").exists()
+    assert len(list((ROOT / role).glob("*/__init__.py"))) == 1
+
+
+def test_the_contracts_hold() -> None:
+    verdict = lint_imports(ROOT).ok()
+    assert f"Contracts: {len(contracts())} kept, 0 broken." in verdict.out
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """The verdict on a copy in which every contract is broken, each by one line in a file of its own."""
+    tree = copy_of_tree(tmp_path_factory.mktemp("broken"))
+    for name, line in BROKEN.values():
+        with (tree / name).open("a") as file:
+            file.write(f"\n{line}\n")
+    return lint_imports(tree)
+
+
+@pytest.mark.parametrize("contract", sorted(BROKEN))
+def test_a_broken_contract_is_seen(broken: Ended, contract: str) -> None:
+    name, line = BROKEN[contract]
+    module = f"{Path(name).parts[1]}.{Path(name).stem}"
+    section = broken.out.rpartition(f"\n{contracts()[contract]}\n")[2]
+    assert f"{contracts()[contract]} BROKEN" in broken.out, broken
+    assert re.search(rf"{re.escape(module)} -> {line.split()[1]} ", section), section
+
+
+def test_every_contract_has_such_a_line() -> None:
+    assert sorted(BROKEN) == sorted(contracts())
+
+
+def test_a_server_module_in_no_layer_is_seen(tmp_path: Path) -> None:
+    tree = copy_of_tree(tmp_path)
+    (tree / "server/cs_server/unheard_of.py").write_text('"""A module that nobody gave a place."""\n')
+    verdict = lint_imports(tree)
+    assert verdict.code == 1
+    assert "unheard_of" in verdict.out
+
+
+@pytest.mark.parametrize(
+    ("library", "importers"),
+    [
+        ("zmq", {"central_storage.link", "central_storage.observer", "cs_server.service", "cs_worker.link"}),
+        ("cupy", set()),
+        ("numba", {"cs_server.fused", "cs_server.kernels"}),
+        ("cloudpickle", {"central_storage.shipping"}),
+    ],
+)
+def test_one_module_of_a_role_knows_an_outside_thing(library: str, importers: set[str]) -> None:
+    found = set()
+    for role in ROLES:
+        for path in (ROOT / role).rglob("*.py"):
+            if library in _imports(path):
+                found.add(".".join(path.relative_to(ROOT / role).with_suffix("").parts))
+    assert found == importers
+
+
+def _imports(path: Path) -> set[str]:
+    """The top-level names of everything that a file imports, wherever in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.add((node.module or "").partition(".")[0])
+    return names

@@ -1,0 +1,63 @@
+"""What the documents show is what is there: code blocks, links, commands, the form of decision records."""
+
+from __future__ import annotations
+
+import re
+from itertools import count
+from pathlib import Path
+
+import pytest
+from tests.harness.processes import ROOT, run
+
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md")])
+DECISIONS = sorted(ROOT.glob("docs/decisions/*.md"))
+
+
+def names(paths: list[Path]) -> list[str]:
+    return [str(path.relative_to(ROOT)) for path in paths]
+
+
+def test_code_that_the_readme_shows_is_the_file_it_names() -> None:
+    shown = re.findall(r"<!-- (\S+) -->\n```python\n(.*?)```\n", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert [name for name, _ in shown] == ["examples/twenty_lines.py"]
+    for name, text in shown:
+        assert text == (ROOT / name).read_text()
+
+
+def test_the_twenty_lines_train() -> None:
+    lines = run("examples/twenty_lines.py").ok().lines
+    assert len(lines) == 11
+    assert lines[-1] == "w is [0. 1. 2. 3. 4. 5. 6. 7.]"
+
+
+@pytest.mark.parametrize("document", names(DOCUMENTS))
+def test_links_lead_somewhere(document: str) -> None:
+    text = (ROOT / document).read_text()
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not re.match(r"[a-z]+:|#", link):
+            assert ((ROOT / document).parent / link.partition("#")[0]).exists(), link
+
+
+@pytest.mark.parametrize("document", names(DOCUMENTS))
+def test_commands_exist(document: str) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"(?:^    |`)make ([a-z]+)", (ROOT / document).read_text(), re.MULTILINE))
+    assert named <= targets
+
+
+def test_make_names_every_command() -> None:
+    ended = run("make").ok()
+    assert {line.split()[1] for line in ended.lines} >= {"demo", "setup", "test", "lint", "bench", "clean"}
+
+
+@pytest.mark.parametrize("decision", names(DECISIONS))
+def test_a_decision_has_its_four_parts(decision: str) -> None:
+    text = (ROOT / decision).read_text()
+    number = int(Path(decision).name[:4])
+    assert re.match(rf"# {number}\. \S.*\n\nStatus: \S.*\n", text)
+    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == ["Context", "Decision", "Consequence"]
+    assert len(text.splitlines()) <= 60
+
+
+def test_decisions_are_numbered_without_a_gap() -> None:
+    assert all(int(path.name[:4]) == number for path, number in zip(DECISIONS, count(1), strict=False))

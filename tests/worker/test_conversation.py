@@ -1,0 +1,249 @@
+"""Who may say what to a worker, and when: a played link, one record after the other."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+
+from cs_proto import messages
+from cs_proto.errors import PeerProtocolError, ReplicaLostError
+from cs_proto.failures import error_of
+from cs_proto.messages import Cancel, Committed, Died, Prepare, Refused, Run, RunId
+from cs_proto.records import Frame, Record
+from cs_worker.conversation import Conversation, path_text
+from cs_worker.interrupts import Interrupts
+from cs_worker.link import COLLEAGUE, SERVER, SUPERVISOR, Link
+
+CONTROLLER = b"cafe"
+HOLDER = b"t0.1"
+PREPARE = Prepare(("/here",), "/here")
+
+
+class PlayedLink:
+    """What comes is a list; what is sent is kept. Out of records it is a KeyError: no test waits for real."""
+
+    def __init__(self) -> None:
+        self.coming: deque[tuple[bytes, Record] | None] = deque()
+        self.to_peers: list[tuple[bytes, Record]] = []
+        self.timeouts: list[float | None] = []
+
+    def receive(self, timeout: float | None) -> tuple[bytes, Record] | None:
+        self.timeouts.append(timeout)
+        if not self.coming:
+            raise KeyError("nothing comes any more")
+        return self.coming.popleft()
+
+    def send_peer(self, identity: bytes, record: Record) -> None:
+        self.to_peers.append((identity, record))
+
+
+class Played:
+    """A conversation over a played link."""
+
+    def __init__(self) -> None:
+        self.link = PlayedLink()
+        self.executed: list[tuple[bytes, RunId]] = []
+        self.during: dict[RunId, Any] = {}
+        self.conversation = Conversation(cast("Link", self.link), Interrupts(), self.execute)
+
+    def execute(self, sender: bytes, run: Run) -> None:
+        self.executed.append((sender, run.run))
+        self.during.get(run.run, lambda: None)()
+
+    def comes(self, *received: tuple[bytes, Record] | None) -> None:
+        self.link.coming.extend(received)
+
+    def wait(self, run: RunId, k: int, at_merge_call: bool = False) -> Record:
+        def wanted(record: Record) -> Record | None:
+            return record if record == Committed(run, k) else None
+
+        return self.conversation.wait("a test", wanted, (run, k) if at_merge_call else None)
+
+
+@pytest.fixture
+def played() -> Iterator[Played]:
+    played = Played()
+    yield played
+    assert not played.link.coming, "not everything was read"
+
+
+def run(*path: int) -> Run:
+    return Run(path, 0, 7, bytes(16), None, False, Frame(b""), ())
+
+
+def refusals(played: Played) -> list[bytes]:
+    for _, record in played.link.to_peers:
+        assert isinstance(record, Refused)
+        assert record.error.exception == "cs.PeerProtocolError"
+    return [identity for identity, _ in played.link.to_peers]
+
+
+def test_work_of_the_controller_comes_in_order(played: Played) -> None:
+    played.comes((CONTROLLER, PREPARE), (CONTROLLER, run(1)))
+    assert played.conversation.next_work() == (CONTROLLER, PREPARE)
+    assert played.conversation.next_work() == (CONTROLLER, run(1))
+
+
+def test_work_that_comes_during_a_run_waits_for_its_end(played: Played) -> None:
+    played.conversation.begin_run(CONTROLLER, (1,))
+    played.comes((CONTROLLER, run(2)), (CONTROLLER, PREPARE), (SERVER, Committed((1,), 0)))
+    played.wait((1,), 0)
+    assert played.executed == []
+    assert [played.conversation.next_work()[1] for _ in range(2)] == [run(2), PREPARE]
+
+
+@pytest.mark.parametrize("sender", [HOLDER, b"oabc", b"w1.1", b"\0\1\2\3\4", b"x"])
+@pytest.mark.parametrize("record", [run(1), PREPARE, Cancel((1,))], ids=["run", "prepare", "cancel"])
+def test_work_of_others_is_refused(
+    played: Played, sender: bytes, record: Record, caplog: pytest.LogCaptureFixture
+) -> None:
+    played.comes((sender, record), (CONTROLLER, PREPARE))
+    with caplog.at_level(logging.WARNING, "central_storage"):
+        assert played.conversation.next_work() == (CONTROLLER, PREPARE)
+    assert refusals(played) == [sender]
+    assert repr(sender) in caplog.text
+
+
+def test_a_nested_run_is_never_taken_while_idle(played: Played) -> None:
+    played.comes((HOLDER, run(1, 0, 0)), (CONTROLLER, run(1, 0, 0)), (CONTROLLER, PREPARE))
+    played.conversation.next_work()
+    assert played.executed == []
+    assert refusals(played) == [HOLDER, CONTROLLER]
+
+
+def test_a_nested_run_is_carried_out_at_its_merge_call(played: Played) -> None:
+    played.conversation.begin_run(CONTROLLER, (1,))
+    played.comes((HOLDER, run(1, 2, 0)), (HOLDER, run(1, 2, 1)), (SERVER, Committed((1,), 2)))
+    played.wait((1,), 2, at_merge_call=True)
+    assert played.executed == [(HOLDER, (1, 2, 0)), (HOLDER, (1, 2, 1))]
+    assert refusals(played) == []
+
+
+@pytest.mark.parametrize(
+    ("sender", "path", "at_merge_call"),
+    [
+        (HOLDER, (1, 2, 0), False),  # it waits at something else
+        (HOLDER, (1, 1, 0), True),  # another merge point
+        (HOLDER, (2, 2, 0), True),  # another run
+        (HOLDER, (1, 2, 0, 2, 0), True),  # deeper
+        (CONTROLLER, (1, 2, 0), True),  # not the holder
+        (b"w1.1", (1, 2, 0), True),
+        (HOLDER, (3,), True),  # a run without parent
+    ],
+)
+def test_any_other_nested_run_is_refused(
+    played: Played, sender: bytes, path: tuple[int, ...], at_merge_call: bool
+) -> None:
+    played.conversation.begin_run(CONTROLLER, (1,))
+    played.comes((sender, run(*path)), (SERVER, Committed((1,), 2)))
+    played.wait((1,), 2, at_merge_call)
+    assert played.executed == []
+    assert refusals(played) == [sender]
+
+
+def test_a_nested_run_may_wait_itself(played: Played) -> None:
+    played.conversation.begin_run(CONTROLLER, (1,))
+    inside = []
+    played.during[1, 2, 0] = lambda: inside.append(played.wait((1, 2, 0), 0, at_merge_call=True))
+    played.comes(
+        (HOLDER, run(1, 2, 0)),
+        (HOLDER, run(1, 2, 1)),  # the outer one's: it waits at another point now
+        (HOLDER, run(1, 2, 0, 0, 0)),
+        (SERVER, Committed((1,), 2)),  # the answer of the outer wait overtakes
+        (SERVER, Committed((1, 2, 0), 0)),
+    )
+    assert played.wait((1,), 2, at_merge_call=True) == Committed((1,), 2)
+    assert inside == [Committed((1, 2, 0), 0)]
+    assert [path for _, path in played.executed] == [(1, 2, 0), (1, 2, 0, 0, 0)]
+    assert refusals(played) == [HOLDER]
+
+
+def test_cancel_ends_the_wait_of_its_run(played: Played) -> None:
+    played.conversation.begin_run(CONTROLLER, (1,))
+    played.comes((CONTROLLER, Cancel((1,))))
+    with pytest.raises(KeyboardInterrupt):
+        played.wait((1,), 0)
+    with pytest.raises(KeyboardInterrupt):
+        played.wait((1,), 1)  # and every further one
+    played.conversation.begin_run(CONTROLLER, (2,))
+    played.comes((SERVER, Committed((2,), 0)))
+    played.wait((2,), 0)
+
+
+def test_cancel_of_a_queued_run_meets_it_when_it_begins(played: Played) -> None:
+    played.conversation.begin_run(CONTROLLER, (1,))
+    played.comes((CONTROLLER, run(2)), (CONTROLLER, Cancel((2,))), (SERVER, Committed((1,), 0)))
+    played.wait((1,), 0)
+    assert not played.conversation.is_cancelled()
+    controller, work = played.conversation.next_work()
+    assert isinstance(work, Run)
+    played.conversation.begin_run(controller, work.run)
+    assert played.conversation.is_cancelled()
+
+
+def test_cancel_of_a_run_that_has_ended_changes_nothing(played: Played) -> None:
+    played.conversation.begin_run(CONTROLLER, (1,))
+    played.comes((CONTROLLER, Cancel((1,))), (CONTROLLER, run(2)))
+    played.conversation.next_work()
+    played.conversation.begin_run(CONTROLLER, (2,))
+    assert not played.conversation.is_cancelled()
+
+
+def test_the_next_controller_counts_from_one_again(played: Played) -> None:
+    played.conversation.begin_run(CONTROLLER, (1,))
+    played.comes((CONTROLLER, Cancel((1,))), (b"cbee", run(1)))
+    controller, work = played.conversation.next_work()
+    assert isinstance(work, Run)
+    played.conversation.begin_run(controller, work.run)
+    assert not played.conversation.is_cancelled()
+
+
+def test_what_wanted_raises_comes_out_once(played: Played) -> None:
+    def wanted(record: Record) -> Record | None:
+        if isinstance(record, messages.PointFailed):
+            raise ValueError("refused")
+        return record
+
+    failed = messages.PointFailed((1,), 0, error_of(ValueError("refused")), False)
+    played.comes((SERVER, failed), (SERVER, Committed((1,), 1)))
+    with pytest.raises(ValueError, match="refused"):
+        played.conversation.wait("a test", wanted)
+    assert played.conversation.wait("a test", wanted) == Committed((1,), 1)
+
+
+def test_answers_nobody_claimed_go_with_their_run(played: Played) -> None:
+    played.conversation.begin_run(CONTROLLER, (1,))
+    played.comes((SERVER, Committed((1,), 5)), (SERVER, Committed((1,), 0)))
+    played.wait((1,), 0)
+    played.conversation.begin_run(CONTROLLER, (2,))
+    with pytest.raises(KeyError):
+        played.wait((1,), 5)
+
+
+def test_a_wait_is_named(played: Played, caplog: pytest.LogCaptureFixture) -> None:
+    played.comes(None, (SERVER, Committed((1,), 0)))
+    with caplog.at_level(logging.INFO, "central_storage"):
+        played.wait((1,), 0)
+    assert "for a test" in caplog.text
+    assert played.link.timeouts == [10.0, 10.0]
+
+
+def test_a_dead_server_ends_waits(played: Played) -> None:
+    died = Died("server", 0, 1, 4711, "SIGKILL", "")
+    played.comes((SUPERVISOR, Died("worker", 1, 1, 4712, "SIGKILL", "")), (SUPERVISOR, died))
+    with pytest.raises(ReplicaLostError, match=r"the server \(pid 4711\) ended by SIGKILL during a test"):
+        played.wait((1,), 0)
+
+
+def test_a_colleague_that_refuses_ends_the_wait(played: Played) -> None:
+    played.comes((COLLEAGUE, Refused(0, error_of(PeerProtocolError("it does not wait")))))
+    with pytest.raises(PeerProtocolError, match="refuses a nested run: it does not wait"):
+        played.wait((1,), 0)
+
+
+def test_path_text() -> None:
+    assert path_text((5, 2, 0)) == "5.2.0"

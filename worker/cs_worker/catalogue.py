@@ -1,0 +1,125 @@
+"""What this worker knows of variables and optimizers, and its views of the server's memory.
+
+Where a variable lies is the server's word and does not change, so it is asked for once; how things stand (versions,
+iterations, hyperparameters) is asked for every time. The handles that came from elsewhere are kept, too: a captured
+variable would otherwise be asked for anew by every run. Used by the replica, the token holder and the loop.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from central_storage.lifeline import Lifeline
+from central_storage.variable import Variable
+from central_storage.vocabulary import to_exception
+from cs_proto import messages, segments
+from cs_proto.arrays import Array, Location
+from cs_proto.records import Record
+from cs_proto.segments import frame_view
+
+from .conversation import Conversation
+
+if TYPE_CHECKING:
+    from central_storage.strategy import CentralStorageStrategy
+
+__all__ = ["Catalogue"]
+
+R = TypeVar("R", bound=Record)
+
+
+class Catalogue:
+    """Records by number, and mapped arrays."""
+
+    def __init__(self, conversation: Conversation, lifeline: Lifeline, replica: int) -> None:
+        self._conversation = conversation
+        self._lifeline = lifeline
+        self._replica = replica
+        self._known: dict[int, messages.Variable] = {}
+        self._views: dict[int, np.ndarray] = {}
+        self._gradients: dict[tuple[int, int], np.ndarray] = {}
+        self._handles: dict[tuple[str, int], object] = {}
+        self._missed_in: object = None
+        #: The one handle of the strategy in this worker; said once by the token's controller.
+        self.strategy: CentralStorageStrategy
+
+    def resolve(self, kind: str, number: int) -> object:
+        """The object of this process for a handle that came from another one."""
+        found = self._handles.get((kind, number))
+        if found is None:
+            made = None
+            if kind == "variable" and self.strategy.handles.get(kind, number) is None:
+                made = Variable.from_record(self.strategy, self.place(number))  # adds itself to the table
+            found = self._handles[kind, number] = self.strategy.object_for(kind, number)
+            assert made is None or found is made
+        return found
+
+    def place(self, number: int) -> messages.Variable:
+        """The variable's record as far as it never changes: number, name, dtype, shape, where it lies."""
+        known = self._known.get(number)
+        if known is not None:
+            return known
+        run = self._conversation.run_under_way
+        if self._missed_in == run:  # the second unknown one in a run: there may be a thousand, so learn all at once
+            request = self._conversation.next_request()
+            for record in self.ask(messages.Get(request, (), (), False), request, messages.Got).variables:
+                self.learn(record)
+        self._missed_in = run
+        return self._known.get(number) or self.variable(number)
+
+    def learn(self, record: messages.Variable) -> messages.Variable:
+        """Remember a record that came with another answer."""
+        self._known[record.number] = record
+        return record
+
+    def variable(self, number: int) -> messages.Variable:
+        """The variable's record as it stands in the server."""
+        request = self._conversation.next_request()
+        described = self.ask(messages.Describe(request, (number,), ()), request, messages.Described)
+        return self.learn(described.variables[0])
+
+    def optimizer(self, number: int) -> messages.Optimizer:
+        """The optimizer's record as it stands in the server."""
+        request = self._conversation.next_request()
+        return self.ask(messages.Describe(request, (), (number,)), request, messages.Described).optimizers[0]
+
+    def view(self, number: int) -> np.ndarray:
+        """The variable's value: the server's own memory, read-only, one object for ever."""
+        view = self._views.get(number)
+        if view is None:
+            view = self._views[number] = self.map(self.place(number).array)
+        return view
+
+    def gradient(self, number: int, buffers: int) -> np.ndarray:
+        """The variable's place in one of this replica's two sets of gradient buffers; writable, one object for ever."""
+        view = self._gradients.get((number, buffers))
+        if view is None:
+            record = self.place(number)
+            segment = segments.gradients(self._replica, buffers, record.spec.dtype)
+            array = Array(record.spec.dtype, record.spec.shape, Location(segment, record.place.offset))
+            view = self._gradients[number, buffers] = self.map(array)
+        return view
+
+    def map(self, array: Array) -> np.ndarray:
+        """The array where it lies, in a segment or in a frame; no copy."""
+        if isinstance(array.place, Location):
+            return self._lifeline.segment(array.place.segment).view(array)
+        return frame_view(array)
+
+    def copy(self, array: Array) -> np.ndarray:
+        """A copy of the array in this process's memory, which nobody else changes."""
+        return np.array(self.map(array))
+
+    def ask(self, request: Record, number: int, answer: type[R]) -> R:
+        """Send a request to the server and wait for its answer. Raises what the server refuses it with."""
+
+        def wanted(record: Record) -> R | None:
+            if isinstance(record, messages.Refused) and record.number == number:
+                raise to_exception(record.error, self.copy, self.resolve)
+            if isinstance(record, answer) and getattr(record, "sequence", getattr(record, "request", None)) == number:
+                return record
+            return None
+
+        self._conversation.link.send_server(request)
+        return self._conversation.wait(f"the server's answer to {type(request).__name__}", wanted)

@@ -1,0 +1,93 @@
+"""``cs-worker``: one worker process from start to end. The supervisor starts it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import select
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NoReturn
+
+from central_storage import context, lifeline
+from central_storage.diagnosis import configure_logging, dump_stacks_on_signal
+from central_storage.lifeline import Lifeline
+from cs_proto.errors import CentralStorageError
+
+from .config import Config
+from .device import open_device
+from .interrupts import Interrupts, ring_doorbell
+from .link import Link, register
+from .loop import Loop
+
+__all__ = ["main"]
+
+_log = logging.getLogger("central_storage.worker")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one worker until it is told to end. Exit code 0 after SIGTERM, 1 where the service is gone, 2 where it
+    cannot start."""
+    options = _parser().parse_args(arguments)
+    interrupts = Interrupts()
+    interrupts.install()
+    dump_stacks_on_signal()
+    configure_logging()
+    context.in_worker = True
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    try:
+        config = Config(options.run_directory, options.replica, options.incarnation, options.device)
+        device = open_device(config.device)
+        connection = Lifeline(lifeline.connect(config.run_directory), "worker", config.replica, config.incarnation)
+        _end_with(connection)
+        # What the user's code forks is not a worker.
+        os.register_at_fork(after_in_child=connection.close)
+        os.register_at_fork(after_in_child=interrupts.forget)
+        link = Link(config, connection, _end, ring_doorbell())
+    except CentralStorageError as error:
+        print(f"cs-worker: {error}", file=sys.stderr)  # noqa: T201  (a command line prints)
+        return 2
+    try:
+        registered = register(link, config, device.name)
+        Loop(config, device, registered, connection, link, interrupts).serve()
+    except CentralStorageError as error:
+        print(f"cs-worker: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    finally:
+        link.close()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cs-worker", description="One worker of a Central Storage service. It is started by cs-launch."
+    )
+    parser.add_argument("--run-directory", required=True, metavar="D", help="where the service's sockets are")
+    parser.add_argument("--replica", required=True, type=int, metavar="R", help="which replica it runs, from 0")
+    parser.add_argument("--incarnation", type=int, default=1, metavar="I", help="which start of this worker it is")
+    parser.add_argument("--device", default="cpu:0", help="the compute device (default cpu:0)")
+    return parser
+
+
+def _end_with(connection: Lifeline) -> None:
+    """End this process as soon as the supervisor is gone, also in the middle of a long computation."""
+    poller = select.poll()
+    poller.register(connection.fileno(), 0)  # hang-up alone: records are read at the receive seam
+
+    def watch() -> None:
+        poller.poll()
+        _end()
+
+    threading.Thread(target=watch, name="cs-lifeline", daemon=True).start()
+
+
+def _end() -> NoReturn:
+    """The service is gone: nothing this process could still do matters to anybody."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(1)

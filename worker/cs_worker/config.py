@@ -1,0 +1,60 @@
+"""What a worker is told at its start. Nothing else of the worker reads a command line or the environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cs_proto.errors import ConfigurationError
+
+__all__ = ["Config"]
+
+# sun_path of Linux has 108 bytes, the last of them a zero.
+_SOCKET_PATH_NBYTES = 107
+
+
+@dataclass(frozen=True)
+class Config:
+    """One worker: where the service lives, which replica it runs, which start of it this is, on what device.
+
+    Raises :class:`ConfigurationError` for numbers that make no sense and a directory that cannot hold its socket.
+    """
+
+    run_directory: str
+    replica: int
+    incarnation: int
+    device: str
+
+    def __post_init__(self) -> None:
+        if self.replica < 0:
+            raise ConfigurationError(f"--replica counts from 0, not {self.replica}")
+        if self.incarnation < 1:
+            raise ConfigurationError(f"--incarnation counts from 1, not {self.incarnation}")
+        if not Path(self.run_directory).is_dir():
+            raise ConfigurationError(f"--run-directory {self.run_directory} is not a directory")
+        nbytes = len(self.endpoint.removeprefix("ipc://").encode())
+        if nbytes > _SOCKET_PATH_NBYTES:
+            raise ConfigurationError(
+                f"the socket {self.endpoint} has a path of {nbytes} bytes, at most {_SOCKET_PATH_NBYTES} work; choose "
+                "a shorter --run-directory"
+            )
+
+    @property
+    def name(self) -> str:
+        """``w<replica>.<incarnation>``: the identity at the server, and the name of the socket."""
+        return f"w{self.replica}.{self.incarnation}"
+
+    @property
+    def endpoint(self) -> str:
+        """Where this worker listens for runs."""
+        return f"ipc://{self.run_directory}/{self.name}"
+
+    @property
+    def server_endpoint(self) -> str:
+        """Where the server listens."""
+        return f"ipc://{self.run_directory}/server"
+
+    @property
+    def holder_identity(self) -> bytes:
+        """The identity at other workers while this worker holds the token of a merge_call."""
+        return f"t{self.replica}.{self.incarnation}".encode()

@@ -1,0 +1,175 @@
+"""Who may say what to this worker, and when.
+
+Everything that arrives comes through here: work of the controller is queued while a run is under way, Cancels are
+remembered, answers of the server go to whoever waits for them, a nested run is carried out only while this worker
+waits at exactly the merge_call it belongs to. Whatever else arrives is refused: a logged line, and a ``Refused`` to
+the sender. Called by the loop, the replica, the token holder and the catalogue; which function a run names and what
+an answer means is theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+from cs_proto import messages
+from cs_proto.errors import PeerProtocolError, ReplicaLostError
+from cs_proto.failures import error_of
+from cs_proto.messages import Prepare, Run, RunId
+from cs_proto.records import Record
+
+from .interrupts import Interrupts
+from .link import COLLEAGUE, SERVER, SUPERVISOR, Link
+
+__all__ = ["Conversation", "path_text"]
+
+_log = logging.getLogger("central_storage.worker")
+
+T = TypeVar("T")
+
+# A wait this long is named, and again after as long.
+_NAME_WAIT_EVERY = 10.0
+
+
+class Conversation:
+    """Sorts what the link receives."""
+
+    def __init__(self, link: Link, interrupts: Interrupts, execute: Callable[[bytes, Run], None]) -> None:
+        """``execute`` carries out a nested run and sends its Return."""
+        self.link = link
+        self._interrupts = interrupts
+        self._execute = execute
+        self._work: deque[tuple[bytes, Prepare | Run]] = deque()
+        self._unclaimed: list[Record] = []
+        # With the controller: the next one counts its runs from 1 again.
+        self._run: tuple[bytes, RunId] | None = None
+        self._cancelled: tuple[bytes, RunId] | None = None
+        self._cancels = 0
+        self._dead_server: messages.Died | None = None
+        self._requests = 0
+        interrupts.attend_to(self.is_cancelled, self._fetch_cancel)
+
+    def next_work(self) -> tuple[bytes, Prepare | Run]:
+        """The controller's next record to act on, and the controller's identity."""
+        self._run = None
+        while not self._work:
+            received = self.link.receive(None)
+            if received is not None:
+                self._sort(*received)
+        return self._work.popleft()
+
+    def begin_run(self, controller: bytes, run: RunId) -> None:
+        """A run of the controller begins, so the one before it is over."""
+        self._run = (controller, run)
+        self._unclaimed.clear()
+        self._interrupts.begin_run()
+
+    @property
+    def run_under_way(self) -> RunId | None:
+        """The controller's run that is carried out now."""
+        return self._run[1] if self._run is not None else None
+
+    def is_cancelled(self) -> bool:
+        """Whether the controller has given up the run under way."""
+        return self._cancelled is not None and self._cancelled == self._run
+
+    def next_request(self) -> int:
+        """A number for a request to the server, to know its answer by."""
+        self._requests += 1
+        return self._requests
+
+    def wait(self, what: str, wanted: Callable[[Record], T | None], merge_point: tuple[RunId, int] | None = None) -> T:
+        """What ``wanted`` makes of the first answer of the server of which it makes something (it may raise).
+
+        At a ``merge_point`` (run, k), the runs nested in it are carried out meanwhile. Raises KeyboardInterrupt where
+        the run is cancelled and ReplicaLostError where the server has died. ``what`` names the wait.
+        """
+        _log.debug("waiting for %s", what)
+        if (found := self._claim(wanted)) is not None:
+            return found
+        started = time.monotonic()
+        while True:
+            if self.is_cancelled():
+                raise KeyboardInterrupt
+            if self._dead_server is not None:
+                died = self._dead_server
+                raise ReplicaLostError(f"the server (pid {died.pid}) ended by {died.cause} during {what}")
+            received = self.link.receive(_NAME_WAIT_EVERY)
+            if received is None:
+                _log.info("waiting %.0f s for %s", time.monotonic() - started, what)
+                continue
+            sender, record = received
+            if sender == SERVER:
+                self._unclaimed.append(record)
+                if (found := self._claim(wanted)) is not None:
+                    return found
+            elif sender == COLLEAGUE and isinstance(record, messages.Refused):
+                raise PeerProtocolError(f"another worker refuses a nested run: {record.error.message}")
+            elif isinstance(record, Run) and len(record.run) > 1:
+                if merge_point is None or sender[:1] != b"t" or record.run[:-1] != (*merge_point[0], merge_point[1]):
+                    self._refuse(sender, record, "a nested run is taken only while its merge_call waits here")
+                else:
+                    self._execute(sender, record)
+                    if (found := self._claim(wanted)) is not None:  # it came while the nested run waited
+                        return found
+            else:
+                self._sort(sender, record)
+
+    def _claim(self, wanted: Callable[[Record], T | None]) -> T | None:
+        """Try the answers nobody has claimed. One that a nested wait leaves may be for the wait around it."""
+        for record in list(self._unclaimed):
+            try:
+                found = wanted(record)
+            except BaseException:
+                self._unclaimed.remove(record)
+                raise
+            if found is not None:
+                self._unclaimed.remove(record)
+                return found
+        return None
+
+    def _sort(self, sender: bytes, record: Record) -> None:
+        """Put away a record for which nobody waits."""
+        if sender == SERVER:
+            _log.debug("nobody waits for %.300r", record)
+        elif sender == SUPERVISOR:
+            if isinstance(record, messages.Died) and record.role == "server":
+                self._dead_server = record
+        elif sender[:1] == b"c" and isinstance(record, messages.Cancel):
+            self._cancelled = (sender, record.run)
+            self._cancels += 1
+            self._interrupts.note_cancel()
+        elif sender[:1] == b"c" and (isinstance(record, Prepare) or (isinstance(record, Run) and len(record.run) == 1)):
+            self._work.append((sender, record))
+        elif isinstance(record, Run):
+            self._refuse(sender, record, "runs come from the controller, nested ones from the holder of a token")
+        else:
+            self._refuse(sender, record, "a worker takes Prepare, Run and Cancel")
+
+    def _refuse(self, sender: bytes, record: Record, why: str) -> None:
+        what = f"run {path_text(record.run)}" if isinstance(record, Run) else f"a {type(record).__name__}"
+        _log.warning("refused %s of peer %r: %s", what, sender, why)
+        if sender not in (SERVER, SUPERVISOR, COLLEAGUE):
+            refused = error_of(PeerProtocolError(f"{what} is refused: {why}"))
+            self.link.send_peer(sender, messages.Refused(0, refused))
+
+    def _fetch_cancel(self, timeout: float) -> None:
+        """Take in what has arrived until a Cancel is among it. Called between two steps of the user's code."""
+        deadline = time.monotonic() + timeout
+        before = self._cancels
+        while self._cancels == before:
+            received = self.link.receive(max(0.0, deadline - time.monotonic()))
+            if received is None:
+                return
+            if received[0] == SERVER:
+                self._unclaimed.append(received[1])
+            else:
+                self._sort(*received)
+
+
+def path_text(run: RunId) -> str:
+    """A run as text, e.g. ``5`` or ``5.2.0``."""
+    return ".".join(map(str, run))

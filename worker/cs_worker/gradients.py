@@ -1,0 +1,118 @@
+"""The two sets of gradient buffers of a replica in one run: which may be written, which belong to the server.
+
+An apply is noted and committed later, and until then the server's arithmetic reads its buffers; so a noted apply
+takes the current set away, and the next gradients go into the other one. When that is still the server's, too, the
+run waits for the commit.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from cs_proto.errors import ContextError, InvalidArgumentError
+
+from .catalogue import Catalogue
+
+__all__ = ["GradientBuffers"]
+
+_Pair = tuple[np.ndarray, np.ndarray]  # a gradient and its place in a buffer
+
+
+class GradientBuffers:
+    """The sets a run may use; those that a run around it has handed out and not applied are left alone."""
+
+    def __init__(self, catalogue: Catalogue, outer: GradientBuffers | None = None) -> None:
+        self._catalogue = catalogue
+        self._free: deque[int] = deque((0, 1) if outer is None else outer.unused())
+        self._noted: deque[int] = deque()
+        self._handed_out: list[np.ndarray] = []
+
+    def hand_out(self, numbers: Sequence[int], commit: Callable[[], None]) -> list[np.ndarray]:
+        """Writable arrays of the variables in the current set. ``commit`` is called where both sets are noted."""
+        current = self._current(commit)
+        arrays = [self._catalogue.gradient(number, current).view() for number in numbers]
+        self._handed_out.extend(arrays)
+        return arrays
+
+    def fill(self, pairs: Sequence[tuple[np.ndarray, int]], commit: Callable[[], None]) -> int:
+        """Bring the gradients of variables into the current set and say which it is. One that was computed there is
+        not copied. Raises InvalidArgumentError for a gradient that does not fit, before anything is written."""
+        for gradient, number in pairs:
+            self._check(gradient, number)
+        current = self._current(commit)
+        targets = [(gradient, self._catalogue.gradient(number, current)) for gradient, number in pairs]
+        moved = [(gradient, target) for gradient, target in targets if not _is_same_memory(gradient, target)]
+        for source, target in _untangled(moved, targets):
+            np.copyto(target, source)
+        return current
+
+    def note(self) -> None:
+        """The current set belongs to an apply: what was handed out of it becomes read-only."""
+        for array in self._handed_out:
+            array.flags.writeable = False
+        self._handed_out.clear()
+        self._noted.append(self._free.popleft())
+
+    def committed(self) -> None:
+        """Every noted apply has been committed: its set may be used again."""
+        self._free.extend(self._noted)
+        self._noted.clear()
+
+    def _current(self, commit: Callable[[], None]) -> int:
+        if not self._free and self._noted:
+            commit()
+        if not self._free:
+            raise ContextError(
+                "the gradient buffers of the runs around this one are handed out but not applied yet; call "
+                "apply_gradients there before merge_call"
+            )
+        return self._free[0]
+
+    def unused(self) -> list[int]:
+        """The sets of which nothing is handed out. Called where everything noted is committed."""
+        free = [*self._free, *self._noted]
+        return free[1:] if self._handed_out else free
+
+    def _check(self, gradient: np.ndarray, number: int) -> None:
+        if not isinstance(gradient, np.ndarray):
+            raise InvalidArgumentError(
+                f"a gradient is an array, not a {type(gradient).__name__}; sparse gradients are not served by this "
+                "version"
+            )
+        spec = self._catalogue.place(number).spec
+        if gradient.shape != spec.shape:
+            raise InvalidArgumentError(
+                f"the gradient of {spec.name} has shape {gradient.shape}, but the variable has shape {spec.shape}"
+            )
+        if gradient.dtype != np.dtype(spec.dtype):
+            raise InvalidArgumentError(
+                f"the gradient of {spec.name} has dtype {gradient.dtype}, but the variable has dtype {spec.dtype}; "
+                f"convert it with astype('{spec.dtype}')"
+            )
+
+
+def _is_same_memory(array: np.ndarray, target: np.ndarray) -> bool:
+    return _address(array) == _address(target) and array.strides == target.strides
+
+
+def _untangled(moved: Sequence[_Pair], targets: Sequence[_Pair]) -> Sequence[_Pair]:
+    """The pairs to copy, where a gradient that was computed into the buffer of another variable is saved first."""
+    bounds: dict[np.dtype[Any], tuple[int, int]] = {}
+    for _, target in targets if moved else ():
+        first, last = _address(target), _address(target) + target.nbytes
+        low, high = bounds.get(target.dtype, (first, last))
+        bounds[target.dtype] = min(low, first), max(high, last)
+
+    def is_tangled(source: np.ndarray) -> bool:
+        low, high = bounds[source.dtype]
+        return low <= _address(source) < high
+
+    return [(np.array(source) if is_tangled(source) else source, target) for source, target in moved]
+
+
+def _address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])

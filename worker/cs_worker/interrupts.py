@@ -1,0 +1,135 @@
+"""Signals, let through only where they belong.
+
+SIGINT is a doorbell that says "look at your mail": the client sends a Cancel that names a run, then rings.
+KeyboardInterrupt is raised in the user's code of that very run and nowhere else, so it can neither tear the worker's
+own code apart nor hit a later run. While the worker waits inside a run the Cancel itself is seen, without any signal.
+SIGTERM ends the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable
+from types import FrameType, TracebackType
+
+__all__ = ["Interrupts", "ring_doorbell"]
+
+_log = logging.getLogger("central_storage.worker")
+
+# The Cancel is sent before the signal but travels through other threads: this long it may be late.
+_MAIL_TIMEOUT = 1.0
+
+
+class Interrupts:
+    """Which code runs in the main thread now, the user's or the worker's own, and what signals do to it."""
+
+    def __init__(self) -> None:
+        self.terminating = False
+        self._in_user_code = False
+        # Each Cancel comes with one SIGINT, before or after it. Each count has one writer, so that none is lost where
+        # the signal interrupts the other.
+        self._rings = 0
+        self._explained = 0
+        self._is_cancelled: Callable[[], bool] = _never
+        self._fetch_mail: Callable[[float], None] = _nothing
+
+    def attend_to(self, is_cancelled: Callable[[], bool], fetch_mail: Callable[[float], None]) -> None:
+        """How to learn whether the run under way is cancelled: ``fetch_mail(timeout)`` waits until a Cancel of any
+        run has been noted by :meth:`note_cancel`, at most ``timeout`` seconds."""
+        self._is_cancelled = is_cancelled
+        self._fetch_mail = fetch_mail
+
+    def install(self) -> None:
+        """Handle SIGINT and SIGTERM from now on. Main thread only."""
+        signal.signal(signal.SIGINT, self._interrupt)
+        signal.signal(signal.SIGTERM, self._terminate)
+
+    def forget(self) -> None:
+        """In a forked child: signals do what they do in any Python process."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)  # the pipe is shared with the worker
+
+    def user_code(self) -> _Part:
+        """A block that runs the user's code: here, and only here, KeyboardInterrupt may appear out of nothing."""
+        return _Part(self, in_user_code=True)
+
+    def own_code(self) -> _Part:
+        """A block inside the user's code that must not be torn apart; a SIGINT is looked at when it ends."""
+        return _Part(self, in_user_code=False)
+
+    def note_cancel(self) -> None:
+        """A Cancel has arrived."""
+        self._explained += 1
+
+    def begin_run(self) -> None:
+        """A run of the client begins: the SIGINT of an earlier one has come by now, or never will."""
+        self._explained = min(self._explained, self._rings)
+
+    def switch(self, in_user_code: bool) -> bool:
+        """What follows is the user's code, or the worker's own; returns which it was before."""
+        before, self._in_user_code = self._in_user_code, in_user_code
+        self._attend()
+        return before
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._rings += 1
+        self._attend()
+
+    def _attend(self) -> None:
+        while self._in_user_code and (self._rings > self._explained or self._is_cancelled()):
+            # What follows is own code. It stays so where KeyboardInterrupt is raised: once is enough, and the
+            # blocks that are left restore the rest.
+            self._in_user_code = False
+            if not self._is_cancelled():
+                self._fetch_mail(_MAIL_TIMEOUT)
+            if self._is_cancelled():
+                raise KeyboardInterrupt
+            if self._rings > self._explained:
+                _log.warning("a SIGINT that no cancelled run explains; it is ignored")
+                self._explained = self._rings
+            self._in_user_code = True
+
+    def _terminate(self, number: int, frame: FrameType | None) -> None:
+        self.terminating = True
+        raise SystemExit(0)
+
+
+class _Part:
+    """A stretch of code of one of the two kinds; leaving it restores the kind around it."""
+
+    __slots__ = ("_before", "_in_user_code", "_interrupts")
+
+    def __init__(self, interrupts: Interrupts, *, in_user_code: bool) -> None:
+        self._interrupts = interrupts
+        self._in_user_code = in_user_code
+        self._before = False
+
+    def __enter__(self) -> None:
+        self._before = self._interrupts.switch(self._in_user_code)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._interrupts.switch(self._before)
+
+
+def ring_doorbell() -> int:
+    """A descriptor that is readable after a signal, for the rest of this process. Main thread only.
+
+    It goes into the poll of the receive seam: a signal that comes just before the poll would else be handled only when
+    the poll ends.
+    """
+    reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    return reader
+
+
+def _never() -> bool:
+    return False
+
+
+def _nothing(timeout: float) -> None:
+    """Before there is any mail."""

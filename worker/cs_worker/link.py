@@ -1,0 +1,171 @@
+"""The worker's sockets: the only module of the worker that imports zmq and, in :meth:`Link.receive`, the only place
+where a worker waits.
+
+A ROUTER takes runs from the controller and from the holder of a merge_call token, a DEALER talks to the server,
+further DEALERs to other workers while this one holds the token, and the life-line to the supervisor. What a record
+means and who may send it is :mod:`cs_worker.conversation`'s business.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import NoReturn
+
+import zmq
+
+from central_storage.lifeline import Lifeline
+from cs_proto import messages
+from cs_proto.codec import BULK_LIMITS, decode, encode
+from cs_proto.errors import ConfigurationError, PeerProtocolError, ShutdownError
+from cs_proto.records import Record
+
+from .config import Config
+
+__all__ = ["COLLEAGUE", "SERVER", "SUPERVISOR", "Link"]
+
+_log = logging.getLogger("central_storage.worker")
+
+# Who sent a record: one of these, or the identity of a peer at the ROUTER. An identity that a peer chose is neither
+# empty nor begins with a zero, and one that libzmq made has five bytes.
+SERVER = b""
+SUPERVISOR = b"\0s"
+COLLEAGUE = b"\0w"
+
+# What is being sent when the process ends gets this long to leave, in milliseconds.
+_LINGER = 100
+
+
+class Link:
+    """The sockets of one worker. Used by the main thread only."""
+
+    def __init__(self, config: Config, lifeline: Lifeline, gone: Callable[[], NoReturn], doorbell: int) -> None:
+        """Bind and connect. ``gone`` is called where the supervisor is gone, and must not return; the descriptor
+        ``doorbell`` is readable after a signal, whose handler then runs here."""
+        self._config = config
+        self._lifeline = lifeline
+        self._gone = gone
+        self._process = os.getpid()
+        self._context = zmq.Context()
+        self._poller = zmq.Poller()
+        self._doorbell = doorbell
+        self._poller.register(lifeline.fileno(), zmq.POLLIN)
+        self._poller.register(doorbell, zmq.POLLIN)
+        self._router = self._socket(zmq.ROUTER)
+        self._colleagues: dict[str, zmq.Socket[bytes]] = {}
+        try:
+            self._router.bind(config.endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigurationError(f"cannot listen at {config.endpoint}: {error}") from error
+        self._server = self._connect(config.name.encode(), config.server_endpoint)
+
+    def receive(self, timeout: float | None) -> tuple[bytes, Record] | None:
+        """The next record and who sent it, whatever carried it; None after ``timeout`` seconds (None: no limit).
+
+        Bytes that are no record are dropped with a logged line. Does not return where the supervisor is gone.
+        """
+        while True:
+            ready = dict(self._poller.poll(None if timeout is None else round(max(0.0, timeout) * 1000)))
+            if not ready:
+                return None
+            if ready.pop(self._doorbell, None):
+                os.read(self._doorbell, 64)
+                if not ready:
+                    continue
+            if self._lifeline.fileno() in ready:
+                try:
+                    record = self._lifeline.receive_nowait()
+                except ShutdownError:
+                    self._gone()
+                received = None if record is None else (SUPERVISOR, record)
+            elif self._server in ready:
+                received = self._read(self._server, SERVER)
+            elif self._router in ready:
+                received = self._read(self._router, None)
+            else:
+                received = self._read(next(s for s in ready if isinstance(s, zmq.Socket)), COLLEAGUE)
+            if received is not None:
+                return received
+
+    def send_server(self, record: Record) -> None:
+        """Send to the server. Raises LocalProtocolError where the record is too large to travel."""
+        self._send(self._server, [], record)
+
+    def send_peer(self, identity: bytes, record: Record) -> None:
+        """Answer a peer of the ROUTER; dropped where it has gone."""
+        self._send(self._router, [identity], record)
+
+    def send_worker(self, endpoint: str, record: Record) -> None:
+        """Send to another worker, as the holder of a token."""
+        socket = self._colleagues.get(endpoint)
+        if socket is None:
+            socket = self._colleagues[endpoint] = self._connect(self._config.holder_identity, endpoint)
+        self._send(socket, [], record)
+
+    def send_supervisor(self, record: Record) -> None:
+        """Send to the supervisor."""
+        try:
+            self._lifeline.send(record)
+        except ShutdownError:
+            self._gone()
+
+    def close(self) -> None:
+        """Close the sockets."""
+        if os.getpid() == self._process:
+            self._context.destroy(linger=_LINGER)
+
+    def _connect(self, identity: bytes, endpoint: str) -> zmq.Socket[bytes]:
+        socket = self._socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, identity)
+        socket.setsockopt(zmq.RECONNECT_IVL, 10)  # the peer may still be starting
+        socket.connect(endpoint)
+        return socket
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, _LINGER)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        self._poller.register(socket, zmq.POLLIN)
+        return socket
+
+    def _send(self, socket: zmq.Socket[bytes], prefix: list[bytes], record: Record) -> None:
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("send %.300r", record)
+        # Copied: the user's arrays behind a frame may change as soon as this returns. Large ones are in an arena.
+        socket.send_multipart([*prefix, *encode(record)])
+
+    def _read(self, socket: zmq.Socket[bytes], sender: bytes | None) -> tuple[bytes, Record] | None:
+        frames = socket.recv_multipart(copy=False)
+        if sender is None:
+            sender = frames.pop(0).bytes
+        try:
+            record = decode([frame.buffer for frame in frames], BULK_LIMITS)
+        except PeerProtocolError as error:
+            _log.warning("%s: dropped a malformed message from %r: %s", self._config.name, sender, error)
+            return None
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("received from %r: %.300r", sender, record)
+        return sender, record
+
+
+def register(link: Link, config: Config, device: str) -> messages.Registered:
+    """Make this worker known to the server, wait until all workers are, and tell the supervisor.
+
+    Raises :class:`ConfigurationError` where the server refuses. There is no time limit here: the supervisor has one.
+    """
+    worker = messages.Worker(config.replica, config.incarnation, os.getpid(), device, config.endpoint)
+    link.send_server(messages.Register(messages.PROTOCOL, worker))
+    _log.debug("%s waits for the server to register it", config.name)
+    while True:
+        received = link.receive(None)
+        if received is None or received[0] != SERVER:
+            continue
+        record = received[1]
+        if isinstance(record, messages.Refused):
+            raise ConfigurationError(f"the server refuses worker {config.name}: {record.error.message}")
+        if isinstance(record, messages.Registered):
+            link.send_supervisor(messages.Ready(config.endpoint))
+            return record

@@ -1,0 +1,142 @@
+"""The worker's loop: take the controller's work, carry out one run after the other, send each Return.
+
+It puts the pieces of the worker together and knows in which order things happen around a user's function. What
+records may arrive is the conversation's business, what the function may do the replica's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+from contextlib import suppress
+from typing import Any
+
+from central_storage import context
+from central_storage.arena import Arena
+from central_storage.lifeline import Lifeline
+from central_storage.shipping import load_arguments
+from central_storage.vocabulary import to_value
+from cs_proto import messages, segments
+from cs_proto.messages import Prepare, Run, Value
+
+from .catalogue import Catalogue
+from .config import Config
+from .conversation import Conversation, path_text
+from .device import Device
+from .interrupts import Interrupts
+from .link import Link
+from .placing import Placing
+from .programs import Programs
+from .raised import raised_error
+from .replica import Replica
+from .seeds import kept_random_state, seed_random_state
+from .token import TokenController
+from .workshop import Workshop
+
+__all__ = ["Loop"]
+
+_log = logging.getLogger("central_storage.worker")
+
+
+class Loop:
+    """One registered worker at work."""
+
+    def __init__(
+        self,
+        config: Config,
+        device: Device,
+        registered: messages.Registered,
+        lifeline: Lifeline,
+        link: Link,
+        interrupts: Interrupts,
+    ) -> None:
+        conversation = Conversation(link, interrupts, self._execute)
+        catalogue = Catalogue(conversation, lifeline, config.replica)
+        arena = Arena(lambda: lifeline.segment(segments.arena(config.replica)))
+        controller = TokenController(config, registered, conversation, catalogue, arena, interrupts, self._execute)
+        self._shop = Workshop(
+            config,
+            device,
+            registered.replicas,
+            interrupts,
+            conversation,
+            catalogue,
+            arena,
+            controller,
+            controller.strategy,
+        )
+        self._programs = Programs()
+        self._own_path = list(sys.path)
+        self._under_way: list[Replica] = []
+
+    def serve(self) -> None:
+        """Work until the process ends."""
+        while not self._shop.interrupts.terminating:
+            self.serve_once()
+
+    def serve_once(self) -> None:
+        """Wait for the controller's next record and act on it."""
+        controller, work = self._shop.conversation.next_work()
+        if isinstance(work, Prepare):
+            self._prepare(work)
+        else:
+            self._shop.interrupts.install()  # the user's code may have put other handlers in their place
+            self._shop.conversation.begin_run(controller, work.run)
+            self._shop.arena.reset()  # the client has copied what the last run returned
+            self._execute(controller, work)
+
+    def _prepare(self, prepare: Prepare) -> None:
+        """Find modules and files where the script finds them; what only this process needs stays behind that."""
+        sys.path[:] = [*prepare.path, *(entry for entry in self._own_path if entry not in prepare.path)]
+        importlib.invalidate_caches()
+        try:
+            os.chdir(prepare.directory)
+        except OSError as error:
+            _log.warning("%s cannot enter the script's directory: %s", self._shop.config.name, error)
+
+    def _execute(self, sender: bytes, run: Run) -> None:
+        """Carry out one run as this replica, whatever becomes of it, and send its Return."""
+        outer = self._under_way[-1] if self._under_way else None
+        replica = Replica(self._shop, run.run, run.seed, outer)
+        restore = kept_random_state() if outer is not None else None
+        value, error = None, None
+        self._under_way.append(replica)
+        _log.debug("run %s begins", path_text(run.run))
+        try:
+            value = self._call(sender, run, replica)
+        # Whatever the user's code raises is an answer, SystemExit and KeyboardInterrupt too; the worker goes on.
+        except BaseException as raised:
+            if self._shop.interrupts.terminating:
+                raise
+            error = raised_error(raised, replica.replica, replica.count, self._shop.arena)
+        finally:
+            self._under_way.pop()
+        if restore is not None:
+            restore()
+        _flush()
+        replica.send_return(value, error)
+        _log.debug("run %s has ended", path_text(run.run))
+
+    def _call(self, sender: bytes, run: Run, replica: Replica) -> Value:
+        shop = self._shop
+        with context.enter_replica(shop.strategy, replica):
+            with shop.interrupts.user_code():
+                result = self._call_user(sender, run)
+            return to_value(result, Placing(shop.arena))
+
+    def _call_user(self, sender: bytes, run: Run) -> Any:
+        shop = self._shop
+        function = self._programs.load(sender, run, shop.catalogue.resolve)
+        buffers = [shop.catalogue.map(array).data for array in run.buffers]
+        args, kwargs = load_arguments(memoryview(run.arguments.data), buffers, shop.catalogue.resolve)
+        seed_random_state(run.seed, run.run, run.replica)
+        return function(*args, **kwargs)
+
+
+def _flush() -> None:
+    """What the function printed is out before its result is."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # the user's code may have closed it, or put anything in its place
+            stream.flush()

@@ -1,0 +1,268 @@
+"""One replica of one run: what ``central_storage`` calls while the user's function runs.
+
+It counts the merge points, keeps as notes those whose answer nobody needs yet, and waits at the others; notes travel
+with the next question or with the return. Made by the loop for every run, nested ones too. The user's function and
+the sockets are not known here.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import numpy as np
+
+import central_storage
+from central_storage.vocabulary import from_value, to_exception, to_value
+from cs_proto import messages
+from cs_proto.arrays import INLINE_NBYTES, Array
+from cs_proto.errors import ContextError, LocalProtocolError, ResultError
+from cs_proto.failures import error_of
+from cs_proto.messages import AssignOp, Error, ReduceOpName, RunId, Value, VariableSpec
+from cs_proto.records import Record
+
+from .conversation import path_text
+from .gradients import GradientBuffers
+from .placing import FRAMES, Placing
+from .raised import raised_error
+from .workshop import Workshop
+
+__all__ = ["Replica"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+R = TypeVar("R", bound=Record)
+
+# Frames of these are not the user's.
+_OURS = (str(Path(__file__).parent), str(Path(central_storage.__file__).parent))
+
+
+def _whole(method: Callable[Concatenate[Replica, P], T]) -> Callable[Concatenate[Replica, P], T]:
+    """A method that the user's code calls: in the replica's own thread only, and not torn apart by Ctrl-C."""
+
+    def call(self: Replica, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if threading.get_ident() != self._thread:
+            raise ContextError(
+                "a replica's variables, optimizers and context are used in the thread of its function; hand arrays to "
+                "other threads instead"
+            )
+        with self._shop.interrupts.own_code():
+            return method(self, *args, **kwargs)
+
+    functools.update_wrapper(call, method)
+    return call
+
+
+class Replica:
+    """The :class:`central_storage.backend.ReplicaBackend` of one run."""
+
+    def __init__(self, shop: Workshop, run: RunId, seed: int, outer: Replica | None) -> None:
+        """``outer`` is the replica that waits in a merge_call for this nested run."""
+        self.replica = shop.config.replica
+        self.replicas = shop.replicas
+        self.device = shop.device.full_name
+        #: How many merge points this replica has brought.
+        self.count = 0
+        self._shop = shop
+        self._run = run
+        self._seed = seed
+        self._thread = threading.get_ident()
+        self._notes: list[messages.ApplyPoint | messages.AssignPoint] = []
+        self.buffers: GradientBuffers = GradientBuffers(shop.catalogue, None if outer is None else outer.buffers)
+        # What this replica has written since the last commit it knows of.
+        self._written: set[int] = set()
+        self._stepped: set[int] = set()
+        self._failed: Error | None = None
+
+    # --- reading ----------------------------------------------------------------------------------------------
+
+    @_whole
+    def view(self, number: int) -> np.ndarray:
+        """The variable's value: read-only, no copy, current until this replica next waits. What this replica has
+        written to it is committed first."""
+        self._commit_writes_of(number)
+        return self._shop.catalogue.view(number)
+
+    @_whole
+    def variable(self, number: int) -> messages.Variable:
+        """The variable's record as it stands."""
+        self._commit_writes_of(number)
+        return self._shop.catalogue.variable(number)
+
+    @_whole
+    def optimizer(self, number: int) -> messages.Optimizer:
+        """The optimizer's record as it stands, with this replica's own steps counted."""
+        if number in self._stepped:
+            self._commit()
+        return self._shop.catalogue.optimizer(number)
+
+    @_whole
+    def gradient_buffers(self, numbers: Sequence[int]) -> list[np.ndarray]:
+        """Writable arrays that lie where the server reads this replica's gradients; their content is undefined."""
+        return self.buffers.hand_out(numbers, self._commit)
+
+    def array_module(self) -> ModuleType:
+        """NumPy, or CuPy on a GPU."""
+        return self._shop.device.array_module
+
+    # --- merge points -----------------------------------------------------------------------------------------
+
+    @_whole
+    def apply(self, optimizer: int, pairs: Sequence[tuple[np.ndarray, int]], site: str) -> None:
+        """Note one optimizer step; the first of a set of variables is waited for, since it may not be possible."""
+        self._refuse_after_failure()
+        buffers = self.buffers.fill(pairs, self._commit)
+        numbers = tuple(sorted(number for _, number in pairs))
+        variable_set = self._shop.variable_sets.get((optimizer, numbers))
+        if variable_set is None:
+            point = messages.ApplyPoint(self.count, site, optimizer, 0, numbers, buffers)
+            accepted = self._ask(point, messages.Accepted)
+            self._shop.variable_sets[optimizer, numbers] = accepted.variable_set
+        else:
+            self._note(messages.ApplyPoint(self.count, site, optimizer, variable_set, (), buffers))
+        self.buffers.note()
+        self._written.update(numbers)
+        self._stepped.add(optimizer)
+
+    @_whole
+    def assign(self, number: int, op: AssignOp, value: np.ndarray, site: str, *, scalar: bool) -> None:
+        """Note an aggregated assign; one of a Python number is waited for, since the replicas are compared."""
+        self._refuse_after_failure()
+        checked = scalar and self.replicas > 1
+        # A note travels later than its value may change.
+        kept = value if checked or value.nbytes > INLINE_NBYTES else np.array(value)
+        array = Placing(self._shop.arena)(kept)
+        if checked:
+            self._ask(messages.AssignPoint(self.count, site, number, op, array, True), messages.Accepted)
+        else:
+            self._note(messages.AssignPoint(self.count, site, number, op, array, False))
+        self._written.add(number)
+
+    @_whole
+    def create(self, spec: VariableSpec, value: np.ndarray, site: str) -> messages.Variable:
+        """Make a variable; replica 0's value counts."""
+        array = Placing(self._shop.arena)(value)
+        created = self._ask(messages.CreatePoint(self.count, site, spec, array), messages.CreatedInRun)
+        self._written.add(created.variable.number)
+        return self._shop.catalogue.learn(created.variable)
+
+    @_whole
+    def all_reduce(self, op: ReduceOpName, leaves: Sequence[np.ndarray], site: str) -> list[np.ndarray]:
+        """Combine leaf by leaf over the replicas."""
+        return self._combine(leaves, lambda arrays: messages.ReducePoint(self.count, site, op, arrays))
+
+    @_whole
+    def all_gather(self, axis: int, leaves: Sequence[np.ndarray], site: str) -> list[np.ndarray]:
+        """Concatenate leaf by leaf over the replicas along ``axis``."""
+        return self._combine(leaves, lambda arrays: messages.GatherPoint(self.count, site, axis, arrays))
+
+    @_whole
+    def merge_call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], site: str
+    ) -> Any:
+        """Call replica 0's function once in the cross-replica context; this replica's share of what it returned.
+
+        While the others wait here, they carry out the runs that the function starts.
+        """
+        self._refuse_after_failure()
+        shop = self._shop
+        mark = shop.arena.mark()
+        arguments = to_value((args, dict(kwargs)), Placing(shop.arena), "arguments of merge_call")
+        point = messages.MergeCallPoint(self.count, site, arguments)
+        answer: Record = self._ask(point, messages.Token, messages.Merged)
+        self._all_committed()
+        if isinstance(answer, messages.Merged):
+            shop.arena.release(mark)  # the holder has read the arguments, and what nested runs returned
+            return from_value(answer.value, shop.catalogue.copy, shop.catalogue.resolve)
+        assert isinstance(answer, messages.Token)
+        try:
+            return shop.controller.merge(answer, function, self._seed)
+        except Exception as error:
+            # The server ends the run for everybody; nothing it would answer is of use any more.
+            self._failed = raised_error(error, self.replica, self.count, shop.arena)
+            raise
+
+    def send_return(self, value: Value | None, error: Error | None) -> None:
+        """Say that the function has returned or raised, with the notes it leaves."""
+        link, shop = self._shop.conversation.link, self._shop
+        head = (self._run, self.replica, shop.config.incarnation, tuple(self._notes), self.count)
+        try:
+            link.send_server(messages.Return(*head, value, error))
+        except LocalProtocolError as refused:
+            too_large = ResultError(f"the result of the replica function is too large to travel: {refused}")
+            link.send_server(messages.Return(*head, None, error_of(too_large, self.replica, self.count)))
+
+    # --- how it is done -----------------------------------------------------------------------------------------
+
+    def _combine(
+        self,
+        leaves: Sequence[np.ndarray],
+        point: Callable[[tuple[Array, ...]], messages.ReducePoint | messages.GatherPoint],
+    ) -> list[np.ndarray]:
+        arena, catalogue = self._shop.arena, self._shop.catalogue
+        mark = arena.mark()
+        placing = Placing(arena)
+        reduced = self._ask(point(tuple(placing(leaf) for leaf in leaves)), messages.Reduced)
+        arena.release(mark)  # the answer means that every operand has been read
+        return [catalogue.copy(array) for array in reduced.arrays]
+
+    def _ask(self, point: Any, *answers: type[R]) -> R:
+        """Bring a point together with the notes, and wait for its answer. Raises what the server answers."""
+        self._refuse_after_failure()
+        shop, k = self._shop, point.k
+        ask = messages.Ask(self._run, self.replica, shop.config.incarnation, tuple(self._notes), point)
+        shop.conversation.link.send_server(ask)
+        self._notes.clear()
+        is_merge_call = isinstance(point, messages.MergeCallPoint)
+        if not isinstance(point, messages.ReadPoint):
+            self.count += 1
+
+        def wanted(record: Record) -> R | None:
+            if getattr(record, "run", None) != self._run or getattr(record, "k", None) != k:
+                return None
+            if isinstance(record, messages.PointFailed):
+                if record.ends_run:
+                    self._failed = record.error
+                raise to_exception(record.error, shop.catalogue.copy, shop.catalogue.resolve)
+            return record if isinstance(record, answers) else None
+
+        what = f"{type(point).__name__} {k} of run {path_text(self._run)} at {point.site}"
+        return shop.conversation.wait(what, wanted, (self._run, k) if is_merge_call else None)
+
+    def _note(self, point: messages.ApplyPoint | messages.AssignPoint) -> None:
+        if len(self._notes) >= FRAMES:
+            self._commit()
+        self._notes.append(point)
+        self.count += 1
+
+    def _commit_writes_of(self, number: int) -> None:
+        if number in self._written:
+            self._commit()
+
+    def _commit(self) -> None:
+        """Have everything committed that this replica has brought so far."""
+        self._ask(messages.ReadPoint(self.count, _user_site()), messages.Committed)
+        self._all_committed()
+
+    def _all_committed(self) -> None:
+        self._written.clear()
+        self._stepped.clear()
+        self.buffers.committed()
+
+    def _refuse_after_failure(self) -> None:
+        """A run that has failed as a whole fails again at every further point, without asking."""
+        if self._failed is not None:
+            raise to_exception(self._failed, self._shop.catalogue.copy, self._shop.catalogue.resolve)
+
+
+def _user_site() -> str:
+    """``file:line`` of the nearest caller in the user's code."""
+    frame = sys._getframe(1)  # noqa: SLF001  (the one way to a caller's line without building a whole stack)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,34 @@
+"""Random state of a replica: a function of (strategy seed, run, replica), whatever ran before in this process."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+from collections.abc import Callable
+
+import numpy as np
+
+from cs_proto.messages import RunId
+
+__all__ = ["kept_random_state", "seed_random_state"]
+
+
+def seed_random_state(seed: int, run: RunId, replica: int) -> None:
+    """Seed ``random`` and ``numpy.random``'s global generator."""
+    # A hash, because neighbouring runs differ by one and generators want seeds that differ everywhere.
+    key = ",".join(map(str, (seed, *run, replica)))
+    digest = hashlib.blake2b(key.encode(), digest_size=32).digest()
+    random.seed(int.from_bytes(digest[:16], "little"))
+    np.random.seed(struct.unpack("<4I", digest[16:]))
+
+
+def kept_random_state() -> Callable[[], None]:
+    """Remember the state as it is; the answer puts it back. For the run around a nested run."""
+    python, numpy = random.getstate(), np.random.get_state()
+
+    def restore() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+    return restore

@@ -1,0 +1,247 @@
+"""The controller for the length of a merge_call: replica 0's worker runs the merge function in the cross-replica
+context and does what the client does elsewhere. It starts nested runs in all workers (in its own by recursion) and
+sends the server the writes of the merge function.
+
+It is the backend of the strategy handle in a worker for good, so it says no while no token is held.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from central_storage import context
+from central_storage.arena import Arena
+from central_storage.function import Function
+from central_storage.shipping import digest, dump_arguments, dump_function
+from central_storage.strategy import CentralStorageStrategy
+from central_storage.values import regroup, select_replica
+from central_storage.vocabulary import from_value, to_exception, to_value
+from cs_proto import messages
+from cs_proto.arrays import INLINE_NBYTES, Array, array_of
+from cs_proto.errors import ContextError
+from cs_proto.messages import AssignOp, Counters, Run, Token, VariableSpec
+from cs_proto.recent import HELD_FUNCTIONS, Recent
+from cs_proto.records import Frame, Record
+
+from .catalogue import Catalogue
+from .config import Config
+from .conversation import Conversation, path_text
+from .interrupts import Interrupts
+from .placing import Placing
+from .raised import raised_error
+
+__all__ = ["TokenController"]
+
+
+class _Held:
+    """A token that this worker holds: the merge point, the run's seed, and what has been numbered under it."""
+
+    def __init__(self, token: Token, seed: int) -> None:
+        self.point = (*token.run, token.k)
+        self.client = path_text(self.point)
+        self.seed = seed
+        self.runs = 0
+        self.sequence = 0
+
+
+class TokenController:
+    """The :class:`central_storage.backend.ControllerBackend` of a worker."""
+
+    def __init__(
+        self,
+        config: Config,
+        registered: messages.Registered,
+        conversation: Conversation,
+        catalogue: Catalogue,
+        arena: Arena,
+        interrupts: Interrupts,
+        execute: Callable[[bytes, Run], None],
+    ) -> None:
+        """``execute`` carries out this worker's own part of a nested run and sends its Return."""
+        self.replicas = registered.replicas
+        self.compute_devices = tuple(worker.device for worker in registered.workers)
+        self.parameter_device = registered.parameter_device
+        self.address = config.run_directory
+        self._config = config
+        self._workers = registered.workers
+        self._conversation = conversation
+        self._catalogue = catalogue
+        self._arena = arena
+        self._interrupts = interrupts
+        self._execute = execute
+        self._thread = threading.get_ident()
+        self._tokens: list[_Held] = []
+        self._recent = [Recent(HELD_FUNCTIONS) for _ in registered.workers]
+        self._frozen: set[bytes] = set()
+        self._strategy = CentralStorageStrategy.from_backend(self, self.compute_devices, self.parameter_device)
+        catalogue.strategy = self._strategy
+
+    @property
+    def strategy(self) -> CentralStorageStrategy:
+        """The one handle of the strategy in this worker."""
+        return self._strategy
+
+    def merge(self, token: Token, function: Callable[..., Any], seed: int) -> Any:
+        """Call ``function`` with all replicas' arguments regrouped, tell the server what it returned or raised, and
+        give replica 0's share. Called by replica 0 at its merge point."""
+        self._tokens.append(_Held(token, seed))
+        try:
+            values = self._call(token, function)
+            self._conversation.link.send_server(messages.MergeCallReturn(token.run, token.k, values, None))
+        except BaseException as error:
+            failure = raised_error(error, self._config.replica, token.k, self._arena)
+            self._conversation.link.send_server(messages.MergeCallReturn(token.run, token.k, (), failure))
+            raise
+        finally:
+            self._tokens.pop()
+        return self._from_value(values[self._config.replica])
+
+    def _call(self, token: Token, function: Callable[..., Any]) -> tuple[messages.Value, ...]:
+        with context.enter_cross_replica(self._strategy):
+            args, kwargs = regroup([self._from_value(value) for value in token.arguments])
+            with self._interrupts.user_code():
+                result = function(self._strategy, *args, **kwargs)
+        placing = Placing(self._arena)
+        return tuple(to_value(select_replica(replica, result), placing) for replica in range(self.replicas))
+
+    # --- ControllerBackend --------------------------------------------------------------------------------------
+
+    def run(
+        self, function: Callable[..., Any], arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+    ) -> list[Any]:
+        """Run ``function`` once per replica, nested in the run of the merge_call; the results in replica order."""
+        token = self._token("strategy.run")
+        with self._interrupts.own_code():
+            adopt = self._strategy.adopt
+            if isinstance(function, Function):
+                data = function.pickle_for(self, lambda f: dump_function(f, adopt))
+            else:
+                data = dump_function(function, adopt)
+            mark = self._arena.mark()
+            pickles = [dump_arguments(args, kwargs, adopt, self._place) for args, kwargs in arguments]
+            results = self._run(token, data, isinstance(function, Function), pickles)
+            self._arena.release(mark)  # every replica has returned, and the results are copies
+            return results
+
+    def create(self, spec: VariableSpec, value: np.ndarray, site: str) -> messages.Variable:
+        """Make a variable."""
+        token = self._token("Variable")
+        with self._interrupts.own_code():
+            inline = array_of(value) if value.nbytes <= INLINE_NBYTES else None
+            token.sequence += 1
+            request = messages.Create(token.client, token.sequence, spec, inline)
+            created = self._catalogue.ask(request, token.sequence, messages.Created).variable
+            if inline is None:
+                self._assign(token, created.number, "assign", value)
+            return self._catalogue.learn(created)
+
+    def assign(self, number: int, op: AssignOp, value: np.ndarray, site: str, *, scalar: bool) -> None:
+        """Write a variable once."""
+        token = self._token("assign")
+        with self._interrupts.own_code():
+            self._assign(token, number, op, value)
+
+    def read(self, number: int) -> np.ndarray:
+        """A copy of the variable's current value."""
+        self._token("reading a variable outside a replica")
+        with self._interrupts.own_code():
+            # Everything before this merge point is committed, and nobody but the holder of the token can go on.
+            return np.array(self._catalogue.view(number))
+
+    def configure(self, number: int, kind: str, hyperparameters: Mapping[str, float]) -> messages.Optimizer:
+        """Make an optimizer (``number`` 0), or change the hyperparameters of one."""
+        token = self._token("setting up an optimizer")
+        with self._interrupts.own_code():
+            pairs = tuple((key, float(value)) for key, value in hyperparameters.items())
+            token.sequence += 1
+            request = messages.Configure(token.client, token.sequence, number, kind, pairs)
+            done = self._catalogue.ask(request, token.sequence, messages.Done)
+            return messages.Optimizer(done.number, kind, pairs, done.version)
+
+    def variable(self, number: int) -> messages.Variable:
+        """The variable's record as it stands."""
+        self._check_thread()
+        with self._interrupts.own_code():
+            return self._catalogue.variable(number)
+
+    def optimizer(self, number: int) -> messages.Optimizer:
+        """The optimizer's record as it stands."""
+        self._check_thread()
+        with self._interrupts.own_code():
+            return self._catalogue.optimizer(number)
+
+    def statistics(self) -> Counters:
+        """The server's counters."""
+        self._check_thread()
+        with self._interrupts.own_code():
+            request = self._conversation.next_request()
+            return self._catalogue.ask(messages.Statistics(request), request, Counters)
+
+    def close(self) -> None:
+        """Refused: the service is the script's to stop."""
+        raise ContextError("a strategy cannot be shut down inside a worker; do it in your script")
+
+    # --- how it is done -----------------------------------------------------------------------------------------
+
+    def _run(
+        self, token: _Held, data: bytes, frozen: bool, pickles: Sequence[tuple[bytes, tuple[Array, ...]]]
+    ) -> list[Any]:
+        run = (*token.point, token.runs)
+        token.runs += 1
+        name = digest(data)
+        own: Run | None = None
+        for worker, (arguments, buffers) in zip(self._workers, pickles, strict=True):
+            held = name in self._frozen if frozen else self._recent[worker.replica].touch(name)
+            function = None if held else Frame(data)
+            record = Run(run, worker.replica, token.seed, name, function, frozen, Frame(arguments), buffers)
+            if worker.replica == self._config.replica:
+                own = record
+            else:
+                self._conversation.link.send_worker(worker.endpoint, record)
+        if frozen:
+            self._frozen.add(name)
+        assert own is not None
+        self._execute(self._config.holder_identity, own)
+
+        def wanted(record: Record) -> messages.RunFinished | None:
+            return record if isinstance(record, messages.RunFinished) and record.run == run else None
+
+        finished = self._conversation.wait(f"nested run {path_text(run)}", wanted)
+        if finished.error is not None:
+            raise to_exception(finished.error, self._catalogue.copy, self._catalogue.resolve)
+        return [self._from_value(value) for value in finished.values]
+
+    def _assign(self, token: _Held, number: int, op: AssignOp, value: np.ndarray) -> None:
+        mark = self._arena.mark()
+        token.sequence += 1
+        request = messages.Assign(token.client, token.sequence, number, op, self._arena.place(value))
+        self._catalogue.ask(request, token.sequence, messages.Done)
+        self._arena.release(mark)
+
+    def _place(self, data: memoryview) -> Array:
+        """Copy a large buffer of an argument into this worker's arena, from where the other workers read it."""
+        array = self._arena.new("uint8", (data.nbytes,))
+        self._arena.view(array)[...] = np.frombuffer(data, np.uint8)
+        return array
+
+    def _from_value(self, value: messages.Value) -> Any:
+        return from_value(value, self._catalogue.copy, self._catalogue.resolve)
+
+    def _token(self, what: str) -> _Held:
+        self._check_thread()
+        if not self._tokens:
+            raise ContextError(
+                f"{what} in a worker needs the cross-replica context; use get_replica_context().merge_call to get there"
+            )
+        return self._tokens[-1]
+
+    def _check_thread(self) -> None:
+        if threading.get_ident() != self._thread:
+            raise ContextError(
+                "a strategy and its variables are used in the thread of the replica function; hand arrays to other "
+                "threads instead"
+            )
