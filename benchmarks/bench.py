@@ -82,13 +82,14 @@ class Case:
 def measure(cases: list[Case], rounds: int) -> None:
     """All sides of all cases in turn, ``rounds`` times, after one round that is not counted."""
     for number in range(rounds + 1):
-        print(f"\rround {number}/{rounds}", end="", file=sys.stderr, flush=True)
+        if sys.stderr.isatty():
+            end = "\n" if number == rounds else ""
+            print(f"\rround {number}/{rounds}", end=end, file=sys.stderr, flush=True)
         for case in cases:
             for side in case.sides:
                 figure = side.measure()
                 if number:
                     side.rounds.append(figure)
-    print(file=sys.stderr)
 
 
 def seconds_each(times: int, action: Callable[[], Any]) -> float:
@@ -186,7 +187,7 @@ def memory(strategy: cs.CentralStorageStrategy) -> list[dict[str, Any]]:
     """What each process holds, in bytes: ``uss`` is its own alone, ``pss`` shares what is mapped by several."""
     counters = strategy.statistics()
     supervisor = psutil.Process(counters.pid).ppid()
-    pids = {"script": os.getpid(), "supervisor": supervisor, "server": counters.pid}
+    pids = {"this script, with NumPy": os.getpid(), "supervisor": supervisor, "server": counters.pid}
     pids |= {f"worker w{replica.replica}": replica.pid for replica in counters.replicas}
     found = []
     for name, pid in pids.items():

@@ -16,7 +16,37 @@ import numpy as np
 
 from cs_proto.messages import AssignOp, Counters, Optimizer, ReduceOpName, Variable, VariableSpec
 
-__all__ = ["ControllerBackend", "ReplicaBackend"]
+from .handles import Handle
+
+__all__ = ["ControllerBackend", "ReplicaBackend", "Strategy"]
+
+
+class Strategy(Protocol):
+    """What contexts, variables and optimizers know of the strategy they belong to."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas."""
+
+    @property
+    def controller(self) -> ControllerBackend:
+        """The seam to the service. Raises where there is none."""
+
+    @property
+    def extended_parameter_device(self) -> str:
+        """The parameter device as a full name."""
+
+    def remember(self, handle: Handle) -> None:
+        """Let ``handle`` be the one object for its number in this process."""
+
+    def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Call ``fn`` once per replica."""
+
+    def reduce(self, reduce_op: Any, value: Any, axis: int | tuple[int, ...] | None) -> Any:
+        """Combine the components of a distributed value."""
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """The components of a distributed value."""
 
 
 class _Catalogue(Protocol):

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -24,8 +24,9 @@ from .values import ReduceOp, as_reduce_op, convert_to_tensor
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from .backend import ReplicaBackend
-    from .strategy import CentralStorageStrategy, DefaultStrategy
+    from .backend import ReplicaBackend, Strategy
+
+S = TypeVar("S", bound="Strategy")
 
 __all__ = [
     "ReplicaContext",
@@ -51,10 +52,16 @@ class _Stack(threading.local):
     """(strategy, replica context or None) of every context this thread has entered."""
 
     def __init__(self) -> None:
-        self.entries: list[tuple[CentralStorageStrategy, ReplicaContext | None]] = []
+        self.entries: list[tuple[Strategy, ReplicaContext | None]] = []
 
 
 _stack = _Stack()
+_default: list[ReplicaContext] = []
+
+
+def set_default(replica: ReplicaContext) -> None:
+    """Let ``replica`` be the context, and its strategy the strategy, of code outside every context."""
+    _default[:] = [replica]
 
 
 def has_strategy() -> bool:
@@ -62,13 +69,11 @@ def has_strategy() -> bool:
     return bool(_stack.entries)
 
 
-def get_strategy() -> CentralStorageStrategy | DefaultStrategy:
+def get_strategy() -> Strategy:
     """The strategy of the current context; outside every one, the default strategy of one local replica."""
     if _stack.entries:
         return _stack.entries[-1][0]
-    from .strategy import default_strategy
-
-    return default_strategy()
+    return _default[0].strategy
 
 
 def in_cross_replica_context() -> bool:
@@ -79,9 +84,7 @@ def in_cross_replica_context() -> bool:
 def get_replica_context() -> ReplicaContext | None:
     """The context of the replica this code runs in; None in a cross-replica context."""
     if not _stack.entries:
-        from .strategy import default_strategy
-
-        return default_strategy().replica_context
+        return _default[0]
     return _stack.entries[-1][1]
 
 
@@ -94,7 +97,7 @@ def current_replica(strategy: object) -> ReplicaBackend | None:
     return None
 
 
-def require_cross_replica(strategy: CentralStorageStrategy, what: str) -> None:
+def require_cross_replica(strategy: Strategy, what: str) -> None:
     """Raise :class:`ContextError` unless ``strategy`` may do ``what`` here: in its own cross-replica context, or
     outside every context."""
     if not _stack.entries:
@@ -110,7 +113,7 @@ def require_cross_replica(strategy: CentralStorageStrategy, what: str) -> None:
 
 
 @contextmanager
-def enter_cross_replica(strategy: CentralStorageStrategy) -> Iterator[CentralStorageStrategy]:
+def enter_cross_replica(strategy: Strategy) -> Iterator[Strategy]:
     """The cross-replica context of ``strategy`` for the length of the block."""
     _stack.entries.append((strategy, None))
     try:
@@ -120,7 +123,7 @@ def enter_cross_replica(strategy: CentralStorageStrategy) -> Iterator[CentralSto
 
 
 @contextmanager
-def scope_of(strategy: CentralStorageStrategy) -> Iterator[CentralStorageStrategy]:
+def scope_of(strategy: S) -> Iterator[S]:
     """What ``strategy.scope()`` returns: the cross-replica context, refused where it makes no sense."""
     if _stack.entries:
         entered, replica = _stack.entries[-1]
@@ -133,7 +136,7 @@ def scope_of(strategy: CentralStorageStrategy) -> Iterator[CentralStorageStrateg
 
 
 @contextmanager
-def enter_replica(strategy: CentralStorageStrategy, backend: ReplicaBackend) -> Iterator[ReplicaContext]:
+def enter_replica(strategy: Strategy, backend: ReplicaBackend) -> Iterator[ReplicaContext]:
     """The context of one replica for the length of the block; the context object is dead afterwards."""
     context = ReplicaContext(strategy, backend)
     _stack.entries.append((strategy, context))
@@ -150,7 +153,7 @@ class ReplicaContext:
     Got by ``get_replica_context()``. Using one after its run has ended is a :class:`ContextError`.
     """
 
-    def __init__(self, strategy: CentralStorageStrategy | DefaultStrategy, backend: ReplicaBackend | None) -> None:
+    def __init__(self, strategy: Strategy, backend: ReplicaBackend | None) -> None:
         self._strategy = strategy
         self._backend = backend
         self._ended = False
@@ -169,7 +172,7 @@ class ReplicaContext:
         self._ended = True
 
     @property
-    def strategy(self) -> CentralStorageStrategy | DefaultStrategy:
+    def strategy(self) -> Strategy:
         """The strategy whose replica this is."""
         return self._strategy
 

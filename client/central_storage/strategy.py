@@ -18,7 +18,7 @@ from .optimizers import Optimizer, optimizer_of
 from .values import ReduceOp, local_results, reduce_values, regroup, select_replica
 from .variable import Variable
 
-__all__ = ["CentralStorageStrategy", "DefaultStrategy", "default_strategy"]
+__all__ = ["CentralStorageStrategy", "DefaultStrategy"]
 
 
 class CentralStorageStrategy(Handle):
@@ -255,14 +255,20 @@ class DefaultStrategy:
     @property
     def controller(self) -> NoReturn:
         """There is no service behind the default strategy."""
-        raise ShutdownError("the default strategy has no service; make a CentralStorageStrategy and enter its scope")
+        _no_service()
+
+    @property
+    def extended_parameter_device(self) -> str:
+        """The CPU."""
+        return devices.full_name("cpu:0")
+
+    def remember(self, handle: Handle) -> NoReturn:
+        """There is nothing that a handle could stand for."""
+        _no_service()
 
 
-_default: list[DefaultStrategy] = []
+def _no_service() -> NoReturn:
+    raise ShutdownError("the default strategy has no service; make a CentralStorageStrategy and enter its scope")
 
 
-def default_strategy() -> DefaultStrategy:
-    """The one default strategy of this process."""
-    if not _default:
-        _default.append(DefaultStrategy())
-    return _default[0]
+context.set_default(DefaultStrategy().replica_context)

@@ -7,7 +7,7 @@ everywhere else, and by ``value()``, ``read_value()`` and ``numpy()``, reading g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -21,8 +21,7 @@ from .handles import Handle
 from .values import DistributedValues, VariableAggregation, VariableSynchronization, convert_to_tensor
 
 if TYPE_CHECKING:
-    from .backend import ControllerBackend, ReplicaBackend
-    from .strategy import CentralStorageStrategy
+    from .backend import ControllerBackend, ReplicaBackend, Strategy
 
 __all__ = ["Variable"]
 
@@ -71,17 +70,17 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
             aggregation.value,
             synchronization.value,
         )
-        strategy = cast("CentralStorageStrategy", get_strategy())  # there is one: has_strategy()
+        strategy = get_strategy()
         self._adopt(strategy, _backend_of(strategy).create(spec, value, call_site()))
 
     @classmethod
-    def from_record(cls, strategy: CentralStorageStrategy, record: VariableRecord) -> Variable:
+    def from_record(cls, strategy: Strategy, record: VariableRecord) -> Variable:
         """The handle of a variable that the server already has."""
         self = cls.__new__(cls)
         self._adopt(strategy, record)
         return self
 
-    def _adopt(self, strategy: CentralStorageStrategy, record: VariableRecord) -> None:
+    def _adopt(self, strategy: Strategy, record: VariableRecord) -> None:
         self._strategy = strategy
         self._number = record.number
         self._spec = record.spec
@@ -94,7 +93,7 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
     # --- what it is -------------------------------------------------------------------------------------------
 
     @property
-    def strategy(self) -> CentralStorageStrategy:
+    def strategy(self) -> Strategy:
         """The strategy whose variable this is."""
         return self._strategy
 
@@ -299,7 +298,7 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
         return current_replica(self._strategy) or self._controller
 
 
-def _backend_of(strategy: Any) -> ReplicaBackend | ControllerBackend:
+def _backend_of(strategy: Strategy) -> ReplicaBackend | ControllerBackend:
     return current_replica(strategy) or strategy.controller
 
 

@@ -216,14 +216,13 @@ class Progress:
         self._tables.runs[run] = replace(state, committed=end, commits=state.commits + commits)
 
     def _must_commit(self, run: RunId) -> bool:
-        """Whether somebody needs what is agreed and not committed. All replicas have stopped."""
+        """Whether somebody needs what is agreed and not committed. All replicas have stopped; of a run that has
+        failed none waits any more, because whoever waited has been told."""
         state = self._tables.runs[run]
         if state.committed == state.agreed:
             return False
         if not self._waiting(run):
             return state.failure is None or state.failure.cause in ("mismatch", "operation")
-        if state.failure is not None:
-            return False
         reads = (self._tables.stands[run, replica].read for replica in self._waiting(run))
         return self._is_merge_call(run, state) or any(read is not None and read.k <= state.agreed for read in reads)
 

@@ -177,7 +177,7 @@ class Runs:
             if stand.returned is not None or stand.is_lost:
                 continue
             self._tables.stands[run, died.rank] = replace(stand, waiting=-1, read=None, is_lost=True)
-            if not state.is_finished and (state.failure is None or state.failure.cause == "mismatch"):
+            if state.failure is None or state.failure.cause == "mismatch":
                 stands = self._standing_commits(run, state)
                 lost = ReplicaLostError(
                     f"replica {died.rank} (pid {died.pid}, w{died.rank}.{died.incarnation}) was lost in {name(run)}: "

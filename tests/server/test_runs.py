@@ -189,6 +189,17 @@ def test_what_was_agreed_before_a_death_is_not_committed() -> None:
     book.on(returns(0, 2, run=(2,)), to(CONTROLLER, RunFinished, "cs.ReplicaLostError", "0 commits of", commits=0))
 
 
+def test_a_death_goes_before_the_mismatch_that_was_found_before_it() -> None:
+    book = training()
+    book.does(asks(0, reduces(0), run=(2,)))
+    book.does(asks(1, merge_calls(0), run=(2,)))
+    book.on(dies(1), Says("died"))
+    book.on(
+        returns(0, 1, raises="cs.MergeMismatchError", run=(2,)),
+        to(CONTROLLER, RunFinished, "cs.ReplicaLostError", "replica 1"),
+    )
+
+
 def test_a_run_may_be_cancelled_before_anybody_has_heard_of_it() -> None:
     book = training()
     book.on(hears(CONTROLLER, Cancel((2,))))
@@ -335,6 +346,15 @@ def test_the_requests_of_a_token_are_forgotten_with_its_run() -> None:
     assert not any(key[:1] in b"spu" and b"\x91\x02" in key for key, _ in book.memory.items())
 
 
+def test_a_request_that_outlives_its_run_is_answered_and_forgotten() -> None:
+    book = merging()
+    book.does(hears(w(0), Assign("2.0", 1, 1, "assign", scalar(1))))
+    book.does(hears(CONTROLLER, Cancel((2,))))
+    book.on(returns(0, 0, run=(3,)))
+    book.on(book.finished(), Send(w(0), Done(1, 1, 2)))
+    assert not any(key[:1] == b"q" and b"2.0" in key for key, _ in book.memory.items())
+
+
 def test_an_error_in_a_nested_run_is_the_holders_to_raise() -> None:
     book = merging()
     book.on(asks(0, reduces(0, scalar(1)), run=(2, 0, 0)))
@@ -391,6 +411,8 @@ def test_the_death_of_the_holder_takes_its_token_with_it() -> None:
     book.on(dies(0), Says("died"), lost)
     refused = to(w(0), Refused, "cs.PeerProtocolError")
     book.on(hears(w(0), MergeCallReturn((2,), 0, (NOTHING, NOTHING), None)), refused)
+    late = asks(1, reduces(0), run=(2, 0, 0))
+    book.on(late, to(w(1), PointFailed, "cs.PeerProtocolError", "whose token is not out"))
     book.on(
         returns(1, 1, raises="cs.ReplicaLostError", run=(2,)),
         to(CONTROLLER, RunFinished, "cs.ReplicaLostError"),

@@ -230,7 +230,10 @@ def test_a_run_that_loses_a_replica_ends_when_the_others_have_returned(replicas:
     others = range(1, replicas)
     for replica in others:
         book.on(asks(replica, reduces(0, scalar(1))))
-    why = r"replica 0 \(pid 100, w0.1\) was lost in run 1: SIGKILL. 0 commits of this run stand, .*make a new CentralStorageStrategy"
+    why = (
+        r"replica 0 \(pid 100, w0.1\) was lost in run 1: SIGKILL. 0 commits of this run stand, "
+        ".*make a new CentralStorageStrategy"
+    )
     failed = [to(w(replica), PointFailed, "cs.ReplicaLostError", why, ends_run=True) for replica in others]
     finished = to(CONTROLLER, RunFinished, "cs.ReplicaLostError", why, commits=0, values=())
     book.on(dies(0), Says("died"), *failed)

@@ -397,6 +397,22 @@ def test_sparse_gradients_are_refused_by_name(alone: Service) -> None:
         alone.result()
 
 
+@pytest.mark.parametrize("how", ["buffers", "apply"])
+def test_integers_have_no_gradients(alone: Service, how: str) -> None:
+    optimizer: Any = Sent("optimizer", alone.add_optimizer())
+    v: Any = Sent("variable", alone.add_variable(np.ones(2, np.int32)))
+
+    def step() -> None:
+        if how == "buffers":
+            cs.gradient_buffers([v])
+        else:
+            optimizer.apply_gradients([(np.ones(2, np.int32), v)])
+
+    alone.run(step)
+    with pytest.raises(InvalidArgumentError, match="is int32; only floating-point variables have gradients"):
+        alone.result()
+
+
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 

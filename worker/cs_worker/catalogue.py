@@ -16,6 +16,7 @@ from central_storage.variable import Variable
 from central_storage.vocabulary import to_exception
 from cs_proto import messages, segments
 from cs_proto.arrays import Array, Location
+from cs_proto.errors import InvalidArgumentError
 from cs_proto.records import Record
 from cs_proto.segments import frame_view
 
@@ -92,10 +93,17 @@ class Catalogue:
         return view
 
     def gradient(self, number: int, buffers: int) -> np.ndarray:
-        """The variable's place in one of this replica's two sets of gradient buffers; writable, one object for ever."""
+        """The variable's place in one of this replica's two sets of gradient buffers; writable, one object for ever.
+
+        Raises InvalidArgumentError where the variable has none.
+        """
         view = self._gradients.get((number, buffers))
         if view is None:
             record = self.place(number)
+            if np.dtype(record.spec.dtype).kind not in "fc":
+                raise InvalidArgumentError(
+                    f"variable {record.spec.name} is {record.spec.dtype}; only floating-point variables have gradients"
+                )
             segment = segments.gradients(self._replica, buffers, record.spec.dtype)
             array = Array(record.spec.dtype, record.spec.shape, Location(segment, record.place.offset))
             view = self._gradients[number, buffers] = self.map(array)

@@ -20,6 +20,7 @@ from .catalogue import Catalogue
 __all__ = ["GradientBuffers"]
 
 _Pair = tuple[np.ndarray, np.ndarray]  # a gradient and its place in a buffer
+_NOTHING = (None, 0)  # variables are numbered from 1
 
 
 class GradientBuffers:
@@ -29,13 +30,13 @@ class GradientBuffers:
         self._catalogue = catalogue
         self._free: deque[int] = deque((0, 1) if outer is None else outer.unused())
         self._noted: deque[int] = deque()
-        self._handed_out: list[np.ndarray] = []
+        self._handed_out: dict[int, tuple[np.ndarray, int]] = {}  # by identity; held, so that it stays one
 
     def hand_out(self, numbers: Sequence[int], commit: Callable[[], None]) -> list[np.ndarray]:
         """Writable arrays of the variables in the current set. ``commit`` is called where both sets are noted."""
         current = self._current(commit)
         arrays = [self._catalogue.gradient(number, current).view() for number in numbers]
-        self._handed_out.extend(arrays)
+        self._handed_out.update((id(array), (array, number)) for array, number in zip(arrays, numbers, strict=True))
         return arrays
 
     def fill(self, pairs: Sequence[tuple[np.ndarray, int]], commit: Callable[[], None]) -> int:
@@ -44,15 +45,14 @@ class GradientBuffers:
         for gradient, number in pairs:
             self._check(gradient, number)
         current = self._current(commit)
-        targets = [(gradient, self._catalogue.gradient(number, current)) for gradient, number in pairs]
-        moved = [(gradient, target) for gradient, target in targets if not _is_same_memory(gradient, target)]
-        for source, target in _untangled(moved, targets):
-            np.copyto(target, source)
+        elsewhere = [pair for pair in pairs if self._handed_out.get(id(pair[0]), _NOTHING)[1] != pair[1]]
+        if elsewhere:
+            self._bring(elsewhere, pairs, current)
         return current
 
     def note(self) -> None:
         """The current set belongs to an apply: what was handed out of it becomes read-only."""
-        for array in self._handed_out:
+        for array, _ in self._handed_out.values():
             array.flags.writeable = False
         self._handed_out.clear()
         self._noted.append(self._free.popleft())
@@ -77,35 +77,47 @@ class GradientBuffers:
         free = [*self._free, *self._noted]
         return free[1:] if self._handed_out else free
 
+    def _bring(
+        self, elsewhere: Sequence[tuple[np.ndarray, int]], pairs: Sequence[tuple[np.ndarray, int]], current: int
+    ) -> None:
+        """Copy what does not lie in its place, however it got there."""
+        places = [self._catalogue.gradient(number, current) for _, number in pairs]
+        targets = [(gradient, self._catalogue.gradient(number, current)) for gradient, number in elsewhere]
+        moved = [(gradient, target) for gradient, target in targets if not _is_same_memory(gradient, target)]
+        for source, target in _untangled(moved, places):
+            np.copyto(target, source)
+
     def _check(self, gradient: np.ndarray, number: int) -> None:
         if not isinstance(gradient, np.ndarray):
             raise InvalidArgumentError(
                 f"a gradient is an array, not a {type(gradient).__name__}; sparse gradients are not served by this "
                 "version"
             )
+        value = self._catalogue.view(number)
+        if gradient.shape == value.shape and gradient.dtype == value.dtype:
+            return
         spec = self._catalogue.place(number).spec
         if gradient.shape != spec.shape:
             raise InvalidArgumentError(
                 f"the gradient of {spec.name} has shape {gradient.shape}, but the variable has shape {spec.shape}"
             )
-        if gradient.dtype != np.dtype(spec.dtype):
-            raise InvalidArgumentError(
-                f"the gradient of {spec.name} has dtype {gradient.dtype}, but the variable has dtype {spec.dtype}; "
-                f"convert it with astype('{spec.dtype}')"
-            )
+        raise InvalidArgumentError(
+            f"the gradient of {spec.name} has dtype {gradient.dtype}, but the variable has dtype {spec.dtype}; "
+            f"convert it with astype('{spec.dtype}')"
+        )
 
 
 def _is_same_memory(array: np.ndarray, target: np.ndarray) -> bool:
     return _address(array) == _address(target) and array.strides == target.strides
 
 
-def _untangled(moved: Sequence[_Pair], targets: Sequence[_Pair]) -> Sequence[_Pair]:
+def _untangled(moved: Sequence[_Pair], places: Sequence[np.ndarray]) -> Sequence[_Pair]:
     """The pairs to copy, where a gradient that was computed into the buffer of another variable is saved first."""
     bounds: dict[np.dtype[Any], tuple[int, int]] = {}
-    for _, target in targets if moved else ():
-        first, last = _address(target), _address(target) + target.nbytes
-        low, high = bounds.get(target.dtype, (first, last))
-        bounds[target.dtype] = min(low, first), max(high, last)
+    for place in places if moved else ():
+        first, last = _address(place), _address(place) + place.nbytes
+        low, high = bounds.get(place.dtype, (first, last))
+        bounds[place.dtype] = min(low, first), max(high, last)
 
     def is_tangled(source: np.ndarray) -> bool:
         low, high = bounds[source.dtype]

@@ -16,7 +16,7 @@ from cs_proto.errors import ContextError, InvalidArgumentError
 from cs_proto.messages import Optimizer as OptimizerRecord
 
 if TYPE_CHECKING:
-    from central_storage.strategy import CentralStorageStrategy
+    from central_storage.backend import Strategy
 
 
 class Optimizer(Handle):
@@ -31,14 +31,14 @@ class Optimizer(Handle):
 
     def __init__(self, name: str | None, **hyperparameters: float | bool) -> None:
         self.name = name or self.kind
-        self._strategy: CentralStorageStrategy | None = None
+        self._strategy: Strategy | None = None
         self._number = 0
         self._hyperparameters = {key: _number(self.kind, key, value) for key, value in hyperparameters.items()}
         if has_strategy():
             self.adopt(get_strategy())
 
     @classmethod
-    def from_record(cls, strategy: CentralStorageStrategy, record: OptimizerRecord) -> Self:
+    def from_record(cls, strategy: Strategy, record: OptimizerRecord) -> Self:
         """The handle of an optimizer that the server already has."""
         self = cls.__new__(cls)
         self.name = cls.kind
@@ -47,7 +47,7 @@ class Optimizer(Handle):
         self._hyperparameters = dict(record.hyperparameters)
         return self
 
-    def adopt(self, strategy: Any) -> None:
+    def adopt(self, strategy: Strategy) -> None:
         """Become an optimizer of ``strategy``. Raises ContextError (a RuntimeError) where it belongs to another."""
         if self._strategy is strategy:
             return

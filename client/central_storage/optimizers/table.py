@@ -12,12 +12,12 @@ from .optimizer import Optimizer
 from .sgd import SGD
 
 if TYPE_CHECKING:
-    from central_storage.strategy import CentralStorageStrategy
+    from central_storage.backend import Strategy
 
 _KINDS: dict[str, type[Optimizer]] = {cls.kind: cls for cls in (SGD, Adam)}
 
 
-def optimizer_of(strategy: CentralStorageStrategy, record: OptimizerRecord) -> Optimizer:
+def optimizer_of(strategy: Strategy, record: OptimizerRecord) -> Optimizer:
     """The handle of an optimizer that the server already has."""
     cls = _KINDS.get(record.kind)
     if cls is None:
