@@ -3,7 +3,7 @@ import numpy as np
 import central_storage as cs
 
 x = np.random.default_rng(0).normal(size=(1024, 8)).astype(np.float32)
-y = x @ np.arange(8, dtype=np.float32)
+y = x @ np.arange(1, 9, dtype=np.float32)
 
 strategy = cs.CentralStorageStrategy(["cpu:0", "cpu:1"])  # two workers, and the process that owns the variables
 with strategy.scope():

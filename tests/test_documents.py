@@ -27,7 +27,7 @@ def test_code_that_the_readme_shows_is_the_file_it_names() -> None:
 def test_the_twenty_lines_train() -> None:
     lines = run("examples/twenty_lines.py").ok().lines
     assert len(lines) == 11
-    assert lines[-1] == "w is [0. 1. 2. 3. 4. 5. 6. 7.]"
+    assert lines[-1] == "w is [1. 2. 3. 4. 5. 6. 7. 8.]"
 
 
 @pytest.mark.parametrize("document", names(DOCUMENTS))

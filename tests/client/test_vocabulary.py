@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import math
 import pickle
+import re
 import sys
 import traceback
 import types
@@ -92,7 +93,7 @@ class Pair(NamedTuple):
 
 
 def short(value: object) -> str:
-    return shown(value)[:40]
+    return re.sub(r" at 0x[0-9a-f]+", "", shown(value))[:40]
 
 
 def same(got: Any, expected: Any) -> bool:

@@ -30,7 +30,8 @@ from cs_proto.messages import (
 )
 from cs_proto.records import RECORDS, Frame, Record, record, shown
 
-KINDS = [RECORDS[code] for code in sorted(RECORDS)]
+# The server's private rows are records too, and are proved by its own tests.
+KINDS = [kind for _, kind in sorted(RECORDS.items()) if kind.__module__.startswith("cs_proto.")]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

@@ -6,8 +6,9 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -95,11 +96,18 @@ def test_lines_carry_their_process_and_log_files_are_kept_where_asked(
     assert f"log files: {directory}" in result.err
 
 
-def test_a_run_directory_may_be_named_and_kept(ended: Callable[..., Ended], tmp_path: Path) -> None:
-    result = ended(CONNECT, "--run-dir", str(tmp_path / "r"), "--keep-run-directory", w0="print('hello')")
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A directory whose path leaves room for sockets, which ``tmp_path`` does not in a parallel run."""
+    with tempfile.TemporaryDirectory() as directory:
+        yield Path(directory)
+
+
+def test_a_run_directory_may_be_named_and_kept(ended: Callable[..., Ended], short_path: Path) -> None:
+    result = ended(CONNECT, "--run-dir", str(short_path / "r"), "--keep-run-directory", w0="print('hello')")
     assert result.code == 0, result
-    assert [str(path.relative_to(tmp_path / "r")) for path in (tmp_path / "r").rglob("*.log")] == ["logs/w0.log"]
-    assert not (tmp_path / "r" / "lock").exists()
+    assert [str(path.relative_to(short_path / "r")) for path in (short_path / "r").rglob("*.log")] == ["logs/w0.log"]
+    assert not (short_path / "r" / "lock").exists()
 
 
 def test_two_launches_at_once_do_not_meet(launch: Launch) -> None:
@@ -283,8 +291,8 @@ def test_a_command_line_that_makes_no_sense_is_2(
     assert out == ""
 
 
-def test_a_run_directory_in_use_is_3(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    holder = RunDirectory(str(tmp_path / "r"))
+def test_a_run_directory_in_use_is_3(capsys: pytest.CaptureFixture[str], short_path: Path) -> None:
+    holder = RunDirectory(str(short_path / "r"))
     assert cli.main(["--run-dir", holder.path, __file__]) == 3
     assert f"held by another run (supervisor pid {os.getpid()})" in capsys.readouterr().err
     holder.remove()
