@@ -15,12 +15,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 import zmq
 
 from cs_proto import messages, segments
+from cs_proto.arena import Arena
 from cs_proto.arrays import INLINE_NBYTES, Array, Location
 from cs_proto.codec import BULK_LIMITS, decode, encode
 from cs_proto.errors import ContextError, LaunchError, PeerProtocolError, ReplicaLostError, ShutdownError
@@ -29,7 +31,6 @@ from cs_proto.recent import HELD_FUNCTIONS, Recent
 from cs_proto.records import Frame, Record
 from cs_proto.segments import frame_view
 
-from .arena import Arena
 from .diagnosis import show
 from .function import Function
 from .handles import Handle
@@ -285,27 +286,33 @@ class ServiceLink:
             self._frozen.add(name)
 
     def _finish(self, run: messages.RunId) -> RunFinished:
-        """Wait for the run's one answer. Ctrl-C cancels it; a second one ends the service."""
-        cancelled = False
+        """Wait for the run's one answer. Ctrl-C cancels it; a second one ends the service.
+
+        The server hears of a Ctrl-C first, and the replicas when it has: if their interrupted returns came before the
+        Cancel, it would commit what they agreed on.
+        """
+        heard = 0  # number of the question whose answer says that the server has got the Cancel
+        interrupted = False
         while True:
             try:
-                finished = self._wait(
-                    f"run {run[0]}",
-                    lambda record: record if isinstance(record, RunFinished) and record.run == run else None,
-                    self._until_lost,
-                )
+                answer = self._wait(f"run {run[0]}", partial(_ends_or_answers, run, heard), self._until_lost)
             except KeyboardInterrupt:
-                if cancelled:
+                if heard:
                     raise self._end(KeyboardInterrupt()) from None
-                cancelled = True
-                self._cancel(run)
+                heard = self._next_sequence()
+                self._send(self._server, messages.Cancel(run))
+                self._send(self._server, messages.Statistics(heard))
                 continue
-            if cancelled:
-                raise KeyboardInterrupt
-            return finished
+            if heard and not interrupted:
+                interrupted = True
+                self._interrupt_workers(run)
+            if isinstance(answer, RunFinished):
+                if heard:
+                    raise KeyboardInterrupt
+                return answer
 
-    def _cancel(self, run: messages.RunId) -> None:
-        for socket in (*self._worker_sockets, self._server):
+    def _interrupt_workers(self, run: messages.RunId) -> None:
+        for socket in self._worker_sockets:
             self._send(socket, messages.Cancel(run))
         for worker in self.workers:
             if worker.replica not in self._died:
@@ -434,6 +441,12 @@ class ServiceLink:
         socket.connect(endpoint)
         self._poller.register(socket, zmq.POLLIN)
         return socket
+
+
+def _ends_or_answers(run: messages.RunId, number: int, record: Record) -> RunFinished | Counters | None:
+    if isinstance(record, RunFinished) and record.run == run:
+        return record
+    return record if isinstance(record, Counters) and record.request == number else None
 
 
 def _tail(died: Died) -> str:

@@ -27,6 +27,7 @@ __all__ = [
     "frame_view",
     "gradients",
     "parameters",
+    "server_arena",
     "slots",
 ]
 
@@ -57,6 +58,11 @@ def gradients(replica: int, buffers: int, dtype: str) -> str:
 def arena(replica: int) -> str:
     """A replica's own memory for arguments and results that are too large for a frame."""
     return f"arena/{replica}"
+
+
+def server_arena() -> str:
+    """The server's own memory for results of all_reduce and all_gather that are too large for a frame."""
+    return "arena/server"
 
 
 def controller_arena() -> str:

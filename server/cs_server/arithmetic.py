@@ -44,13 +44,15 @@ class Memory(Protocol):
 class Arithmetic:
     """Carries out computations and commits over ``memory``, updates on up to ``threads`` threads."""
 
-    def __init__(self, memory: Memory, threads: int) -> None:
+    def __init__(self, memory: Memory, threads: int, place: Callable[[np.ndarray], Array] = array_of) -> None:
+        """``place`` says where the result of a computation goes."""
         self._memory = memory
+        self._place = place
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads - 1, "apply") if threads > 1 else None
 
     def compute(self, command: Compute) -> tuple[Array, ...]:
-        """The results of an all_reduce or all_gather, leaf by leaf, in frames.
+        """The results of an all_reduce or all_gather, leaf by leaf.
 
         Raises what :mod:`cs_proto.reduction` raises, and :class:`InvalidArgumentError` where the replicas bring
         different numbers of leaves.
@@ -65,7 +67,7 @@ class Arithmetic:
         else:
             combine = lambda arrays: reduction.gather(arrays, command.axis)  # noqa: E731
         return tuple(
-            array_of(combine([self._memory.view(array) for array in leaf]))
+            self._place(combine([self._memory.view(array) for array in leaf]))
             for leaf in zip(*command.components, strict=True)
         )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from cs_proto.arrays import Location
 from cs_proto.errors import CentralStorageError, PeerProtocolError
 from cs_proto.failures import error_of
 from cs_proto.messages import (
@@ -24,6 +25,7 @@ from cs_proto.messages import (
     Hello,
     MergeCallReturn,
     PointFailed,
+    Reduced,
     Refused,
     Register,
     Return,
@@ -112,6 +114,13 @@ class Engine:
             commands.append(self._commits.command(self._tables.tally.committing))
         commands += [self._progress.compute(ticket) for ticket in sorted(self._tables.computations)]
         return commands
+
+    @property
+    def results_nbytes(self) -> int:
+        """How much of the server's arena the recorded outcomes need: a server that takes up must leave it alone."""
+        recorded = (outcome.arrays for _, outcome in self._tables.outcomes.items() if isinstance(outcome, Reduced))
+        arrays = (array for arrays in recorded for array in arrays)
+        return max((a.place.offset + a.nbytes for a in arrays if isinstance(a.place, Location)), default=0)
 
     def _attempt(self, event: Event | _Refusal, now: float) -> list[Command]:
         """Handle one event whole or not at all."""

@@ -39,7 +39,7 @@ class MemoryAvailable:
 
 @dataclass(frozen=True)
 class Computed:
-    """The arithmetic of a :class:`Compute` command is done; its arrays lie in frames."""
+    """The arithmetic of a :class:`Compute` command is done; its arrays lie in frames or in the server's arena."""
 
     ticket: int
     arrays: tuple[Array, ...]
@@ -153,4 +153,9 @@ class Log:
     slow: bool = False
 
 
-Command = Send | Allocate | Compute | Commit | Log
+@dataclass(frozen=True)
+class FreeResults:
+    """What :class:`Compute` commands before this one brought is not needed any more."""
+
+
+Command = Send | Allocate | Compute | FreeResults | Commit | Log

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from cs_proto.arrays import Location
 from cs_proto.errors import ContextError, PeerProtocolError, ReplicaLostError
 from cs_proto.failures import error_of
 from cs_proto.messages import (
@@ -21,6 +22,7 @@ from cs_proto.messages import (
     Merged,
     PointFailed,
     ReadPoint,
+    Reduced,
     Return,
     RunFinished,
     RunId,
@@ -30,7 +32,7 @@ from cs_proto.records import Record
 
 from . import merge
 from .commits import Commits
-from .events import Command, Log, Send
+from .events import Command, FreeResults, Log, Send
 from .sessions import Sessions
 from .tables import Failure, Point, RunState, Stand, Tables
 
@@ -215,6 +217,7 @@ class Runs:
 
     def drop(self, run: RunId) -> None:
         """Forget everything about ``run`` and those nested in it."""
+        has_results = False
         for other, state in self._tables.runs.items():
             if other[: len(run)] != run:
                 continue
@@ -223,11 +226,14 @@ class Runs:
                     del self._tables.points[other, replica, k]
                 del self._tables.stands[other, replica]
             for k in range(state.agreed):
+                has_results |= lies_in_arena(self._tables.outcomes.get((other, k)))
                 self._tables.outcomes.discard((other, k))
             for ticket, computation in self._tables.computations.items():
                 if computation.run == other:
                     del self._tables.computations[ticket]
             del self._tables.runs[other]
+        if has_results and len(run) == 1:
+            self._out.append(FreeResults())
         for key, request in self._tables.requests.items():
             if len(run) == 1 and request.run == run[0] and request.reply is not None:
                 del self._tables.requests[key]
@@ -344,6 +350,11 @@ class Runs:
         """Whether the agreed merge point ``k`` changes variables when it is committed."""
         has_failed = isinstance(self._tables.outcomes.get((run, k)), PointFailed)
         return merge.writes(self._tables.points[run, 0, k]) and not has_failed
+
+
+def lies_in_arena(outcome: object) -> bool:
+    """Whether an outcome is an all_reduce or all_gather that was too large for frames."""
+    return isinstance(outcome, Reduced) and any(isinstance(array.place, Location) for array in outcome.arrays)
 
 
 def name(run: RunId) -> str:

@@ -24,6 +24,7 @@ import numpy as np
 import zmq
 
 from cs_proto import segments as names
+from cs_proto.arena import Arena
 from cs_proto.arrays import Array, Location, array_of
 from cs_proto.codec import BULK_LIMITS, LIMITS, decode, encode
 from cs_proto.errors import CentralStorageError, ConfigurationError, PeerProtocolError, ShutdownError
@@ -57,6 +58,7 @@ from .events import (
     Computed,
     Event,
     Finished,
+    FreeResults,
     Log,
     MemoryAvailable,
     ProcessDied,
@@ -93,12 +95,11 @@ def serve(config: ServerConfig) -> None:
         segments = Segments(config.run_directory, config.incarnation)
         stack.callback(segments.close)
         loading = _Loading(Path(config.run_directory), wake_writer)  # takes longest
-        arithmetic = Arithmetic(segments, config.threads)
-        stack.callback(arithmetic.close)
         context = zmq.Context()
         stack.callback(context.destroy, linger=_LINGER)
         try:
-            service = Service(config, segments, arithmetic, _bound(context, config), wake)
+            service = Service(config, segments, _bound(context, config), wake)
+            stack.callback(service.close)
             service.prepare()
             while not service.is_told_to_end and not loading.is_done:
                 service.turn()
@@ -124,7 +125,6 @@ class Service:
         self,
         config: ServerConfig,
         segments: Segments,
-        arithmetic: Arithmetic,
         router: zmq.Socket[bytes],
         wake: int,
     ) -> None:
@@ -132,7 +132,6 @@ class Service:
         self.is_told_to_end = False
         self._config = config
         self._segments = segments
-        self._arithmetic = arithmetic
         self._router = router
         self._wake = wake
         control = segments.make(names.CONTROL, _CONTROL_NBYTES, "").elements("uint8")
@@ -141,6 +140,9 @@ class Service:
             Config(config.replicas, config.parameter_device, config.machine_nbytes, os.getpid(), time.monotonic()),
             ControlLog(control[names.CONTROL_HEADER_NBYTES :]),
         )
+        nbytes = self._arena_nbytes = -(-config.machine_nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
+        self._results = Arena(lambda: segments.make(names.server_arena(), nbytes, ""), self._engine.results_nbytes)
+        self._arithmetic = Arithmetic(segments, config.threads, self._results.place)
         self._next_tick = time.monotonic() + _TICK
         self._poller = zmq.Poller()
         self._poller.register(segments.fileno(), zmq.POLLIN)
@@ -148,11 +150,14 @@ class Service:
 
     def prepare(self) -> None:
         """Make what every run needs, and take up what a server before this one left."""
-        nbytes = -(-self._config.machine_nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
-        self._segments.make(names.controller_arena(), nbytes, "controller")
+        self._segments.make(names.controller_arena(), self._arena_nbytes, "controller")
         for replica in range(self._config.replicas):
-            self._segments.make(names.arena(replica), nbytes, f"w{replica}")
+            self._segments.make(names.arena(replica), self._arena_nbytes, f"w{replica}")
         self._settle(self._carry_out(self._engine.resume()))
+
+    def close(self) -> None:
+        """End the threads of the arithmetic."""
+        self._arithmetic.close()
 
     def listen(self) -> None:
         """Begin to hear workers and clients."""
@@ -242,6 +247,8 @@ class Service:
                     outcomes.append(Finished(ticket))
                 case Compute():
                     outcomes.append(self._computed(command))
+                case FreeResults():
+                    self._results.reset()
                 case Allocate(segment, reservation, writer, start, stop):
                     self._segments.make(segment, reservation, writer).populate(start, stop)
                 case Log(text, slow):

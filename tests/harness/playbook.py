@@ -256,6 +256,11 @@ class Playbook:
         self._finished.add(self.ticket())
         return Finished(max(self._finished))
 
+    @property
+    def results_nbytes(self) -> int:
+        """What the recorded outcomes need of the server's arena."""
+        return self._engine.results_nbytes
+
     def computed(self, *arrays: Array, error: Error | None = None) -> Computed:
         """The last computation has this outcome."""
         tickets = [command.ticket for command in self.commands if isinstance(command, Compute)]

@@ -32,6 +32,7 @@ from tests.harness.playbook import (
     writes,
 )
 
+from cs_proto.arrays import Array, Location
 from cs_proto.messages import (
     PROTOCOL,
     Accepted,
@@ -59,7 +60,7 @@ from cs_proto.messages import (
     Value,
     Welcome,
 )
-from cs_server.events import Received, Send
+from cs_server.events import FreeResults, Received, Send
 
 W = lies("parameters/float32", 0)
 NOTHING = Value(b"", ())
@@ -242,6 +243,21 @@ def test_a_run_that_nobody_has_heard_of_does_not_keep_the_next_controller_waitin
     book.does(hears(CONTROLLER, Cancel((1,))))
     book.does(hears(CONTROLLER, Goodbye("c")))
     book.on(hears(b"c2", Hello(PROTOCOL, "controller", "d", 9)), to(b"c2", Welcome))
+
+
+def test_the_next_run_frees_the_results_that_lie_in_the_servers_arena() -> None:
+    book = training()
+    large = Array("float32", (1 << 20,), Location("arena/server", 64))
+    for replica in (0, 1):
+        book.does(asks(replica, reduces(0, scalar(1)), run=(2,)))
+    book.on(book.computed(large), Send(w(0), Reduced((2,), 0, (large,))), Send(w(1), Reduced((2,), 0, (large,))))
+    assert book.results_nbytes == 64 + (4 << 20)
+    for replica in (0, 1):
+        book.does(returns(replica, 1, run=(2,)))
+    book.on(returns(0, 0, run=(3,)), FreeResults())
+    assert book.results_nbytes == 0
+    book.does(returns(1, 0, run=(3,)))
+    book.on(returns(0, 0, run=(4,)))  # nothing large, nothing to free
 
 
 # --- nested runs ----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.worker.stand_in import Service
 
-from central_storage.arena import Arena
+from cs_proto.arena import Arena
 from cs_proto.segments import Mapping
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from central_storage.arena import Arena
+from cs_proto.arena import Arena
 from cs_proto.arrays import INLINE_NBYTES, Location
 from cs_proto.errors import InvalidArgumentError, MemoryPlanError
 from cs_proto.records import Frame

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from central_storage.arena import Arena
+from cs_proto.arena import Arena
 from cs_worker.raised import raised_error
 
 

@@ -14,11 +14,11 @@ from contextlib import suppress
 from typing import Any
 
 from central_storage import context
-from central_storage.arena import Arena
 from central_storage.lifeline import Lifeline
 from central_storage.shipping import load_arguments
 from central_storage.vocabulary import to_value
 from cs_proto import messages, segments
+from cs_proto.arena import Arena
 from cs_proto.messages import Prepare, Run, Value
 
 from .catalogue import Catalogue

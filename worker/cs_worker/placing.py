@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from central_storage.arena import Arena
+from cs_proto.arena import Arena
 from cs_proto.arrays import INLINE_NBYTES, Array, array_of, dtype_name, is_wire_dtype
 from cs_proto.errors import InvalidArgumentError
 

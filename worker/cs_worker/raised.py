@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from central_storage.arena import Arena
 from central_storage.vocabulary import to_error
+from cs_proto.arena import Arena
 from cs_proto.failures import error_of
 from cs_proto.messages import Error
 

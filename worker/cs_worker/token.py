@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from central_storage import context
-from central_storage.arena import Arena
 from central_storage.function import Function
 from central_storage.shipping import digest, dump_arguments, dump_function
 from central_storage.strategy import CentralStorageStrategy
 from central_storage.values import regroup, select_replica
 from central_storage.vocabulary import from_value, to_exception, to_value
 from cs_proto import messages
+from cs_proto.arena import Arena
 from cs_proto.arrays import INLINE_NBYTES, Array, array_of
 from cs_proto.errors import ContextError
 from cs_proto.messages import AssignOp, Counters, Run, Token, VariableSpec

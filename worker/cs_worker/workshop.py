@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from central_storage.arena import Arena
 from central_storage.strategy import CentralStorageStrategy
+from cs_proto.arena import Arena
 
 from .catalogue import Catalogue
 from .config import Config

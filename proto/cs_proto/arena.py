@@ -1,7 +1,7 @@
 """A process's own memory for what is too large for a frame: batches and initial values, results and contributions.
 
 Bytes are placed one after the other and all freed together when the owner knows that every reader is done: the
-controller before its next run, a worker when the next run of the client arrives.
+controller before its next run, worker and server when the next run of the client arrives.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cs_proto.arrays import INLINE_NBYTES, Array, Location, array_of, dtype_name
-from cs_proto.errors import MemoryPlanError
-from cs_proto.segments import Mapping
+from .arrays import INLINE_NBYTES, Array, Location, array_of, dtype_name
+from .errors import MemoryPlanError
+from .segments import Mapping
 
 __all__ = ["Arena"]
 
@@ -24,11 +24,11 @@ _KEEP_NBYTES = 64 << 20
 class Arena:
     """A bump allocator over one writable segment, opened when first needed."""
 
-    def __init__(self, open_segment: Callable[[], Mapping]) -> None:
+    def __init__(self, open_segment: Callable[[], Mapping], used: int = 0) -> None:
+        """``used`` bytes at the start belong to somebody: a process before this one."""
         self._open = open_segment
         self._mapping: Mapping | None = None
-        self._used = 0
-        self._touched = 0
+        self._used = self._touched = used
 
     def place(self, value: np.ndarray) -> Array:
         """A descriptor of ``value``: its bytes in a frame when small, else copied into the arena, once."""
