@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 VENV   ?= .venv
+JOBS   ?= 2
 BIN    := $(VENV)/bin
 DEMO   := cs-launch --devices cpu:0,cpu:1 --parameter-device cpu:0 examples/digits.py
 
@@ -9,7 +10,7 @@ DEMO   := cs-launch --devices cpu:0,cpu:1 --parameter-device cpu:0 examples/digi
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
 export PIP_ROOT_USER_ACTION = ignore
-export PIP_QUIET = 1
+export PIP_QUIET = 2
 
 .DEFAULT_GOAL := help
 .PHONY: help demo setup test lint fmt bench clean
@@ -23,7 +24,7 @@ demo: $(VENV)/.installed-demo  ## train the handwritten digits on two workers an
 setup: $(VENV)/.installed-dev  ## make the virtual environment with all that development needs
 
 test: lint  ## everything that must hold: style, types, layers, tests
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 lint: $(VENV)/.installed-dev  ## style, types and layers, without the tests
 	@$(BIN)/ruff check .

@@ -38,6 +38,7 @@ import digits  # noqa: E402  (an example, not a package)
 DEVICES = ["cpu:0", "cpu:1"]
 ADAM = {"learning_rate": 0.002, "beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7, "amsgrad": False}
 BATCH, HIDDEN = 128, 256
+REPEATS = 200
 MEGABYTES = (1, 16, 100)
 
 COLD = """
@@ -133,8 +134,8 @@ def digits_step(strategy: cs.CentralStorageStrategy) -> Case:
         "digits, 64-256-10, batch 128, Adam",
         "steps/s",
         [
-            Side("service", lambda: 1 / seconds_each(200, lambda: strategy.run(step, args=(batch, BATCH)))),
-            Side("NumPy, one process", lambda: 1 / seconds_each(200, plain)),
+            Side("service", lambda: 1 / seconds_each(REPEATS, lambda: strategy.run(step, args=(batch, BATCH)))),
+            Side("NumPy, one process", lambda: 1 / seconds_each(REPEATS, plain)),
         ],
     )
 
@@ -142,7 +143,9 @@ def digits_step(strategy: cs.CentralStorageStrategy) -> Case:
 def empty_run(strategy: cs.CentralStorageStrategy) -> Case:
     """What a run costs that does nothing."""
     nothing = cs.function(lambda: None)
-    return Case("empty run", "ms", [Side("service", lambda: 1e3 * seconds_each(200, lambda: strategy.run(nothing)))])
+    return Case(
+        "empty run", "ms", [Side("service", lambda: 1e3 * seconds_each(REPEATS, lambda: strategy.run(nothing)))]
+    )
 
 
 def adam_step(strategy: cs.CentralStorageStrategy, megabytes: int) -> Case:

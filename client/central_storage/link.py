@@ -195,7 +195,7 @@ class ServiceLink:
             try:
                 return self._hear()
             except ShutdownError as error:
-                raise self._end(ShutdownError(f"{error}; {self._first_death()}")) from error
+                raise ShutdownError(self._end(f"{error}; {self._first_death()}")) from error
         for socket in ready:
             if isinstance(socket, zmq.Socket):
                 return self._read(socket)
@@ -216,7 +216,7 @@ class ServiceLink:
             try:
                 self._hear()
             except ShutdownError as error:
-                self._end(ShutdownError(f"{error}; {self._first_death()}"))
+                self._end(f"{error}; {self._first_death()}")
             except ReplicaLostError:
                 return False  # the server is dead, which ends this link
         return self._ended is None
@@ -259,7 +259,9 @@ class ServiceLink:
     def _send(self, socket: zmq.Socket[bytes], record: Record) -> None:
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("send %.300r", record)
-        socket.send_multipart(encode(record), copy=False)
+        # Copied: without that pyzmq starts a thread and a context of its own for frames from 64 KiB on, and the user's
+        # arrays behind a frame may change. Large ones are in the arena.
+        socket.send_multipart(encode(record))
 
     # --- parts of a run -------------------------------------------------------------------------------------------
 
@@ -298,7 +300,8 @@ class ServiceLink:
                 answer = self._wait(f"run {run[0]}", partial(_ends_or_answers, run, heard), self._until_lost)
             except KeyboardInterrupt:
                 if heard:
-                    raise self._end(KeyboardInterrupt()) from None
+                    self._end("a second Ctrl-C shut it down")
+                    raise
                 heard = self._next_sequence()
                 self._send(self._server, messages.Cancel(run))
                 self._send(self._server, messages.Statistics(heard))
@@ -364,17 +367,14 @@ class ServiceLink:
     @contextmanager
     def _operation(self) -> Iterator[None]:
         """One operation: the lock, the check that the link lives, and Ctrl-C only at safe points."""
-        with self._lock:
-            self.check_open()
-            with self._interrupts:
-                yield
-
-    def check_open(self) -> None:
-        """Raise where this link can do nothing any more."""
+        # Asked before the lock: a thread that the child does not have may hold the child's copy of it.
         if os.getpid() != self._process:
             raise ShutdownError("this strategy belongs to the process that made it; a forked child cannot use it")
-        if self._ended is not None:
-            raise ShutdownError(f"{self._ended}; make a new CentralStorageStrategy")
+        with self._lock:
+            if self._ended is not None:
+                raise ShutdownError(f"{self._ended}; make a new CentralStorageStrategy")
+            with self._interrupts:
+                yield
 
     def _refuse_after_death(self) -> None:
         for died in self._died.values():
@@ -386,11 +386,9 @@ class ServiceLink:
 
     def _note_death(self, died: Died) -> None:
         if died.role == "server":
-            raise self._end(
-                ReplicaLostError(
-                    f"the server (pid {died.pid}) ended by {died.cause}; its variables are gone with it. Make a new "
-                    f"CentralStorageStrategy{_tail(died)}"
-                )
+            cause = self._end(f"the server (pid {died.pid}) ended by {died.cause}")
+            raise ReplicaLostError(
+                f"{cause}; its variables are gone with it. Make a new CentralStorageStrategy{_tail(died)}"
             )
         self._died[died.rank] = died
         self._lost_deadline = time.monotonic() + _LOST_TIMEOUT
@@ -400,11 +398,11 @@ class ServiceLink:
             return f"worker w{died.rank} (pid {died.pid}) had ended by {died.cause}"
         return "nothing was said about why"
 
-    def _end(self, error: Any) -> Any:
-        """Mark the link as ended because of ``error`` and let go of everything; returns ``error`` to raise."""
-        self._ended = f"its service has ended: {error}" if str(error) else "it was shut down by Ctrl-C"
+    def _end(self, reason: str) -> str:
+        """Mark the link as ended because of ``reason`` and let go of everything; returns the reason."""
+        self._ended = f"its service has ended: {reason}"
         self._release()
-        return error
+        return reason
 
     def _release(self) -> None:
         if not self._context.closed:

@@ -78,7 +78,7 @@ class Observer:
     def close(self) -> None:
         """Say goodbye. Idempotent."""
         if not self._context.closed:
-            self._socket.send_multipart(encode(messages.Goodbye(self._client)), copy=False)
+            self._socket.send_multipart(encode(messages.Goodbye(self._client)))
             self._context.destroy(linger=100)
 
     def __enter__(self) -> Self:
@@ -95,7 +95,7 @@ class Observer:
     def _ask(self, request: Record, number: int, answer: type[R]) -> R:
         if self._context.closed:
             raise ShutdownError("this observer was closed")
-        self._socket.send_multipart(encode(request), copy=False)
+        self._socket.send_multipart(encode(request))
         deadline = time.monotonic() + self._timeout
         while self._socket.poll(int(max(0.0, deadline - time.monotonic()) * 1000)):
             frames = self._socket.recv_multipart(copy=False)

@@ -70,6 +70,10 @@ def _start(
 ) -> ServiceLink:
     from .launch import service  # only a script without a launcher needs the supervisor's code
 
+    if compute_devices is None and os.environ.get("CS_DEVICES"):  # a second strategy is not silently a smaller one
+        compute_devices = os.environ["CS_DEVICES"].split(",")
+        if parameter_device is None:
+            parameter_device = os.environ.get("CS_PARAMETER_DEVICE")
     chosen = devices.compute_devices(compute_devices)
     process = service.start(chosen, devices.parameter_device(parameter_device, chosen), start_timeout)
     connection = Lifeline(process.socket, "controller")

@@ -32,8 +32,8 @@ class CentralStorageStrategy(Handle):
     ``seed`` seeds Python's and NumPy's random state in each replica of each run. ``start_timeout`` (seconds) limits
     the start.
 
-    Raises DeviceError (a ValueError) for a device that does not exist, LaunchError where the service does not come up,
-    ContextError inside a replica.
+    Raises DeviceError (a ValueError) for a device that does not exist, ConfigurationError for a seed or timeout that
+    makes no sense, LaunchError where the service does not come up, ContextError inside a replica.
     """
 
     def __init__(
@@ -50,6 +50,14 @@ class CentralStorageStrategy(Handle):
             )
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 63:
             raise ConfigurationError(f"seed must be an int from 0 to 2**63 - 1, not {seed!r}")
+        if (
+            isinstance(start_timeout, bool)
+            or not isinstance(start_timeout, (int, float))
+            or not 0 < start_timeout < 1e6
+        ):
+            raise ConfigurationError(
+                f"start_timeout must be seconds, more than 0 and less than 1e6, not {start_timeout!r}"
+            )
         from .service import open_service
 
         backend = open_service(compute_devices, parameter_device, seed=seed, start_timeout=start_timeout)

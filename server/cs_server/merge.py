@@ -27,7 +27,7 @@ from cs_proto.records import Frame
 
 from .tables import Failure, Point, Stand
 
-__all__ = ["aggregated", "kind_of", "mismatch", "title", "verdict", "writes"]
+__all__ = ["aggregated", "counted", "kind_of", "mismatch", "title", "verdict", "writes"]
 
 # The numbers of VariableAggregation.
 _NONE, _SUM, _MEAN, _ONLY_FIRST_REPLICA = range(4)
@@ -54,8 +54,9 @@ def kind_of(point: Point, known_set: Callable[[int, tuple[int, ...]], int | None
             return ("merge_call",)
 
 
-def title(point: Point | ReadPoint) -> str:
-    """What a person calls it, and where it stands: ``all_reduce (train.py:31)``."""
+def title(point: Point | ReadPoint, of_what: str = "") -> str:
+    """What a person calls it, and where it stands: ``all_reduce SUM (train.py:31)``, or with ``of_what``, where the
+    names of things are known, ``all_reduce SUM of 2 arrays (train.py:31)``."""
     match point:
         case ApplyPoint():
             what = f"apply_gradients of optimizer {point.optimizer}"
@@ -71,7 +72,7 @@ def title(point: Point | ReadPoint) -> str:
             what = "merge_call"
         case ReadPoint():
             what = "a read of what it wrote"
-    return f"{what} ({point.site})"
+    return f"{what}{of_what} ({point.site})"
 
 
 def writes(point: Point) -> bool:
@@ -115,31 +116,40 @@ def aggregated(spec: VariableSpec, points: Sequence[AssignPoint]) -> tuple[Reduc
 
 
 def mismatch(
-    k: int, stands: Sequence[Stand], brought: Sequence[Point | None], awaited: Sequence[Point | ReadPoint | None]
+    k: int,
+    stands: Sequence[Stand],
+    brought: Sequence[Point | None],
+    awaited: Sequence[Point | ReadPoint | None],
+    of_what: Callable[[Point | ReadPoint], str],
 ) -> Error:
     """The error of replicas that do not meet at merge point ``k``: by replica where it stands, what it brought as
-    number ``k``, and what it waits at."""
+    number ``k``, and what it waits at. ``of_what`` names the things a point is about."""
     sentences = []
     for replica, (stand, point, waits) in enumerate(zip(stands, brought, awaited, strict=True)):
         if waits is not None:
-            sentence = f"replica {replica} waits at {title(waits)}"
+            sentence = f"replica {replica} waits at {title(waits, of_what(waits))}"
             if point is not None and point is not waits:
-                sentence += f" after {title(point)} as its merge point {k}"
+                sentence += f" after {title(point, of_what(point))} as its merge point {k}"
         elif stand.returned is None:
             sentence = f"replica {replica} is lost"
         elif stand.returned.error is not None:
-            sentence = (
-                f"replica {replica} raised {_name(stand.returned.error)} after {stand.returned.count} merge points"
-            )
+            sentence = f"replica {replica} raised {_name(stand.returned.error)} after {counted(stand.returned.count)}"
         else:
             error, count = stand.returned.error, stand.returned.count
             done = f"raised {_name(error)}" if error is not None else "returned"
             sentence = f"replica {replica} "
-            sentence += f"brought {title(point)} and {done}" if point else f"{done} after {count} merge points"
+            sentence += (
+                f"brought {title(point, of_what(point))} and {done}" if point else f"{done} after {counted(count)}"
+            )
         sentences.append(sentence)
     return error_of(
         MergeMismatchError(f"replicas do not meet at merge point {k}: {'; '.join(sentences)}"), merge_index=k
     )
+
+
+def counted(count: int) -> str:
+    """``1 merge point``, ``2 merge points``."""
+    return f"{count} merge point{'s' * (count != 1)}"
 
 
 def verdict(failure: Failure | None, returned: Sequence[Error | None]) -> Error | None:

@@ -21,6 +21,7 @@ from cs_proto.messages import (
     GatherPoint,
     MergeCallPoint,
     PointFailed,
+    ReadPoint,
     Reduced,
     ReducePoint,
     RunId,
@@ -35,6 +36,9 @@ from .sessions import Sessions
 from .tables import Computation, Failure, Job, Point, RunState, SlotFill, Stand, Tables
 
 __all__ = ["Progress"]
+
+# Of a large set of variables this many are named.
+_NAMED = 4
 
 
 class Progress:
@@ -275,8 +279,26 @@ class Progress:
             self._tables.points[run, replica, stand.waiting] if stand.waiting >= 0 else stand.read
             for replica, stand in enumerate(stands)
         ]
-        error = merge.mismatch(k, stands, brought, awaited)
+        error = merge.mismatch(k, stands, brought, awaited, self._of_what)
         self._tables.runs[run] = replace(self._tables.runs[run], failure=Failure("mismatch", -1, error))
+
+    def _of_what(self, point: Point | ReadPoint) -> str:
+        """What a merge point is about, by name: what tells two apart that are of one kind."""
+        match point:
+            case ApplyPoint():
+                numbers = point.variables or self._tables.sets[point.variable_set].variables
+                names = [self._name(number) for number in numbers[:_NAMED]]
+                more = f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
+                return f" to {', '.join(names)}{more}"
+            case AssignPoint():
+                return f", {self._name(point.variable)}"
+            case ReducePoint() | GatherPoint():
+                return f" of {len(point.arrays)} array{'s' * (len(point.arrays) != 1)}"
+        return ""
+
+    def _name(self, number: int) -> str:
+        known = self._tables.variables.get(number)
+        return repr(known.spec.name) if known is not None else f"variable {number}, which does not exist"
 
     # --- where replicas stand -----------------------------------------------------------------------------------------
 

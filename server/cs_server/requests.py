@@ -116,9 +116,15 @@ class Requests:
         if not job.fills:
             self._tables.tally.commits += 1
         self._tables.requests[job.token, job.client] = replace(request, request=None, reply=reply)
-        if job.token and (request.run,) not in self._tables.runs:
+        if not self._may_repeat(job, request):
             del self._tables.requests[job.token, job.client]
         self._out.append(Send(request.peer, reply))
+
+    def _may_repeat(self, job: Job, request: Request) -> bool:
+        """Whether whoever asked is still there, and might ask the same again."""
+        if job.token:
+            return (request.run,) in self._tables.runs
+        return any(session.hello.client == job.client for session in self._tables.clients.values())
 
     def _act(self, key: tuple[bool, str], record: Create | Assign | Configure) -> Created | Done | None:
         """Do it. None where the reply has to wait for a commit."""

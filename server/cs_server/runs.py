@@ -18,6 +18,7 @@ from cs_proto.messages import (
     Cancel,
     Committed,
     Died,
+    MergeCallPoint,
     MergeCallReturn,
     Merged,
     PointFailed,
@@ -268,7 +269,7 @@ class Runs:
 
     def _token(self, run: RunId, k: int) -> Token:
         points = [self._tables.points[run, replica, k] for replica in self._replicas]
-        return Token(run, k, tuple(point.arguments for point in points if hasattr(point, "arguments")))
+        return Token(run, k, tuple(point.arguments for point in points if isinstance(point, MergeCallPoint)))
 
     # --- parts --------------------------------------------------------------------------------------------------------
 

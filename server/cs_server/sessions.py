@@ -149,7 +149,9 @@ class Sessions:
         if session is None or session.hello.client != record.client:
             raise PeerProtocolError(f"client {record.client!r:.80} has not said hello from {peer!r:.80}")
         del self._tables.clients[peer]
-        self._tables.requests.discard((False, record.client))
+        request = self._tables.requests.get((False, record.client))
+        if request is not None and request.reply is not None:  # else its commit is under way, and still reads it
+            del self._tables.requests[False, record.client]
         return session.hello.role == "controller"
 
     def controller_peer(self) -> bytes | None:

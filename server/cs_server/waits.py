@@ -68,5 +68,5 @@ class Waits:
         if stand.waiting >= 0:
             return f"replica {replica} waits at {merge.title(self._tables.points[run, replica, stand.waiting])}"
         if stand.returned is not None:
-            return f"replica {replica} returned after {stand.returned.count} merge points"
+            return f"replica {replica} returned after {merge.counted(stand.returned.count)}"
         return f"replica {replica} is lost"

@@ -99,12 +99,15 @@ class Child:
         return self._texts["err"].decode(errors="replace")
 
     def wait_for(self, pattern: str, timeout: float | None = None, stream: str = "out") -> re.Match[str]:
-        """The first match of ``pattern`` in what the child prints: the door at which a test acts."""
+        """The first match of ``pattern`` in the whole lines that the child prints: the door at which a test acts."""
         deadline = self._deadline(timeout)
         while True:
-            if found := re.search(pattern, self._texts[stream].decode(errors="replace"), re.MULTILINE):
+            text = self._texts[stream].decode(errors="replace")
+            ended = self._process.poll() is not None
+            whole = len(text) if ended else text.rfind("\n") + 1
+            if found := re.search(pattern, text[:whole], re.MULTILINE):
                 return found
-            if self._process.poll() is not None and not self._read(0):
+            if ended and not self._read(0):
                 raise AssertionError(f"ended before it printed {pattern!r}\n{self._result()}")
             if time.monotonic() > deadline:
                 raise AssertionError(f"did not print {pattern!r} in time\n{self._explain()}")

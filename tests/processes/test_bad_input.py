@@ -76,6 +76,12 @@ def test_a_seed_that_is_none(seed: Any) -> None:
         cs.CentralStorageStrategy(["cpu:0"], seed=seed)
 
 
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), True, "60"])
+def test_a_start_timeout_that_is_none(timeout: Any) -> None:
+    with refused(errors.ConfigurationError, "start_timeout", repr(timeout)):
+        cs.CentralStorageStrategy(["cpu:0"], start_timeout=timeout)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -99,6 +105,16 @@ def test_other_devices_than_the_launchers(tmp_path: Path) -> None:
     ended = run("cs-launch", "--devices", "cpu:0,cpu:1", script)
     assert ended.code == 1
     assert "DeviceError: this script runs under cs-launch with the devices cpu:0, cpu:1" in ended.err
+
+
+def test_a_second_strategy_of_a_launched_script_has_the_launchers_devices_too(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import central_storage as cs\nfor _ in range(2):\n    strategy = cs.CentralStorageStrategy()\n"
+        "    print('replicas', strategy.num_replicas_in_sync)\n"
+    )
+    ended = run("cs-launch", "--devices", "cpu:0,cpu:1", script).ok()
+    assert [line for line in ended.lines if line.startswith("replicas")] == ["replicas 2", "replicas 2"]
 
 
 def test_use_after_shutdown() -> None:

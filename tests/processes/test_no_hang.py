@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -173,6 +174,50 @@ def test_a_second_ctrl_c_ends_the_service() -> None:
         child.press_ctrl_c()
         assert child.wait(unit(SOON)).code != 0
         assert "ShutdownError" in child.err
+        assert child.left() == []
+
+
+# --- forked children --------------------------------------------------------------------------------------------------
+
+FORKED_DURING_A_RUN = """
+import os, sys, threading
+import numpy as np
+import central_storage as cs
+
+def step(inside, done):
+    os.write(os.open(inside, os.O_WRONLY), b"!")
+    os.read(os.open(done, os.O_RDONLY), 1)
+
+pipes = [(os.path.join(sys.argv[1], f"inside{n}"), os.path.join(sys.argv[1], f"done{n}")) for n in range(2)]
+for pair in pipes:
+    os.mkfifo(pair[0])
+    os.mkfifo(pair[1])
+strategy = cs.CentralStorageStrategy(["cpu:0", "cpu:1"])
+[batch] = strategy.experimental_distribute_dataset([(np.array([a for a, _ in pipes]), np.array([b for _, b in pipes]))])
+thread = threading.Thread(target=strategy.run, args=(lambda b: step(str(b[0][0]), str(b[1][0])), (batch,)))
+thread.start()
+for inside, _ in pipes:
+    os.read(os.open(inside, os.O_RDONLY), 1)
+child = os.fork()
+if child == 0:
+    try:
+        strategy.run(print)
+    except cs.errors.ShutdownError as error:
+        print("refused:", error, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+for _, done in pipes:
+    os.write(os.open(done, os.O_WRONLY), b"!")
+thread.join()
+print("went on", strategy.run(lambda: 1), flush=True)
+"""
+
+
+def test_a_child_forked_during_a_run_of_another_thread_is_refused_at_once(tmp_path: Path) -> None:
+    with start("-c", FORKED_DURING_A_RUN, tmp_path) as child:
+        child.wait_for("refused: .*forked child")
+        child.wait_for("went on 1")
+        child.wait().ok()
         assert child.left() == []
 
 

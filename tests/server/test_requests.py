@@ -35,6 +35,7 @@ from cs_proto.messages import (
     Described,
     Done,
     Get,
+    Goodbye,
     Got,
     Optimizer,
     Refused,
@@ -53,6 +54,24 @@ def variable(number: int, name: str, place: Array, version: int = 0) -> Variable
 
 
 # --- writes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["assign", "create"])
+def test_a_client_may_leave_while_its_write_is_under_way(kind: str) -> None:
+    book = Playbook(1).begin().has(spec("a"))
+    book.repeats = False  # who has left is not heard any more
+    number = book.sequence()
+    value = scalar(1)
+    book.does(
+        hears(
+            CONTROLLER,
+            Assign("c", number, 1, "assign", value) if kind == "assign" else Create("c", number, spec("b"), value),
+        )
+    )
+    assert book.ticket()
+    book.on(hears(CONTROLLER, Goodbye("c")))
+    book.does(book.finished())
+    assert not any(key.startswith(b"q") for key, _ in book.memory.items())
 
 
 def test_a_variable_is_made_at_once_where_its_value_follows() -> None:

@@ -96,7 +96,7 @@ def test_the_dead_are_not_waited_for() -> None:
     book.does(asks(0, reduces(0)))
     book.does(dies(1))
     book.does(returns(0, 1, raises="cs.ReplicaLostError"))
-    ticks(book, 10, Says("for replica 2 .*; replica 0 returned after 1 merge points; replica 1 is lost", slow=True))
+    ticks(book, 10, Says("for replica 2 .*; replica 0 returned after 1 merge point; replica 1 is lost", slow=True))
 
 
 def test_a_controller_that_waits_for_workers_is_told_about() -> None:

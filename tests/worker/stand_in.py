@@ -254,9 +254,9 @@ class Service:
         return Path(f"{self.directory}/log{replica}").read_text()
 
     def wait_for_line(self, replica: int, text: str) -> None:
-        """Return when a worker has printed ``text``: the door at which a test acts."""
+        """Return when a worker has printed a line with ``text``: the door at which a test acts."""
         deadline = time.monotonic() + unit(20)
-        while text not in self.log(replica):
+        while text not in self.log(replica).rpartition("\n")[0]:
             assert time.monotonic() < deadline, f"{text!r} was not printed:\n{self.log(replica)}"
             assert self.processes[replica].poll() is None, f"the worker has ended:\n{self.log(replica)}"
             self._take_in(2)

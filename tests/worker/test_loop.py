@@ -354,6 +354,36 @@ def test_a_forked_child_does_not_keep_the_lifeline(alone: Service) -> None:
     assert alone.result() == [1, 0]
 
 
+@pytest.mark.parametrize(("end", "code"), [(None, 0), (SystemExit(3), 3), (SystemExit("bye"), 1), (KeyError("k"), 1)])
+def test_a_forked_child_that_comes_to_the_end_of_the_function_ends(
+    alone: Service, end: BaseException | None, code: int
+) -> None:
+    def fork() -> Any:
+        child = os.fork()
+        if child == 0:
+            if end is not None:
+                raise end
+            return "the child's"
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    alone.run(fork)
+    assert alone.result() == code
+
+
+def test_a_forked_child_is_no_replica(alone: Service) -> None:
+    def fork() -> int:
+        child = os.fork()
+        if child == 0:
+            try:
+                cs.Variable(1.0)
+            except ContextError:
+                os._exit(7)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    alone.run(fork)
+    assert alone.result() == 7
+
+
 def test_the_context_is_dead_after_its_run(alone: Service) -> None:
     kept: list[Any] = []
 

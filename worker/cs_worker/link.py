@@ -18,7 +18,7 @@ import zmq
 from central_storage.lifeline import Lifeline
 from cs_proto import messages
 from cs_proto.codec import BULK_LIMITS, decode, encode
-from cs_proto.errors import ConfigurationError, PeerProtocolError, ShutdownError
+from cs_proto.errors import ConfigurationError, ContextError, PeerProtocolError, ShutdownError
 from cs_proto.records import Record
 
 from .config import Config
@@ -60,6 +60,11 @@ class Link:
             self.close()
             raise ConfigurationError(f"cannot listen at {config.endpoint}: {error}") from error
         self._server = self._connect(config.name.encode(), config.server_endpoint)
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether the user's code forked this process from the worker: nothing that is sent here would ever leave."""
+        return os.getpid() != self._process
 
     def receive(self, timeout: float | None) -> tuple[bytes, Record] | None:
         """The next record and who sent it, whatever carried it; None after ``timeout`` seconds (None: no limit).
@@ -113,7 +118,7 @@ class Link:
 
     def close(self) -> None:
         """Close the sockets."""
-        if os.getpid() == self._process:
+        if not self.is_inherited:
             self._context.destroy(linger=_LINGER)
 
     def _connect(self, identity: bytes, endpoint: str) -> zmq.Socket[bytes]:
@@ -132,6 +137,11 @@ class Link:
         return socket
 
     def _send(self, socket: zmq.Socket[bytes], prefix: list[bytes], record: Record) -> None:
+        if self.is_inherited:
+            raise ContextError(
+                "a process that a replica function forks is no replica; use variables, optimizers and the context in "
+                "the function itself"
+            )
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("send %.300r", record)
         # Copied: the user's arrays behind a frame may change as soon as this returns. Large ones are in an arena.

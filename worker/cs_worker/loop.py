@@ -10,8 +10,9 @@ import importlib
 import logging
 import os
 import sys
+import traceback
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 from central_storage import context
 from central_storage.lifeline import Lifeline
@@ -132,7 +133,31 @@ class Loop:
         buffers = [shop.catalogue.map(array).data for array in run.buffers]
         args, kwargs = load_arguments(memoryview(run.arguments.data), buffers, shop.catalogue.resolve)
         seed_random_state(run.seed, run.run, run.replica)
-        return function(*args, **kwargs)
+        try:
+            result = function(*args, **kwargs)
+        except BaseException as raised:
+            if shop.conversation.link.is_inherited:
+                _end_child(raised)
+            raise
+        if shop.conversation.link.is_inherited:
+            _end_child(None)
+        return result
+
+
+def _end_child(raised: BaseException | None) -> NoReturn:
+    """End a process that the function forked as any program ends: going on, it would be a second worker, which nobody
+    hears and whose end the function may wait for."""
+    code: object = 0
+    if isinstance(raised, SystemExit):
+        code = 0 if raised.code is None else raised.code
+    elif raised is not None:
+        traceback.print_exception(raised)
+        code = 1
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)  # noqa: T201  (what the interpreter does with sys.exit("text"))
+        code = 1
+    _flush()
+    os._exit(code & 0xFF)
 
 
 def _flush() -> None:

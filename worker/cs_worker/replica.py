@@ -207,8 +207,10 @@ class Replica:
         arena, catalogue = self._shop.arena, self._shop.catalogue
         mark = arena.mark()
         placing = Placing(arena)
-        reduced = self._ask(point(tuple(placing(leaf) for leaf in leaves)), messages.Reduced)
-        arena.release(mark)  # the answer means that every operand has been read
+        try:
+            reduced = self._ask(point(tuple(placing(leaf) for leaf in leaves)), messages.Reduced)
+        finally:
+            arena.release(mark)  # whatever the answer, every operand has been read
         return [catalogue.copy(array) for array in reduced.arrays]
 
     def _ask(self, point: Any, *answers: type[R]) -> R:

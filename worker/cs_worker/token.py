@@ -219,8 +219,10 @@ class TokenController:
         mark = self._arena.mark()
         token.sequence += 1
         request = messages.Assign(token.client, token.sequence, number, op, self._arena.place(value))
-        self._catalogue.ask(request, token.sequence, messages.Done)
-        self._arena.release(mark)
+        try:
+            self._catalogue.ask(request, token.sequence, messages.Done)
+        finally:
+            self._arena.release(mark)
 
     def _place(self, data: memoryview) -> Array:
         """Copy a large buffer of an argument into this worker's arena, from where the other workers read it."""

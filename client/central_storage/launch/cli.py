@@ -73,8 +73,10 @@ def _launch(options: argparse.Namespace) -> int:
     arguments = _script_arguments(options)
     compute = devices.compute_devices(options.devices)
     parameters = devices.parameter_device(options.parameter_device, compute)
-    if options.start_timeout <= 0:
-        raise ConfigurationError(f"--start-timeout must be more than 0 seconds, not {options.start_timeout:g}")
+    if not 0 < options.start_timeout < 1e6:
+        raise ConfigurationError(
+            f"--start-timeout must be more than 0 seconds, less than 1e6, not {options.start_timeout:g}"
+        )
     configure_logging()
     dump_stacks_on_signal()
     run_directory = RunDirectory(options.run_directory, keep=options.keep_run_directory)

@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -183,7 +184,8 @@ DEAF = "signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTE
 
 
 def test_ctrl_c_reaches_the_script_and_ends_the_run(launch: Launch) -> None:
-    script = CONNECT + "try: time.sleep(600)\nexcept KeyboardInterrupt: print('tidy', flush=True)"
+    inside = textwrap.indent(f"{CONNECT}\ntime.sleep(600)", "    ")
+    script = f"try:\n{inside}\nexcept KeyboardInterrupt: print('tidy', flush=True)"
     with launch(script) as child:
         child.wait_for("Serving")
         begun = time.monotonic()
@@ -276,6 +278,7 @@ def test_stacks_on_request(launch: Launch) -> None:
         (["--devices", "", __file__], "compute_devices is empty"),
         (["--parameter-device", "nonsense", __file__], "'nonsense' is not a device"),
         (["--start-timeout", "0", __file__], "more than 0 seconds"),
+        (["--start-timeout", "inf", __file__], "less than 1e6"),
         (["--log-dir", __file__, __file__], "log files cannot be written"),
         (["--run-dir", "/tmp/" + "x" * 100, __file__], "at most 107 bytes"),
         (["-m"], "name of a module"),
