@@ -28,7 +28,7 @@ from cs_proto.codec import BULK_LIMITS, decode, encode
 from cs_proto.errors import ContextError, LaunchError, PeerProtocolError, ReplicaLostError, ShutdownError
 from cs_proto.messages import AssignOp, Counters, Died, Output, RunFinished, Serving, VariableSpec
 from cs_proto.recent import HELD_FUNCTIONS, Recent
-from cs_proto.records import Frame, Record
+from cs_proto.records import Record
 from cs_proto.segments import frame_view
 
 from .diagnosis import show
@@ -47,7 +47,7 @@ _log = logging.getLogger("central_storage.link")
 R = TypeVar("R", bound=Record)
 
 # After a worker's death the living replicas get this long to notice before the run is given up without them.
-_LOST_TIMEOUT = 4.0
+_LOST_TIMEOUT = 2.5
 # A wait this long is named, and again after as long.
 _NAME_WAIT_EVERY = 10.0
 # The supervisor gets this long to say who was not ready in time.
@@ -113,7 +113,7 @@ class ServiceLink:
             self._refuse_after_death()
             data = self._pickle(function)
             self._arena.reset()
-            pickles = [dump_arguments(args, kwargs, self._adopt, self._place) for args, kwargs in arguments]
+            pickles = [dump_arguments(args, kwargs, self._adopt, self._arena.share) for args, kwargs in arguments]
             self._runs += 1
             run = (self._runs,)
             self._send_run(run, data, isinstance(function, Function), pickles)
@@ -279,9 +279,10 @@ class ServiceLink:
             if prepare != self._prepared:
                 self._send(socket, prepare)
             held = name in self._frozen if frozen else self._held[replica].touch(name)
-            function = None if held else Frame(data)
+            function = None if held else self._arena.share(data)
             self._send(
-                socket, messages.Run(run, replica, self._seed, name, function, frozen, Frame(arguments), buffers)
+                socket,
+                messages.Run(run, replica, self._seed, name, function, frozen, self._arena.share(arguments), buffers),
             )
         self._prepared = prepare
         if frozen:
@@ -346,12 +347,6 @@ class ServiceLink:
 
     def _inline(self, value: np.ndarray) -> Array | None:
         return self._arena.place(value) if value.nbytes <= INLINE_NBYTES else None
-
-    def _place(self, data: memoryview) -> Array:
-        """Copy a large buffer of an argument into shared memory, once for the replica that gets it."""
-        array = self._arena.new("uint8", (data.nbytes,))
-        self._arena.view(array)[...] = np.frombuffer(data, np.uint8)
-        return array
 
     def _copy(self, array: Array) -> np.ndarray:
         place = array.place

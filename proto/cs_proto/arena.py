@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .arrays import INLINE_NBYTES, Array, Location, array_of, dtype_name
+from .arrays import INLINE_NBYTES, Array, Location, array_of, bytes_array, dtype_name
 from .errors import MemoryPlanError
+from .records import Buffer
 from .segments import Mapping
 
 __all__ = ["Arena"]
@@ -29,6 +30,8 @@ class Arena:
         self._open = open_segment
         self._mapping: Mapping | None = None
         self._used = self._touched = used
+        # By address and size; the source is kept, so that its address stays its own.
+        self._shared: dict[tuple[int, int], tuple[np.ndarray, Array]] = {}
 
     def place(self, value: np.ndarray) -> Array:
         """A descriptor of ``value``: its bytes in a frame when small, else copied into the arena, once."""
@@ -54,6 +57,20 @@ class Arena:
         self._touched = max(self._touched, self._used)
         return array
 
+    def share(self, data: Buffer) -> Array:
+        """A descriptor of ``data`` as uint8[n]: in a frame when small, else copied into the arena, once however often
+        it is shared before it is freed. ``data`` must not change in between."""
+        view = memoryview(data)
+        if view.nbytes <= INLINE_NBYTES:
+            return bytes_array(data)
+        source = np.frombuffer(view, np.uint8)
+        key = (source.ctypes.data, source.nbytes)
+        if key not in self._shared:
+            target = self.new("uint8", source.shape)
+            self.view(target)[...] = source
+            self._shared[key] = (source, target)
+        return self._shared[key][1]
+
     def view(self, array: Array) -> np.ndarray:
         """The memory behind a descriptor of this arena."""
         assert self._mapping is not None
@@ -65,10 +82,12 @@ class Arena:
 
     def release(self, mark: int) -> None:
         """Free what was placed since :meth:`mark`."""
+        self._shared.clear()
         self._used = mark
 
     def reset(self) -> None:
         """Free everything."""
+        self._shared.clear()
         if self._mapping is not None and self._touched > _KEEP_NBYTES:
             self._mapping.discard(_KEEP_NBYTES, self._touched)
             self._touched = _KEEP_NBYTES

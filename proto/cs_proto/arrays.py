@@ -12,7 +12,7 @@ import re
 import numpy as np
 
 from .errors import LocalProtocolError
-from .records import Frame, Record, record, shown
+from .records import Buffer, Frame, Record, record, shown
 
 __all__ = [
     "DTYPES",
@@ -20,6 +20,7 @@ __all__ = [
     "Array",
     "Location",
     "array_of",
+    "bytes_array",
     "dtype_name",
     "is_wire_dtype",
     "item_nbytes",
@@ -134,6 +135,11 @@ def array_of(value: np.ndarray) -> Array:
         return Array(name, value.shape, Frame(b""))  # raises, and names the dtype
     contiguous = np.ascontiguousarray(value, None if value.dtype.isnative else value.dtype.newbyteorder("="))
     return Array(name, value.shape, Frame(contiguous.reshape(-1).view(np.uint8).data))
+
+
+def bytes_array(data: Buffer) -> Array:
+    """A descriptor of ``data`` as uint8[n], in a frame."""
+    return Array("uint8", (memoryview(data).nbytes,), Frame(data))
 
 
 def view_of(array: Array, buffer: memoryview | bytes | bytearray) -> np.ndarray:

@@ -11,7 +11,7 @@ import re
 from typing import Literal
 
 from .arrays import Array, Location, is_wire_dtype, shape_fault
-from .records import Frame, Record, record, shown
+from .records import Record, record, shown
 
 #: Goes up when a record changes in a way an older peer cannot read.
 PROTOCOL = 1
@@ -543,24 +543,27 @@ class Prepare(Record):
 class Run(_OfRun):
     """Run a function as one replica.
 
-    ``digest`` names the pickled function; ``function`` carries it where the worker does not hold it. ``frozen`` keeps
-    the unpickled object for good (``cs.function``). ``arguments`` is a pickle of (args, kwargs) whose large buffers
-    lie where ``buffers`` says.
+    ``digest`` names the pickled function; ``function`` says where it lies, for a worker that does not hold it.
+    ``frozen`` keeps the unpickled object for good (``cs.function``). ``arguments`` says where a pickle of (args,
+    kwargs) lies, whose large buffers lie where ``buffers`` says.
     """
 
     run: RunId
     replica: int
     seed: int
     digest: bytes
-    function: Frame | None
+    function: Array | None
     frozen: bool
-    arguments: Frame
+    arguments: Array
     buffers: tuple[Array, ...]
 
     def check(self) -> None:
         super().check()
         if len(self.digest) != 16:
             self.refuse("a digest has 16 bytes")
+        for pickled in (self.function, self.arguments):
+            if pickled is not None and (pickled.dtype != "uint8" or len(pickled.shape) != 1):
+                self.refuse(f"a pickle is uint8[n], not {pickled.dtype}{list(pickled.shape)}")
 
 
 # --- the supervisor's socket (SOCK_SEQPACKET; no frames, so each record is one packet) -------------------------------

@@ -123,7 +123,7 @@ class Sessions:
                 if session.hello.role == "controller" and session.hello.client != record.client:
                     raise ContextError(
                         f"client {session.hello.client} (pid {session.hello.pid}) controls this service; a second "
-                        "strategy has to start a service of its own"
+                        "strategy has to start a service of its own (in a child of a launched script: unset CS_ADDRESS)"
                     )
                 if session.hello.client == record.client and other != peer:
                     del self._tables.clients[other]  # the same client over a new socket

@@ -15,9 +15,9 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from cs_proto.arrays import Array, Location, array_of
+from cs_proto.arrays import Array, Location, array_of, bytes_array
 from cs_proto.errors import LocalProtocolError
-from cs_proto.messages import ApplyPoint, MakeSegment, Return, VariableSpec
+from cs_proto.messages import ApplyPoint, MakeSegment, Return, Run, VariableSpec
 from cs_proto.records import RECORDS, Frame, Record
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -112,6 +112,13 @@ def _returns() -> st.SearchStrategy[Any]:
     )
 
 
+def _pickles() -> st.SearchStrategy[Array]:
+    in_segments = st.builds(
+        lambda nbytes, place: Array("uint8", (nbytes,), place), st.integers(0, 1 << 40), records(Location)
+    )
+    return st.one_of(st.binary(max_size=40).map(bytes_array), in_segments)
+
+
 def _applies() -> st.SearchStrategy[Any]:
     buffers = st.sampled_from([0, 1])
     first = _built(
@@ -137,6 +144,7 @@ _SPECIAL: Mapping[type[Record], Callable[[], st.SearchStrategy[Any]]] = {
     ),
     ApplyPoint: _applies,
     Return: _returns,
+    Run: lambda: _built(Run, function=st.one_of(st.none(), _pickles()), arguments=_pickles()),
     MakeSegment: lambda: _built(MakeSegment, segment=SEGMENTS, reservation=st.integers(1, 1 << 50)),
 }
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
 import central_storage as cs
+from cs_proto.messages import Run
+from cs_proto.records import Frame
 
 ROWS = 1 << 18  # float32: 1 MiB
 
@@ -52,3 +55,30 @@ def test_batches_are_split_and_arrive_whole(two: cs.CentralStorageStrategy) -> N
     expected = [(float(r[0, 0]), float(r[3, 0])) for r in (rows, rows + 1)]
     assert [tuple(first for first, _ in results) for results in heard] == expected
     assert not any(writeable for results in heard for _, writeable in results)
+
+
+def test_nothing_large_is_in_a_frame_and_what_replicas_share_is_placed_once(
+    two: cs.CentralStorageStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured, given, text = np.ones(ROWS, np.float32), np.full(ROWS, 2, np.float32), b"x" * ROWS
+
+    def step(array: np.ndarray, again: np.ndarray, data: bytes) -> tuple[bool, bool, bool]:
+        return bool((captured == 1).all()), bool((array == 2).all() and (again == 2).all()), data == b"x" * len(data)
+
+    sent: list[Run] = []
+    link: Any = two.controller
+    send = link._send
+
+    def spy(socket: Any, record: Any) -> None:
+        if isinstance(record, Run):
+            sent.append(record)
+        send(socket, record)
+
+    monkeypatch.setattr(link, "_send", spy)
+    assert two.run(step, args=(given, given, text)) == (True, True, True)
+    first, second = sent
+    assert first.function is not None
+    assert [a for run in sent for a in (run.function, run.arguments, *run.buffers) if isinstance(a.place, Frame)] == []
+    assert first.function.place == second.function.place
+    assert [buffer.place for buffer in first.buffers] == [buffer.place for buffer in second.buffers]
+    assert len({buffer.place for buffer in first.buffers}) == 1

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.harness.record_strategies import any_record
 
-from cs_proto.arrays import Array, array_of
+from cs_proto.arrays import Array, array_of, bytes_array
 from cs_proto.codec import BULK_LIMITS, LIMITS, Limits, decode, encode
 from cs_proto.errors import LocalProtocolError, PeerProtocolError
 from cs_proto.messages import (
@@ -310,8 +310,9 @@ def test_this_process_is_told_what_it_may_not_say() -> None:
 
 
 def test_the_wire_form_is_what_the_protocol_says() -> None:
-    header, *frames = encode(Run((5, 2, 0), 1, 7, b"d" * 16, Frame(b"fn"), True, Frame(b"args"), ()))
-    assert msgpack.unpackb(header) == [91, [5, 2, 0], 1, 7, b"d" * 16, {"frame": 0}, True, {"frame": 1}, []]
+    header, *frames = encode(Run((5, 2, 0), 1, 7, b"d" * 16, bytes_array(b"fn"), True, bytes_array(b"args"), ()))
+    function, arguments = [2, "uint8", [2], {"frame": 0}], [2, "uint8", [4], {"frame": 1}]
+    assert msgpack.unpackb(header) == [91, [5, 2, 0], 1, 7, b"d" * 16, function, True, arguments, []]
     assert [bytes(frame) for frame in frames] == [b"fn", b"args"]
     assert msgpack.unpackb(encode(Introduce("worker", 1, 2, 3))[0]) == [110, "worker", 1, 2, 3]
     assert msgpack.unpackb(encode(Cancel((1,)))[0]) == [36, [1]]

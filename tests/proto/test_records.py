@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.harness.record_strategies import any_record, records
 
+from cs_proto.arrays import bytes_array
 from cs_proto.codec import decode, encode
 from cs_proto.errors import LocalProtocolError
 from cs_proto.messages import (
@@ -75,7 +76,7 @@ def test_codes_are_the_wire_and_stand_in_the_order_of_the_file() -> None:
         (lambda: Value(bytearray(b"x"), ()), "body must be bytes"),
         (lambda: Value(b"x", []), "arrays must be a tuple of Array"),
         (lambda: Value(b"x", (None,)), "arrays must be a tuple of Array"),
-        (lambda: Run((1,), 0, 0, b"d" * 16, b"f", False, Frame(b""), ()), "function must be Frame or None"),
+        (lambda: Run((1,), 0, 0, b"d" * 16, b"f", False, bytes_array(b""), ()), "function must be Array or None"),
         (lambda: Ask((1,), 0, 1, (), Statistics(1)), "point must be ApplyPoint or"),
         (lambda: Done(1, 2, None), "version must be int, not None"),
         (lambda: Cancel(()), "is not a run"),
@@ -88,7 +89,7 @@ def test_codes_are_the_wire_and_stand_in_the_order_of_the_file() -> None:
         (lambda: ApplyPoint(0, "f.py:1", 1, 3, (1,), 0), "either variables or the number of their set"),
         (lambda: ApplyPoint(0, "f.py:1", 1, 3, (), 2), "buffers 0 or 1"),
         (lambda: Return((1,), 0, 1, (), 0, None, None), "a value or an error"),
-        (lambda: Run((1,), 0, 0, b"d", None, False, Frame(b""), ()), "a digest has 16 bytes"),
+        (lambda: Run((1,), 0, 0, b"d", None, False, bytes_array(b""), ()), "a digest has 16 bytes"),
         (lambda: VariableSpec("", "float32", (), True, 0, 0), "is not a variable name"),
         (lambda: VariableSpec("a\n", "float32", (), True, 0, 0), "is not a variable name"),
         (lambda: VariableSpec("a", "U3", (), True, 0, 0), "a variable cannot have dtype"),

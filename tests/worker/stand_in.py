@@ -28,11 +28,11 @@ from tests.harness.timing import unit
 from central_storage import shipping, vocabulary
 from central_storage.handles import Handle, handle_id
 from cs_proto import messages, segments
-from cs_proto.arrays import Array, Location, array_of
+from cs_proto.arrays import Array, Location, array_of, bytes_array
 from cs_proto.codec import decode, encode
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.failures import error_of
-from cs_proto.records import Frame, Record
+from cs_proto.records import Record
 from cs_proto.segments import Mapping as Segment
 from cs_proto.segments import frame_view
 
@@ -168,7 +168,7 @@ class Service:
         data = shipping.dump_function(function, handle_id)
         arguments, buffers = shipping.dump_arguments(args, dict(kwargs or {}), handle_id, self._place)
         return messages.Run(
-            run, replica, self.seed, shipping.digest(data), Frame(data), frozen, Frame(arguments), buffers
+            run, replica, self.seed, shipping.digest(data), bytes_array(data), frozen, bytes_array(arguments), buffers
         )
 
     def settle(self) -> None:

@@ -10,10 +10,11 @@ from typing import Any, cast
 import pytest
 
 from cs_proto import messages
+from cs_proto.arrays import bytes_array
 from cs_proto.errors import PeerProtocolError, ReplicaLostError
 from cs_proto.failures import error_of
 from cs_proto.messages import Cancel, Committed, Died, Prepare, Refused, Run, RunId
-from cs_proto.records import Frame, Record
+from cs_proto.records import Record
 from cs_worker.conversation import Conversation, path_text
 from cs_worker.interrupts import Interrupts
 from cs_worker.link import COLLEAGUE, SERVER, SUPERVISOR, Link
@@ -72,7 +73,7 @@ def played() -> Iterator[Played]:
 
 
 def run(*path: int) -> Run:
-    return Run(path, 0, 7, bytes(16), None, False, Frame(b""), ())
+    return Run(path, 0, 7, bytes(16), None, False, bytes_array(b""), ())
 
 
 def refusals(played: Played) -> list[bytes]:

@@ -9,10 +9,11 @@ import pytest
 
 from central_storage.handles import handle_id
 from central_storage.shipping import digest, dump_function
+from cs_proto.arrays import bytes_array
 from cs_proto.errors import PeerProtocolError, ShippingError
 from cs_proto.messages import Run
 from cs_proto.recent import HELD_FUNCTIONS, Recent
-from cs_proto.records import Frame
+from cs_proto.segments import frame_view
 from cs_worker.programs import Programs
 
 CONTROLLER = b"cafe"
@@ -35,13 +36,13 @@ class Sender:
         data = dump_function(function, handle_id)
         held = not frozen and self.recent.touch(digest(data))
         sent = not held if with_function is None else with_function
-        run = Run((1,), 0, 7, digest(data), Frame(data) if sent else None, frozen, Frame(b""), ())
+        run = Run((1,), 0, 7, digest(data), bytes_array(data) if sent else None, frozen, bytes_array(b""), ())
         return self.programs.load(self.identity, run, no_handle)
 
 
 @pytest.fixture
 def programs() -> Programs:
-    return Programs()
+    return Programs(frame_view)
 
 
 def numbered(number: int) -> Callable[[], int]:
@@ -110,6 +111,6 @@ def test_a_frozen_function_that_failed_to_load_may_load_later(programs: Programs
     captured = Sent("variable", 1)
     data = dump_function(lambda: captured, handle_id)
     with pytest.raises(ShippingError, match="not yet"):
-        programs.load(CONTROLLER, Run((1,), 0, 7, digest(data), Frame(data), True, Frame(b""), ()), resolve)
-    function = programs.load(CONTROLLER, Run((2,), 0, 7, digest(data), None, True, Frame(b""), ()), resolve)
+        programs.load(CONTROLLER, Run((1,), 0, 7, digest(data), bytes_array(data), True, bytes_array(b""), ()), resolve)
+    function = programs.load(CONTROLLER, Run((2,), 0, 7, digest(data), None, True, bytes_array(b""), ()), resolve)
     assert function() == "the handle"

@@ -68,7 +68,7 @@ class Loop:
             controller,
             controller.strategy,
         )
-        self._programs = Programs()
+        self._programs = Programs(catalogue.map)
         self._own_path = list(sys.path)
         self._under_way: list[Replica] = []
 
@@ -131,7 +131,7 @@ class Loop:
         shop = self._shop
         function = self._programs.load(sender, run, shop.catalogue.resolve)
         buffers = [shop.catalogue.map(array).data for array in run.buffers]
-        args, kwargs = load_arguments(memoryview(run.arguments.data), buffers, shop.catalogue.resolve)
+        args, kwargs = load_arguments(shop.catalogue.map(run.arguments).data, buffers, shop.catalogue.resolve)
         seed_random_state(run.seed, run.run, run.replica)
         try:
             result = function(*args, **kwargs)

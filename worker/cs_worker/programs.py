@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from central_storage.shipping import load_function
+from cs_proto.arrays import Array
 from cs_proto.errors import PeerProtocolError
 from cs_proto.messages import Run
 from cs_proto.recent import HELD_FUNCTIONS, Recent
@@ -23,7 +26,9 @@ Resolve = Callable[[str, int], object]
 class Programs:
     """Functions by digest, for one controller and one holder of tokens at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, look: Callable[[Array], np.ndarray]) -> None:
+        """``look`` shows the bytes behind a descriptor."""
+        self._look = look
         self._held: dict[bytes, _Held] = {}
 
     def load(self, sender: bytes, run: Run, resolve: Resolve) -> Callable[..., Any]:
@@ -35,15 +40,16 @@ class Programs:
         kind = sender[:1]
         held = self._held.get(kind)
         if held is None or held.sender != sender:  # another controller: what the last one sent is of no use any more
-            held = self._held[kind] = _Held(sender)
+            held = self._held[kind] = _Held(sender, self._look)
         return held.load(run, resolve)
 
 
 class _Held:
     """What one sender has sent."""
 
-    def __init__(self, sender: bytes) -> None:
+    def __init__(self, sender: bytes, look: Callable[[Array], np.ndarray]) -> None:
         self.sender = sender
+        self._look = look
         self._recent = Recent(HELD_FUNCTIONS)
         self._pickles: dict[bytes, bytes] = {}
         self._frozen_pickles: dict[bytes, bytes] = {}
@@ -65,7 +71,7 @@ class _Held:
 
     def _take(self, run: Run, pickles: dict[bytes, bytes]) -> bytes:
         if run.function is not None:
-            pickles[run.digest] = bytes(run.function.data)
+            pickles[run.digest] = self._look(run.function).tobytes()
         try:
             return pickles[run.digest]
         except KeyError:

@@ -25,7 +25,7 @@ from cs_proto.arrays import INLINE_NBYTES, Array, array_of
 from cs_proto.errors import ContextError
 from cs_proto.messages import AssignOp, Counters, Run, Token, VariableSpec
 from cs_proto.recent import HELD_FUNCTIONS, Recent
-from cs_proto.records import Frame, Record
+from cs_proto.records import Record
 
 from .catalogue import Catalogue
 from .config import Config
@@ -122,7 +122,7 @@ class TokenController:
             else:
                 data = dump_function(function, adopt)
             mark = self._arena.mark()
-            pickles = [dump_arguments(args, kwargs, adopt, self._place) for args, kwargs in arguments]
+            pickles = [dump_arguments(args, kwargs, adopt, self._arena.share) for args, kwargs in arguments]
             results = self._run(token, data, isinstance(function, Function), pickles)
             self._arena.release(mark)  # every replica has returned, and the results are copies
             return results
@@ -196,8 +196,8 @@ class TokenController:
         own: Run | None = None
         for worker, (arguments, buffers) in zip(self._workers, pickles, strict=True):
             held = name in self._frozen if frozen else self._recent[worker.replica].touch(name)
-            function = None if held else Frame(data)
-            record = Run(run, worker.replica, token.seed, name, function, frozen, Frame(arguments), buffers)
+            function = None if held else self._arena.share(data)
+            record = Run(run, worker.replica, token.seed, name, function, frozen, self._arena.share(arguments), buffers)
             if worker.replica == self._config.replica:
                 own = record
             else:
@@ -223,12 +223,6 @@ class TokenController:
             self._catalogue.ask(request, token.sequence, messages.Done)
         finally:
             self._arena.release(mark)
-
-    def _place(self, data: memoryview) -> Array:
-        """Copy a large buffer of an argument into this worker's arena, from where the other workers read it."""
-        array = self._arena.new("uint8", (data.nbytes,))
-        self._arena.view(array)[...] = np.frombuffer(data, np.uint8)
-        return array
 
     def _from_value(self, value: messages.Value) -> Any:
         return from_value(value, self._catalogue.copy, self._catalogue.resolve)

@@ -94,6 +94,7 @@ def _launch(options: argparse.Namespace) -> int:
             f"transport {TRANSPORT}, directory {run_directory.path}",
             start_timeout=options.start_timeout,
             logs=_log_files(options, run_directory),
+            keeps_logs=bool(options.log_directory or options.keep_run_directory),
         )
     finally:
         run_directory.remove()
@@ -112,11 +113,11 @@ def _script_arguments(options: argparse.Namespace) -> list[str]:
     return list(options.command)
 
 
-def _log_files(options: argparse.Namespace, run_directory: RunDirectory) -> LogFiles | None:
-    """Whole log files are written where they are kept, and nowhere else."""
+def _log_files(options: argparse.Namespace, run_directory: RunDirectory) -> LogFiles:
+    """Whole log files: in the run directory, which goes at the end unless it is kept, or where the user wants them."""
     if options.log_directory:
         return LogFiles.under(options.log_directory, run_directory.path)
-    return LogFiles(os.path.join(run_directory.path, "logs")) if options.keep_run_directory else None
+    return LogFiles(os.path.join(run_directory.path, "logs"))
 
 
 class _Parser(argparse.ArgumentParser):

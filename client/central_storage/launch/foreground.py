@@ -45,13 +45,14 @@ def run(
     banner: str,
     start_timeout: float,
     logs: LogFiles | None,
+    keeps_logs: bool,
 ) -> int:
     """Start the service and the script, wait for the script, end everything, remove the directory; the exit code.
 
     0 or the script's own code; 3, 4 or 5 where the script failed after the start, a worker or the server did; 128
     and the signal's number where one ended the run or the script.
     """
-    return _Foreground(run_directory, commands, script, start_timeout, logs).run(banner)
+    return _Foreground(run_directory, commands, script, start_timeout, logs, keeps_logs).run(banner)
 
 
 class _Foreground:
@@ -62,11 +63,13 @@ class _Foreground:
         script: Command,
         start_timeout: float,
         logs: LogFiles | None,
+        keeps_logs: bool,
     ) -> None:
         self._directory = run_directory
         self._loop = Loop()
         self._console = Console(self._loop)
         self._logs = logs
+        self._keeps_logs = keeps_logs
         self._service = Service(
             self._loop, run_directory.path, commands, self._console, start_timeout=start_timeout, logs=logs
         )
@@ -140,7 +143,7 @@ class _Foreground:
             report = f"the script (pid {self._script.pid}) ended by {self._script.cause}"
         else:
             report = ""
-        if self._logs is not None:
+        if self._logs is not None and self._keeps_logs:
             report += f"\nlog files: {self._logs.directory}" if report else f"log files: {self._logs.directory}"
         if report:
             first, *more = report.splitlines()

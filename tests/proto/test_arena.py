@@ -1,0 +1,78 @@
+"""Arenas: what is large is placed once, what is freed is used again, and what does not fit is refused."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from cs_proto.arena import Arena
+from cs_proto.arrays import INLINE_NBYTES, Array, Location
+from cs_proto.errors import MemoryPlanError
+from cs_proto.records import Frame
+from cs_proto.segments import Mapping, frame_view
+
+NBYTES = 16 << 20
+
+
+def arena(used: int = 0) -> Arena:
+    descriptor = os.memfd_create("arena")
+    os.ftruncate(descriptor, NBYTES)
+    return Arena(lambda: Mapping("arena/test", descriptor, NBYTES, writable=True), used)
+
+
+def offset(array: Array) -> int:
+    assert isinstance(array.place, Location)
+    return array.place.offset
+
+
+def test_small_values_travel_in_frames_and_need_no_segment() -> None:
+    made = Arena(lambda: pytest.fail("the segment was opened"))
+    assert frame_view(made.place(np.arange(3))).tolist() == [0, 1, 2]
+    assert made.share(b"abc") == Array("uint8", (3,), Frame(b"abc"))
+    assert made.mark() == 0
+
+
+def test_large_values_lie_one_after_the_other() -> None:
+    made = arena()
+    first, second = (made.place(np.full(INLINE_NBYTES + n, n, np.uint8)) for n in (1, 2))
+    assert offset(first) == 0
+    assert offset(second) >= first.nbytes
+    assert offset(second) % 64 == 0
+    assert (made.view(first) == 1).all()
+    assert (made.view(second) == 2).all()
+
+
+def test_what_is_shared_again_is_placed_once() -> None:
+    made = arena()
+    data, other = np.zeros(INLINE_NBYTES), np.zeros(INLINE_NBYTES)
+    placed = made.share(data.data)
+    assert made.share(memoryview(data)) == placed
+    assert offset(made.share(other.data)) != offset(placed)
+    assert made.view(placed).tobytes() == data.tobytes()
+
+
+@pytest.mark.parametrize("free", ["reset", "release"])
+def test_what_was_freed_is_placed_anew(free: str) -> None:
+    made = arena()
+    mark = made.mark()
+    data = np.zeros(INLINE_NBYTES)
+    made.share(data.data)
+    data += 1
+    made.reset() if free == "reset" else made.release(mark)
+    placed = made.share(data.data)
+    assert offset(placed) == 0
+    assert made.view(placed).tobytes() == data.tobytes()
+
+
+def test_what_another_process_uses_is_left_alone() -> None:
+    assert offset(arena(used=128).place(np.zeros(INLINE_NBYTES))) == 128
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
+    made = arena()
+    made.place(np.zeros(NBYTES // 2, np.uint8))
+    with pytest.raises(MemoryPlanError, match=f"{NBYTES} bytes do not fit into arena/test: {NBYTES // 2} of"):
+        made.new("uint8", (NBYTES,))
+    made.place(np.zeros(NBYTES // 2, np.uint8))
