@@ -45,10 +45,12 @@ clean:  ## remove all that was made here, the virtual environment too
 
 # The stamps are newer than pyproject.toml when the environment has what it asks for.
 $(VENV)/.installed-demo: pyproject.toml | $(BIN)/python
+	@echo "installing into $(VENV), once: about half a minute"
 	@$(BIN)/python -m pip install --only-binary=:all: -e '.[examples]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+	@echo "installing what development needs into $(VENV), once: about a minute"
 	@$(BIN)/python -m pip install --only-binary=:all: -e '.[dev]'
 	@touch $@ $(VENV)/.installed-demo
 

@@ -5,9 +5,16 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["Function", "function"]
+__all__ = ["Function", "Pickled", "function"]
+
+
+class Pickled(NamedTuple):
+    """A pickled function, and the digest by which both ends know it."""
+
+    data: bytes
+    digest: bytes
 
 
 class Function:
@@ -18,12 +25,12 @@ class Function:
             raise TypeError(f"cs.function takes a function, not {python_function!r}")
         self.python_function = python_function
         functools.update_wrapper(self, python_function)
-        self._pickles: weakref.WeakKeyDictionary[object, bytes] = weakref.WeakKeyDictionary()
+        self._pickles: weakref.WeakKeyDictionary[object, Pickled] = weakref.WeakKeyDictionary()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.python_function(*args, **kwargs)
 
-    def pickle_for(self, owner: object, dump: Callable[[Callable[..., Any]], bytes]) -> bytes:
+    def pickle_for(self, owner: object, dump: Callable[[Callable[..., Any]], Pickled]) -> Pickled:
         """The pickle that ``owner`` (a service) sends: made at its first call, the same ever after."""
         if owner not in self._pickles:
             self._pickles[owner] = dump(self.python_function)

@@ -32,7 +32,7 @@ from cs_proto.records import Record
 from cs_proto.segments import frame_view
 
 from .diagnosis import show
-from .function import Function
+from .function import Function, Pickled
 from .handles import Handle
 from .interrupts import Interrupts
 from .lifeline import Lifeline
@@ -111,14 +111,16 @@ class ServiceLink:
         """Run ``function`` once per replica with that replica's (args, kwargs); the results in replica order."""
         with self._operation():
             self._refuse_after_death()
-            data = self._pickle(function)
+            pickled = self._pickle(function)
             self._arena.reset()
             pickles = [dump_arguments(args, kwargs, self._adopt, self._arena.share) for args, kwargs in arguments]
             self._runs += 1
             run = (self._runs,)
-            self._send_run(run, data, isinstance(function, Function), pickles)
+            self._send_run(run, pickled, isinstance(function, Function), pickles)
             finished = self._finish(run)
             if finished.error is not None:
+                if finished.error.exception == "SystemExit":  # uncaught, it ends the script without a word
+                    _log.warning("replica %d left run %d by sys.exit", finished.error.replica, run[0])
                 raise to_exception(finished.error, self._copy, self._resolve)
             return [from_value(value, self._copy, self._resolve) for value in finished.values]
 
@@ -265,15 +267,16 @@ class ServiceLink:
 
     # --- parts of a run -------------------------------------------------------------------------------------------
 
-    def _pickle(self, function: Callable[..., Any]) -> bytes:
+    def _pickle(self, function: Callable[..., Any]) -> Pickled:
         if isinstance(function, Function):
-            return function.pickle_for(self, lambda f: dump_function(f, self._adopt))
-        return dump_function(function, self._adopt)
+            return function.pickle_for(self, self._pickle)
+        data = dump_function(function, self._adopt)
+        return Pickled(data, digest(data))
 
     def _send_run(
-        self, run: messages.RunId, data: bytes, frozen: bool, pickles: Sequence[tuple[bytes, tuple[Array, ...]]]
+        self, run: messages.RunId, pickled: Pickled, frozen: bool, pickles: Sequence[tuple[bytes, tuple[Array, ...]]]
     ) -> None:
-        name = digest(data)
+        data, name = pickled
         prepare = messages.Prepare(tuple(map(str, sys.path)), os.getcwd())
         for replica, (socket, (arguments, buffers)) in enumerate(zip(self._worker_sockets, pickles, strict=True)):
             if prepare != self._prepared:

@@ -75,6 +75,10 @@ def _start(
         if parameter_device is None:
             parameter_device = os.environ.get("CS_PARAMETER_DEVICE")
     chosen = devices.compute_devices(compute_devices)
+    if gpus := [device for device in chosen if device.startswith("gpu")]:
+        raise DeviceError(
+            f"this version computes on CPUs only, not on {', '.join(gpus)}; pass compute_devices=['cpu:0', 'cpu:1']"
+        )
     process = service.start(chosen, devices.parameter_device(parameter_device, chosen), start_timeout)
     connection = Lifeline(process.socket, "controller")
     try:

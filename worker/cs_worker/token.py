@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from central_storage import context
-from central_storage.function import Function
+from central_storage.function import Function, Pickled
 from central_storage.shipping import digest, dump_arguments, dump_function
 from central_storage.strategy import CentralStorageStrategy
 from central_storage.values import regroup, select_replica
@@ -117,13 +117,10 @@ class TokenController:
         token = self._token("strategy.run")
         with self._interrupts.own_code():
             adopt = self._strategy.adopt
-            if isinstance(function, Function):
-                data = function.pickle_for(self, lambda f: dump_function(f, adopt))
-            else:
-                data = dump_function(function, adopt)
+            pickled = self._pickle(function)
             mark = self._arena.mark()
             pickles = [dump_arguments(args, kwargs, adopt, self._arena.share) for args, kwargs in arguments]
-            results = self._run(token, data, isinstance(function, Function), pickles)
+            results = self._run(token, pickled, isinstance(function, Function), pickles)
             self._arena.release(mark)  # every replica has returned, and the results are copies
             return results
 
@@ -187,12 +184,18 @@ class TokenController:
 
     # --- how it is done -----------------------------------------------------------------------------------------
 
+    def _pickle(self, function: Callable[..., Any]) -> Pickled:
+        if isinstance(function, Function):
+            return function.pickle_for(self, self._pickle)
+        data = dump_function(function, self._strategy.adopt)
+        return Pickled(data, digest(data))
+
     def _run(
-        self, token: _Held, data: bytes, frozen: bool, pickles: Sequence[tuple[bytes, tuple[Array, ...]]]
+        self, token: _Held, pickled: Pickled, frozen: bool, pickles: Sequence[tuple[bytes, tuple[Array, ...]]]
     ) -> list[Any]:
         run = (*token.point, token.runs)
         token.runs += 1
-        name = digest(data)
+        data, name = pickled
         own: Run | None = None
         for worker, (arguments, buffers) in zip(self._workers, pickles, strict=True):
             held = name in self._frozen if frozen else self._recent[worker.replica].touch(name)

@@ -157,9 +157,13 @@ def _fitting(gradient: Any, variable: Variable) -> np.ndarray:
             f"the gradient of {variable.name} is an IndexedSlices; sparse gradients are not served by this version"
         )
     array = convert_to_tensor(gradient)
-    if array.shape != variable.shape or array.dtype != variable.dtype:
+    if array.shape != variable.shape:
         raise InvalidArgumentError(
-            f"the gradient of {variable.name} has shape {array.shape} and dtype {array.dtype}, "
-            f"but the variable has shape {variable.shape} and dtype {variable.dtype}"
+            f"the gradient of {variable.name} has shape {array.shape}, but the variable has shape {variable.shape}"
+        )
+    if array.dtype != variable.dtype:
+        raise InvalidArgumentError(
+            f"the gradient of {variable.name} has dtype {array.dtype}, the variable {variable.dtype}; convert it with "
+            f"astype('{variable.dtype}'), or make what it is computed from {variable.dtype}"
         )
     return array
