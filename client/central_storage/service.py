@@ -75,11 +75,10 @@ def _start(
         if parameter_device is None:
             parameter_device = os.environ.get("CS_PARAMETER_DEVICE")
     chosen = devices.compute_devices(compute_devices)
-    if gpus := [device for device in chosen if device.startswith("gpu")]:
-        raise DeviceError(
-            f"this version computes on CPUs only, not on {', '.join(gpus)}; pass compute_devices=['cpu:0', 'cpu:1']"
-        )
-    process = service.start(chosen, devices.parameter_device(parameter_device, chosen), start_timeout)
+    owner = devices.parameter_device(parameter_device, chosen)
+    if owner.startswith("gpu"):
+        raise DeviceError(f"variables on {owner} are not served by this version; pass parameter_device='cpu:0'")
+    process = service.start(chosen, owner, start_timeout)
     connection = Lifeline(process.socket, "controller")
     try:
         return ServiceLink(connection, wait_until_serving(connection, start_timeout), seed=seed, stop=process.stop)

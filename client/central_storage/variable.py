@@ -162,7 +162,11 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
     def value(self) -> np.ndarray:
         """A copy of the current value, which never changes."""
         replica = current_replica(self._strategy)
-        return self._controller.read(self._number) if replica is None else np.array(replica.view(self._number))
+        return (
+            self._controller.read(self._number)
+            if replica is None
+            else np.array(convert_to_tensor(replica.view(self._number)))
+        )
 
     read_value = value
     numpy = value
@@ -174,7 +178,7 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """A read-only view inside a replica, a copy elsewhere."""
-        value = self.current()
+        value = convert_to_tensor(self.current())  # from a GPU, where the replica is on one
         return np.array(value, dtype) if copy else np.asarray(value, dtype)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:

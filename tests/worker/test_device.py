@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import types
+
 import numpy as np
 import pytest
 
@@ -14,11 +17,67 @@ def test_a_cpu() -> None:
     assert device.name == "cpu:3"
     assert device.full_name == "/job:localhost/replica:0/task:0/device:CPU:3"
     assert device.array_module is np
+    array = np.arange(3)
+    assert device.bring(array) is array
+    device.seed(7)
 
 
-def test_a_gpu_is_refused() -> None:
-    with pytest.raises(DeviceError, match="gpu:0 is not served by this version; use compute_devices of the kind cpu:0"):
+def test_a_gpu_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(DeviceError, match=r"gpu:0 needs CuPy: pip install 'central-storage\[cuda12\]' or"):
         open_device("gpu:0")
+
+
+class NoSuchDevice(Exception):
+    """What CuPy raises for a device number that does not exist."""
+
+
+def cupy(count: int, told: list[object]) -> types.ModuleType:
+    """Stands for CuPy on a machine with ``count`` GPUs: its arrays are NumPy's, tagged by a subclass."""
+
+    class Chosen:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def use(self) -> None:
+            if self.number >= count:
+                raise NoSuchDevice("invalid device ordinal")
+            told.append(self.number)
+
+    module = types.ModuleType("cupy")
+    runtime = types.SimpleNamespace(CUDARuntimeError=NoSuchDevice)
+    members = {
+        "cuda": types.SimpleNamespace(Device=Chosen, runtime=runtime),
+        "random": types.SimpleNamespace(seed=lambda number: told.append(("seed", number))),
+        "asarray": lambda array: np.array(array).view(OnDevice),
+    }
+    module.__dict__.update(members)
+    return module
+
+
+class OnDevice(np.ndarray):
+    """An array that is in device memory."""
+
+
+def test_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    module = cupy(2, told)
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    device = open_device("/gpu:1")
+    assert (device.name, device.array_module, told) == ("gpu:1", module, [1])
+    host = np.arange(3)
+    brought = device.bring(host)
+    assert isinstance(brought, OnDevice)
+    assert brought.tolist() == [0, 1, 2]
+    assert not np.shares_memory(brought, host)
+    device.seed(7)
+    assert told == [1, ("seed", 7)]
+
+
+def test_a_gpu_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", cupy(1, []))
+    with pytest.raises(DeviceError, match="gpu:3 cannot be used: invalid device ordinal"):
+        open_device("gpu:3")
 
 
 def test_a_device_that_is_none() -> None:

@@ -20,7 +20,7 @@ def undisturbed() -> Iterator[None]:
 
 
 def draw(seed: int, run: RunId, replica: int) -> tuple[float, float]:
-    seed_random_state(seed, run, replica)
+    seed_random_state(seed, run, replica, lambda number: None)
     return random.random(), float(np.random.rand())
 
 
@@ -48,7 +48,7 @@ def test_the_largest_seed() -> None:
 
 
 def test_state_is_kept_around_a_nested_run() -> None:
-    seed_random_state(7, (5,), 0)
+    seed_random_state(7, (5,), 0, lambda number: None)
     restore = kept_random_state()
     expected = random.random(), float(np.random.rand())
     restore()

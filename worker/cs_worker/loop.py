@@ -14,7 +14,9 @@ import traceback
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from central_storage import context
+import numpy as np
+
+from central_storage import context, nest
 from central_storage.lifeline import Lifeline
 from central_storage.shipping import load_arguments
 from central_storage.vocabulary import to_value
@@ -127,12 +129,17 @@ class Loop:
                 result = self._call_user(sender, run)
             return to_value(result, Placing(shop.arena))
 
+    def _bring(self, leaf: Any) -> Any:
+        return self._shop.device.bring(leaf) if isinstance(leaf, np.ndarray) else leaf
+
     def _call_user(self, sender: bytes, run: Run) -> Any:
         shop = self._shop
         function = self._programs.load(sender, run, shop.catalogue.resolve)
         buffers = [shop.catalogue.map(array).data for array in run.buffers]
         args, kwargs = load_arguments(shop.catalogue.map(run.arguments).data, buffers, shop.catalogue.resolve)
-        seed_random_state(run.seed, run.run, run.replica)
+        if shop.device.array_module is not np:
+            args, kwargs = nest.map_structure(self._bring, (args, kwargs))
+        seed_random_state(run.seed, run.run, run.replica, shop.device.seed)
         try:
             result = function(*args, **kwargs)
         except BaseException as raised:

@@ -84,9 +84,10 @@ class Replica:
     @_whole
     def view(self, number: int) -> np.ndarray:
         """The variable's value: read-only, no copy, current until this replica next waits. What this replica has
-        written to it is committed first."""
+        written to it is committed first. On a GPU a copy, made now."""
         self._commit_writes_of(number)
-        return self._shop.catalogue.view(number)
+        value: np.ndarray = self._shop.device.bring(self._shop.catalogue.view(number))
+        return value
 
     @_whole
     def variable(self, number: int) -> messages.Variable:
@@ -103,8 +104,9 @@ class Replica:
 
     @_whole
     def gradient_buffers(self, numbers: Sequence[int]) -> list[np.ndarray]:
-        """Writable arrays that lie where the server reads this replica's gradients; their content is undefined."""
-        return self.buffers.hand_out(numbers, self._commit)
+        """Writable arrays that lie where the server reads this replica's gradients; their content is undefined. On a
+        GPU they lie there, and ``apply`` copies them."""
+        return [self._shop.device.bring(buffer) for buffer in self.buffers.hand_out(numbers, self._commit)]
 
     def array_module(self) -> ModuleType:
         """NumPy, or CuPy on a GPU."""
@@ -211,7 +213,7 @@ class Replica:
             reduced = self._ask(point(tuple(placing(leaf) for leaf in leaves)), messages.Reduced)
         finally:
             arena.release(mark)  # whatever the answer, every operand has been read
-        return [catalogue.copy(array) for array in reduced.arrays]
+        return [self._shop.device.bring(catalogue.copy(array)) for array in reduced.arrays]
 
     def _ask(self, point: Any, *answers: type[R]) -> R:
         """Bring a point together with the notes, and wait for its answer. Raises what the server answers."""

@@ -14,13 +14,15 @@ from cs_proto.messages import RunId
 __all__ = ["kept_random_state", "seed_random_state"]
 
 
-def seed_random_state(seed: int, run: RunId, replica: int) -> None:
-    """Seed ``random`` and ``numpy.random``'s global generator."""
+def seed_random_state(seed: int, run: RunId, replica: int, device: Callable[[int], None]) -> None:
+    """Seed ``random``, ``numpy.random``'s global generator and the device's, with a number of 32 bits."""
     # A hash, because neighbouring runs differ by one and generators want seeds that differ everywhere.
     key = ",".join(map(str, (seed, *run, replica)))
     digest = hashlib.blake2b(key.encode(), digest_size=32).digest()
     random.seed(int.from_bytes(digest[:16], "little"))
-    np.random.seed(struct.unpack("<4I", digest[16:]))
+    words = struct.unpack("<4I", digest[16:])
+    np.random.seed(words)
+    device(words[0])
 
 
 def kept_random_state() -> Callable[[], None]:
