@@ -21,6 +21,8 @@ from tests.harness import leftovers
 from tests.harness.processes import MARK
 from tests.harness.timing import unit
 
+from central_storage.diagnosis import configure_logging
+
 _directory = pytest.StashKey[Path]()
 _failed = pytest.StashKey[bool]()
 _LOG_LINES = 40
@@ -34,9 +36,10 @@ def pytest_configure(config: pytest.Config) -> None:
         (directory / name).mkdir(mode=0o700)
     os.environ["XDG_RUNTIME_DIR"] = str(directory / "run")
     os.environ["TMPDIR"] = str(directory / "tmp")
-    os.environ["CS_LOG_DIR"] = str(directory / "logs")
+    os.environ["CS_LOG_DIR"] = os.environ["CS_MESSAGES_DIR"] = str(directory / "logs")
     os.environ[MARK] = f"{os.getpid()}-{secrets.token_hex(3)}"
     tempfile.tempdir = None  # asked for once and remembered: ask again
+    configure_logging("script")  # opens its file here rather than in the first test, which would leave it behind
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -66,7 +69,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Note that a test failed, and add the last lines of every log written since it began."""
+    """Note that a test failed, and add the last messages and the last lines of every process since it began."""
     report = yield
     if report.failed:
         item.stash[_failed] = True

@@ -1,4 +1,5 @@
-"""Looking inside a process of the service: ``CS_LOG``, stack dumps on SIGUSR1, and the lines its processes print."""
+"""Looking inside a process of the service: ``CS_LOG``, ``CS_MESSAGES_DIR``, stack dumps on SIGUSR1, and the lines its
+processes print."""
 
 from __future__ import annotations
 
@@ -13,19 +14,31 @@ from typing import Literal
 __all__ = ["configure_logging", "dump_stacks_on_signal", "show"]
 
 
-def configure_logging() -> None:
+_FORMATTER = logging.Formatter("%(asctime)s.%(msecs)03d %(name)s: %(message)s", "%H:%M:%S")
+
+
+def configure_logging(role: str) -> None:
     """Show this project's log lines on stderr at the level that ``CS_LOG`` names (``debug``: every message).
 
     Without it warnings are shown: waits that last, deaths, messages that were dropped. Handlers that the user has
-    set up are left alone.
+    set up are left alone. Where ``CS_MESSAGES_DIR`` names a directory, all lines are also kept in
+    ``<role>.<pid>.messages`` there.
     """
     logger = logging.getLogger("central_storage")
-    level = os.environ.get("CS_LOG", "").upper()
-    logger.setLevel(level if level in logging.getLevelNamesMapping() else logging.WARNING)
+    asked = logging.getLevelNamesMapping().get(os.environ.get("CS_LOG", "").upper(), logging.WARNING)
+    logger.setLevel(asked)
     if not logger.handlers and not logging.getLogger().handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(asctime)s.%(msecs)03d %(name)s: %(message)s", "%H:%M:%S"))
-        logger.addHandler(handler)
+        shown = logging.StreamHandler(sys.stderr)
+        shown.setFormatter(_FORMATTER)
+        shown.setLevel(asked)
+        logger.addHandler(shown)
+    if directory := os.environ.get("CS_MESSAGES_DIR"):
+        path = os.path.join(directory, f"{role}.{os.getpid()}.messages")
+        if not any(getattr(handler, "baseFilename", None) == os.path.abspath(path) for handler in logger.handlers):
+            kept = logging.FileHandler(path)
+            kept.setFormatter(_FORMATTER)
+            logger.addHandler(kept)
+        logger.setLevel(logging.DEBUG)
 
 
 def dump_stacks_on_signal() -> None:

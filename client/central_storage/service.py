@@ -28,7 +28,7 @@ def open_service(
 
     Raises DeviceError for devices that do not exist or are not the launcher's, LaunchError where no service comes up.
     """
-    configure_logging()
+    configure_logging("script")
     dump_stacks_on_signal()
     address = os.environ.get("CS_ADDRESS")
     if address and address not in _attached:

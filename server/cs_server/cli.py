@@ -1,7 +1,7 @@
 """The command line of the server, ``cs-server``: options in, a configuration out, an exit code at the end.
 
 The supervisor starts servers with it; nobody needs to type it. The only place of the server that reads the
-environment: ``CS_LOG`` names the level of what is written to stderr.
+environment: ``CS_LOG`` names the level of what is written to stderr, ``CS_MESSAGES_DIR`` where every line is kept.
 """
 
 from __future__ import annotations
@@ -63,8 +63,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _configure_logging() -> None:
-    """Warnings and what ``CS_LOG`` asks for (``debug``: every message, ``info``) go to stderr."""
-    asked = os.environ.get("CS_LOG", "").upper()
-    level = logging.getLevelNamesMapping().get(asked, logging.WARNING)
-    logging.basicConfig(level=level, format="%(asctime)s.%(msecs)03d %(name)s: %(message)s", datefmt="%H:%M:%S")
+    """Warnings and what ``CS_LOG`` asks for (``debug``: every message, ``info``) go to stderr, all lines to a file in
+    ``CS_MESSAGES_DIR`` where that is set."""
+    asked = logging.getLevelNamesMapping().get(os.environ.get("CS_LOG", "").upper(), logging.WARNING)
+    shown = logging.StreamHandler(sys.stderr)
+    shown.setLevel(asked)
+    handlers: list[logging.Handler] = [shown]
+    if directory := os.environ.get("CS_MESSAGES_DIR"):
+        handlers.append(logging.FileHandler(os.path.join(directory, f"server.{os.getpid()}.messages")))
+    logging.basicConfig(
+        level=asked if len(handlers) == 1 else logging.DEBUG,
+        handlers=handlers,
+        format="%(asctime)s.%(msecs)03d %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+    )
     logging.getLogger("numba").setLevel(logging.WARNING)  # a compiler's inner life

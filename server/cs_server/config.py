@@ -1,7 +1,7 @@
 """What a server is started with: one frozen record, checked when it is made.
 
-Built by the command line from options alone; the one environment variable that the server reads itself, ``CS_LOG``,
-is read there too. The engine takes what it needs from here and asks nobody else.
+Built by the command line from options alone; what the server itself reads of the environment is for its log, and is
+read there too. The engine takes what it needs from here and asks nobody else.
 """
 
 from __future__ import annotations

@@ -32,10 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one worker until it is told to end. Exit code 0 after SIGTERM, 1 where the service is gone, 2 where it
     cannot start."""
     options = _parser().parse_args(arguments)
+    configure_logging(f"w{options.replica}")
     interrupts = Interrupts()
     interrupts.install()
     dump_stacks_on_signal()
-    configure_logging()
     context.in_worker = True
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]

@@ -56,7 +56,7 @@ class OwnerSink:
 def main(arguments: list[str] | None = None) -> int:
     """Run a service until its owner lets go of it; the exit code."""
     options = _parser().parse_args(arguments)
-    configure_logging()
+    configure_logging("supervisor")
     dump_stacks_on_signal()
     owner = socket.socket(fileno=options.client_descriptor)
     owner.set_inheritable(False)

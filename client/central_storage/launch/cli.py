@@ -45,6 +45,7 @@ Options of cs-launch come before the script; everything after it is the script's
 
 environment:
   CS_LOG=debug                   one line for every message
+  CS_MESSAGES_DIR                keep these lines in files of that directory, one a process
   CS_LOG_DIR                     as --log-dir, also for a script that is started without cs-launch
   OMP_NUM_THREADS and its like   obeyed; otherwise the workers share the processors
 
@@ -77,7 +78,7 @@ def _launch(options: argparse.Namespace) -> int:
         raise ConfigurationError(
             f"--start-timeout must be more than 0 seconds, less than 1e6, not {options.start_timeout:g}"
         )
-    configure_logging()
+    configure_logging("supervisor")
     dump_stacks_on_signal()
     run_directory = RunDirectory(options.run_directory, keep=options.keep_run_directory)
     try:
