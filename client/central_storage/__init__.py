@@ -20,6 +20,14 @@ from .context import (
 )
 from .function import function
 from .observer import connect
+from .options import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    InputOptions,
+    InputReplicationMode,
+    RunOptions,
+    ValueContext,
+)
 from .strategy import CentralStorageStrategy
 from .values import (
     DistributedValues,
@@ -35,13 +43,19 @@ from .variable import Variable
 
 __all__ = [
     "CentralStorageStrategy",
+    "CommunicationImplementation",
+    "CommunicationOptions",
     "Counters",
     "DistributedValues",
     "IndexedSlices",
+    "InputOptions",
+    "InputReplicationMode",
     "Mirrored",
     "PerReplica",
     "ReduceOp",
     "ReplicaContext",
+    "RunOptions",
+    "ValueContext",
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",

@@ -1,0 +1,124 @@
+"""Options that calls of the strategy take, and what a value function is told.
+
+They keep TensorFlow's names, order and defaults. ``InputOptions`` are honoured by distributed data sets; those of a
+run and of communication are for machines with several hosts or TPUs and change nothing here.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+from cs_proto.errors import InvalidArgumentError
+
+__all__ = [
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "InputOptions",
+    "InputReplicationMode",
+    "RunOptions",
+    "ValueContext",
+]
+
+
+class InputReplicationMode(enum.Enum):
+    """How often a data set function is called: once for the machine, or once for each replica."""
+
+    PER_WORKER = "PER_WORKER"
+    PER_REPLICA = "PER_REPLICA"
+
+
+class CommunicationImplementation(enum.Enum):
+    """TensorFlow's ways to communicate between machines; without effect on one machine."""
+
+    AUTO = "AUTO"
+    RING = "RING"
+    NCCL = "NCCL"
+
+
+class RunOptions(NamedTuple):
+    """What ``run`` takes as ``options``: accepted, and without effect, as in TensorFlow's class."""
+
+    experimental_enable_dynamic_batch_size: bool = True
+    experimental_bucketizing_dynamic_shape: bool = False
+    experimental_xla_options: object = None
+
+
+class _InputFields(NamedTuple):
+    experimental_fetch_to_device: bool
+    experimental_replication_mode: InputReplicationMode
+    experimental_place_dataset_on_device: bool
+    experimental_per_replica_buffer_size: int
+
+
+class InputOptions(_InputFields):
+    """How a distributed data set brings its elements to the replicas.
+
+    ``experimental_fetch_to_device``: whether elements are brought to the replica's device (None: yes);
+    ``experimental_replication_mode``: how often a data set function is called;
+    ``experimental_place_dataset_on_device``: whether the data set itself runs on the replica's device;
+    ``experimental_per_replica_buffer_size``: the number of elements fetched ahead for each replica.
+
+    Raises TypeError for a mode that is no InputReplicationMode and InvalidArgumentError for a buffer size that is no
+    int of at least 0.
+    """
+
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        experimental_fetch_to_device: bool | None = None,
+        experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
+        experimental_place_dataset_on_device: bool = False,
+        experimental_per_replica_buffer_size: int = 1,
+    ) -> Self:
+        if not isinstance(experimental_replication_mode, InputReplicationMode):
+            raise TypeError(
+                "experimental_replication_mode must be an InputReplicationMode, not "
+                f"{experimental_replication_mode!r:.100}"
+            )
+        size = experimental_per_replica_buffer_size
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise InvalidArgumentError(f"experimental_per_replica_buffer_size counts elements, not {size!r:.100}")
+        return super().__new__(
+            cls,
+            True if experimental_fetch_to_device is None else bool(experimental_fetch_to_device),
+            experimental_replication_mode,
+            bool(experimental_place_dataset_on_device),
+            size,
+        )
+
+
+@dataclass(frozen=True)
+class CommunicationOptions:
+    """Hints for reductions between machines: accepted, and without effect on one machine.
+
+    ``bytes_per_pack``: bytes (0: chosen); ``timeout_seconds``: seconds or None; ``implementation``: a
+    CommunicationImplementation or its name in any case. Raises InvalidArgumentError (a ValueError) for negative bytes
+    and for an unknown name.
+    """
+
+    bytes_per_pack: int = 0
+    timeout_seconds: float | None = None
+    implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_pack < 0:
+            raise InvalidArgumentError(f"bytes_per_pack must be at least 0, not {self.bytes_per_pack!r}")
+        if isinstance(self.implementation, str):
+            try:
+                known = CommunicationImplementation(self.implementation.upper())
+            except ValueError:
+                raise InvalidArgumentError(
+                    f"implementation is 'AUTO', 'RING' or 'NCCL', not {self.implementation!r:.100}"
+                ) from None
+            object.__setattr__(self, "implementation", known)
+
+
+@dataclass(frozen=True)
+class ValueContext:
+    """What the function of ``experimental_distribute_values_from_function`` is told: whose value it makes."""
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
