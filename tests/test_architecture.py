@@ -17,7 +17,8 @@ import central_storage
 ROLES = ("proto", "server", "worker", "client")
 
 PUBLIC = """
-    CentralStorageStrategy Counters DistributedValues IndexedSlices Mirrored PerReplica ReduceOp ReplicaContext Variable
+    CentralStorageStrategy CommunicationImplementation CommunicationOptions Counters DistributedValues IndexedSlices
+    InputOptions InputReplicationMode Mirrored PerReplica ReduceOp ReplicaContext RunOptions ValueContext Variable
     VariableAggregation VariableSynchronization connect convert_to_tensor data errors function get_array_module
     get_replica_context get_strategy gradient_buffers has_strategy in_cross_replica_context nest optimizers
 """
