@@ -20,7 +20,7 @@ PUBLIC = """
     CentralStorageStrategy CommunicationImplementation CommunicationOptions Counters DistributedValues IndexedSlices
     InputOptions InputReplicationMode Mirrored PerReplica ReduceOp ReplicaContext RunOptions ValueContext Variable
     VariableAggregation VariableSynchronization connect convert_to_tensor data errors function get_array_module
-    get_replica_context get_strategy gradient_buffers has_strategy in_cross_replica_context nest optimizers
+    get_replica_context get_strategy gradient_buffers has_strategy in_cross_replica_context metrics nest nn optimizers
 """
 
 #: Contract -> (file that exists, line that breaks it).

@@ -8,7 +8,7 @@ variables, one worker process per device runs the replica function.
 
 from cs_proto.messages import Counters
 
-from . import data, errors, nest, optimizers
+from . import data, errors, metrics, nest, nn, optimizers
 from .buffers import gradient_buffers
 from .context import (
     ReplicaContext,
@@ -70,6 +70,8 @@ __all__ = [
     "gradient_buffers",
     "has_strategy",
     "in_cross_replica_context",
+    "metrics",
     "nest",
+    "nn",
     "optimizers",
 ]

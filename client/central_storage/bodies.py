@@ -24,6 +24,7 @@ from cs_proto.messages import Value
 from cs_proto.records import Frame, shown
 
 from .arrivals import class_named
+from .composites import Composite, rebuild
 from .handles import Handle, handle_id
 from .values import IndexedSlices, Mirrored, PerReplica, ReduceOp, VariableAggregation, VariableSynchronization
 
@@ -54,6 +55,7 @@ class Tag(enum.IntEnum):
     MIRRORED = 15  # components
     HANDLE = 16  # kind, number
     BODY = 17  # number in Value.arrays of the body itself
+    COMPOSITE = 18  # module:qualname, name of an attribute, value, name, value, ...
 
 
 _MAX_DEPTH = 64
@@ -184,6 +186,8 @@ def _parts(obj: Any, kind: type) -> tuple[list[Any], Iterable[tuple[Label, Any]]
     if kind is PerReplica or kind is Mirrored:
         tag = Tag.PER_REPLICA if kind is PerReplica else Tag.MIRRORED
         return [tag], ((f".values[{n}]", item) for n, item in enumerate(obj.values))
+    if isinstance(obj, Composite):
+        return [Tag.COMPOSITE, origin_of(kind)], _attributes(obj._cs_state())
     if kind is IndexedSlices:
         return [Tag.SLICES], ((f".{part}", getattr(obj, part)) for part in ("values", "indices", "dense_shape"))
     return None
@@ -198,6 +202,12 @@ def _pairs(mapping: dict[Any, Any]) -> Iterator[tuple[Label, Any]]:
             )
         yield (key,), key
         yield (key,), value
+
+
+def _attributes(state: dict[str, Any]) -> Iterator[tuple[Label, Any]]:
+    for name, value in state.items():
+        yield f".{name}", name
+        yield f".{name}", value
 
 
 def _write_dtype(dtype: np.dtype[Any]) -> list[Any]:
@@ -314,6 +324,8 @@ class _Reader:
                 return self._resolve(kind, number)
             case Tag.NAMED_TUPLE, [str(origin), [*fields], *items] if len(fields) == len(items):
                 return _named_tuple(origin, tuple(fields), self._items(items, depth))
+            case Tag.COMPOSITE, [str(origin), *items]:
+                return _composite(origin, _dict(self._items(items, depth)))
         raise _malformed(wire)
 
     def array(self, number: Any) -> np.ndarray:
@@ -381,3 +393,15 @@ def _named_tuple(origin: str, fields: tuple[Any, ...], items: list[Any]) -> Any:
             "module that the script imports, or return a dict"
         )
     return tuple.__new__(cls, items)  # not cls(...): that is the user's to define
+
+
+def _composite(origin: str, state: dict[Any, Any]) -> Composite:
+    cls = class_named(origin)
+    if cls is None or not issubclass(cls, Composite):
+        raise ResultError(
+            f"a result holds a {origin}, which this process does not have as a metric or moving average; define it in "
+            "a module that the script imports"
+        )
+    if not all(type(name) is str for name in state):
+        raise PeerProtocolError(f"{shown(list(state))} are not the names of attributes")
+    return rebuild(cls, state, update=False)

@@ -1,6 +1,6 @@
 """Handles: objects that stand for state held by the server, and the table that keeps one object for each.
 
-Variables, optimizers, metrics and strategies are handles. They own no bytes: between processes they travel as a kind
+Variables, optimizers and strategies are handles. They own no bytes: between processes they travel as a kind
 and a number, and come out of a :class:`HandleTable` as the one object that stands for it there, so ``is`` holds. What
 a kind is made of is not known here. Used by everything that defines, sends or receives handles.
 """

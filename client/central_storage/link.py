@@ -31,13 +31,14 @@ from cs_proto.recent import HELD_FUNCTIONS, Recent
 from cs_proto.records import Record
 from cs_proto.segments import frame_view
 
+from .composites import Composite
 from .diagnosis import show
 from .function import Function, Pickled
 from .handles import Handle
 from .interrupts import Interrupts
 from .lifeline import Lifeline
 from .listener import IdleListener
-from .shipping import digest, dump_arguments, dump_function
+from .shipping import Adopt, digest, dump_arguments, dump_function
 from .vocabulary import from_value, to_exception
 
 __all__ = ["ServiceLink"]
@@ -73,7 +74,7 @@ class ServiceLink:
         self._died: dict[int, Died] = {}
         self._optimizers: dict[int, messages.Optimizer] = {}
         self._resolve: Callable[[str, int], object] = _nothing_known
-        self._adopt: Callable[[Handle], tuple[str, int]] = _nothing_adopted
+        self._adopt: Adopt = _nothing_adopted
         self._arena = Arena(lambda: lifeline.segment(segments.controller_arena()))
         self._interrupts = Interrupts()
         self._context = zmq.Context()
@@ -96,9 +97,7 @@ class ServiceLink:
         # A launcher shows what its service prints itself.
         self._listener = None if stop is None else IdleListener(lifeline.fileno(), self._lock, self._listen)
 
-    def resolve_handles(
-        self, resolve: Callable[[str, int], object], adopt: Callable[[Handle], tuple[str, int]]
-    ) -> None:
+    def resolve_handles(self, resolve: Callable[[str, int], object], adopt: Adopt) -> None:
         """How handles become objects and back; said once by the strategy over this link."""
         self._resolve = resolve
         self._adopt = adopt
@@ -453,7 +452,7 @@ def _nothing_known(kind: str, number: int) -> object:
     raise PeerProtocolError(f"{kind} {number} is not known here")
 
 
-def _nothing_adopted(handle: Handle) -> tuple[str, int]:
+def _nothing_adopted(handle: Handle | Composite) -> tuple[str, int]:
     raise ContextError(f"{handle!r} cannot be sent before its strategy is made")
 
 

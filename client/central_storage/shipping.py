@@ -28,6 +28,7 @@ from cs_proto.arrays import INLINE_NBYTES, Array
 from cs_proto.errors import CentralStorageError, ShippingError, ShutdownError
 
 from . import arrivals, culprits
+from .composites import Composite
 from .handles import Handle
 from .reach import Reads, is_importable, is_users, reads_of, submodules
 
@@ -41,8 +42,9 @@ __all__ = [
     "load_function",
 ]
 
-#: What stands for a handle: (kind, number). May make the thing in the server.
-Adopt = Callable[[Handle], tuple[str, int]]
+#: What stands for a handle: (kind, number). May make the thing in the server. Of a composite, whose parts travel, only
+#: the latter counts.
+Adopt = Callable[[Handle | Composite], tuple[str, int]]
 #: The object of this process that stands for (kind, number).
 Resolve = Callable[[str, int], object]
 
@@ -110,12 +112,20 @@ class _Plan:
         """What stands for ``handle``; asked for once, and one tuple, so that equal dumps have equal memos."""
         found = self._ids.get(id(handle))
         if found is None:
-            try:
-                found = self._ids[id(handle)] = (handle, self._adopt(handle))
-            except Exception as error:
-                self.refused = error
-                raise
+            found = self._ids[id(handle)] = (handle, self.ask(handle))
         return found[1]
+
+    def adopt_composite(self, composite: Composite) -> None:
+        """Let the strategy take over what is made of variables; it then goes as its parts."""
+        self.ask(composite)
+
+    def ask(self, owner: Handle | Composite) -> tuple[str, int]:
+        """``adopt``, remembering that it was this that refused."""
+        try:
+            return self._adopt(owner)
+        except Exception as error:
+            self.refused = error
+            raise
 
     def space(self, values: dict[str, Any]) -> _Space:
         """The stand-in for the module whose globals are ``values``."""
@@ -202,6 +212,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._cells: dict[int, _Cell] = {}
 
     def persistent_id(self, obj: Any) -> tuple[str, int] | None:
+        if isinstance(obj, Composite):
+            self._plan.adopt_composite(obj)  # so that its variables are where they can be read from
         return self._plan.identify(obj) if isinstance(obj, Handle) else None
 
     def reducer_override(self, obj: Any) -> Any:
@@ -340,7 +352,7 @@ def _fails_with(plan: _Plan) -> Callable[[object], Exception | None]:
     """A function that tells why something cannot be sent, or None where it can."""
 
     def fails(part: object) -> Exception | None:
-        trial = _Plan(plan.identify, None if plan.buffers is None else [])
+        trial = _Plan(plan.ask, None if plan.buffers is None else [])
         try:
             _Pickler(io.BytesIO(), trial).dump(part)
         except Exception as error:  # noqa: BLE001  (the user's classes may raise whatever they like)

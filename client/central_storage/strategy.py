@@ -12,6 +12,7 @@ from cs_proto.messages import Counters
 
 from . import context, devices
 from .backend import ControllerBackend, ReplicaBackend
+from .composites import Composite
 from .distribute import DistributedDataset
 from .handles import Handle, HandleTable, handle_id
 from .optimizers import Optimizer, optimizer_of
@@ -111,6 +112,9 @@ class CentralStorageStrategy(Handle):
 
     def adopt(self, handle: Any) -> tuple[str, int]:
         """What stands for ``handle`` on its way to a replica. Raises ContextError for another strategy's."""
+        if isinstance(handle, Composite):
+            handle.adopt(self)
+            return ("composite", 0)
         if isinstance(handle, Optimizer):
             handle.adopt(self)
         elif (handle if isinstance(handle, CentralStorageStrategy) else handle.strategy) is not self:

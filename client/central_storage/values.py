@@ -315,7 +315,7 @@ def _merged(leaves: tuple[Any, ...]) -> Any:
 def _is_common(first: Any, other: Any) -> bool:
     """Whether two leaves are one value that needs no PerReplica. Numbers with a fraction and arrays never are: that
     two replicas computed the same one is chance."""
-    key = getattr(type(first), "_cs_handle", None)
+    key = getattr(type(first), "_cs_handle", None) or getattr(type(first), "_cs_key", None)
     if key is not None:
         return first is other or (type(first) is type(other) and bool(key(first) == key(other)))
     if isinstance(first, float | complex | np.generic | DistributedValues | IndexedSlices) or _is_array(first):

@@ -1,0 +1,124 @@
+"""Losses over a global batch, and look-ups in tables: what of ``tf.nn`` knows about replicas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cs_proto.errors import ContextError, InvalidArgumentError
+
+from .context import get_array_module, get_strategy, in_cross_replica_context
+from .values import convert_to_tensor
+from .variable import Variable
+
+__all__ = ["compute_average_loss", "embedding_lookup", "scale_regularization_loss"]
+
+
+def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None) -> Any:
+    """This replica's part of the mean loss of a global batch: ``sum(per_example_loss * sample_weight) / size``.
+
+    ``per_example_loss``: numbers of shape ``[rows, …]``; the result is a scalar of its dtype. ``sample_weight`` is a
+    scalar or of a shape that fits; weights do not enter the denominator. ``global_batch_size`` is the rows of all
+    replicas together; without it, this replica's rows times the number of replicas, which is right for even shares
+    only. Summed over the replicas (as gradients are) the parts make the mean of the whole batch. Nothing divided by a
+    size of 0 is 0.
+
+    Raises ValueError for a scalar loss, weights that do not fit, and a size that is no scalar, no integer or negative;
+    RuntimeError in a cross-replica context without ``global_batch_size``.
+
+    >>> float(compute_average_loss([1.0, 2.0, 3.0], global_batch_size=4))
+    1.5
+    """
+    loss = _array(per_example_loss)
+    dtype = loss.dtype
+    if loss.ndim == 0:
+        raise InvalidArgumentError("per_example_loss needs at least one axis, the rows; this is a scalar")
+    if sample_weight is not None:
+        weight = fit_weights(loss, _array(sample_weight))
+        try:
+            loss = (loss * weight).astype(dtype)
+        except ValueError as error:
+            raise InvalidArgumentError(
+                f"sample_weight {list(weight.shape)} does not fit per_example_loss {list(loss.shape)}"
+            ) from error
+    size = _rows(loss) if global_batch_size is None else _size(global_batch_size)
+    total = loss.sum(dtype=dtype)
+    return (total / size).astype(dtype) if size else total * 0
+
+
+def scale_regularization_loss(regularization_loss: Any) -> Any:
+    """This replica's part of a loss that every replica computes alike: its sum divided by the number of replicas.
+
+    ``regularization_loss``: numbers of any shape; the result is a scalar of its dtype (of float64 for integers). Raises
+    RuntimeError in a cross-replica context.
+
+    >>> float(scale_regularization_loss([1.0, 2.0]))
+    3.0
+    """
+    _require_replica("scale_regularization_loss")
+    loss = _array(regularization_loss)
+    return loss.sum(dtype=loss.dtype) / get_strategy().num_replicas_in_sync
+
+
+def embedding_lookup(var: Any, ids: Any) -> Any:
+    """Rows ``ids`` of ``var``: shape ``[*ids.shape, *var.shape[1:]]``, of the variable's dtype, a copy.
+
+    Only those rows move: in a replica they are taken from the server's own memory, elsewhere the server sends them.
+    ``ids`` are integers of any shape, also repeated. The gradient of the rows is
+    ``IndexedSlices(gradient_of_rows, ids, var.shape)``.
+
+    Raises InvalidArgumentError (a ValueError) for ids that are no integers or outside ``[0, rows)``.
+
+    >>> embedding_lookup(np.array([[1, 2], [3, 4]]), [1, 1]).tolist()
+    [[3, 4], [3, 4]]
+    """
+    indices = _array(ids)
+    if indices.size == 0 and indices.dtype.kind == "f":  # what an empty list becomes
+        indices = indices.astype(np.int32)
+    if indices.dtype.kind not in "iu":
+        raise InvalidArgumentError(f"ids are integers, not {indices.dtype}")
+    rows = var.shape[:1]
+    if not rows:
+        raise InvalidArgumentError("embedding_lookup needs a table with at least one axis, the rows")
+    wrong = indices[(indices < 0) | (indices >= rows[0])]
+    if wrong.size:
+        raise InvalidArgumentError(f"id {int(wrong[0])} is outside [0, {rows[0]})")
+    if isinstance(var, Variable):
+        var = var.current()
+    return get_array_module().take(var, indices, axis=0)
+
+
+def fit_weights(values: Any, weight: Any) -> Any:
+    """``weight`` with its rank brought to that of ``values`` where they differ by a last axis."""
+    if weight.ndim and weight.ndim == values.ndim - 1:
+        return weight[..., None]
+    if weight.ndim == values.ndim + 1:
+        if weight.shape[-1] != 1:
+            raise InvalidArgumentError(f"weights {list(weight.shape)} have a rank too many for {list(values.shape)}")
+        return weight[..., 0]
+    return weight
+
+
+def _rows(loss: Any) -> int:
+    _require_replica("compute_average_loss without global_batch_size")
+    return int(loss.shape[0]) * get_strategy().num_replicas_in_sync
+
+
+def _size(global_batch_size: Any) -> int:
+    size = convert_to_tensor(global_batch_size)
+    if size.ndim or size.dtype.kind not in "iu" or size < 0:
+        raise InvalidArgumentError(f"global_batch_size is one integer, at least 0, not {global_batch_size!r}")
+    return int(size)
+
+
+def _require_replica(what: str) -> None:
+    if in_cross_replica_context():
+        raise ContextError(f"{what} is for replicas: in the cross-replica context there is no share of a batch")
+
+
+def _array(value: Any) -> Any:
+    """``value`` as an array; one of a device stays there."""
+    if hasattr(value, "__cuda_array_interface__"):
+        return value
+    return get_array_module().asarray(convert_to_tensor(value))
