@@ -1,5 +1,6 @@
 """``cs.data``: data sets."""
 
-from .dataset import Dataset
+from .dataset import AUTOTUNE, INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset
+from .specs import TensorSpec
 
-__all__ = ["Dataset"]
+__all__ = ["AUTOTUNE", "INFINITE_CARDINALITY", "UNKNOWN_CARDINALITY", "Dataset", "TensorSpec"]

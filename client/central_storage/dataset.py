@@ -17,20 +17,16 @@ from typing import Any
 import numpy as np
 import optree
 
-from cs_proto.errors import CentralStorageError, InvalidArgumentError
+from cs_proto.errors import InvalidArgumentError, NotADatasetError
 
 from . import streams
 from .specs import TensorSpec, joined, observed
 
-__all__ = ["AUTOTUNE", "INFINITE_CARDINALITY", "UNKNOWN_CARDINALITY", "Dataset", "NotADatasetError"]
+__all__ = ["AUTOTUNE", "INFINITE_CARDINALITY", "UNKNOWN_CARDINALITY", "Dataset", "numpy_dataset"]
 
 AUTOTUNE = -1
 INFINITE_CARDINALITY = -1
 UNKNOWN_CARDINALITY = -2
-
-
-class NotADatasetError(CentralStorageError, TypeError, AttributeError):
-    """Something was given for a data set that is none; the message says how to make one of it."""
 
 
 @dataclass(frozen=True)
@@ -321,6 +317,20 @@ class Dataset:
 
     def _count(self, function: Callable[[int], int]) -> int:
         return self.plan.count if self.plan.count < 0 else function(self.plan.count)
+
+
+def numpy_dataset(numpy_input: Any) -> Dataset:
+    """The rows of the NumPy arrays in a nest, as :meth:`Dataset.from_tensor_slices` gives them; a list is stacked.
+
+    What is no array is a ``NotADatasetError`` (an AttributeError), numbers of Python included.
+    """
+    for leaf in optree.tree_leaves(numpy_input, none_is_leaf=True):
+        if not hasattr(leaf, "shape"):
+            raise NotADatasetError(
+                f"a data set of NumPy arrays is made of arrays, not of {leaf!r:.100}, a {type(leaf).__name__}; "
+                "np.asarray makes one"
+            )
+    return Dataset.from_tensor_slices(numpy_input)
 
 
 def _picking(table: Any, numbers: range) -> Dataset:

@@ -3,7 +3,8 @@
 :class:`DistributedDataset` (``experimental_distribute_dataset``) splits global batches,
 :class:`DistributedFromFunction` (``distribute_datasets_from_function``) hands out ready batches in turn; both give a
 :class:`DistributedIterator` whenever they are iterated. Elements are PerReplica at the leaves, plain under one
-replica. This module knows neither strategy nor processes; ``run_steps`` and the user take elements from it.
+replica. From the second on they are read ahead by a thread. This module knows neither strategy nor processes;
+``run_steps`` and the user take elements from it.
 """
 
 from __future__ import annotations
@@ -19,9 +20,18 @@ from typing import Any
 import numpy as np
 import optree
 
-from cs_proto.errors import InvalidArgumentError, OutOfRangeError
+from cs_proto.errors import (
+    DatasetContextError,
+    InvalidArgumentError,
+    NotADatasetError,
+    OutOfRangeError,
+    UnbatchedDatasetError,
+)
 
-from .dataset import UNKNOWN_CARDINALITY, Dataset, NotADatasetError
+from .ahead import ReadAhead
+from .context import has_strategy, in_cross_replica_context
+from .dataset import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset
+from .options import InputOptions, InputReplicationMode
 from .specs import PerReplicaSpec, TensorSpec, observed
 from .values import PerReplica, convert_to_tensor, regroup
 
@@ -31,18 +41,16 @@ __all__ = [
     "DistributedIterator",
     "InputContext",
     "OptionalElement",
-    "UnbatchedDatasetError",
     "split",
 ]
 
-
-class UnbatchedDatasetError(InvalidArgumentError, IndexError):
-    """A scalar where a batch was expected: there is nothing to split over the replicas."""
+#: An element of every replica, and whether every replica has a share in it.
+Round = tuple[Any, bool]
 
 
 @dataclass(frozen=True)
 class InputContext:
-    """What a data set function is told about its place: the only pipeline, which feeds all replicas."""
+    """What a data set function is told about its place: which pipeline it makes, of how many, for how many replicas."""
 
     num_input_pipelines: int = 1
     input_pipeline_id: int = 0
@@ -61,22 +69,40 @@ class InputContext:
 class _Distributed:
     """What both kinds of distributed data set have in common."""
 
-    def __init__(self, source: Any, n: int) -> None:
-        self._source = source
+    def __init__(self, n: int, options: InputOptions | None) -> None:
         self._n = n
+        self._options = InputOptions() if options is None else options
+        if not isinstance(self._options, InputOptions):
+            raise TypeError(f"options is an InputOptions, not {options!r:.100}")
+        if self._options.experimental_place_dataset_on_device and not self._is_per_replica:
+            raise InvalidArgumentError(
+                "experimental_place_dataset_on_device needs experimental_replication_mode=InputReplicationMode."
+                "PER_REPLICA: one device has no place for the data of all"
+            )
 
     def __iter__(self) -> DistributedIterator:
         """A new iterator from the beginning."""
-        return DistributedIterator(self._rounds(), lambda: self.element_spec)
+        refuse_in_replica("iterated")
+        options = self._options
+        ahead = options.experimental_per_replica_buffer_size if options.experimental_fetch_to_device else 0
+        return DistributedIterator(self._rounds(), lambda: self.element_spec, ahead)
 
-    def _rounds(self) -> Iterator[tuple[Any, bool]]:
-        """The elements, and of each whether every replica has a share in it."""
+    def _rounds(self) -> Iterator[Round]:
+        raise NotImplementedError
+
+    @property
+    def _is_per_replica(self) -> bool:
+        return self._options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
+
+    @property
+    def _any_source(self) -> Any:
+        """One of the sources, which all look alike."""
         raise NotImplementedError
 
     @property
     def element_spec(self) -> Any:
         """A nest of PerReplicaSpec like an element, of TensorSpec under one replica; an axis 0 of None varies."""
-        source = self._source
+        source = self._any_source
         if isinstance(source, Dataset):
             spec = source.element_spec
         else:
@@ -96,18 +122,23 @@ class DistributedDataset(_Distributed):
 
     ``dataset``: a :class:`Dataset` or anything else that can be iterated again and again and yields nests of arrays.
     A batch of B rows gives every replica ``ceil(B / n)`` of them in order; the last replicas may get fewer or none.
-    Shares are views. No row is dropped or given twice.
+    No row is dropped or given twice.
     """
 
-    def __init__(self, dataset: Any, n: int) -> None:
-        super().__init__(_checked(dataset), n)
+    def __init__(self, dataset: Any, n: int, options: InputOptions | None = None) -> None:
+        super().__init__(n, options)
+        self._source = _checked(dataset)
 
     @property
     def cardinality(self) -> int:
         """The number of global batches, or INFINITE_CARDINALITY (-1) or UNKNOWN_CARDINALITY (-2)."""
         return _cardinality(self._source)
 
-    def _rounds(self) -> Iterator[tuple[Any, bool]]:
+    @property
+    def _any_source(self) -> Any:
+        return self._source
+
+    def _rounds(self) -> Iterator[Round]:
         return ((split(element, self._n), True) for element in self._source)
 
     def _replica_spec(self, spec: TensorSpec | None) -> PerReplicaSpec | None:
@@ -124,42 +155,63 @@ class DistributedFromFunction(_Distributed):
     """Batches handed out in turn: in every step each of ``n`` replicas takes the next element, in replica order.
 
     ``dataset_fn`` is called once, here, with an :class:`InputContext`, and returns what :class:`DistributedDataset`
-    takes, batched per replica or not at all. ``for`` and ``next`` leave out a last round in which not every replica
-    gets an element; ``get_next_as_optional`` gives it, with empty arrays for the replicas that go without.
+    takes, batched per replica or not at all. With ``InputReplicationMode.PER_REPLICA`` it is called once for each
+    replica, which then takes the elements of that data set. ``for`` and ``next`` leave out a last round in which not
+    every replica gets an element; ``get_next_as_optional`` gives it, with empty arrays for the replicas that go
+    without.
     """
 
-    def __init__(self, dataset_fn: Callable[[InputContext], Any], n: int) -> None:
+    def __init__(self, dataset_fn: Callable[[InputContext], Any], n: int, options: InputOptions | None = None) -> None:
+        super().__init__(n, options)
         if not callable(dataset_fn):
             raise TypeError(f"a function of an InputContext that returns a data set is needed, not {dataset_fn!r:.200}")
-        super().__init__(_checked(dataset_fn(InputContext(num_replicas_in_sync=n))), n)
+        pipelines = n if self._is_per_replica else 1
+        self._sources = [_checked(dataset_fn(InputContext(pipelines, number, n))) for number in range(pipelines)]
 
     @property
     def cardinality(self) -> int:
         """The number of complete rounds, or INFINITE_CARDINALITY (-1) or UNKNOWN_CARDINALITY (-2)."""
-        count = _cardinality(self._source)
-        return count if count < 0 else count // self._n
+        share = self._n // len(self._sources)
+        counts = [_cardinality(source) for source in self._sources]
+        if UNKNOWN_CARDINALITY in counts:
+            return UNKNOWN_CARDINALITY
+        return min((count // share for count in counts if count >= 0), default=INFINITE_CARDINALITY)
 
-    def _rounds(self) -> Iterator[tuple[Any, bool]]:
-        elements = map(_arrays, self._source)
-        while together := list(itertools.islice(elements, self._n)):
-            missing = self._n - len(together)
-            if missing:
-                together += [optree.tree_map(_empty_like, together[0], none_is_leaf=True)] * missing
-            yield regroup(together), not missing
+    @property
+    def _any_source(self) -> Any:
+        return self._sources[0]
+
+    def _rounds(self) -> Iterator[Round]:
+        iterators = [iter(source) for source in self._sources]
+        turns = iterators * (self._n // len(iterators))  # whose element each replica takes
+        while True:
+            together = [next(turn, _END) for turn in turns]
+            elements = [_arrays(element) for element in together if element is not _END]
+            if not elements:
+                return
+            empty = optree.tree_map(_empty_like, elements[0], none_is_leaf=True)
+            given = iter(elements)
+            whole = regroup([empty if element is _END else next(given) for element in together])
+            yield whole, len(elements) == self._n
 
     def _replica_spec(self, spec: TensorSpec | None) -> PerReplicaSpec | None:
         return None if spec is None else PerReplicaSpec((spec,) * self._n)
 
 
 class DistributedIterator:
-    """The elements of a distributed data set, once. ``close()``, or leaving its ``with`` block, frees the source.
+    """The elements of a distributed data set, once.
 
-    An exception of the data set comes out where its element would have.
+    The first is read when it is asked for. When the second is, a thread begins to read, and stays up to ``ahead``
+    elements ahead of the caller; what it reads is copied, so a source may fill one array again and again. An
+    exception of the data set comes out where its element would have, and ends the iteration. The end, ``close()``,
+    leaving its ``with`` block and dropping the iterator end the thread and free the source.
     """
 
-    def __init__(self, rounds: Iterator[tuple[Any, bool]], element_spec: Callable[[], Any]) -> None:
-        self._rounds: Iterator[tuple[Any, bool]] | None = rounds
+    def __init__(self, rounds: Iterator[Round], element_spec: Callable[[], Any], ahead: int = 0) -> None:
+        self._rounds: Iterator[Round] | None = rounds
         self._spec = element_spec
+        self._ahead = ahead
+        self._has_begun = False
         self._given_back: deque[Any] = deque()
         #: The number of elements handed out and not given back.
         self.position = 0
@@ -210,15 +262,29 @@ class DistributedIterator:
         self.close()
 
     def _next(self, incomplete: bool) -> Any:
+        refuse_in_replica("read")
         if self._given_back:
             element = self._given_back.popleft()
         else:
-            element, complete = (_END, True) if self._rounds is None else next(self._rounds, (_END, True))
+            element, complete = self._read()
             if element is _END or not (complete or incomplete):
                 self.close()
                 return _END
         self.position += 1
         return element
+
+    def _read(self) -> Round:
+        if self._rounds is None:
+            return _END, True
+        if self._has_begun and self._ahead:
+            self._rounds = ReadAhead(map(_own, self._rounds), self._ahead)
+            self._ahead = 0
+        self._has_begun = True
+        try:
+            return next(self._rounds, (_END, True))
+        except Exception:
+            self.close()
+            raise
 
 
 class OptionalElement:
@@ -261,7 +327,54 @@ def split(element: Any, n: int) -> Any:
     return optree.tree_map(shares, element, none_is_leaf=True)
 
 
-_END = object()
+_END: Any = object()
+
+
+def refuse_in_replica(what: str) -> None:
+    """Raise :class:`DatasetContextError` inside a replica function: there no data set is ``what``."""
+    if has_strategy() and not in_cross_replica_context():
+        raise DatasetContextError(
+            f"a distributed data set is not {what} inside a replica function; do it in the script and pass the "
+            "element: strategy.run(fn, args=(next(iterator),))"
+        )
+
+
+def _own(round_: Round) -> Round:
+    """A round in memory of its own, which its source cannot change any more."""
+    element, complete = round_
+    return optree.tree_map(_copied, element, none_is_leaf=True), complete
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, PerReplica):
+        return PerReplica([_copied(component) for component in leaf.values])
+    if leaf is None:
+        return None
+    copy = leaf.copy()
+    if isinstance(leaf, np.ndarray):
+        copy.flags.writeable = leaf.flags.writeable
+    return copy
+
+
+class _Elsewhere:
+    """The source of a distributed data set in another process than the one that iterates it."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise DatasetContextError(
+            "a distributed data set is iterated in the script that made it, not where it was sent with a function; pass "
+            "the element: strategy.run(fn, args=(next(iterator),))"
+        )
+
+
+def elsewhere(kind: type) -> DistributedDataset | DistributedIterator:
+    """What stands for a distributed data set or its iterator (``kind``) in a process it was sent to: to read it is the
+    error, not to hold it."""
+    distributed = DistributedDataset(_Elsewhere(), 1)
+    if kind is not DistributedIterator:
+        return distributed
+    return DistributedIterator(
+        (element for _ in range(1) for element in _Elsewhere()), lambda: distributed.element_spec
+    )
 
 
 def _checked(dataset: Any) -> Any:

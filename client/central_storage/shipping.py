@@ -29,6 +29,7 @@ from cs_proto.errors import CentralStorageError, ShippingError, ShutdownError
 
 from . import arrivals, culprits
 from .composites import Composite
+from .distribute import DistributedDataset, DistributedFromFunction, DistributedIterator, elsewhere
 from .handles import Handle
 from .reach import Reads, is_importable, is_users, reads_of, submodules
 
@@ -415,6 +416,10 @@ def _type_variable(obj: typing.TypeVar) -> Any:
     return by_value._make_typevar, by_value._decompose_typevar(obj)  # noqa: SLF001
 
 
+def _without_data(obj: Any) -> Any:
+    return elsewhere, (type(obj),)
+
+
 def _sentinel(name: str) -> Callable[[Any], Any]:
     return lambda _: (getattr, (dataclasses, name))
 
@@ -423,6 +428,7 @@ _SPECIAL: dict[type, Callable[[Any], Any]] = {
     type(functools.lru_cache(lambda: None)): _cached_function,
     functools.cached_property: _cached_property,
     typing.TypeVar: _type_variable,
+    **dict.fromkeys((DistributedDataset, DistributedFromFunction, DistributedIterator), _without_data),
     # compared by identity where a class is made from another
     **{type(getattr(dataclasses, name)): _sentinel(name) for name in ("MISSING", "KW_ONLY")},
 }

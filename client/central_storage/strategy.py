@@ -13,9 +13,11 @@ from cs_proto.messages import Counters
 from . import context, devices
 from .backend import ControllerBackend, ReplicaBackend
 from .composites import Composite
-from .distribute import DistributedDataset
+from .dataset import Dataset, numpy_dataset
+from .distribute import DistributedDataset, DistributedFromFunction, InputContext, refuse_in_replica
 from .handles import Handle, HandleTable, handle_id
 from .optimizers import Optimizer, optimizer_of
+from .options import InputOptions
 from .values import ReduceOp, local_results, reduce_values, regroup, select_replica
 from .variable import Variable
 
@@ -189,14 +191,52 @@ class CentralStorageStrategy(Handle):
         """The components of a distributed value; of anything else a tuple of it. Works in every context."""
         return local_results(value, self.num_replicas_in_sync)
 
-    def experimental_distribute_dataset(self, dataset: Iterable[Any], options: object = None) -> DistributedDataset:
+    def experimental_distribute_dataset(
+        self, dataset: Iterable[Any], options: InputOptions | None = None
+    ) -> DistributedDataset:
         """Split each element (a global batch) of ``dataset`` over the replicas along axis 0.
 
         ``dataset`` is a ``data.Dataset`` or anything that can be iterated again and again and yields nests of arrays.
         Of B rows each replica gets ceil(B / N) until they are used up; trailing shares may be shorter or empty.
+        A thread reads ``options.experimental_per_replica_buffer_size`` elements ahead while the replicas compute;
+        ``experimental_fetch_to_device=False`` has every element read when it is asked for.
+
+        Raises NotADatasetError (a TypeError and AttributeError) for what is no data set, DatasetContextError (a
+        RuntimeError and ValueError) inside a replica, and at the first element UnbatchedDatasetError (a ValueError and
+        IndexError) for a data set of scalars.
         """
+        refuse_in_replica("made")
         context.require_cross_replica(self, "experimental_distribute_dataset")
-        return DistributedDataset(dataset, self.num_replicas_in_sync)
+        return DistributedDataset(dataset, self.num_replicas_in_sync, options)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Iterable[Any]], options: InputOptions | None = None
+    ) -> DistributedFromFunction:
+        """Hand out the elements of ``dataset_fn(InputContext)`` in turn: each replica takes the next one.
+
+        ``dataset_fn`` is called once, here (with ``InputReplicationMode.PER_REPLICA`` once for each replica, which then
+        keeps to that data set), and batches by the size for one replica. ``for`` drops a last round in which not every
+        replica gets an element; ``get_next_as_optional`` keeps it. Raises as :meth:`experimental_distribute_dataset`,
+        and what ``dataset_fn`` raises.
+        """
+        refuse_in_replica("made")
+        context.require_cross_replica(self, "distribute_datasets_from_function")
+        return DistributedFromFunction(dataset_fn, self.num_replicas_in_sync, options)
+
+    def experimental_distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Iterable[Any]], options: InputOptions | None = None
+    ) -> DistributedFromFunction:
+        """The older name of :meth:`distribute_datasets_from_function`."""
+        return self.distribute_datasets_from_function(dataset_fn, options)
+
+    def experimental_make_numpy_dataset(self, numpy_input: Any) -> Dataset:
+        """The rows along axis 0 of the NumPy arrays in a nest; a list is stacked into one array first.
+
+        Raises NotADatasetError (an AttributeError) for what is no array, InvalidArgumentError for scalars and for
+        arrays of different length, ContextError inside a replica.
+        """
+        context.require_cross_replica(self, "experimental_make_numpy_dataset")
+        return numpy_dataset(numpy_input)
 
     # --- ours ---------------------------------------------------------------------------------------------------
 
@@ -260,9 +300,17 @@ class DefaultStrategy:
         """As :meth:`CentralStorageStrategy.experimental_local_results`."""
         return local_results(value, 1)
 
-    def experimental_distribute_dataset(self, dataset: Iterable[Any], options: object = None) -> DistributedDataset:
+    def experimental_distribute_dataset(
+        self, dataset: Iterable[Any], options: InputOptions | None = None
+    ) -> DistributedDataset:
         """The data set as it is: one replica gets everything."""
-        return DistributedDataset(dataset, 1)
+        return DistributedDataset(dataset, 1, options)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Iterable[Any]], options: InputOptions | None = None
+    ) -> DistributedFromFunction:
+        """As :meth:`CentralStorageStrategy.distribute_datasets_from_function`, with one replica."""
+        return DistributedFromFunction(dataset_fn, 1, options)
 
     @property
     def controller(self) -> NoReturn:

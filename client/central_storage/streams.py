@@ -8,9 +8,7 @@ uses them.
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +17,7 @@ import optree
 
 from cs_proto.errors import InvalidArgumentError
 
+from .ahead import ReadAhead
 from .specs import TensorSpec
 from .values import convert_to_tensor
 
@@ -131,15 +130,7 @@ class Prefetched:
     size: int
 
     def __iter__(self) -> Iterator[Any]:
-        items, end = iter(self.source), object()
-        pool = ThreadPoolExecutor(1, thread_name_prefix="cs-prefetch")
-        try:
-            ahead: deque[Future[Any]] = deque(pool.submit(next, items, end) for _ in range(self.size))
-            while (item := ahead.popleft().result()) is not end:
-                ahead.append(pool.submit(next, items, end))
-                yield item
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+        return ReadAhead(iter(self.source), self.size)
 
 
 @dataclass(frozen=True, eq=False)

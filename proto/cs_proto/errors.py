@@ -3,7 +3,10 @@
     CentralStorageError
     ├── DeviceError              (ValueError)    a device that does not exist; lists those that do
     ├── InvalidArgumentError     (ValueError)    a shape, dtype, axis or value that does not fit
+    │   └── UnbatchedDatasetError (IndexError)   a data set of scalars is to be split over the replicas
+    ├── NotADatasetError         (TypeError, AttributeError)  something was given for a data set that is none
     ├── ContextError             (RuntimeError)  a call in the wrong place: replica, cross-replica, another strategy
+    │   └── DatasetContextError  (ValueError)    a data set is distributed, or a distributed one read, in a replica
     ├── ShippingError            (TypeError)     a function or argument that cannot be sent to a replica
     ├── ResultError              (TypeError)     a replica's result outside the closed vocabulary
     ├── MemoryPlanError          (MemoryError)   planned bytes exceed available bytes; nothing was touched
@@ -34,6 +37,7 @@ __all__ = [
     "CentralStorageError",
     "ConfigurationError",
     "ContextError",
+    "DatasetContextError",
     "DeviceError",
     "Fenced",
     "InvalidArgumentError",
@@ -41,6 +45,7 @@ __all__ = [
     "LocalProtocolError",
     "MemoryPlanError",
     "MergeMismatchError",
+    "NotADatasetError",
     "OutOfRangeError",
     "PeerProtocolError",
     "ProtocolError",
@@ -49,6 +54,7 @@ __all__ = [
     "ResultError",
     "ShippingError",
     "ShutdownError",
+    "UnbatchedDatasetError",
     "code_of",
     "replica_exception_class",
 ]
@@ -66,8 +72,21 @@ class InvalidArgumentError(CentralStorageError, ValueError):
     """A shape, dtype, axis or value that does not fit the operation."""
 
 
+class UnbatchedDatasetError(InvalidArgumentError, IndexError):
+    """A scalar where a batch was expected: there is nothing to split over the replicas."""
+
+
+class NotADatasetError(CentralStorageError, TypeError, AttributeError):
+    """Something was given for a data set that is none; the message says how to make one of it."""
+
+
 class ContextError(CentralStorageError, RuntimeError):
     """A call made in the wrong context: inside a replica, outside one, or under another strategy."""
+
+
+class DatasetContextError(ContextError, ValueError):
+    """A data set is distributed, or a distributed one is read, inside a replica function; the script does that and
+    passes elements to ``run``."""
 
 
 class ShippingError(CentralStorageError, TypeError):
@@ -199,7 +218,10 @@ _OURS = (
     CentralStorageError,
     DeviceError,
     InvalidArgumentError,
+    UnbatchedDatasetError,
+    NotADatasetError,
     ContextError,
+    DatasetContextError,
     ShippingError,
     ResultError,
     MemoryPlanError,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from central_storage.dataset import AUTOTUNE, INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset
+from central_storage.dataset import AUTOTUNE, INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset, numpy_dataset
 from central_storage.specs import PerReplicaSpec, TensorSpec, joined
 from cs_proto.errors import InvalidArgumentError
 
@@ -239,7 +239,7 @@ def test_prefetch_computes_ahead_in_a_thread_that_ends():
     assert fourth.wait(10)
     iterator.close()
     assert threading.active_count() == before
-    assert all(name.startswith("cs-prefetch") for name in seen)
+    assert all(name == "cs-read-ahead" for name in seen)
     assert len(seen) <= 5
 
 
@@ -346,6 +346,27 @@ def test_no_row_is_lost_or_doubled(rows, size, buffer, skipped):
     assert len(batches) == dataset.cardinality()
     assert sorted(row for batch, _ in batches for row in batch.tolist()) == list(range(skipped, rows))
     assert all((b == 2 * a).all() for a, b in batches)
+
+
+class TestNumpy:
+    """``experimental_make_numpy_dataset``: rows of arrays; what is no array is an AttributeError."""
+
+    def test_rows(self):
+        assert listed(numpy_dataset(np.arange(3))) == [0, 1, 2]
+        assert listed(numpy_dataset((np.arange(2), {"y": np.float32([2, 3])}))) == [(0, {"y": 2}), (1, {"y": 3})]
+        assert listed(numpy_dataset([np.array([0, 1]), np.array([2, 3])])) == [[0, 1], [2, 3]]
+
+    @pytest.mark.parametrize("value", [3, [1, 2], (np.zeros(2), 1.5), None, {"a": "text"}])
+    def test_what_is_no_array(self, value):
+        with pytest.raises(AttributeError):
+            numpy_dataset(value)
+
+    @pytest.mark.parametrize(
+        "value", [np.float32(1), np.zeros(()), (np.zeros(2), np.zeros(3)), [np.zeros(2), np.zeros(3)], ()]
+    )
+    def test_what_has_no_rows_in_common(self, value):
+        with pytest.raises(ValueError):
+            numpy_dataset(value)
 
 
 def test_specs():

@@ -1,21 +1,35 @@
 """Distributed data sets: who gets which rows, and how it ends."""
 
+import copy
 import itertools
 import threading
-from collections import UserDict
+from collections import UserDict, namedtuple
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from central_storage.dataset import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset, NotADatasetError
-from central_storage.distribute import DistributedDataset, DistributedFromFunction, InputContext
+from central_storage.dataset import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset
+from central_storage import context, shipping
+from central_storage.distribute import (
+    DistributedDataset,
+    DistributedFromFunction,
+    DistributedIterator,
+    InputContext,
+    refuse_in_replica,
+)
+from central_storage.options import InputOptions, InputReplicationMode
 from central_storage.specs import PerReplicaSpec, TensorSpec
 from central_storage.values import PerReplica
-from cs_proto.errors import InvalidArgumentError, OutOfRangeError
+from cs_proto.errors import ContextError, DatasetContextError, InvalidArgumentError, NotADatasetError, OutOfRangeError
 
 INT64 = np.dtype(np.int64)
+PER_REPLICA = InputOptions(experimental_replication_mode=InputReplicationMode.PER_REPLICA)
+
+
+def readers():
+    return [thread for thread in threading.enumerate() if thread.name == "cs-read-ahead"]
 
 
 def steps(distributed):
@@ -82,10 +96,22 @@ class TestSplit:
         (element,) = DistributedDataset([np.ones((1, 3, 2), np.uint8)], 3)
         assert [(share.shape, share.dtype) for share in element.values][1:] == [((0, 3, 2), np.uint8)] * 2
 
-    def test_shares_are_views(self):
+    def test_shares_of_the_first_batch_are_views(self):
         x = np.zeros((4, 2))
         (element,) = DistributedDataset([x], 2)
         assert all(np.shares_memory(share, x) for share in element.values)
+
+    def test_nests_of_every_kind(self):
+        Pair = namedtuple("Pair", "x y")
+        batch = {"p": Pair(np.arange(3), np.array(["a", "b", "c"])), "q": [np.ones((2, 2)), (None, np.array([b"x"]))]}
+        for element in DistributedDataset([batch] * 3, 2):
+            assert type(element["p"]) is Pair
+            assert steps([element["p"].x, element["p"].y]) == [[[0, 1], [2]], [["a", "b"], ["c"]]]
+            ones, (none, text) = element["q"]
+            assert [share.shape for share in ones.values] == [(1, 2), (1, 2)]
+            assert none is None
+            assert steps([text]) == [[[b"x"], []]]
+            assert element["p"].y.values[1].dtype == "U1"
 
     def test_one_replica_gets_plain_elements(self):
         assert [element.tolist() for element in batched(3, 2, 1)] == [[0, 1], [2]]
@@ -178,16 +204,30 @@ class TestIterator:
         with pytest.raises(InvalidArgumentError):
             iterator.get_next_as_optional().get_value()
 
-    def test_an_exception_comes_out_at_its_element(self):
-        class Broken:
-            def __iter__(self):
-                yield np.zeros(2)
-                raise KeyError("row 7")
+    @pytest.mark.parametrize(
+        "options", [None, InputOptions(False), InputOptions(experimental_per_replica_buffer_size=9)]
+    )
+    @pytest.mark.parametrize("good", range(4))
+    def test_an_exception_comes_out_at_its_element(self, options, good):
+        freed = []
 
-        iterator = iter(DistributedDataset(Broken(), 2))
-        next(iterator)
-        with pytest.raises(KeyError, match="row 7"):
-            iterator.get_next()
+        def make():
+            try:
+                for _ in range(good):
+                    yield np.zeros(2)
+                raise KeyError("row 7")
+            finally:
+                freed.append(True)
+
+        distributed = DistributedDataset(Dataset.from_generator(make), 2, options)
+        for ask in (next, DistributedIterator.get_next, DistributedIterator.get_next_as_optional):
+            iterator = iter(distributed)
+            assert len([next(iterator) for _ in range(good)]) == good
+            with pytest.raises(KeyError, match="row 7"):
+                ask(iterator)
+            assert freed.pop()
+            assert list(iterator) == []
+        assert readers() == []
 
     def test_elements_given_back_come_next_again(self):
         iterator = iter(batched(8, 2, 2))
@@ -217,6 +257,22 @@ class TestIterator:
         assert closed == [True]
         assert list(iterator) == []
 
+    def test_left_half_way(self):
+        closed = []
+
+        def make():
+            try:
+                yield from (np.zeros(2) for _ in range(100))
+            finally:
+                closed.append(True)
+
+        distributed = DistributedDataset(Dataset.from_generator(make), 2)
+        for number, _ in enumerate(distributed):
+            if number == 3:
+                break
+        assert closed == [True]
+        assert readers() == []
+
     def test_infinite(self):
         distributed = DistributedDataset(Dataset.range(2).repeat().batch(3), 2)
         iterator = iter(distributed)
@@ -230,6 +286,169 @@ class TestIterator:
     def test_no_transformations(self):
         for name in ("map", "batch", "__len__"):
             assert not hasattr(batched(4, 2, 2), name)
+
+
+class Counting:
+    """Batches of one row: 0, 1, 2, …, and in which threads each was read."""
+
+    def __init__(self):
+        self.threads = []
+        self.third = threading.Event()
+
+    def __iter__(self):
+        for number in range(50):
+            self.threads.append(threading.current_thread().name)
+            if number == 2:
+                self.third.set()
+            yield np.full(1, number)
+
+
+class TestReadingAhead:
+    def test_a_thread_reads_from_the_second_element_on(self):
+        source = Counting()
+        with iter(DistributedDataset(source, 1)) as iterator:
+            next(iterator)
+            assert source.threads == ["MainThread"]
+            assert next(iterator) == 1
+            assert source.third.wait(10)  # while the caller holds the second
+            assert set(source.threads[1:]) == {"cs-read-ahead"}
+            assert len(source.threads) <= 4
+        assert readers() == []
+
+    @pytest.mark.parametrize(
+        "options",
+        [InputOptions(experimental_fetch_to_device=False), InputOptions(experimental_per_replica_buffer_size=0)],
+    )
+    def test_switched_off(self, options):
+        source = Counting()
+        for element in DistributedDataset(source, 1, options):
+            assert len(source.threads) == element + 1
+        assert set(source.threads) == {"MainThread"}
+
+    @pytest.mark.parametrize("size", [1, 2, 7])
+    def test_a_source_that_fills_one_array_again_and_again(self, size):
+        class Refilled:
+            def __iter__(self):
+                array = np.empty(4, np.int64)
+                for number in range(20):
+                    array[:] = number
+                    yield array
+
+        options = InputOptions(experimental_per_replica_buffer_size=size)
+        for number, element in enumerate(DistributedDataset(Refilled(), 2, options)):
+            assert steps([element]) == [[[number] * 2] * 2]
+
+    def test_what_cannot_be_written_stays_so(self):
+        for element in Dataset.range(6).batch(2), [np.zeros(2)] * 3:
+            shares = [round_.values[0].flags.writeable for round_ in DistributedDataset(element, 2)]
+            assert len(set(shares)) == 1
+
+    def test_only_a_few_elements_are_held(self):
+        class Row(np.ndarray):
+            alive = 0
+
+            def __array_finalize__(self, _):
+                Row.alive += 1
+
+            def __del__(self):
+                Row.alive -= 1
+
+        source = Dataset.from_generator(lambda: (np.zeros(4) for _ in range(100)))
+        most = 0
+
+        class Counted:
+            def __iter__(self):
+                return (element.view(Row) for element in source)
+
+        for element in DistributedDataset(Counted(), 1, InputOptions(experimental_per_replica_buffer_size=2)):
+            most = max(most, Row.alive)
+            del element
+        assert most <= 8
+
+
+class TestOptions:
+    def test_every_option_is_taken_and_changes_no_element(self):
+        for options in (
+            None,
+            InputOptions(),
+            InputOptions(False),
+            PER_REPLICA,
+            InputOptions(True, *PER_REPLICA[1:2], True),
+        ):
+            distributed = DistributedDataset(Dataset.range(5).batch(4), 2, options)
+            assert steps(distributed) == [[[0, 1], [2, 3]], [[4], []]]
+
+    def test_what_makes_no_sense(self):
+        for make in (
+            lambda options: DistributedDataset(Dataset.range(4).batch(2), 2, options),
+            lambda options: DistributedFromFunction(lambda _: Dataset.range(4), 2, options),
+        ):
+            with pytest.raises(InvalidArgumentError, match="PER_REPLICA"):
+                make(InputOptions(experimental_place_dataset_on_device=True))
+            with pytest.raises(TypeError, match="InputOptions"):
+                make({"experimental_fetch_to_device": True})
+
+    def test_a_function_called_for_each_replica(self):
+        seen = []
+
+        def make(context):
+            seen.append(context)
+            return Dataset.range(7).shard(context.num_input_pipelines, context.input_pipeline_id).batch(2)
+
+        distributed = DistributedFromFunction(make, 2, PER_REPLICA)
+        assert seen == [InputContext(2, 0, 2), InputContext(2, 1, 2)]
+        assert steps(distributed) == [[[0, 2], [1, 3]], [[4, 6], [5]]]
+        assert distributed.cardinality == 2
+        assert distributed.element_spec == PerReplicaSpec((TensorSpec((None,), INT64),) * 2)
+
+    def test_replicas_whose_pipelines_end_at_different_times(self):
+        distributed = DistributedFromFunction(
+            lambda context: Dataset.range(2 - context.input_pipeline_id).batch(1), 2, PER_REPLICA
+        )
+        assert distributed.cardinality == 1
+        assert steps(distributed) == [[[0], [0]]]
+        iterator = iter(distributed)
+        next(iterator)
+        assert steps([iterator.get_next_as_optional().get_value()]) == [[[1], []]]
+        assert not iterator.get_next_as_optional().has_value()
+
+
+class TestInAReplica:
+    def test_a_distributed_data_set_is_not_read(self):
+        distributed = batched(4, 2, 2)
+        iterator = iter(distributed)
+        with context.enter_replica(object(), object()):
+            for use in (
+                lambda: iter(distributed),
+                lambda: next(iterator),
+                iterator.get_next,
+                iterator.get_next_as_optional,
+                lambda: refuse_in_replica("made"),
+            ):
+                for error in (ValueError, ContextError, DatasetContextError):
+                    with pytest.raises(error, match=r"args=\(next"):
+                        use()
+        assert steps(iterator) == [[[0], [1]], [[2], [3]]]
+
+    @pytest.mark.parametrize("make", [batched, in_turn])
+    def test_one_that_was_sent_along(self, make):
+        def refuse(handle):
+            raise AssertionError(handle)
+
+        distributed = make(4, 2, 2)
+        iterator = iter(distributed)
+        next(iterator)
+        data = shipping.dump_function(lambda: (distributed, iterator), refuse)
+        for use in (
+            lambda sent, _: list(sent),
+            lambda sent, _: sent.element_spec,
+            lambda _, sent: next(sent),
+            lambda _, sent: sent.get_next(),
+            lambda _, sent: sent.element_spec,
+        ):
+            with pytest.raises(DatasetContextError):
+                use(*shipping.load_function(data, refuse)())
+        assert list(copy.deepcopy(batched(2, 2, 1)))[0].tolist() == [0, 1]
 
 
 class TestFromFunction:
