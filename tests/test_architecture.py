@@ -17,10 +17,11 @@ import central_storage
 ROLES = ("proto", "server", "worker", "client")
 
 PUBLIC = """
-    CentralStorageStrategy CommunicationImplementation CommunicationOptions Counters DistributedValues IndexedSlices
-    InputOptions InputReplicationMode Mirrored PerReplica ReduceOp ReplicaContext RunOptions ValueContext Variable
-    VariableAggregation VariableSynchronization connect convert_to_tensor data errors function get_array_module
-    get_replica_context get_strategy gradient_buffers has_strategy in_cross_replica_context metrics nest nn optimizers
+    CentralStorageStrategy CommunicationImplementation CommunicationOptions Counters DistributedDataset
+    DistributedIterator DistributedValues IndexedSlices InputContext InputOptions InputReplicationMode Mirrored
+    PerReplica ReduceOp ReplicaContext RunOptions ValueContext Variable VariableAggregation VariableSynchronization
+    connect convert_to_tensor data errors function get_array_module get_replica_context get_strategy
+    gradient_buffers has_strategy in_cross_replica_context metrics nest nn optimizers
 """
 
 #: Contract -> (file that exists, line that breaks it).

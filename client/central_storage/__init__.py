@@ -18,6 +18,7 @@ from .context import (
     has_strategy,
     in_cross_replica_context,
 )
+from .distribute import DistributedDataset, DistributedIterator, InputContext
 from .function import function
 from .observer import connect
 from .options import (
@@ -46,8 +47,11 @@ __all__ = [
     "CommunicationImplementation",
     "CommunicationOptions",
     "Counters",
+    "DistributedDataset",
+    "DistributedIterator",
     "DistributedValues",
     "IndexedSlices",
+    "InputContext",
     "InputOptions",
     "InputReplicationMode",
     "Mirrored",

@@ -143,5 +143,5 @@ class _Shelf:
 
     def _free(self) -> None:
         items, self._items = self._items, None
-        if hasattr(items, "close"):
+        if items is not None and hasattr(items, "close"):
             items.close()

@@ -10,7 +10,6 @@ replica. From the second on they are read ahead by a thread. This module knows n
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -361,8 +360,8 @@ class _Elsewhere:
 
     def __iter__(self) -> Iterator[Any]:
         raise DatasetContextError(
-            "a distributed data set is iterated in the script that made it, not where it was sent with a function; pass "
-            "the element: strategy.run(fn, args=(next(iterator),))"
+            "a distributed data set is iterated in the script that made it, not where it was sent with a function; "
+            "pass the element: strategy.run(fn, args=(next(iterator),))"
         )
 
 

@@ -97,11 +97,14 @@ def test_an_exception_comes_out_at_its_item_once_and_frees_the_source() -> None:
         finally:
             freed.set()
 
-    iterator = ReadAhead(map(lambda item: 6 // (1 - item), items()), 5)
+    def sixth(item: int) -> int:
+        return 6 // (1 - item)
+
+    iterator = ReadAhead(map(sixth, items()), 5)
     assert next(iterator) == 6
     with pytest.raises(ZeroDivisionError) as caught:
         next(iterator)
-    assert [entry.name for entry in caught.traceback][-1] == "<lambda>"
+    assert [entry.name for entry in caught.traceback][-1] == "sixth"
     with pytest.raises(StopIteration):
         next(iterator)
     assert freed.wait(unit(10))

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from central_storage.dataset import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset
 from central_storage import context, shipping
+from central_storage.dataset import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset
 from central_storage.distribute import (
     DistributedDataset,
     DistributedFromFunction,
@@ -448,7 +448,7 @@ class TestInAReplica:
         ):
             with pytest.raises(DatasetContextError):
                 use(*shipping.load_function(data, refuse)())
-        assert list(copy.deepcopy(batched(2, 2, 1)))[0].tolist() == [0, 1]
+        assert next(iter(copy.deepcopy(batched(2, 2, 1)))).tolist() == [0, 1]
 
 
 class TestFromFunction:
