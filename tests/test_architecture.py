@@ -20,7 +20,7 @@ PUBLIC = """
     CentralStorageStrategy CommunicationImplementation CommunicationOptions Counters DistributedDataset
     DistributedIterator DistributedValues IndexedSlices InputContext InputOptions InputReplicationMode Mirrored
     PerReplica ReduceOp ReplicaContext RunOptions ValueContext Variable VariableAggregation VariableSynchronization
-    connect convert_to_tensor data errors function get_array_module get_replica_context get_strategy
+    aio connect convert_to_tensor data errors function get_array_module get_replica_context get_strategy
     gradient_buffers has_strategy in_cross_replica_context metrics nest nn optimizers
 """
 
@@ -112,7 +112,16 @@ def test_a_server_module_in_no_layer_is_seen(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("library", "importers"),
     [
-        ("zmq", {"central_storage.link", "central_storage.observer", "cs_server.service", "cs_worker.link"}),
+        (
+            "zmq",
+            {
+                "central_storage.aio",
+                "central_storage.link",
+                "central_storage.observer",
+                "cs_server.service",
+                "cs_worker.link",
+            },
+        ),
         ("cupy", {"cs_worker.device"}),
         ("numba", {"cs_server.fused", "cs_server.kernels"}),
         ("cloudpickle", {"central_storage.shipping"}),

@@ -8,7 +8,7 @@ variables, one worker process per device runs the replica function.
 
 from cs_proto.messages import Counters
 
-from . import data, errors, metrics, nest, nn, optimizers
+from . import aio, data, errors, metrics, nest, nn, optimizers
 from .buffers import gradient_buffers
 from .context import (
     ReplicaContext,
@@ -63,6 +63,7 @@ __all__ = [
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
+    "aio",
     "connect",
     "convert_to_tensor",
     "data",

@@ -1,6 +1,7 @@
 """An observer: a process that may look at a running service, and nothing else.
 
-It maps no memory; bytes come in frames. Any process of the same user can be one.
+It maps no memory; bytes come in frames. Any process of the same user can be one. :class:`Session` is what is said and
+how answers are known; waiting is done by :class:`Observer` here and by ``central_storage.aio`` as coroutines.
 """
 
 from __future__ import annotations
@@ -8,78 +9,159 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 import zmq
 
 from cs_proto import messages
 from cs_proto.codec import BULK_LIMITS, decode, encode
-from cs_proto.errors import ConfigurationError, LaunchError, ShutdownError, replica_exception_class
+from cs_proto.errors import ConfigurationError, LaunchError, NoAnswerError, ShutdownError, replica_exception_class
 from cs_proto.records import Record
 from cs_proto.segments import frame_view
 
-__all__ = ["Observer", "connect"]
+__all__ = ["LOOK_EVERY", "Observer", "Question", "Session", "connect"]
 
-R = TypeVar("R", bound=Record)
+T = TypeVar("T")
+
+#: A wait looks this often (seconds) whether the service is still there.
+LOOK_EVERY = 0.2
 
 
 def connect(address: str | None = None, timeout: float = 10.0) -> Observer:
     """An observer of the service whose run directory is ``address`` (default: ``CS_ADDRESS``).
 
-    ``timeout`` (seconds) limits this and every later question. Raises LaunchError where no service answers.
+    ``timeout`` (seconds) limits this and every later question. Raises ConfigurationError without an address,
+    LaunchError where no service is, NoAnswerError (a TimeoutError) where it does not answer in time.
     """
-    address = address or os.environ.get("CS_ADDRESS")
-    if not address:
-        raise ConfigurationError("connect needs the run directory of a service: strategy.address, or CS_ADDRESS")
-    return Observer(address, timeout)
+    return Observer(Session(address, timeout))
+
+
+@dataclass(frozen=True)
+class Question(Generic[T]):
+    """What to send, and what the answer to it means."""
+
+    request: Record
+    number: int
+    answer: type[Record]
+    meaning: Callable[[Any], T]
+
+
+class Session:
+    """What an observer says and hears, whoever waits."""
+
+    def __init__(self, address: str | None, timeout: float) -> None:
+        address = address or os.environ.get("CS_ADDRESS")
+        if not address:
+            raise ConfigurationError("connect needs the run directory of a service: strategy.address, or CS_ADDRESS")
+        if not 0 < timeout < 1e6:
+            raise ConfigurationError(f"timeout must be seconds, more than 0 and less than 1e6, not {timeout!r}")
+        self.address = address
+        self.timeout = timeout
+        self._path = os.path.join(address, "server")
+        self._client = secrets.token_hex(4)
+        self._requests = 0
+        if not os.path.exists(self._path):
+            raise LaunchError(f"no service answers in {address}; it has ended, or the address names the wrong run")
+
+    def open(self, context: zmq.Context[Any]) -> Any:
+        """A socket of ``context`` to the server; closed with the context."""
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.IDENTITY, f"o{self._client}".encode())
+        socket.connect(f"ipc://{self._path}")
+        return socket
+
+    def hello(self) -> Question[int]:
+        """The first question; the answer is the number of replicas."""
+        request = messages.Hello(messages.PROTOCOL, "observer", self._client, os.getpid())
+        return Question(request, 0, messages.Welcome, lambda welcome: welcome.replicas)
+
+    def variables(self) -> Question[tuple[messages.Variable, ...]]:
+        """Every variable's record."""
+        number = self._next()
+        return Question(messages.Get(number, (), (), False), number, messages.Got, lambda got: got.variables)
+
+    def get(self, name: str) -> Question[np.ndarray]:
+        """The value of one variable."""
+        number = self._next()
+        request = messages.Get(number, (), (name,), True)
+        return Question(request, number, messages.Got, lambda got: np.array(frame_view(got.arrays[0])))
+
+    def statistics(self) -> Question[messages.Counters]:
+        """The server's counters."""
+        number = self._next()
+        return Question(messages.Statistics(number), number, messages.Counters, lambda counters: counters)
+
+    def goodbye(self) -> list[Any]:
+        """The parts of the last message, which is not answered."""
+        return list(encode(messages.Goodbye(self._client)))
+
+    def answer(self, question: Question[T], frames: Sequence[zmq.Frame]) -> tuple[T] | None:
+        """What a message says to ``question``; None where it answers another one. Raises what the server refuses."""
+        record = decode([frames[0].bytes, *(frame.buffer for frame in frames[1:])], BULK_LIMITS)
+        if isinstance(record, messages.Refused) and record.number == question.number:
+            raise replica_exception_class(record.error.exception)(record.error.message)
+        if isinstance(record, question.answer) and getattr(record, "request", question.number) == question.number:
+            return (question.meaning(record),)
+        return None
+
+    def check_waiting(self, deadline: float) -> None:
+        """Raise where there is no point in waiting on: the service has ended, or it is past ``deadline``."""
+        if not os.path.isdir(self.address):
+            raise ShutdownError(f"the service in {self.address} has ended")
+        if time.monotonic() >= deadline:
+            raise NoAnswerError(f"the server in {self.address} did not answer within {self.timeout:g} s")
+
+    def linger(self) -> int:
+        """How long (milliseconds) the last message may take: none where nobody is left to hear it."""
+        return 100 if os.path.isdir(self.address) else 0
+
+    def closed(self) -> ShutdownError:
+        """What using a closed observer raises."""
+        return ShutdownError(f"this observer of {self.address} was closed")
+
+    def _next(self) -> int:
+        self._requests += 1
+        return self._requests
 
 
 class Observer:
-    """A read-only session with a service."""
+    """A read-only session with a service. Every question raises NoAnswerError (a TimeoutError) where the answer does
+    not come in time, ShutdownError (a RuntimeError) where the service has ended or the observer was closed."""
 
-    def __init__(self, address: str, timeout: float) -> None:
-        endpoint = os.path.join(address, "server")
-        if not os.path.exists(endpoint):
-            raise LaunchError(f"no service answers in {address}; it has ended, or the address names the wrong run")
-        self.address = address
-        self._timeout = timeout
-        self._requests = 0
-        self._client = secrets.token_hex(4)
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.address = session.address
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.IDENTITY, f"o{self._client}".encode())
-        self._socket.connect(f"ipc://{endpoint}")
+        self._socket = session.open(self._context)
         try:
-            hello = messages.Hello(messages.PROTOCOL, "observer", self._client, os.getpid())
-            self.replicas = self._ask(hello, 0, messages.Welcome).replicas
+            self.replicas = self._ask(session.hello())
         except BaseException:
-            self._context.destroy(linger=0)
+            self.close()
             raise
 
     def variables(self) -> tuple[messages.Variable, ...]:
         """Every variable's record, in the order of creation."""
-        self._requests += 1
-        return self._ask(messages.Get(self._requests, (), (), False), self._requests, messages.Got).variables
+        return self._ask(self._session.variables())
 
     def get(self, name: str) -> np.ndarray:
         """A copy of a variable's value as of one commit. Raises InvalidArgumentError for an unknown name."""
-        self._requests += 1
-        got = self._ask(messages.Get(self._requests, (), (name,), True), self._requests, messages.Got)
-        return np.array(frame_view(got.arrays[0]))
+        return self._ask(self._session.get(name))
 
     def statistics(self) -> messages.Counters:
         """The server's counters."""
-        self._requests += 1
-        return self._ask(messages.Statistics(self._requests), self._requests, messages.Counters)
+        return self._ask(self._session.statistics())
 
     def close(self) -> None:
         """Say goodbye. Idempotent."""
         if not self._context.closed:
-            self._socket.send_multipart(encode(messages.Goodbye(self._client)))
-            self._context.destroy(linger=100)
+            self._socket.send_multipart(self._session.goodbye())
+            self._context.destroy(linger=self._session.linger())
 
     def __enter__(self) -> Self:
         return self
@@ -92,16 +174,14 @@ class Observer:
     def __repr__(self) -> str:
         return f"<Observer of {self.address}{' (closed)' if self._context.closed else ''}>"
 
-    def _ask(self, request: Record, number: int, answer: type[R]) -> R:
+    def _ask(self, question: Question[T]) -> T:
         if self._context.closed:
-            raise ShutdownError("this observer was closed")
-        self._socket.send_multipart(encode(request))
-        deadline = time.monotonic() + self._timeout
-        while self._socket.poll(int(max(0.0, deadline - time.monotonic()) * 1000)):
-            frames = self._socket.recv_multipart(copy=False)
-            record = decode([frames[0].bytes, *(frame.buffer for frame in frames[1:])], BULK_LIMITS)
-            if isinstance(record, messages.Refused) and record.number == number:
-                raise replica_exception_class(record.error.exception)(record.error.message)
-            if isinstance(record, answer) and getattr(record, "request", number) == number:
-                return record
-        raise LaunchError(f"the server in {self.address} did not answer within {self._timeout:.0f} s; has it ended?")
+            raise self._session.closed()
+        self._socket.send_multipart(encode(question.request))
+        deadline = time.monotonic() + self._session.timeout
+        while True:
+            left = min(deadline - time.monotonic(), LOOK_EVERY)
+            if not self._socket.poll(int(max(0.0, left) * 1000) + 1):
+                self._session.check_waiting(deadline)
+            elif found := self._session.answer(question, self._socket.recv_multipart(copy=False)):
+                return found[0]

@@ -14,6 +14,9 @@
     ├── MergeMismatchError       (RuntimeError)  replicas disagree about what comes next
     ├── ReplicaLostError         (RuntimeError)  a process died during a run; says which updates stand
     ├── ShutdownError            (RuntimeError)  the strategy was shut down, or its service ended
+    ├── NoAnswerError            (TimeoutError)  a service did not answer an observer in time
+    ├── CheckpointError          (ValueError)    a checkpoint that cannot be read or does not fit; names the entry
+    │   └── CheckpointMismatchError (AssertionError)  a checkpoint and the objects do not hold the same
     ├── LaunchError              (RuntimeError)  a service could not be started; carries the child's last lines
     ├── ConfigurationError       (ValueError)    an option, environment variable or command line that makes no sense
     ├── ProtocolError
@@ -35,6 +38,8 @@ from collections.abc import Mapping
 __all__ = [
     "CODES",
     "CentralStorageError",
+    "CheckpointError",
+    "CheckpointMismatchError",
     "ConfigurationError",
     "ContextError",
     "DatasetContextError",
@@ -45,6 +50,7 @@ __all__ = [
     "LocalProtocolError",
     "MemoryPlanError",
     "MergeMismatchError",
+    "NoAnswerError",
     "NotADatasetError",
     "OutOfRangeError",
     "PeerProtocolError",
@@ -115,6 +121,18 @@ class ReplicaLostError(CentralStorageError, RuntimeError):
 
 class ShutdownError(CentralStorageError, RuntimeError):
     """The strategy was shut down, or its service has ended."""
+
+
+class NoAnswerError(CentralStorageError, TimeoutError):
+    """A service did not answer an observer's question in time."""
+
+
+class CheckpointError(CentralStorageError, ValueError):
+    """A checkpoint that is not there, cannot be read, or does not fit the objects. Nothing was restored."""
+
+
+class CheckpointMismatchError(CheckpointError, AssertionError):
+    """A checkpoint holds what no object took, or objects had nothing in it; names both."""
 
 
 class LaunchError(CentralStorageError, RuntimeError):
@@ -229,6 +247,9 @@ _OURS = (
     MergeMismatchError,
     ReplicaLostError,
     ShutdownError,
+    NoAnswerError,
+    CheckpointError,
+    CheckpointMismatchError,
     LaunchError,
     ConfigurationError,
     LocalProtocolError,

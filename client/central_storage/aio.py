@@ -1,0 +1,129 @@
+"""Observers as coroutines: ``central_storage.connect`` for programs that run an event loop.
+
+    async with central_storage.aio.connect(address) as observer:
+        value = await observer.get("w")
+
+Cancelling a question leaves the observer usable: the answer, when it comes, is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Generator
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+import zmq.asyncio
+
+from cs_proto import messages
+from cs_proto.codec import encode
+
+from .observer import LOOK_EVERY, Question, Session
+
+__all__ = ["Connecting", "Observer", "connect"]
+
+T = TypeVar("T")
+
+
+def connect(address: str | None = None, timeout: float = 10.0) -> Connecting:
+    """An observer of the service whose run directory is ``address`` (default: ``CS_ADDRESS``): await it, and close it;
+    or enter it with ``async with``.
+
+    ``timeout`` (seconds) limits this and every later question. Raises, when awaited, ConfigurationError without an
+    address, LaunchError where no service is, NoAnswerError (a TimeoutError) where it does not answer in time.
+    """
+    return Connecting(address, timeout)
+
+
+class Connecting:
+    """What :func:`connect` returns: an observer to be."""
+
+    def __init__(self, address: str | None, timeout: float) -> None:
+        self._address = address
+        self._timeout = timeout
+        self._observer: Observer | None = None
+
+    def __await__(self) -> Generator[Any, None, Observer]:
+        return Observer.open(Session(self._address, self._timeout)).__await__()
+
+    async def __aenter__(self) -> Observer:
+        self._observer = await self
+        return self._observer
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._observer is not None:
+            await self._observer.close()
+
+
+class Observer:
+    """A read-only session with a service, used in one event loop; questions of several tasks come one after the other.
+
+    Every question raises NoAnswerError (a TimeoutError) where the answer does not come in time, ShutdownError (a
+    RuntimeError) where the service has ended or the observer was closed.
+    """
+
+    def __init__(self, session: Session) -> None:
+        """Use :func:`connect`."""
+        self._session = session
+        self._turn = asyncio.Lock()
+        self._context = zmq.asyncio.Context()
+        self._socket: zmq.asyncio.Socket = session.open(self._context)
+        self.address = session.address
+        self.replicas = 0
+
+    @classmethod
+    async def open(cls, session: Session) -> Observer:
+        """An observer that the server has welcomed."""
+        observer = cls(session)
+        try:
+            observer.replicas = await observer._ask(session.hello())
+        except BaseException:
+            await observer.close()
+            raise
+        return observer
+
+    async def variables(self) -> tuple[messages.Variable, ...]:
+        """Every variable's record, in the order of creation."""
+        return await self._ask(self._session.variables())
+
+    async def get(self, name: str) -> np.ndarray:
+        """A copy of a variable's value as of one commit. Raises InvalidArgumentError for an unknown name."""
+        return await self._ask(self._session.get(name))
+
+    async def statistics(self) -> messages.Counters:
+        """The server's counters."""
+        return await self._ask(self._session.statistics())
+
+    async def close(self) -> None:
+        """Say goodbye; whoever waits for an answer gets ShutdownError. Idempotent, and never waits for long."""
+        if not self._context.closed:
+            self._socket.send_multipart(self._session.goodbye())  # sent at once, so there is nothing to await
+            self._context.destroy(linger=self._session.linger())
+
+    def __repr__(self) -> str:
+        return f"<Observer of {self.address}{' (closed)' if self._context.closed else ''}>"
+
+    async def _ask(self, question: Question[T]) -> T:
+        async with self._turn:
+            self._check_open()
+            await self._socket.send_multipart(encode(question.request))
+            deadline = time.monotonic() + self._session.timeout
+            while True:
+                left = min(deadline - time.monotonic(), LOOK_EVERY)
+                # Polled, and then received without waiting: a time-out or cancellation takes no message along.
+                try:
+                    ready = await self._socket.poll(int(max(0.0, left) * 1000) + 1)
+                finally:
+                    self._check_open()
+                if not ready:
+                    self._session.check_waiting(deadline)
+                elif found := self._session.answer(question, await self._socket.recv_multipart(copy=False)):
+                    return found[0]
+
+    def _check_open(self) -> None:
+        if self._context.closed:
+            raise self._session.closed()
