@@ -1,0 +1,106 @@
+"""Every recorded program of TensorFlow's own class gives here what it gave there."""
+
+from __future__ import annotations
+
+import builtins
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import central_storage as cs
+
+from .adapter import perform
+from .answers import differences
+from .cases import DECISIONS, NEEDS, QUIRK, Case, load
+
+#: How replicas live, as arguments of the strategy.
+MODES: dict[str, dict[str, Any]] = {"processes": {}}
+
+CASES = load()
+#: Cases that do not hold yet, and whose part they wait for.
+PENDING = {
+    line.split()[0]: line.split()[1] for line in Path(__file__).with_name("pending.txt").read_text().splitlines()
+}
+
+
+def test_every_case_is_run_or_left_out_for_a_reason() -> None:
+    assert len(CASES) == 368
+    assert Counter(case.left_out for case in CASES if case.left_out) == {
+        QUIRK: 11,
+        NEEDS["tape"]: 2,
+        NEEDS["fit"]: 4,
+        NEEDS["batch_norm"]: 1,
+    }
+    assert [key for key in DECISIONS if not any(case.id.startswith(key) for case in CASES)] == []
+    assert PENDING.keys() <= {case.id for case in CASES if not case.left_out}
+
+
+class Pool:
+    """Running strategies of one mode: for each number of replicas as many as one case uses at once."""
+
+    def __init__(self, mode: str, cases: Iterable[Case], stack: ExitStack) -> None:
+        self.make = partial(cs.CentralStorageStrategy, **MODES[mode])
+        needed: Counter[int] = Counter()
+        for case in cases:
+            needed |= Counter(case.strategies)
+        self._strategies = {
+            n: [stack.enter_context(self.make([f"cpu:{i}" for i in range(n)])) for _ in range(count)]
+            for n, count in needed.items()
+        }
+        for strategy in chain.from_iterable(self._strategies.values()):
+            strategy.run(_nothing)  # by then every socket is connected, and none is taken for a leftover of a case
+
+    def lend(self, counts: Iterable[int]) -> list[cs.CentralStorageStrategy]:
+        """One strategy for each number of replicas in ``counts``, no two of them the same."""
+        free = {n: iter(strategies) for n, strategies in self._strategies.items()}
+        return [next(free[n]) for n in counts]
+
+
+def _nothing() -> None:
+    pass
+
+
+@pytest.fixture(scope="module", params=MODES)
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    """The strategies that the selected cases need, kept for all of them."""
+    parameters = [
+        item.callspec.params
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+    ]
+    cases = [p["case"] for p in parameters if p.get("pool") == request.param and isinstance(p.get("case"), Case)]
+    with ExitStack() as stack:
+        yield Pool(request.param, cases, stack)
+
+
+def _marked(case: Case) -> Any:
+    marks = []
+    if case.left_out:
+        marks.append(pytest.mark.skip(case.left_out))
+    elif case.id in PENDING:
+        marks.append(pytest.mark.xfail(reason=f"pending: {PENDING[case.id]}"))
+    return pytest.param(case, marks=marks, id=case.id)
+
+
+@pytest.mark.parametrize("case", [_marked(case) for case in CASES])
+def test_case(pool: Pool, case: Case) -> None:
+    strategies = pool.lend(case.strategies)
+    if "raises" in case.answer:
+        with pytest.raises(_exception(case.answer["raises"])):
+            perform(case, strategies, pool.make)
+    else:
+        got = perform(case, strategies, pool.make)
+        tolerance = 1e-4 if case.kind == "training" else 1e-5
+        assert list(differences(case.answer["value"], got, tolerance)) == []
+
+
+def _exception(name: str) -> type[BaseException]:
+    found = getattr(cs.errors, name, None) or getattr(builtins, name)
+    assert issubclass(found, BaseException)
+    return found
