@@ -19,9 +19,10 @@ ROLES = ("proto", "server", "worker", "client")
 PUBLIC = """
     CentralStorageStrategy CommunicationImplementation CommunicationOptions Counters DistributedDataset
     DistributedIterator DistributedValues IndexedSlices InputContext InputOptions InputReplicationMode Mirrored
-    PerReplica ReduceOp ReplicaContext RunOptions ValueContext Variable VariableAggregation VariableSynchronization
-    aio connect convert_to_tensor data errors function get_array_module get_replica_context get_strategy
-    gradient_buffers has_strategy in_cross_replica_context metrics nest nn optimizers
+    PerReplica ReduceOp ReplicaContext RunOptions StrategyExtended ValueContext Variable VariableAggregation
+    VariableSynchronization aio connect convert_to_tensor data device errors experimental_set_strategy function
+    get_array_module get_replica_context get_strategy gradient_buffers has_strategy in_cross_replica_context metrics
+    nest nn optimizers
 """
 
 #: Contract -> (file that exists, line that breaks it).

@@ -12,6 +12,7 @@ from . import aio, data, errors, metrics, nest, nn, optimizers
 from .buffers import gradient_buffers
 from .context import (
     ReplicaContext,
+    experimental_set_strategy,
     get_array_module,
     get_replica_context,
     get_strategy,
@@ -19,6 +20,7 @@ from .context import (
     in_cross_replica_context,
 )
 from .distribute import DistributedDataset, DistributedIterator, InputContext
+from .extended import StrategyExtended
 from .function import function
 from .observer import connect
 from .options import (
@@ -29,6 +31,7 @@ from .options import (
     RunOptions,
     ValueContext,
 )
+from .placement import convert_to_tensor, device
 from .strategy import CentralStorageStrategy
 from .values import (
     DistributedValues,
@@ -38,7 +41,6 @@ from .values import (
     ReduceOp,
     VariableAggregation,
     VariableSynchronization,
-    convert_to_tensor,
 )
 from .variable import Variable
 
@@ -59,6 +61,7 @@ __all__ = [
     "ReduceOp",
     "ReplicaContext",
     "RunOptions",
+    "StrategyExtended",
     "ValueContext",
     "Variable",
     "VariableAggregation",
@@ -67,7 +70,9 @@ __all__ = [
     "connect",
     "convert_to_tensor",
     "data",
+    "device",
     "errors",
+    "experimental_set_strategy",
     "function",
     "get_array_module",
     "get_replica_context",

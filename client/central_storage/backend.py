@@ -67,11 +67,12 @@ class _Catalogue(Protocol):
 
 
 class ReplicaBackend(_Catalogue, Protocol):
-    """One replica of one run. Every method that waits raises what the server answers."""
+    """One replica of one run. Every method that waits raises what the server answers. ``devices`` are its logical
+    devices, as full names."""
 
     replica: int
     replicas: int
-    device: str
+    devices: tuple[str, ...]
 
     def view(self, number: int) -> np.ndarray:
         """The variable's value on this replica's device: read-only, no copy, current until this replica next waits.
@@ -97,6 +98,10 @@ class ReplicaBackend(_Catalogue, Protocol):
 
     def array_module(self) -> ModuleType:
         """NumPy, or CuPy on a GPU."""
+
+    def place(self, array: Any, device: str) -> Any:
+        """``array`` in the memory of ``device``: itself where it is there already, strings always in host memory.
+        Raises DeviceError for a device that this process cannot use."""
 
 
 class ControllerBackend(_Catalogue, Protocol):

@@ -9,17 +9,20 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
+from cs_proto import reduction
 from cs_proto.errors import ContextError, InvalidArgumentError
-from cs_proto.messages import ReduceOpName
 
 from . import nest
-from .values import ReduceOp, as_reduce_op, convert_to_tensor
+from .deprecated import warn_deprecated
+from .devices import full_name
+from .values import IndexedSlices, ReduceOp, as_reduce_op, convert_to_tensor
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -30,15 +33,20 @@ S = TypeVar("S", bound="Strategy")
 
 __all__ = [
     "ReplicaContext",
+    "Scope",
+    "UsedScopeError",
     "call_site",
     "current_replica",
     "enter_cross_replica",
+    "enter_default",
     "enter_replica",
+    "experimental_set_strategy",
     "get_array_module",
     "get_replica_context",
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "replica_here",
     "require_cross_replica",
 ]
 
@@ -48,11 +56,18 @@ in_worker = False
 _PACKAGE = str(Path(__file__).parent)
 
 
+class UsedScopeError(ContextError, AttributeError):
+    """A manager that ``scope()`` returned was entered again after it was left. TensorFlow's error is an
+    AttributeError."""
+
+
 class _Stack(threading.local):
     """(strategy, replica context or None) of every context this thread has entered."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[Strategy, ReplicaContext | None]] = []
+        #: Whether the lowest entry is that of experimental_set_strategy.
+        self.is_set = False
 
 
 _stack = _Stack()
@@ -66,7 +81,7 @@ def set_default(replica: ReplicaContext) -> None:
 
 def has_strategy() -> bool:
     """Whether this thread is inside a strategy's scope, run or merge function."""
-    return bool(_stack.entries)
+    return bool(_stack.entries) and _stack.entries[-1][0] is not _default[0].strategy
 
 
 def get_strategy() -> Strategy:
@@ -92,9 +107,15 @@ def current_replica(strategy: object) -> ReplicaBackend | None:
     """The backend to use for ``strategy`` when this thread is in one of its replicas, else None."""
     if _stack.entries:
         entered, replica = _stack.entries[-1]
-        if replica is not None and entered is strategy:
+        if replica is not None and entered is strategy and not replica.is_local:
             return replica.backend
     return None
+
+
+def replica_here() -> ReplicaBackend | None:
+    """The backend of the replica this thread is in, whatever its strategy; None elsewhere."""
+    replica = _stack.entries[-1][1] if _stack.entries else None
+    return None if replica is None or replica.is_local else replica.backend
 
 
 def require_cross_replica(strategy: Strategy, what: str) -> None:
@@ -103,6 +124,8 @@ def require_cross_replica(strategy: Strategy, what: str) -> None:
     if not _stack.entries:
         return
     entered, replica = _stack.entries[-1]
+    if replica is _default[0]:
+        return
     if replica is not None:
         raise ContextError(
             f"{what} cannot be called inside a replica function; use "
@@ -123,21 +146,66 @@ def enter_cross_replica(strategy: Strategy) -> Iterator[Strategy]:
 
 
 @contextmanager
-def scope_of(strategy: S) -> Iterator[S]:
-    """What ``strategy.scope()`` returns: the cross-replica context, refused where it makes no sense."""
-    if _stack.entries:
-        entered, replica = _stack.entries[-1]
-        if replica is not None:
-            raise ContextError("a scope cannot be entered inside a replica function; the replica is already in one")
-        if entered is not strategy:
-            raise ContextError("the scope of one strategy cannot be entered inside the scope of another")
-    with enter_cross_replica(strategy):
-        yield strategy
+def enter_default() -> Iterator[None]:
+    """The default context, as outside everything, for the length of the block."""
+    _stack.entries.append((_default[0].strategy, _default[0]))
+    try:
+        yield
+    finally:
+        _stack.entries.pop()
+
+
+class Scope(AbstractContextManager[S], Generic[S]):
+    """What ``strategy.scope()`` returns: the cross-replica context, refused where it makes no sense.
+
+    It may be entered again while it is entered, but not after it was left.
+    """
+
+    def __init__(self, strategy: S) -> None:
+        self._strategy = strategy
+        self._depth = 0
+        self._is_left = False
+
+    def __enter__(self) -> S:
+        if self._is_left:
+            raise UsedScopeError("this scope was entered and left; call strategy.scope() for another one")
+        if _stack.entries:
+            entered, replica = _stack.entries[-1]
+            if replica is not None and replica is not _default[0]:
+                raise ContextError("a scope cannot be entered inside a replica function; the replica is already in one")
+            if replica is None and entered is not self._strategy:
+                raise ContextError("the scope of one strategy cannot be entered inside the scope of another")
+        _stack.entries.append((self._strategy, None))
+        self._depth += 1
+        return self._strategy
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self._depth or not _stack.entries or _stack.entries[-1] != (self._strategy, None):
+            raise ContextError("a scope is left that is not the innermost context of this thread")
+        _stack.entries.pop()
+        self._depth -= 1
+        self._is_left = not self._depth
+
+
+def experimental_set_strategy(strategy: Strategy | None) -> None:
+    """Enter the scope of ``strategy`` for the rest of this thread, in place of the one set before; None leaves it.
+
+    Raises ContextError (a RuntimeError) inside a scope or a replica, TypeError for what is no strategy.
+    """
+    if strategy is not None and not hasattr(strategy, "num_replicas_in_sync"):
+        raise TypeError(f"experimental_set_strategy takes a strategy or None, not {strategy!r:.100}")
+    if len(_stack.entries) > _stack.is_set:
+        raise ContextError("experimental_set_strategy cannot be called inside a scope or a replica; leave that first")
+    _stack.entries[:] = [] if strategy is None else [(strategy, None)]
+    _stack.is_set = strategy is not None
 
 
 @contextmanager
-def enter_replica(strategy: Strategy, backend: ReplicaBackend) -> Iterator[ReplicaContext]:
-    """The context of one replica for the length of the block; the context object is dead afterwards."""
+def enter_replica(strategy: Strategy, backend: ReplicaBackend | None) -> Iterator[ReplicaContext]:
+    """The context of one replica for the length of the block; the context object is dead afterwards. Without a
+    ``backend`` it is the one local replica of the default strategy."""
     context = ReplicaContext(strategy, backend)
     _stack.entries.append((strategy, context))
     try:
@@ -177,9 +245,18 @@ class ReplicaContext:
         return self._strategy
 
     @property
-    def replica_id_in_sync_group(self) -> int:
-        """0 … num_replicas_in_sync - 1."""
-        return 0 if self._backend is None else self.backend.replica
+    def is_local(self) -> bool:
+        """Whether this is the one replica of the default strategy, with no service behind it."""
+        return self._backend is None
+
+    @property
+    def replica_id_in_sync_group(self) -> np.ndarray | int:
+        """0 … num_replicas_in_sync - 1: a read-only int32 array without axes; the int 0 in the default context."""
+        if self._backend is None:
+            return 0
+        number = np.array(self.backend.replica, np.int32)
+        number.flags.writeable = False
+        return number
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -188,8 +265,9 @@ class ReplicaContext:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The replica's devices, as full names."""
-        return ("/job:localhost/replica:0/task:0/device:CPU:0" if self._backend is None else self.backend.device,)
+        """The replica's devices, as full names. Deprecated: use ``strategy.extended.worker_devices_by_replica``."""
+        warn_deprecated(self._strategy, "ReplicaContext.devices", "strategy.extended.worker_devices_by_replica")
+        return (full_name("cpu:0"),) if self._backend is None else self.backend.devices
 
     def merge_call(
         self,
@@ -200,41 +278,92 @@ class ReplicaContext:
         """Call ``merge_fn(strategy, *args, **kwargs)`` once, in the cross-replica context, when all replicas are here.
 
         Arguments arrive regrouped: arrays as PerReplica, what is the same on all replicas bare. Returns this replica's
-        share of the result. Every replica must make the same number of calls, else MergeMismatchError.
+        share of the result. Every replica must make the same number of calls, else MergeMismatchError. In the default
+        context ``merge_fn`` gets the arguments as they are. Raises ContextError where this context is not the current
+        one of this thread.
         """
+        self._check_current("merge_call")
         if self._backend is None:
-            return merge_fn(self._strategy, *args, **(kwargs or {}))
+            with enter_cross_replica(self._strategy):
+                return merge_fn(self._strategy, *args, **(kwargs or {}))
         return self.backend.merge_call(merge_fn, tuple(args), dict(kwargs or {}), call_site())
 
-    def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: object = None) -> Any:
+    def all_reduce(
+        self, reduce_op: ReduceOp | str, value: Any, options: object = None, *, experimental_hints: object = None
+    ) -> Any:
         """``value`` combined over the replicas, on every one: an array or a nest of arrays, leaf by leaf.
 
-        SUM keeps the dtype; MEAN of integers is float32 or float64. Shapes that differ between replicas are an
-        InvalidArgumentError; a Python number or an empty nest is refused.
+        SUM keeps the dtype; MEAN of integers is float32 or float64. IndexedSlices become the IndexedSlices of all
+        their rows in replica order (MEAN divides the values by the number of replicas); a leaf is sparse on all
+        replicas or on none. Under one replica ``value`` comes back as it is. ``options`` changes nothing;
+        ``experimental_hints`` is its older name.
+
+        Raises InvalidArgumentError (a ValueError) for shapes or dtypes that differ between replicas and for Python
+        numbers, IndexError for an empty nest, ContextError where this context is not the current one of this thread.
         """
-        op: ReduceOpName = as_reduce_op(reduce_op).value
+        if experimental_hints is not None:
+            warn_deprecated(self._strategy, "experimental_hints", "options")
+        self._check_current("all_reduce")
+        op = as_reduce_op(reduce_op)
         leaves = nest.flatten(value)
         if not leaves:
             raise IndexError("all_reduce of an empty nest: there is nothing to combine")
-        arrays = [_tensor(leaf, "all_reduce") for leaf in leaves]
-        if self._backend is None or self.num_replicas_in_sync == 1:
+        places = [isinstance(leaf, IndexedSlices) for leaf in leaves]
+        sparse = [leaf for leaf in leaves if isinstance(leaf, IndexedSlices)]
+        dense = [_tensor(leaf, "all_reduce") for leaf in leaves if not isinstance(leaf, IndexedSlices)]
+        if self.num_replicas_in_sync == 1:
             return value
-        return nest.pack_sequence_as(value, self.backend.all_reduce(op, arrays, call_site()))
+        arrays = iter(self.backend.all_reduce(op.value, dense, call_site()) if dense else ())
+        slices = iter(self._all_reduce_sparse(op, sparse) if sparse else ())
+        return nest.pack_sequence_as(value, [next(slices) if is_sparse else next(arrays) for is_sparse in places])
+
+    def _all_reduce_sparse(self, op: ReduceOp, leaves: list[IndexedSlices]) -> list[IndexedSlices]:
+        pieces = []
+        for leaf in leaves:
+            shape = np.array([leaf.dense_shape or ()], np.int64)
+            pieces += [_tensor(leaf.values, "all_reduce"), _tensor(leaf.indices, "all_reduce"), shape]
+        gathered = self.backend.all_gather(0, pieces, call_site())
+        results = []
+        for place, leaf in enumerate(leaves):
+            values, indices, shapes = gathered[3 * place : 3 * place + 3]
+            if (shapes != shapes[0]).any():
+                raise InvalidArgumentError(f"all_reduce of IndexedSlices of different dense shapes: {shapes.tolist()}")
+            if op is ReduceOp.MEAN:
+                values = reduction.divide(convert_to_tensor(values), self.num_replicas_in_sync)
+            results.append(IndexedSlices(values, indices, leaf.dense_shape))
+        return results
 
     def all_gather(self, value: Any, axis: int, options: object = None) -> Any:
         """``value`` concatenated along ``axis`` over the replicas in replica order, on every one; nests leaf by leaf.
 
-        Lengths along ``axis`` may differ between replicas; anything else that differs is an InvalidArgumentError.
+        Lengths along ``axis`` may differ between replicas, also 0. Under one replica ``value`` comes back as it is.
+        ``options`` changes nothing.
+
+        Raises InvalidArgumentError (a ValueError) for anything else that differs, for arrays without axes and for an
+        axis that is None or out of range, TypeError for an axis of another type, NotImplementedError for
+        IndexedSlices, ContextError where this context is not the current one of this thread.
         """
-        if not isinstance(axis, (int, np.integer)):
-            raise TypeError(f"axis must be an int, not {axis!r}")
-        leaves = [_tensor(leaf, "all_gather") for leaf in nest.flatten(value)]
-        for leaf in leaves:
-            if not -leaf.ndim <= axis < leaf.ndim:
-                raise InvalidArgumentError(f"axis {axis} of an array of rank {leaf.ndim}")
-        if self._backend is None or self.num_replicas_in_sync == 1:
+        self._check_current("all_gather")
+        leaves = nest.flatten(value)
+        if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
+            raise NotImplementedError("all_gather of IndexedSlices; gather their values and indices")
+        arrays = [_tensor(leaf, "all_gather") for leaf in leaves]
+        number = reduction.gather_axis(axis)
+        for array in arrays:
+            if not -array.ndim <= number < array.ndim:
+                raise InvalidArgumentError(f"all_gather over axis {number} of an array with {array.ndim} axes")
+        if self.num_replicas_in_sync == 1 or not arrays:
             return value
-        return nest.pack_sequence_as(value, self.backend.all_gather(int(axis), leaves, call_site()))
+        return nest.pack_sequence_as(value, self.backend.all_gather(number, arrays, call_site()))
+
+    def _check_current(self, what: str) -> None:
+        if self._ended:
+            raise ContextError("this replica context belongs to a run that has ended")
+        if get_replica_context() is not self:
+            raise ContextError(
+                f"{what}: a replica context is used in the thread of its replica function and where it is the current "
+                "context; ask get_replica_context() where you are"
+            )
 
     def __repr__(self) -> str:
         if self._ended:
@@ -251,9 +380,8 @@ def _tensor(leaf: object, what: str) -> np.ndarray:
 
 def get_array_module() -> ModuleType:
     """NumPy, or CuPy in a replica on a GPU."""
-    if _stack.entries and (replica := _stack.entries[-1][1]) is not None:
-        return replica.backend.array_module()
-    return np
+    replica = replica_here()
+    return np if replica is None else replica.array_module()
 
 
 def call_site() -> str:

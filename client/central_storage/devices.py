@@ -1,6 +1,7 @@
 """Device names, and which devices this machine has.
 
-Owns the one short form that travels (``cpu:0``, ``gpu:1``) and the full form that users of TensorFlow know. It never
+Owns the one short form that travels (``cpu:0``, ``gpu:1``; ``cpu:0+cpu:1`` for a replica that owns several, its
+logical devices) and the full form that users of TensorFlow know. It never
 makes a CUDA context: GPUs are counted from what the driver shows in ``/proc``. The strategy and the launcher call it;
 nobody else interprets a device string.
 """
@@ -14,7 +15,17 @@ from pathlib import Path
 
 from cs_proto.errors import DeviceError
 
-__all__ = ["as_list", "canonical", "compute_devices", "full_name", "gpu_count", "parameter_device"]
+__all__ = [
+    "as_list",
+    "canonical",
+    "compute_devices",
+    "existing",
+    "full_name",
+    "gpu_count",
+    "logical_devices",
+    "of_replica",
+    "parameter_device",
+]
 
 _DEVICE = re.compile(
     r"(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?(?:/device:|/|device:)?(cpu|gpu):([0-9]{1,4})", re.IGNORECASE
@@ -46,8 +57,29 @@ def full_name(device: str) -> str:
     return f"/job:localhost/replica:0/task:0/device:{canonical(device).upper()}"
 
 
-def as_list(devices: Sequence[str]) -> list[str]:
-    """``devices`` as a list of strings. Raises DeviceError for an empty one and for a string instead of a list."""
+def of_replica(devices: str | Sequence[str]) -> str:
+    """The short form of what one replica owns: a device, or several in a tuple or joined by ``+``.
+
+    >>> of_replica(("GPU:0", "/gpu:1")), of_replica("cpu:0")
+    ('gpu:0+gpu:1', 'cpu:0')
+
+    Raises DeviceError for what is no device and for an empty tuple.
+    """
+    return "+".join(map(canonical, _several(devices)))
+
+
+def logical_devices(replica: str) -> list[str]:
+    """The devices in the short form of what one replica owns.
+
+    >>> logical_devices("gpu:0+gpu:1")
+    ['gpu:0', 'gpu:1']
+    """
+    return replica.split("+")
+
+
+def as_list(devices: Sequence[str | Sequence[str]]) -> list[str | Sequence[str]]:
+    """``devices`` as a list of what each replica owns. Raises DeviceError for an empty one and for a string instead of
+    a list."""
     if isinstance(devices, (str, bytes)) or not isinstance(devices, Sequence):
         raise DeviceError(f"compute_devices is a list of device strings, like ['cpu:0', 'cpu:1'], not {devices!r:.100}")
     if not devices:
@@ -55,18 +87,24 @@ def as_list(devices: Sequence[str]) -> list[str]:
     return list(devices)
 
 
-def compute_devices(devices: Sequence[str] | None) -> list[str]:
-    """The devices of the replicas in short form: those given, which must exist, else every GPU, else one CPU."""
+def compute_devices(devices: Sequence[str | Sequence[str]] | None) -> list[str]:
+    """The devices of the replicas in short form: those given, which must exist, else every GPU, else one CPU.
+
+    Raises DeviceError also where one replica owns more devices than another.
+    """
     if devices is None:
         return [f"gpu:{number}" for number in range(gpu_count())] or ["cpu:0"]
-    return [_existing(device) for device in as_list(devices)]
+    replicas = ["+".join(map(existing, _several(entry))) for entry in as_list(devices)]
+    if len({replica.count("+") for replica in replicas}) > 1:
+        raise DeviceError(f"every replica owns the same number of devices, not {', '.join(replicas)}")
+    return replicas
 
 
 def parameter_device(device: str | None, compute: Sequence[str]) -> str:
     """The device of the variables in short form: the one given, else the only compute device, else CPU 0."""
     if device is not None:
-        return _existing(device)
-    return compute[0] if len(compute) == 1 else "cpu:0"
+        return existing(device)
+    return logical_devices(compute[0])[0] if len(compute) == 1 else "cpu:0"
 
 
 def gpu_count(driver: Path = _DRIVER, visible: str | None = None) -> int:
@@ -106,7 +144,15 @@ def _uuids(driver: Path) -> list[str]:
     return found
 
 
-def _existing(device: str) -> str:
+def _several(devices: str | Sequence[str]) -> Sequence[str]:
+    several = devices.split("+") if isinstance(devices, str) else devices
+    if not isinstance(several, (list, tuple)) or not several:
+        raise DeviceError(f"a replica's device is a string, or several are a tuple of them, not {devices!r:.100}")
+    return several
+
+
+def existing(device: str) -> str:
+    """The short form of ``device``. Raises DeviceError, which lists the devices there are, where it does not exist."""
     name = canonical(device)
     if name.startswith("gpu:"):
         gpus = gpu_count()

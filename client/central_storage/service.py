@@ -22,7 +22,11 @@ _links: weakref.WeakSet[ServiceLink] = weakref.WeakSet()
 
 
 def open_service(
-    compute_devices: Sequence[str] | None, parameter_device: str | None, *, seed: int, start_timeout: float
+    compute_devices: Sequence[str | Sequence[str]] | None,
+    parameter_device: str | None,
+    *,
+    seed: int,
+    start_timeout: float,
 ) -> ServiceLink:
     """A link to the service this script should use, up and ready.
 
@@ -44,10 +48,14 @@ def open_service(
 
 
 def _attach(
-    address: str, compute_devices: Sequence[str] | None, parameter_device: str | None, seed: int, start_timeout: float
+    address: str,
+    compute_devices: Sequence[str | Sequence[str]] | None,
+    parameter_device: str | None,
+    seed: int,
+    start_timeout: float,
 ) -> ServiceLink:
     launched = os.environ.get("CS_DEVICES", "").split(",")
-    if compute_devices is not None and [devices.canonical(d) for d in devices.as_list(compute_devices)] != launched:
+    if compute_devices is not None and [devices.of_replica(d) for d in devices.as_list(compute_devices)] != launched:
         raise DeviceError(
             f"this script runs under cs-launch with the devices {', '.join(launched)}, but compute_devices is "
             f"{list(compute_devices)}; leave compute_devices out, or start cs-launch --devices with them"
@@ -66,7 +74,7 @@ def _attach(
 
 
 def _start(
-    compute_devices: Sequence[str] | None, parameter_device: str | None, seed: int, start_timeout: float
+    compute_devices: Sequence[str | Sequence[str]] | None, parameter_device: str | None, seed: int, start_timeout: float
 ) -> ServiceLink:
     from .launch import service  # only a script without a launcher needs the supervisor's code
 

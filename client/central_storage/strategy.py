@@ -1,36 +1,32 @@
-"""The strategy: contexts, checks, regrouping and reducing over a backend that does the work."""
+"""The strategy over its service, and the default strategy without one. What both can do is in ``base``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from cs_proto.errors import ConfigurationError, ContextError, ShutdownError
 from cs_proto.messages import Counters
 
-from . import context, devices
+from . import context, devices, logical
 from .backend import ControllerBackend, ReplicaBackend
+from .base import StrategyBase
 from .composites import Composite
-from .dataset import Dataset, numpy_dataset
-from .distribute import DistributedDataset, DistributedFromFunction, InputContext, refuse_in_replica
 from .handles import Handle, HandleTable, handle_id
 from .optimizers import Optimizer, optimizer_of
-from .options import InputOptions
-from .values import ReduceOp, local_results, reduce_values, regroup, select_replica
 from .variable import Variable
 
 __all__ = ["CentralStorageStrategy", "DefaultStrategy"]
 
 
-class CentralStorageStrategy(Handle):
+class CentralStorageStrategy(StrategyBase, Handle):
     """Synchronous data-parallel training on one machine; every variable exists once, in the parameter process.
 
-    ``compute_devices`` lists one device per replica (``"cpu:0"``, ``"/gpu:1"``, full names); None means the
-    launcher's devices under ``cs-launch``, else every GPU, else one CPU. ``parameter_device`` holds the variables;
-    None means the only compute device, or CPU 0. Without a launcher the constructor starts the service and
-    ``shutdown()``, the end of the script or its death stops it.
+    ``compute_devices`` lists one device per replica (``"cpu:0"``, ``"/gpu:1"``, full names), or a tuple of as many
+    devices for each; None means the launcher's devices under ``cs-launch``, else every GPU, else one CPU.
+    ``parameter_device`` holds the variables; None means the only compute device, or CPU 0. Without a launcher the
+    constructor starts the service and ``shutdown()``, the end of the script or its death stops it.
 
     ``seed`` seeds Python's and NumPy's random state in each replica of each run. ``start_timeout`` (seconds) limits
     the start.
@@ -41,7 +37,7 @@ class CentralStorageStrategy(Handle):
 
     def __init__(
         self,
-        compute_devices: Sequence[str] | None = None,
+        compute_devices: Sequence[str | Sequence[str]] | None = None,
         parameter_device: str | None = None,
         *,
         seed: int = 0,
@@ -99,6 +95,17 @@ class CentralStorageStrategy(Handle):
         return self._backend
 
     @property
+    def devices_by_replica(self) -> list[list[str]]:
+        """The devices of each replica, as full names."""
+        return [[devices.full_name(device) for device in devices.logical_devices(r)] for r in self._compute_devices]
+
+    def call(
+        self, function: Callable[..., Any], arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+    ) -> list[Any]:
+        """Call ``function`` once per replica, in their processes; the results in replica order."""
+        return self._backend.run(function, arguments)
+
+    @property
     def handles(self) -> HandleTable:
         """The objects that stand for things in the server."""
         return self._handles
@@ -131,113 +138,6 @@ class CentralStorageStrategy(Handle):
         """Let ``handle`` be the one object for its number in this process."""
         self._handles.add(handle)
 
-    # --- the API ------------------------------------------------------------------------------------------------
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """The number of replicas: one per compute device."""
-        return len(self._compute_devices)
-
-    def scope(self) -> AbstractContextManager[CentralStorageStrategy]:
-        """The context in which variables are made; yields the strategy.
-
-        Raises ContextError (a RuntimeError) inside a replica and inside another strategy's scope.
-        """
-        return context.scope_of(self)
-
-    def run(
-        self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...] | list[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        options: object = None,
-    ) -> Any:
-        """Call ``fn(*args, **kwargs)`` once per replica; what they return, regrouped.
-
-        A PerReplica anywhere in ``args`` or ``kwargs`` is replaced by the replica's component. Arrays come back as
-        PerReplica, what is equal on all replicas bare; with one replica everything comes back bare. ``fn`` is sent by
-        value, so captured values are those of this call. An exception in a replica is raised here as a class that
-        ``except`` of its type catches, with the replica's traceback as a note.
-
-        Raises ValueError where ``args`` is no list or tuple, ShippingError for what cannot be sent, ResultError for a
-        result that is not data, MergeMismatchError where replicas disagree, ReplicaLostError where a process died,
-        ContextError inside a replica or another strategy's scope, ShutdownError after ``shutdown()``.
-        """
-        context.require_cross_replica(self, "run")
-        if not isinstance(args, (list, tuple)):
-            raise ValueError(f"args must be a list or tuple, not {type(args).__name__}; for one: args=(x,)")
-        if kwargs is not None and not isinstance(kwargs, Mapping):
-            raise TypeError(f"kwargs must be a mapping, not {type(kwargs).__name__}")
-        if not callable(fn):
-            raise TypeError(f"fn must be callable, not {fn!r}")
-        given = (tuple(args), dict(kwargs or {}))
-        arguments = [select_replica(replica, given) for replica in range(self.num_replicas_in_sync)]
-        with context.enter_cross_replica(self):
-            return regroup(self._backend.run(fn, arguments))
-
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | tuple[int, ...] | None) -> Any:
-        """Combine the components of a PerReplica over replicas and, with ``axis``, over that axis of each.
-
-        SUM adds in replica order and keeps the dtype. MEAN divides by the number of components or, with ``axis``, by
-        the summed length of that axis, so it is right for uneven shares.
-
-        Raises ValueError for an unknown op and for SUM of a value that is not distributed, InvalidArgumentError for
-        components that do not fit each other, ContextError inside a replica.
-        """
-        context.require_cross_replica(self, "reduce")
-        return reduce_values(reduce_op, value, axis, self.num_replicas_in_sync)
-
-    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """The components of a distributed value; of anything else a tuple of it. Works in every context."""
-        return local_results(value, self.num_replicas_in_sync)
-
-    def experimental_distribute_dataset(
-        self, dataset: Iterable[Any], options: InputOptions | None = None
-    ) -> DistributedDataset:
-        """Split each element (a global batch) of ``dataset`` over the replicas along axis 0.
-
-        ``dataset`` is a ``data.Dataset`` or anything that can be iterated again and again and yields nests of arrays.
-        Of B rows each replica gets ceil(B / N) until they are used up; trailing shares may be shorter or empty.
-        A thread reads ``options.experimental_per_replica_buffer_size`` elements ahead while the replicas compute;
-        ``experimental_fetch_to_device=False`` has every element read when it is asked for.
-
-        Raises NotADatasetError (a TypeError and AttributeError) for what is no data set, DatasetContextError (a
-        RuntimeError and ValueError) inside a replica, and at the first element UnbatchedDatasetError (a ValueError and
-        IndexError) for a data set of scalars.
-        """
-        refuse_in_replica("made")
-        context.require_cross_replica(self, "experimental_distribute_dataset")
-        return DistributedDataset(dataset, self.num_replicas_in_sync, options)
-
-    def distribute_datasets_from_function(
-        self, dataset_fn: Callable[[InputContext], Iterable[Any]], options: InputOptions | None = None
-    ) -> DistributedFromFunction:
-        """Hand out the elements of ``dataset_fn(InputContext)`` in turn: each replica takes the next one.
-
-        ``dataset_fn`` is called once, here (with ``InputReplicationMode.PER_REPLICA`` once for each replica, which then
-        keeps to that data set), and batches by the size for one replica. ``for`` drops a last round in which not every
-        replica gets an element; ``get_next_as_optional`` keeps it. Raises as :meth:`experimental_distribute_dataset`,
-        and what ``dataset_fn`` raises.
-        """
-        refuse_in_replica("made")
-        context.require_cross_replica(self, "distribute_datasets_from_function")
-        return DistributedFromFunction(dataset_fn, self.num_replicas_in_sync, options)
-
-    def experimental_distribute_datasets_from_function(
-        self, dataset_fn: Callable[[InputContext], Iterable[Any]], options: InputOptions | None = None
-    ) -> DistributedFromFunction:
-        """The older name of :meth:`distribute_datasets_from_function`."""
-        return self.distribute_datasets_from_function(dataset_fn, options)
-
-    def experimental_make_numpy_dataset(self, numpy_input: Any) -> Dataset:
-        """The rows along axis 0 of the NumPy arrays in a nest; a list is stacked into one array first.
-
-        Raises NotADatasetError (an AttributeError) for what is no array, InvalidArgumentError for scalars and for
-        arrays of different length, ContextError inside a replica.
-        """
-        context.require_cross_replica(self, "experimental_make_numpy_dataset")
-        return numpy_dataset(numpy_input)
-
     # --- ours ---------------------------------------------------------------------------------------------------
 
     @property
@@ -261,12 +161,6 @@ class CentralStorageStrategy(Handle):
     ) -> None:
         self.shutdown()
 
-    def __copy__(self) -> NoReturn:
-        raise RuntimeError("a strategy cannot be copied: there is one service behind it")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CentralStorageStrategy:
-        return self
-
     def __repr__(self) -> str:
         return (
             f"<CentralStorageStrategy of {self.num_replicas_in_sync} replicas ({', '.join(self._compute_devices)}), "
@@ -274,48 +168,21 @@ class CentralStorageStrategy(Handle):
         )
 
 
-class DefaultStrategy:
+class DefaultStrategy(StrategyBase):
     """What ``get_strategy()`` gives outside every scope: one local replica, no process, no variables of its own."""
-
-    num_replicas_in_sync = 1
 
     def __init__(self) -> None:
         self.replica_context = context.ReplicaContext(self, None)
-
-    def run(
-        self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...] | list[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        options: object = None,
-    ) -> Any:
-        """Call ``fn`` here."""
-        return fn(*args, **(kwargs or {}))
-
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | tuple[int, ...] | None) -> Any:
-        """As :meth:`CentralStorageStrategy.reduce`, with one replica."""
-        return reduce_values(reduce_op, value, axis, 1)
-
-    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """As :meth:`CentralStorageStrategy.experimental_local_results`."""
-        return local_results(value, 1)
-
-    def experimental_distribute_dataset(
-        self, dataset: Iterable[Any], options: InputOptions | None = None
-    ) -> DistributedDataset:
-        """The data set as it is: one replica gets everything."""
-        return DistributedDataset(dataset, 1, options)
-
-    def distribute_datasets_from_function(
-        self, dataset_fn: Callable[[InputContext], Iterable[Any]], options: InputOptions | None = None
-    ) -> DistributedFromFunction:
-        """As :meth:`CentralStorageStrategy.distribute_datasets_from_function`, with one replica."""
-        return DistributedFromFunction(dataset_fn, 1, options)
 
     @property
     def controller(self) -> NoReturn:
         """There is no service behind the default strategy."""
         _no_service()
+
+    @property
+    def devices_by_replica(self) -> list[list[str]]:
+        """One replica, on the CPU."""
+        return [[self.extended_parameter_device]]
 
     @property
     def extended_parameter_device(self) -> str:
@@ -325,6 +192,21 @@ class DefaultStrategy:
     def remember(self, handle: Handle) -> NoReturn:
         """There is nothing that a handle could stand for."""
         _no_service()
+
+    def call(
+        self, function: Callable[..., Any], arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+    ) -> list[Any]:
+        """Call ``function`` here."""
+        ((args, kwargs),) = arguments
+        with context.enter_replica(self, None):
+            return [function(*args, **kwargs)]
+
+    def logical_devices_here(self) -> tuple[Sequence[str], logical.Place]:
+        """The CPU, where every array is."""
+        return self.devices_by_replica[0], lambda array, device: array
+
+    def __repr__(self) -> str:
+        return "<the default strategy: one local replica>"
 
 
 def _no_service() -> NoReturn:

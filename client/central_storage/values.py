@@ -31,6 +31,7 @@ __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
     "as_reduce_op",
+    "asserted_reduce_op",
     "convert_to_tensor",
     "gather_values",
     "local_results",
@@ -241,6 +242,14 @@ def as_reduce_op(op: ReduceOp | str) -> ReduceOp:
         raise InvalidArgumentError(f"a reduction is 'SUM' or 'MEAN', not {op!r}") from None
 
 
+def asserted_reduce_op(op: ReduceOp | str) -> ReduceOp:
+    """As :func:`as_reduce_op`, but a wrong type is an AssertionError, as in TensorFlow where there is no axis."""
+    try:
+        return as_reduce_op(op)
+    except TypeError as error:
+        raise AssertionError(str(error)) from None
+
+
 def reduce_components(op: ReduceOp, components: Sequence[Any]) -> Any:
     """The element-wise sum or mean of ``components``, an array.
 
@@ -271,12 +280,7 @@ def reduce_values(op: ReduceOp | str, value: Any, axis: Any, n: int) -> Any:
     axis is a ValueError (zero apart), with an axis it counts ``n`` times; MEAN without an axis is the value itself.
     Raises as ``cs_proto.reduction`` does; a wrong ``op`` is an AssertionError without an axis.
     """
-    try:
-        op = as_reduce_op(op)
-    except TypeError as error:
-        if axis is None:
-            raise AssertionError(str(error)) from None
-        raise
+    op = asserted_reduce_op(op) if axis is None else as_reduce_op(op)
     if axis is not None:
         return reduction.reduce_axis(_name(op), _axis_components(op, value, n), axis)
     if isinstance(value, DistributedValues):

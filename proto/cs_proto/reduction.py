@@ -17,7 +17,7 @@ import numpy as np
 
 from .errors import InvalidArgumentError
 
-__all__ = ["Axis", "Op", "divide", "gather", "mean_dtype", "reduce", "reduce_axis"]
+__all__ = ["Axis", "Op", "divide", "gather", "gather_axis", "mean_dtype", "reduce", "reduce_axis"]
 
 Op = Literal["SUM", "MEAN"]
 Axis = SupportsIndex | tuple[SupportsIndex, ...]
@@ -69,11 +69,7 @@ def gather(components: Sequence[np.ndarray], axis: SupportsIndex) -> np.ndarray:
     differs, for scalars, and for an axis that is out of range or a tuple; ValueError for None and TypeError for an
     axis of another type.
     """
-    if axis is None:
-        raise InvalidArgumentError("gather needs an axis, not None; to combine element by element use reduce")
-    if isinstance(axis, tuple | list):
-        raise InvalidArgumentError(f"gather takes one axis, not {axis!r}")
-    number = _index(axis)
+    number = gather_axis(axis)
     arrays = [np.asarray(component) for component in components]
     if not arrays:
         raise InvalidArgumentError("gather of no components")
@@ -91,6 +87,15 @@ def gather(components: Sequence[np.ndarray], axis: SupportsIndex) -> np.ndarray:
                 "only that axis may differ"
             )
     return np.concatenate(arrays, axis=across)
+
+
+def gather_axis(axis: object) -> int:
+    """``axis`` of a gather as an int. Raises as :func:`gather` does for what can be no axis of any array."""
+    if axis is None:
+        raise InvalidArgumentError("gather needs an axis, not None; to combine element by element use reduce")
+    if isinstance(axis, tuple | list):
+        raise InvalidArgumentError(f"gather takes one axis, not {axis!r}")
+    return _index(axis)
 
 
 def divide(total: np.ndarray, count: int) -> np.ndarray:

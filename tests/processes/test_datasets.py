@@ -35,12 +35,15 @@ def test_from_function(two: cs.CentralStorageStrategy) -> None:
     def make(context: cs.InputContext) -> cs.data.Dataset:
         return cs.data.Dataset.range(7).batch(context.get_per_replica_batch_size(4))
 
-    for distribute in (two.distribute_datasets_from_function, two.experimental_distribute_datasets_from_function):
-        assert rows_seen(two, distribute(make)) == [[[0, 1], [2, 3]], [[4, 5], [6]]]
+    with pytest.warns(DeprecationWarning, match="use distribute_datasets_from_function"):
+        by_old_name = two.experimental_distribute_datasets_from_function(make)
+    for dataset in (two.distribute_datasets_from_function(make), by_old_name):
+        assert rows_seen(two, dataset) == [[[0, 1], [2, 3]], [[4, 5], [6]]]
 
 
 def test_numpy(two: cs.CentralStorageStrategy) -> None:
-    dataset = two.experimental_make_numpy_dataset({"x": np.arange(3)})
+    with pytest.warns(DeprecationWarning, match="from_tensor_slices"):
+        dataset = two.experimental_make_numpy_dataset({"x": np.arange(3)})
     assert [int(row["x"]) for row in dataset] == [0, 1, 2]
 
 

@@ -15,7 +15,7 @@ from cs_worker.device import open_device
 def test_a_cpu() -> None:
     device = open_device("/device:CPU:3")
     assert device.name == "cpu:3"
-    assert device.full_name == "/job:localhost/replica:0/task:0/device:CPU:3"
+    assert device.full_names == ("/job:localhost/replica:0/task:0/device:CPU:3",)
     assert device.array_module is np
     array = np.arange(3)
     assert device.bring(array) is array

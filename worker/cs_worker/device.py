@@ -14,48 +14,76 @@ from typing import Any
 
 import numpy as np
 
-from central_storage.devices import canonical, full_name
+from central_storage.devices import canonical, full_name, logical_devices, of_replica
 from cs_proto.errors import DeviceError
 
-__all__ = ["Device", "open_device"]
+__all__ = ["Device", "open_device", "place"]
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a replica computes on: ``name`` as ``cpu:0``, ``full_name`` as TensorFlow writes it, NumPy or CuPy.
+    """What a replica computes on: ``name`` as ``cpu:0`` (``cpu:0+cpu:1`` for several), the ``full_names`` of its
+    devices as TensorFlow writes them, NumPy or CuPy.
 
     ``bring`` gives a host array as one of this device: itself on a CPU, a copy on a GPU. ``seed`` seeds the device's
     random state, beside Python's and NumPy's.
     """
 
     name: str
-    full_name: str
+    full_names: tuple[str, ...]
     array_module: ModuleType
     bring: Callable[[np.ndarray], Any]
     seed: Callable[[int], None]
 
 
 def open_device(name: str) -> Device:
-    """The device called ``name``, made current for this process where it is a GPU.
+    """The device or devices called ``name``; the first is made current for this process where it is a GPU.
 
     Raises :class:`DeviceError` where it is no device, or CuPy is missing or cannot use it.
     """
+    replica = of_replica(name)
+    first, *_ = logical = logical_devices(replica)
+    full_names = tuple(map(full_name, logical))
+    if not first.startswith("gpu:"):
+        return Device(replica, full_names, np, _as_it_is, _nothing)
+    cupy = _cupy(first)
+    try:
+        cupy.cuda.Device(_number(first)).use()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise DeviceError(f"{first} cannot be used: {error}") from error
+    return Device(replica, full_names, cupy, cupy.asarray, cupy.random.seed)
+
+
+def place(array: Any, name: str) -> Any:
+    """``array`` in the memory of the device called ``name``; itself where it is there already, or holds strings.
+
+    Raises :class:`DeviceError` where that is no device, or CuPy is missing or cannot use it.
+    """
     device = canonical(name)
-    return _gpu(device) if device.startswith("gpu:") else Device(device, full_name(device), np, _as_it_is, _nothing)
+    if not device.startswith("gpu:"):
+        return array.get() if hasattr(array, "__cuda_array_interface__") else array
+    if array.dtype.kind in "US":
+        return array
+    cupy = _cupy(device)
+    try:
+        with cupy.cuda.Device(_number(device)):
+            return cupy.asarray(array)
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise DeviceError(f"{device} cannot be used: {error}") from error
 
 
-def _gpu(device: str) -> Device:
+def _cupy(device: str) -> Any:
     try:
         import cupy
     except ImportError as error:
         raise DeviceError(
             f"a replica on {device} needs CuPy: pip install 'central-storage[cuda12]' or 'central-storage[cuda13]'"
         ) from error
-    try:
-        cupy.cuda.Device(int(device.partition(":")[2])).use()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise DeviceError(f"{device} cannot be used: {error}") from error
-    return Device(device, full_name(device), cupy, cupy.asarray, cupy.random.seed)
+    return cupy
+
+
+def _number(device: str) -> int:
+    return int(device.partition(":")[2])
 
 
 def _as_it_is(array: np.ndarray) -> np.ndarray:

@@ -27,6 +27,7 @@ from cs_proto.messages import AssignOp, Error, ReduceOpName, RunId, Value, Varia
 from cs_proto.records import Record
 
 from .conversation import path_text
+from .device import place
 from .gradients import GradientBuffers
 from .placing import FRAMES, Placing
 from .raised import raised_error
@@ -65,7 +66,7 @@ class Replica:
         """``outer`` is the replica that waits in a merge_call for this nested run."""
         self.replica = shop.config.replica
         self.replicas = shop.replicas
-        self.device = shop.device.full_name
+        self.devices = shop.device.full_names
         #: How many merge points this replica has brought.
         self.count = 0
         self._shop = shop
@@ -111,6 +112,10 @@ class Replica:
     def array_module(self) -> ModuleType:
         """NumPy, or CuPy on a GPU."""
         return self._shop.device.array_module
+
+    def place(self, array: Any, device: str) -> Any:
+        """``array`` in the memory of ``device``."""
+        return place(array, device)
 
     # --- merge points -----------------------------------------------------------------------------------------
 

@@ -1,0 +1,18 @@
+"""Words about names that go on working but have a better one."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+
+__all__ = ["warn_deprecated"]
+
+_said: weakref.WeakKeyDictionary[object, set[str]] = weakref.WeakKeyDictionary()
+
+
+def warn_deprecated(owner: object, name: str, instead: str) -> None:
+    """Warn the caller's caller, once for each ``owner``, that ``name`` is deprecated and ``instead`` replaces it."""
+    said = _said.setdefault(owner, set())
+    if name not in said:
+        said.add(name)
+        warnings.warn(f"{name} is deprecated; use {instead}", DeprecationWarning, stacklevel=3)

@@ -1,0 +1,156 @@
+"""Arrays on several devices of one replica.
+
+A replica may own several devices, its logical devices 0, 1, …. A :class:`LogicalTensor` is an array whose pieces lie
+on them; read as an array it has the value it was made of. The strategy's ``experimental_…_logical_device(s)`` make
+them; what it takes to bring an array to a device is the caller's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+from cs_proto.errors import InvalidArgumentError
+
+from .values import convert_to_tensor
+
+__all__ = ["LogicalTensor", "Piece", "Place", "assign", "replicate", "split"]
+
+#: Brings an array to a device, named in full.
+Place = Callable[[Any, str], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """The part ``where`` (one slice per axis) of an array, as an array on ``device`` (a full name)."""
+
+    device: str
+    where: tuple[slice, ...]
+    value: Any
+
+
+class LogicalTensor(NDArrayOperatorsMixin):
+    """An array whose ``pieces`` lie on the logical devices of a replica.
+
+    Operators, NumPy functions and indexing act on the whole, which is put together on the replica's first device.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any, pieces: tuple[Piece, ...], home: str, place: Place) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.pieces = pieces
+        self._home = home
+        self._place = place
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    def read(self) -> Any:
+        """The whole as an array on the replica's first device."""
+        first = self._place(self.pieces[0].value, self._home)
+        if first.shape == self.shape:
+            return first
+        whole = self._place(np.empty(self.shape, self.dtype), self._home)
+        for piece in self.pieces:
+            whole[piece.where] = self._place(piece.value, self._home)
+        return whole
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        whole = convert_to_tensor(self.read())
+        return np.array(whole, dtype) if copy else np.asarray(whole, dtype)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        plain = [x.read() if isinstance(x, LogicalTensor) else x for x in inputs]
+        return getattr(ufunc, method)(*plain, **kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.read()[key]
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of an array without axes")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"<LogicalTensor {self.dtype}{list(self.shape)} on {', '.join(piece.device for piece in self.pieces)}>"
+
+
+def assign(tensor: Any, logical_device_id: int, devices: Sequence[str], place: Place) -> LogicalTensor:
+    """``tensor`` on one of ``devices``. Raises InvalidArgumentError for a number that none of them has."""
+    try:
+        number = -1 if isinstance(logical_device_id, bool) else operator.index(logical_device_id)
+    except TypeError:
+        number = -1
+    if not 0 <= number < len(devices):
+        raise InvalidArgumentError(
+            f"logical device {logical_device_id!r:.100} of a replica with the logical devices 0 to {len(devices) - 1}; "
+            "compute_devices=[('cpu:0', 'cpu:1'), …] gives a replica several"
+        )
+    return _whole_on(tensor, devices[number : number + 1], devices[0], place)
+
+
+def replicate(tensor: Any, devices: Sequence[str], place: Place) -> LogicalTensor:
+    """``tensor`` on each of ``devices``."""
+    return _whole_on(tensor, devices, devices[0], place)
+
+
+def split(tensor: Any, partition_dimensions: Sequence[int], devices: Sequence[str], place: Place) -> LogicalTensor:
+    """``tensor`` cut into ``partition_dimensions[i]`` equal parts along axis i; piece k, counted with the last axis
+    running fastest, is on ``devices[k]``.
+
+    Raises InvalidArgumentError where that is not one positive int per axis, where their product is not the number of
+    devices, and where an axis cannot be cut so.
+    """
+    array = _array(tensor)
+    try:
+        parts = [operator.index(part) for part in partition_dimensions]
+    except TypeError:
+        parts = []
+    if len(parts) != array.ndim or any(part < 1 for part in parts):
+        raise InvalidArgumentError(
+            f"partition_dimensions is a list of one positive int for each of {array.ndim} axes, not "
+            f"{partition_dimensions!r:.200}"
+        )
+    if math.prod(parts) != len(devices):
+        raise InvalidArgumentError(
+            f"partition_dimensions {parts} make {math.prod(parts)} pieces, but a replica has {len(devices)} devices"
+        )
+    for axis, (length, part) in enumerate(zip(array.shape, parts, strict=True)):
+        if length % part:
+            raise InvalidArgumentError(f"axis {axis} of length {length} cannot be cut into {part} equal parts")
+    cuts = [
+        [slice(k * length // part, (k + 1) * length // part) for k in range(part)]
+        for length, part in zip(array.shape, parts, strict=True)
+    ]
+    pieces = tuple(
+        Piece(device, where, place(array[where], device))
+        for device, where in zip(devices, itertools.product(*cuts), strict=True)
+    )
+    return LogicalTensor(tuple(array.shape), array.dtype, pieces, devices[0], place)
+
+
+def _whole_on(tensor: Any, devices: Sequence[str], home: str, place: Place) -> LogicalTensor:
+    array = _array(tensor)
+    where = tuple(slice(0, length) for length in array.shape)
+    pieces = tuple(Piece(device, where, place(array, device)) for device in devices)
+    return LogicalTensor(tuple(array.shape), array.dtype, pieces, home, place)
+
+
+def _array(tensor: Any) -> Any:
+    if isinstance(tensor, LogicalTensor):
+        return tensor.read()
+    return tensor if hasattr(tensor, "__cuda_array_interface__") else convert_to_tensor(tensor)
