@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cs_proto.messages import AssignOp, Counters, Optimizer, ReduceOpName, Variable, VariableSpec
+from cs_proto.messages import AssignOp, Counters, Optimizer, ReduceOpName, Variable, VariableSpec, WriteOp
 
 from .handles import Handle
 
@@ -64,6 +64,13 @@ class _Catalogue(Protocol):
     def assign(self, number: int, op: AssignOp, value: np.ndarray, site: str, *, scalar: bool) -> None:
         """Write a variable. In a replica an aggregated merge point; ``scalar`` says that the value was a Python
         number, which only the comparison of replicas can refuse."""
+
+    def write(self, number: int, op: WriteOp, value: np.ndarray, rows: np.ndarray | None, site: str) -> None:
+        """Write a variable without aggregation; a scatter to ``rows``, int64. What is written has been checked. In a
+        replica a note that needs no agreement."""
+
+    def read_rows(self, number: int, rows: np.ndarray) -> np.ndarray:
+        """A copy of these rows of the variable's current value; ``rows`` is int64 of any shape, and checked."""
 
 
 class ReplicaBackend(_Catalogue, Protocol):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from cs_proto.errors import PeerProtocolError
 
@@ -29,6 +29,14 @@ class Handle:
         """(kind, number), e.g. ``("variable", 7)``. Numbers of things that the server knows begin at 1; the strategy,
         of which a service has one, is 0."""
         raise NotImplementedError(f"{type(self).__name__} does not say what it stands for")
+
+    def _cs_code(self) -> object:
+        """A function of the user's that belongs to it and is kept by the client, or None. It travels beside the number
+        wherever code travels."""
+        return None
+
+    def _cs_take_code(self, code: Any) -> None:
+        """In a worker: what came beside the number."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         what = type(self).__name__

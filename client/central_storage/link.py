@@ -26,7 +26,7 @@ from cs_proto.arena import Arena
 from cs_proto.arrays import INLINE_NBYTES, Array, Location
 from cs_proto.codec import BULK_LIMITS, decode, encode
 from cs_proto.errors import ContextError, LaunchError, PeerProtocolError, ReplicaLostError, ShutdownError
-from cs_proto.messages import AssignOp, Counters, Died, Output, RunFinished, Serving, VariableSpec
+from cs_proto.messages import AssignOp, Counters, Died, Output, RunFinished, Serving, VariableSpec, WriteOp
 from cs_proto.recent import HELD_FUNCTIONS, Recent
 from cs_proto.records import Record
 from cs_proto.segments import frame_view
@@ -139,12 +139,21 @@ class ServiceLink:
         with self._operation():
             self._assign(number, op, value)
 
+    def write(self, number: int, op: WriteOp, value: np.ndarray, rows: np.ndarray | None, site: str) -> None:
+        """Write a variable once, or rows of it."""
+        with self._operation():
+            self._assign(number, op, value, rows)
+
     def read(self, number: int) -> np.ndarray:
         """A copy of the variable's current value."""
         with self._operation():
-            sequence = self._next_sequence()
-            got = self._ask(messages.Get(sequence, (number,), (), False), sequence, messages.Got)
-            return self._copy(got.arrays[0])
+            return np.array(self._look(number))
+
+    def read_rows(self, number: int, rows: np.ndarray) -> np.ndarray:
+        """A copy of these rows of the variable's current value."""
+        with self._operation():
+            copied: np.ndarray = self._look(number)[rows]
+            return copied
 
     def configure(self, number: int, kind: str, hyperparameters: Mapping[str, float]) -> messages.Optimizer:
         """Make an optimizer (``number`` 0), or change the hyperparameters of one."""
@@ -335,11 +344,17 @@ class ServiceLink:
 
     # --- parts of the other operations ----------------------------------------------------------------------------
 
-    def _assign(self, number: int, op: AssignOp, value: np.ndarray) -> None:
-        self._arena.reset()
-        sequence = self._next_sequence()
-        request = messages.Assign(self._client, sequence, number, op, self._arena.place(value))
-        self._ask(request, sequence, messages.Done)
+    def _assign(self, number: int, op: WriteOp, value: np.ndarray, rows: np.ndarray | None = None) -> None:
+        mark = self._arena.mark()  # of a run that is being sent: it may be what takes a local variable along
+        try:
+            sequence = self._next_sequence()
+            place = self._arena.place
+            indices = None if rows is None else place(rows)
+            self._ask(
+                messages.Assign(self._client, sequence, number, op, place(value), indices), sequence, messages.Done
+            )
+        finally:
+            self._arena.release(mark)
 
     def _configure(self, number: int, kind: str, hyperparameters: Mapping[str, float]) -> messages.Optimizer:
         sequence = self._next_sequence()
@@ -350,10 +365,16 @@ class ServiceLink:
     def _inline(self, value: np.ndarray) -> Array | None:
         return self._arena.place(value) if value.nbytes <= INLINE_NBYTES else None
 
+    def _look(self, number: int) -> np.ndarray:
+        sequence = self._next_sequence()
+        return self._view(self._ask(messages.Get(sequence, (number,), (), False), sequence, messages.Got).arrays[0])
+
     def _copy(self, array: Array) -> np.ndarray:
+        return np.array(self._view(array))
+
+    def _view(self, array: Array) -> np.ndarray:
         place = array.place
-        view = self._lifeline.segment(place.segment).view(array) if isinstance(place, Location) else frame_view(array)
-        return np.array(view)
+        return self._lifeline.segment(place.segment).view(array) if isinstance(place, Location) else frame_view(array)
 
     def _next_sequence(self) -> int:
         self._sequence += 1

@@ -104,6 +104,7 @@ class _Plan:
     def __init__(self, adopt: Adopt, buffers: list[pickle.PickleBuffer] | None = None) -> None:
         self._adopt = adopt
         self._ids: dict[int, tuple[Handle, tuple[str, int]]] = {}  # the handle is kept, so that its id() stays its own
+        self._mentioned: set[int] = set()
         self._spaces: dict[int, _Space] = {}
         self.buffers = buffers  # None: a function, whose arrays may be written
         self.names: set[str] = set()
@@ -127,6 +128,15 @@ class _Plan:
         except Exception as error:
             self.refused = error
             raise
+
+    def mention(self, handle: Handle) -> tuple[Any, ...]:
+        """What is sent for ``handle``: what stands for it and, the first time, its code, which may refer to it."""
+        number = self.identify(handle)
+        code = handle._cs_code()  # noqa: SLF001  (shipping is who it is for)
+        if code is None or id(handle) in self._mentioned:
+            return number
+        self._mentioned.add(id(handle))
+        return (*number, code)
 
     def space(self, values: dict[str, Any]) -> _Space:
         """The stand-in for the module whose globals are ``values``."""
@@ -155,6 +165,7 @@ class _Plan:
         self.space(module.__dict__).escapes = True
 
     def begin_pass(self) -> None:
+        self._mentioned.clear()
         for space in self._spaces.values():
             space.sent.clear()
         if self.buffers is not None:
@@ -212,10 +223,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._plan = plan
         self._cells: dict[int, _Cell] = {}
 
-    def persistent_id(self, obj: Any) -> tuple[str, int] | None:
+    def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
         if isinstance(obj, Composite):
             self._plan.adopt_composite(obj)  # so that its variables are where they can be read from
-        return self._plan.identify(obj) if isinstance(obj, Handle) else None
+        return self._plan.mention(obj) if isinstance(obj, Handle) else None
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
@@ -372,8 +383,11 @@ class _Unpickler(pickle.Unpickler):
         self._resolve = resolve
 
     def persistent_load(self, pid: Any) -> object:
-        kind, number = pid
-        return self._resolve(kind, number)
+        kind, number, *code = pid
+        found = self._resolve(kind, number)
+        if code and isinstance(found, Handle):
+            found._cs_take_code(code[0])  # noqa: SLF001
+        return found
 
 
 def _load(data: bytes | memoryview, buffers: Sequence[memoryview], resolve: Resolve) -> Any:

@@ -124,7 +124,7 @@ class CentralStorageStrategy(StrategyBase, Handle):
         if isinstance(handle, Composite):
             handle.adopt(self)
             return ("composite", 0)
-        if isinstance(handle, Optimizer):
+        if isinstance(handle, Optimizer | Variable):
             handle.adopt(self)
         elif (handle if isinstance(handle, CentralStorageStrategy) else handle.strategy) is not self:
             raise ContextError(f"{handle!r} belongs to another strategy and cannot be used in a replica of this one")

@@ -22,6 +22,8 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from cs_proto import reduction
 from cs_proto.errors import InvalidArgumentError
 
+from .handles import Handle
+
 __all__ = [
     "DistributedValues",
     "IndexedSlices",
@@ -349,7 +351,7 @@ def _axis_components(op: ReduceOp, value: Any, n: int) -> list[np.ndarray]:
 def _array_of(value: Any) -> np.ndarray:
     if isinstance(value, IndexedSlices):
         return value.to_dense()
-    if hasattr(value, "__cuda_array_interface__"):
+    if hasattr(value, "__cuda_array_interface__") and not isinstance(value, Handle):
         if not hasattr(value, "get"):
             raise TypeError(f"a {type(value).__name__} on a GPU is not taken implicitly; use its .cpu()")
         return np.asarray(value.get())

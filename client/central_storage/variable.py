@@ -6,6 +6,7 @@ everywhere else, and by ``value()``, ``read_value()`` and ``numpy()``, reading g
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -13,12 +14,21 @@ import numpy as np
 
 from cs_proto.arrays import dtype_name, is_wire_dtype
 from cs_proto.errors import ContextError, InvalidArgumentError
-from cs_proto.messages import AssignOp, VariableSpec
+from cs_proto.messages import AssignOp, VariableSpec, WriteOp
 from cs_proto.messages import Variable as VariableRecord
+from cs_proto.writing import write
 
 from .context import call_site, current_replica, get_strategy, has_strategy
+from .devices import full_name
 from .handles import Handle
-from .values import DistributedValues, VariableAggregation, VariableSynchronization, convert_to_tensor
+from .values import (
+    DistributedValues,
+    IndexedSlices,
+    PerReplica,
+    VariableAggregation,
+    VariableSynchronization,
+    convert_to_tensor,
+)
 
 if TYPE_CHECKING:
     from .backend import ControllerBackend, ReplicaBackend, Strategy
@@ -26,15 +36,30 @@ if TYPE_CHECKING:
 __all__ = ["Variable"]
 
 
+class _Local:
+    """The value of a variable that no strategy has adopted yet, and how often it was written."""
+
+    def __init__(self, value: np.ndarray) -> None:
+        self.value = np.array(value)
+        self.version = 0
+
+
 class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
     """An array held once, by the server, and changed only there.
 
     Make it under ``strategy.scope()`` or inside a replica function. ``initial_value`` is an array, a number, a nest of
-    numbers or a callable that returns one; ``dtype`` converts Python numbers (an array of another dtype is refused);
-    ``shape``, where given, must be the value's. ``aggregation`` says how assigns made by several replicas become one.
+    numbers or a callable that returns one; Python numbers become float32, int32, bool or complex128. ``dtype``
+    converts it, integers to floating point too but not the reverse (TypeError). ``shape``, where given, must be the
+    value's. ``aggregation`` says how assigns made by several replicas become one; ``synchronization`` is stored and
+    changes nothing. ``constraint`` is a function of the value, an array, to a value of its shape and dtype, which every
+    ``apply_gradients`` applies after its update.
 
-    Raises InvalidArgumentError (a ValueError) for a value that does not fit, TypeError for an aggregation that is not
-    one, ContextError (a RuntimeError) outside every scope, MemoryPlanError where the memory does not suffice.
+    Made outside every scope it is *local*: the value is held here until a strategy's ``run`` takes the variable along;
+    from then on it belongs to that strategy. Assigns to it in replicas need no aggregation and no agreement: each
+    replica's take effect in replica order.
+
+    Raises InvalidArgumentError (a ValueError) for a value that does not fit, TypeError for an aggregation,
+    synchronization or constraint that is not one, MemoryPlanError where the memory does not suffice.
     """
 
     def __init__(
@@ -52,13 +77,8 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
             raise TypeError(f"aggregation must be a VariableAggregation, not {aggregation!r}")
         if not isinstance(synchronization, VariableSynchronization):
             raise TypeError(f"synchronization must be a VariableSynchronization, not {synchronization!r}")
-        if constraint is not None:
-            raise NotImplementedError("constraints are not served by this version; apply them with assign after a step")
-        if not has_strategy():
-            raise ContextError(
-                "a variable must be made under `with strategy.scope():` or inside a replica function; "
-                "variables outside every scope are not served by this version"
-            )
+        if constraint is not None and not callable(constraint):
+            raise TypeError(f"constraint must be a function of the value, not {constraint!r}")
         value = _initial(initial_value, dtype)
         if shape is not None and tuple(shape) != value.shape:
             raise InvalidArgumentError(f"shape {tuple(shape)} was asked for, but the initial value has {value.shape}")
@@ -69,37 +89,73 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
             bool(trainable),
             aggregation.value,
             synchronization.value,
+            not has_strategy(),
         )
-        strategy = get_strategy()
-        self._adopt(strategy, _backend_of(strategy).create(spec, value, call_site()))
+        self._make(get_strategy() if has_strategy() else None, spec, value, constraint)
+
+    def _make(self, strategy: Strategy | None, spec: VariableSpec, value: np.ndarray, constraint: Any) -> None:
+        self._constraint: Callable[[np.ndarray], np.ndarray] | None = constraint
+        if strategy is not None:
+            self._become(strategy, _backend_of(strategy).create(spec, value, call_site()))
+            return
+        self._strategy: Strategy | None = None
+        self._number = 0
+        self._local: _Local | None = _Local(value)
+        self._describe(spec)
 
     @classmethod
     def from_record(cls, strategy: Strategy, record: VariableRecord) -> Variable:
         """The handle of a variable that the server already has."""
         self = cls.__new__(cls)
-        self._adopt(strategy, record)
+        self._constraint = None
+        self._become(strategy, record)
         return self
 
-    def _adopt(self, strategy: Strategy, record: VariableRecord) -> None:
+    def adopt(self, strategy: Strategy) -> None:
+        """Become a variable of ``strategy``: a local one moves into its server. Raises ContextError (a RuntimeError)
+        where it belongs to another."""
+        if self._local is not None:
+            self._become(strategy, strategy.controller.create(self._spec, self._local.value, call_site()))
+        elif self._strategy is not strategy:
+            raise ContextError(f"{self!r} belongs to another strategy and cannot be used in a replica of this one")
+
+    def _become(self, strategy: Strategy, record: VariableRecord) -> None:
         self._strategy = strategy
         self._number = record.number
-        self._spec = record.spec
-        self._dtype = np.dtype(record.spec.dtype)
+        self._local = None
+        self._describe(record.spec)
         strategy.remember(self)
 
+    def _describe(self, spec: VariableSpec) -> None:
+        self._spec = spec
+        self._dtype = np.dtype(spec.dtype)
+
     def _cs_handle(self) -> tuple[str, int]:
-        return ("variable", self._number)
+        return ("local variable", id(self)) if self._local is not None else ("variable", self._number)
+
+    def _cs_code(self) -> object:
+        return self._constraint
+
+    def _cs_take_code(self, code: Any) -> None:
+        self._constraint = code
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+        """A new variable of the same strategy, with the same value."""
+        made = memo[id(self)] = Variable.__new__(Variable)
+        constraint = copy.deepcopy(self._constraint, memo)
+        made._make(self._strategy, self._spec, self.numpy(), constraint)  # noqa: SLF001  (a constructor)
+        return made
 
     # --- what it is -------------------------------------------------------------------------------------------
 
     @property
-    def strategy(self) -> Strategy:
-        """The strategy whose variable this is."""
+    def strategy(self) -> Strategy | None:
+        """The strategy whose variable this is; None for a local one, which none has taken along yet."""
         return self._strategy
 
     @property
     def number(self) -> int:
-        """Its number in the server."""
+        """Its number in the server, from 1; 0 for a local one."""
         return self._number
 
     @property
@@ -143,14 +199,21 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
         return VariableSynchronization(self._spec.synchronization)
 
     @property
+    def constraint(self) -> Callable[[np.ndarray], np.ndarray] | None:
+        """What ``apply_gradients`` applies to the value after its update, where something was given."""
+        return self._constraint
+
+    @property
     def device(self) -> str:
-        """The parameter device."""
-        return self._strategy.extended_parameter_device
+        """The parameter device; the CPU for a local one."""
+        return full_name("cpu:0") if self._strategy is None else self._strategy.extended_parameter_device
 
     @property
     def version(self) -> int:
         """How many commits have changed it."""
-        return self._backend.variable(self._number).version
+        if self._local is not None:
+            return self._local.version
+        return (self._replica or self._controller).variable(self._number).version
 
     @property
     def T(self) -> np.ndarray:  # noqa: N802  (NumPy's name)
@@ -160,21 +223,34 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
     # --- reading ----------------------------------------------------------------------------------------------
 
     def value(self) -> np.ndarray:
-        """A copy of the current value, which never changes."""
-        replica = current_replica(self._strategy)
-        return (
-            self._controller.read(self._number)
-            if replica is None
-            else np.array(convert_to_tensor(replica.view(self._number)))
-        )
+        """A copy of the current value, which never changes: NumPy's, or CuPy's in a replica on a GPU."""
+        replica = self._replica
+        return self.current() if replica is None else replica.view(self._number).copy()
 
     read_value = value
-    numpy = value
+
+    def numpy(self) -> np.ndarray:
+        """A copy of the current value as a NumPy array, which never changes."""
+        return np.array(convert_to_tensor(self.current()))
 
     def current(self) -> np.ndarray:
         """What the array protocols give: a read-only view inside a replica, a copy elsewhere."""
-        replica = current_replica(self._strategy)
+        if self._local is not None:
+            return self._local.value.copy()
+        replica = self._replica
         return self._controller.read(self._number) if replica is None else replica.view(self._number)
+
+    def sparse_read(self, indices: Any, name: str | None = None) -> np.ndarray:
+        """A copy of the rows ``indices`` (integers of any shape): their shape, then that of a row. Only these move.
+
+        Raises InvalidArgumentError (a ValueError) for a variable without axes, indices that are no integers, and rows
+        that it does not have.
+        """
+        rows = self._rows("sparse_read", indices)
+        if self._local is not None:
+            copied: np.ndarray = self._local.value[rows]
+            return copied
+        return (self._replica or self._controller).read_rows(self._number, rows)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """A read-only view inside a replica, a copy elsewhere."""
@@ -200,6 +276,15 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.current().__dlpack_device__()
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Only where the value lies on a GPU: in a replica there."""
+        replica = self._replica
+        if replica is None or replica.array_module() is np:
+            raise AttributeError(f"variable {self.name} is not on a GPU here: no __cuda_array_interface__")
+        interface: dict[str, Any] = replica.view(self._number).__cuda_array_interface__  # type: ignore[attr-defined]
+        return interface
 
     def __getitem__(self, key: Any) -> Any:
         return self.current()[key]
@@ -240,66 +325,131 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
     def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
         """Set the value. In a replica all replicas must do it, and ``aggregation`` makes one value of theirs.
 
-        Raises InvalidArgumentError (a ValueError) for another shape or dtype, for a PerReplica outside a replica, and
-        in a replica of several when ``aggregation`` is NONE. Returns the variable (None with ``read_value=False``).
+        Raises InvalidArgumentError (a ValueError) for another shape or dtype, for a PerReplica, and in a replica of
+        several when ``aggregation`` is NONE; TypeError for Python numbers that the dtype cannot hold; ContextError (a
+        RuntimeError) inside another strategy's scope. Returns the variable (None with ``read_value=False``).
         """
-        return self._write("assign", value, read_value)
+        return self._assign("assign", value, read_value)
 
     def assign_add(
         self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
     ) -> Any:
         """Add to the value; otherwise as :meth:`assign`."""
-        return self._write("assign_add", delta, read_value)
+        return self._assign("assign_add", delta, read_value)
 
     def assign_sub(
         self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
     ) -> Any:
         """Subtract from the value; otherwise as :meth:`assign`."""
-        return self._write("assign_sub", delta, read_value)
+        return self._assign("assign_sub", delta, read_value)
 
-    def _write(self, op: AssignOp, value: Any, read_value: bool) -> Variable | None:
-        replica = current_replica(self._strategy)
-        if replica is None:
-            if isinstance(value, DistributedValues):
-                raise InvalidArgumentError(
-                    f"{self.name}.{op} of a PerReplica outside a replica: which component is meant? Reduce it first"
-                )
-            if has_strategy() and get_strategy() is not self._strategy:
-                raise ContextError(f"variable {self.name} of one strategy is written inside the scope of another")
-        elif replica.replicas > 1 and self.aggregation is VariableAggregation.NONE:
-            raise InvalidArgumentError(
-                f"{self.name}.{op} in a replica: its aggregation is NONE, so {replica.replicas} replicas "
-                "cannot agree on a value; make the variable with aggregation=SUM, MEAN or ONLY_FIRST_REPLICA"
-            )
-        scalar = not isinstance(value, (np.ndarray, np.generic, Variable)) and not hasattr(value, "__array__")
-        array = self._fitting(op, value, scalar)
-        backend = self._controller if replica is None else replica
-        backend.assign(self._number, op, array, call_site(), scalar=scalar)
+    def scatter_add(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
+        """Add to rows; one named twice gets both. In a replica each replica's own write, which needs no agreement:
+        this replica reads it at once, the others after the next commit.
+
+        Raises TypeError for what is no IndexedSlices, InvalidArgumentError (a ValueError) for another dtype or row
+        shape and for rows that the variable does not have. Returns the variable.
+        """
+        return self._scatter("scatter_add", sparse_delta)
+
+    def scatter_sub(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
+        """Subtract from rows; otherwise as :meth:`scatter_add`."""
+        return self._scatter("scatter_sub", sparse_delta)
+
+    def scatter_update(
+        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
+    ) -> Variable:
+        """Set rows; of one named twice the last counts. Otherwise as :meth:`scatter_add`."""
+        return self._scatter("scatter_update", sparse_delta)
+
+    def _assign(self, op: AssignOp, value: Any, read_value: bool) -> Variable | None:
+        replica = self._replica
+        self._check_may_write(op, value)
+        is_python = not isinstance(value, np.generic | Variable) and not hasattr(value, "__array__")
+        is_aggregated = replica is not None and replica.replicas > 1 and not self._spec.ordinary
+        if is_aggregated:
+            self._check_aggregation(op, value)
+        array = convert_to_tensor(value, self._dtype if is_python else None)
+        self._check_fits(op, array, self.shape)
+        if replica is None or self._spec.ordinary:
+            self._write(op, array, None)
+        else:
+            replica.assign(self._number, op, array, call_site(), scalar=is_python)
         return self if read_value else None
 
-    def _fitting(self, op: str, value: Any, scalar: bool) -> np.ndarray:
-        array = np.asarray(value, self._dtype) if scalar else np.asarray(value)
+    def _scatter(self, op: WriteOp, delta: IndexedSlices) -> Variable:
+        self._check_may_write(op, delta)
+        if not isinstance(delta, IndexedSlices):
+            raise TypeError(f"{self.name}.{op} takes an IndexedSlices, not {type(delta).__name__}")
+        rows = self._rows(op, delta.indices)
+        values = convert_to_tensor(delta.values)
+        self._check_fits(op, values, (*rows.shape, *self.shape[1:]))
+        self._write(op, values, rows)
+        return self
+
+    def _write(self, op: WriteOp, value: np.ndarray, rows: np.ndarray | None) -> None:
+        """Write without aggregation: here, by the controller, or as a note of this replica's."""
+        if self._dtype == np.bool_ and op not in ("assign", "scatter_update"):
+            raise InvalidArgumentError(f"{self.name}.{op}: bool cannot be added")
+        if self._local is not None:
+            write(self._local.value, op, value, rows)
+            self._local.version += 1
+        else:
+            (self._replica or self._controller).write(self._number, op, value, rows, call_site())
+
+    def _check_may_write(self, op: str, value: Any) -> None:
+        if isinstance(value, PerReplica):
+            raise InvalidArgumentError(f"{self.name}.{op} of a PerReplica: which component is meant? Reduce it first")
+        if self._strategy is not None and has_strategy() and get_strategy() is not self._strategy:
+            raise ContextError(f"variable {self.name} of one strategy is written inside the scope of another")
+
+    def _check_aggregation(self, op: str, value: Any) -> None:
+        """What can be said of an assign in one of several replicas before they are compared."""
+        if self.aggregation is VariableAggregation.NONE:
+            raise InvalidArgumentError(
+                f"{self.name}.{op} in a replica: its aggregation is NONE, so replicas cannot agree on a value; make "
+                "the variable with aggregation=SUM, MEAN or ONLY_FIRST_REPLICA"
+            )
+        if self.aggregation is VariableAggregation.SUM and isinstance(value, list | tuple):
+            raise InvalidArgumentError(
+                f"{self.name}.{op} of a {type(value).__name__} in a replica: its aggregation is SUM, which adds up "
+                "arrays; wrap it with numpy.asarray"
+            )
+
+    def _check_fits(self, op: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
         if array.dtype != self._dtype:
             raise InvalidArgumentError(
                 f"{self.name}.{op}: the variable has dtype {self._dtype}, the value {array.dtype}; convert it with "
                 f"astype('{self._dtype}')"
             )
-        if array.shape != self.shape:
+        if array.shape != shape:
             raise InvalidArgumentError(
-                f"{self.name}.{op}: the variable has shape {self.shape}, the value {array.shape}; "
-                "there is no broadcasting"
+                f"{self.name}.{op}: the variable has shape {self.shape}, so the value has shape {shape}, not "
+                f"{array.shape}; there is no broadcasting"
             )
-        return array
+
+    def _rows(self, what: str, indices: Any) -> np.ndarray:
+        """Row numbers as int64, checked."""
+        if not self.shape:
+            raise InvalidArgumentError(f"{self.name}.{what}: the variable has no axes, and so no rows")
+        array = convert_to_tensor(indices)
+        if array.size and array.dtype.kind not in "iu":
+            raise InvalidArgumentError(f"{self.name}.{what}: indices are integers, not {array.dtype}")
+        if array.size and not 0 <= int(array.min()) <= int(array.max()) < self.shape[0]:
+            wrong = array[(array < 0) | (array >= self.shape[0])].flat[0]
+            raise InvalidArgumentError(f"{self.name}.{what}: row {wrong} is outside [0, {self.shape[0]})")
+        return array.astype(np.int64)
 
     # --- ways to the server -----------------------------------------------------------------------------------
 
     @property
-    def _controller(self) -> ControllerBackend:
-        return self._strategy.controller
+    def _replica(self) -> ReplicaBackend | None:
+        return None if self._strategy is None else current_replica(self._strategy)
 
     @property
-    def _backend(self) -> ReplicaBackend | ControllerBackend:
-        return current_replica(self._strategy) or self._controller
+    def _controller(self) -> ControllerBackend:
+        assert self._strategy is not None
+        return self._strategy.controller
 
 
 def _backend_of(strategy: Strategy) -> ReplicaBackend | ControllerBackend:
@@ -310,11 +460,7 @@ def _initial(initial_value: Any, dtype: Any) -> np.ndarray:
     value = initial_value() if callable(initial_value) else initial_value
     if isinstance(value, DistributedValues):
         raise InvalidArgumentError("the initial value of a variable is one value, not one per replica")
-    wanted = None if dtype is None else np.dtype(dtype)
-    has_own_dtype = isinstance(value, (np.ndarray, np.generic)) or hasattr(value, "__array__")
-    array = convert_to_tensor(value) if wanted is None or has_own_dtype else np.asarray(value, wanted)
-    if wanted is not None and array.dtype != wanted:
-        raise InvalidArgumentError(f"dtype {wanted} was asked for, but the initial value has {array.dtype}")
+    array = convert_to_tensor(value, dtype)
     if not is_wire_dtype(dtype_name(array.dtype)) or array.dtype.kind in "US":
         raise InvalidArgumentError(f"a variable cannot have dtype {array.dtype}")
     return array

@@ -23,6 +23,7 @@ RunId = tuple[int, ...]
 Role = Literal["server", "worker", "controller", "observer", "script"]
 ReduceOpName = Literal["SUM", "MEAN"]
 AssignOp = Literal["assign", "assign_add", "assign_sub"]
+WriteOp = Literal["assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub", "scatter_update"]
 
 _NAME = re.compile(r"[^\x00-\x1f\x7f]{1,512}")
 
@@ -68,7 +69,8 @@ class Error(Record):
 
 @record(5)
 class VariableSpec(Record):
-    """What a variable is asked to be. ``name`` may be taken; the server makes it unique."""
+    """What a variable is asked to be. ``name`` may be taken; the server makes it unique. An ``ordinary`` one was made
+    outside every scope: what replicas write to it are WriteNotes, whatever its aggregation says."""
 
     name: str
     dtype: str
@@ -76,6 +78,7 @@ class VariableSpec(Record):
     trainable: bool
     aggregation: int
     synchronization: int
+    ordinary: bool = False
 
     def check(self) -> None:
         if _NAME.fullmatch(self.name) is None:
@@ -189,13 +192,15 @@ class Create(Record):
 
 @record(31)
 class Assign(Record):
-    """The controller (or the holder of a merge_call token) writes a variable, once, whatever its aggregation."""
+    """The controller (or the holder of a merge_call token) writes a variable, once, whatever its aggregation. With a
+    scatter ``value`` goes to the rows ``indices``."""
 
     client: str
     sequence: int
     variable: int
-    op: AssignOp
+    op: WriteOp
     value: Array
+    indices: Array | None = None
 
 
 @record(32)
@@ -341,6 +346,28 @@ class ReadPoint(_Point):
     site: str
 
 
+@record(57)
+class WriteNote(_Point):
+    """Not a merge point, and only noted: a write that replicas need not agree on, brought after ``k`` merge points as
+    this replica's ``number``-th in the run, from 0. With a scatter ``value`` goes to the rows ``indices``."""
+
+    k: int
+    number: int
+    site: str
+    variable: int
+    op: WriteOp
+    value: Array
+    indices: Array | None
+
+    def check(self) -> None:
+        super().check()
+        if self.number < 0:
+            self.refuse("write notes are numbered from 0")
+
+
+Note = ApplyPoint | AssignPoint | WriteNote
+
+
 @record(60)
 class Ask(_OfRun):
     """Replica to server: my notes since the last message, and a point whose answer I wait for."""
@@ -348,7 +375,7 @@ class Ask(_OfRun):
     run: RunId
     replica: int
     incarnation: int
-    notes: tuple[ApplyPoint | AssignPoint, ...]
+    notes: tuple[ApplyPoint | AssignPoint | WriteNote, ...]
     point: ApplyPoint | AssignPoint | CreatePoint | ReducePoint | GatherPoint | MergeCallPoint | ReadPoint
 
 
@@ -359,7 +386,7 @@ class Return(_OfRun):
     run: RunId
     replica: int
     incarnation: int
-    notes: tuple[ApplyPoint | AssignPoint, ...]
+    notes: tuple[ApplyPoint | AssignPoint | WriteNote, ...]
     count: int
     value: Value | None
     error: Error | None

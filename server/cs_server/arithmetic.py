@@ -18,6 +18,7 @@ import numpy as np
 from cs_proto import reduction
 from cs_proto.arrays import Array, array_of
 from cs_proto.errors import InvalidArgumentError
+from cs_proto.writing import write
 
 from .events import Apply, Commit, Compute, Fill, Write
 from .kernels import apply_dense
@@ -111,15 +112,8 @@ class Arithmetic:
     def _write(self, operation: Write) -> None:
         sources = [self._memory.view(source) for source in operation.sources]
         value = sources[0] if operation.reduce is None else reduction.reduce(operation.reduce, sources)
-        target = self._memory.view(operation.target)
-        with np.errstate(all="ignore"):  # an overflow or a nan is the training's own affair
-            match operation.op:
-                case "assign":
-                    target[...] = value
-                case "assign_add":
-                    np.add(target, value, out=target, casting="unsafe")
-                case "assign_sub":
-                    np.subtract(target, value, out=target, casting="unsafe")
+        indices = None if operation.indices is None else self._memory.view(operation.indices)
+        write(self._memory.view(operation.target), operation.op, value, indices)
 
 
 @lru_cache(maxsize=256)

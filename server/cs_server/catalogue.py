@@ -20,7 +20,7 @@ import numpy as np
 from cs_proto import segments
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import InvalidArgumentError, MemoryPlanError
-from cs_proto.messages import AssignOp, Optimizer, ReduceOpName, Variable, VariableSpec
+from cs_proto.messages import Optimizer, ReduceOpName, Variable, VariableSpec, WriteOp
 
 from .events import Allocate, Apply, Command, Write
 from .tables import Slab, SlotFill, SlotNames, Steps, Tables, VariableSet
@@ -115,14 +115,31 @@ class Catalogue:
         self._numbers[name] = variable.number
         return variable
 
-    def write(self, number: int, op: AssignOp, reduce: ReduceOpName | None, sources: Sequence[Array]) -> Write:
-        """The operation that assigns ``sources``. Raises InvalidArgumentError where they do not fit the variable."""
+    def write(
+        self,
+        number: int,
+        op: WriteOp,
+        reduce: ReduceOpName | None,
+        sources: Sequence[Array],
+        indices: Array | None = None,
+    ) -> Write:
+        """The operation that writes ``sources``. Raises InvalidArgumentError where they do not fit the variable."""
         variable = self._variable(number)
+        what, spec = f"{op} to variable {variable.spec.name!r}", variable.spec
+        if (indices is None) == op.startswith("scatter"):
+            raise InvalidArgumentError(f"{what}: a scatter, and nothing else, has indices")
+        if indices is not None:
+            if not spec.shape or len(indices.shape) != 1 or np.dtype(indices.dtype).kind not in "iu":
+                raise InvalidArgumentError(
+                    f"{what}: indices are {indices.dtype}{list(indices.shape)}; they must be integers [k] that count "
+                    f"rows of {spec.dtype}{list(spec.shape)}"
+                )
+            spec = replace(spec, shape=(*indices.shape, *spec.shape[1:]))
         for source in sources:
-            _check_fits(f"{op} to variable {variable.spec.name!r}", source, variable.spec)
-        if variable.spec.dtype == "bool" and op != "assign":
-            raise InvalidArgumentError(f"{op} to variable {variable.spec.name!r}: bool cannot be added")
-        return Write(variable.array, op, reduce, tuple(sources))
+            _check_fits(what, source, spec)
+        if spec.dtype == "bool" and op not in ("assign", "scatter_update"):
+            raise InvalidArgumentError(f"{what}: bool cannot be added")
+        return Write(variable.array, op, reduce, tuple(sources), indices)
 
     def written(self, number: int) -> int:
         """A write was committed: the variable's new version."""

@@ -85,7 +85,7 @@ class Engine:
         self._sessions = Sessions(tables, out, n, config.parameter_device, config.pid)
         self._catalogue = Catalogue(tables, out, n, config.machine_nbytes)
         self._commits = Commits(tables, out, self._operations)
-        self._runs = Runs(tables, out, self._sessions, self._commits, n)
+        self._runs = Runs(tables, out, self._sessions, self._catalogue, self._commits, n)
         self._requests = Requests(tables, out, self._sessions, self._catalogue, self._commits, self._runs)
         self._progress = Progress(tables, out, self._sessions, self._catalogue, self._commits, self._runs, n)
         self._waits = Waits(tables, out, self._sessions, n)
@@ -230,14 +230,16 @@ class Engine:
         """What a commit consists of."""
         if job.fills:
             return tuple(Fill(f.segment, f.dtype, f.first, f.last, f.value) for f in job.fills)
-        if job.kind == "run":
-            return self._progress.operations(job.run, job.k)
+        if job.kind in ("run", "writes"):
+            return self._progress.operations(job)
         return (self._progress.creation(job) if job.kind == "create" else self._requests.operation(job),)
 
     def _finished(self, job: Job) -> None:
         """What follows from a commit that is finished."""
         if job.kind == "run":
             self._progress.committed(job.run, job.k)
+        elif job.kind == "writes":
+            self._progress.written(job.run, job.k + 1)
         elif job.kind == "create":
             self._progress.created(job)
         elif job.kind == "request":

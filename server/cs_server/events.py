@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cs_proto.arrays import Array
-from cs_proto.messages import AssignOp, Died, Error, ReduceOpName
+from cs_proto.messages import Died, Error, ReduceOpName, WriteOp
 from cs_proto.records import Record
 
 # --- events ---------------------------------------------------------------------------------------------------------
@@ -117,13 +117,14 @@ class Apply:
 
 @dataclass(frozen=True)
 class Write:
-    """One assign to one variable. ``reduce`` combines several sources in replica order first (SUM, MEAN); with one
-    source it is None."""
+    """One write to one variable. ``reduce`` combines several sources in replica order first (SUM, MEAN); with one
+    source it is None. A scatter writes its one source to the rows ``indices``."""
 
     target: Array
-    op: AssignOp
+    op: WriteOp
     reduce: ReduceOpName | None
     sources: tuple[Array, ...]
+    indices: Array | None = None
 
 
 @dataclass(frozen=True)

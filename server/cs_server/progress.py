@@ -172,11 +172,19 @@ class Progress:
 
     # --- commits ------------------------------------------------------------------------------------------------------
 
-    def operations(self, run: RunId, end: int) -> tuple[Apply | Write, ...]:
-        """What committing the merge points before ``end`` consists of."""
+    def operations(self, job: Job) -> tuple[Apply | Write, ...]:
+        """What a commit of merge points, or of the write notes after the last one, consists of."""
+        run, end = job.run, job.k
+        writes: dict[int, list[Write]] = {}
+        for _, note in self._runs.writes(run):
+            write = self._catalogue.write(note.variable, note.op, None, (note.value,), note.indices)
+            writes.setdefault(note.k, []).append(write)
+        if job.kind == "writes":
+            return tuple(writes.get(end, ()))
         operations: list[Apply | Write] = []
         steps: dict[int, int] = {}
         for k in range(self._tables.runs[run].committed, end):
+            operations += writes.get(k, ())
             if not self._runs.changes(run, k):
                 continue
             points = [self._tables.points[run, replica, k] for replica in self._replicas]
@@ -205,6 +213,7 @@ class Progress:
 
     def committed(self, run: RunId, end: int) -> None:
         """The merge points before ``end`` are committed: count them."""
+        self.written(run, end)
         state = self._tables.runs[run]
         commits = 0
         for k in range(state.committed, end):
@@ -219,23 +228,41 @@ class Progress:
         self._tables.tally.commits += commits
         self._tables.runs[run] = replace(state, committed=end, commits=state.commits + commits)
 
+    def written(self, run: RunId, end: int) -> None:
+        """The write notes before merge point ``end`` are committed: count and forget them."""
+        for key, note in self._runs.writes(run):
+            if note.k < end:
+                self._catalogue.written(note.variable)
+                del self._tables.writes[key]
+                self._tables.tally.commits += 1
+                state = self._tables.runs[run]
+                self._tables.runs[run] = replace(state, commits=state.commits + 1)
+
     def _must_commit(self, run: RunId) -> bool:
         """Whether somebody needs what is agreed and not committed. All replicas have stopped; of a run that has
         failed none waits any more, because whoever waited has been told."""
         state = self._tables.runs[run]
+        if not self._waiting(run):
+            stands = state.failure is None or state.failure.cause in ("mismatch", "operation")
+            return stands and (state.committed < state.agreed or self._has_writes(run, state.agreed + 1))
         if state.committed == state.agreed:
             return False
-        if not self._waiting(run):
-            return state.failure is None or state.failure.cause in ("mismatch", "operation")
         reads = (self._tables.stands[run, replica].read for replica in self._waiting(run))
         return self._is_merge_call(run, state) or any(read is not None and read.k <= state.agreed for read in reads)
 
     def _commit(self, run: RunId) -> None:
         state = self._tables.runs[run]
-        if any(self._runs.changes(run, k) for k in range(state.committed, state.agreed)):
+        changes = any(self._runs.changes(run, k) for k in range(state.committed, state.agreed))
+        if changes or self._has_writes(run, state.agreed):
             self._commits.submit(Job("run", run, state.agreed, 0, False, "", ()))
-        else:
-            self.committed(run, state.agreed)
+            return
+        self.committed(run, state.agreed)
+        if not self._waiting(run) and self._has_writes(run, state.agreed + 1):
+            self._commits.submit(Job("writes", run, state.agreed, 0, False, "", ()))
+
+    def _has_writes(self, run: RunId, end: int) -> bool:
+        """Whether there are write notes before merge point ``end``."""
+        return any(note.k < end for _, note in self._runs.writes(run))
 
     def _write(self, points: list[Point]) -> Write:
         assigns = [point for point in points if isinstance(point, AssignPoint)]

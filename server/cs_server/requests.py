@@ -98,7 +98,7 @@ class Requests:
         """What the commit of a request writes."""
         request = self._tables.requests[job.token, job.client].request
         if isinstance(request, Assign):
-            return self._catalogue.write(request.variable, request.op, None, (request.value,))
+            return self._catalogue.write(request.variable, request.op, None, (request.value,), request.indices)
         if isinstance(request, Create) and request.value is not None:
             return self._catalogue.write(job.number, "assign", None, (request.value,))
         raise AssertionError(f"job {job} writes nothing")
@@ -135,7 +135,7 @@ class Requests:
                 return Created(record.sequence, variable)
             number, fills = variable.number, ()
         elif isinstance(record, Assign):
-            self._catalogue.write(record.variable, record.op, None, (record.value,))
+            self._catalogue.write(record.variable, record.op, None, (record.value,), record.indices)
             number, fills = record.variable, ()
         else:
             optimizer, fills = self._catalogue.configure(record.optimizer, record.kind, dict(record.hyperparameters))

@@ -7,6 +7,7 @@ repetition; what follows from what the replicas brought is decided by ``progress
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import itemgetter
 
 from cs_proto.arrays import Location
 from cs_proto.errors import ContextError, PeerProtocolError, ReplicaLostError
@@ -21,6 +22,7 @@ from cs_proto.messages import (
     MergeCallPoint,
     MergeCallReturn,
     Merged,
+    Note,
     PointFailed,
     ReadPoint,
     Reduced,
@@ -28,10 +30,12 @@ from cs_proto.messages import (
     RunFinished,
     RunId,
     Token,
+    WriteNote,
 )
 from cs_proto.records import Record
 
 from . import merge
+from .catalogue import Catalogue
 from .commits import Commits
 from .events import Command, FreeResults, Log, Send
 from .sessions import Sessions
@@ -43,10 +47,19 @@ __all__ = ["Runs", "name"]
 class Runs:
     """The runs there are. Methods that refuse raise, and the whole message then counts for nothing."""
 
-    def __init__(self, tables: Tables, out: list[Command], sessions: Sessions, commits: Commits, replicas: int) -> None:
+    def __init__(
+        self,
+        tables: Tables,
+        out: list[Command],
+        sessions: Sessions,
+        catalogue: Catalogue,
+        commits: Commits,
+        replicas: int,
+    ) -> None:
         self._tables = tables
         self._out = out
         self._sessions = sessions
+        self._catalogue = catalogue
         self._commits = commits
         self._replicas = range(replicas)
 
@@ -225,6 +238,8 @@ class Runs:
             for replica in self._replicas:
                 for k in range(self._tables.stands[other, replica].count):
                     del self._tables.points[other, replica, k]
+                for number in range(self._tables.stands[other, replica].writes):
+                    self._tables.writes.discard((other, replica, number))
                 del self._tables.stands[other, replica]
             for k in range(state.agreed):
                 has_results |= lies_in_arena(self._tables.outcomes.get((other, k)))
@@ -311,11 +326,29 @@ class Runs:
             self._tables.tally.runs += 1
             self.finish(run, state)
 
-    def _note(self, run: RunId, replica: int, note: ApplyPoint | AssignPoint) -> None:
+    def _note(self, run: RunId, replica: int, note: Note) -> None:
+        if isinstance(note, WriteNote):
+            self._note_write(run, replica, note)
+            return
         is_checked = note.checked if isinstance(note, AssignPoint) else note.variable_set == 0
         if is_checked:
             raise PeerProtocolError(f"replica {replica} only noted {merge.title(note)}, which has to be asked")
         self._bring(run, replica, note)
+
+    def _note_write(self, run: RunId, replica: int, note: WriteNote) -> None:
+        """Record a write that needs no agreement: the next one, or once more one of before. Raises where it does not
+        fit its variable."""
+        stand = self._tables.stands[run, replica]
+        if note.number < stand.writes:
+            return
+        if note.number > stand.writes or note.k != stand.count or stand.returned is not None:
+            raise PeerProtocolError(
+                f"replica {replica} brings write note {note.number} of {name(run)} after {note.k} merge points, but "
+                f"has brought {stand.writes} and {stand.count}{' and returned' * (stand.returned is not None)}"
+            )
+        self._catalogue.write(note.variable, note.op, None, (note.value,), note.indices)
+        self._tables.writes[run, replica, note.number] = note
+        self._tables.stands[run, replica] = replace(stand, writes=stand.writes + 1)
 
     def _bring(self, run: RunId, replica: int, point: Point) -> None:
         """Record a merge point of a replica: the next one, or once more the same."""
@@ -345,7 +378,12 @@ class Runs:
     def _standing_commits(self, run: RunId, state: RunState) -> int:
         """How many commits of ``run`` there will have been once those under way are finished."""
         decided = max((job.k for job in self._tables.jobs.values() if job.kind == "run" and job.run == run), default=0)
-        return state.commits + sum(self.changes(run, k) for k in range(state.committed, decided))
+        writes = sum(note.k < decided for _, note in self.writes(run))
+        return state.commits + writes + sum(self.changes(run, k) for k in range(state.committed, decided))
+
+    def writes(self, run: RunId) -> list[tuple[tuple[RunId, int, int], WriteNote]]:
+        """The write notes of ``run`` that are not committed, each replica's in order, replica 0's first."""
+        return sorted((e for e in self._tables.writes.items() if e[0][0] == run), key=itemgetter(0))
 
     def changes(self, run: RunId, k: int) -> bool:
         """Whether the agreed merge point ``k`` changes variables when it is committed."""

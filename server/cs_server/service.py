@@ -42,6 +42,7 @@ from cs_proto.messages import (
     ReducePoint,
     Refused,
     Return,
+    WriteNote,
 )
 from cs_proto.records import Record
 
@@ -361,12 +362,18 @@ def _may_plan_memory(record: Record) -> bool:
 def _looked_at(record: Record) -> Iterator[Array]:
     """The arrays of ``record`` that the server itself will look at."""
     match record:
-        case Assign(value=value):
+        case Assign(value=value, indices=indices):
             yield value
+            if indices is not None:
+                yield indices
         case Create(value=Array() as value):
             yield value
         case Ask() | Return():
-            yield from (note.value for note in record.notes if isinstance(note, AssignPoint))
+            for note in record.notes:
+                if not isinstance(note, ApplyPoint):
+                    yield note.value
+                if isinstance(note, WriteNote) and note.indices is not None:
+                    yield note.indices
             match record:
                 case Ask(point=ReducePoint(arrays=arrays) | GatherPoint(arrays=arrays)):
                     yield from arrays

@@ -44,6 +44,7 @@ from cs_proto.messages import (
     RunId,
     Variable,
     Worker,
+    WriteNote,
 )
 from cs_proto.records import Record, record
 
@@ -158,8 +159,9 @@ class RunState(_Row):
 
 @record(209)
 class Stand(_Row):
-    """Where one replica of a run stands: it has brought ``count`` merge points and, ``since`` then, it waits at merge
-    point ``waiting`` (-1: it does not), or to ``read`` what it wrote, or has ``returned``, or its worker is lost."""
+    """Where one replica of a run stands: it has brought ``count`` merge points and ``writes`` write notes and,
+    ``since`` then, it waits at merge point ``waiting`` (-1: it does not), or to ``read`` what it wrote, or has
+    ``returned``, or its worker is lost."""
 
     count: int
     since: float
@@ -167,6 +169,7 @@ class Stand(_Row):
     read: ReadPoint | None
     returned: Return | None
     is_lost: bool
+    writes: int = 0
 
     @property
     def is_waiting(self) -> bool:
@@ -194,11 +197,12 @@ class SlotFill(_Row):
 class Job(_Row):
     """A commit, under way or waiting for its turn.
 
-    ``run``: merge points of ``run`` up to ``k``; ``create``: the value of variable ``number``, made at its point ``k``;
+    ``run``: merge points of ``run`` up to ``k``, and the write notes before them; ``writes``: the write notes after
+    merge point ``k - 1``, which was its last; ``create``: the value of variable ``number``, made at its point ``k``;
     ``request``: a controller's write, ``token`` and ``client`` name it; ``slots``: nothing but ``fills``.
     """
 
-    kind: Literal["run", "create", "request", "slots"]
+    kind: Literal["run", "writes", "create", "request", "slots"]
     run: RunId
     k: int
     number: int
@@ -347,6 +351,8 @@ class Tables:
         self.stands: Table[tuple[RunId, int], Stand] = Table()
         #: By (run, replica, k).
         self.points: Table[tuple[RunId, int, int], Point] = Table()
+        #: By (run, replica, number), until they are committed.
+        self.writes: Table[tuple[RunId, int, int], WriteNote] = Table()
         #: By (run, k).
         self.outcomes: Table[tuple[RunId, int], Outcome] = Table()
         #: By ticket.
@@ -371,6 +377,7 @@ class Tables:
                 b"r": self.runs,
                 b"s": self.stands,
                 b"p": self.points,
+                b"t": self.writes,
                 b"u": self.outcomes,
                 b"j": self.jobs,
                 b"m": self.computations,

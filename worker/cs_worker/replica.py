@@ -23,8 +23,9 @@ from cs_proto import messages
 from cs_proto.arrays import INLINE_NBYTES, Array
 from cs_proto.errors import ContextError, LocalProtocolError, ResultError
 from cs_proto.failures import error_of
-from cs_proto.messages import AssignOp, Error, ReduceOpName, RunId, Value, VariableSpec
+from cs_proto.messages import AssignOp, Error, Note, ReduceOpName, RunId, Value, VariableSpec, WriteNote, WriteOp
 from cs_proto.records import Record
+from cs_proto.writing import write
 
 from .conversation import path_text
 from .device import place
@@ -73,7 +74,12 @@ class Replica:
         self._run = run
         self._seed = seed
         self._thread = threading.get_ident()
-        self._notes: list[messages.ApplyPoint | messages.AssignPoint] = []
+        self._notes: list[Note] = []
+        # Its write notes that no commit can have taken in, because it has not waited since; and the values of their
+        # variables with them, as far as they were read.
+        self._unseen: list[WriteNote] = []
+        self._overlaid: dict[int, np.ndarray] = {}
+        self._writes = 0
         self.buffers: GradientBuffers = GradientBuffers(shop.catalogue, None if outer is None else outer.buffers)
         # What this replica has written since the last commit it knows of.
         self._written: set[int] = set()
@@ -85,9 +91,15 @@ class Replica:
     @_whole
     def view(self, number: int) -> np.ndarray:
         """The variable's value: read-only, no copy, current until this replica next waits. What this replica has
-        written to it is committed first. On a GPU a copy, made now."""
-        self._commit_writes_of(number)
-        value: np.ndarray = self._shop.device.bring(self._shop.catalogue.view(number))
+        brought to merge points for it is committed first; what it only noted to write is in a copy of its own. On a
+        GPU a copy, made now."""
+        value: np.ndarray = self._shop.device.bring(self._value(number))
+        return value
+
+    @_whole
+    def read_rows(self, number: int, rows: np.ndarray) -> np.ndarray:
+        """A copy of these rows of the variable's value."""
+        value: np.ndarray = self._shop.device.bring(self._value(number)[rows])
         return value
 
     @_whole
@@ -149,6 +161,25 @@ class Replica:
         else:
             self._note(messages.AssignPoint(self.count, site, number, op, array, False))
         self._written.add(number)
+
+    @_whole
+    def write(self, number: int, op: WriteOp, value: np.ndarray, rows: np.ndarray | None, site: str) -> None:
+        """Note a write that needs no agreement."""
+        self._refuse_after_failure()
+        if len(self._notes) >= FRAMES:
+            self._commit()
+        placing = Placing(self._shop.arena)
+
+        def keep(array: np.ndarray) -> Array:  # a note travels later than its value may change
+            return placing(array if array.nbytes > INLINE_NBYTES else np.array(array))
+
+        indices = None if rows is None else keep(rows)
+        note = WriteNote(self.count, self._writes, site, number, op, keep(value), indices)
+        self._notes.append(note)
+        self._writes += 1
+        self._unseen.append(note)
+        if number in self._overlaid:
+            self._overlay(self._overlaid[number], note)
 
     @_whole
     def create(self, spec: VariableSpec, value: np.ndarray, site: str) -> messages.Variable:
@@ -230,6 +261,7 @@ class Replica:
         is_merge_call = isinstance(point, messages.MergeCallPoint)
         if not isinstance(point, messages.ReadPoint):
             self.count += 1
+            self._forget_overlays(self.count)
 
         def wanted(record: Record) -> R | None:
             if getattr(record, "run", None) != self._run or getattr(record, "k", None) != k:
@@ -242,6 +274,30 @@ class Replica:
 
         what = f"{type(point).__name__} {k} of run {path_text(self._run)} at {point.site}"
         return shop.conversation.wait(what, wanted, (self._run, k) if is_merge_call else None)
+
+    def _value(self, number: int) -> np.ndarray:
+        self._commit_writes_of(number)
+        value = self._shop.catalogue.view(number)
+        if not any(note.variable == number for note in self._unseen):
+            return value
+        if number not in self._overlaid:
+            self._overlaid[number] = own = np.array(value)
+            for note in self._unseen:
+                if note.variable == number:
+                    self._overlay(own, note)
+        shown = self._overlaid[number].view()
+        shown.flags.writeable = False
+        return shown
+
+    def _overlay(self, value: np.ndarray, note: WriteNote) -> None:
+        look = self._shop.catalogue.map
+        write(value, note.op, look(note.value), None if note.indices is None else look(note.indices))
+
+    def _forget_overlays(self, k: int) -> None:
+        """Write notes before merge point ``k`` may be in a commit by now: what reads their variables has it made."""
+        self._written.update(note.variable for note in self._unseen if note.k < k)
+        self._unseen = [note for note in self._unseen if note.k >= k]
+        self._overlaid.clear()
 
     def _note(self, point: messages.ApplyPoint | messages.AssignPoint) -> None:
         if len(self._notes) >= FRAMES:
@@ -259,6 +315,7 @@ class Replica:
         self._all_committed()
 
     def _all_committed(self) -> None:
+        self._forget_overlays(self.count)
         self._written.clear()
         self._stepped.clear()
         self.buffers.committed()

@@ -23,7 +23,7 @@ from cs_proto import messages
 from cs_proto.arena import Arena
 from cs_proto.arrays import INLINE_NBYTES, Array, array_of
 from cs_proto.errors import ContextError
-from cs_proto.messages import AssignOp, Counters, Run, Token, VariableSpec
+from cs_proto.messages import AssignOp, Counters, Run, Token, VariableSpec, WriteOp
 from cs_proto.recent import HELD_FUNCTIONS, Recent
 from cs_proto.records import Record
 
@@ -142,6 +142,19 @@ class TokenController:
         with self._interrupts.own_code():
             self._assign(token, number, op, value)
 
+    def write(self, number: int, op: WriteOp, value: np.ndarray, rows: np.ndarray | None, site: str) -> None:
+        """Write a variable once, or rows of it."""
+        token = self._token(op)
+        with self._interrupts.own_code():
+            self._assign(token, number, op, value, rows)
+
+    def read_rows(self, number: int, rows: np.ndarray) -> np.ndarray:
+        """A copy of these rows of the variable's current value."""
+        self._token("reading a variable outside a replica")
+        with self._interrupts.own_code():
+            copied: np.ndarray = self._catalogue.view(number)[rows]
+            return copied
+
     def read(self, number: int) -> np.ndarray:
         """A copy of the variable's current value."""
         self._token("reading a variable outside a replica")
@@ -218,10 +231,14 @@ class TokenController:
             raise to_exception(finished.error, self._catalogue.copy, self._catalogue.resolve)
         return [self._from_value(value) for value in finished.values]
 
-    def _assign(self, token: _Held, number: int, op: AssignOp, value: np.ndarray) -> None:
+    def _assign(
+        self, token: _Held, number: int, op: WriteOp, value: np.ndarray, rows: np.ndarray | None = None
+    ) -> None:
         mark = self._arena.mark()
         token.sequence += 1
-        request = messages.Assign(token.client, token.sequence, number, op, self._arena.place(value))
+        place = self._arena.place
+        indices = None if rows is None else place(rows)
+        request = messages.Assign(token.client, token.sequence, number, op, place(value), indices)
         try:
             self._catalogue.ask(request, token.sequence, messages.Done)
         finally:
