@@ -28,12 +28,15 @@ from cs_proto.messages import (
     Configure,
     Create,
     CreatePoint,
+    Describe,
+    Described,
     Died,
     Error,
     GatherPoint,
     Hello,
     MergeCallPoint,
     MergeCallReturn,
+    Note,
     PointFailed,
     ReadPoint,
     ReducePoint,
@@ -43,6 +46,7 @@ from cs_proto.messages import (
     Value,
     VariableSpec,
     Worker,
+    WriteNote,
 )
 from cs_proto.records import Record
 from cs_server.control import ControlLog, ControlMemory
@@ -266,6 +270,13 @@ class Playbook:
         tickets = [command.ticket for command in self.commands if isinstance(command, Compute)]
         return Computed(tickets[-1], arrays, error)
 
+    def version(self, number: int) -> int:
+        """How many commits have changed a variable, as an observer is told."""
+        (answer,) = self.does(hears(OBSERVER, Describe(self.sequence(), (number,), ())))
+        assert isinstance(answer, Send)
+        assert isinstance(answer.record, Described)
+        return answer.record.variables[0].version
+
     def sequence(self) -> int:
         """The next number of the controller's requests."""
         self._sequence += 1
@@ -325,16 +336,14 @@ def dies(replica: int, incarnation: int = 1, cause: str = "SIGKILL") -> ProcessD
     return ProcessDied(Died("worker", replica, incarnation, 100 + replica, cause, ""))
 
 
-def asks(
-    replica: int, point: Any, notes: tuple[ApplyPoint | AssignPoint, ...] = (), run: tuple[int, ...] = (1,)
-) -> Received:
+def asks(replica: int, point: Any, notes: tuple[Note, ...] = (), run: tuple[int, ...] = (1,)) -> Received:
     return Received(w(replica), Ask(run, replica, 1, notes, point))
 
 
 def returns(
     replica: int,
     count: int,
-    notes: tuple[ApplyPoint | AssignPoint, ...] = (),
+    notes: tuple[Note, ...] = (),
     run: tuple[int, ...] = (1,),
     raises: str = "",
     at: int | None = None,
@@ -388,6 +397,19 @@ def assigns(
     return AssignPoint(k, site(line), variable, op, value, checked)
 
 
+def notes_write(
+    k: int,
+    number: int,
+    value: Array,
+    rows: Array | None = None,
+    variable: int = 1,
+    op: Any = "scatter_add",
+    line: int = 25,
+) -> WriteNote:
+    """A write that needs no agreement."""
+    return WriteNote(k, number, site(line), variable, op, value, rows)
+
+
 def makes(k: int, what: VariableSpec, value: Array) -> CreatePoint:
     return CreatePoint(k, site(5), what, value)
 
@@ -428,5 +450,5 @@ def steps(
     )
 
 
-def writes(target: Array, op: Any, *sources: Array, reduce: Any = None) -> Write:
-    return Write(target, op, reduce, sources)
+def writes(target: Array, op: Any, *sources: Array, reduce: Any = None, rows: Array | None = None) -> Write:
+    return Write(target, op, reduce, sources, rows)

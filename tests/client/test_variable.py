@@ -1,0 +1,409 @@
+"""Variables: what may be written and read where, over stand-ins for the client's link and a worker's replica."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import central_storage as cs
+from central_storage import context
+from central_storage.strategy import CentralStorageStrategy
+from central_storage.values import regroup
+from cs_proto.arrays import Location
+from cs_proto.errors import ContextError, InvalidArgumentError
+from cs_proto.messages import Variable as Record
+from cs_proto.messages import VariableSpec
+from cs_proto.writing import write
+
+F32 = np.float32
+AGGREGATIONS = list(cs.VariableAggregation)
+NONE, SUM, MEAN, FIRST = AGGREGATIONS
+
+
+class Store:
+    """Both backends at once: the values of variables, and what was asked of it in a replica."""
+
+    replica = 0
+    device = "/job:localhost/replica:0/task:0/device:CPU:0"
+
+    def __init__(self, replicas: int = 2) -> None:
+        self.replicas = replicas
+        self.values: dict[int, np.ndarray] = {}
+        self.specs: dict[int, VariableSpec] = {}
+        self.points: list[tuple[Any, ...]] = []
+        self.reads = 0
+
+    def create(self, spec: VariableSpec, value: np.ndarray, site: str) -> Record:
+        number = len(self.values) + 1
+        self.values[number], self.specs[number] = np.array(value), spec
+        return self.variable(number)
+
+    def variable(self, number: int) -> Record:
+        return Record(number, self.specs[number], Location("parameters/float32", 0), 0)
+
+    def write(self, number: int, op: Any, value: np.ndarray, rows: np.ndarray | None, site: str) -> None:
+        write(self.values[number], op, value, rows)
+        self.points.append(("write", op, value.tolist()))
+
+    def assign(self, number: int, op: Any, value: np.ndarray, site: str, *, scalar: bool) -> None:
+        self.points.append(("assign", op, value.tolist(), scalar))
+
+    def read(self, number: int) -> np.ndarray:
+        self.reads += 1
+        return self.values[number].copy()
+
+    def read_rows(self, number: int, rows: np.ndarray) -> np.ndarray:
+        copied: np.ndarray = self.values[number][rows]
+        return copied
+
+    def view(self, number: int) -> np.ndarray:
+        view = self.values[number].view()
+        view.flags.writeable = False
+        return view
+
+    def array_module(self) -> Any:
+        return np
+
+
+def strategy(store: Store) -> CentralStorageStrategy:
+    devices = [f"cpu:{n}" for n in range(store.replicas)]
+    return CentralStorageStrategy.from_backend(store, devices, "cpu:0")  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store()
+
+
+@pytest.fixture
+def s(store: Store) -> CentralStorageStrategy:
+    return strategy(store)
+
+
+def made(s: CentralStorageStrategy, value: Any, **options: Any) -> cs.Variable:
+    with s.scope():
+        return cs.Variable(value, **options)
+
+
+def rows(values: Any, indices: Any) -> cs.IndexedSlices:
+    return cs.IndexedSlices(np.array(values, F32), np.array(indices))
+
+
+# --- initial values -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "expected"),
+    [
+        (1.5, None, "float32"),
+        ([1, 2], None, "int32"),
+        (1 << 40, None, "int64"),
+        (True, None, "bool"),
+        (1j, None, "complex128"),
+        (np.zeros(2), None, "float64"),
+        (np.float16(1), None, "float16"),
+        (lambda: [1.0, 2.0], None, "float32"),
+        ([1, 2], "float64", "float64"),
+        (np.zeros(2), np.float32, "float32"),
+        (np.arange(3), np.float32, "float32"),
+        (np.arange(3), np.int8, "int8"),
+    ],
+)
+def test_dtypes_of_initial_values(s: CentralStorageStrategy, value: Any, dtype: Any, expected: str) -> None:
+    for v in (made(s, value, dtype=dtype), cs.Variable(value, dtype=dtype)):
+        assert v.dtype == expected
+        assert v.numpy().dtype == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "options", "kind", "pattern"),
+    [
+        (1.5, {"dtype": "int32"}, TypeError, "does not become int32"),
+        (np.ones(2), {"dtype": "int32"}, TypeError, "does not become int32"),
+        (300, {"dtype": "uint8"}, ValueError, "does not fit uint8"),
+        ("text", {}, ValueError, "cannot have dtype"),
+        (None, {}, ValueError, "cannot become an array"),
+        ([[1], [1, 2]], {}, ValueError, "cannot become an array"),
+        ([1.0, 2.0], {"shape": (3,)}, ValueError, r"shape \(3,\) was asked for"),
+        (cs.PerReplica([1, 2]), {}, ValueError, "one value, not one per replica"),
+        (1.0, {"aggregation": 77}, TypeError, "must be a VariableAggregation"),
+        (1.0, {"synchronization": "ON_READ"}, TypeError, "must be a VariableSynchronization"),
+        (1.0, {"constraint": 3}, TypeError, "constraint must be a function"),
+    ],
+)
+def test_what_no_variable_is_made_of(
+    s: CentralStorageStrategy, value: Any, options: dict[str, Any], kind: type[Exception], pattern: str
+) -> None:
+    with pytest.raises(kind, match=pattern):
+        made(s, value, **options)
+    with pytest.raises(kind, match=pattern):
+        cs.Variable(value, **options)
+
+
+# --- outside replicas: applied once, whatever the aggregation -------------------------------------------------------
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("synchronization", list(cs.VariableSynchronization))
+@pytest.mark.parametrize("in_scope", [True, False])
+def test_writes_outside_replicas_count_once(
+    s: CentralStorageStrategy, aggregation: Any, synchronization: Any, in_scope: bool
+) -> None:
+    options = {"aggregation": aggregation, "synchronization": synchronization}
+    for v in (made(s, [1.0, 2.0], **options), cs.Variable([1.0, 2.0], **options)):
+        assert (v.aggregation, v.synchronization) == (aggregation, synchronization)
+
+        def everything(v: cs.Variable = v) -> None:
+            assert v.assign([4, 5]) is v
+            v.assign_add(np.array([1, 1], F32))
+            assert v.assign_sub([0.5, 0.5], read_value=False) is None
+            assert v.scatter_add(rows([1, 1], [0, 0])) is v
+            v.scatter_sub(rows([2], [1]))
+            v.scatter_update(rows([8, 9], [0, 0]))
+
+        if in_scope:
+            with s.scope():
+                everything()
+        else:
+            everything()
+        assert v.numpy().tolist() == [9, 3.5]
+
+
+@pytest.mark.parametrize(
+    ("write_it", "kind", "pattern"),
+    [
+        (lambda v: v.assign([1.0, 2.0]), ValueError, r"shape \(3,\), not \(2,\)"),
+        (lambda v: v.assign_add(1.0), InvalidArgumentError, "there is no broadcasting"),
+        (lambda v: v.assign(np.array([1, 2, 3])), ValueError, "has dtype float32, the value int64"),
+        (lambda v: v.assign_sub(np.zeros(3)), ValueError, "dtype float32, the value float64"),
+        (lambda v: v.assign(None), ValueError, "cannot become an array"),
+        (lambda v: v.assign_add(cs.PerReplica([1.0, 2.0])), ValueError, "assign_add of a PerReplica"),
+        (lambda v: v.scatter_add(cs.PerReplica([1.0, 2.0])), ValueError, "scatter_add of a PerReplica"),
+        (lambda v: v.scatter_add(np.ones(3)), TypeError, "takes an IndexedSlices, not ndarray"),
+        (lambda v: v.scatter_add(rows([1], [3])), InvalidArgumentError, r"row 3 is outside \[0, 3\)"),
+        (lambda v: v.scatter_update(rows([1], [-1])), InvalidArgumentError, "row -1 is outside"),
+        (lambda v: v.scatter_sub(rows([[1]], [0])), InvalidArgumentError, r"not \(1, 1\)"),
+        (lambda v: v.scatter_sub(cs.IndexedSlices(np.ones(1), [0])), InvalidArgumentError, "float64"),
+        (lambda v: v.sparse_read([0.5]), InvalidArgumentError, "indices are integers"),
+        (lambda v: v.sparse_read(3), InvalidArgumentError, "row 3 is outside"),
+    ],
+)
+def test_what_does_not_fit_changes_nothing(
+    s: CentralStorageStrategy, write_it: Callable[[cs.Variable], object], kind: type[Exception], pattern: str
+) -> None:
+    for v in (made(s, [1.0, 2.0, 3.0]), cs.Variable([1.0, 2.0, 3.0])):
+        with pytest.raises(kind, match=pattern):
+            write_it(v)
+        assert v.numpy().tolist() == [1, 2, 3]
+
+
+def test_integers_take_no_fractions_and_nothing_they_cannot_hold(s: CentralStorageStrategy) -> None:
+    v = made(s, 1, dtype="uint8")
+    with pytest.raises(TypeError, match="does not become uint8"):
+        v.assign(1.5)
+    with pytest.raises(ValueError, match="does not fit uint8"):
+        v.assign_add(256)
+    with pytest.raises(InvalidArgumentError, match="no axes, and so no rows"):
+        v.scatter_add(cs.IndexedSlices(np.ones(1, np.uint8), [0]))
+    b = made(s, [True])
+    with pytest.raises(InvalidArgumentError, match="bool cannot be added"):
+        b.assign_add([True])
+
+
+def test_rows(s: CentralStorageStrategy) -> None:
+    for v in (made(s, np.arange(6, dtype=F32).reshape(3, 2)), cs.Variable(np.arange(6, dtype=F32).reshape(3, 2))):
+        assert v.sparse_read([[2, 0]]).tolist() == [[[4, 5], [0, 1]]]
+        assert v.sparse_read(1).tolist() == [2, 3]
+        assert v.sparse_read([]).shape == (0, 2)
+        assert v.sparse_read(np.array([1], np.uint8)).tolist() == [[2, 3]]
+
+
+def test_another_strategy_may_read_and_not_write(s: CentralStorageStrategy) -> None:
+    v, other = made(s, [1.0], aggregation=SUM), strategy(Store())
+    with other.scope():
+        assert (v + 0.0).tolist() == [1]
+        for wrong in (lambda: v.assign([2.0]), lambda: v.scatter_add(rows([1], [0]))):
+            with pytest.raises(RuntimeError, match="inside the scope of another"):
+                wrong()
+    w = cs.Variable([1.0])  # what is nobody's may be written anywhere
+    with other.scope():
+        assert w.assign([2.0]).numpy().tolist() == [2]
+    with pytest.raises(ContextError, match="belongs to another strategy"):
+        other.adopt(v)
+
+
+# --- in a replica ---------------------------------------------------------------------------------------------------
+
+
+def test_assigns_in_one_of_several_replicas(s: CentralStorageStrategy, store: Store) -> None:
+    none, total, mean = made(s, 1.0), made(s, [1.0], aggregation=SUM), made(s, 1.0, aggregation=MEAN)
+    with context.enter_replica(s, store):  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="its aggregation is NONE"):
+            none.assign_add(F32(1))
+        with pytest.raises(ValueError, match="SUM, which adds up arrays"):
+            total.assign_add([5.0])
+        with pytest.raises(ValueError, match="of a PerReplica"):
+            total.assign_add(cs.PerReplica([1.0, 2.0]))
+        assert total.assign_add(np.array([5], F32)) is total
+        assert mean.assign(2.0, read_value=False) is None
+        none.assign
+        total.scatter_add(rows([7], [0]))
+    assert store.points == [
+        ("assign", "assign_add", [5.0], False),
+        ("assign", "assign", 2.0, True),
+        ("write", "scatter_add", [7.0]),
+    ]
+
+
+def test_with_one_replica_no_rule_of_aggregation_applies() -> None:
+    store = Store(1)
+    s = strategy(store)
+    variables = [made(s, [1.0], aggregation=aggregation) for aggregation in AGGREGATIONS]
+    with context.enter_replica(s, store):  # type: ignore[arg-type]
+        for v in variables:
+            v.assign_add([3.0])
+    assert [point[:2] for point in store.points] == [("assign", "assign_add")] * 4
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_variable_from_outside_every_scope_is_written_without_agreement(
+    s: CentralStorageStrategy, store: Store, aggregation: Any
+) -> None:
+    v = cs.Variable([1.0], aggregation=aggregation)
+    s.adopt(v)
+    with context.enter_replica(s, store):  # type: ignore[arg-type]
+        v.assign_add([3.0])
+        v.assign(np.array([9], F32))
+    assert store.points == [("write", "assign_add", [3.0]), ("write", "assign", [9.0])]
+
+
+def test_reading_in_a_replica_is_a_view_or_a_copy(s: CentralStorageStrategy, store: Store) -> None:
+    v = made(s, [1.0, 2.0])
+    with context.enter_replica(s, store):  # type: ignore[arg-type]
+        view, value = np.asarray(v), v.value()
+        assert not view.flags.writeable
+        assert np.shares_memory(view, store.values[1])
+        for own in (value, v.read_value(), v.numpy()):
+            own[0] = 5
+            assert not np.shares_memory(own, store.values[1])
+    assert store.reads == 0
+
+
+# --- outside every scope --------------------------------------------------------------------------------------------
+
+
+def test_a_local_variable_moves_to_the_first_strategy_that_takes_it_along(s: CentralStorageStrategy) -> None:
+    initial = np.array([1.0], F32)
+    v = cs.Variable(initial, name="w", trainable=False)
+    initial[0] = 7
+    v.assign_add([1.0])
+    assert (v.strategy, v.number, v.version, v.name, v.trainable) == (None, 0, 1, "w", False)
+    assert v.device.endswith("CPU:0")
+    assert s.adopt(v) == ("variable", 1)
+    assert s.adopt(v) == ("variable", 1)
+    assert (v.strategy, v.number) == (s, 1)
+    assert v.numpy().tolist() == [2]
+    assert s.object_for("variable", 1) is v
+    with pytest.raises(ContextError, match="belongs to another strategy"):
+        strategy(Store()).adopt(v)
+
+
+def test_two_local_variables_are_two(s: CentralStorageStrategy) -> None:
+    v, w = cs.Variable(1.0), cs.Variable(1.0)
+    assert regroup([v, v]) is v
+    assert isinstance(regroup([v, w]), cs.PerReplica)
+
+
+def test_the_default_strategy_runs_on_local_variables() -> None:
+    v = cs.Variable(1.0)
+    assert cs.get_strategy().run(lambda: v.assign_add(2.0)) is v
+    assert float(v) == 3
+
+
+# --- as an array ----------------------------------------------------------------------------------------------------
+
+
+def test_arithmetic_is_that_of_the_value(s: CentralStorageStrategy) -> None:
+    value = np.array([[1.0, 2.0], [3.0, 4.0]], F32)
+    for v in (made(s, value), cs.Variable(value)):
+        for got, expected in [
+            (v + 1.0, value + 1),
+            (2 - v, 2 - value),
+            (v @ v, value @ value),
+            (value @ v, value @ value),
+            (-v, -value),
+            (abs(v), value),
+            (v**2, value**2),
+            (v > 2, value > 2),
+            (v == v, value == value),
+            (np.sum(v, axis=0), value.sum(axis=0)),
+            (np.mean(v), value.mean()),
+            (np.exp(v), np.exp(value)),
+            (np.concatenate([v, v]), np.concatenate([value, value])),
+            (v[0, 1:], value[0, 1:]),
+            (v.T, value.T),
+            (np.stack(list(v)), value),
+            (np.from_dlpack(v), value),
+        ]:
+            np.testing.assert_array_equal(got, expected)
+            assert np.asarray(got).dtype == np.asarray(expected).dtype
+        assert (v.shape, v.ndim, v.size, len(v)) == ((2, 2), 2, 4, 2)
+        with pytest.raises(RuntimeError, match=r"use variable\.assign_add"):
+            v += 1.0
+        with pytest.raises(RuntimeError, match=r"use variable\.assign_add"):
+            np.add(v, 1.0, out=v)
+        with pytest.raises(TypeError):
+            v + cs.PerReplica([1, 2])
+        assert not hasattr(v, "__cuda_array_interface__")
+
+
+def test_scalars_are_numbers(s: CentralStorageStrategy) -> None:
+    v = made(s, 3)
+    assert (int(v), float(v), bool(v), [10, 20, 30, 40][v]) == (3, 3.0, True, 40)
+    assert v.dtype == np.int32
+    assert v + 1 == 4
+    with pytest.raises(TypeError, match="without axes"):
+        len(v)
+
+
+def test_asking_for_a_gpu_reads_nothing(s: CentralStorageStrategy, store: Store) -> None:
+    v = made(s, [1.0])
+    store.reads = 0
+    assert not hasattr(v, "__cuda_array_interface__")
+    assert store.reads == 0
+
+
+# --- copies and pickles ---------------------------------------------------------------------------------------------
+
+
+def test_a_deep_copy_is_a_new_variable_with_the_value_of_now(s: CentralStorageStrategy) -> None:
+    for v in (made(s, [1.0], aggregation=MEAN, constraint=np.abs), cs.Variable([1.0], aggregation=MEAN)):
+        v.assign([2.0])
+        nest = {"a": v, "b": [v]}
+        copied = copy.deepcopy(nest)
+        w = copied["a"]
+        assert copied["b"][0] is w
+        assert w is not v
+        assert isinstance(w, cs.Variable)
+        v.assign([3.0])
+        assert w.numpy().tolist() == [2]
+        assert (w.strategy, w.aggregation, w.dtype, w.constraint) == (v.strategy, MEAN, v.dtype, v.constraint)
+
+
+def test_no_other_pickler_takes_one_along(s: CentralStorageStrategy) -> None:
+    for v in (made(s, [1.0]), cs.Variable([1.0])):
+        with pytest.raises(TypeError, match=r"this Variable is a handle .* pickle values, e.g. v.numpy"):
+            pickle.dumps(v)
+        with pytest.raises(TypeError, match="cannot be pickled or copied"):
+            copy.copy(v)
+
+
+def test_variables_are_leaves_of_nests(s: CentralStorageStrategy) -> None:
+    v = made(s, [1.0])
+    assert s.experimental_local_results(v) == (v,)
+    assert cs.nest.flatten({"a": [v]}) == [v]
