@@ -132,6 +132,10 @@ class ControllerBackend(_Catalogue, Protocol):
     def configure(self, number: int, kind: str, hyperparameters: Mapping[str, float]) -> Optimizer:
         """Make an optimizer (``number`` 0), or change the hyperparameters of one."""
 
+    def carrier(self) -> Callable[[np.ndarray], np.ndarray]:
+        """What copies an array to where the replicas read it, ahead of the run that it is an argument of. May be called
+        in any thread."""
+
     def statistics(self) -> Counters:
         """The server's counters."""
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Self
 
+import numpy as np
+
 from cs_proto.errors import ContextError
 
 from . import context, logical
@@ -54,6 +56,10 @@ class StrategyBase:
     ) -> list[Any]:
         """Call ``function`` once per replica with that replica's (args, kwargs); the results in replica order."""
         raise NotImplementedError
+
+    def carrier(self) -> Callable[[np.ndarray], np.ndarray]:
+        """What copies an array to where the replicas read it; here plain memory."""
+        return np.copy
 
     def logical_devices_here(self) -> tuple[Sequence[str], logical.Place]:
         """The devices of the current replica, as full names, and what brings an array to one of them."""
@@ -174,7 +180,7 @@ class StrategyBase:
         """
         refuse_in_replica("made")
         context.require_cross_replica(self, "experimental_distribute_dataset")
-        return DistributedDataset(dataset, self.num_replicas_in_sync, options)
+        return DistributedDataset(dataset, self.num_replicas_in_sync, options, self.carrier)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
@@ -189,7 +195,7 @@ class StrategyBase:
         refuse_in_replica("made")
         context.require_cross_replica(self, "distribute_datasets_from_function")
         with context.enter_default():
-            return DistributedFromFunction(dataset_fn, self.num_replicas_in_sync, options)
+            return DistributedFromFunction(dataset_fn, self.num_replicas_in_sync, options, self.carrier)
 
     # --- the devices of one replica -----------------------------------------------------------------------------
 

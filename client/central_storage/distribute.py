@@ -9,10 +9,10 @@ replica. From the second on they are read ahead by a thread. This module knows n
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
 from types import TracebackType
 from typing import Any
 
@@ -43,6 +43,8 @@ __all__ = [
     "split",
 ]
 
+#: Gives what copies an array to where the replicas read it; asked when the copying begins.
+Carrier = Callable[[], Callable[[np.ndarray], np.ndarray]]
 #: An element of every replica, and whether every replica has a share in it.
 Round = tuple[Any, bool]
 
@@ -68,8 +70,9 @@ class InputContext:
 class _Distributed:
     """What both kinds of distributed data set have in common."""
 
-    def __init__(self, n: int, options: InputOptions | None) -> None:
+    def __init__(self, n: int, options: InputOptions | None, carrier: Carrier) -> None:
         self._n = n
+        self._carrier = carrier
         self._options = InputOptions() if options is None else options
         if not isinstance(self._options, InputOptions):
             raise TypeError(f"options is an InputOptions, not {options!r:.100}")
@@ -84,7 +87,7 @@ class _Distributed:
         refuse_in_replica("iterated")
         options = self._options
         ahead = options.experimental_per_replica_buffer_size if options.experimental_fetch_to_device else 0
-        return DistributedIterator(self._rounds(), lambda: self.element_spec, ahead)
+        return DistributedIterator(self._rounds(), lambda: self.element_spec, ahead, self._carrier)
 
     def _rounds(self) -> Iterator[Round]:
         raise NotImplementedError
@@ -113,7 +116,7 @@ class _Distributed:
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """``reduce_func(state, element)`` over all elements, beginning with ``initial_state``."""
-        return functools.reduce(reduce_func, self, initial_state)
+        return reduce(reduce_func, self, initial_state)
 
 
 class DistributedDataset(_Distributed):
@@ -124,8 +127,10 @@ class DistributedDataset(_Distributed):
     No row is dropped or given twice.
     """
 
-    def __init__(self, dataset: Any, n: int, options: InputOptions | None = None) -> None:
-        super().__init__(n, options)
+    def __init__(
+        self, dataset: Any, n: int, options: InputOptions | None = None, carrier: Carrier = lambda: np.copy
+    ) -> None:
+        super().__init__(n, options, carrier)
         self._source = _checked(dataset)
 
     @property
@@ -160,8 +165,14 @@ class DistributedFromFunction(_Distributed):
     without.
     """
 
-    def __init__(self, dataset_fn: Callable[[InputContext], Any], n: int, options: InputOptions | None = None) -> None:
-        super().__init__(n, options)
+    def __init__(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        n: int,
+        options: InputOptions | None = None,
+        carrier: Carrier = lambda: np.copy,
+    ) -> None:
+        super().__init__(n, options, carrier)
         if not callable(dataset_fn):
             raise TypeError(f"a function of an InputContext that returns a data set is needed, not {dataset_fn!r:.200}")
         pipelines = n if self._is_per_replica else 1
@@ -201,15 +212,23 @@ class DistributedIterator:
     """The elements of a distributed data set, once.
 
     The first is read when it is asked for. When the second is, a thread begins to read, and stays up to ``ahead``
-    elements ahead of the caller; what it reads is copied, so a source may fill one array again and again. An
-    exception of the data set comes out where its element would have, and ends the iteration. The end, ``close()``,
-    leaving its ``with`` block and dropping the iterator end the thread and free the source.
+    elements ahead of the caller; what it reads is copied to where the replicas find it, so a source may fill one
+    array again and again. An exception of the data set comes out where its element would have, and ends the
+    iteration. The end, ``close()``, leaving its ``with`` block and dropping the iterator end the thread and free the
+    source.
     """
 
-    def __init__(self, rounds: Iterator[Round], element_spec: Callable[[], Any], ahead: int = 0) -> None:
+    def __init__(
+        self,
+        rounds: Iterator[Round],
+        element_spec: Callable[[], Any],
+        ahead: int = 0,
+        carrier: Carrier = lambda: np.copy,
+    ) -> None:
         self._rounds: Iterator[Round] | None = rounds
         self._spec = element_spec
         self._ahead = ahead
+        self._carrier = carrier
         self._has_begun = False
         self._given_back: deque[Any] = deque()
         #: The number of elements handed out and not given back.
@@ -276,7 +295,7 @@ class DistributedIterator:
         if self._rounds is None:
             return _END, True
         if self._has_begun and self._ahead:
-            self._rounds = ReadAhead(map(_own, self._rounds), self._ahead)
+            self._rounds = ReadAhead(map(partial(_carried, self._carrier()), self._rounds), self._ahead)
             self._ahead = 0
         self._has_begun = True
         try:
@@ -338,21 +357,23 @@ def refuse_in_replica(what: str) -> None:
         )
 
 
-def _own(round_: Round) -> Round:
-    """A round in memory of its own, which its source cannot change any more."""
+def _carried(carry: Callable[[np.ndarray], np.ndarray], round_: Round) -> Round:
+    """A round in other memory, which its source cannot change any more."""
+
+    def copy(leaf: Any) -> Any:
+        if isinstance(leaf, PerReplica):
+            return PerReplica([copy(component) for component in leaf.values])
+        if leaf is None:
+            return None
+        if not isinstance(leaf, np.ndarray):  # a NumPy scalar, or an array of a device
+            return leaf.copy()
+        copied = carry(leaf)
+        if not leaf.flags.writeable:
+            copied.flags.writeable = False
+        return copied
+
     element, complete = round_
-    return optree.tree_map(_copied, element, none_is_leaf=True), complete
-
-
-def _copied(leaf: Any) -> Any:
-    if isinstance(leaf, PerReplica):
-        return PerReplica([_copied(component) for component in leaf.values])
-    if leaf is None:
-        return None
-    copy = leaf.copy()
-    if isinstance(leaf, np.ndarray):
-        copy.flags.writeable = leaf.flags.writeable
-    return copy
+    return optree.tree_map(copy, element, none_is_leaf=True), complete
 
 
 class _Elsewhere:

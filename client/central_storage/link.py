@@ -35,6 +35,7 @@ from .composites import Composite
 from .diagnosis import show
 from .function import Function, Pickled
 from .handles import Handle
+from .inputs import Inputs
 from .interrupts import Interrupts
 from .lifeline import Lifeline
 from .listener import IdleListener
@@ -75,7 +76,8 @@ class ServiceLink:
         self._optimizers: dict[int, messages.Optimizer] = {}
         self._resolve: Callable[[str, int], object] = _nothing_known
         self._adopt: Adopt = _nothing_adopted
-        self._arena = Arena(lambda: lifeline.segment(segments.controller_arena()))
+        self._inputs: Inputs | None = None
+        self._arena = Arena(lambda: lifeline.segment(segments.controller_arena()), find=self._find_input)
         self._interrupts = Interrupts()
         self._context = zmq.Context()
         self._poller = zmq.Poller()
@@ -171,6 +173,16 @@ class ServiceLink:
         with self._operation():
             sequence = self._next_sequence()
             return self._ask(messages.Describe(sequence, (), (number,)), sequence, messages.Described).optimizers[0]
+
+    def carrier(self) -> Callable[[np.ndarray], np.ndarray]:
+        """What copies an array to where all workers read it; plain memory where the service has ended."""
+        if self._inputs is None:
+            with suppress(ShutdownError), self._operation():
+                self._inputs = Inputs(self._lifeline.segment(segments.inputs()))
+        return np.copy if self._inputs is None else self._inputs.carry
+
+    def _find_input(self, data: np.ndarray) -> Array | None:
+        return None if self._inputs is None else self._inputs.find(data)
 
     def statistics(self) -> Counters:
         """The server's counters."""
@@ -433,6 +445,7 @@ class ServiceLink:
             finally:
                 self._lifeline.close()
                 self._arena.close()
+                self._inputs = None
                 self._interrupts.close()
                 if self._stop is not None:
                     self._stop()

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
+import numpy as np
+
 from cs_proto.errors import ConfigurationError, ContextError, ShutdownError
 from cs_proto.messages import Counters
 
@@ -104,6 +106,10 @@ class CentralStorageStrategy(StrategyBase, Handle):
     ) -> list[Any]:
         """Call ``function`` once per replica, in their processes; the results in replica order."""
         return self._backend.run(function, arguments)
+
+    def carrier(self) -> Callable[[np.ndarray], np.ndarray]:
+        """What copies an array to where the replicas read it."""
+        return self._backend.carrier()
 
     @property
     def handles(self) -> HandleTable:

@@ -25,8 +25,15 @@ _KEEP_NBYTES = 64 << 20
 class Arena:
     """A bump allocator over one writable segment, opened when first needed."""
 
-    def __init__(self, open_segment: Callable[[], Mapping], used: int = 0) -> None:
-        """``used`` bytes at the start belong to somebody: a process before this one."""
+    def __init__(
+        self,
+        open_segment: Callable[[], Mapping],
+        used: int = 0,
+        find: Callable[[np.ndarray], Array | None] | None = None,
+    ) -> None:
+        """``used`` bytes at the start belong to somebody: a process before this one. ``find`` says of uint8[n] where it
+        lies in another segment, if it does."""
+        self._find = find
         self._open = open_segment
         self._mapping: Mapping | None = None
         self._used = self._touched = used
@@ -59,15 +66,18 @@ class Arena:
 
     def share(self, data: Buffer) -> Array:
         """A descriptor of ``data`` as uint8[n]: in a frame when small, else copied into the arena, once however often
-        it is shared before it is freed. ``data`` must not change in between."""
+        it is shared before it is freed. ``data`` must not change in between. Not copied where it lies in a segment
+        already; then it is kept until the arena is freed."""
         view = memoryview(data)
         if view.nbytes <= INLINE_NBYTES:
             return bytes_array(data)
         source = np.frombuffer(view, np.uint8)
         key = (source.ctypes.data, source.nbytes)
         if key not in self._shared:
-            target = self.new("uint8", source.shape)
-            self.view(target)[...] = source
+            target = None if self._find is None else self._find(source)
+            if target is None:
+                target = self.new("uint8", source.shape)
+                self.view(target)[...] = source
             self._shared[key] = (source, target)
         return self._shared[key][1]
 

@@ -26,6 +26,7 @@ __all__ = [
     "controller_arena",
     "frame_view",
     "gradients",
+    "inputs",
     "parameters",
     "server_arena",
     "slots",
@@ -68,6 +69,11 @@ def server_arena() -> str:
 def controller_arena() -> str:
     """The controller's own memory for batches and initial values."""
     return "arena/controller"
+
+
+def inputs() -> str:
+    """The controller's own memory for batches that are brought ahead of their run."""
+    return "inputs"
 
 
 class Mapping:

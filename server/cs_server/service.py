@@ -152,6 +152,7 @@ class Service:
     def prepare(self) -> None:
         """Make what every run needs, and take up what a server before this one left."""
         self._segments.make(names.controller_arena(), self._arena_nbytes, "controller")
+        self._segments.make(names.inputs(), self._arena_nbytes, "controller")
         for replica in range(self._config.replicas):
             self._segments.make(names.arena(replica), self._arena_nbytes, f"w{replica}")
         self._settle(self._carry_out(self._engine.resume()))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import central_storage as cs
+from cs_proto.arena import Arena
 
 BIG = 40_000  # float32 rows of a batch that go through shared memory
 
@@ -63,6 +64,24 @@ def test_large_batches_that_the_source_writes_over(two: cs.CentralStorageStrateg
     results = [two.run(extremes, args=(batch,)) for batch in two.experimental_distribute_dataset(Refilled(), options)]
     assert [[part.values for part in result[:2]] for result in results] == [[(n, n), (n, n)] for n in range(12)]
     assert {result[2] for result in results} == {BIG // 2}
+
+
+def test_what_was_read_ahead_lies_where_the_replicas_read_it(
+    two: cs.CentralStorageStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placed: list[tuple[int, ...]] = []
+    new = Arena.new
+
+    def counting(arena: Arena, dtype: str, shape: tuple[int, ...]) -> Any:
+        placed.append(shape)
+        return new(arena, dtype, shape)
+
+    monkeypatch.setattr(Arena, "new", counting)
+    x = np.arange(6 * BIG, dtype=np.float32).reshape(6, 1, BIG).repeat(2, axis=1)
+    batches = two.experimental_distribute_dataset(cs.data.Dataset.from_tensor_slices(x))
+    sums = [two.run(lambda rows: rows.sum(dtype=np.float64), args=(batch,)).values for batch in batches]
+    assert [list(step) for step in sums] == [[x[step, 0].sum(dtype=np.float64)] * 2 for step in range(6)]
+    assert placed == [(x[0, 0].nbytes,)] * 2  # the shares of the first batch, which was not read ahead
 
 
 def test_texts_and_nests(two: cs.CentralStorageStrategy) -> None:

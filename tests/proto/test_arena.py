@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import numpy as np
 import pytest
@@ -76,3 +77,20 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     with pytest.raises(MemoryPlanError, match=f"{NBYTES} bytes do not fit into arena/test: {NBYTES // 2} of"):
         made.new("uint8", (NBYTES,))
     made.place(np.zeros(NBYTES // 2, np.uint8))
+
+
+def test_what_lies_in_another_segment_is_named_and_kept() -> None:
+    data, other = np.zeros(INLINE_NBYTES), np.zeros(INLINE_NBYTES)
+    there = Array("uint8", (data.nbytes,), Location("inputs", 64))
+    made = Arena(
+        lambda: Mapping("arena/test", os.memfd_create("arena"), 0, writable=True),
+        find=lambda source: there if np.shares_memory(source, data) else None,
+    )
+    before = sys.getrefcount(data)
+    assert made.share(data.data) == made.share(data.data) == there
+    assert sys.getrefcount(data) > before
+    assert made.mark() == 0
+    made.reset()
+    assert sys.getrefcount(data) == before
+    with pytest.raises(ValueError):  # goes into the arena, and this one has no memory at all
+        made.share(other.data)

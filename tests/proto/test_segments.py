@@ -47,6 +47,7 @@ def present(file: int) -> int:
         (segments.gradients(1, 0, "complex64"), "gradients/1/0/complex64"),
         (segments.arena(2), "arena/2"),
         (segments.controller_arena(), "arena/controller"),
+        (segments.inputs(), "inputs"),
     ],
 )
 def test_names(name: str, expected: str) -> None:

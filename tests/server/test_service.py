@@ -189,7 +189,13 @@ def still_answers(peer: Peer) -> m.Counters:
 
 def test_segments_of_every_service(running: Service) -> None:
     writers = running.supervisor.names()
-    expected = {"control": "", "arena/controller": "controller", "arena/0": "w0", "arena/1": "w1"}
+    expected = {
+        "control": "",
+        "arena/controller": "controller",
+        "inputs": "controller",
+        "arena/0": "w0",
+        "arena/1": "w1",
+    }
     assert expected.items() <= writers.items()
 
 

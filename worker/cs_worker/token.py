@@ -184,6 +184,10 @@ class TokenController:
         with self._interrupts.own_code():
             return self._catalogue.optimizer(number)
 
+    def carrier(self) -> Callable[[np.ndarray], np.ndarray]:
+        """A plain copy: the other workers do not map this one's memory ahead of a run."""
+        return np.copy
+
     def statistics(self) -> Counters:
         """The server's counters."""
         self._check_thread()
