@@ -27,6 +27,7 @@ __all__ = [
     "fill_function",
     "fill_module",
     "itself",
+    "keep_classes_apart",
     "new_cached_function",
     "new_cached_property",
     "new_class",
@@ -90,43 +91,69 @@ def fill_function(function: FunctionType, state: tuple[Any, ...]) -> None:
             cell.cell_contents = content
 
 
-# The classes that travel by value: by the number that cloudpickle gives a class in the process where it is at home, and
-# by ``module:qualname``. At home a class is never filled: the original is what the user has.
-_by_tracker: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
-_by_origin: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
-_received: weakref.WeakSet[type] = weakref.WeakSet()
-_lock = threading.RLock()
+class _Classes:
+    """The classes that travel by value: by the number that cloudpickle gives a class in the process where it is at
+    home, and by ``module:qualname``. At home a class is never filled: the original is what the user has."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+        self.by_tracker: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
+        self.by_origin: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
+        self.received: weakref.WeakSet[type] = weakref.WeakSet()
+        self.lock = threading.RLock()
 
 
-def remember_class(cls: type, tracker: str) -> None:
-    """Note that ``cls`` is sent by value; what comes back under its name is this class."""
-    _by_tracker[tracker] = cls
-    _by_origin[f"{cls.__module__}:{cls.__qualname__}"] = cls
+class _Here(threading.local):
+    """What this thread knows: what its process does, unless it stands for a process of its own."""
+
+    classes = _Classes("")
+
+
+_here = _Here()
+# Between cloudpickle's number of a class and the place where a copy of it is.
+_AT = "@"
+
+
+def keep_classes_apart(place: str) -> None:
+    """Let this thread have classes of its own from now on, as a process called ``place`` would have."""
+    _here.classes = _Classes(place)
+
+
+def remember_class(cls: type, tracker: str) -> str:
+    """Note that ``cls`` is sent by value: what comes back under its name is this class. The number that it travels
+    under, which is the one of its home."""
+    known, number = _here.classes, tracker.partition(_AT)[0]
+    known.by_tracker[number] = cls
+    known.by_origin[f"{cls.__module__}:{cls.__qualname__}"] = cls
+    return number
 
 
 def new_class(make: Callable[..., type], arguments: tuple[Any, ...]) -> type:
     """The class that cloudpickle's ``make`` would build, built at most once in this process."""
-    with _lock:
-        cls = _by_tracker.get(arguments[-2])
+    known, number = _here.classes, arguments[-2]
+    with known.lock:
+        cls = known.by_tracker.get(number)
         if cls is None:
-            cls = _by_tracker[arguments[-2]] = make(*arguments)
-            _received.add(cls)
+            own = f"{number}{_AT}{known.place}" if known.place else number  # cloudpickle's numbers are the process's
+            cls = known.by_tracker[number] = make(*arguments[:-2], own, arguments[-1])
+            known.received.add(cls)
         return cls
 
 
 def fill_class(cls: type, state: tuple[Any, Callable[[type, Any], object], str]) -> None:
     """Give a class the attributes that it was sent with; methods see the captured values of the moment."""
     attributes, fill, qualname = state
-    if cls in _received:
+    known = _here.classes
+    if cls in known.received:
         cls.__qualname__ = qualname
-        _by_origin[f"{cls.__module__}:{qualname}"] = cls
+        known.by_origin[f"{cls.__module__}:{qualname}"] = cls
         fill(cls, attributes)
 
 
 def class_named(origin: str) -> type | None:
     """The class called ``module:qualname`` as far as this process has it: sent or received by value, or in a module
     that is imported already. Runs no code of the user; imports nothing."""
-    shipped = _by_origin.get(origin)
+    shipped = _here.classes.by_origin.get(origin)
     if shipped is not None:
         return shipped
     module, _, qualname = origin.partition(":")

@@ -35,6 +35,7 @@ __all__ = [
     "ReplicaContext",
     "Scope",
     "UsedScopeError",
+    "become_worker",
     "call_site",
     "current_replica",
     "enter_cross_replica",
@@ -46,12 +47,10 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "is_worker",
     "replica_here",
     "require_cross_replica",
 ]
-
-#: Set by a worker at its start: there, no strategy can be made.
-in_worker = False
 
 _PACKAGE = str(Path(__file__).parent)
 
@@ -62,7 +61,9 @@ class UsedScopeError(ContextError, AttributeError):
 
 
 class _Stack(threading.local):
-    """(strategy, replica context or None) of every context this thread has entered."""
+    """(strategy, replica context or None) of every context this thread has entered; whether it is a worker's."""
+
+    is_worker = False
 
     def __init__(self) -> None:
         self.entries: list[tuple[Strategy, ReplicaContext | None]] = []
@@ -72,6 +73,19 @@ class _Stack(threading.local):
 
 _stack = _Stack()
 _default: list[ReplicaContext] = []
+
+
+def become_worker(*, whole_process: bool) -> None:
+    """This thread, or every thread of this process, is a worker's from now on: no strategy can be made there."""
+    if whole_process:
+        _Stack.is_worker = True
+    else:
+        _stack.is_worker = True
+
+
+def is_worker() -> bool:
+    """Whether this thread is a worker's."""
+    return _stack.is_worker
 
 
 def set_default(replica: ReplicaContext) -> None:

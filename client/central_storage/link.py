@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import zmq
@@ -58,12 +58,37 @@ _SAY_SO = 5.0
 _LAST_WORDS = 5.0
 
 
+def _name_wait(seconds: float, what: str) -> None:
+    _log.warning("waiting %.0f s for %s", seconds, what)
+
+
+class Threads(Protocol):
+    """A service of this process, whose replicas are threads."""
+
+    def interrupt(self, replica: int) -> None:
+        """What SIGINT is to a process."""
+
+    @property
+    def hanging(self) -> list[tuple[int, str]]:
+        """The replicas that were interrupted or told to end and have not heard it, with ``file:line`` of each."""
+
+
 class ServiceLink:
     """One controller session. Operations of several threads come one after the other."""
 
-    def __init__(self, lifeline: Lifeline, serving: Serving, *, seed: int, stop: Callable[[], None] | None) -> None:
-        """Say hello to the server behind ``serving``. ``stop`` ends the service; None where it is a launcher's."""
+    def __init__(
+        self,
+        lifeline: Lifeline,
+        serving: Serving,
+        *,
+        seed: int,
+        stop: Callable[[], None] | None,
+        threads: Threads | None = None,
+    ) -> None:
+        """Say hello to the server behind ``serving``. ``stop`` ends the service; None where it is a launcher's.
+        ``threads``: it is one of this process."""
         self._lifeline = lifeline
+        self._threads = threads
         self._stop = stop
         self._seed = seed
         self._client = secrets.token_hex(4)
@@ -254,7 +279,13 @@ class ServiceLink:
             _log.debug("received %.300r", record)
         return record
 
-    def _wait(self, what: str, wanted: Callable[[Record], R | None], lost: Callable[[], float] | None = None) -> R:
+    def _wait(
+        self,
+        what: str,
+        wanted: Callable[[Record], R | None],
+        lost: Callable[[], float] | None = None,
+        name: Callable[[float, str], None] = _name_wait,
+    ) -> R:
         started = named = time.monotonic()
         while True:
             record = self.receive(_NAME_WAIT_EVERY if lost is None else min(_NAME_WAIT_EVERY, lost()))
@@ -265,7 +296,7 @@ class ServiceLink:
             now = time.monotonic()
             if now - named >= _NAME_WAIT_EVERY:
                 named = now
-                _log.warning("waiting %.0f s for %s", now - started, what)
+                name(now - started, what)
 
     def _ask(self, request: Record, number: int, answer: type[R]) -> R:
         def wanted(record: Record) -> Record | None:
@@ -299,7 +330,7 @@ class ServiceLink:
         data, name = pickled
         prepare = messages.Prepare(tuple(map(str, sys.path)), os.getcwd())
         for replica, (socket, (arguments, buffers)) in enumerate(zip(self._worker_sockets, pickles, strict=True)):
-            if prepare != self._prepared:
+            if prepare != self._prepared and self._threads is None:  # threads have the script's own path
                 self._send(socket, prepare)
             held = name in self._frozen if frozen else self._held[replica].touch(name)
             function = None if held else self._arena.share(data)
@@ -321,7 +352,12 @@ class ServiceLink:
         interrupted = False
         while True:
             try:
-                answer = self._wait(f"run {run[0]}", partial(_ends_or_answers, run, heard), self._until_lost)
+                answer = self._wait(
+                    f"run {run[0]}",
+                    partial(_ends_or_answers, run, heard),
+                    self._until_lost,
+                    _name_wait if self._threads is None else self._name_hanging,
+                )
             except KeyboardInterrupt:
                 if heard:
                     self._end("a second Ctrl-C shut it down")
@@ -342,9 +378,26 @@ class ServiceLink:
         for socket in self._worker_sockets:
             self._send(socket, messages.Cancel(run))
         for worker in self.workers:
-            if worker.replica not in self._died:
-                with suppress(ProcessLookupError):
-                    os.kill(worker.pid, signal.SIGINT)
+            if worker.replica in self._died:
+                continue
+            if self._threads is not None:
+                self._threads.interrupt(worker.replica)
+                continue
+            with suppress(ProcessLookupError):
+                os.kill(worker.pid, signal.SIGINT)
+
+    def _name_hanging(self, seconds: float, what: str) -> None:
+        """Of replicas in this process: a wait for one at a debugger's prompt must not write to it, but who does not
+        hear Ctrl-C is named."""
+        assert self._threads is not None
+        for replica, place in self._threads.hanging:
+            _log.warning(
+                "replica %d does not react to Ctrl-C: it is at %s, in code that does not come back to Python. Press "
+                "Ctrl-C again to shut down",
+                replica,
+                place,
+            )
+        _log.info("waiting %.0f s for %s", seconds, what)
 
     def _until_lost(self) -> float:
         if not self._died:
@@ -432,6 +485,8 @@ class ServiceLink:
         """Mark the link as ended because of ``reason`` and let go of everything; returns the reason."""
         self._ended = f"its service has ended: {reason}"
         self._release()
+        for replica, place in self._threads.hanging if self._threads is not None else ():
+            self._ended += f"; replica {replica} still hangs in a thread of this script, at {place}"
         return reason
 
     def _release(self) -> None:

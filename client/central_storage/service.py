@@ -27,19 +27,20 @@ def open_service(
     *,
     seed: int,
     start_timeout: float,
+    in_process: bool,
 ) -> ServiceLink:
-    """A link to the service this script should use, up and ready.
+    """A link to the service this script should use, up and ready; one ``in_process`` is always the script's own.
 
     Raises DeviceError for devices that do not exist or are not the launcher's, LaunchError where no service comes up.
     """
     configure_logging("script")
     dump_stacks_on_signal()
     address = os.environ.get("CS_ADDRESS")
-    if address and address not in _attached:
+    if address and address not in _attached and not in_process:
         link = _attach(address, compute_devices, parameter_device, seed, start_timeout)
         _attached.append(address)
     else:
-        link = _start(compute_devices, parameter_device, seed, start_timeout)
+        link = _start(compute_devices, parameter_device, seed, start_timeout, in_process)
     if not _links:
         atexit.register(_close_all)
         os.register_at_fork(after_in_child=_forget_all)
@@ -74,9 +75,14 @@ def _attach(
 
 
 def _start(
-    compute_devices: Sequence[str | Sequence[str]] | None, parameter_device: str | None, seed: int, start_timeout: float
+    compute_devices: Sequence[str | Sequence[str]] | None,
+    parameter_device: str | None,
+    seed: int,
+    start_timeout: float,
+    in_process: bool,
 ) -> ServiceLink:
-    from .launch import service  # only a script without a launcher needs the supervisor's code
+    from .launch import in_process as threads  # only a script without a launcher needs the supervisor's code
+    from .launch import service
 
     if compute_devices is None and os.environ.get("CS_DEVICES"):  # a second strategy is not silently a smaller one
         compute_devices = os.environ["CS_DEVICES"].split(",")
@@ -86,13 +92,16 @@ def _start(
     owner = devices.parameter_device(parameter_device, chosen)
     if owner.startswith("gpu"):
         raise DeviceError(f"variables on {owner} are not served by this version; pass parameter_device='cpu:0'")
-    process = service.start(chosen, owner, start_timeout)
-    connection = Lifeline(process.socket, "controller")
+    start = threads.start if in_process else service.start
+    started = start(chosen, owner, start_timeout)
+    connection = Lifeline(started.socket, "controller")
     try:
-        return ServiceLink(connection, wait_until_serving(connection, start_timeout), seed=seed, stop=process.stop)
+        serving = wait_until_serving(connection, start_timeout)
+        own = started if isinstance(started, threads.ServiceThreads) else None
+        return ServiceLink(connection, serving, seed=seed, stop=started.stop, threads=own)
     except BaseException:
         connection.close()
-        process.stop()
+        started.stop()
         raise
 
 

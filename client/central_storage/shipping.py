@@ -281,7 +281,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if not isinstance(reduced, tuple) or len(reduced) < 6:
             return reduced
         make, arguments, state, _, _, fill = reduced
-        arrivals.remember_class(cls, arguments[-2])
+        arguments = (*arguments[:-2], arrivals.remember_class(cls, arguments[-2]), arguments[-1])
         return arrivals.new_class, (make, arguments), (state, fill, cls.__qualname__), None, None, arrivals.fill_class
 
     def _module(self, module: ModuleType) -> Any:

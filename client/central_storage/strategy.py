@@ -33,6 +33,11 @@ class CentralStorageStrategy(StrategyBase, Handle):
     ``seed`` seeds Python's and NumPy's random state in each replica of each run. ``start_timeout`` (seconds) limits
     the start.
 
+    ``in_process`` runs the service in threads of the script, for a debugger and for fast tests: replicas take turns,
+    so ``breakpoint()`` in a replica function works, and results have the same bits. Such a service is always one of
+    its own, also under ``cs-launch``. What ends a worker process ends the script there: ``os._exit``, a crash in
+    native code.
+
     Raises DeviceError (a ValueError) for a device that does not exist, ConfigurationError for a seed or timeout that
     makes no sense, LaunchError where the service does not come up, ContextError inside a replica.
     """
@@ -43,9 +48,10 @@ class CentralStorageStrategy(StrategyBase, Handle):
         parameter_device: str | None = None,
         *,
         seed: int = 0,
+        in_process: bool = False,
         start_timeout: float = 60.0,
     ) -> None:
-        if context.in_worker:
+        if context.is_worker():
             raise ContextError(
                 "a strategy cannot be made inside a worker; make it in your script and let the function capture it"
             )
@@ -61,7 +67,9 @@ class CentralStorageStrategy(StrategyBase, Handle):
             )
         from .service import open_service
 
-        backend = open_service(compute_devices, parameter_device, seed=seed, start_timeout=start_timeout)
+        backend = open_service(
+            compute_devices, parameter_device, seed=seed, start_timeout=start_timeout, in_process=bool(in_process)
+        )
         self._init(backend, backend.compute_devices, backend.parameter_device)
         backend.resolve_handles(self.object_for, self.adopt)
 

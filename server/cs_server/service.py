@@ -69,7 +69,7 @@ from .events import (
 )
 from .segments import Segments
 
-__all__ = ["Service", "serve"]
+__all__ = ["Service", "ThreadedServer", "serve"]
 
 _log = logging.getLogger("cs_server.service")
 
@@ -93,15 +93,10 @@ def serve(config: ServerConfig) -> None:
     """
     with ExitStack() as stack:
         wake, wake_writer = stack.enter_context(_wake_up())
-        segments = Segments(config.run_directory, config.incarnation)
-        stack.callback(segments.close)
+        segments = _connected(config, stack)
         loading = _Loading(Path(config.run_directory), wake_writer)  # takes longest
-        context = zmq.Context()
-        stack.callback(context.destroy, linger=_LINGER)
         try:
-            service = Service(config, segments, _bound(context, config), wake)
-            stack.callback(service.close)
-            service.prepare()
+            service = _put_together(config, segments, wake, stack)
             while not service.is_told_to_end and not loading.is_done:
                 service.turn()
             if not service.is_told_to_end:
@@ -117,6 +112,51 @@ def serve(config: ServerConfig) -> None:
             _log.info("%s", gone)
     if not loading.is_done:
         os._exit(0)  # a compiler at work in another thread does not survive the end of the interpreter
+
+
+class ThreadedServer:
+    """A server that is a thread of a script and not a process of its own."""
+
+    def __init__(self, run_directory: str, parameter_device: str, replicas: int) -> None:
+        """Raises ConfigurationError and DeviceError as :class:`~.config.ServerConfig` does. The kernels must be loaded
+        by now, in the main thread where that is possible: no compiler survives the end of the interpreter in another.
+        """
+        # One thread for updates: the pools of a script end before its last functions are called.
+        self._config = ServerConfig(run_directory, parameter_device, replicas, 1, machine.total_nbytes())
+        self._wake, self._wake_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def run(self) -> None:
+        """Serve until :meth:`terminate` is called or the supervisor is gone; raises as :func:`serve` does."""
+        with ExitStack() as stack:
+            segments = _connected(self._config, stack)
+            try:
+                service = _put_together(self._config, segments, self._wake, stack)
+                segments.ready(self._config.endpoint)
+                service.listen()
+                while not service.is_told_to_end:
+                    service.turn()
+            except ShutdownError as gone:
+                _log.info("%s", gone)
+
+    @property
+    def is_hanging(self) -> bool:
+        """A server runs no code that could hang."""
+        return False
+
+    def interrupt(self) -> None:
+        """A cancelled run is not the server's to interrupt."""
+
+    def terminate(self) -> None:
+        """End, as SIGTERM ends a process. May be called from any thread until :meth:`close` is."""
+        os.write(self._wake_writer, bytes([signal.SIGTERM]))
+
+    def abandon(self) -> None:
+        """Nobody waits for the thread any more; an update that it carries out ends on its own."""
+
+    def close(self) -> None:
+        """Close what only a thread needs. To be called once, when :meth:`run` has returned or will never be called."""
+        os.close(self._wake)
+        os.close(self._wake_writer)
 
 
 class Service:
@@ -312,6 +352,22 @@ class _Loading:
         self.is_done = True
         with suppress(OSError):  # the process is ending: the pipe is closed
             os.write(self._wake_writer, _LOADED)
+
+
+def _connected(config: ServerConfig, stack: ExitStack) -> Segments:
+    segments = Segments(config.run_directory, config.incarnation)
+    stack.callback(segments.close)
+    return segments
+
+
+def _put_together(config: ServerConfig, segments: Segments, wake: int, stack: ExitStack) -> Service:
+    """A service that hears nobody but the supervisor yet; ``stack`` takes it apart."""
+    context = zmq.Context()
+    stack.callback(context.destroy, linger=_LINGER)
+    service = Service(config, segments, _bound(context, config), wake)
+    stack.callback(service.close)
+    service.prepare()
+    return service
 
 
 def _bound(context: zmq.Context[zmq.Socket[bytes]], config: ServerConfig) -> zmq.Socket[bytes]:

@@ -22,6 +22,7 @@ from .device import open_device
 from .interrupts import Interrupts, ring_doorbell
 from .link import Link, register
 from .loop import Loop
+from .turns import ProcessTurns
 
 __all__ = ["main"]
 
@@ -33,10 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cannot start."""
     options = _parser().parse_args(arguments)
     configure_logging(f"w{options.replica}")
-    interrupts = Interrupts()
+    interrupts, turns = Interrupts(), ProcessTurns()
     interrupts.install()
     dump_stacks_on_signal()
-    context.in_worker = True
+    context.become_worker(whole_process=True)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
@@ -47,13 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # What the user's code forks is not a worker.
         os.register_at_fork(after_in_child=connection.close)
         os.register_at_fork(after_in_child=interrupts.forget)
-        link = Link(config, connection, _end, ring_doorbell())
+        link = Link(config, connection, _end, ring_doorbell(), turns)
     except CentralStorageError as error:
         print(f"cs-worker: {error}", file=sys.stderr)  # noqa: T201  (a command line prints)
         return 2
     try:
         registered = register(link, config, device.name)
-        Loop(config, device, registered, connection, link, interrupts).serve()
+        Loop(config, device, registered, connection, link, interrupts, turns).serve()
     except CentralStorageError as error:
         print(f"cs-worker: {error}", file=sys.stderr)  # noqa: T201
         return 2

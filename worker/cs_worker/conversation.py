@@ -87,6 +87,10 @@ class Conversation:
         At a ``merge_point`` (run, k), the runs nested in it are carried out meanwhile. Raises KeyboardInterrupt where
         the run is cancelled and ReplicaLostError where the server has died. ``what`` names the wait.
         """
+        with self._interrupts.own_code():  # what is half-done here must not be torn apart
+            return self._wait(what, wanted, merge_point)
+
+    def _wait(self, what: str, wanted: Callable[[Record], T | None], merge_point: tuple[RunId, int] | None) -> T:
         _log.debug("waiting for %s", what)
         if (found := self._claim(wanted)) is not None:
             return found

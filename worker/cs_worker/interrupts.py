@@ -8,13 +8,15 @@ SIGTERM ends the process.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
+import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
-__all__ = ["Interrupts", "ring_doorbell"]
+__all__ = ["Interrupts", "ThreadInterrupts", "ring_doorbell"]
 
 _log = logging.getLogger("central_storage.worker")
 
@@ -95,6 +97,90 @@ class Interrupts:
     def _terminate(self, number: int, frame: FrameType | None) -> None:
         self.terminating = True
         raise SystemExit(0)
+
+
+class ThreadInterrupts(Interrupts):
+    """The same for a worker that is a thread of a script, where signals go to the main thread. :meth:`ring` and
+    :meth:`terminate` are to it what SIGINT and SIGTERM are to a process: they may be called from any thread, and raise
+    in the user's code where that runs. Code that does not come back to the interpreter is not reached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.identity = 0
+        self._lock = threading.Lock()
+        self._struck: type[BaseException] | None = None
+
+    def install(self) -> None:
+        """This thread is the worker's."""
+        self.identity = threading.get_ident()
+
+    def ring(self) -> None:
+        """A Cancel is in the mail."""
+        with self._lock:
+            self._rings += 1
+            self._strike(_Interrupted)
+
+    def terminate(self) -> None:
+        """The worker is to end."""
+        with self._lock:
+            self.terminating = True
+            self._strike(_Terminated)
+
+    def switch(self, in_user_code: bool) -> bool:
+        """As in a process; what was to be raised in the user's code, and has not been yet, is raised here."""
+        with self._lock:
+            struck, self._struck = self._struck, None
+            if struck is not None and _here.raised is not struck:
+                _raise_in(self.identity, None)
+                raise KeyboardInterrupt if struck is _Interrupted else SystemExit(0)
+            _here.raised = None
+            if in_user_code and self.terminating:
+                raise SystemExit(0)
+            before, self._in_user_code = self._in_user_code, in_user_code
+        self._attend()
+        return before
+
+    @property
+    def is_unheard(self) -> bool:
+        """Whether something is still to be raised in the user's code."""
+        return self._struck is not None
+
+    def _strike(self, kind: type[BaseException]) -> None:
+        if self._in_user_code:
+            self._in_user_code = False  # once is enough, as for a signal
+            self._struck = kind
+            _raise_in(self.identity, kind)
+
+
+class _Here(threading.local):
+    """What has been raised in this thread out of nothing."""
+
+    raised: type[BaseException] | None = None
+
+
+_here = _Here()
+
+
+class _Interrupted(KeyboardInterrupt):
+    """Made by the interpreter, in the thread in which it raises it: that is how one knows that it did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        _here.raised = _Interrupted
+
+
+class _Terminated(SystemExit):
+    """Like :class:`_Interrupted`."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        _here.raised = _Terminated
+
+
+def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
+    """Have the interpreter raise ``kind`` in a thread between two steps of its code; None: what it has not raised yet
+    it shall not."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), kind and ctypes.py_object(kind))
 
 
 class _Part:

@@ -22,6 +22,7 @@ from cs_proto.errors import ConfigurationError, ContextError, PeerProtocolError,
 from cs_proto.records import Record
 
 from .config import Config
+from .turns import Turns
 
 __all__ = ["COLLEAGUE", "SERVER", "SUPERVISOR", "Link"]
 
@@ -38,14 +39,17 @@ _LINGER = 100
 
 
 class Link:
-    """The sockets of one worker. Used by the main thread only."""
+    """The sockets of one worker. Used by the thread that is the worker only."""
 
-    def __init__(self, config: Config, lifeline: Lifeline, gone: Callable[[], NoReturn], doorbell: int) -> None:
+    def __init__(
+        self, config: Config, lifeline: Lifeline, gone: Callable[[], NoReturn], doorbell: int, turns: Turns
+    ) -> None:
         """Bind and connect. ``gone`` is called where the supervisor is gone, and must not return; the descriptor
-        ``doorbell`` is readable after a signal, whose handler then runs here."""
+        ``doorbell`` is readable after a signal, whose handler then runs here; ``turns`` hears of every wait."""
         self._config = config
         self._lifeline = lifeline
         self._gone = gone
+        self._turns = turns
         self._process = os.getpid()
         self._context = zmq.Context()
         self._poller = zmq.Poller()
@@ -72,7 +76,8 @@ class Link:
         Bytes that are no record are dropped with a logged line. Does not return where the supervisor is gone.
         """
         while True:
-            ready = dict(self._poller.poll(None if timeout is None else round(max(0.0, timeout) * 1000)))
+            with self._turns.paused():
+                ready = dict(self._poller.poll(None if timeout is None else round(max(0.0, timeout) * 1000)))
             if not ready:
                 return None
             if ready.pop(self._doorbell, None):

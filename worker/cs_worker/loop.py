@@ -11,7 +11,9 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -36,6 +38,7 @@ from .raised import raised_error
 from .replica import Replica
 from .seeds import kept_random_state, seed_random_state
 from .token import TokenController
+from .turns import Turns
 from .workshop import Workshop
 
 __all__ = ["Loop"]
@@ -54,6 +57,7 @@ class Loop:
         lifeline: Lifeline,
         link: Link,
         interrupts: Interrupts,
+        turns: Turns,
     ) -> None:
         conversation = Conversation(link, interrupts, self._execute)
         catalogue = Catalogue(conversation, lifeline, config.replica)
@@ -69,6 +73,7 @@ class Loop:
             arena,
             controller,
             controller.strategy,
+            turns,
         )
         self._programs = Programs(catalogue.map)
         self._own_path = list(sys.path)
@@ -88,7 +93,9 @@ class Loop:
             self._shop.interrupts.install()  # the user's code may have put other handlers in their place
             self._shop.conversation.begin_run(controller, work.run)
             self._shop.arena.reset()  # the client has copied what the last run returned
-            self._execute(controller, work)
+            with self._shop.turns.taken(work.run):
+                said = self._carry_out(controller, work)
+            said()  # after the turn: what the script does next is not this replica's
 
     def _prepare(self, prepare: Prepare) -> None:
         """Find modules and files where the script finds them; what only this process needs stays behind that."""
@@ -100,7 +107,12 @@ class Loop:
             _log.warning("%s cannot enter the script's directory: %s", self._shop.config.name, error)
 
     def _execute(self, sender: bytes, run: Run) -> None:
-        """Carry out one run as this replica, whatever becomes of it, and send its Return."""
+        """Carry out a nested run as this replica, and send its Return."""
+        self._shop.turns.pass_point(run.run, -1)
+        self._carry_out(sender, run)()
+
+    def _carry_out(self, sender: bytes, run: Run) -> Callable[[], None]:
+        """Carry out one run as this replica, whatever becomes of it; the answer sends its Return."""
         outer = self._under_way[-1] if self._under_way else None
         replica = Replica(self._shop, run.run, run.seed, outer)
         restore = kept_random_state() if outer is not None else None
@@ -119,8 +131,8 @@ class Loop:
         if restore is not None:
             restore()
         _flush()
-        replica.send_return(value, error)
         _log.debug("run %s has ended", path_text(run.run))
+        return partial(replica.send_return, value, error)
 
     def _call(self, sender: bytes, run: Run, replica: Replica) -> Value:
         shop = self._shop

@@ -273,7 +273,10 @@ class Replica:
             return record if isinstance(record, answers) else None
 
         what = f"{type(point).__name__} {k} of run {path_text(self._run)} at {point.site}"
-        return shop.conversation.wait(what, wanted, (self._run, k) if is_merge_call else None)
+        answer = shop.conversation.wait(what, wanted, (self._run, k) if is_merge_call else None)
+        if self.count > k:
+            shop.turns.pass_point(self._run, k)
+        return answer
 
     def _value(self, number: int) -> np.ndarray:
         self._commit_writes_of(number)

@@ -13,6 +13,7 @@ from .config import Config
 from .conversation import Conversation
 from .device import Device
 from .interrupts import Interrupts
+from .turns import Turns
 
 if TYPE_CHECKING:
     from .token import TokenController
@@ -34,4 +35,5 @@ class Workshop:
     arena: Arena
     controller: TokenController
     strategy: CentralStorageStrategy
+    turns: Turns
     variable_sets: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)

@@ -16,18 +16,44 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
+from typing import Protocol
 
 from .loop import Loop
 from .output import Lines, Stream, Tail
 from .plan import Command
 
-__all__ = ["Child", "end_leftovers", "reap_adopted"]
+__all__ = ["Child", "Running", "end_leftovers", "reap_adopted"]
 
 _READ_NBYTES = 65536
 # Of what a child has left in its pipes when it ends, at most this much is read per pipe.
 _DRAIN_NBYTES = 1 << 20
 _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+
+class Running(Protocol):
+    """What the supervisor needs of something that it has started."""
+
+    command: Command
+    tail: Tail
+    asked: bool
+    ready: bool
+    returncode: int | None
+    pid: int
+
+    @property
+    def name(self) -> str:
+        """How it is called in messages."""
+
+    @property
+    def cause(self) -> str:
+        """Why it ended."""
+
+    def listen(self, wanted: bool = True) -> None:
+        """Read its output as it comes, or leave it where it is for now."""
+
+    def signal(self, number: int) -> None:
+        """SIGTERM: asked to end. SIGKILL: ended."""
 
 
 class Child:

@@ -63,8 +63,13 @@ class RunDirectory:
             _remove_tree(self.path)
         else:
             _remove_content(self.path)
-        os.close(self._lock)
-        self._lock = -1
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of the lock and leave the directory as it is: a forked child's own copy holds nothing. Idempotent."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
 
 def clean_up() -> None:

@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
@@ -31,7 +31,7 @@ from cs_proto.messages import (
 )
 from cs_proto.records import Record
 
-from .children import Child, end_leftovers
+from .children import Child, Running, end_leftovers
 from .connections import Peer
 from .loop import Loop, Timer
 from .memory import Memfd, Memory
@@ -67,8 +67,10 @@ class Service:
         *,
         start_timeout: float = 60.0,
         logs: LogFiles | None = None,
+        start_child: Callable[..., Running] = Child,
     ) -> None:
-        """Nothing is started yet. ``start_timeout`` (seconds) limits the time until every process is ready."""
+        """Nothing is started yet. ``start_timeout`` (seconds) limits the time until every process is ready.
+        ``start_child`` starts what a command stands for, with the arguments of :class:`~.children.Child`."""
         self.run_directory = run_directory
         #: The first process that ended unasked, or None.
         self.first_failure: Died | None = None
@@ -80,7 +82,8 @@ class Service:
         self._start_timeout = start_timeout
         self._logs = logs
         self._state: State = "starting"
-        self._children: list[Child] = []
+        self._start_child = start_child
+        self._children: list[Running] = []
         self._peers: list[Peer] = []
         self._owner: Peer | None = None
         self._endpoint = ""
@@ -103,7 +106,7 @@ class Service:
         self._timers.append(self._loop.call_later(self._start_timeout, self._start_deadline))
         for command in self._commands:
             try:
-                child = Child(self._loop, command, on_lines=self._lines, on_end=self._child_ended)
+                child = self._start_child(self._loop, command, on_lines=self._lines, on_end=self._child_ended)
             except OSError as error:
                 self._fail_start(f"{command.label} could not be started ({command.argv[0]}: {error.strerror})")
                 return
@@ -147,7 +150,7 @@ class Service:
 
     # --- processes ------------------------------------------------------------------------------------------------
 
-    def _lines(self, child: Child, stream: Stream, lines: list[str]) -> None:
+    def _lines(self, child: Running, stream: Stream, lines: list[str]) -> None:
         if self._logs is not None:
             self._logs.write(child.command.label, lines)
         self._sink.write(stream, prefixed(child.command.label, lines))
@@ -159,7 +162,7 @@ class Service:
         for child in self._children:
             child.listen()
 
-    def _child_ended(self, child: Child) -> None:
+    def _child_ended(self, child: Running) -> None:
         _log.debug("%s ended by %s", child.name, child.cause)
         if child.asked:
             return
@@ -183,7 +186,7 @@ class Service:
             names = ", ".join(child.name for child in late)
             self._fail_start(f"not ready within {self._start_timeout:g} s: {names}", late[0])
 
-    def _fail_start(self, reason: str, child: Child | None = None) -> None:
+    def _fail_start(self, reason: str, child: Running | None = None) -> None:
         self._state = "failed"
         self._say(f"the service did not start: {reason}")
         last = "" if child is None else f"\nlast lines of {child.name}:\n{child.tail.text() or '(it wrote nothing)'}"
@@ -259,7 +262,7 @@ class Service:
             peer.introduction = who
             self._greet(peer)
 
-    def _child_of(self, peer: Peer, who: Introduce) -> Child | None:
+    def _child_of(self, peer: Peer, who: Introduce) -> Running | None:
         identity = (who.role, who.rank, who.incarnation)
         for child in self._children:
             command = child.command
