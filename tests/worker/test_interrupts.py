@@ -7,13 +7,15 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 import pytest
+from tests.harness.timing import unit
 
-from cs_worker.interrupts import Interrupts, ring_doorbell
+from cs_worker.interrupts import Interrupts, ThreadInterrupts, ring_doorbell
 
 
 class Mail:
@@ -228,3 +230,133 @@ def test_a_signal_rings_the_doorbell() -> None:
         signal.set_wakeup_fd(before)
         os.close(doorbell)
         os.close(writer)
+
+
+# --- a worker that is a thread ---------------------------------------------------------------------------------------
+
+
+class Thread:
+    """A worker's thread: runs ``function`` as the user's code and keeps what it raises."""
+
+    def __init__(self, function: Callable[[Thread], None]) -> None:
+        self.interrupts = ThreadInterrupts()
+        self.mail = Mail(self.interrupts)
+        self.raised: BaseException | None = None
+        self.at_work, self.go_on = threading.Event(), threading.Event()
+        self._function = function
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        assert self.at_work.wait(unit(10))
+
+    def _run(self) -> None:
+        self.interrupts.install()
+        self.interrupts.begin_run()
+        try:
+            with self.interrupts.user_code():
+                self._function(self)
+        except BaseException as error:  # noqa: BLE001  (the test looks at it)
+            self.raised = error
+
+    def cancel(self) -> None:
+        """What the client does at Ctrl-C."""
+        self.mail.unread.append(1)
+        self.interrupts.ring()
+
+    def end(self) -> BaseException | None:
+        self.go_on.set()
+        self._thread.join(unit(10))
+        assert not self._thread.is_alive()
+        return self.raised
+
+
+def forever(thread: Thread) -> None:
+    thread.at_work.set()
+    while True:
+        pass
+
+
+def test_a_ring_interrupts_the_users_code_in_a_thread() -> None:
+    thread = Thread(forever)
+    thread.cancel()
+    assert isinstance(thread.end(), KeyboardInterrupt)
+    assert not thread.interrupts.is_unheard
+
+
+def test_a_ring_in_own_code_is_heard_behind_it() -> None:
+    def work(thread: Thread) -> None:
+        with thread.interrupts.own_code():
+            thread.at_work.set()
+            assert thread.go_on.wait(unit(10))
+            said.append("not torn apart")
+        said.append("too far")
+
+    said: list[str] = []
+    thread = Thread(work)
+    thread.cancel()
+    assert isinstance(thread.end(), KeyboardInterrupt)
+    assert said == ["not torn apart"]
+
+
+def test_a_ring_that_no_cancelled_run_explains_is_ignored_in_a_thread(caplog: pytest.LogCaptureFixture) -> None:
+    def work(thread: Thread) -> None:
+        with thread.interrupts.own_code():
+            thread.at_work.set()
+            assert thread.go_on.wait(unit(10))
+
+    thread = Thread(work)
+    thread.interrupts.ring()
+    assert thread.end() is None
+    assert "no cancelled run explains" in caplog.text
+
+
+def test_code_that_does_not_come_back_is_known_and_raises_when_it_does() -> None:
+    reader, writer = os.pipe()
+
+    def hang(thread: Thread) -> None:
+        thread.at_work.set()
+        os.read(reader, 1)
+        with thread.interrupts.own_code():
+            said.append("too far")
+
+    said: list[str] = []
+    thread = Thread(hang)
+    thread.cancel()
+    assert thread.interrupts.is_unheard
+    os.write(writer, b"!")
+    assert isinstance(thread.end(), KeyboardInterrupt)
+    assert said == []
+    os.close(reader)
+    os.close(writer)
+
+
+def test_one_interrupt_is_raised_once() -> None:
+    def work(thread: Thread) -> None:
+        try:
+            forever(thread)
+        except KeyboardInterrupt:
+            for _ in range(100):
+                with thread.interrupts.own_code():
+                    said.append("tidied up")
+
+    said: list[str] = []
+    thread = Thread(work)
+    thread.cancel()
+    assert thread.end() is None
+    assert said == ["tidied up"] * 100
+
+
+def test_a_thread_that_is_told_to_end_does() -> None:
+    thread = Thread(forever)
+    thread.interrupts.terminate()
+    assert isinstance(thread.end(), SystemExit)
+
+
+def test_a_thread_that_is_told_to_end_in_own_code_ends_behind_it() -> None:
+    def work(thread: Thread) -> None:
+        with thread.interrupts.own_code():
+            thread.at_work.set()
+            assert thread.go_on.wait(unit(10))
+
+    thread = Thread(work)
+    thread.interrupts.terminate()
+    assert isinstance(thread.end(), SystemExit)

@@ -1,0 +1,368 @@
+"""in_process=True: the same service in threads of the script; same results, one replica at a time, nothing left."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.harness.processes import run, start
+from tests.harness.timing import unit
+from tests.processes.test_truth import assert_same_bits, trained_by, trained_here
+from threadpoolctl import threadpool_limits
+
+import central_storage as cs
+from central_storage import errors
+
+
+def threads(replicas: int) -> cs.CentralStorageStrategy:
+    return cs.CentralStorageStrategy([f"cpu:{r}" for r in range(replicas)], in_process=True)
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[cs.CentralStorageStrategy]:
+    """A strategy of two replicas in this process, kept for all tests of the file."""
+    with threads(2) as strategy:
+        # By then every socket is connected, and none is taken for the first test's leftover.
+        strategy.run(lambda: context().merge_call(lambda strategy: strategy.run(_nothing)))
+        yield strategy
+
+
+def _nothing() -> None:
+    pass
+
+
+def context() -> cs.ReplicaContext:
+    found = cs.get_replica_context()
+    assert found is not None
+    return found
+
+
+def replica() -> int:
+    return context().replica_id_in_sync_group
+
+
+def meet() -> float:
+    return float(context().all_reduce("SUM", np.ones(2))[0])
+
+
+# --- the same results -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_training_has_the_bits_of_one_process(replicas: int) -> None:
+    with threadpool_limits(1), threads(replicas) as strategy:
+        for in_place in (True, False):
+            assert_same_bits(trained_by(strategy, "adam", in_place=in_place), trained_here("adam", replicas))
+
+
+def test_random_numbers_are_those_of_processes() -> None:
+    def merge(strategy: Any) -> Any:
+        return strategy.run(lambda: (random.random(), np.random.random()))
+
+    def step() -> Any:
+        drawn = [random.random(), np.random.normal()]
+        meet()
+        drawn += [random.random(), np.random.normal()]
+        nested = context().merge_call(merge)
+        return np.array([*drawn, *nested, random.random(), np.random.normal()])
+
+    def runs(strategy: cs.CentralStorageStrategy) -> list[np.ndarray]:
+        return [each for _ in range(2) for each in strategy.experimental_local_results(strategy.run(step))]
+
+    with threads(2) as strategy, cs.CentralStorageStrategy(["cpu:0", "cpu:1"]) as processes:
+        np.testing.assert_array_equal(runs(strategy), runs(processes))
+
+
+def test_the_scripts_own_random_state_is_left_alone(here: cs.CentralStorageStrategy) -> None:
+    def step() -> float:
+        meet()
+        return random.random() + np.random.random()
+
+    random.seed(3)
+    np.random.seed(3)
+    expected = [(random.random(), np.random.random()) for _ in range(5)]
+    random.seed(3)
+    np.random.seed(3)
+    found = []
+    for _ in range(5):
+        here.run(step)
+        found.append((random.random(), np.random.random()))
+    assert found == expected
+
+
+def test_what_is_captured_is_copied_as_for_a_process(here: cs.CentralStorageStrategy) -> None:
+    class Counter:
+        counted = 0
+
+    seen: list[int] = []
+
+    def step(array: np.ndarray) -> Any:
+        seen.append(1)
+        Counter.counted += 1
+        return Counter.counted, array.flags.writeable, len(seen)
+
+    counts = here.run(step, args=(np.zeros(3),))
+    assert counts == (1, False, 1)
+    assert Counter.counted == 0
+    assert seen == []
+
+
+def test_a_class_comes_back_as_the_scripts_own(here: cs.CentralStorageStrategy) -> None:
+    class Mine(ValueError):
+        pass
+
+    def merge(strategy: Any) -> Any:
+        def nested() -> None:
+            raise Mine("from a nested run")
+
+        try:
+            strategy.run(nested)
+        except Mine as error:
+            return str(error)
+
+    def fail() -> None:
+        raise Mine("as it is")
+
+    assert here.run(lambda: context().merge_call(merge)) == "from a nested run"
+    with pytest.raises(Mine, match="as it is"):
+        here.run(fail)
+
+
+def test_a_run_in_a_merge_call_and_an_observer(here: cs.CentralStorageStrategy) -> None:
+    with here.scope():
+        total = cs.Variable(np.zeros(2), aggregation=cs.VariableAggregation.SUM, name="in_process_total")
+
+    def merge(strategy: Any, values: Any) -> Any:
+        strategy.run(lambda: total.assign_add(np.ones(2)))
+        return strategy.reduce("SUM", values, axis=None) + total.numpy()
+
+    result = here.run(lambda: context().merge_call(merge, args=(np.full(2, 10.0 * (1 + replica())),)))
+    assert [list(each) for each in here.experimental_local_results(result)] == [[32, 32], [32, 32]]
+    with cs.connect(here.address) as observer:
+        assert list(observer.get("in_process_total")) == [2, 2]
+    statistics = here.statistics()
+    assert {each.pid for each in statistics.replicas} == {statistics.pid} == {os.getpid()}
+
+
+# --- one at a time ----------------------------------------------------------------------------------------------------
+
+
+def test_replicas_run_one_at_a_time_and_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    def step() -> None:
+        for part in "abc":
+            print(part, replica(), "first")
+            print(part, replica(), "then")
+            meet()
+
+    with threads(3) as strategy:
+        for _ in range(5):
+            strategy.run(step)
+    lines = [f"{part} {r} {when}" for part in "abc" for r in range(3) for when in ("first", "then")]
+    assert capsys.readouterr().out.splitlines() == lines * 5
+
+
+def test_two_strategies_in_two_threads(here: cs.CentralStorageStrategy) -> None:
+    def step(own: int) -> Any:
+        drawn = [np.random.random() for _ in range(3) if meet()]
+        return own, np.array(drawn)
+
+    def train(strategy: cs.CentralStorageStrategy, own: int, into: list[Any]) -> None:
+        with strategy:
+            into += [strategy.run(step, args=(own,)) for _ in range(20)]
+
+    found: list[list[Any]] = [[], [], []]
+    trainers = [threading.Thread(target=train, args=(threads(2), own, found[own])) for own in range(2)]
+    for trainer in trainers:
+        trainer.start()
+    for trainer in trainers:
+        trainer.join(unit(30))
+    train(threads(2), 2, found[2])
+    for own in range(3):
+        assert [result[0] for result in found[own]] == [own] * 20
+        for result, alone in zip(found[own], found[2], strict=True):
+            np.testing.assert_array_equal(result[1].values, alone[1].values)
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def test_an_exception_has_the_replicas_traceback(here: cs.CentralStorageStrategy) -> None:
+    def step() -> None:
+        if replica() == 1:
+            raise KeyError("what I looked for")
+        meet()
+
+    with pytest.raises(KeyError, match="what I looked for") as caught:
+        here.run(step)
+    notes = "".join(caught.value.__notes__)
+    assert "in replica 1" in notes
+    assert f"{__file__}" in notes
+    assert here.experimental_local_results(here.run(meet)) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "text"),
+    [
+        (lambda: meet() if replica() else None, errors.MergeMismatchError, r"(?s)replica 0.*replica 1"),
+        (lambda: sys.exit(3), SystemExit, "3"),
+        (lambda: cs.CentralStorageStrategy(["cpu:0"], in_process=True), errors.ContextError, "inside a worker"),
+        (lambda: cs.CentralStorageStrategy(["cpu:0"]), errors.ContextError, "inside a worker"),
+        (lambda: object(), errors.ResultError, "object"),
+        (lambda: cs.get_strategy().shutdown(), errors.ContextError, "in your script"),  # type: ignore[attr-defined]
+    ],
+    ids=["mismatch", "sys.exit", "strategy", "service", "result", "shutdown"],
+)
+def test_a_mistake_is_the_error_it_is_with_processes(
+    here: cs.CentralStorageStrategy, step: Callable[[], Any], error: type[BaseException], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        here.run(step)
+    assert here.experimental_local_results(here.run(meet)) == (2, 2)
+
+
+def test_a_device_that_cannot_be_used_is_a_failed_start() -> None:
+    with pytest.raises(errors.DeviceError):
+        cs.CentralStorageStrategy(["gpu:999"], in_process=True)
+
+
+def test_after_shutdown_the_strategy_says_so() -> None:
+    strategy = threads(1)
+    strategy.shutdown()
+    strategy.shutdown()
+    with pytest.raises(errors.ShutdownError):
+        strategy.run(_nothing)
+
+
+INTERRUPTED = """
+import os, sys, central_storage as cs
+import central_storage.link
+central_storage.link._NAME_WAIT_EVERY = 0.2
+def replica(): return cs.get_replica_context().replica_id_in_sync_group
+strategy = cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True)
+pipe = os.pipe()[0]
+def compute():
+    print("at work", flush=True)
+    while True: pass
+def wait():
+    if replica() == 1: compute()
+    cs.get_replica_context().merge_call(lambda strategy: None)
+def hang():
+    if replica() == 1:
+        print("at work", flush=True)
+        os.read(pipe, 1)
+with strategy.scope(): variable = cs.Variable([1.0])
+def read():
+    print("at work", flush=True)
+    while True: variable.numpy()
+try: strategy.run(globals()[sys.argv[1]])
+except KeyboardInterrupt: print("interrupted", flush=True)
+try: print(strategy.run(replica).values, flush=True)
+except cs.errors.ShutdownError as error: print("ended:", error, flush=True)
+"""
+
+
+@pytest.mark.parametrize("function", ["compute", "wait", "read"])
+def test_ctrl_c_interrupts_the_function_and_the_strategy_goes_on(function: str) -> None:
+    with start("-c", INTERRUPTED, function) as child:
+        child.wait_for("at work")
+        child.press_ctrl_c()
+        ended = child.wait().ok()
+    assert ended.lines[-2:] == ["interrupted", "(0, 1)"]
+    assert "Traceback" not in ended.err
+
+
+def test_code_that_does_not_hear_ctrl_c_is_named_and_a_second_one_goes_on_without_it() -> None:
+    with start("-c", INTERRUPTED, "hang") as child:
+        child.wait_for("at work")
+        child.press_ctrl_c()
+        child.wait_for("replica 1 does not react to Ctrl-C: it is at <string>:", stream="err")
+        child.press_ctrl_c()
+        ended = child.wait().ok()
+    assert ended.lines[1] == "interrupted"
+    assert ended.lines[2].startswith("ended: its service has ended: a second Ctrl-C")
+    assert "replica 1 still hangs in a thread of this script, at <string>:" in ended.lines[2]
+
+
+# --- a debugger -------------------------------------------------------------------------------------------------------
+
+DEBUGGED = """
+import numpy as np, central_storage as cs
+strategy = cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True)
+def step(secret):
+    number = cs.get_replica_context().replica_id_in_sync_group
+    breakpoint()
+    total = cs.get_replica_context().all_reduce("SUM", np.array([number + 1.0]))
+    return float(total[0]) + secret
+print("results", *strategy.run(step, args=(40,)).values)
+"""
+
+
+def test_a_breakpoint_in_a_replica_function(tmp_path: Path) -> None:
+    script = tmp_path / "debugged.py"
+    script.write_text(DEBUGGED)
+    # Replica 0 stops, steps over the merge point into which replica 1 has to come, and goes on when that has.
+    commands = ["p ('replica', number, secret)", "n", "p ('replica', number, secret)", "c", "p ('sum', total)", "c"]
+    ended = subprocess.run(
+        [sys.executable, script], input="\n".join(commands) + "\n", capture_output=True, text=True, timeout=unit(30)
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for line in ("('replica', 0, 40)", "('replica', 1, 40)", "('sum', array([3.]))", "results 43.0 43.0"):
+        assert line in ended.stdout
+    assert "debugged.py(7)step()" in ended.stdout
+    assert ended.stdout.index("('replica', 0") < ended.stdout.index("('replica', 1") < ended.stdout.index("('sum'")
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_script_that_just_ends_leaves_nothing() -> None:
+    ended = run("-c", "import central_storage as cs; cs.CentralStorageStrategy(['cpu:0', 'cpu:1'], in_process=True)")
+    assert (ended.code, ended.out, ended.err) == (0, "", "")
+
+
+def test_a_script_that_fails_ends() -> None:
+    ended = run(
+        "-c",
+        "import central_storage as cs; s = cs.CentralStorageStrategy(['cpu:0'], in_process=True); s.run(lambda: 1 / 0)",
+    )
+    assert ended.code == 1
+    assert "ZeroDivisionError" in ended.err
+
+
+def test_a_forked_child_ends_alone() -> None:
+    program = """
+import os, central_storage as cs
+strategy = cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True)
+child = os.fork()
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+    print(strategy.run(lambda: 7))
+else:
+    try: strategy.run(lambda: 8)
+    except cs.errors.ShutdownError: print("not mine", flush=True)
+"""
+    assert run("-c", program, environment={"PYTHONWARNINGS": "ignore"}).ok().lines == ["not mine", "7"]
+
+
+def test_under_cs_launch_it_is_a_service_of_the_scripts_own(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import os, central_storage as cs
+with cs.CentralStorageStrategy(in_process=True) as strategy:
+    statistics = strategy.statistics()
+    print("replicas", [each.device for each in statistics.replicas], statistics.pid == os.getpid())
+print("launched", cs.CentralStorageStrategy().statistics().pid != os.getpid())
+"""
+    )
+    ended = run("cs-launch", "--devices", "cpu:0,cpu:1", script).ok()
+    assert "replicas ['cpu:0', 'cpu:1'] True" in ended.out
+    assert "launched True" in ended.out
