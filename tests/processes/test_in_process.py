@@ -46,7 +46,7 @@ def context() -> cs.ReplicaContext:
 
 
 def replica() -> int:
-    return context().replica_id_in_sync_group
+    return int(context().replica_id_in_sync_group)
 
 
 def meet() -> float:
@@ -245,7 +245,7 @@ INTERRUPTED = """
 import os, sys, central_storage as cs
 import central_storage.link
 central_storage.link._NAME_WAIT_EVERY = 0.2
-def replica(): return cs.get_replica_context().replica_id_in_sync_group
+def replica(): return int(cs.get_replica_context().replica_id_in_sync_group)
 strategy = cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True)
 pipe = os.pipe()[0]
 def compute():
@@ -297,7 +297,7 @@ DEBUGGED = """
 import numpy as np, central_storage as cs
 strategy = cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True)
 def step(secret):
-    number = cs.get_replica_context().replica_id_in_sync_group
+    number = int(cs.get_replica_context().replica_id_in_sync_group)
     breakpoint()
     total = cs.get_replica_context().all_reduce("SUM", np.array([number + 1.0]))
     return float(total[0]) + secret
