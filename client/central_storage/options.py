@@ -12,6 +12,8 @@ from typing import NamedTuple, Self
 
 from cs_proto.errors import InvalidArgumentError
 
+from .deprecated import warn_deprecated
+
 __all__ = [
     "CommunicationImplementation",
     "CommunicationOptions",
@@ -59,6 +61,7 @@ class InputOptions(_InputFields):
     ``experimental_replication_mode``: how often a data set function is called;
     ``experimental_place_dataset_on_device``: whether the data set itself runs on the replica's device;
     ``experimental_per_replica_buffer_size``: the number of elements fetched ahead for each replica.
+    ``experimental_prefetch_to_device`` is the older name of ``experimental_fetch_to_device``.
 
     Raises TypeError for a mode that is no InputReplicationMode and InvalidArgumentError for a buffer size that is no
     int of at least 0.
@@ -72,7 +75,14 @@ class InputOptions(_InputFields):
         experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
         experimental_place_dataset_on_device: bool = False,
         experimental_per_replica_buffer_size: int = 1,
+        *,
+        experimental_prefetch_to_device: bool | None = None,
     ) -> Self:
+        if experimental_prefetch_to_device is not None:
+            warn_deprecated(InputOptions, "experimental_prefetch_to_device", "experimental_fetch_to_device")
+            if experimental_fetch_to_device is not None:
+                raise TypeError("experimental_prefetch_to_device is the older name of experimental_fetch_to_device")
+            experimental_fetch_to_device = experimental_prefetch_to_device
         if not isinstance(experimental_replication_mode, InputReplicationMode):
             raise TypeError(
                 "experimental_replication_mode must be an InputReplicationMode, not "

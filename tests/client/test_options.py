@@ -25,6 +25,13 @@ def test_input_options_are_a_named_tuple_with_checked_fields() -> None:
             cs.InputOptions(experimental_per_replica_buffer_size=size)  # type: ignore[arg-type]
 
 
+def test_the_older_name_of_fetch_to_device() -> None:
+    with pytest.warns(DeprecationWarning, match="experimental_fetch_to_device"):
+        assert cs.InputOptions(experimental_prefetch_to_device=False).experimental_fetch_to_device is False
+    with pytest.raises(TypeError, match="older name"):
+        cs.InputOptions(True, experimental_prefetch_to_device=True)
+
+
 def test_communication_options() -> None:
     assert cs.CommunicationOptions(implementation="ring").implementation is cs.CommunicationImplementation.RING
     with pytest.raises(ValueError, match="bytes_per_pack"):
