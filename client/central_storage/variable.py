@@ -7,7 +7,7 @@ everywhere else, and by ``value()``, ``read_value()`` and ``numpy()``, reading g
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -33,7 +33,7 @@ from .values import (
 if TYPE_CHECKING:
     from .backend import ControllerBackend, ReplicaBackend, Strategy
 
-__all__ = ["Variable"]
+__all__ = ["Variable", "constraints_after"]
 
 
 class _Local:
@@ -450,6 +450,27 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
     def _controller(self) -> ControllerBackend:
         assert self._strategy is not None
         return self._strategy.controller
+
+
+def constraints_after(pairs: Sequence[tuple[object, Variable]]) -> Callable[[object], None] | None:
+    """What ``apply_gradients`` has to merge_call after its update of these (gradient, variable) pairs; None where no
+    variable has a constraint. Raises RuntimeError for a constraint of a variable with a sparse gradient."""
+    constrained = [(gradient, variable) for gradient, variable in pairs if variable.constraint is not None]
+    for gradient, variable in constrained:
+        if isinstance(gradient, IndexedSlices):
+            raise RuntimeError(
+                f"variable {variable.name} has a constraint and a sparse gradient: the constraint is of the whole "
+                "value; take one away, or make the gradient dense"
+            )
+    if not constrained:
+        return None
+
+    def constrain(strategy: object) -> None:
+        for _, variable in constrained:
+            assert variable.constraint is not None
+            variable.assign(variable.constraint(variable.value()))
+
+    return constrain
 
 
 def _backend_of(strategy: Strategy) -> ReplicaBackend | ControllerBackend:

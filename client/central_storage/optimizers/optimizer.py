@@ -11,7 +11,7 @@ import numpy as np
 from central_storage.context import call_site, current_replica, get_replica_context, get_strategy, has_strategy
 from central_storage.handles import Handle
 from central_storage.values import IndexedSlices, convert_to_tensor
-from central_storage.variable import Variable
+from central_storage.variable import Variable, constraints_after
 from cs_proto.errors import ContextError, InvalidArgumentError
 from cs_proto.messages import Optimizer as OptimizerRecord
 
@@ -84,7 +84,9 @@ class Optimizer(Handle):
 
         Only inside a replica function. Pairs whose gradient is None are dropped; none left is a ValueError. A gradient
         has its variable's shape and dtype, else InvalidArgumentError (a ValueError). Gradients that were computed into
-        ``gradient_buffers`` are not copied. Averaging is the caller's business: divide the loss by the global batch.
+        ``gradient_buffers`` are not copied. A variable's ``constraint`` is applied after the update, by replica 0,
+        which commits; with a sparse gradient it is a RuntimeError. Averaging is the caller's business: divide the loss
+        by the global batch.
         """
         if not experimental_aggregate_gradients:
             raise NotImplementedError(
@@ -100,6 +102,7 @@ class Optimizer(Handle):
         if not pairs:
             raise ValueError(f"{self.name}.apply_gradients: every gradient is None, so nothing is left to apply")
         numbers = [self._checked(variable) for _, variable in pairs]
+        constrain = constraints_after(pairs)
         if len(set(numbers)) < len(numbers):
             raise ValueError(f"{self.name}.apply_gradients: a variable appears twice; add its gradients first")
         context.backend.apply(
@@ -107,6 +110,8 @@ class Optimizer(Handle):
             [(_fitting(gradient, variable), variable.number) for gradient, variable in pairs],
             call_site(),
         )
+        if constrain is not None:
+            context.merge_call(constrain)
 
     def get_config(self) -> dict[str, float]:
         """The hyperparameters by name."""
