@@ -98,9 +98,19 @@ class Replica:
 
     @_whole
     def read_rows(self, number: int, rows: np.ndarray) -> np.ndarray:
-        """A copy of these rows of the variable's value."""
-        value: np.ndarray = self._shop.device.bring(self._value(number)[rows])
-        return value
+        """A copy of these rows of the variable's value; with what this replica noted to write to them."""
+        self._commit_writes_of(number)
+        notes = self._unseen_of(number)
+        if not notes or number in self._overlaid:
+            value: np.ndarray = self._value(number)[rows]
+        else:  # of a large table only these
+            named, places = np.unique(rows, return_inverse=True)
+            own = self._shop.catalogue.view(number)[named]
+            for note in notes:
+                self._overlay(own, note, named)
+            value = own[places.reshape(rows.shape)]
+        brought: np.ndarray = self._shop.device.bring(value)
+        return brought
 
     @_whole
     def variable(self, number: int) -> messages.Variable:
@@ -281,20 +291,31 @@ class Replica:
     def _value(self, number: int) -> np.ndarray:
         self._commit_writes_of(number)
         value = self._shop.catalogue.view(number)
-        if not any(note.variable == number for note in self._unseen):
+        notes = self._unseen_of(number)
+        if not notes:
             return value
         if number not in self._overlaid:
             self._overlaid[number] = own = np.array(value)
-            for note in self._unseen:
-                if note.variable == number:
-                    self._overlay(own, note)
+            for note in notes:
+                self._overlay(own, note)
         shown = self._overlaid[number].view()
         shown.flags.writeable = False
         return shown
 
-    def _overlay(self, value: np.ndarray, note: WriteNote) -> None:
+    def _unseen_of(self, number: int) -> list[WriteNote]:
+        return [note for note in self._unseen if note.variable == number]
+
+    def _overlay(self, own: np.ndarray, note: WriteNote, named: np.ndarray | None = None) -> None:
+        """Do to ``own`` what the server will do to the variable: to all of it, or to the rows ``named`` (ascending),
+        which are all that ``own`` has."""
         look = self._shop.catalogue.map
-        write(value, note.op, look(note.value), None if note.indices is None else look(note.indices))
+        value, rows = look(note.value), None if note.indices is None else look(note.indices)
+        if named is not None and rows is None:
+            value = value[named]
+        elif named is not None and rows is not None and named.size:
+            places = np.minimum(np.searchsorted(named, rows), len(named) - 1)
+            rows = np.where(named[places] == rows, places, -1)  # others are left out
+        write(own, note.op, value, rows)
 
     def _forget_overlays(self, k: int) -> None:
         """Write notes before merge point ``k`` may be in a commit by now: what reads their variables has it made."""

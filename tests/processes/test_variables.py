@@ -1,0 +1,261 @@
+"""Variables over a real service: made everywhere, written everywhere, and what every replica reads meanwhile."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import central_storage as cs
+
+F32 = np.float32
+NONE, SUM, MEAN, FIRST = cs.VariableAggregation
+
+
+def made(s: cs.CentralStorageStrategy, value: Any, **options: Any) -> cs.Variable:
+    with s.scope():
+        return cs.Variable(value, **options)
+
+
+def replica() -> int:
+    context = cs.get_replica_context()
+    assert context is not None
+    return int(context.replica_id_in_sync_group)
+
+
+def slices(value: Any, *rows: int) -> cs.IndexedSlices:
+    return cs.IndexedSlices(np.full(len(rows), value, F32), np.array(rows))
+
+
+def lists(value: Any) -> list[Any]:
+    """The components of a PerReplica of arrays."""
+    return [component.tolist() for component in value.values]
+
+
+# --- aggregation × synchronization ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("synchronization", list(cs.VariableSynchronization))
+@pytest.mark.parametrize(
+    ("aggregation", "combined"), [(NONE, None), (SUM, 30.0), (MEAN, 15.0), (FIRST, 10.0)], ids=lambda x: str(x)
+)
+def test_an_assign_of_arrays_is_applied_once(
+    two: cs.CentralStorageStrategy, aggregation: Any, combined: float | None, synchronization: Any
+) -> None:
+    v = made(two, 1.0, aggregation=aggregation, synchronization=synchronization)
+    assert v.synchronization is synchronization
+    operations: list[Callable[[Any], Any]] = [v.assign, v.assign_add, v.assign_sub]
+    for operation in operations:
+        name = operation.__name__
+
+        def step(name: str = name) -> Any:
+            return getattr(v, name)(F32(10) * F32(replica() + 1)) + F32(0)
+
+        if combined is None:
+            with pytest.raises(ValueError, match="aggregation is NONE"):
+                two.run(step)
+            continue
+        v.assign(1.0)
+        expected = {"assign": combined, "assign_add": 1 + combined, "assign_sub": 1 - combined}[name]
+        assert lists(two.run(step)) == [expected, expected]
+        assert float(v) == expected
+
+
+@pytest.mark.parametrize(("aggregation", "expected"), [(MEAN, 6.0), (FIRST, 6.0)])
+def test_the_same_python_number_counts_once(two: cs.CentralStorageStrategy, aggregation: Any, expected: float) -> None:
+    v = made(two, 1.0, aggregation=aggregation)
+    two.run(lambda: v.assign_add(5.0))
+    assert float(v) == expected
+
+
+def test_the_same_python_number_from_all_under_sum_is_never_added_silently(two: cs.CentralStorageStrategy) -> None:
+    v = made(two, 1.0, aggregation=SUM)
+    with pytest.raises(ValueError, match="same Python number"):
+        two.run(lambda: v.assign_add(5.0))
+    with pytest.raises(ValueError, match="SUM"):
+        two.run(lambda: v.assign(v.numpy().tolist() if v.shape else [1.0]))
+    two.run(lambda: v.assign_add(float(replica())))
+    assert float(v) == 2
+    two.run(lambda: v.assign(v + 1))  # N times (v + 1): what each replica brings is added
+    assert float(v) == 6
+
+
+def test_integers(two: cs.CentralStorageStrategy) -> None:
+    total, mean = made(two, 1, aggregation=SUM), made(two, 1, aggregation=MEAN)
+    two.run(lambda: total.assign_add(np.int32(replica() + 1)))
+    assert int(total) == 4
+    with pytest.raises(ValueError, match="floating-point"):
+        two.run(lambda: mean.assign_add(np.int32(replica() + 1)))
+
+
+# --- writes that need no agreement ----------------------------------------------------------------------------------
+
+
+def test_a_variable_made_outside_every_scope_is_written_in_replica_order(two: cs.CentralStorageStrategy) -> None:
+    v = cs.Variable(np.ones(2, F32), name="outside")
+    v.assign_add([1.0, 1.0])
+
+    def step() -> Any:
+        v.assign(v + F32(replica() + 1))
+        if replica() == 1:
+            v.assign_add([10.0, 0.0])
+        return v.numpy()
+
+    assert v.strategy is None
+    assert lists(two.run(step)) == [[3, 3], [14, 4]]
+    assert v.strategy is two
+    assert v.numpy().tolist() == [14, 4]  # replica 0 assigned first, then replica 1
+    v.assign([0.0, 0.0])
+    assert lists(two.run(step)) == [[1, 1], [12, 2]]
+    assert two.run(lambda: v) is v
+    assert v.name == "outside"
+
+
+@pytest.mark.parametrize("aggregation", [NONE, SUM, MEAN, FIRST])
+def test_scatters_are_each_replicas_own(two: cs.CentralStorageStrategy, aggregation: Any) -> None:
+    v = made(two, np.zeros(4, F32), aggregation=aggregation)
+
+    def step() -> Any:
+        v.scatter_add(slices(replica() + 1, 0, 0, 1))
+        v.scatter_sub(slices(1, 2))
+        if replica() == 1:
+            v.scatter_update(cs.IndexedSlices(np.array([7, 8], F32), [3, 3]))
+        own = v.numpy()
+        cs.get_replica_context().all_reduce("SUM", np.ones(1))
+        return own, v.numpy(), v.sparse_read([3, 0])
+
+    own, after, rows = two.run(step)
+    assert lists(own) == [[2, 1, -1, 0], [4, 2, -1, 8]]
+    assert lists(after) == [[6, 3, -2, 8]] * 2
+    assert lists(rows) == [[8, 6]] * 2
+    assert v.numpy().tolist() == [6, 3, -2, 8]
+    assert v.version == 5
+
+
+def test_one_that_raises_leaves_what_it_wrote_before(two: cs.CentralStorageStrategy) -> None:
+    v = made(two, np.zeros(2, F32))
+
+    def step() -> None:
+        v.scatter_add(slices(1, 0))
+        if replica() == 1:
+            raise ValueError("on purpose")
+        cs.get_replica_context().all_reduce("SUM", np.ones(1))
+        v.scatter_add(slices(1, 1))
+
+    with pytest.raises(ValueError, match="on purpose"):
+        two.run(step)
+    assert v.numpy().tolist() == [2, 0]
+
+
+def test_rows_and_scatters_in_the_cross_replica_context(two: cs.CentralStorageStrategy) -> None:
+    table = made(two, np.arange(300_000, dtype=F32).reshape(-1, 3), name="table")
+    values = np.ones((50_000, 3), F32)
+    table.scatter_add(cs.IndexedSlices(values, np.arange(50_000)))  # larger than a frame, indices too
+    assert table.sparse_read([[0], [99_999]]).tolist() == [[[1, 2, 3]], [[299_997, 299_998, 299_999]]]
+
+    def merged(strategy: Any) -> Any:
+        table.scatter_update(cs.IndexedSlices(-values, np.arange(50_000)))
+        return table.sparse_read([1, 50_000])
+
+    both = two.run(lambda: cs.get_replica_context().merge_call(merged))  # type: ignore[union-attr]
+    assert lists(both) == [[[-1, -1, -1], [150_000, 150_001, 150_002]]] * 2
+
+
+def test_local_variables_among_arguments_and_large_batches(two: cs.CentralStorageStrategy) -> None:
+    """Taking a large variable along while arguments are being sent leaves these whole."""
+    first, second, captured = (cs.Variable(np.full(100_000, n, F32), name="late") for n in range(3))
+    batches = cs.PerReplica([np.full(100_000, 5, F32), np.full(100_000, 6, F32)])
+
+    def step(batch: Any, nest: dict[str, Any]) -> list[float]:
+        return [float(np.mean(batch)), float(np.mean(nest["v"])), float(np.mean(captured))]
+
+    nest = {"v": cs.PerReplica([first, second])}
+    assert two.experimental_local_results(two.run(step, args=(batches, nest))) == ([5.0, 0.0, 2.0], [6.0, 1.0, 2.0])
+    assert {first.name, second.name, captured.name} == {"late", "late_1", "late_2"}
+
+
+# --- where variables come from --------------------------------------------------------------------------------------
+
+
+def test_names_are_unique(two: cs.CentralStorageStrategy) -> None:
+    names = [made(two, 0.0, name="unique").name for _ in range(3)]
+    assert names == ["unique", "unique_1", "unique_2"]
+
+
+def test_one_made_inside_run_is_replica_0s_and_the_same_everywhere(two: cs.CentralStorageStrategy) -> None:
+    def step() -> Any:
+        v = cs.Variable(lambda: np.full(2 + replica(), replica() + 1, F32), name="inside", aggregation=SUM)
+        v.assign_add(np.ones(2, F32))
+        return {"v": v}, v.numpy()
+
+    nest, values = two.run(step)
+    assert isinstance(nest["v"], cs.Variable)
+    assert nest["v"].strategy is two
+    assert lists(values) == [[3, 3]] * 2
+    assert nest["v"].numpy().tolist() == [3, 3]
+
+    def uneven() -> None:
+        if replica() == 1:
+            cs.Variable(1.0)
+
+    with pytest.raises(RuntimeError, match="do not meet"):
+        two.run(uneven)
+
+
+def test_copies(two: cs.CentralStorageStrategy) -> None:
+    v = made(two, [1.0, 2.0], name="original", aggregation=SUM)
+    w = copy.deepcopy({"w": v})["w"]
+    v.assign([0.0, 0.0])
+    assert (w.numpy().tolist(), w.name, w.strategy, w.aggregation) == ([1, 2], "original_1", two, SUM)
+
+    def step() -> Any:
+        x = copy.deepcopy(w)
+        x.assign_add(np.ones(2, F32))
+        return x.numpy(), w.numpy()
+
+    inside, outside = two.run(step)
+    assert (lists(inside), lists(outside)) == ([[3, 4]] * 2, [[1, 2]] * 2)
+
+
+def test_another_strategys_variable(two: cs.CentralStorageStrategy, own: cs.CentralStorageStrategy) -> None:
+    v = made(two, 1.0, aggregation=SUM)
+    with own.scope():
+        assert v + 0.0 == 1
+        with pytest.raises(RuntimeError, match="inside the scope of another"):
+            v.assign(2.0)
+    with pytest.raises(RuntimeError):
+        own.run(lambda: v.assign_add(F32(1)))
+    assert float(v) == 1
+
+
+# --- constraints ----------------------------------------------------------------------------------------------------
+
+
+def test_a_constraint_follows_every_update(two: cs.CentralStorageStrategy) -> None:
+    limit = 3.0
+    with two.scope():
+        free = cs.Variable(np.full(3, 5, F32))
+        bound = cs.Variable(np.full(3, 5, F32), constraint=lambda x: np.clip(x, F32(0), F32(limit)))
+        optimizer = cs.optimizers.SGD(1.0)
+
+    def step() -> Any:
+        optimizer.apply_gradients([(np.full(3, 0.5, F32), free), (np.full(3, 0.5, F32), bound)])
+        return bound.numpy()
+
+    assert lists(two.run(step)) == [[3, 3, 3]] * 2
+    limit = 1.0
+    assert lists(two.run(step)) == [[1, 1, 1]] * 2
+    assert (free.numpy().tolist(), bound.numpy().tolist()) == ([3, 3, 3], [1, 1, 1])
+    bound.assign(np.full(3, 9, F32))  # nothing but an update
+    assert bound.numpy().tolist() == [9, 9, 9]
+
+
+def test_a_constraint_must_give_such_a_value(two: cs.CentralStorageStrategy) -> None:
+    with two.scope():
+        v = cs.Variable(np.ones(3, F32), constraint=lambda x: x[:1])
+        optimizer = cs.optimizers.SGD(1.0)
+    with pytest.raises(ValueError, match="has shape"):
+        two.run(lambda: optimizer.apply_gradients([(np.ones(3, F32), v)]))
