@@ -13,10 +13,10 @@ export PIP_ROOT_USER_ACTION = ignore
 export PIP_QUIET = 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo setup test lint fmt bench clean
+.PHONY: help demo setup test test-interop lint fmt bench clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
 demo: $(VENV)/.installed-demo  ## train the handwritten digits on two workers and one parameter process
 	PATH="$(abspath $(BIN)):$$PATH" $(DEMO)
@@ -25,6 +25,9 @@ setup: $(VENV)/.installed-dev  ## make the virtual environment with all that dev
 
 test: lint  ## everything that must hold: style, types, layers, tests
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
+test-interop: $(VENV)/.installed-interop  ## replica functions and data of torch, which is installed for it
+	@$(BIN)/python -m pytest tests/interop
 
 lint: $(VENV)/.installed-dev  ## style, types and layers, without the tests
 	@$(BIN)/ruff check .
@@ -53,6 +56,11 @@ $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	@echo "installing what development needs into $(VENV), once: about a minute"
 	@$(BIN)/python -m pip install --only-binary=:all: -e '.[dev]'
 	@touch $@ $(VENV)/.installed-demo
+
+$(VENV)/.installed-interop: $(VENV)/.installed-dev
+	@echo "installing torch into $(VENV), once"
+	@$(BIN)/python -m pip install --only-binary=:all: torch==2.13.0
+	@touch $@
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \

@@ -460,7 +460,7 @@ def _array(leaf: Any) -> Any:
         raise InvalidArgumentError(f"an element holds the bare string {leaf!r:.80}; put texts into a NumPy array")
     try:
         return convert_to_tensor(leaf)
-    except InvalidArgumentError as error:
+    except (ValueError, TypeError, RuntimeError, BufferError) as error:  # whatever its array protocol raises
         raise InvalidArgumentError(
             f"an element of the data set holds a {type(leaf).__name__}, which is not an array: {error}"
         ) from error
