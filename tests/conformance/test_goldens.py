@@ -20,7 +20,7 @@ from .answers import differences
 from .cases import DECISIONS, NEEDS, QUIRK, Case, load
 
 #: How replicas live, as arguments of the strategy.
-MODES: dict[str, dict[str, Any]] = {"processes": {}}
+MODES: dict[str, dict[str, Any]] = {"processes": {}, "threads": {"in_process": True}}
 
 CASES = load()
 #: Cases that do not hold yet, and whose part they wait for.
@@ -54,7 +54,7 @@ class Pool:
             for n, count in needed.items()
         }
         for strategy in chain.from_iterable(self._strategies.values()):
-            strategy.run(_nothing)  # by then every socket is connected, and none is taken for a leftover of a case
+            strategy.run(_meet)  # by then every socket is connected, and none is taken for a leftover of a case
 
     def lend(self, counts: Iterable[int]) -> list[cs.CentralStorageStrategy]:
         """One strategy for each number of replicas in ``counts``, no two of them the same."""
@@ -62,8 +62,10 @@ class Pool:
         return [next(free[n]) for n in counts]
 
 
-def _nothing() -> None:
-    pass
+def _meet() -> None:
+    context = cs.get_replica_context()
+    assert context is not None
+    context.merge_call(lambda strategy: strategy.run(lambda: None))
 
 
 @pytest.fixture(scope="module", params=MODES)
