@@ -179,16 +179,19 @@ class Dataset:
         total = self._count(lambda n: n * times) if times else 0
         return self._pick(streams.Repeated(self.plan.stream, times), total)
 
-    def shuffle(self, buffer_size: int, seed: int | None = None, reshuffle_each_iteration: bool = True) -> Dataset:
+    def shuffle(
+        self, buffer_size: int, seed: int | None = None, reshuffle_each_iteration: bool | None = None
+    ) -> Dataset:
         """The elements in random order: each is drawn from the next ``buffer_size`` of them.
 
         With a buffer as large as the data set every order is equally likely. The orders follow from ``seed``;
         without one it is drawn from NumPy's global generator, so ``np.random.seed`` makes a script repeatable. Each
-        iteration has an order of its own unless ``reshuffle_each_iteration`` is False.
+        iteration has an order of its own unless ``reshuffle_each_iteration`` is False (None: it has).
         """
         size = _at_least(1, buffer_size, "shuffle: buffer_size")
         origin = int(np.random.randint(1 << 31)) if seed is None else _at_least(0, seed, "shuffle: seed")
-        stream = streams.Shuffled(self.plan.stream, size, origin, bool(reshuffle_each_iteration))
+        reshuffles = reshuffle_each_iteration is None or bool(reshuffle_each_iteration)
+        stream = streams.Shuffled(self.plan.stream, size, origin, reshuffles)
         return self._pick(stream, self.plan.count)
 
     def cache(self) -> Dataset:

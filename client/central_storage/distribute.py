@@ -444,8 +444,12 @@ def _cardinality(source: Any) -> int:
 
 def _arrays(element: Any) -> Any:
     """``element`` with arrays at its leaves: those of a device as they are, others as NumPy arrays over the same
-    memory. None stays."""
-    return optree.tree_map(_array, _nest(element), none_is_leaf=True)
+    memory. A list or tuple of texts, which is what loaders collate texts into, is one array. None stays."""
+    return optree.tree_map(_array, _nest(element), is_leaf=_is_texts, none_is_leaf=True)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(type(text) in (str, bytes) for text in value)
 
 
 def _nest(element: Any) -> Any:

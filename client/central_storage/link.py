@@ -516,6 +516,7 @@ class ServiceLink:
     def forget_in_child(self) -> None:
         """In a forked child: close the life-line, so that the parent's death is seen at once."""
         self._lifeline.close()
+        self._inputs = None  # the parent says what lies there
 
     def _connect(self, endpoint: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)

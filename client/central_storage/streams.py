@@ -162,7 +162,10 @@ class Filtered:
 
 @dataclass(frozen=True, eq=False)
 class Generated:
-    """What ``generator(*arguments)`` yields, checked against ``signature`` (a nest of TensorSpec) if there is one."""
+    """What ``generator(*arguments)`` yields, checked against ``signature`` (a nest of TensorSpec) if there is one.
+
+    Arrays are copied: a generator may fill one again and again, and what comes later gathers elements.
+    """
 
     generator: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -172,9 +175,11 @@ class Generated:
         items = self.generator(*self.arguments)
         if not isinstance(items, Iterable):
             raise TypeError(f"from_generator: the function gave {items!r:.200}, which cannot be iterated")
-        return map(as_element if self.signature is None else self._conform, items)
+        return (optree.tree_map(np.array, self._conform(item), none_is_leaf=True) for item in items)
 
     def _conform(self, item: Any) -> Any:
+        if self.signature is None:
+            return as_element(item)
         specs, treespec = optree.tree_flatten(self.signature, none_is_leaf=True)
         try:
             leaves = treespec.flatten_up_to(item)

@@ -74,6 +74,20 @@ class TestBeginnings:
         assert dataset.cardinality() == UNKNOWN_CARDINALITY
         assert dataset.element_spec == (TensorSpec((), np.int32), TensorSpec((None,), np.int32))
 
+    def test_a_generator_that_fills_one_array_again_and_again(self):
+        def make():
+            array = np.empty(2, np.int64)
+            for number in range(4):
+                array[:] = number
+                yield array, number
+
+        signature = (TensorSpec((2,), np.int64), TensorSpec((), np.int64))
+        for dataset in (Dataset.from_generator(make), Dataset.from_generator(make, output_signature=signature)):
+            (four, numbers) = next(iter(dataset.batch(4)))
+            assert four.tolist() == [[0, 0], [1, 1], [2, 2], [3, 3]]
+            assert numbers.tolist() == [0, 1, 2, 3]
+            assert [a.tolist() for a, _ in dataset.prefetch(3)] == four.tolist()
+
     def test_generator_with_a_signature(self):
         def make():
             yield 1, [1.0]
@@ -177,6 +191,7 @@ class TestStages:
         assert listed(make(50).shuffle(50, seed=8)) != one
         steady = make(50).shuffle(50, seed=7, reshuffle_each_iteration=False)
         assert listed(steady) == listed(steady) == one
+        assert listed(make(50).shuffle(50, seed=7, reshuffle_each_iteration=None).repeat(2)) == one + two
         epochs = listed(make(50).shuffle(50, seed=7).repeat(2))
         assert epochs == one + two
 

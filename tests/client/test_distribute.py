@@ -168,7 +168,16 @@ class TestSources:
                 with pytest.raises(error):
                     make()
 
-    @pytest.mark.parametrize("element", [["a", "b"], [object()], [[np.zeros(2), "label"]]])
+    def test_texts_as_loaders_collate_them(self):
+        class Source:
+            def __iter__(self):
+                return iter([[np.arange(3), ("a", "bc", "d")], {"t": [b"x", b"y"]}])
+
+        first, second = DistributedDataset(Source(), 2)
+        assert steps(first) == [[[0, 1], [2]], [["a", "bc"], ["d"]]]
+        assert steps([second["t"]]) == [[[b"x"], [b"y"]]]
+
+    @pytest.mark.parametrize("element", [["a", 1], [object()], [[np.zeros(2), "label"]]])
     def test_elements_that_are_no_arrays(self, element):
         class Source:
             def __iter__(self):

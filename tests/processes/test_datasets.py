@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,13 @@ import central_storage as cs
 from cs_proto.arena import Arena
 
 BIG = 40_000  # float32 rows of a batch that go through shared memory
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["processes", "threads"])
+def two(request: pytest.FixtureRequest) -> Iterator[cs.CentralStorageStrategy]:
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=request.param) as strategy:
+        strategy.run(lambda: None)
+        yield strategy
 
 
 def rows_seen(strategy: cs.CentralStorageStrategy, distributed: Any) -> list[list[Any]]:
@@ -84,6 +92,24 @@ def test_what_was_read_ahead_lies_where_the_replicas_read_it(
     assert placed == [(x[0, 0].nbytes,)] * 2  # the shares of the first batch, which was not read ahead
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12's, for forking beside a thread
+def test_a_forked_child_reads_data_sets_in_memory_of_its_own(two: cs.CentralStorageStrategy) -> None:
+    batches = two.experimental_distribute_dataset([np.full(BIG, number) for number in range(4)])
+    iterator = iter(batches)
+    held = [next(iterator) for _ in range(2)]
+    child = os.fork()
+    if child == 0:
+        try:
+            numbers = [int(share[0]) for batch in batches for share in batch.values]
+            os._exit(numbers != [0, 0, 1, 1, 2, 2, 3, 3])
+        finally:
+            os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    held += iterator
+    assert [[share.min() for share in batch.values] for batch in held] == [[number] * 2 for number in range(4)]
+    assert [[share.max() for share in batch.values] for batch in held] == [[number] * 2 for number in range(4)]
+
+
 def test_texts_and_nests(two: cs.CentralStorageStrategy) -> None:
     texts = np.array(["a", "bc", "d"])
     batches = two.experimental_distribute_dataset(
@@ -116,7 +142,7 @@ def test_in_a_replica(two: cs.CentralStorageStrategy) -> None:
             with pytest.raises(kind, match="args="):
                 two.run(function)
     with pytest.raises(RuntimeError):
-        two.run(lambda: two.experimental_make_numpy_dataset(np.arange(2)))
+        two.run(lambda: two.extended.experimental_make_numpy_dataset(np.arange(2)))
     assert rows_seen(two, iterator) == [[[0], [1]], [[2], [3]]]
 
 
