@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import re
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgpack
@@ -26,7 +26,16 @@ from cs_proto.records import Frame, shown
 from .arrivals import class_named
 from .composites import Composite, rebuild
 from .handles import Handle, handle_id
-from .values import IndexedSlices, Mirrored, PerReplica, ReduceOp, VariableAggregation, VariableSynchronization
+from .values import (
+    IndexedSlices,
+    Mirrored,
+    PerReplica,
+    ReduceOp,
+    Shared,
+    VariableAggregation,
+    VariableSynchronization,
+    unshared,
+)
 
 __all__ = ["Place", "Resolve", "Tag", "View", "origin_of", "read_body", "write_body"]
 
@@ -56,6 +65,7 @@ class Tag(enum.IntEnum):
     HANDLE = 16  # kind, number
     BODY = 17  # number in Value.arrays of the body itself
     COMPOSITE = 18  # module:qualname, name of an attribute, value, name, value, ...
+    SHARED = 19  # merge point, number of the part, value
 
 
 _MAX_DEPTH = 64
@@ -72,9 +82,10 @@ _PLAIN = {type(None), bool, float, str, bytes}
 _INT = re.compile(r"-?0x[0-9a-f]+")
 
 
-def write_body(obj: object, place: Place, name: str) -> Value:
-    """``obj`` as a record; ``name`` is what errors call it."""
-    writer = _Writer(place)
+def write_body(obj: object, place: Place, name: str, shared: Mapping[int, tuple[int, int]]) -> Value:
+    """``obj`` as a record; ``name`` is what errors call it, ``shared`` the keys of its parts that are Shared, by
+    ``id()``."""
+    writer = _Writer(place, shared)
     try:
         body: bytes = msgpack.packb(writer.write(obj, 0), unicode_errors="surrogatepass")
     except _Refused as refused:
@@ -110,13 +121,18 @@ Label = str | tuple[object]
 class _Writer:
     """Turns one object into what msgpack can pack, and collects its larger arrays."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, shared: Mapping[int, tuple[int, int]]) -> None:
         self.arrays: list[Array] = []
         self._place = place
+        self._shared = shared
         self._left = _MAX_ITEMS
         self._open: list[int] = []  # id() of every container that is being written
 
     def write(self, obj: Any, depth: int) -> Any:
+        key = self._shared.get(id(obj))
+        return self._write(obj, depth) if key is None else [Tag.SHARED, *key, self._write(obj, depth)]
+
+    def _write(self, obj: Any, depth: int) -> Any:
         kind = type(obj)
         self._left -= 1
         if self._left < 0:
@@ -324,6 +340,8 @@ class _Reader:
                 return self._resolve(kind, number)
             case Tag.NAMED_TUPLE, [str(origin), [*fields], *items] if len(fields) == len(items):
                 return _named_tuple(origin, tuple(fields), self._items(items, depth))
+            case Tag.SHARED, [int(point), int(part), value]:
+                return Shared((point, part), self.read(value, depth + 1))
             case Tag.COMPOSITE, [str(origin), *items]:
                 return _composite(origin, _dict(self._items(items, depth)))
         raise _malformed(wire)
@@ -349,7 +367,9 @@ def _small_array(dtype: str, shape: tuple[Any, ...], data: bytes) -> np.ndarray:
 
 
 def _dict(items: list[Any]) -> dict[Any, Any]:
-    keys, values = items[::2], items[1::2]
+    # A number may be a key of what one merge function returned and a part of it, too.
+    keys = [unshared(key) if isinstance(key, Shared | tuple) else key for key in items[::2]]
+    values = items[1::2]
     if len(keys) != len(values) or not all(map(_is_key, keys)) or len(set(keys)) != len(keys):
         raise PeerProtocolError(f"{shown(keys)} with {len(values)} values are not a dict")
     return dict(zip(keys, values, strict=True))

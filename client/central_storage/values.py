@@ -30,6 +30,7 @@ __all__ = [
     "Mirrored",
     "PerReplica",
     "ReduceOp",
+    "Shared",
     "VariableAggregation",
     "VariableSynchronization",
     "as_reduce_op",
@@ -41,6 +42,8 @@ __all__ = [
     "reduce_values",
     "regroup",
     "select_replica",
+    "shared_parts",
+    "unshared",
 ]
 
 
@@ -161,13 +164,36 @@ class IndexedSlices:
         return dense
 
 
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """A part of what a merge function returned that all replicas got alike, on its way to them and back.
+
+    Where every replica returns it untouched, :func:`regroup` leaves it bare, as the one object that it was. ``key``
+    names it in its run: the number of the merge point and that of the part.
+    """
+
+    key: tuple[int, int]
+    value: Any
+
+
+def shared_parts(point: int, result: Any) -> dict[int, tuple[int, int]]:
+    """Of what the merge function of merge point ``point`` returned, the numbers and arrays that all replicas get
+    alike: ``id()`` of the part to its key."""
+    leaves = optree.tree_leaves(result, none_is_leaf=True)
+    return {
+        id(leaf): (point, part)
+        for part, leaf in enumerate(leaves)
+        if not isinstance(leaf, DistributedValues) and not _is_common(leaf, leaf)
+    }
+
+
 def regroup(values: Sequence[Any], always_wrap: bool = False) -> Any:
     """One value out of one per replica: containers are kept, leaves become PerReplica where replicas may differ.
 
-    Bare stay None, equal str, bytes, bool and int of one type, enum members, dtypes and handles of one thing; floats
-    and everything like an array become PerReplica even where equal. With one value everything is bare. With
-    ``always_wrap`` every leaf is wrapped. Replica 0 decides what a container is: an AssertionError where another
-    replica has another kind, length or keys there.
+    Bare stay None, equal str, bytes, bool and int of one type, enum members, dtypes and handles of one thing, and what
+    one merge function gave to all; other floats and everything like an array become PerReplica even where equal. With
+    one value everything is bare. With ``always_wrap`` every leaf is wrapped. Replica 0 decides what a container is: an
+    AssertionError where another replica has another kind, length or keys there.
     """
     if not values:
         raise InvalidArgumentError("regroup needs the value of at least one replica")
@@ -314,8 +340,23 @@ def gather_values(value: Any, axis: Any, n: int) -> Any:
 
 
 def _merged(leaves: tuple[Any, ...]) -> Any:
-    first = leaves[0]
-    return first if all(_is_common(first, other) for other in leaves[1:]) else PerReplica(leaves)
+    first, *others = leaves
+    if isinstance(first, Shared):
+        alike = all(isinstance(other, Shared) and other.key == first.key for other in others)
+        is_common = alike and len({_bits(leaf.value) for leaf in leaves}) == 1  # one may have changed it in place
+    else:
+        is_common = all(_is_common(first, other) for other in others)
+    return unshared(first) if is_common else PerReplica([unshared(leaf) for leaf in leaves])
+
+
+def unshared(structure: Any) -> Any:
+    """``structure`` with what is :class:`Shared` in it bare."""
+    return optree.tree_map(lambda x: x.value if isinstance(x, Shared) else x, structure, none_is_leaf=True)
+
+
+def _bits(value: Any) -> tuple[bytes, ...]:
+    parts = (value.values, value.indices) if isinstance(value, IndexedSlices) else (value,)
+    return tuple(np.asarray(part).tobytes() for part in parts)
 
 
 def _is_common(first: Any, other: Any) -> bool:

@@ -15,6 +15,7 @@ import dataclasses
 import os
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,16 @@ from .bodies import Place, Resolve, View, read_body, write_body
 __all__ = ["from_value", "to_error", "to_exception", "to_value"]
 
 
-def to_value(obj: object, place: Place, name: str = "result") -> Value:
-    """``obj`` as data. ``place`` says where a larger array goes; ``name`` is what errors call ``obj``.
+def to_value(
+    obj: object, place: Place, name: str = "result", shared: Mapping[int, tuple[int, int]] | None = None
+) -> Value:
+    """``obj`` as data. ``place`` says where a larger array goes; ``name`` is what errors call ``obj``. Parts whose
+    ``id()`` is in ``shared`` arrive as ``values.Shared`` with the key found there.
 
     Raises :class:`ResultError` (a TypeError) naming the part that is outside the vocabulary, refers to itself, or is
     nested more than 64 deep, and what ``place`` raises.
     """
-    return write_body(obj, place, name)
+    return write_body(obj, place, name, shared or {})
 
 
 def from_value(value: Value, view: View, resolve: Resolve) -> Any:
@@ -98,7 +102,7 @@ def to_exception(error: Error, view: View, resolve: Resolve) -> BaseException:
 
 def _is_data(obj: object) -> bool:
     try:
-        write_body(obj, array_of, "argument")
+        write_body(obj, array_of, "argument", {})
     except ResultError:
         return False
     return True

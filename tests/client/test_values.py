@@ -12,6 +12,7 @@ from central_storage.values import (
     Mirrored,
     PerReplica,
     ReduceOp,
+    Shared,
     VariableAggregation,
     VariableSynchronization,
     convert_to_tensor,
@@ -99,6 +100,20 @@ class TestRegroup:
         assert regroup([token, token]) is token
         assert regroup([token, Token(1)]) is token
         assert isinstance(regroup([token, Token(2)]), PerReplica)
+
+    def test_what_one_merge_function_gave_to_all_is_bare(self):
+        key, array = (0, 1), np.array([1.0, np.nan])
+        mine, other = [[Shared(key, array)], 0.5], [[Shared(key, array.copy())], Shared((0, 2), 0.5)]
+        grouped = regroup([mine, other])
+        assert grouped[0][0] is array
+        assert shown(grouped[1]) == ("per_replica", 0.5, 0.5)
+        sparse = IndexedSlices([1.0], [0])
+        assert regroup([Shared(key, sparse), Shared(key, IndexedSlices([1.0], [0]))]) is sparse
+
+    @pytest.mark.parametrize("other", [Shared((1, 1), 2.0), Shared((0, 1), 3.0), 2.0])
+    def test_what_one_has_changed_or_got_elsewhere_is_each_replicas_own(self, other):
+        grouped = regroup([Shared((0, 1), 2.0), other])
+        assert shown(grouped) == ("per_replica", 2.0, 3.0 if isinstance(other, Shared) and other.value == 3 else 2.0)
 
     def test_containers_are_kept(self):
         results = [

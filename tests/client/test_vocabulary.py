@@ -35,6 +35,7 @@ from central_storage.values import (
     ReduceOp,
     VariableAggregation,
     VariableSynchronization,
+    shared_parts,
 )
 from central_storage.vocabulary import from_value, to_error, to_exception, to_value
 from cs_proto import errors
@@ -120,6 +121,23 @@ def same(got: Any, expected: Any) -> bool:
 
 
 # --- values -----------------------------------------------------------------------------------------------------
+
+
+def test_parts_that_all_replicas_got_alike_are_marked():
+    result = {0.5: [None, 7, "text"], "array": np.ones(3), "own": PerReplica([1.5, 2.5]), "number": 2.5}
+    assert sorted(shared_parts(4, result).values()) == [(4, 3), (4, 4)]
+    got = from_value(carried(to_value(result, array_of, shared=shared_parts(4, result))), view, resolve)
+    assert (got["array"].key, got["number"].key) == ((4, 3), (4, 4))
+    assert same([got["array"].value, got["number"].value, got[0.5]], [result["array"], 2.5, [None, 7, "text"]])
+
+
+def test_a_number_that_is_a_key_and_a_marked_part():
+    number = 0.5
+    result = {number: number, (number, 1): [number]}
+    got = from_value(carried(to_value(result, array_of, shared=shared_parts(0, result))), view, resolve)
+    assert list(got) == [0.5, (0.5, 1)]
+    assert got[0.5].value == got[0.5, 1][0].value == 0.5
+
 
 SCALARS = [
     None,

@@ -51,6 +51,25 @@ def test_everybody_gets_a_result_that_is_not_distributed(two: cs.CentralStorageS
     assert two.run(lambda: context().merge_call(lambda strategy: "one")) == "one"
 
 
+def test_an_array_that_all_got_alike_is_one_where_none_has_touched_it(two: cs.CentralStorageStrategy) -> None:
+    large = np.arange(1000.0)
+
+    def step(touch: bool) -> Any:
+        result = context().merge_call(lambda strategy: {"large": large, "number": 0.5, "list": [np.float32(3)]})
+        again = context().merge_call(lambda strategy, x: isinstance(x, np.ndarray), args=(result["large"],))
+        if touch and replica() == 1:
+            result["large"][0] = 7
+        return {**result, "again": again, "key": {result["number"]: result["large"].copy()}}
+
+    found = two.run(step, args=(False,))
+    np.testing.assert_array_equal(found["large"], large)
+    assert (found["number"], found["list"], found["again"]) == (0.5, [3], True)
+    assert isinstance(found["key"][0.5], cs.PerReplica)  # a copy is each replica's own
+    touched = two.run(step, args=(True,))
+    assert [array[0] for array in touched["large"].values] == [0, 7]
+    assert touched["number"] == 0.5
+
+
 def test_reducing_writing_and_reading_in_a_merge(two: cs.CentralStorageStrategy, total: cs.Variable) -> None:
     def merge(strategy: Any, value: Any) -> float:
         total.assign_add(strategy.reduce("SUM", value, axis=None))
@@ -62,7 +81,7 @@ def test_reducing_writing_and_reading_in_a_merge(two: cs.CentralStorageStrategy,
         total.assign_add(np.ones(2))
         return seen
 
-    assert two.experimental_local_results(two.run(step)) == (32.0, 32.0)
+    assert two.run(step) == 32.0
     np.testing.assert_array_equal(total.numpy(), [34, 34])
 
 

@@ -12,6 +12,7 @@ from tests.worker.stand_in import Sent, Service, points
 from tests.worker.test_replica import Model
 
 import central_storage as cs
+from central_storage.values import unshared
 from cs_proto import messages
 from cs_proto.arrays import Location
 from cs_proto.errors import ContextError, InvalidArgumentError, ReplicaLostError
@@ -62,7 +63,7 @@ def nested(service: Service, path: messages.RunId) -> list[Any]:
 
 
 def results(service: Service) -> list[Any]:
-    return [service.result(replica) for replica in range(service.replicas)]
+    return [unshared(service.result(replica)) for replica in range(service.replicas)]
 
 
 def test_arguments_arrive_regrouped_and_shares_go_back(pair: Service) -> None:

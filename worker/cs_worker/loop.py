@@ -139,7 +139,7 @@ class Loop:
         with context.enter_replica(shop.strategy, replica):
             with shop.interrupts.user_code():
                 result = self._call_user(sender, run)
-            return to_value(result, Placing(shop.arena))
+            return to_value(result, Placing(shop.arena), shared=replica.shared)
 
     def _bring(self, leaf: Any) -> Any:
         return self._shop.device.bring(leaf) if isinstance(leaf, np.ndarray) else leaf

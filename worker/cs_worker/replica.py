@@ -16,8 +16,10 @@ from types import ModuleType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
+import optree
 
 import central_storage
+from central_storage.values import Shared, unshared
 from central_storage.vocabulary import from_value, to_exception, to_value
 from cs_proto import messages
 from cs_proto.arrays import INLINE_NBYTES, Array
@@ -85,6 +87,9 @@ class Replica:
         self._written: set[int] = set()
         self._stepped: set[int] = set()
         self._failed: Error | None = None
+        #: The keys of what merge functions gave to all replicas alike, by ``id()``; ``_kept`` keeps that alive.
+        self.shared: dict[int, tuple[int, int]] = {}
+        self._kept: list[Any] = []
 
     # --- reading ----------------------------------------------------------------------------------------------
 
@@ -220,16 +225,17 @@ class Replica:
         self._refuse_after_failure()
         shop = self._shop
         mark = shop.arena.mark()
-        arguments = to_value((args, dict(kwargs)), Placing(shop.arena), "arguments of merge_call")
+        given = (args, dict(kwargs))
+        arguments = to_value(given, Placing(shop.arena), "arguments of merge_call", self.shared)
         point = messages.MergeCallPoint(self.count, site, arguments)
         answer: Record = self._ask(point, messages.Token, messages.Merged)
         self._all_committed()
         if isinstance(answer, messages.Merged):
             shop.arena.release(mark)  # the holder has read the arguments, and what nested runs returned
-            return from_value(answer.value, shop.catalogue.copy, shop.catalogue.resolve)
+            return self._received(from_value(answer.value, shop.catalogue.copy, shop.catalogue.resolve))
         assert isinstance(answer, messages.Token)
         try:
-            return shop.controller.merge(answer, function, self._seed)
+            return self._received(shop.controller.merge(answer, function, self._seed))
         except Exception as error:
             # The server ends the run for everybody; nothing it would answer is of use any more.
             self._failed = raised_error(error, self.replica, self.count, shop.arena)
@@ -246,6 +252,14 @@ class Replica:
             link.send_server(messages.Return(*head, None, error_of(too_large, self.replica, self.count)))
 
     # --- how it is done -----------------------------------------------------------------------------------------
+
+    def _received(self, value: Any) -> Any:
+        """What a merge function returned, as the user gets it."""
+        for leaf in optree.tree_leaves(value, none_is_leaf=True):
+            if isinstance(leaf, Shared):
+                self._kept.append(leaf.value)
+                self.shared[id(leaf.value)] = leaf.key
+        return unshared(value)
 
     def _combine(
         self,

@@ -17,7 +17,7 @@ from central_storage import context
 from central_storage.function import Function, Pickled
 from central_storage.shipping import digest, dump_arguments, dump_function
 from central_storage.strategy import CentralStorageStrategy
-from central_storage.values import regroup, select_replica
+from central_storage.values import regroup, select_replica, shared_parts
 from central_storage.vocabulary import from_value, to_exception, to_value
 from cs_proto import messages
 from cs_proto.arena import Arena
@@ -106,7 +106,9 @@ class TokenController:
             with self._interrupts.user_code():
                 result = function(self._strategy, *args, **kwargs)
         placing = Placing(self._arena)
-        return tuple(to_value(select_replica(replica, result), placing) for replica in range(self.replicas))
+        shared = shared_parts(token.k, result) if self.replicas > 1 else {}
+        parts = [select_replica(replica, result) for replica in range(self.replicas)]
+        return tuple(to_value(part, placing, shared=shared) for part in parts)
 
     # --- ControllerBackend --------------------------------------------------------------------------------------
 
