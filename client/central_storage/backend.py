@@ -17,6 +17,7 @@ import numpy as np
 from cs_proto.messages import AssignOp, Counters, Optimizer, ReduceOpName, Variable, VariableSpec, WriteOp
 
 from .handles import Handle
+from .series import Series
 
 __all__ = ["ControllerBackend", "ReplicaBackend", "Strategy"]
 
@@ -125,6 +126,10 @@ class ControllerBackend(_Catalogue, Protocol):
         arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
     ) -> list[Any]:
         """Run ``function`` once per replica, with that replica's (args, kwargs); the results in replica order."""
+
+    def series(self, lookahead: int) -> Series:
+        """Runs that may be sent while up to ``lookahead`` before them are not over. Raises ContextError in a
+        merge_call."""
 
     def read(self, number: int) -> np.ndarray:
         """A copy of the variable's current value."""

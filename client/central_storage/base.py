@@ -18,10 +18,17 @@ from . import context, logical
 from .backend import ControllerBackend
 from .dataset import Dataset
 from .deprecated import warn_deprecated
-from .distribute import DistributedDataset, DistributedFromFunction, InputContext, refuse_in_replica
+from .distribute import (
+    DistributedDataset,
+    DistributedFromFunction,
+    DistributedIterator,
+    InputContext,
+    refuse_in_replica,
+)
 from .extended import StrategyExtended
 from .handles import Handle
 from .options import InputOptions, RunOptions, ValueContext
+from .run_steps import LOOKAHEAD, Steps, StepSeries, check
 from .values import ReduceOp, gather_values, local_results, reduce_values, regroup, select_replica
 
 __all__ = ["StrategyBase"]
@@ -55,6 +62,11 @@ class StrategyBase:
         self, function: Callable[..., Any], arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
     ) -> list[Any]:
         """Call ``function`` once per replica with that replica's (args, kwargs); the results in replica order."""
+        raise NotImplementedError
+
+    def series(self, lookahead: int) -> StepSeries:
+        """What carries out steps, of which it may be told ``lookahead`` before their turn. Raises ContextError in a
+        merge_call."""
         raise NotImplementedError
 
     def carrier(self) -> Callable[[np.ndarray], np.ndarray]:
@@ -122,6 +134,47 @@ class StrategyBase:
         arguments = [select_replica(replica, given) for replica in range(self.num_replicas_in_sync)]
         with context.enter_cross_replica(self):
             return regroup(self.call(fn, arguments))
+
+    def run_steps(
+        self,
+        fn: Callable[..., Any],
+        dataset: DistributedDataset | DistributedFromFunction | DistributedIterator,
+        steps: int | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        lookahead: int = LOOKAHEAD,
+    ) -> Steps:
+        """Iterate over what ``run`` would return for ``fn(element, **kwargs)`` of each element of ``dataset``, in
+        order, at most ``steps`` of them (None: all), with less waiting between them.
+
+        ``dataset`` is a distributed data set, which is iterated from its beginning, or an iterator of one, to which
+        elements that are not used go back. When the loop gets the result of step k, exactly the steps up to k +
+        ``lookahead`` have been sent, and workers begin each when the one before it is committed. Whatever else the
+        loop asks of the strategy (a learning rate, a variable, a save, ``run``) first waits for those, so it always
+        falls between the same two steps; what the loop changes in captured values is seen from the first step after
+        them. ``lookahead=0`` sends each step when its result is wanted.
+
+        Where step k fails, no later one begins; the iterator raises what ``run`` would and ends. One that is left
+        early waits for the steps that were sent, at most ``lookahead``; ``steps`` of the iterator counts them. Ctrl-C
+        cancels the step at hand and those after it. An exception of the data set comes out where its element would
+        have. The default strategy carries out each step when its result is wanted.
+
+        Raises TypeError and InvalidArgumentError (a ValueError) for arguments that make no sense, ContextError inside
+        a replica, a merge_call or another strategy's scope, and as :meth:`run` when iterated.
+        """
+        context.require_cross_replica(self, "run_steps")
+        series = self.series(lookahead)
+        check(fn, dataset, steps, kwargs, lookahead)
+        given = dict(kwargs or {})
+
+        def send(element: Any) -> None:
+            context.require_cross_replica(self, "run_steps")
+            everybody = ((element,), given)
+            arguments = [select_replica(replica, everybody) for replica in range(self.num_replicas_in_sync)]
+            with context.enter_cross_replica(self):
+                series.send(fn, arguments)
+
+        return Steps(series, iter(dataset), not isinstance(dataset, DistributedIterator), steps, send)
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | tuple[int, ...] | None) -> Any:
         """Combine the components of a PerReplica over replicas and, with ``axis``, over that axis of each.

@@ -28,6 +28,11 @@ class Interrupts:
         self._closed = False
         self._reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
+    @property
+    def is_entered(self) -> bool:
+        """Whether a ``with`` block is under way."""
+        return self._depth > 0
+
     def fileno(self) -> int:
         """Readable when Ctrl-C was pressed."""
         return self._reader

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -39,6 +40,7 @@ from .inputs import Inputs
 from .interrupts import Interrupts
 from .lifeline import Lifeline
 from .listener import IdleListener
+from .series import Arguments, Sent, Series
 from .shipping import Adopt, digest, dump_arguments, dump_function
 from .vocabulary import from_value, to_exception
 
@@ -121,6 +123,8 @@ class ServiceLink:
         self._held = [Recent(HELD_FUNCTIONS) for _ in welcome.workers]
         self._frozen: set[bytes] = set()
         self._prepared: messages.Prepare | None = None
+        self._latest: Series | None = None  # the one of which runs may be unanswered
+        self._early: dict[messages.RunId, RunFinished] = {}
         # A launcher shows what its service prints itself.
         self._listener = None if stop is None else IdleListener(lifeline.fileno(), self._lock, self._listen)
 
@@ -136,19 +140,29 @@ class ServiceLink:
     ) -> list[Any]:
         """Run ``function`` once per replica with that replica's (args, kwargs); the results in replica order."""
         with self._operation():
-            self._refuse_after_death()
-            pickled = self._pickle(function)
-            self._arena.reset()
-            pickles = [dump_arguments(args, kwargs, self._adopt, self._arena.share) for args, kwargs in arguments]
-            self._runs += 1
-            run = (self._runs,)
-            self._send_run(run, pickled, isinstance(function, Function), pickles)
-            finished = self._finish(run)
-            if finished.error is not None:
-                if finished.error.exception == "SystemExit":  # uncaught, it ends the script without a word
-                    _log.warning("replica %d left run %d by sys.exit", finished.error.replica, run[0])
-                raise to_exception(finished.error, self._copy, self._resolve)
-            return [from_value(value, self._copy, self._resolve) for value in finished.values]
+            alone = Series(self, 0)
+            self._send_run(alone, function, arguments)
+            self._settle(alone)
+            return alone.take()
+
+    def series(self, lookahead: int) -> Series:
+        """Steps of which ``lookahead`` may be sent before those ahead of them are over."""
+        return Series(self, lookahead)
+
+    def send_step(self, series: Series, function: Callable[..., Any], arguments: Arguments) -> None:
+        """Send the next step of ``series`` where there is room: at most its lookahead are unanswered."""
+        with self._operation(series):
+            self._settle(series, series.lookahead)
+            if not series.has_failed:
+                self._send_run(series, function, arguments)
+
+    def settle(self, series: Series, left: int = 0, *, cancel: bool = False) -> None:
+        """Wait until at most ``left`` steps of ``series`` are unanswered."""
+        with self._lock:
+            # Where the garbage collector leaves a loop in the midst of an operation, this waits for the steps already.
+            if not self._interrupts.is_entered:
+                with self._operation(series):
+                    self._settle(series, left, cancel=cancel)
 
     def create(self, spec: VariableSpec, value: np.ndarray, site: str) -> messages.Variable:
         """Make a variable. The server checks the plan before a byte of a large value is copied anywhere."""
@@ -220,11 +234,16 @@ class ServiceLink:
         if os.getpid() != self._process:
             return
         with self._lock:
-            if self._ended is None:
-                self._ended = "this strategy was shut down"
-                with suppress(ShutdownError):
-                    self._send(self._server, messages.Goodbye(self._client))
-            self._release()
+            try:
+                if self._ended is None:
+                    with suppress(ReplicaLostError, ShutdownError), self._operation():
+                        pass  # but wait for steps that were sent ahead
+            finally:
+                if self._ended is None:
+                    self._ended = "this strategy was shut down"
+                    with suppress(ShutdownError):
+                        self._send(self._server, messages.Goodbye(self._client))
+                self._release()
         if self._listener is not None:
             self._listener.join()
 
@@ -291,6 +310,8 @@ class ServiceLink:
             record = self.receive(_NAME_WAIT_EVERY if lost is None else min(_NAME_WAIT_EVERY, lost()))
             if record is not None and (found := wanted(record)) is not None:
                 return found
+            if isinstance(record, RunFinished):  # of a step after the one whose results are being read
+                self._early[record.run] = record
             if isinstance(record, messages.Refused) and record.number == 0:  # a message that has no number of its own
                 raise to_exception(record.error, self._copy, self._resolve)
             now = time.monotonic()
@@ -324,59 +345,107 @@ class ServiceLink:
         data = dump_function(function, self._adopt)
         return Pickled(data, digest(data))
 
-    def _send_run(
-        self, run: messages.RunId, pickled: Pickled, frozen: bool, pickles: Sequence[tuple[bytes, tuple[Array, ...]]]
-    ) -> None:
-        data, name = pickled
+    def _send_run(self, series: Series, function: Callable[..., Any], arguments: Arguments) -> None:
+        self._refuse_after_death()
+        data, name = self._pickle(function)
+        # Placed when all is pickled: what is adopted meanwhile may be brought by way of the arena, too.
+        pickles = [dump_arguments(args, kwargs, self._adopt, _in_place) for args, kwargs in arguments]
+        self._runs += 1
+        run, parts = (self._runs,), series.lookahead + 1
+        series.number = series.number or run[0]
+        self._arena.reset((run[0] - series.number) % parts, parts)
+        kept = [buffer for _, buffers in pickles for buffer in buffers]
+        step, sent = (0, 0), Sent(run, kept, [], set())
+        if series.lookahead:
+            step = (series.number, series.lookahead)
+            sent = Sent(run, kept, list(map(copy, self._held)), set(self._frozen))
+        frozen = isinstance(function, Function)
         prepare = messages.Prepare(tuple(map(str, sys.path)), os.getcwd())
-        for replica, (socket, (arguments, buffers)) in enumerate(zip(self._worker_sockets, pickles, strict=True)):
+        for replica, (socket, (pickled, buffers)) in enumerate(zip(self._worker_sockets, pickles, strict=True)):
             if prepare != self._prepared and self._threads is None:  # threads have the script's own path
                 self._send(socket, prepare)
-            held = name in self._frozen if frozen else self._held[replica].touch(name)
-            function = None if held else self._arena.share(data)
-            self._send(
-                socket,
-                messages.Run(run, replica, self._seed, name, function, frozen, self._arena.share(arguments), buffers),
-            )
+            is_held = name in self._frozen if frozen else self._held[replica].touch(name)
+            carried = None if is_held else self._arena.share(data)
+            placed = tuple(map(self._arena.share, buffers))
+            what = (name, carried, frozen, self._arena.share(pickled), placed)
+            self._send(socket, messages.Run(run, replica, self._seed, *what, *step))
         self._prepared = prepare
         if frozen:
             self._frozen.add(name)
+        series.unanswered.append(sent)
+        self._latest = series
 
-    def _finish(self, run: messages.RunId) -> RunFinished:
-        """Wait for the run's one answer. Ctrl-C cancels it; a second one ends the service.
+    def _settle(self, series: Series, left: int = 0, *, cancel: bool = False) -> None:
+        """Wait until at most ``left`` runs of ``series`` are unanswered. Ctrl-C cancels the first of them and waits for
+        all; a second one ends the service.
 
         The server hears of a Ctrl-C first, and the replicas when it has: if their interrupted returns came before the
         Cancel, it would commit what they agreed on.
         """
         heard = 0  # number of the question whose answer says that the server has got the Cancel
-        interrupted = False
-        while True:
+        if cancel and series.unanswered:
+            heard = self._cancel(series)
+        while len(series.unanswered) > (0 if heard else left):
+            run = series.unanswered[0].run
+            answer: Record | None
             try:
-                answer = self._wait(
-                    f"run {run[0]}",
-                    partial(_ends_or_answers, run, heard),
-                    self._until_lost,
-                    _name_wait if self._threads is None else self._name_hanging,
-                )
+                answer = self._early.pop(run, None)
+                if answer is None:
+                    named = _name_wait if self._threads is None else self._name_hanging
+                    wanted = partial(_ends_or_answers, run, heard)
+                    answer = self._wait(f"run {run[0]}", wanted, self._until_lost, named)
             except KeyboardInterrupt:
                 if heard:
                     self._end("a second Ctrl-C shut it down")
                     raise
-                heard = self._next_sequence()
-                self._send(self._server, messages.Cancel(run))
-                self._send(self._server, messages.Statistics(heard))
-                continue
-            if heard and not interrupted:
-                interrupted = True
-                self._interrupt_workers(run)
-            if isinstance(answer, RunFinished):
-                if heard:
-                    raise KeyboardInterrupt
-                return answer
+                heard, cancel = self._cancel(series), False
+            except Exception as error:
+                series.failed(error)
+                if self._ended is not None:
+                    raise
+            else:
+                if isinstance(answer, RunFinished):
+                    self._record(series, answer)
+                else:
+                    self._interrupt_workers(series)
+        if heard and not cancel:
+            raise KeyboardInterrupt
 
-    def _interrupt_workers(self, run: messages.RunId) -> None:
+    def _record(self, series: Series, finished: RunFinished) -> None:
+        """What came of the first unanswered run of ``series``, copied: the memory in which it lies is used again."""
+        self._latest = None  # a handle among the results may be asked for in an operation that waits for no step
+        try:
+            outcome = self._read_outcome(finished)
+        finally:
+            self._latest = series
+        if finished.error is None:
+            series.answered(outcome)
+            return
+        assert isinstance(outcome, BaseException)
+        for sent in series.failed(outcome)[:1]:  # workers drop it and the rest, with the functions these brought
+            self._held, self._frozen = sent.held, sent.frozen
+
+    def _read_outcome(self, finished: RunFinished) -> list[Any] | BaseException:
+        """The results, or what to raise in their place."""
+        try:
+            if finished.error is None:
+                return [from_value(value, self._copy, self._resolve) for value in finished.values]
+            if finished.error.exception == "SystemExit":  # uncaught, it ends the script without a word
+                _log.warning("replica %d left run %d by sys.exit", finished.error.replica, finished.run[0])
+            return to_exception(finished.error, self._copy, self._resolve)
+        except Exception as error:  # noqa: BLE001  (raised where the results would have come)
+            return error
+
+    def _cancel(self, series: Series) -> int:
+        """Tell the server to give up what is not over; the number of a question that it answers when it has heard."""
+        heard = self._next_sequence()
+        self._send(self._server, _cancel_of(series))
+        self._send(self._server, messages.Statistics(heard))
+        return heard
+
+    def _interrupt_workers(self, series: Series) -> None:
         for socket in self._worker_sockets:
-            self._send(socket, messages.Cancel(run))
+            self._send(socket, _cancel_of(series))
         for worker in self.workers:
             if worker.replica in self._died:
                 continue
@@ -448,8 +517,9 @@ class ServiceLink:
     # --- life and death -------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _operation(self) -> Iterator[None]:
-        """One operation: the lock, the check that the link lives, and Ctrl-C only at safe points."""
+    def _operation(self, series: Series | None = None) -> Iterator[None]:
+        """One operation: the lock, the check that the link lives, and Ctrl-C only at safe points. It comes after the
+        steps that were sent ahead, unless it is one of the same ``series``."""
         # Asked before the lock: a thread that the child does not have may hold the child's copy of it.
         if os.getpid() != self._process:
             raise ShutdownError("this strategy belongs to the process that made it; a forked child cannot use it")
@@ -457,6 +527,8 @@ class ServiceLink:
             if self._ended is not None:
                 raise ShutdownError(f"{self._ended}; make a new CentralStorageStrategy")
             with self._interrupts:
+                if self._latest is not None and self._latest is not series:
+                    self._settle(self._latest)
                 yield
 
     def _refuse_after_death(self) -> None:
@@ -526,6 +598,14 @@ class ServiceLink:
         socket.connect(endpoint)
         self._poller.register(socket, zmq.POLLIN)
         return socket
+
+
+def _cancel_of(series: Series) -> messages.Cancel:
+    return messages.Cancel(series.unanswered[0].run, len(series.unanswered) - 1)
+
+
+def _in_place(data: memoryview) -> memoryview:
+    return data
 
 
 def _ends_or_answers(run: messages.RunId, number: int, record: Record) -> RunFinished | Counters | None:

@@ -18,13 +18,13 @@ import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from types import CellType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
 import numpy as np
 from cloudpickle import cloudpickle as by_value
 
-from cs_proto.arrays import INLINE_NBYTES, Array
+from cs_proto.arrays import INLINE_NBYTES
 from cs_proto.errors import CentralStorageError, ShippingError, ShutdownError
 
 from . import arrivals, culprits
@@ -42,6 +42,8 @@ __all__ = [
     "load_arguments",
     "load_function",
 ]
+
+P = TypeVar("P")
 
 #: What stands for a handle: (kind, number). May make the thing in the server. Of a composite, whose parts travel, only
 #: the latter counts.
@@ -65,8 +67,8 @@ def load_function(data: bytes | memoryview, resolve: Resolve) -> Any:
 
 
 def dump_arguments(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], adopt: Adopt, place: Callable[[memoryview], Array]
-) -> tuple[bytes, tuple[Array, ...]]:
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], adopt: Adopt, place: Callable[[memoryview], P]
+) -> tuple[bytes, tuple[P, ...]]:
     """The arguments of one replica and where their large buffers are.
 
     Contiguous buffers of more than ``INLINE_NBYTES`` are handed to ``place`` in order, each once, after everything

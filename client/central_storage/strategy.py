@@ -17,6 +17,8 @@ from .base import StrategyBase
 from .composites import Composite
 from .handles import Handle, HandleTable, handle_id
 from .optimizers import Optimizer, optimizer_of
+from .run_steps import LocalSeries
+from .series import Series
 from .variable import Variable
 
 __all__ = ["CentralStorageStrategy", "DefaultStrategy"]
@@ -114,6 +116,10 @@ class CentralStorageStrategy(StrategyBase, Handle):
     ) -> list[Any]:
         """Call ``function`` once per replica, in their processes; the results in replica order."""
         return self._backend.run(function, arguments)
+
+    def series(self, lookahead: int) -> Series:
+        """What carries out steps that are sent ahead."""
+        return self._backend.series(lookahead)
 
     def carrier(self) -> Callable[[np.ndarray], np.ndarray]:
         """What copies an array to where the replicas read it."""
@@ -214,6 +220,10 @@ class DefaultStrategy(StrategyBase):
         ((args, kwargs),) = arguments
         with context.enter_replica(self, None):
             return [function(*args, **kwargs)]
+
+    def series(self, lookahead: int) -> LocalSeries:
+        """What carries out steps here, one after the other."""
+        return LocalSeries(self.call)
 
     def logical_devices_here(self) -> tuple[Sequence[str], logical.Place]:
         """The CPU, where every array is."""

@@ -1,7 +1,9 @@
 """A process's own memory for what is too large for a frame: batches and initial values, results and contributions.
 
 Bytes are placed one after the other and all freed together when the owner knows that every reader is done: the
-controller before its next run, worker and server when the next run of the client arrives.
+controller before its next run, worker and server when the next run of the client arrives. For the steps of a series,
+several of which are under way at once, it is divided into equal parts that are used in turn; so it grows with the
+size of a step and never with their number.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from .segments import Mapping
 __all__ = ["Arena"]
 
 _ALIGNMENT = 64
-# What an arena keeps between runs; pages beyond are given back, since one large value should not cost memory for ever.
+# What an arena keeps of freed pages; others are given back, since one large value should not cost memory for ever.
 _KEEP_NBYTES = 64 << 20
 
 
@@ -36,7 +38,10 @@ class Arena:
         self._find = find
         self._open = open_segment
         self._mapping: Mapping | None = None
-        self._used = self._touched = used
+        self._part, self._parts = 0, 1
+        self._used = used  # of the part in use
+        # How many bytes are touched, by where the part begins.
+        self._touched: dict[int, int] = {0: used}
         # By address and size; the source is kept, so that its address stays its own.
         self._shared: dict[tuple[int, int], tuple[np.ndarray, Array]] = {}
 
@@ -50,18 +55,19 @@ class Arena:
         return target
 
     def new(self, dtype: str, shape: tuple[int, ...]) -> Array:
-        """Room for an array. Raises :class:`MemoryPlanError` where the reservation is used up."""
+        """Room for an array. Raises :class:`MemoryPlanError` where the part in use is full."""
         if self._mapping is None:
             self._mapping = self._open()
-        array = Array(dtype, shape, Location(self._mapping.name, self._used))
+        nbytes, start = self._part_nbytes, self._start
+        array = Array(dtype, shape, Location(self._mapping.name, start + self._used))
         end = self._used + array.nbytes
-        if end > self._mapping.nbytes:
+        if end > nbytes:
+            where = self._mapping.name if self._parts == 1 else f"one of {self._parts} parts of {self._mapping.name}"
             raise MemoryPlanError(
-                f"{array.nbytes} bytes do not fit into {self._mapping.name}: {self._used} of "
-                f"{self._mapping.nbytes} bytes are in use"
+                f"{array.nbytes} bytes do not fit into {where}: {self._used} of {nbytes} bytes are in use"
             )
         self._used = -(-end // _ALIGNMENT) * _ALIGNMENT
-        self._touched = max(self._touched, self._used)
+        self._touched[start] = max(self._touched.get(start, 0), self._used)
         return array
 
     def share(self, data: Buffer) -> Array:
@@ -95,13 +101,28 @@ class Arena:
         self._shared.clear()
         self._used = mark
 
-    def reset(self) -> None:
-        """Free everything."""
+    def reset(self, part: int = 0, parts: int = 1) -> None:
+        """Free what lies in ``part`` of ``parts`` equal ones and place there from now on. What lies in the others stays
+        until their turn comes; another number of parts than before frees everything."""
         self._shared.clear()
-        if self._mapping is not None and self._touched > _KEEP_NBYTES:
-            self._mapping.discard(_KEEP_NBYTES, self._touched)
-            self._touched = _KEEP_NBYTES
-        self._used = 0
+        is_same = parts == self._parts
+        self._part, self._parts, self._used = part, parts, 0
+        for start, nbytes in list(self._touched.items()):
+            keep = _KEEP_NBYTES // len(self._touched)
+            if nbytes > keep and (not is_same or start == self._start):
+                assert self._mapping is not None
+                self._mapping.discard(start + keep, start + nbytes)
+                self._touched[start] = keep
+
+    @property
+    def _part_nbytes(self) -> int:
+        assert self._mapping is not None
+        return self._mapping.nbytes // self._parts // _ALIGNMENT * _ALIGNMENT
+
+    @property
+    def _start(self) -> int:
+        """Where the part in use begins."""
+        return self._part * self._part_nbytes
 
     def close(self) -> None:
         """Let go of the memory: the service is over. Idempotent."""

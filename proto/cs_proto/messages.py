@@ -243,9 +243,19 @@ class Statistics(Record):
 
 @record(36)
 class Cancel(_OfRun):
-    """Controller to server and to workers: give this run up; what is not committed is not committed."""
+    """Controller to server and to workers: give this run up; what is not committed is not committed.
+
+    ``later`` counts the steps of a series that were sent after it. It is the first of them all that is not over which
+    is given up, and those after that one never begin.
+    """
 
     run: RunId
+    later: int = 0
+
+    def check(self) -> None:
+        super().check()
+        if self.later < 0 or (self.later and len(self.run) > 1):
+            self.refuse(f"{self.later} steps after {shown(self.run)}")
 
 
 # --- what a replica brings: merge points, alone or as notes that travel with the next question or the return --------
@@ -368,8 +378,19 @@ class WriteNote(_Point):
 Note = ApplyPoint | AssignPoint | WriteNote
 
 
+class _OfStep(_OfRun):
+    """Base of the records that say which series a run is a step of: its first run's number, 0 for a run on its own."""
+
+    series: int
+
+    def check(self) -> None:
+        super().check()
+        if not 0 <= self.series <= self.run[0] or (self.series and len(self.run) > 1):
+            self.refuse(f"{shown(self.run)} is no step of a series that began with run {self.series}")
+
+
 @record(60)
-class Ask(_OfRun):
+class Ask(_OfStep):
     """Replica to server: my notes since the last message, and a point whose answer I wait for."""
 
     run: RunId
@@ -377,11 +398,13 @@ class Ask(_OfRun):
     incarnation: int
     notes: tuple[ApplyPoint | AssignPoint | WriteNote, ...]
     point: ApplyPoint | AssignPoint | CreatePoint | ReducePoint | GatherPoint | MergeCallPoint | ReadPoint
+    series: int = 0
 
 
 @record(61)
-class Return(_OfRun):
-    """Replica to server: the function returned or raised, after ``count`` merge points."""
+class Return(_OfStep):
+    """Replica to server: the function returned or raised, after ``count`` merge points. One of a step of a ``series``
+    is answered with :class:`StepFinished`."""
 
     run: RunId
     replica: int
@@ -390,6 +413,7 @@ class Return(_OfRun):
     count: int
     value: Value | None
     error: Error | None
+    series: int = 0
 
     def check(self) -> None:
         super().check()
@@ -555,6 +579,15 @@ class RunFinished(_OfRun):
     commits: int
 
 
+@record(88)
+class StepFinished(_OfRun):
+    """Server to the replicas of a step of a series, once they have returned and what they brought is committed: the
+    next step may begin, or, where this one ``failed``, none of the series does any more."""
+
+    run: RunId
+    failed: bool
+
+
 # --- client to worker (and, during a merge_call, token holder to worker) --------------------------------------------
 
 
@@ -567,12 +600,15 @@ class Prepare(Record):
 
 
 @record(91)
-class Run(_OfRun):
+class Run(_OfStep):
     """Run a function as one replica.
 
     ``digest`` names the pickled function; ``function`` says where it lies, for a worker that does not hold it.
     ``frozen`` keeps the unpickled object for good (``cs.function``). ``arguments`` says where a pickle of (args,
     kwargs) lies, whose large buffers lie where ``buffers`` says.
+
+    A step of a ``series`` may be sent while up to ``lookahead`` others before it are not over: it begins when the one
+    before it is.
     """
 
     run: RunId
@@ -583,9 +619,19 @@ class Run(_OfRun):
     frozen: bool
     arguments: Array
     buffers: tuple[Array, ...]
+    series: int = 0
+    lookahead: int = 0
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """The part of the arenas that this run uses, and into how many they are divided."""
+        parts = self.lookahead + 1
+        return (self.run[0] - self.series) % parts, parts
 
     def check(self) -> None:
         super().check()
+        if self.lookahead < 0:
+            self.refuse(f"a lookahead of {self.lookahead} steps")
         if len(self.digest) != 16:
             self.refuse("a digest has 16 bytes")
         for pickled in (self.function, self.arguments):

@@ -35,5 +35,11 @@ class Recent:
         self._digests[digest] = None
         return held
 
+    def __copy__(self) -> Recent:
+        """One that knows the same and goes its own way."""
+        copied = Recent(self._capacity)
+        copied._digests.update(self._digests)
+        return copied
+
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._digests

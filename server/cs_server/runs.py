@@ -19,6 +19,7 @@ from cs_proto.messages import (
     Cancel,
     Committed,
     Died,
+    Error,
     MergeCallPoint,
     MergeCallReturn,
     Merged,
@@ -29,6 +30,7 @@ from cs_proto.messages import (
     Return,
     RunFinished,
     RunId,
+    StepFinished,
     Token,
     WriteNote,
 )
@@ -68,7 +70,7 @@ class Runs:
     def ask(self, peer: bytes, record: Ask, now: float) -> None:
         """Note what a replica brings and that it waits; what was asked and answered before is answered again."""
         run, replica, point = record.run, record.replica, record.point
-        if self._is_over(run):
+        if self._is_over(run, record.series):
             over = error_of(ContextError(f"{name(run)} is over"), replica, point.k)
             self._out.append(Send(peer, PointFailed(run, point.k, over, True)))
             return
@@ -104,7 +106,7 @@ class Runs:
     def returned(self, peer: bytes, record: Return, now: float) -> None:
         """Note a replica's result. Of a run that is finished the answer is repeated."""
         run, replica = record.run, record.replica
-        if self._is_over(run):
+        if self._is_over(run, record.series):
             self._out.append(Log(f"replica {replica} returned from {name(run)}, which is over"))
             return
         self._begin(run, now)
@@ -127,6 +129,8 @@ class Runs:
         )
         self._tables.tally.replica_runs[replica] += 1
         state = self._tables.runs[run]
+        if state.is_finished and record.series:  # a replica was dead before it began
+            self._out.append(Send(peer, StepFinished(run, True)))
         if replica == 0 and state.token >= 0:
             inside = PeerProtocolError(f"replica 0 returned from {name(run)} inside its merge_call")
             failure = state.failure or Failure("operation", 0, error_of(inside, 0, state.token))
@@ -159,15 +163,30 @@ class Runs:
     # --- what ends runs from outside ----------------------------------------------------------------------------------
 
     def cancel(self, record: Cancel, now: float) -> None:
-        """Give a run up, with those nested in it. It may not have begun."""
-        if self._is_over(record.run):
+        """Give a run up, with those nested in it; of steps that were sent ahead, the first that is not over. It may not
+        have begun."""
+        cancelled = self._to_cancel(record)
+        if cancelled is None:
             return
-        if len(record.run) == 1:
-            self._begin(record.run, now)
+        if len(cancelled) == 1:
+            self._begin(cancelled, now)
         for run, state in self._tables.runs.items():
-            if run[: len(record.run)] == record.run and not state.is_finished:
+            if run[: len(cancelled)] == cancelled and not state.is_finished:
                 error = error_of(KeyboardInterrupt(f"{name(run)} was cancelled"), merge_index=state.agreed)
                 self._tables.runs[run] = replace(state, token=-1, failure=Failure("cancelled", -1, error))
+
+    def _to_cancel(self, record: Cancel) -> RunId | None:
+        for number in range(record.run[0], record.run[0] + record.later + 1):
+            run = (number, *record.run[1:])
+            state = self._tables.runs.get(run)
+            if state is None:
+                if not self._is_over(run):
+                    return run
+            elif not state.is_finished:
+                return run
+            elif self._verdict(run, state) is not None:
+                return None  # the steps after one that failed do not begin
+        return None
 
     def cancel_all(self, now: float) -> None:
         """The controller is gone: give up whatever is open."""
@@ -273,12 +292,17 @@ class Runs:
         return PointFailed(run, k, state.failure.error, True) if state.failure is not None else None
 
     def finish(self, run: RunId, state: RunState) -> None:
-        """Tell the controller of ``run`` how it ended; said again, it is the same."""
+        """Tell the controller of ``run`` how it ended, and of a step those who wait for its end; said again, it is the
+        same."""
+        returns = self._returns(run)
+        error = self._verdict(run, state)
+        for replica, returned in enumerate(returns):
+            worker = self._sessions.worker_peer(replica)
+            if returned is not None and returned.series and worker is not None:
+                self._out.append(Send(worker, StepFinished(run, error is not None)))
         peer = self._sessions.controller_peer() if len(run) == 1 else self._sessions.worker_peer(0)
         if peer is None:
             return
-        returns = [self._tables.stands[run, replica].returned for replica in self._replicas]
-        error = merge.verdict(state.failure, [r.error if r else None for r in returns])
         values = () if error else tuple(r.value for r in returns if r is not None and r.value is not None)
         self._out.append(Send(peer, RunFinished(run, values, error, state.commits)))
 
@@ -288,12 +312,25 @@ class Runs:
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
-    def _is_over(self, run: RunId) -> bool:
-        """Whether ``run`` has been dropped since: a later one of its kind has begun."""
+    def _returns(self, run: RunId) -> list[Return | None]:
+        return [self._tables.stands[run, replica].returned for replica in self._replicas]
+
+    def _verdict(self, run: RunId, state: RunState) -> Error | None:
+        return merge.verdict(state.failure, [r.error if r else None for r in self._returns(run)])
+
+    def _is_over(self, run: RunId, series: int = 0) -> bool:
+        """Whether ``run`` has been dropped since: a later one of its kind has begun, or a step of its series failed."""
         if run in self._tables.runs:
             return False
-        later = any(other > run for other in self._siblings(run))
-        return later or (len(run) > 1 and self._is_over(run[:-2]))
+        siblings = self._siblings(run)
+        if any(other > run for other in siblings) or (len(run) > 1 and self._is_over(run[:-2])):
+            return True
+        return series > 0 and any(self._has_failed_in(series, other) for other in siblings)
+
+    def _has_failed_in(self, series: int, run: RunId) -> bool:
+        state = self._tables.runs[run]
+        is_step = any(returned and returned.series == series for returned in self._returns(run))
+        return is_step and state.is_finished and self._verdict(run, state) is not None
 
     def _siblings(self, run: RunId) -> list[RunId]:
         """The other runs of the same controller: the client's, or those nested in the same run."""

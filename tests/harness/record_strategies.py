@@ -58,6 +58,9 @@ _SCALARS: Mapping[object, st.SearchStrategy[Any]] = {
 _FIELDS: Mapping[str, st.SearchStrategy[Any]] = {
     "run": RUNS,
     "k": COUNTS,
+    "series": st.sampled_from([0, 0, 1]),  # of a nested run, 0
+    "lookahead": COUNTS,
+    "later": st.sampled_from([0, 0, 3]),
     "digest": st.binary(min_size=16, max_size=16),
 }
 

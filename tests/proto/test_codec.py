@@ -145,8 +145,8 @@ def test_damaged_messages(parts: list[bytes]) -> None:
         (wire([35, 1, 2]), "Statistics has 1 fields, not 2"),
         (wire([35, "1"]), "Statistics.request must be int"),
         (wire([35, None]), "Statistics.request must be int, not None"),
-        (wire([36, 5]), "Cancel.run must be a tuple of int"),
-        (wire([36, [1.0]]), "Cancel.run must be a tuple of int"),
+        (wire([36, 5, 0]), "Cancel.run must be a tuple of int"),
+        (wire([36, [1.0], 0]), "Cancel.run must be a tuple of int"),
         (wire([32, "c", 1, 0, "SGD", [["learning_rate"]]]), "Configure.hyperparameters must be a tuple of a tuple"),
         (wire([60, [5], 0, 1, [], [35, 1]]), "a Statistics does not belong here"),
         (wire([60, [5], 0, 1, [[53, 0, "", "SUM", []]], [56, 0, ""]]), "a ReducePoint does not belong here"),
@@ -315,5 +315,5 @@ def test_the_wire_form_is_what_the_protocol_says() -> None:
     assert msgpack.unpackb(header) == [91, [5, 2, 0], 1, 7, b"d" * 16, function, True, arguments, []]
     assert [bytes(frame) for frame in frames] == [b"fn", b"args"]
     assert msgpack.unpackb(encode(Introduce("worker", 1, 2, 3))[0]) == [110, "worker", 1, 2, 3]
-    assert msgpack.unpackb(encode(Cancel((1,)))[0]) == [36, [1]]
+    assert msgpack.unpackb(encode(Cancel((1,)))[0]) == [36, [1], 0]
     assert msgpack.unpackb(encode(Output("stdout", "é"))[0]) == [118, "stdout", "é"]

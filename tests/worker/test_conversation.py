@@ -90,7 +90,7 @@ def test_work_of_the_controller_comes_in_order(played: Played) -> None:
 
 
 def test_work_that_comes_during_a_run_waits_for_its_end(played: Played) -> None:
-    played.conversation.begin_run(CONTROLLER, (1,))
+    played.conversation.begin_run(CONTROLLER, run(1))
     played.comes((CONTROLLER, run(2)), (CONTROLLER, PREPARE), (SERVER, Committed((1,), 0)))
     played.wait((1,), 0)
     assert played.executed == []
@@ -117,7 +117,7 @@ def test_a_nested_run_is_never_taken_while_idle(played: Played) -> None:
 
 
 def test_a_nested_run_is_carried_out_at_its_merge_call(played: Played) -> None:
-    played.conversation.begin_run(CONTROLLER, (1,))
+    played.conversation.begin_run(CONTROLLER, run(1))
     played.comes((HOLDER, run(1, 2, 0)), (HOLDER, run(1, 2, 1)), (SERVER, Committed((1,), 2)))
     played.wait((1,), 2, at_merge_call=True)
     assert played.executed == [(HOLDER, (1, 2, 0)), (HOLDER, (1, 2, 1))]
@@ -139,7 +139,7 @@ def test_a_nested_run_is_carried_out_at_its_merge_call(played: Played) -> None:
 def test_any_other_nested_run_is_refused(
     played: Played, sender: bytes, path: tuple[int, ...], at_merge_call: bool
 ) -> None:
-    played.conversation.begin_run(CONTROLLER, (1,))
+    played.conversation.begin_run(CONTROLLER, run(1))
     played.comes((sender, run(*path)), (SERVER, Committed((1,), 2)))
     played.wait((1,), 2, at_merge_call)
     assert played.executed == []
@@ -147,7 +147,7 @@ def test_any_other_nested_run_is_refused(
 
 
 def test_a_nested_run_may_wait_itself(played: Played) -> None:
-    played.conversation.begin_run(CONTROLLER, (1,))
+    played.conversation.begin_run(CONTROLLER, run(1))
     inside = []
     played.during[1, 2, 0] = lambda: inside.append(played.wait((1, 2, 0), 0, at_merge_call=True))
     played.comes(
@@ -164,42 +164,42 @@ def test_a_nested_run_may_wait_itself(played: Played) -> None:
 
 
 def test_cancel_ends_the_wait_of_its_run(played: Played) -> None:
-    played.conversation.begin_run(CONTROLLER, (1,))
+    played.conversation.begin_run(CONTROLLER, run(1))
     played.comes((CONTROLLER, Cancel((1,))))
     with pytest.raises(KeyboardInterrupt):
         played.wait((1,), 0)
     with pytest.raises(KeyboardInterrupt):
         played.wait((1,), 1)  # and every further one
-    played.conversation.begin_run(CONTROLLER, (2,))
+    played.conversation.begin_run(CONTROLLER, run(2))
     played.comes((SERVER, Committed((2,), 0)))
     played.wait((2,), 0)
 
 
 def test_cancel_of_a_queued_run_meets_it_when_it_begins(played: Played) -> None:
-    played.conversation.begin_run(CONTROLLER, (1,))
+    played.conversation.begin_run(CONTROLLER, run(1))
     played.comes((CONTROLLER, run(2)), (CONTROLLER, Cancel((2,))), (SERVER, Committed((1,), 0)))
     played.wait((1,), 0)
     assert not played.conversation.is_cancelled()
     controller, work = played.conversation.next_work()
     assert isinstance(work, Run)
-    played.conversation.begin_run(controller, work.run)
+    played.conversation.begin_run(controller, work)
     assert played.conversation.is_cancelled()
 
 
 def test_cancel_of_a_run_that_has_ended_changes_nothing(played: Played) -> None:
-    played.conversation.begin_run(CONTROLLER, (1,))
+    played.conversation.begin_run(CONTROLLER, run(1))
     played.comes((CONTROLLER, Cancel((1,))), (CONTROLLER, run(2)))
     played.conversation.next_work()
-    played.conversation.begin_run(CONTROLLER, (2,))
+    played.conversation.begin_run(CONTROLLER, run(2))
     assert not played.conversation.is_cancelled()
 
 
 def test_the_next_controller_counts_from_one_again(played: Played) -> None:
-    played.conversation.begin_run(CONTROLLER, (1,))
+    played.conversation.begin_run(CONTROLLER, run(1))
     played.comes((CONTROLLER, Cancel((1,))), (b"cbee", run(1)))
     controller, work = played.conversation.next_work()
     assert isinstance(work, Run)
-    played.conversation.begin_run(controller, work.run)
+    played.conversation.begin_run(controller, work)
     assert not played.conversation.is_cancelled()
 
 
@@ -217,10 +217,10 @@ def test_what_wanted_raises_comes_out_once(played: Played) -> None:
 
 
 def test_answers_nobody_claimed_go_with_their_run(played: Played) -> None:
-    played.conversation.begin_run(CONTROLLER, (1,))
+    played.conversation.begin_run(CONTROLLER, run(1))
     played.comes((SERVER, Committed((1,), 5)), (SERVER, Committed((1,), 0)))
     played.wait((1,), 0)
-    played.conversation.begin_run(CONTROLLER, (2,))
+    played.conversation.begin_run(CONTROLLER, run(2))
     with pytest.raises(KeyError):
         played.wait((1,), 5)
 

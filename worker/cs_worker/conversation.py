@@ -1,10 +1,10 @@
 """Who may say what to this worker, and when.
 
-Everything that arrives comes through here: work of the controller is queued while a run is under way, Cancels are
-remembered, answers of the server go to whoever waits for them, a nested run is carried out only while this worker
-waits at exactly the merge_call it belongs to. Whatever else arrives is refused: a logged line, and a ``Refused`` to
-the sender. Called by the loop, the replica, the token holder and the catalogue; which function a run names and what
-an answer means is theirs.
+Everything that arrives comes through here: work of the controller is queued while a run is under way, and a step of a
+series until the server has said that the one before it is over; Cancels are remembered, answers of the server go to
+whoever waits for them, a nested run is carried out only while this worker waits at exactly the merge_call it belongs
+to. Whatever else arrives is refused: a logged line, and a ``Refused`` to the sender. Called by the loop, the replica,
+the token holder and the catalogue; which function a run names and what an answer means is theirs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ class Conversation:
         self._unclaimed: list[Record] = []
         # With the controller: the next one counts its runs from 1 again.
         self._run: tuple[bytes, RunId] | None = None
-        self._cancelled: tuple[bytes, RunId] | None = None
+        self._cancelled: tuple[bytes, messages.Cancel] | None = None
+        # The step this worker returned from without knowing yet that it is over, and the series that has failed.
+        self._step: tuple[bytes, Run] | None = None
+        self._failed: tuple[bytes, int] | None = None
         self._cancels = 0
         self._dead_server: messages.Died | None = None
         self._requests = 0
@@ -55,17 +58,32 @@ class Conversation:
     def next_work(self) -> tuple[bytes, Prepare | Run]:
         """The controller's next record to act on, and the controller's identity."""
         self._run = None
-        while not self._work:
+        while not self._may_begin():
             received = self.link.receive(None)
             if received is not None:
                 self._sort(*received)
         return self._work.popleft()
 
-    def begin_run(self, controller: bytes, run: RunId) -> None:
+    def _may_begin(self) -> bool:
+        """Whether there is work and its time has come. Steps of a series that has failed are dropped: variables are
+        read without asking, so a step that begins must know that the one before it is committed."""
+        while self._work:
+            sender, work = self._work[0]
+            if not isinstance(work, Run) or not work.series:
+                return True
+            if self._failed != (sender, work.series):
+                return self._step is None or (self._step[0], self._step[1].series) != (sender, work.series)
+            _log.debug("run %s is dropped: a step before it failed", path_text(work.run))
+            self._work.popleft()
+        return False
+
+    def begin_run(self, controller: bytes, run: Run) -> None:
         """A run of the controller begins, so the one before it is over."""
-        self._run = (controller, run)
+        self._run = (controller, run.run)
+        self._step = (controller, run) if run.series else None
         self._unclaimed.clear()
-        self._interrupts.begin_run()
+        if not self.is_cancelled():  # else its SIGINT may still be on its way: a step can be cancelled before it begins
+            self._interrupts.begin_run()
 
     @property
     def run_under_way(self) -> RunId | None:
@@ -74,7 +92,12 @@ class Conversation:
 
     def is_cancelled(self) -> bool:
         """Whether the controller has given up the run under way."""
-        return self._cancelled is not None and self._cancelled == self._run
+        if self._cancelled is None or self._run is None:
+            return False
+        (sender, cancel), (controller, run) = self._cancelled, self._run
+        if sender != controller or len(cancel.run) > 1:
+            return False
+        return cancel.run[0] <= run[0] <= cancel.run[0] + cancel.later
 
     def next_request(self) -> int:
         """A number for a request to the server, to know its answer by."""
@@ -138,12 +161,16 @@ class Conversation:
     def _sort(self, sender: bytes, record: Record) -> None:
         """Put away a record for which nobody waits."""
         if sender == SERVER:
-            _log.debug("nobody waits for %.300r", record)
+            if isinstance(record, messages.StepFinished) and self._step and record.run == self._step[1].run:
+                sender, step = self._step
+                self._step, self._failed = None, (sender, step.series) if record.failed else self._failed
+            else:
+                _log.debug("nobody waits for %.300r", record)
         elif sender == SUPERVISOR:
             if isinstance(record, messages.Died) and record.role == "server":
                 self._dead_server = record
         elif sender[:1] == b"c" and isinstance(record, messages.Cancel):
-            self._cancelled = (sender, record.run)
+            self._cancelled = (sender, record)
             self._cancels += 1
             self._interrupts.note_cancel()
         elif sender[:1] == b"c" and (isinstance(record, Prepare) or (isinstance(record, Run) and len(record.run) == 1)):

@@ -91,8 +91,9 @@ class Loop:
             self._prepare(work)
         else:
             self._shop.interrupts.install()  # the user's code may have put other handlers in their place
-            self._shop.conversation.begin_run(controller, work.run)
-            self._shop.arena.reset()  # the client has copied what the last run returned
+            self._shop.conversation.begin_run(controller, work)
+            # The client has copied what the last run returned; of steps, what the lookahead + 1st before this one did.
+            self._shop.arena.reset(*work.part)
             with self._shop.turns.taken(work.run):
                 said = self._carry_out(controller, work)
             said()  # after the turn: what the script does next is not this replica's
@@ -114,7 +115,7 @@ class Loop:
     def _carry_out(self, sender: bytes, run: Run) -> Callable[[], None]:
         """Carry out one run as this replica, whatever becomes of it; the answer sends its Return."""
         outer = self._under_way[-1] if self._under_way else None
-        replica = Replica(self._shop, run.run, run.seed, outer)
+        replica = Replica(self._shop, run, outer)
         restore = kept_random_state() if outer is not None else None
         value, error = None, None
         self._under_way.append(replica)

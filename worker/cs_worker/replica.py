@@ -25,7 +25,7 @@ from cs_proto import messages
 from cs_proto.arrays import INLINE_NBYTES, Array
 from cs_proto.errors import ContextError, LocalProtocolError, ResultError
 from cs_proto.failures import error_of
-from cs_proto.messages import AssignOp, Error, Note, ReduceOpName, RunId, Value, VariableSpec, WriteNote, WriteOp
+from cs_proto.messages import AssignOp, Error, Note, ReduceOpName, Run, Value, VariableSpec, WriteNote, WriteOp
 from cs_proto.records import Record
 from cs_proto.writing import write
 
@@ -65,7 +65,7 @@ def _whole(method: Callable[Concatenate[Replica, P], T]) -> Callable[Concatenate
 class Replica:
     """The :class:`central_storage.backend.ReplicaBackend` of one run."""
 
-    def __init__(self, shop: Workshop, run: RunId, seed: int, outer: Replica | None) -> None:
+    def __init__(self, shop: Workshop, run: Run, outer: Replica | None) -> None:
         """``outer`` is the replica that waits in a merge_call for this nested run."""
         self.replica = shop.config.replica
         self.replicas = shop.replicas
@@ -73,8 +73,9 @@ class Replica:
         #: How many merge points this replica has brought.
         self.count = 0
         self._shop = shop
-        self._run = run
-        self._seed = seed
+        self._run = run.run
+        self._seed = run.seed
+        self._series = run.series
         self._thread = threading.get_ident()
         self._notes: list[Note] = []
         # Its write notes that no commit can have taken in, because it has not waited since; and the values of their
@@ -246,10 +247,11 @@ class Replica:
         link, shop = self._shop.conversation.link, self._shop
         head = (self._run, self.replica, shop.config.incarnation, tuple(self._notes), self.count)
         try:
-            link.send_server(messages.Return(*head, value, error))
+            link.send_server(messages.Return(*head, value, error, self._series))
         except LocalProtocolError as refused:
             too_large = ResultError(f"the result of the replica function is too large to travel: {refused}")
-            link.send_server(messages.Return(*head, None, error_of(too_large, self.replica, self.count)))
+            failed = error_of(too_large, self.replica, self.count)
+            link.send_server(messages.Return(*head, None, failed, self._series))
 
     # --- how it is done -----------------------------------------------------------------------------------------
 
@@ -279,7 +281,7 @@ class Replica:
         """Bring a point together with the notes, and wait for its answer. Raises what the server answers."""
         self._refuse_after_failure()
         shop, k = self._shop, point.k
-        ask = messages.Ask(self._run, self.replica, shop.config.incarnation, tuple(self._notes), point)
+        ask = messages.Ask(self._run, self.replica, shop.config.incarnation, tuple(self._notes), point, self._series)
         shop.conversation.link.send_server(ask)
         self._notes.clear()
         is_merge_call = isinstance(point, messages.MergeCallPoint)

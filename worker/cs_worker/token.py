@@ -15,6 +15,7 @@ import numpy as np
 
 from central_storage import context
 from central_storage.function import Function, Pickled
+from central_storage.series import Series
 from central_storage.shipping import digest, dump_arguments, dump_function
 from central_storage.strategy import CentralStorageStrategy
 from central_storage.values import regroup, select_replica, shared_parts
@@ -125,6 +126,10 @@ class TokenController:
             results = self._run(token, pickled, isinstance(function, Function), pickles)
             self._arena.release(mark)  # every replica has returned, and the results are copies
             return results
+
+    def series(self, lookahead: int) -> Series:
+        """Refused: steps are the script's to send ahead."""
+        raise ContextError("run_steps cannot be called inside a merge_call; use run there, or run_steps in your script")
 
     def create(self, spec: VariableSpec, value: np.ndarray, site: str) -> messages.Variable:
         """Make a variable."""
