@@ -127,7 +127,9 @@ class Steps:
         for number in range(self._taken, self._series.begun):
             try:
                 self._series.take()
-            except Exception as error:  # noqa: BLE001  (whatever the user's code raises)
+            except KeyboardInterrupt:
+                pass  # cancelled
+            except BaseException as error:  # noqa: BLE001  (whatever the user's code raises)
                 _log.warning("step %d failed after its loop was left: %r", number + 1, error)
 
     def __enter__(self) -> Self:

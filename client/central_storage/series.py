@@ -72,9 +72,12 @@ class Series:
         if not self.outcomes:
             self.carrier.settle(self, max(0, len(self.unanswered) - 1))
         outcome = self.outcomes.popleft()
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return outcome
+        try:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            return outcome
+        finally:
+            del outcome  # its traceback has this frame, and would keep it and those around it
 
     def settle(self, *, cancel: bool = False) -> None:
         """Wait for all that were sent, or ``cancel`` those that are not over. Raises KeyboardInterrupt for a Ctrl-C."""

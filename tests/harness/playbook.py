@@ -336,8 +336,10 @@ def dies(replica: int, incarnation: int = 1, cause: str = "SIGKILL") -> ProcessD
     return ProcessDied(Died("worker", replica, incarnation, 100 + replica, cause, ""))
 
 
-def asks(replica: int, point: Any, notes: tuple[Note, ...] = (), run: tuple[int, ...] = (1,)) -> Received:
-    return Received(w(replica), Ask(run, replica, 1, notes, point))
+def asks(
+    replica: int, point: Any, notes: tuple[Note, ...] = (), run: tuple[int, ...] = (1,), series: int = 0
+) -> Received:
+    return Received(w(replica), Ask(run, replica, 1, notes, point, series))
 
 
 def returns(
@@ -347,11 +349,12 @@ def returns(
     run: tuple[int, ...] = (1,),
     raises: str = "",
     at: int | None = None,
+    series: int = 0,
 ) -> Received:
     """A replica returns its own number, or raises the exception of that code."""
     error = fault(raises, replica, count if at is None else at) if raises else None
     value = None if raises else result(replica)
-    return Received(w(replica), Return(run, replica, 1, notes, count, value, error))
+    return Received(w(replica), Return(run, replica, 1, notes, count, value, error, series))
 
 
 def result(replica: int) -> Value:

@@ -67,6 +67,41 @@ def test_what_was_freed_is_placed_anew(free: str) -> None:
     assert made.view(placed).tobytes() == data.tobytes()
 
 
+def test_parts_are_used_in_turn_and_left_alone_in_between() -> None:
+    made = arena()
+    placed = []
+    for step in range(7):
+        made.reset(step % 3, 3)
+        placed.append(made.place(np.full(INLINE_NBYTES + 1, step, np.uint8)))
+        for back, array in enumerate(reversed(placed[-3:])):
+            assert (made.view(array) == step - back).all()
+    assert {offset(array) for array in placed} == {part * (NBYTES // 3 // 64 * 64) for part in range(3)}
+    with pytest.raises(MemoryPlanError, match="do not fit into one of 3 parts of arena/test"):
+        made.new("uint8", (NBYTES // 2,))
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_pages_of_one_large_value_are_given_back(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cs_proto.arena._KEEP_NBYTES", 1 << 20)
+    descriptor = os.memfd_create("arena")
+    os.ftruncate(descriptor, NBYTES)
+    kept = os.dup(descriptor)
+    made = Arena(lambda: Mapping("arena/test", descriptor, NBYTES, writable=True))
+    try:
+        for step in range(2 * parts):
+            made.reset(step % parts, parts)
+            made.place(np.ones(NBYTES // 4, np.uint8))
+        assert os.fstat(kept).st_blocks * 512 >= parts * (NBYTES // 4)
+        for step in range(parts):
+            made.reset(step, parts)
+        assert os.fstat(kept).st_blocks * 512 <= (1 << 20) + 2 * parts * 4096
+        made.place(np.ones(NBYTES // 4, np.uint8))
+        made.reset()
+        assert os.fstat(kept).st_blocks * 512 <= (1 << 20) + 2 * (parts + 1) * 4096
+    finally:
+        os.close(kept)
+
+
 def test_what_another_process_uses_is_left_alone() -> None:
     assert offset(arena(used=128).place(np.zeros(INLINE_NBYTES))) == 128
 

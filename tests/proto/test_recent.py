@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,3 +37,14 @@ def test_what_a_sender_leaves_out_the_receiver_has(used: list[bytes], capacity: 
         assert not left_out or digest in held
         held = {kept for kept in held | {digest} if kept in receiver}
         assert len(held) <= capacity
+
+
+def test_a_copy_goes_its_own_way() -> None:
+    recent = Recent(2)
+    recent.touch(b"a")
+    before = copy(recent)
+    recent.touch(b"b")
+    recent.touch(b"c")
+    assert b"a" in before
+    assert not before.touch(b"b")
+    assert before.touch(b"a")

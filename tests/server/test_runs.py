@@ -56,6 +56,7 @@ from cs_proto.messages import (
     Refused,
     Return,
     RunFinished,
+    StepFinished,
     Token,
     Value,
     Welcome,
@@ -258,6 +259,126 @@ def test_the_next_run_frees_the_results_that_lie_in_the_servers_arena() -> None:
     assert book.results_nbytes == 0
     book.does(returns(1, 0, run=(3,)))
     book.on(returns(0, 0, run=(4,)))  # nothing large, nothing to free
+
+
+# --- steps of a series ----------------------------------------------------------------------------------------------
+
+
+def over(run: int, failed: bool = False, replicas: int = 2) -> list[Send]:
+    """What the replicas of a step are told when it is over."""
+    return [Send(w(replica), StepFinished((run,), failed)) for replica in range(replicas)]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_replicas_hear_that_a_step_is_over_when_it_is_committed(replicas: int) -> None:
+    book = training(replicas)
+    for run in (2, 3):
+        for replica in range(1, replicas):
+            book.on(returns(replica, 1, (applies(0),), run=(run,), series=2))
+        book.on(returns(0, 1, (applies(0),), run=(run,), series=2), commits(steps(run, ((0, 1),), (0,) * replicas)))
+        book.on(book.finished(), *over(run, replicas=replicas), to(CONTROLLER, RunFinished, run=(run,), commits=1))
+    book.repeat_all()
+
+
+def test_a_run_of_its_own_tells_replicas_nothing() -> None:
+    book = training()
+    book.on(returns(0, 0, run=(2,)))
+    book.on(returns(1, 0, run=(2,)), to(CONTROLLER, RunFinished))
+
+
+def test_after_a_step_that_failed_none_of_its_series_begins() -> None:
+    book = training()
+    book.on(returns(0, 0, run=(2,), series=2, raises="KeyError"))
+    book.on(returns(1, 0, run=(2,), series=2), *over(2, failed=True), to(CONTROLLER, RunFinished, "KeyError"))
+    is_over = to(w(0), PointFailed, "cs.ContextError", "run 3 is over", ends_run=True)
+    book.on(asks(0, reduces(0, scalar(1)), run=(3,), series=2), is_over)
+    book.on(returns(1, 0, run=(4,), series=2), Says("returned from run 4, which is over"))
+    book.on(returns(0, 0, run=(5,)))
+    book.on(returns(1, 0, run=(5,)), to(CONTROLLER, RunFinished, run=(5,)))
+    book.repeat_all()
+
+
+def test_another_series_begins_after_one_that_failed() -> None:
+    book = training()
+    for replica in (0, 1):
+        book.does(returns(replica, 0, run=(2,), series=2, raises="KeyError"))
+    book.on(returns(0, 0, run=(5,), series=5))
+    book.on(returns(1, 0, run=(5,), series=5), *over(5), to(CONTROLLER, RunFinished, run=(5,)))
+
+
+def test_a_step_whose_replica_is_dead_is_over_for_the_others() -> None:
+    book = training()
+    book.on(returns(0, 0, run=(2,), series=2))
+    lost = to(CONTROLLER, RunFinished, "cs.ReplicaLostError", run=(2,))
+    book.on(dies(1), Says("died"), Send(w(0), StepFinished((2,), True)), lost)
+    # And of one that begins when the death is known.
+    book.on(
+        returns(0, 0, run=(4,), series=4),
+        to(CONTROLLER, RunFinished, "cs.ReplicaLostError", run=(4,)),
+        over(4, True)[0],
+    )
+
+
+@pytest.mark.parametrize("later", [0, 1, 2])
+def test_cancelling_steps_ends_the_first_that_is_not_over(later: int) -> None:
+    book = training()
+    book.on(returns(0, 1, (applies(0),), run=(2,), series=2))
+    book.on(hears(CONTROLLER, Cancel((2,), later)))
+    cancelled = to(CONTROLLER, RunFinished, "KeyboardInterrupt", run=(2,), commits=0)
+    book.on(returns(1, 1, (applies(0),), run=(2,), series=2), *over(2, failed=True), cancelled)
+    book.repeat_all()
+
+
+def test_cancelling_steps_may_come_when_the_first_is_over() -> None:
+    book = training()
+    for replica in (0, 1):
+        book.does(returns(replica, 0, run=(2,), series=2))
+    book.on(asks(0, reduces(0, scalar(1)), run=(3,), series=2))
+    book.on(hears(CONTROLLER, Cancel((2,), 2)), to(w(0), PointFailed, "KeyboardInterrupt", "run 3 was", run=(3,)))
+    book.on(returns(0, 1, run=(3,), series=2, raises="KeyboardInterrupt"))
+    cancelled = to(CONTROLLER, RunFinished, "KeyboardInterrupt", run=(3,))
+    book.on(returns(1, 0, run=(3,), series=2, raises="KeyboardInterrupt"), *over(3, failed=True), cancelled)
+    book.repeat_all()
+
+
+def test_cancelling_steps_may_come_before_the_next_one_begins() -> None:
+    book = training()
+    for replica in (0, 1):
+        book.does(returns(replica, 0, run=(2,), series=2))
+    book.on(hears(CONTROLLER, Cancel((2,), 2)))
+    book.on(returns(0, 0, run=(3,), series=2))
+    cancelled = to(CONTROLLER, RunFinished, "KeyboardInterrupt", run=(3,))
+    book.on(returns(1, 0, run=(3,), series=2), *over(3, failed=True), cancelled)
+    book.repeat_all()
+
+
+def test_cancelling_steps_that_are_all_over_changes_nothing() -> None:
+    book = training()
+    for run in (2, 3):
+        for replica in (0, 1):
+            book.does(returns(replica, 0, run=(run,), series=2))
+    book.on(hears(CONTROLLER, Cancel((2,), 1)))
+    book.on(returns(0, 0, run=(4,)))
+    book.on(returns(1, 0, run=(4,)), to(CONTROLLER, RunFinished, run=(4,)))
+
+
+def test_cancelling_steps_of_which_one_has_failed_changes_nothing() -> None:
+    book = training()
+    for replica in (0, 1):
+        book.does(returns(replica, 0, run=(2,), series=2, raises="KeyError"))
+    book.on(hears(CONTROLLER, Cancel((2,), 2)))
+    book.on(returns(0, 0, run=(5,)))
+    book.on(returns(1, 0, run=(5,)), to(CONTROLLER, RunFinished, run=(5,)))
+
+
+def test_what_replicas_bring_to_the_next_step_waits_for_the_end_of_the_one_before() -> None:
+    book = training()
+    book.on(returns(0, 1, (applies(0),), run=(2,), series=2))
+    book.on(returns(0, 1, (applies(0),), run=(3,), series=2))  # too early: no worker of ours does that
+    book.on(returns(1, 1, (applies(0),), run=(2,), series=2), commits(steps(2, ((0, 1),), (0, 0))))
+    book.on(book.finished(), *over(2), to(CONTROLLER, RunFinished, run=(2,), commits=1))
+    book.on(returns(1, 1, (applies(0),), run=(3,), series=2), commits(steps(3, ((0, 1),), (0, 0))))
+    book.on(book.finished(), *over(3), to(CONTROLLER, RunFinished, run=(3,), commits=1))
 
 
 # --- nested runs ----------------------------------------------------------------------------------------------------

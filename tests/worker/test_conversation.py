@@ -13,7 +13,7 @@ from cs_proto import messages
 from cs_proto.arrays import bytes_array
 from cs_proto.errors import PeerProtocolError, ReplicaLostError
 from cs_proto.failures import error_of
-from cs_proto.messages import Cancel, Committed, Died, Prepare, Refused, Run, RunId
+from cs_proto.messages import Cancel, Committed, Died, Prepare, Refused, Run, RunId, StepFinished
 from cs_proto.records import Record
 from cs_worker.conversation import Conversation, path_text
 from cs_worker.interrupts import Interrupts
@@ -74,6 +74,10 @@ def played() -> Iterator[Played]:
 
 def run(*path: int) -> Run:
     return Run(path, 0, 7, bytes(16), None, False, bytes_array(b""), ())
+
+
+def step(number: int, series: int) -> Run:
+    return Run((number,), 0, 7, bytes(16), None, False, bytes_array(b""), (), series, 2)
 
 
 def refusals(played: Played) -> list[bytes]:
@@ -201,6 +205,68 @@ def test_the_next_controller_counts_from_one_again(played: Played) -> None:
     assert isinstance(work, Run)
     played.conversation.begin_run(controller, work)
     assert not played.conversation.is_cancelled()
+
+
+@pytest.mark.parametrize(("later", "meets"), [(0, False), (1, True), (5, True)])
+def test_cancel_of_steps_meets_whichever_is_under_way(played: Played, later: int, meets: bool) -> None:
+    played.conversation.begin_run(CONTROLLER, step(2, 1))
+    played.comes((CONTROLLER, Cancel((1,), later)), (SERVER, Committed((2,), 0)))
+    if meets:
+        with pytest.raises(KeyboardInterrupt):
+            played.wait((2,), 0)
+        played.link.coming.clear()
+    else:
+        played.wait((2,), 0)
+    assert played.conversation.is_cancelled() == meets
+
+
+def test_a_step_begins_when_the_server_says_that_the_one_before_it_is_over(played: Played) -> None:
+    played.comes((CONTROLLER, step(1, 1)), (CONTROLLER, step(2, 1)))
+    played.conversation.begin_run(*next_run(played))
+    with pytest.raises(KeyError):
+        played.conversation.next_work()
+    played.comes((SERVER, StepFinished((2,), False)))  # not of the one that it waits for
+    with pytest.raises(KeyError):
+        played.conversation.next_work()
+    played.comes((SERVER, StepFinished((1,), False)))
+    assert next_run(played) == (CONTROLLER, step(2, 1))
+
+
+def test_a_step_that_comes_late_begins_at_once(played: Played) -> None:
+    played.conversation.begin_run(CONTROLLER, step(1, 1))
+    played.comes((SERVER, StepFinished((1,), False)), (CONTROLLER, step(2, 1)))
+    assert next_run(played) == (CONTROLLER, step(2, 1))
+
+
+@pytest.mark.parametrize("after", [run(3), step(3, 3)])
+def test_what_is_no_step_of_that_series_waits_for_nothing(played: Played, after: Run) -> None:
+    # The controller sends it when it knows that the steps before are over.
+    played.conversation.begin_run(CONTROLLER, step(1, 1))
+    played.comes((CONTROLLER, after))
+    assert next_run(played) == (CONTROLLER, after)
+    played.conversation.begin_run(CONTROLLER, after)
+    played.comes((CONTROLLER, step(4, 1)))
+    assert next_run(played) == (CONTROLLER, step(4, 1))
+
+
+def test_steps_after_one_that_failed_are_dropped(played: Played) -> None:
+    played.conversation.begin_run(CONTROLLER, step(1, 1))
+    played.comes((CONTROLLER, step(2, 1)), (SERVER, StepFinished((1,), True)), (CONTROLLER, step(3, 1)))
+    played.comes((CONTROLLER, PREPARE), (CONTROLLER, step(4, 4)))
+    assert played.conversation.next_work() == (CONTROLLER, PREPARE)
+    assert next_run(played) == (CONTROLLER, step(4, 4))
+
+
+def test_the_next_controller_has_series_of_its_own(played: Played) -> None:
+    played.conversation.begin_run(CONTROLLER, step(1, 1))
+    played.comes((SERVER, StepFinished((1,), True)), (b"cbee", step(1, 1)))
+    assert next_run(played) == (b"cbee", step(1, 1))
+
+
+def next_run(played: Played) -> tuple[bytes, Run]:
+    controller, work = played.conversation.next_work()
+    assert isinstance(work, Run)
+    return controller, work
 
 
 def test_what_wanted_raises_comes_out_once(played: Played) -> None:
