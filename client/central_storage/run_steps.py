@@ -130,7 +130,7 @@ class Steps:
             except KeyboardInterrupt:
                 pass  # cancelled
             except BaseException as error:  # noqa: BLE001  (whatever the user's code raises)
-                _log.warning("step %d failed after its loop was left: %r", number + 1, error)
+                _log.warning("step %d failed after its loop was left: %s", number + 1, repr(error))
 
     def __enter__(self) -> Self:
         return self
