@@ -234,10 +234,10 @@ def _write_dtype(dtype: np.dtype[Any]) -> list[Any]:
 
 def _write_handle(handle: Handle) -> list[Any]:
     kind, number = handle_id(handle)
-    if number == 0 and kind != "strategy":
+    if number <= 0 and kind != "strategy":
         raise _Refused(
-            f"is an {kind} that was made in this replica and that the server does not know; make it in the script and "
-            "let the function capture it"
+            f"is {'an' if kind[0] in 'aeiou' else 'a'} {kind} that was made in this replica or is another strategy's, and "
+            "that the server does not know; make it in the script and let the function capture it, or return values"
         )
     return [Tag.HANDLE, kind, number]
 

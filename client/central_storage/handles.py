@@ -35,6 +35,10 @@ class Handle:
         wherever code travels."""
         return None
 
+    def _cs_parts(self) -> tuple[Any, ...]:
+        """What makes something to read in its place in a replica of another strategy, as a reduce value."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be read in another strategy's replicas")
+
     def _cs_take_code(self, code: Any) -> None:
         """In a worker: what came beside the number."""
 

@@ -228,10 +228,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
         if isinstance(obj, Composite):
             self._plan.adopt_composite(obj)  # so that its variables are where they can be read from
-        return self._plan.mention(obj) if isinstance(obj, Handle) else None
+        if not isinstance(obj, Handle):
+            return None
+        mentioned = self._plan.mention(obj)
+        return None if mentioned[0] == "foreign" else mentioned
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
+        if isinstance(obj, Handle):
+            return obj._cs_parts()  # noqa: SLF001  (only a foreign one has no persistent id)
         if kind is FunctionType:
             by_name = is_importable(obj) and not is_users(obj.__module__ or "")
             return NotImplemented if by_name else self._function(obj)

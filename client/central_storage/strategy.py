@@ -140,12 +140,17 @@ class CentralStorageStrategy(StrategyBase, Handle):
         return self._handles.resolve(kind, number)
 
     def adopt(self, handle: Any) -> tuple[str, int]:
-        """What stands for ``handle`` on its way to a replica. Raises ContextError for another strategy's."""
+        """What stands for ``handle`` on its way to a replica: ``("foreign", 0)`` for another strategy's variable, which
+        goes as its value. Raises ContextError for anything else of another strategy."""
         if isinstance(handle, Composite):
             handle.adopt(self)
             return ("composite", 0)
-        if isinstance(handle, Optimizer | Variable):
+        if isinstance(handle, Optimizer):
             handle.adopt(self)
+        elif isinstance(handle, Variable):
+            handle.adopt(self)
+            if handle.strategy is not self:
+                return ("foreign", 0)
         elif (handle if isinstance(handle, CentralStorageStrategy) else handle.strategy) is not self:
             raise ContextError(f"{handle!r} belongs to another strategy and cannot be used in a replica of this one")
         return handle_id(handle)

@@ -37,11 +37,13 @@ __all__ = ["Variable", "constraints_after"]
 
 
 class _Local:
-    """The value of a variable that no strategy has adopted yet, and how often it was written."""
+    """The value of a variable that no strategy has adopted yet, and how often it was written. ``is_foreign``: what a
+    replica has of another strategy's variable, which it may only read."""
 
-    def __init__(self, value: np.ndarray) -> None:
+    def __init__(self, value: np.ndarray, is_foreign: bool = False) -> None:
         self.value = np.array(value)
         self.version = 0
+        self.is_foreign = is_foreign
 
 
 class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
@@ -56,7 +58,8 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
 
     Made outside every scope it is *local*: the value is held here until a strategy's ``run`` takes the variable along;
     from then on it belongs to that strategy. Assigns to it in replicas need no aggregation and no agreement: each
-    replica's take effect in replica order.
+    replica's take effect in replica order. Another strategy's variable may be read in a replica, as it was when the
+    function was sent, and not written.
 
     Raises InvalidArgumentError (a ValueError) for a value that does not fit, TypeError for an aggregation,
     synchronization or constraint that is not one, MemoryPlanError where the memory does not suffice.
@@ -93,14 +96,21 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
         )
         self._make(get_strategy() if has_strategy() else None, spec, value, constraint)
 
-    def _make(self, strategy: Strategy | None, spec: VariableSpec, value: np.ndarray, constraint: Any) -> None:
+    def _make(
+        self,
+        strategy: Strategy | None,
+        spec: VariableSpec,
+        value: np.ndarray,
+        constraint: Any,
+        is_foreign: bool = False,
+    ) -> None:
         self._constraint: Callable[[np.ndarray], np.ndarray] | None = constraint
         if strategy is not None:
             self._become(strategy, _backend_of(strategy).create(spec, value, call_site()))
             return
         self._strategy: Strategy | None = None
         self._number = 0
-        self._local: _Local | None = _Local(value)
+        self._local: _Local | None = _Local(value, is_foreign)
         self._describe(spec)
 
     @classmethod
@@ -112,12 +122,12 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
         return self
 
     def adopt(self, strategy: Strategy) -> None:
-        """Become a variable of ``strategy``: a local one moves into its server. Raises ContextError (a RuntimeError)
-        where it belongs to another."""
-        if self._local is not None:
+        """Become a variable of ``strategy`` where it is local: it moves into the server."""
+        if self._local is not None and not self._local.is_foreign:
             self._become(strategy, strategy.controller.create(self._spec, self._local.value, call_site()))
-        elif self._strategy is not strategy:
-            raise ContextError(f"{self!r} belongs to another strategy and cannot be used in a replica of this one")
+
+    def _cs_parts(self) -> tuple[Callable[..., Variable], tuple[VariableSpec, np.ndarray]]:
+        return _foreign, (self._spec, self.numpy())
 
     def _become(self, strategy: Strategy, record: VariableRecord) -> None:
         self._strategy = strategy
@@ -131,7 +141,7 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
         self._dtype = np.dtype(spec.dtype)
 
     def _cs_handle(self) -> tuple[str, int]:
-        return ("local variable", id(self)) if self._local is not None else ("variable", self._number)
+        return ("variable", self._number if self._local is None else -id(self))
 
     def _cs_code(self) -> object:
         return self._constraint
@@ -400,6 +410,10 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
     def _check_may_write(self, op: str, value: Any) -> None:
         if isinstance(value, PerReplica):
             raise InvalidArgumentError(f"{self.name}.{op} of a PerReplica: which component is meant? Reduce it first")
+        if self._local is not None and self._local.is_foreign:
+            raise ContextError(
+                f"variable {self.name} belongs to another strategy: a replica of this one may only read it"
+            )
         if self._strategy is not None and has_strategy() and get_strategy() is not self._strategy:
             raise ContextError(f"variable {self.name} of one strategy is written inside the scope of another")
 
@@ -471,6 +485,13 @@ def constraints_after(pairs: Sequence[tuple[object, Variable]]) -> Callable[[obj
             variable.assign(variable.constraint(variable.value()))
 
     return constrain
+
+
+def _foreign(spec: VariableSpec, value: np.ndarray) -> Variable:
+    """What a replica has of another strategy's variable."""
+    made = Variable.__new__(Variable)
+    made._make(None, spec, value, None, is_foreign=True)  # noqa: SLF001  (a constructor)
+    return made
 
 
 def _backend_of(strategy: Strategy) -> ReplicaBackend | ControllerBackend:

@@ -233,8 +233,16 @@ def test_another_strategy_may_read_and_not_write(s: CentralStorageStrategy) -> N
     w = cs.Variable([1.0])  # what is nobody's may be written anywhere
     with other.scope():
         assert w.assign([2.0]).numpy().tolist() == [2]
-    with pytest.raises(ContextError, match="belongs to another strategy"):
-        other.adopt(v)
+    assert other.adopt(v) == ("foreign", 0)  # it goes as its value
+    make, parts = v._cs_parts()
+    there = make(*parts)
+    v.assign([5.0])
+    assert (there + 1).tolist() == [2]
+    assert there.sparse_read([0]).tolist() == [1]
+    for refused in (lambda: there.assign([2.0]), lambda: there.scatter_add(rows([1], [0]))):
+        with pytest.raises(ContextError, match="may only read it"):
+            refused()
+    assert other.adopt(there) == ("foreign", 0)
 
 
 # --- in a replica ---------------------------------------------------------------------------------------------------
@@ -309,8 +317,8 @@ def test_a_local_variable_moves_to_the_first_strategy_that_takes_it_along(s: Cen
     assert (v.strategy, v.number) == (s, 1)
     assert v.numpy().tolist() == [2]
     assert s.object_for("variable", 1) is v
-    with pytest.raises(ContextError, match="belongs to another strategy"):
-        strategy(Store()).adopt(v)
+    assert strategy(Store()).adopt(v) == ("foreign", 0)
+    assert v.strategy is s
 
 
 def test_two_local_variables_are_two(s: CentralStorageStrategy) -> None:

@@ -251,9 +251,13 @@ def test_a_gradient_that_does_not_fit(
 
 
 def test_a_variable_of_another_strategy(still_works: cs.CentralStorageStrategy, variable: cs.Variable) -> None:
+    optimizer = cs.optimizers.SGD(0.1)
     with cs.CentralStorageStrategy(["cpu:0"]) as other:
+        for wrong in (lambda: variable.assign(np.zeros((2, 3), np.float32)), lambda: (variable,)):
+            with refused(Exception, "another strategy"):
+                other.run(wrong)
         with refused(errors.ContextError, "another strategy"):
-            other.run(lambda: variable.numpy())
+            other.run(lambda: optimizer.apply_gradients([(np.zeros((2, 3), np.float32), variable)]))
         with other.scope(), refused(errors.ContextError, "inside the scope of another"):
             variable.assign(np.zeros((2, 3), np.float32))
 

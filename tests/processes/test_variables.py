@@ -226,9 +226,22 @@ def test_another_strategys_variable(two: cs.CentralStorageStrategy, own: cs.Cent
         assert v + 0.0 == 1
         with pytest.raises(RuntimeError, match="inside the scope of another"):
             v.assign(2.0)
-    with pytest.raises(RuntimeError):
-        own.run(lambda: v.assign_add(F32(1)))
-    assert float(v) == 1
+    table = made(two, np.arange(40_000, dtype=F32))
+    nest = [v, table]
+
+    def step(argument: Any) -> Any:
+        return argument + nest[0] - nest[0] + F32(1), nest[1].sparse_read([39_999]), float(np.sum(table))
+
+    for value in (1.0, 2.0):
+        v.assign(value)
+        total, row, everything = own.run(step, args=(v,))
+        assert lists(total) == [value + 1] * 2
+        assert lists(row) == [[39_999]] * 2
+        assert everything.values[0] == np.sum(np.arange(40_000, dtype=F32))
+    for wrong in (lambda: v.assign_add(F32(1)), lambda: table.scatter_add(slices(1, 0))):
+        with pytest.raises(RuntimeError, match="belongs to another strategy"):
+            own.run(wrong)
+    assert float(v) == 2
 
 
 # --- constraints ----------------------------------------------------------------------------------------------------
