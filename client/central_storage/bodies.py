@@ -236,8 +236,8 @@ def _write_handle(handle: Handle) -> list[Any]:
     kind, number = handle_id(handle)
     if number <= 0 and kind != "strategy":
         raise _Refused(
-            f"is {'an' if kind[0] in 'aeiou' else 'a'} {kind} that was made in this replica or is another strategy's, and "
-            "that the server does not know; make it in the script and let the function capture it, or return values"
+            f"is {'an' if kind[0] in 'aeiou' else 'a'} {kind} that was made in this replica or is another strategy's, "
+            "and that the server does not know; make it in the script and let the function capture it, or return values"
         )
     return [Tag.HANDLE, kind, number]
 
