@@ -34,12 +34,6 @@ class Decision:
     answer: Any = None
 
 
-_THREE = {"t": "tensor", "dtype": "float32", "shape": [], "data": 3.0}
-_HANDED_THROUGH = Decision(
-    "D1: an array counts once per replica, also where all hand through the one that merge_call gave them",
-    answer={"t": "per_replica", "values": [_THREE, _THREE]},
-)
-
 #: By id, or by the beginning of ids: decisions about cases in which TensorFlow's newest version is not followed.
 DECISIONS = {
     "dataset/split_autoshard_off/": Decision("D2: the ceil rule, and no row is lost", version="2.3.4"),
@@ -53,8 +47,6 @@ DECISIONS = {
             ],
         },
     ),
-    "merge_call/kwargs": _HANDED_THROUGH,
-    "merge_call/run_inside": _HANDED_THROUGH,
     "optimizer/semantics/clipvalue_refused": Decision(
         "D10: the summed gradient is clipped",
         answer={"t": "tensor", "dtype": "float32", "shape": [2], "data": [-1.0, -1.0]},
