@@ -28,7 +28,7 @@ import psutil
 import zmq
 
 import central_storage as cs
-from cs_server.updates import reference, resolve
+from cs_server.updates import RULES, reference
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "examples"))
@@ -200,7 +200,7 @@ def memory(strategy: cs.CentralStorageStrategy) -> list[dict[str, Any]]:
 
 
 def _plain_adam(parameters: list[np.ndarray]) -> Callable[[list[np.ndarray]], None]:
-    rule = resolve("Adam", ADAM)
+    rule = RULES["adam"]
     slots = [tuple(np.full_like(p, value) for value in rule.initial(ADAM)) for p in parameters]
     count = 0
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cs_proto.messages import AssignOp, Counters, Optimizer, ReduceOpName, Variable, VariableSpec, WriteOp
+from cs_proto.schedules import Schedule
 
 from .handles import Handle
 from .series import Series
@@ -59,6 +60,10 @@ class _Catalogue(Protocol):
     def optimizer(self, number: int) -> Optimizer:
         """The optimizer's record as it stands now: its iterations are current."""
 
+    def slot(self, optimizer: int, variable: int, slot: str) -> np.ndarray:
+        """A copy of what an optimizer keeps beside a variable; made where it is missing. In a replica what it stepped
+        is committed first."""
+
     def create(self, spec: VariableSpec, value: np.ndarray, site: str) -> Variable:
         """Make a variable; in a replica a waited merge point, and replica 0's value counts."""
 
@@ -86,8 +91,15 @@ class ReplicaBackend(_Catalogue, Protocol):
         """The variable's value on this replica's device: read-only, no copy, current until this replica next waits.
         Commits what this replica noted for the variable first."""
 
-    def apply(self, optimizer: int, pairs: Sequence[tuple[np.ndarray, int]], site: str) -> None:
-        """Note one optimizer step: (gradient, variable number) pairs whose shapes and dtypes have been checked."""
+    def apply(
+        self,
+        optimizer: int,
+        dense: Sequence[tuple[np.ndarray, int]],
+        sparse: Sequence[tuple[np.ndarray, np.ndarray, int]],
+        site: str,
+    ) -> None:
+        """Note one optimizer step: (gradient, variable number) pairs and (values, int64 indices, variable number)
+        triples that fit their variables."""
 
     def gradient_buffers(self, numbers: Sequence[int]) -> list[np.ndarray]:
         """Writable arrays of the variables' shapes that lie where the server reads gradients."""
@@ -134,8 +146,19 @@ class ControllerBackend(_Catalogue, Protocol):
     def read(self, number: int) -> np.ndarray:
         """A copy of the variable's current value."""
 
-    def configure(self, number: int, kind: str, hyperparameters: Mapping[str, float]) -> Optimizer:
-        """Make an optimizer (``number`` 0), or change the hyperparameters of one."""
+    def configure(
+        self,
+        number: int,
+        kind: str,
+        hyperparameters: Mapping[str, float],
+        schedule: Schedule | None,
+        iterations: int,
+    ) -> int:
+        """Make an optimizer (``number`` 0), or change some of its hyperparameters, its schedule or its iterations
+        (-1: not them); its number. A learning rate without a schedule ends the schedule there was."""
+
+    def assign_slot(self, optimizer: int, variable: int, slot: str, value: np.ndarray) -> None:
+        """Write a slot, whose shape and dtype ``value`` has."""
 
     def carrier(self) -> Callable[[np.ndarray], np.ndarray]:
         """What copies an array to where the replicas read it, ahead of the run that it is an argument of. May be called

@@ -30,6 +30,7 @@ from cs_proto.errors import ContextError, LaunchError, PeerProtocolError, Replic
 from cs_proto.messages import AssignOp, Counters, Died, Output, RunFinished, Serving, VariableSpec, WriteOp
 from cs_proto.recent import HELD_FUNCTIONS, Recent
 from cs_proto.records import Record
+from cs_proto.schedules import Schedule
 from cs_proto.segments import frame_view
 
 from .composites import Composite
@@ -196,10 +197,36 @@ class ServiceLink:
             copied: np.ndarray = self._look(number)[rows]
             return copied
 
-    def configure(self, number: int, kind: str, hyperparameters: Mapping[str, float]) -> messages.Optimizer:
-        """Make an optimizer (``number`` 0), or change the hyperparameters of one."""
+    def configure(
+        self,
+        number: int,
+        kind: str,
+        hyperparameters: Mapping[str, float],
+        schedule: Schedule | None,
+        iterations: int,
+    ) -> int:
+        """Make an optimizer (``number`` 0) or change one; its number."""
         with self._operation():
-            return self._configure(number, kind, hyperparameters)
+            sequence = self._next_sequence()
+            pairs = tuple(hyperparameters.items())
+            request = messages.Configure(self._client, sequence, number, kind, pairs, schedule, iterations)
+            return self._ask(request, sequence, messages.Done).number
+
+    def slot(self, optimizer: int, variable: int, slot: str) -> np.ndarray:
+        """A copy of what an optimizer keeps beside a variable."""
+        with self._operation():
+            sequence = self._next_sequence()
+            found = self._ask(messages.DescribeSlots(sequence, optimizer, variable), sequence, messages.Slots)
+            return self._copy(found.arrays[found.names.index(slot)])
+
+    def assign_slot(self, optimizer: int, variable: int, slot: str, value: np.ndarray) -> None:
+        """Write a slot once."""
+        with self._operation():
+            self._arena.reset()
+            sequence = self._next_sequence()
+            placed = self._arena.place(value)
+            request = messages.AssignSlot(self._client, sequence, optimizer, variable, slot, placed)
+            self._ask(request, sequence, messages.Done)
 
     def variable(self, number: int) -> messages.Variable:
         """The variable's record as it stands."""
@@ -489,12 +516,6 @@ class ServiceLink:
             )
         finally:
             self._arena.release(mark)
-
-    def _configure(self, number: int, kind: str, hyperparameters: Mapping[str, float]) -> messages.Optimizer:
-        sequence = self._next_sequence()
-        pairs = tuple((key, float(value)) for key, value in hyperparameters.items())
-        done = self._ask(messages.Configure(self._client, sequence, number, kind, pairs), sequence, messages.Done)
-        return messages.Optimizer(done.number, kind, pairs, done.version)
 
     def _inline(self, value: np.ndarray) -> Array | None:
         return self._arena.place(value) if value.nbytes <= INLINE_NBYTES else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self
+from weakref import WeakSet
 
 import numpy as np
 
@@ -88,6 +89,7 @@ class CentralStorageStrategy(StrategyBase, Handle):
         self._backend = backend
         self._compute_devices = tuple(compute_devices)
         self._parameter_device = parameter_device
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._handles = HandleTable(
             {
                 "strategy": lambda number: self,
@@ -115,6 +117,7 @@ class CentralStorageStrategy(StrategyBase, Handle):
         self, function: Callable[..., Any], arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
     ) -> list[Any]:
         """Call ``function`` once per replica, in their processes; the results in replica order."""
+        self.evaluate_schedules()
         return self._backend.run(function, arguments)
 
     def series(self, lookahead: int) -> Series:
@@ -162,6 +165,13 @@ class CentralStorageStrategy(StrategyBase, Handle):
     def remember(self, handle: Handle) -> None:
         """Let ``handle`` be the one object for its number in this process."""
         self._handles.add(handle)
+        if isinstance(handle, Optimizer):
+            self._optimizers.add(handle)
+
+    def evaluate_schedules(self) -> None:
+        """Before every run: learning rates that only the client can work out."""
+        for optimizer in list(self._optimizers):
+            optimizer.evaluate_schedule()
 
     # --- ours ---------------------------------------------------------------------------------------------------
 

@@ -8,10 +8,12 @@ to merge points, 70-89 what the server answers, 90-109 client to worker, 110-129
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import Literal
 
 from .arrays import Array, Location, is_wire_dtype, shape_fault
 from .records import Record, record, shown
+from .schedules import Schedule
 
 #: Goes up when a record changes in a way an older peer cannot read.
 PROTOCOL = 1
@@ -108,11 +110,14 @@ class Variable(Record):
 
 @record(7)
 class Optimizer(Record):
-    """An optimizer as it stands: number, kind (``SGD``, ``Adam``), hyperparameters by name, iterations."""
+    """An optimizer as it stands: its number, its kind (``SGD``), the rule that its hyperparameters chose when it was
+    made, its hyperparameters by name, what the learning rate follows (None: it is the number), its iterations."""
 
     number: int
     kind: str
+    rule: str
     hyperparameters: tuple[tuple[str, float], ...]
+    schedule: Schedule | None
     iterations: int
 
 
@@ -174,6 +179,22 @@ class Goodbye(Record):
     client: str
 
 
+# --- data of the requests and merge points below ---------------------------------------------------------------------
+
+
+@record(20)
+class SparseGradient(Record):
+    """The gradient of some rows of a variable: ``values[i]`` belongs to row ``indices[i]``; rows named twice add up."""
+
+    variable: int
+    values: Array
+    indices: Array
+
+    def check(self) -> None:
+        if self.indices.dtype != "int64" or self.values.shape[:1] != self.indices.shape or not self.values.shape:
+            self.refuse("values need one int64 index a row")
+
+
 # --- requests: the controller's writes carry (client, sequence), reads only a number to match the reply ------------
 
 
@@ -205,13 +226,20 @@ class Assign(Record):
 
 @record(32)
 class Configure(Record):
-    """Make an optimizer (``optimizer`` 0) or change its hyperparameters."""
+    """Make an optimizer (``optimizer`` 0) or change some of its hyperparameters, its ``schedule`` or its
+    ``iterations`` (-1: as they are). A learning rate without a schedule ends the schedule there was."""
 
     client: str
     sequence: int
     optimizer: int
     kind: str
     hyperparameters: tuple[tuple[str, float], ...]
+    schedule: Schedule | None
+    iterations: int
+
+    def check(self) -> None:
+        if not -1 <= self.iterations < 1 << 62:
+            self.refuse(f"{self.iterations} iterations")
 
 
 @record(33)
@@ -258,6 +286,27 @@ class Cancel(_OfRun):
             self.refuse(f"{self.later} steps after {shown(self.run)}")
 
 
+@record(38)
+class DescribeSlots(Record):
+    """Ask where an optimizer's slots beside a variable lie; they are made where they are missing."""
+
+    request: int
+    optimizer: int
+    variable: int
+
+
+@record(39)
+class AssignSlot(Record):
+    """The controller (or the holder of a merge_call token) writes a slot, once; it is made where it is missing."""
+
+    client: str
+    sequence: int
+    optimizer: int
+    variable: int
+    slot: str
+    value: Array
+
+
 # --- what a replica brings: merge points, alone or as notes that travel with the next question or the return --------
 
 
@@ -274,7 +323,8 @@ class _Point(Record):
 
 @record(50)
 class ApplyPoint(_Point):
-    """Gradients of a set of variables lie in gradient buffers ``buffers`` (0 or 1), at the variables' offsets.
+    """Gradients of a set of variables lie in gradient buffers ``buffers`` (0 or 1), at the variables' offsets, but for
+    those of ``sparse`` (ascending by variable), which lie elsewhere.
 
     The first of an (optimizer, set of variables) is *checked*: ``variable_set`` is 0, ``variables`` names the set,
     and it is waited for; the answer is the set's number, which is all that later ones carry.
@@ -286,9 +336,13 @@ class ApplyPoint(_Point):
     variable_set: int
     variables: tuple[int, ...]
     buffers: int
+    sparse: tuple[SparseGradient, ...] = ()
 
     def check(self) -> None:
         super().check()
+        numbers = [gradient.variable for gradient in self.sparse]
+        if any(later <= earlier for earlier, later in pairwise(numbers)):
+            self.refuse("sparse gradients ascend by variable")
         if (self.variable_set == 0) == (not self.variables) or self.buffers not in (0, 1):
             self.refuse("either variables or the number of their set; buffers 0 or 1")
 
@@ -436,7 +490,7 @@ class MergeCallReturn(_OfRun):
 
 @record(70)
 class Done(Record):
-    """Reply to Assign, Configure: the number of the thing written, and its version or iterations."""
+    """Reply to Assign, AssignSlot, Configure: the number of the thing written, and its version or iterations."""
 
     sequence: int
     number: int
@@ -504,6 +558,15 @@ class Refused(Record):
 
     number: int
     error: Error
+
+
+@record(77)
+class Slots(Record):
+    """Reply to DescribeSlots: the slots by name, in the rule's order, and where each lies."""
+
+    request: int
+    names: tuple[str, ...]
+    arrays: tuple[Array, ...]
 
 
 @record(80)

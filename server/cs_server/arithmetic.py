@@ -8,21 +8,26 @@ spread over threads of its own, which are done when the call returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import math
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from cs_proto import reduction
 from cs_proto.arrays import Array, array_of
 from cs_proto.errors import InvalidArgumentError
+from cs_proto.optimizers import Hyperparameters
 from cs_proto.writing import write
 
-from .events import Apply, Commit, Compute, Fill, Write
+from .clipping import Clipping, square_of
+from .events import Apply, Commit, Compute, Dense, Fill, Rows, Write
 from .kernels import apply_dense
-from .updates import resolve
+from .rows import Merged, apply_rows, merge
+from .updates import RULES, Rule
 
 __all__ = ["Arithmetic", "Memory"]
 
@@ -30,6 +35,8 @@ __all__ = ["Arithmetic", "Memory"]
 _ELEMENTS_PER_THREAD = 1 << 17
 # Ranges are cut between cache lines, whatever the dtype.
 _ELEMENTS_PER_CUT = 64
+# Where gradients are bounded they are summed in pieces of this many elements, whose squares are added up in order.
+_PIECE = 1 << 16
 
 
 class Memory(Protocol):
@@ -40,6 +47,9 @@ class Memory(Protocol):
 
     def elements(self, name: str, dtype: str) -> np.ndarray:
         """A whole segment as a 1-D array of ``dtype``."""
+
+    def discard(self, name: str, start: int, stop: int) -> None:
+        """Give the whole pages between two bytes of a segment back; they read as zeros afterwards."""
 
 
 class Arithmetic:
@@ -81,8 +91,7 @@ class Arithmetic:
                 case Write():
                     self._write(operation)
                 case Fill():
-                    elements = self._memory.elements(operation.segment, operation.dtype)
-                    elements[operation.first : operation.last] = operation.value
+                    self._fill(operation)
 
     def close(self) -> None:
         """End the threads."""
@@ -90,30 +99,139 @@ class Arithmetic:
             self._pool.shutdown()
 
     def _apply(self, operation: Apply) -> None:
-        hyperparameters = dict(operation.hyperparameters)
-        rule = resolve(operation.kind, hyperparameters)
-        parameters = self._memory.elements(operation.parameters, operation.dtype)
-        slots = tuple(self._memory.elements(name, operation.dtype) for name in operation.slots)
-        gradients = tuple(self._memory.elements(name, operation.dtype) for name in operation.gradients)
+        rule, given, t = RULES[operation.rule], dict(operation.hyperparameters), operation.t
+        merged = [self._merged(rows) for rows in operation.sparse]
+        clipping = Clipping.of(given)
+        if clipping is None:
+            for part in operation.dense:
+                self._dense(rule, part, given, t)
+        else:
+            self._clipped(rule, operation.dense, merged, given, t, clipping)
+        for rows, gradient in zip(operation.sparse, merged, strict=True):
+            place = slice(rows.first, rows.first + math.prod(rows.shape))
+            parameters, *slots = (
+                self._memory.elements(name, rows.dtype)[place].reshape(rows.shape)
+                for name in (rows.parameters, *rows.slots)
+            )
+            apply_rows(rule, parameters, tuple(slots), gradient, given, t, self._each)
+
+    def _merged(self, rows: Rows) -> Merged:
+        gradients = [(self._memory.view(values), self._memory.view(indices)) for values, indices in rows.gradients]
+        return merge(gradients, *rows.shape)
+
+    def _dense(self, rule: Rule, part: Dense, given: Hyperparameters, t: int) -> None:
+        parameters, slots, gradients = self._arrays(part)
 
         def apply(ranges: np.ndarray) -> None:
-            apply_dense(rule, ranges, parameters, slots, gradients, hyperparameters, operation.t)
+            apply_dense(rule, ranges, parameters, slots, gradients, given, t)
 
-        shares = _shares(operation.ranges, self._threads)
-        if self._pool is None or len(shares) == 1:
-            for share in shares:
-                apply(share)
+        self._each(apply, _shares(part.ranges, self._threads))
+
+    def _clipped(
+        self,
+        rule: Rule,
+        parts: Sequence[Dense],
+        merged: Sequence[Merged],
+        given: Hyperparameters,
+        t: int,
+        clipping: Clipping,
+    ) -> None:
+        """Update with bounded gradients; those of sparse ones are bounded in place. Every range is one variable."""
+        pieces = [
+            (number, part, piece)
+            for number, (part, (first, last)) in enumerate((part, each) for part in parts for each in part.ranges)
+            for piece in _pieces(first, last)
+        ]
+        squares: list[float] = [0.0] * (sum(len(part.ranges) for part in parts) + len(merged))
+        offset = len(squares) - len(merged)
+        for gradient in merged:
+            clipping.bound(gradient.sums)
+        if clipping.has_norm:
+            found = [0.0] * len(pieces)
+
+            def look(which: int) -> None:
+                _, part, piece = pieces[which]
+                found[which] = square_of(self._total(part, piece, clipping))
+
+            self._each(look, range(len(pieces)))
+            for (number, _, _), square in zip(pieces, found, strict=True):
+                squares[number] += square
+            for position, gradient in enumerate(merged, offset):
+                squares[position] = square_of(gradient.sums)
+        factors = clipping.factors(squares)
+        for factor, gradient in zip(factors[offset:], merged, strict=True):
+            _scale(gradient.sums, factor)
+
+        def update(item: tuple[int, Dense, slice]) -> None:
+            number, part, piece = item
+            total = self._total(part, piece, clipping)
+            _scale(total, factors[number])
+            parameters, slots, _ = self._arrays(part)
+            whole = np.array([[0, len(total)]], np.int64)
+            apply_dense(rule, whole, parameters[piece], tuple(slot[piece] for slot in slots), (total,), given, t)
+
+        self._each(update, pieces)
+
+    def _total(self, part: Dense, piece: slice, clipping: Clipping) -> np.ndarray:
+        """The sum of the replicas' gradients with bounded elements."""
+        gradients = self._arrays(part)[2]
+        total = gradients[0][piece].copy()
+        with np.errstate(all="ignore"):
+            for gradient in gradients[1:]:
+                total += gradient[piece]
+        clipping.bound(total)
+        return total
+
+    def _arrays(self, part: Dense) -> tuple[np.ndarray, tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+        def elements(names: Sequence[str]) -> tuple[np.ndarray, ...]:
+            return tuple(self._memory.elements(name, part.dtype) for name in names)
+
+        return elements([part.parameters])[0], elements(part.slots), elements(part.gradients)
+
+    def _each(self, work: Callable[[Any], None], items: Sequence[Any]) -> None:
+        """Do ``work`` for each of ``items``, by as many threads as there are; done when it returns."""
+        if self._pool is None or len(items) == 1:
+            for item in items:
+                work(item)
             return
-        others = [self._pool.submit(apply, share) for share in shares[1:]]
-        apply(shares[0])
+
+        def share(which: int) -> None:
+            for item in items[which :: self._threads]:
+                work(item)
+
+        others = [self._pool.submit(share, which) for which in range(1, min(self._threads, len(items)))]
+        try:
+            share(0)
+        finally:
+            wait(others)
         for other in others:
             other.result()
+
+    def _fill(self, operation: Fill) -> None:
+        elements = self._memory.elements(operation.segment, operation.dtype)[operation.first : operation.last]
+        if not operation.is_lazy:
+            elements[:] = operation.value
+            return
+        self._memory.discard(operation.segment, operation.first * elements.itemsize, operation.last * elements.itemsize)
+        edge = mmap.PAGESIZE // elements.itemsize  # what lies in pages of neighbours is left
+        elements[:edge] = 0
+        elements[-edge:] = 0
 
     def _write(self, operation: Write) -> None:
         sources = [self._memory.view(source) for source in operation.sources]
         value = sources[0] if operation.reduce is None else reduction.reduce(operation.reduce, sources)
         indices = None if operation.indices is None else self._memory.view(operation.indices)
         write(self._memory.view(operation.target), operation.op, value, indices)
+
+
+def _pieces(first: int, last: int) -> Iterator[slice]:
+    return (slice(start, min(start + _PIECE, last)) for start in range(first, last, _PIECE))
+
+
+def _scale(gradient: np.ndarray, factor: float) -> None:
+    if factor != 1:
+        with np.errstate(all="ignore"):
+            gradient *= gradient.dtype.type(factor)
 
 
 @lru_cache(maxsize=256)

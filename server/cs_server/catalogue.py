@@ -11,20 +11,22 @@ segments of their own with the slab's offsets.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 import numpy as np
 
 from cs_proto import segments
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import InvalidArgumentError, MemoryPlanError
-from cs_proto.messages import Optimizer, ReduceOpName, Variable, VariableSpec, WriteOp
+from cs_proto.messages import ApplyPoint, Optimizer, ReduceOpName, Variable, VariableSpec, WriteOp
+from cs_proto.optimizers import CLIPS, SLOTS, check_change, rule_of
+from cs_proto.schedules import Schedule, rate
 
-from .events import Allocate, Apply, Command, Write
+from .events import Allocate, Apply, Command, Dense, Rows, Write
 from .tables import Slab, SlotFill, SlotNames, Steps, Tables, VariableSet
-from .updates import Rule, resolve
+from .updates import RULES
 
 __all__ = ["SLACK_NBYTES", "Catalogue"]
 
@@ -54,7 +56,7 @@ class Catalogue:
         self._set_numbers: dict[tuple[int, tuple[int, ...]], int] = {}
         for number, variable_set in self._tables.sets.items():
             self._note_set(number, variable_set)
-        self._ranges: dict[int, tuple[tuple[str, tuple[tuple[int, int], ...]], ...]] = {}
+        self._ranges: dict[tuple[int, tuple[int, ...], bool], tuple[tuple[str, tuple[tuple[int, int], ...]], ...]] = {}
 
     # --- variables ----------------------------------------------------------------------------------------------------
 
@@ -158,38 +160,53 @@ class Catalogue:
         return optimizer
 
     def configure(
-        self, number: int, kind: str, hyperparameters: Mapping[str, float]
-    ) -> tuple[Optimizer, tuple[SlotFill, ...]]:
-        """Make an optimizer (0) or change some of its hyperparameters; and the slots that only now come to be.
+        self,
+        number: int,
+        kind: str,
+        hyperparameters: Mapping[str, float],
+        schedule: Schedule | None = None,
+        iterations: int = -1,
+    ) -> Optimizer:
+        """Make an optimizer (0) or change some of its hyperparameters, its schedule or its iterations (-1: not them).
 
-        Raises InvalidArgumentError where the rule cannot take them.
+        Raises InvalidArgumentError where its kind cannot take them, or its rule, which it keeps.
         """
-        given = hyperparameters
-        iterations = 0
         if number:
             known = self.optimizer(number)
             if known.kind != kind:
                 raise InvalidArgumentError(f"optimizer {number} is {known.kind} and cannot become {kind}; make another")
-            given = {**dict(known.hyperparameters), **hyperparameters}
-            iterations = known.iterations
-        pairs = tuple(given.items())
-        rule = _rule(kind, pairs)
-        optimizer = Optimizer(number or self._tables.tally.optimizers + 1, kind, pairs, iterations)
-        fills = self._add_slots(optimizer, rule, [v for o, v in self._tables.slots if o == number])
-        self._tables.tally.optimizers = max(self._tables.tally.optimizers, optimizer.number)
-        self._tables.optimizers[optimizer.number] = optimizer
-        return optimizer, fills
+            before = dict(known.hyperparameters)
+            given = {**before, **hyperparameters}
+            check_change(kind, known.rule, before, given)
+            if schedule is None and "learning_rate" not in hyperparameters:
+                schedule = known.schedule
+            made = replace(known, hyperparameters=tuple(given.items()), schedule=schedule)
+        else:
+            rule = rule_of(kind, hyperparameters)
+            self._tables.tally.optimizers += 1
+            number = self._tables.tally.optimizers
+            made = Optimizer(number, kind, rule, tuple(hyperparameters.items()), schedule, 0)
+        self._tables.optimizers[number] = made = replace(
+            made, iterations=made.iterations if iterations < 0 else iterations
+        )
+        return made
 
     def members(self, optimizer: int, variables: tuple[int, ...]) -> tuple[int, ...]:
         """``variables`` as a set that ``optimizer`` can update, ascending. Raises InvalidArgumentError."""
-        self.optimizer(optimizer)
+        rule = RULES[self.optimizer(optimizer).rule]
+        is_bounded = "clipvalue" in dict(self.optimizer(optimizer).hyperparameters)
         if len(set(variables)) < len(variables):
             raise InvalidArgumentError(f"optimizer {optimizer}: a variable appears twice; add its gradients first")
         for number in variables:
             spec = self._variable(number).spec
-            if not _is_optimizable(spec.dtype):
+            if not rule.takes(np.dtype(spec.dtype)):
                 raise InvalidArgumentError(
                     f"variable {spec.name!r} is {spec.dtype}; only floating-point variables can be optimized"
+                    + (", and complex ones not by this rule" if rule.is_real else "")
+                )
+            if is_bounded and np.dtype(spec.dtype).kind == "c":
+                raise InvalidArgumentError(
+                    f"variable {spec.name!r} is {spec.dtype}; clipvalue bounds real gradients only"
                 )
         return tuple(sorted(variables))
 
@@ -197,8 +214,11 @@ class Catalogue:
         """The number of a variable set, in whatever order its variables are named; None where it has none yet."""
         return self._set_numbers.get((optimizer, tuple(sorted(variables))))
 
-    def variable_set(self, optimizer: int, variables: tuple[int, ...]) -> tuple[int, tuple[SlotFill, ...]]:
-        """The number of that set, and the slots that only now come to be.
+    def variable_set(
+        self, optimizer: int, variables: tuple[int, ...], sparse: Collection[int] = ()
+    ) -> tuple[int, tuple[SlotFill, ...]]:
+        """The number of that set, and the slots that only now come to be; those of ``sparse`` variables take memory
+        only where rows are touched.
 
         Raises InvalidArgumentError, and MemoryPlanError where the slots do not fit the memory that is left.
         """
@@ -207,7 +227,7 @@ class Catalogue:
         if known is not None:
             return known, ()
         record = self.optimizer(optimizer)
-        fills = self._add_slots(record, _rule(record.kind, record.hyperparameters), members)
+        fills = self._add_slots(record, members, sparse)
         self._tables.tally.sets += 1
         made = self._tables.tally.sets
         self._tables.sets[made] = VariableSet(optimizer, members)
@@ -215,24 +235,55 @@ class Catalogue:
         self._note_set(made, self._tables.sets[made])
         return made, fills
 
-    def apply(self, number: int, buffers: Sequence[int], steps_before: int) -> list[Apply]:
-        """One step on a variable set: an operation for each dtype. ``buffers`` says for every replica in which of its
-        gradient buffers its gradients lie; ``steps_before`` counts this optimizer's earlier steps in the commit."""
+    def check_sparse(self, points: Sequence[ApplyPoint]) -> None:
+        """Raise InvalidArgumentError where a sparse gradient does not fit its variable, or that is not in the set."""
+        for point in points:
+            for gradient in point.sparse:
+                spec, values = self._variable(gradient.variable).spec, gradient.values
+                if gradient.variable not in (point.variables or self._tables.sets[point.variable_set].variables):
+                    raise InvalidArgumentError(f"the sparse gradient of {spec.name!r}, which is not to be updated")
+                if not spec.shape or values.dtype != spec.dtype or values.shape[1:] != spec.shape[1:]:
+                    raise InvalidArgumentError(
+                        f"the sparse gradient of variable {spec.name!r} is {values.dtype}{list(values.shape)}; the "
+                        f"variable is {spec.dtype}{list(spec.shape)}"
+                    )
+
+    def apply(self, number: int, points: Sequence[ApplyPoint], steps_before: int) -> Apply:
+        """One step on a variable set. ``points`` say for every replica in which of its gradient buffers its gradients
+        lie, and where the sparse ones; ``steps_before`` counts this optimizer's earlier steps in the commit."""
         optimizer = self.optimizer(self._tables.sets[number].optimizer)
-        rule = _rule(optimizer.kind, optimizer.hyperparameters)
-        return [
-            Apply(
-                kind=optimizer.kind,
-                hyperparameters=optimizer.hyperparameters,
-                t=optimizer.iterations + steps_before + 1,
+        step = optimizer.iterations + steps_before
+        sparse = tuple(gradient.variable for gradient in points[0].sparse)
+        is_clipped = any(name in CLIPS for name, _ in optimizer.hyperparameters)
+        dense = tuple(
+            Dense(
                 dtype=dtype,
                 ranges=ranges,
                 parameters=segments.parameters(dtype),
-                slots=tuple(segments.slots(optimizer.number, slot, dtype) for slot in rule.slots),
-                gradients=tuple(segments.gradients(replica, b, dtype) for replica, b in enumerate(buffers)),
+                slots=self._slot_segments(optimizer, dtype),
+                gradients=tuple(segments.gradients(r, point.buffers, dtype) for r, point in enumerate(points)),
             )
-            for dtype, ranges in self._ranges_of(number)
-        ]
+            for dtype, ranges in self._ranges_of(number, sparse, is_clipped)
+        )
+        rows = []
+        for position, member in enumerate(sparse):
+            variable = self._variable(member)
+            spec = variable.spec
+            gradients = tuple((point.sparse[position].values, point.sparse[position].indices) for point in points)
+            rows.append(
+                Rows(
+                    dtype=spec.dtype,
+                    first=_elements(variable)[0],
+                    shape=(spec.shape[0], math.prod(spec.shape[1:])),
+                    parameters=variable.place.segment,
+                    slots=self._slot_segments(optimizer, spec.dtype),
+                    gradients=gradients,
+                )
+            )
+        return Apply(optimizer.rule, _at(step, optimizer), step + 1, dense, tuple(rows))
+
+    def _slot_segments(self, optimizer: Optimizer, dtype: str) -> tuple[str, ...]:
+        return tuple(segments.slots(optimizer.number, slot, dtype) for slot in SLOTS[optimizer.rule])
 
     def applied(self, number: int) -> None:
         """A step on the variable set was committed."""
@@ -275,21 +326,41 @@ class Catalogue:
                 for buffers in (0, 1):
                     yield segments.gradients(replica, buffers, dtype), f"w{replica}"
 
-    def _add_slots(self, optimizer: Optimizer, rule: Rule, variables: Iterable[int]) -> tuple[SlotFill, ...]:
-        """Make the slots that ``rule`` has and these variables lack."""
-        missing: list[tuple[Variable, tuple[str, ...], list[int]]] = []
-        for number in variables:
-            held = self._tables.slots.get((optimizer.number, number))
-            names = held.names if held else ()
-            lacking = [position for position, slot in enumerate(rule.slots) if slot not in names]
-            if held is None or lacking:
-                missing.append((self._variable(number), names, lacking))
+    def slots(self, optimizer: int, variable: int) -> tuple[tuple[tuple[str, Array], ...], tuple[SlotFill, ...]]:
+        """Name and place of every slot beside a variable, and those that only now come to be.
+
+        Raises InvalidArgumentError for what cannot be updated, and MemoryPlanError as ``variable_set`` does.
+        """
+        record, (number,) = self.optimizer(optimizer), self.members(optimizer, (variable,))
+        fills = self._add_slots(record, (number,), ())
+        found = self._variable(number)
+        places = (Location(name, found.place.offset) for name in self._slot_segments(record, found.spec.dtype))
+        arrays = (Array(found.spec.dtype, found.spec.shape, place) for place in places)
+        return tuple(zip(SLOTS[record.rule], arrays, strict=True)), fills
+
+    def write_slot(self, optimizer: int, variable: int, slot: str, value: Array) -> Write:
+        """The operation that sets a slot, which is there. Raises InvalidArgumentError where ``value`` does not fit."""
+        slots, _ = self.slots(optimizer, variable)
+        target = dict(slots).get(slot)
+        if target is None:
+            has = ", ".join(name for name, _ in slots) or "none"
+            raise InvalidArgumentError(f"optimizer {optimizer} has no slot {slot!r}; its slots: {has}")
+        spec = self._variable(variable).spec
+        _check_fits(f"the value of slot {slot!r} of variable {spec.name!r}", value, spec)
+        return Write(target, "assign", None, (value,))
+
+    def _add_slots(
+        self, optimizer: Optimizer, variables: Iterable[int], sparse: Collection[int]
+    ) -> tuple[SlotFill, ...]:
+        """Make the slots of those of these variables that have none."""
+        slots = SLOTS[optimizer.rule]
+        missing = [self._variable(v) for v in variables if (optimizer.number, v) not in self._tables.slots]
         touched = {number for _, number in self._tables.slots}
-        idle = [v for v, _, _ in missing if v.spec.trainable and v.number not in touched]
+        idle = [v for v in missing if v.spec.trainable and v.number not in touched]
         self._check_plan(
             f"optimizer {optimizer.number} ({optimizer.kind})",
-            sum(len(lacking) * variable.array.nbytes for variable, _, lacking in missing),
-            f"for the slots {', '.join(rule.slots)} of {len(missing)} variables",
+            sum(len(slots) * variable.array.nbytes for variable in missing),
+            f"for the slots {', '.join(slots)} of {len(missing)} variables",
             touched_nbytes=sum(variable.array.nbytes for variable in idle),
         )
         for variable in idle:
@@ -297,19 +368,20 @@ class Catalogue:
             self._tables.slabs[variable.spec.dtype] = replace(
                 slab, idle_nbytes=slab.idle_nbytes - variable.array.nbytes
             )
-        initial = rule.initial(dict(optimizer.hyperparameters))
+        initial = RULES[optimizer.rule].initial(dict(optimizer.hyperparameters))
         fills: list[SlotFill] = []
-        for variable, names, lacking in missing:
+        for variable in missing:
             dtype, nbytes, offset = variable.spec.dtype, variable.array.nbytes, variable.place.offset
             reservation = self._tables.slabs[dtype].reservation
-            for position in lacking:
-                segment = segments.slots(optimizer.number, rule.slots[position], dtype)
-                self._out.append(Allocate(segment, reservation, "", offset, offset + nbytes))
+            for slot, value in zip(slots, initial, strict=True):
+                segment = segments.slots(optimizer.number, slot, dtype)
+                is_lazy = variable.number in sparse and value == 0
+                present = (0, 0) if is_lazy else (offset, offset + nbytes)
+                self._out.append(Allocate(segment, reservation, "", *present))
                 if nbytes:
                     first, last = _elements(variable)
-                    fills.append(SlotFill(segment, dtype, first, last, float(initial[position])))
-            added = tuple(rule.slots[position] for position in lacking)
-            self._tables.slots[optimizer.number, variable.number] = SlotNames(names + added)
+                    fills.append(SlotFill(segment, dtype, first, last, float(value), is_lazy))
+            self._tables.slots[optimizer.number, variable.number] = SlotNames(slots)
         return tuple(fills)
 
     def _check_plan(self, what: str, nbytes: int, purpose: str, touched_nbytes: int = 0) -> None:
@@ -350,20 +422,33 @@ class Catalogue:
         for member in variable_set.variables:
             self._sets_of.setdefault(member, []).append(number)
 
-    def _ranges_of(self, number: int) -> tuple[tuple[str, tuple[tuple[int, int], ...]], ...]:
-        """For each dtype of a set the elements that its variables cover. Places never change, so it is kept."""
-        if number not in self._ranges:
+    def _ranges_of(
+        self, number: int, sparse: tuple[int, ...], by_variable: bool
+    ) -> tuple[tuple[str, tuple[tuple[int, int], ...]], ...]:
+        """For each dtype of a set the elements that its variables cover, but for ``sparse`` ones; adjacent variables
+        as one range unless ``by_variable``. Places never change, so it is kept."""
+        key = (number, sparse, by_variable)
+        if key not in self._ranges:
             by_dtype: dict[str, list[tuple[int, int]]] = {}
-            for variable in map(self._variable, self._tables.sets[number].variables):
-                by_dtype.setdefault(variable.spec.dtype, []).append(_elements(variable))
-            merged = {dtype: _merged(ranges) for dtype, ranges in sorted(by_dtype.items())}
-            self._ranges[number] = tuple((dtype, ranges) for dtype, ranges in merged.items() if ranges)
-        return self._ranges[number]
+            for member in self._tables.sets[number].variables:
+                if member not in sparse:
+                    variable = self._variable(member)
+                    by_dtype.setdefault(variable.spec.dtype, []).append(_elements(variable))
+            found = {
+                dtype: tuple(r for r in sorted(ranges) if r[0] < r[1]) if by_variable else _merged(ranges)
+                for dtype, ranges in sorted(by_dtype.items())
+            }
+            self._ranges[key] = tuple((dtype, ranges) for dtype, ranges in found.items() if ranges)
+        return self._ranges[key]
 
 
-@lru_cache(maxsize=256)
-def _rule(kind: str, hyperparameters: tuple[tuple[str, float], ...]) -> Rule:
-    return resolve(kind, dict(hyperparameters))
+def _at(step: int, optimizer: Optimizer) -> tuple[tuple[str, float], ...]:
+    """The hyperparameters of the update before which ``step`` have been made."""
+    schedule = optimizer.schedule
+    if schedule is None:
+        return optimizer.hyperparameters
+    now = rate(schedule.kind, schedule.numbers, step)
+    return tuple((name, now if name == "learning_rate" else value) for name, value in optimizer.hyperparameters)
 
 
 def _is_optimizable(dtype: str) -> bool:

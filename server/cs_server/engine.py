@@ -16,10 +16,12 @@ from cs_proto.failures import error_of
 from cs_proto.messages import (
     Ask,
     Assign,
+    AssignSlot,
     Cancel,
     Configure,
     Create,
     Describe,
+    DescribeSlots,
     Get,
     Goodbye,
     Hello,
@@ -202,8 +204,10 @@ class Engine:
                     self._runs.returned(peer, record, now)
             case MergeCallReturn():
                 self._runs.merge_call_returned(peer, record)
-            case Create() | Assign() | Configure():
+            case Create() | Assign() | AssignSlot() | Configure():
                 self._requests.write(peer, record)
+            case DescribeSlots():
+                self._requests.describe_slots(peer, record)
             case Get():
                 self._requests.get(peer, record)
             case Describe():
@@ -229,7 +233,7 @@ class Engine:
     def _operations(self, job: Job) -> Operations:
         """What a commit consists of."""
         if job.fills:
-            return tuple(Fill(f.segment, f.dtype, f.first, f.last, f.value) for f in job.fills)
+            return tuple(Fill(f.segment, f.dtype, f.first, f.last, f.value, f.is_lazy) for f in job.fills)
         if job.kind in ("run", "writes"):
             return self._progress.operations(job)
         return (self._progress.creation(job) if job.kind == "create" else self._requests.operation(job),)
@@ -255,9 +259,9 @@ class _Refusal:
 
 def _refused(event: Received, error: CentralStorageError) -> _Refusal:
     match event.record:
-        case Create() | Assign() | Configure():
+        case Create() | Assign() | AssignSlot() | Configure():
             number = event.record.sequence
-        case Get() | Describe() | Statistics():
+        case Get() | Describe() | DescribeSlots() | Statistics():
             number = event.record.request
         case _:
             number = 0

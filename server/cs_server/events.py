@@ -98,21 +98,42 @@ class Compute:
 
 
 @dataclass(frozen=True)
-class Apply:
-    """One optimizer step on the variables of one slab.
+class Dense:
+    """The part of an update that lies in one slab.
 
     ``ranges`` are (first, last + 1) elements, ascending. ``slots`` and ``gradients`` name segments with the same
-    offsets as ``parameters``; gradients in replica order. ``t`` counts this optimizer's steps from 1.
+    offsets as ``parameters``; gradients in replica order.
     """
 
-    kind: str
-    hyperparameters: tuple[tuple[str, float], ...]
-    t: int
     dtype: str
     ranges: tuple[tuple[int, int], ...]
     parameters: str
     slots: tuple[str, ...]
     gradients: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The part of an update that a sparse gradient makes: of the variable of ``shape`` (height, elements of a row) from
+    element ``first`` on; (values, indices) in replica order."""
+
+    dtype: str
+    first: int
+    shape: tuple[int, int]
+    parameters: str
+    slots: tuple[str, ...]
+    gradients: tuple[tuple[Array, Array], ...]
+
+
+@dataclass(frozen=True)
+class Apply:
+    """One optimizer step. ``t`` counts this optimizer's steps from 1; the learning rate is that of this step."""
+
+    rule: str
+    hyperparameters: tuple[tuple[str, float], ...]
+    t: int
+    dense: tuple[Dense, ...]
+    sparse: tuple[Rows, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,13 +150,15 @@ class Write:
 
 @dataclass(frozen=True)
 class Fill:
-    """Set elements ``first`` to ``last`` (exclusive) of a segment to a value: the start of a slot."""
+    """Set elements ``first`` to ``last`` (exclusive) of a segment to a value: the start of a slot. ``is_lazy``: it is
+    zero, and the memory is given back."""
 
     segment: str
     dtype: str
     first: int
     last: int
     value: float
+    is_lazy: bool = False
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,19 @@ def build(rule: Rule, dtype: np.dtype[Any], directory: Path | None) -> tuple[Cal
     return kernel, not kernel.stats.cache_hits
 
 
+def build_merge(dtype: np.dtype[Any], directory: Path | None) -> tuple[Callable[..., int], bool]:
+    """The loop that adds up sparse gradients of this dtype, and whether it had to be compiled."""
+    function = FunctionType(_merged.__code__, globals(), f"merge_{dtype.name}")
+    function.__qualname__ = function.__name__
+    addresses = types.Array(types.int64, 1, "C")
+    sums = types.Array(numba.from_dtype(dtype), 2, "C")
+    with _cache_in(directory):
+        kernel = numba.njit(
+            types.int64(*[addresses] * 5, sums), nogil=True, cache=directory is not None, error_model="numpy"
+        )(function)
+    return kernel, not kernel.stats.cache_hits
+
+
 def kernel_name(rule: Rule, dtype: np.dtype[Any]) -> str:
     """The function's name, with which the names of its cache files begin after the module's."""
     return f"{rule.name}_{dtype.name}"
@@ -180,6 +193,34 @@ def _three_slots(
             c = slot_c[start:stop]
             for i in range(w.shape[0]):
                 w[i], a[i], b[i], c[i] = step(w[i], g[i], a[i], b[i], c[i], *numbers)
+
+
+def _merged(
+    value_addresses: Array, index_addresses: Array, lengths: Array, table: Array, rows: Array, sums: Array
+) -> int:
+    """How many different rows the replicas name. ``table`` (a power of two of -1, at least twice as many as there are
+    indices) finds the place of a row by its hash."""
+    count = 0
+    mask = table.shape[0] - 1
+    for replica in range(lengths.shape[0]):
+        indices = numba.carray(_pointer(index_addresses[replica], rows), lengths[replica])
+        values = numba.carray(_pointer(value_addresses[replica], sums), (lengths[replica], sums.shape[1]))
+        for i in range(indices.shape[0]):
+            row = indices[i]
+            slot = (row * 0x9E3779B97F4A7C1 >> 29) & mask
+            while table[slot] >= 0 and rows[table[slot]] != row:
+                slot = (slot + 1) & mask
+            place = table[slot]
+            if place < 0:
+                table[slot] = count
+                rows[count] = row
+                for j in range(sums.shape[1]):
+                    sums[count, j] = values[i, j]
+                count += 1
+            else:
+                for j in range(sums.shape[1]):
+                    sums[place, j] += values[i, j]
+    return count
 
 
 _LOOPS: tuple[Callable[..., None], ...] = (_no_slot, _one_slot, _two_slots, _three_slots)

@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 
 from cs_proto.errors import InvalidArgumentError
-from cs_server.updates import RULES, Array, Hyperparameters, Rule, reference, scalars
+from cs_proto.optimizers import SLOTS, Hyperparameters
+from cs_server.updates import RULES, Array, Rule, reference, scalars
 
 KERNEL_DTYPES = ("float32", "float64")
 """Dtypes that have compiled kernels; the reference serves the others."""
@@ -70,6 +71,14 @@ def apply_dense(
         )
 
 
+def merge_kernel(dtype: np.dtype[Any]) -> Callable[..., int] | None:
+    """The loop of `rows.merge` for this dtype; None where NumPy has to do it."""
+    key = (_MERGE, dtype)
+    if key not in _kernels and dtype.name in KERNEL_DTYPES:
+        _prepare(None, dtype, cache_directory())
+    return _kernels.get(key)
+
+
 @dataclass(frozen=True)
 class Loaded:
     """How long `load` took, how many kernels it had to compile and where the code is kept (None: nowhere)."""
@@ -93,9 +102,11 @@ def load(dtypes: tuple[str, ...] = KERNEL_DTYPES, run_directory: Path | None = N
     compiled = 0
     for name in dtypes:
         dtype = np.dtype(name)
+        compiled += _prepare(None, dtype, directory)
         for rule in RULES.values():
-            compiled += _prepare(rule, dtype, directory)
-            _try_out(rule, dtype)
+            if rule.is_compiled:
+                compiled += _prepare(rule, dtype, directory)
+                _try_out(rule, dtype)
     return Loaded(time.perf_counter() - begin, compiled, directory)
 
 
@@ -174,22 +185,26 @@ def _check_ranges(ranges: Array, length: int) -> None:
 
 # The kernels of this process.
 
-_kernels: dict[tuple[str, np.dtype[Any]], Callable[..., None] | None] = {}
+_MERGE = "merge"
+_kernels: dict[tuple[str, np.dtype[Any]], Callable[..., Any] | None] = {}
 _building = threading.Lock()
 
 
 def _kernel(rule: Rule, dtype: np.dtype[Any]) -> Callable[..., None] | None:
     key = (rule.name, dtype)
-    if key not in _kernels and dtype.name in KERNEL_DTYPES:
+    if key not in _kernels and rule.is_compiled and dtype.name in KERNEL_DTYPES:
         _prepare(rule, dtype, cache_directory())
     return _kernels.get(key)
 
 
-def _prepare(rule: Rule, dtype: np.dtype[Any], directory: Path | None) -> bool:
-    """Whether something had to be compiled."""
+def _prepare(rule: Rule | None, dtype: np.dtype[Any], directory: Path | None) -> bool:
+    """Whether something had to be compiled: the kernel of a rule or, None, that of sparse gradients."""
     from cs_server import fused  # imports numba
 
-    key = (rule.name, dtype)
+    def build(directory: Path | None) -> tuple[Callable[..., Any], bool]:
+        return fused.build_merge(dtype, directory) if rule is None else fused.build(rule, dtype, directory)
+
+    key = (_MERGE if rule is None else rule.name, dtype)
     with _building:
         if key in _kernels:
             return False
@@ -197,15 +212,15 @@ def _prepare(rule: Rule, dtype: np.dtype[Any], directory: Path | None) -> bool:
             _kernels[key] = None
             return False
         try:
-            kernel, is_compiled = fused.build(rule, dtype, directory)
+            kernel, is_compiled = build(directory)
         except Exception as error:  # damaged code can raise anything, and a defect of the kernel is raised again below
             if directory is None:
                 raise
-            name = fused.kernel_name(rule, dtype)
+            name = f"{key[0]}_{dtype.name}"
             _logger.warning("compiling %s anew, its file in %s cannot be used: %r", name, directory, error)
             for file in directory.rglob(f"*.{name}-*"):
                 file.unlink(missing_ok=True)
-            kernel, is_compiled = fused.build(rule, dtype, None)
+            kernel, is_compiled = build(None)
         _kernels[key] = kernel
         return is_compiled
 
@@ -256,6 +271,7 @@ def _fingerprint() -> str:
     digest = hashlib.sha256()
     for source in ("updates.py", "kernels.py", "fused.py"):
         digest.update(Path(__file__).with_name(source).read_bytes())
+    digest.update(repr(SLOTS).encode())
     versions = (
         numba.__version__,
         np.__version__,

@@ -41,7 +41,8 @@ def kind_of(point: Point, known_set: Callable[[int, tuple[int, ...]], int | None
     match point:
         case ApplyPoint():
             number = point.variable_set or known_set(point.optimizer, point.variables)
-            return ("apply", point.optimizer, number or tuple(sorted(point.variables)))
+            sparse = tuple(gradient.variable for gradient in point.sparse)
+            return ("apply", point.optimizer, number or tuple(sorted(point.variables)), sparse)
         case AssignPoint():
             return ("assign", point.variable, point.op)
         case CreatePoint():

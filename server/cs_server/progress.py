@@ -123,6 +123,7 @@ class Progress:
         is_awaited = any(self._tables.stands[run, replica].waiting == k for replica in self._replicas)
         match points[0]:
             case ApplyPoint(optimizer=optimizer):
+                self._catalogue.check_sparse([point for point in points if isinstance(point, ApplyPoint)])
                 number, fills = self._set_of(optimizer, points)
                 if fills:
                     self._commits.submit(Job("slots", (), 0, 0, False, "", fills))
@@ -145,7 +146,8 @@ class Progress:
         for point in applies:
             if point.variable_set:
                 return point.variable_set, ()
-        return self._catalogue.variable_set(optimizer, applies[0].variables)
+        sparse = [gradient.variable for gradient in applies[0].sparse]
+        return self._catalogue.variable_set(optimizer, applies[0].variables, sparse)
 
     def compute(self, ticket: int) -> Compute:
         """The command for a computation: the same however often it is asked for."""
@@ -192,7 +194,7 @@ class Progress:
             if applies:
                 number, _ = self._set_of(applies[0].optimizer, points)
                 before = steps.get(applies[0].optimizer, 0)
-                operations += self._catalogue.apply(number, [point.buffers for point in applies], before)
+                operations.append(self._catalogue.apply(number, applies, before))
                 steps[applies[0].optimizer] = before + 1
             else:
                 operations.append(self._write(points))
@@ -316,7 +318,8 @@ class Progress:
                 numbers = point.variables or self._tables.sets[point.variable_set].variables
                 names = [self._name(number) for number in numbers[:_NAMED]]
                 more = f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
-                return f" to {', '.join(names)}{more}"
+                rows = ", ".join(self._name(gradient.variable) for gradient in point.sparse[:_NAMED])
+                return f" to {', '.join(names)}{more}" + f" (rows of {rows})" * bool(rows)
             case AssignPoint():
                 return f", {self._name(point.variable)}"
             case ReducePoint() | GatherPoint():

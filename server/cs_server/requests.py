@@ -12,17 +12,20 @@ from cs_proto.errors import CentralStorageError, ContextError, PeerProtocolError
 from cs_proto.failures import error_of
 from cs_proto.messages import (
     Assign,
+    AssignSlot,
     Configure,
     Counters,
     Create,
     Created,
     Describe,
     Described,
+    DescribeSlots,
     Done,
     Get,
     Got,
     Refused,
     ReplicaStatistics,
+    Slots,
     Statistics,
 )
 from cs_proto.records import Record
@@ -32,7 +35,7 @@ from .commits import Commits
 from .events import Command, Send, Write
 from .runs import Runs
 from .sessions import Sessions
-from .tables import HeldGet, Job, Request, SlotFill, Tables
+from .tables import HeldGet, Job, Request, Tables
 
 __all__ = ["Requests"]
 
@@ -58,7 +61,7 @@ class Requests:
 
     # --- writes -------------------------------------------------------------------------------------------------------
 
-    def write(self, peer: bytes, record: Create | Assign | Configure) -> None:
+    def write(self, peer: bytes, record: Create | Assign | AssignSlot | Configure) -> None:
         """Act on a write once. A refusal is a reply like any other: repeated, it stays one."""
         key = (self._is_token_of(peer, record), record.client)
         known = self._tables.requests.get(key)
@@ -99,6 +102,8 @@ class Requests:
         request = self._tables.requests[job.token, job.client].request
         if isinstance(request, Assign):
             return self._catalogue.write(request.variable, request.op, None, (request.value,), request.indices)
+        if isinstance(request, AssignSlot):
+            return self._catalogue.write_slot(request.optimizer, request.variable, request.slot, request.value)
         if isinstance(request, Create) and request.value is not None:
             return self._catalogue.write(job.number, "assign", None, (request.value,))
         raise AssertionError(f"job {job} writes nothing")
@@ -109,12 +114,11 @@ class Requests:
         reply: Created | Done
         if isinstance(request.request, Assign):
             reply = Done(request.sequence, job.number, self._catalogue.written(job.number))
-        elif isinstance(request.request, Create):
-            reply = Created(request.sequence, self._catalogue.variable(job.number))
+        elif isinstance(request.request, AssignSlot):
+            reply = Done(request.sequence, job.number, self._catalogue.variable(job.number).version)
         else:
-            reply = Done(request.sequence, job.number, self._catalogue.optimizer(job.number).iterations)
-        if not job.fills:
-            self._tables.tally.commits += 1
+            reply = Created(request.sequence, self._catalogue.variable(job.number))
+        self._tables.tally.commits += 1
         self._tables.requests[job.token, job.client] = replace(request, request=None, reply=reply)
         if not self._may_repeat(job, request):
             del self._tables.requests[job.token, job.client]
@@ -126,26 +130,29 @@ class Requests:
             return (request.run,) in self._tables.runs
         return any(session.hello.client == job.client for session in self._tables.clients.values())
 
-    def _act(self, key: tuple[bool, str], record: Create | Assign | Configure) -> Created | Done | None:
+    def _act(self, key: tuple[bool, str], record: Create | Assign | AssignSlot | Configure) -> Created | Done | None:
         """Do it. None where the reply has to wait for a commit."""
-        fills: tuple[SlotFill, ...]
         if isinstance(record, Create):
             variable = self._catalogue.create(record.variable, record.value)
             if record.value is None:
                 return Created(record.sequence, variable)
-            number, fills = variable.number, ()
+            number = variable.number
         elif isinstance(record, Assign):
             self._catalogue.write(record.variable, record.op, None, (record.value,), record.indices)
-            number, fills = record.variable, ()
+            number = record.variable
+        elif isinstance(record, AssignSlot):
+            self._make_slots(record.optimizer, record.variable)
+            self._catalogue.write_slot(record.optimizer, record.variable, record.slot, record.value)
+            number = record.variable
         else:
-            optimizer, fills = self._catalogue.configure(record.optimizer, record.kind, dict(record.hyperparameters))
-            if not fills:
-                return Done(record.sequence, optimizer.number, optimizer.iterations)
-            number = optimizer.number
-        self._commits.submit(Job("request", (), 0, number, key[0], key[1], fills))
+            optimizer = self._catalogue.configure(
+                record.optimizer, record.kind, dict(record.hyperparameters), record.schedule, record.iterations
+            )
+            return Done(record.sequence, optimizer.number, optimizer.iterations)
+        self._commits.submit(Job("request", (), 0, number, key[0], key[1], ()))
         return None
 
-    def _is_token_of(self, peer: bytes, record: Create | Assign | Configure) -> bool:
+    def _is_token_of(self, peer: bytes, record: Create | Assign | AssignSlot | Configure) -> bool:
         """Whether a worker speaks. Raises where the peer may not write."""
         client = self._sessions.client(peer)
         if client is not None and client.role == "controller":
@@ -171,9 +178,14 @@ class Requests:
             self._out.append(Send(peer, self._got(record), inline=record.frames))
 
     def answer_held(self) -> None:
-        """Nothing is being written: answer those who wait for bytes."""
+        """Nothing is being written: answer those who wait for bytes or, where no slots are being made, for slots."""
         for ticket, held in self._tables.held.items():
-            self._out.append(Send(held.peer, self._got(held.get), inline=True))
+            if isinstance(held.get, Get):
+                self._out.append(Send(held.peer, self._got(held.get), inline=True))
+            elif len(self._tables.jobs):
+                continue
+            else:
+                self._out.append(Send(held.peer, self._slots(held.get)))
             del self._tables.held[ticket]
 
     def describe(self, peer: bytes, record: Describe) -> None:
@@ -182,6 +194,27 @@ class Requests:
         variables = tuple(map(self._catalogue.variable, record.variables))
         optimizers = tuple(map(self._catalogue.optimizer, record.optimizers))
         self._out.append(Send(peer, Described(record.request, variables, optimizers)))
+
+    def describe_slots(self, peer: bytes, record: DescribeSlots) -> None:
+        """Say where slots lie, as soon as they are made."""
+        self._check_known(peer, record)
+        client = self._sessions.client(peer)
+        if client is not None and client.role == "observer":
+            raise ContextError("observers may only read, and slots may have to be made")
+        self._make_slots(record.optimizer, record.variable)
+        if len(self._tables.jobs):
+            self._tables.held[self._tables.next_ticket()] = HeldGet(peer, record)
+        else:
+            self._out.append(Send(peer, self._slots(record)))
+
+    def _make_slots(self, optimizer: int, variable: int) -> None:
+        _, fills = self._catalogue.slots(optimizer, variable)
+        if fills:
+            self._commits.submit(Job("slots", (), 0, 0, False, "", fills))
+
+    def _slots(self, record: DescribeSlots) -> Slots:
+        slots, _ = self._catalogue.slots(record.optimizer, record.variable)
+        return Slots(record.request, tuple(name for name, _ in slots), tuple(array for _, array in slots))
 
     def statistics(self, peer: bytes, record: Statistics, server_pid: int, uptime: float) -> None:
         """Say what was counted."""

@@ -102,6 +102,10 @@ class Segments:
             self._elements[key] = self.get(name).elements(dtype)
         return self._elements[key]
 
+    def discard(self, name: str, start: int, stop: int) -> None:
+        """Give the whole pages between two bytes of a segment back; they read as zeros afterwards."""
+        self.get(name).discard(start, stop)
+
     def close(self) -> None:
         """Close the connection. Mapped memory stays while something views it."""
         self._link.close()

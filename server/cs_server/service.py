@@ -34,9 +34,10 @@ from cs_proto.messages import (
     Ask,
     Assign,
     AssignPoint,
-    Configure,
+    AssignSlot,
     Create,
     CreatePoint,
+    DescribeSlots,
     Died,
     GatherPoint,
     ReducePoint,
@@ -413,12 +414,20 @@ def _may_plan_memory(record: Record) -> bool:
     if isinstance(record, Ask):
         point = record.point
         return isinstance(point, CreatePoint) or (isinstance(point, ApplyPoint) and not point.variable_set)
-    return isinstance(record, Create | Configure)
+    return isinstance(record, Create | DescribeSlots | AssignSlot)
+
+
+def _rows(point: ApplyPoint) -> Iterator[Array]:
+    for gradient in point.sparse:
+        yield gradient.values
+        yield gradient.indices
 
 
 def _looked_at(record: Record) -> Iterator[Array]:
     """The arrays of ``record`` that the server itself will look at."""
     match record:
+        case AssignSlot(value=value):
+            yield value
         case Assign(value=value, indices=indices):
             yield value
             if indices is not None:
@@ -427,11 +436,15 @@ def _looked_at(record: Record) -> Iterator[Array]:
             yield value
         case Ask() | Return():
             for note in record.notes:
-                if not isinstance(note, ApplyPoint):
+                if isinstance(note, ApplyPoint):
+                    yield from _rows(note)
+                else:
                     yield note.value
                 if isinstance(note, WriteNote) and note.indices is not None:
                     yield note.indices
             match record:
+                case Ask(point=ApplyPoint() as point):
+                    yield from _rows(point)
                 case Ask(point=ReducePoint(arrays=arrays) | GatherPoint(arrays=arrays)):
                     yield from arrays
                 case Ask(point=AssignPoint(value=value) | CreatePoint(value=value)):

@@ -21,11 +21,13 @@ from cs_proto.messages import (
     ApplyPoint,
     Assign,
     AssignPoint,
+    AssignSlot,
     Configure,
     Create,
     Created,
     CreatedInRun,
     CreatePoint,
+    DescribeSlots,
     Died,
     Done,
     Error,
@@ -88,16 +90,16 @@ class Request(_Row):
     peer: bytes
     run: int
     sequence: int
-    request: Create | Assign | Configure | None
+    request: Create | Assign | AssignSlot | Configure | None
     reply: Created | Done | Refused | None
 
 
 @record(203)
 class HeldGet(_Row):
-    """A Get whose bytes must be copied once no commit is under way."""
+    """A Get whose bytes must be copied, or a DescribeSlots whose slots are being made, once no commit is under way."""
 
     peer: bytes
-    get: Get
+    get: Get | DescribeSlots
 
 
 @record(204)
@@ -184,13 +186,15 @@ class Stand(_Row):
 
 @record(210)
 class SlotFill(_Row):
-    """The start of one slot of one variable: elements ``first`` to ``last`` of a segment."""
+    """The start of one slot of one variable: elements ``first`` to ``last`` of a segment. ``is_lazy``: all zero, and no
+    memory taken for it."""
 
     segment: str
     dtype: str
     first: int
     last: int
     value: float
+    is_lazy: bool
 
 
 @record(211)

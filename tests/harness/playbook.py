@@ -58,6 +58,7 @@ from cs_server.events import (
     Commit,
     Compute,
     Computed,
+    Dense,
     Event,
     Fill,
     Finished,
@@ -231,7 +232,7 @@ class Playbook:
         """The controller has made an optimizer."""
         self._sequence += 1
         pairs = tuple({**DEFAULTS[kind], **hyperparameters}.items())
-        self.does(hears(CONTROLLER, Configure("c", self._sequence, 0, kind, pairs)))
+        self.does(hears(CONTROLLER, Configure("c", self._sequence, 0, kind, pairs, None, -1)))
         return self
 
     def has_set(self, *variables: int, optimizer: int = 1, run: tuple[int, ...] = (1,)) -> Playbook:
@@ -441,16 +442,14 @@ def steps(
     t: int, ranges: tuple[tuple[int, int], ...], buffers: tuple[int, ...] = (0, 0), **hyperparameters: float
 ) -> Apply:
     """The ``t``-th step of optimizer 1, which is SGD, on float32 variables."""
-    return Apply(
-        kind="SGD",
-        hyperparameters=tuple({**DEFAULTS["SGD"], **hyperparameters}.items()),
-        t=t,
+    part = Dense(
         dtype="float32",
         ranges=ranges,
         parameters="parameters/float32",
         slots=(),
         gradients=tuple(f"gradients/{replica}/{b}/float32" for replica, b in enumerate(buffers)),
     )
+    return Apply("sgd", tuple({**DEFAULTS["SGD"], **hyperparameters}.items()), t, (part,))
 
 
 def writes(target: Array, op: Any, *sources: Array, reduce: Any = None, rows: Array | None = None) -> Write:

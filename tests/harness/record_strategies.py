@@ -17,8 +17,9 @@ from hypothesis.extra import numpy as npst
 
 from cs_proto.arrays import Array, Location, array_of, bytes_array
 from cs_proto.errors import LocalProtocolError
-from cs_proto.messages import ApplyPoint, MakeSegment, Return, Run, VariableSpec
+from cs_proto.messages import ApplyPoint, Configure, MakeSegment, Return, Run, SparseGradient, VariableSpec
 from cs_proto.records import RECORDS, Frame, Record
+from cs_proto.schedules import FIELDS, Kind, Schedule
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 NAMES = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=12)
@@ -122,15 +123,46 @@ def _pickles() -> st.SearchStrategy[Array]:
     return st.one_of(st.binary(max_size=40).map(bytes_array), in_segments)
 
 
+def _rows() -> st.SearchStrategy[Any]:
+    def fitting(shape: list[int], segment: Location, dtype: str) -> tuple[Array, Array]:
+        return Array(dtype, tuple(shape), segment), Array("int64", (shape[0],), segment)
+
+    shapes = st.lists(st.integers(0, 1 << 10), min_size=1, max_size=4)
+    arrays = st.builds(fitting, shapes, records(Location), st.sampled_from(["float32", "float16", "complex128"]))
+    return st.tuples(COUNTS, arrays).map(lambda drawn: SparseGradient(drawn[0], *drawn[1]))
+
+
+def _schedules() -> st.SearchStrategy[Any]:
+    finite = st.floats(allow_nan=False, allow_infinity=False)
+    steps = st.floats(0, exclude_min=True, allow_infinity=False)
+
+    def numbers(kind: Kind) -> st.SearchStrategy[Schedule]:
+        drawn = st.tuples(*(steps if field == "decay_steps" else finite for field in FIELDS[kind]))
+        return drawn.map(lambda numbers: Schedule(kind, numbers))
+
+    pieces = st.lists(finite, max_size=3).flatmap(
+        lambda boundaries: st.lists(finite, min_size=len(boundaries) + 1, max_size=len(boundaries) + 1).map(
+            lambda values: Schedule("PiecewiseConstantDecay", (*sorted(boundaries), *values))
+        )
+    )
+    return st.one_of(pieces, *(numbers(kind) for kind in FIELDS if FIELDS[kind]))
+
+
 def _applies() -> st.SearchStrategy[Any]:
     buffers = st.sampled_from([0, 1])
+    sparse = st.lists(_rows(), max_size=2, unique_by=lambda gradient: gradient.variable).map(
+        lambda rows: tuple(sorted(rows, key=lambda gradient: gradient.variable))
+    )
     first = _built(
         ApplyPoint,
         variable_set=st.just(0),
         variables=st.lists(COUNTS, min_size=1, max_size=4).map(tuple),
         buffers=buffers,
+        sparse=sparse,
     )
-    later = _built(ApplyPoint, variable_set=st.integers(1, 1 << 40), variables=st.just(()), buffers=buffers)
+    later = _built(
+        ApplyPoint, variable_set=st.integers(1, 1 << 40), variables=st.just(()), buffers=buffers, sparse=sparse
+    )
     return st.one_of(first, later)
 
 
@@ -146,6 +178,9 @@ _SPECIAL: Mapping[type[Record], Callable[[], st.SearchStrategy[Any]]] = {
         synchronization=st.integers(0, 3),
     ),
     ApplyPoint: _applies,
+    Configure: lambda: _built(Configure, iterations=st.integers(-1, 1 << 60)),
+    SparseGradient: _rows,
+    Schedule: _schedules,
     Return: _returns,
     Run: lambda: _built(Run, function=st.one_of(st.none(), _pickles()), arguments=_pickles()),
     MakeSegment: lambda: _built(MakeSegment, segment=SEGMENTS, reservation=st.integers(1, 1 << 50)),

@@ -236,9 +236,13 @@ def test_a_value_that_does_not_fit(
     [
         (np.zeros((3, 2), np.float32), ("table", "(2, 3)", "(3, 2)")),
         (np.zeros((2, 3)), ("table", "float32", "float64")),
-        (cs.IndexedSlices(np.zeros((1, 3), np.float32), np.zeros(1, np.int64)), ("table", "sparse")),
+        (cs.IndexedSlices(np.zeros((1, 3), np.float32), np.array([2])), ("table", "row 2", "2 rows")),
+        (cs.IndexedSlices(np.zeros((2, 3), np.float32), np.array([0, -1])), ("table", "row -1", "2 rows")),
+        (cs.IndexedSlices(np.zeros((1, 2), np.float32), np.array([0])), ("table", "(2,)", "(3,)")),
+        (cs.IndexedSlices(np.zeros((1, 3)), np.array([0])), ("table", "float64", "float32")),
+        (cs.IndexedSlices(np.zeros((1, 3), np.float32), np.array([0]), (5, 3)), ("table", "(5, 3)", "(2, 3)")),
     ],
-    ids=["shape", "dtype", "sparse"],
+    ids=["shape", "dtype", "row", "negative row", "width of rows", "dtype of rows", "dense shape"],
 )
 def test_a_gradient_that_does_not_fit(
     still_works: cs.CentralStorageStrategy, variable: cs.Variable, gradient: Any, words: tuple[str, ...]

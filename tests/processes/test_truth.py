@@ -15,7 +15,8 @@ import pytest
 from threadpoolctl import threadpool_limits
 
 import central_storage as cs
-from cs_server.updates import reference, resolve
+from cs_proto.optimizers import rule_of
+from cs_server.updates import RULES, reference
 
 ROWS, BATCH, STEPS = 61, 20, 50  # the last batch of an epoch is one row: most replicas get an empty share
 SHAPES = ((6, 16), (16,), (16, 3), (3,))
@@ -82,7 +83,7 @@ def gradients_into(
 def trained_here(optimizer: str, replicas: int, dtype: str = "float32") -> Trained:
     """Train in this process."""
     kind, hyperparameters = OPTIMIZERS[optimizer]
-    rule = resolve(kind, hyperparameters)
+    rule = RULES[rule_of(kind, hyperparameters)]
     parameters = initial(dtype)
     slots = [tuple(np.full_like(p, value) for value in rule.initial(hyperparameters)) for p in parameters]
     losses = []

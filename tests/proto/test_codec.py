@@ -147,7 +147,7 @@ def test_damaged_messages(parts: list[bytes]) -> None:
         (wire([35, None]), "Statistics.request must be int, not None"),
         (wire([36, 5, 0]), "Cancel.run must be a tuple of int"),
         (wire([36, [1.0], 0]), "Cancel.run must be a tuple of int"),
-        (wire([32, "c", 1, 0, "SGD", [["learning_rate"]]]), "Configure.hyperparameters must be a tuple of a tuple"),
+        (wire([32, "c", 1, 0, "SGD", [["m"]], None, -1]), "Configure.hyperparameters must be a tuple of a tuple"),
         (wire([60, [5], 0, 1, [], [35, 1], 0]), "a Statistics does not belong here"),
         (wire([60, [5], 0, 1, [[53, 0, "", "SUM", []]], [56, 0, ""], 0]), "a ReducePoint does not belong here"),
         (wire([60, [5], 0, 1, [None], [56, 0, ""], 0]), "Ask.notes must be a tuple of ApplyPoint or AssignPoint"),
@@ -290,14 +290,14 @@ def test_encode_passes_frames_on_uncopied() -> None:
 
 @pytest.mark.parametrize("number", [0.0, -0.0, 1e-310, math.inf, -math.inf, math.nan, 0.1])
 def test_floats_arrive_bit_by_bit(number: float) -> None:
-    got = decode(encode(Configure("c", 1, 0, "SGD", (("learning_rate", number),))))
+    got = decode(encode(Configure("c", 1, 0, "SGD", (("learning_rate", number),), None, -1)))
     assert isinstance(got, Configure)
     assert np.float64(got.hyperparameters[0][1]).tobytes() == np.float64(number).tobytes()
 
 
 def test_a_peer_may_write_a_whole_float_as_an_integer() -> None:
-    got = decode(wire([32, "c", 1, 0, "SGD", [["momentum", 0], ["learning_rate", (1 << 64) - 1]]]))
-    assert got == Configure("c", 1, 0, "SGD", (("momentum", 0.0), ("learning_rate", 2.0**64)))
+    got = decode(wire([32, "c", 1, 0, "SGD", [["momentum", 0], ["learning_rate", (1 << 64) - 1]], None, -1]))
+    assert got == Configure("c", 1, 0, "SGD", (("momentum", 0.0), ("learning_rate", 2.0**64)), None, -1)
 
 
 def test_this_process_is_told_what_it_may_not_say() -> None:

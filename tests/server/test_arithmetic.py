@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,8 +16,8 @@ from cs_proto.messages import AssignOp, ReduceOpName
 from cs_proto.segments import frame_view
 from cs_server import arithmetic
 from cs_server.arithmetic import Arithmetic
-from cs_server.events import Apply, Commit, Compute, Fill, Write
-from cs_server.updates import reference, resolve
+from cs_server.events import Apply, Commit, Compute, Dense, Fill, Write
+from cs_server.updates import RULES, reference
 
 SGD = (("learning_rate", 0.25), ("momentum", 0.5), ("nesterov", 0.0))
 
@@ -35,6 +36,10 @@ class Bytes:
 
     def elements(self, name: str, dtype: str) -> np.ndarray:
         return self.segments[name].view(dtype)
+
+    def discard(self, name: str, start: int, stop: int) -> None:
+        first, last = -(-start // mmap.PAGESIZE), stop // mmap.PAGESIZE
+        self.segments[name].view(np.uint8)[first * mmap.PAGESIZE : max(first, last) * mmap.PAGESIZE] = 0
 
 
 def at(segment: str, offset: int, like: np.ndarray) -> Array:
@@ -134,18 +139,29 @@ def test_fill() -> None:
     assert slots.tolist() == [0, 0, 0.1, 0.1, 0.1, 0]
 
 
+@pytest.mark.parametrize(("first", "last"), [(2, 5), (100, 5000), (0, 1024), (1000, 2000), (4096, 4096)])
+def test_a_lazy_fill_gives_whole_pages_back_and_clears_the_edges(first: int, last: int) -> None:
+    slots = np.ones(6000, np.float32)
+    commit(Bytes(slots=slots), Fill("slots", "float32", first, last, 0.0, True))
+    assert not slots[first:last].any()
+    assert slots[:first].all()
+    assert slots[last:].all()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64", "complex64"])
 def test_apply_has_the_bits_of_the_reference_and_leaves_the_rest_alone(dtype: str, threads: int) -> None:
     random = np.random.default_rng(7)
     length, ranges = 5000, ((3, 700), (701, 702), (1024, 4999))
     w, m, *gradients = (random.standard_normal(length).astype(dtype) for _ in range(5))
     expected_w, expected_m = w.copy(), m.copy()
-    rule = resolve("SGD", dict(SGD))
+    rule = RULES["sgd_momentum"]
     for first, last in ranges:
         part = slice(first, last)
         reference(rule, expected_w[part], [g[part] for g in gradients], (expected_m[part],), dict(SGD), 4)
     memory = Bytes(w=w, m=m, g0=gradients[0], g1=gradients[1], g2=gradients[2])
-    commit(memory, Apply("SGD", SGD, 4, dtype, ranges, "w", ("m",), ("g0", "g1", "g2")), threads=threads)
+    commit(
+        memory, Apply("sgd_momentum", SGD, 4, (Dense(dtype, ranges, "w", ("m",), ("g0", "g1", "g2")),)), threads=threads
+    )
     assert w.tobytes() == expected_w.tobytes()
     assert m.tobytes() == expected_m.tobytes()
 
@@ -153,7 +169,7 @@ def test_apply_has_the_bits_of_the_reference_and_leaves_the_rest_alone(dtype: st
 def test_operations_follow_each_other() -> None:
     w, g = np.zeros(64, np.float32), np.ones(64, np.float32)
     plain = (("learning_rate", 1.0), ("momentum", 0.0), ("nesterov", 0.0))
-    apply = Apply("SGD", plain, 1, "float32", ((0, 64),), "w", (), ("g",))
+    apply = Apply("sgd", plain, 1, (Dense("float32", ((0, 64),), "w", (), ("g",)),))
     add = Write(at("w", 0, w), "assign", None, (array_of(np.full(64, 5, np.float32)),))
     commit(Bytes(w=w, g=g), apply, add, apply, apply)
     assert w.tolist() == [3.0] * 64

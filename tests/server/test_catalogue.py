@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from tests.harness.playbook import MACHINE_NBYTES, allocates, array, lies, scalar, spec
 
-from cs_proto.arrays import Location
+from cs_proto.arrays import Array, Location, array_of
 from cs_proto.errors import InvalidArgumentError, MemoryPlanError
-from cs_proto.messages import VariableSpec
+from cs_proto.messages import ApplyPoint, Optimizer, Schedule, SparseGradient, VariableSpec
 from cs_server.catalogue import SLACK_NBYTES, Catalogue
 from cs_server.control import ControlMemory
-from cs_server.events import Allocate, Apply, Command, Write
+from cs_server.events import Allocate, Apply, Command, Dense, Rows, Write
 from cs_server.tables import SlotFill, Tables
 
 SGD = {"learning_rate": 0.1, "momentum": 0.0, "nesterov": 0.0}
+ADAGRAD = {"learning_rate": 0.1, "initial_accumulator_value": 0.1, "epsilon": 1e-7}
+FTRL = {
+    "learning_rate": 0.1,
+    "learning_rate_power": -0.5,
+    "initial_accumulator_value": 0.1,
+    "l1_regularization_strength": 0.0,
+    "l2_regularization_strength": 0.0,
+    "l2_shrinkage_regularization_strength": 0.0,
+    "beta": 0.0,
+}
 ADAM = {"learning_rate": 0.1, "beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7, "amsgrad": 0.0}
+
+
+def block(dtype: str, *shape: int) -> Array:
+    return array_of(np.zeros(shape, dtype))
 
 
 class Book:
@@ -197,12 +212,26 @@ def test_a_slab_never_outgrows_its_reservation() -> None:
 
 
 def test_an_optimizer_is_made_and_changed(book: Book) -> None:
-    made, fills = book.catalogue.configure(0, "SGD", SGD)
-    assert (made.number, made.kind, dict(made.hyperparameters), made.iterations, fills) == (1, "SGD", SGD, 0, ())
-    changed, _ = book.catalogue.configure(1, "SGD", {"learning_rate": 0.5})
+    made = book.catalogue.configure(0, "SGD", SGD)
+    assert made == Optimizer(1, "SGD", "sgd", tuple(SGD.items()), None, 0)
+    changed = book.catalogue.configure(1, "SGD", {"learning_rate": 0.5})
     assert dict(changed.hyperparameters) == {**SGD, "learning_rate": 0.5}
     assert book.catalogue.optimizer(1) == changed
-    assert book.catalogue.configure(0, "SGD", SGD)[0].number == 2
+    assert book.catalogue.configure(0, "SGD", SGD).number == 2
+
+
+def test_a_schedule_stays_until_a_learning_rate_replaces_it(book: Book) -> None:
+    decay = Schedule("ExponentialDecay", (0.1, 10.0, 0.5, 0.0))
+    assert book.catalogue.configure(0, "SGD", SGD, decay, 3).iterations == 3
+    assert book.catalogue.configure(1, "SGD", {"momentum": 0.0}).schedule == decay
+    assert book.catalogue.configure(1, "SGD", {}, None, 20).schedule == decay
+    number, _ = book.catalogue.variable_set(1, (book.make("w"),))
+    point = [ApplyPoint(0, "x:1", 1, number, (), 0)] * 2
+    rates = [dict(book.catalogue.apply(number, point, earlier).hyperparameters)["learning_rate"] for earlier in (0, 10)]
+    assert rates == pytest.approx([0.1 * 0.5**2, 0.1 * 0.5**3])
+    book.catalogue.applied(number)
+    assert book.catalogue.apply(number, point, 0).t == 22
+    assert book.catalogue.configure(1, "SGD", {"learning_rate": 0.5}).schedule is None
 
 
 @pytest.mark.parametrize(
@@ -213,6 +242,10 @@ def test_an_optimizer_is_made_and_changed(book: Book) -> None:
         (0, "SGD", {**SGD, "beta": 1.0}, "no hyperparameter 'beta'"),
         (1, "Adam", ADAM, "optimizer 1 is SGD and cannot become Adam"),
         (1, "SGD", {"momentum": 2.0}, "momentum must be"),
+        (1, "SGD", {"momentum": 0.5}, "made with momentum 0"),
+        (1, "SGD", {"nesterov": True}, "nesterov was fixed"),
+        (1, "SGD", {"lazy": True}, "lazy was fixed"),
+        (0, "SGD", {**SGD, "clipnorm": 1.0, "global_clipnorm": 1.0}, "exclude each other"),
         (3, "SGD", SGD, "no optimizer 3"),
     ],
 )
@@ -234,10 +267,10 @@ def test_the_first_set_of_variables_makes_its_slots(book: Book) -> None:
     assert book.catalogue.variable_set(1, (2, 1)) == (
         1,
         (
-            SlotFill("slots/1/m/float32", "float32", 0, 2, 0.0),
-            SlotFill("slots/1/v/float32", "float32", 0, 2, 0.0),
-            SlotFill("slots/1/m/float32", "float32", 32, 33, 0.0),
-            SlotFill("slots/1/v/float32", "float32", 32, 33, 0.0),
+            SlotFill("slots/1/m/float32", "float32", 0, 2, 0.0, False),
+            SlotFill("slots/1/v/float32", "float32", 0, 2, 0.0, False),
+            SlotFill("slots/1/m/float32", "float32", 32, 33, 0.0, False),
+            SlotFill("slots/1/v/float32", "float32", 32, 33, 0.0, False),
         ),
     )
     assert book.out == [
@@ -255,16 +288,14 @@ def test_the_first_set_of_variables_makes_its_slots(book: Book) -> None:
     assert book.catalogue.parameter_nbytes() == 12
 
 
-def test_slots_that_a_change_of_hyperparameters_needs_are_made_then(book: Book) -> None:
+def test_an_optimizer_keeps_the_rule_it_was_made_with(book: Book) -> None:
     book.make("w", (2,))
-    book.make("unused", (2,))
-    book.catalogue.configure(0, "SGD", SGD)
-    assert book.catalogue.variable_set(1, (1,)) == (1, ())
-    book.out.clear()
-    _, fills = book.catalogue.configure(1, "SGD", {"momentum": 0.9})
-    assert fills == (SlotFill("slots/1/momentum/float32", "float32", 0, 2, 0.0),)
-    assert book.out == [allocates("slots/1/momentum/float32", 0, 8)]
-    assert book.catalogue.configure(1, "SGD", {"momentum": 0.8})[1] == ()
+    book.catalogue.configure(0, "SGD", {**SGD, "momentum": 0.9})
+    number, _ = book.catalogue.variable_set(1, (1,))
+    assert book.catalogue.configure(1, "SGD", {"momentum": 0.0}).rule == "sgd_momentum"
+    apply = book.catalogue.apply(number, [ApplyPoint(0, "x:1", 1, number, (), 0)] * 2, 0)
+    assert (apply.rule, dict(apply.hyperparameters)["momentum"]) == ("sgd_momentum", 0.0)
+    assert apply.dense[0].slots == ("slots/1/momentum/float32",)
 
 
 @pytest.mark.parametrize(
@@ -284,14 +315,12 @@ def test_an_apply_covers_each_slab_once_in_ascending_ranges(book: Book) -> None:
     book.make("d", (2,), "float64")
     book.make("b", ())
     book.make("empty", (0,))
-    adam, _ = book.catalogue.configure(0, "Adam", ADAM)
+    adam = book.catalogue.configure(0, "Adam", ADAM)
     number, _ = book.catalogue.variable_set(1, (3, 4, 2, 1))
     wide, narrow = "float64", "float32"
-    assert book.catalogue.apply(number, [0, 1], 1) == [
-        Apply(
-            kind="Adam",
-            hyperparameters=adam.hyperparameters,
-            t=2,
+    points = [ApplyPoint(0, "x:1", 1, number, (), buffers) for buffers in (0, 1)]
+    parts = tuple(
+        Dense(
             dtype=dtype,
             ranges=ranges,
             parameters=f"parameters/{dtype}",
@@ -299,7 +328,99 @@ def test_an_apply_covers_each_slab_once_in_ascending_ranges(book: Book) -> None:
             gradients=(f"gradients/0/0/{dtype}", f"gradients/1/1/{dtype}"),
         )
         for dtype, ranges in [(narrow, ((0, 3), (32, 33))), (wide, ((0, 2),))]
-    ]
+    )
+    assert book.catalogue.apply(number, points, 1) == Apply("adam", adam.hyperparameters, 2, parts)
+
+
+def test_a_sparse_gradient_takes_its_variable_out_of_the_ranges(book: Book) -> None:
+    book.make("a", (16,))
+    book.make("table", (5, 2, 3))
+    book.make("b", (16,))
+    book.catalogue.configure(0, "Adagrad", ADAGRAD)
+    rows = [SparseGradient(2, block("float32", k, 2, 3), block("int64", k)) for k in (4, 0)]
+    points = [ApplyPoint(0, "x:1", 1, 0, (1, 2, 3), buffers, (row,)) for buffers, row in enumerate(rows)]
+    book.catalogue.check_sparse(points)
+    number, fills = book.catalogue.variable_set(1, (1, 2, 3), [2])
+    assert [fill.is_lazy for fill in fills] == [False] * 3  # the accumulator begins at 0.1
+    apply = book.catalogue.apply(number, points, 0)
+    (offset,) = {v.place.offset for v in book.catalogue.variables() if v.spec.name == "table"}
+    assert apply.sparse == (
+        Rows(
+            dtype="float32",
+            first=offset // 4,
+            shape=(5, 6),
+            parameters="parameters/float32",
+            slots=("slots/1/accumulator/float32",),
+            gradients=tuple((row.values, row.indices) for row in rows),
+        ),
+    )
+    assert [last - first for first, last in apply.dense[0].ranges] == [16, 16]
+    dense = [ApplyPoint(0, "x:1", 1, number, (), buffers) for buffers in (0, 1)]
+    assert sum(last - first for first, last in book.catalogue.apply(number, dense, 0).dense[0].ranges) == 62
+
+
+def test_slots_of_a_variable_with_sparse_gradients_begin_without_memory(book: Book) -> None:
+    book.make("table", (1000, 8))
+    book.catalogue.configure(0, "Adam", ADAM)
+    book.out.clear()
+    _, fills = book.catalogue.variable_set(1, (1,), [1])
+    assert [fill.is_lazy for fill in fills] == [True, True]
+    assert book.out == [allocates("slots/1/m/float32"), allocates("slots/1/v/float32")]
+
+
+@pytest.mark.parametrize(
+    ("gradient", "reason"),
+    [
+        (
+            SparseGradient(1, block("float64", 2, 3), block("int64", 2)),
+            r"'table' is float64\[2, 3\]; .* float32\[4, 3\]",
+        ),
+        (SparseGradient(1, block("float32", 2, 4), block("int64", 2)), r"float32\[2, 4\]"),
+        (SparseGradient(2, block("float32", 2), block("int64", 2)), r"'scalar' is float32\[2\]"),
+        (SparseGradient(3, block("float32", 2), block("int64", 2)), "'other', which is not to be updated"),
+        (SparseGradient(9, block("float32", 2), block("int64", 2)), "no variable 9"),
+    ],
+)
+def test_a_sparse_gradient_that_does_not_fit_is_refused(book: Book, gradient: SparseGradient, reason: str) -> None:
+    for name, shape in [("table", (4, 3)), ("scalar", ()), ("other", (2,))]:
+        book.make(name, shape)
+    with pytest.raises(InvalidArgumentError, match=reason):
+        book.catalogue.check_sparse([ApplyPoint(0, "x:1", 1, 0, (1, 2), 0, (gradient,))])
+
+
+def test_slots_are_described_and_written(book: Book) -> None:
+    book.make("w", (2, 3))
+    book.catalogue.configure(0, "Adagrad", ADAGRAD)
+    place = Array("float32", (2, 3), Location("slots/1/accumulator/float32", 0))
+    slots, fills = book.catalogue.slots(1, 1)
+    assert slots == (("accumulator", place),)
+    assert fills == (SlotFill("slots/1/accumulator/float32", "float32", 0, 6, 0.1, False),)
+    assert book.catalogue.slots(1, 1) == (slots, ())
+    value = block("float32", 2, 3)
+    assert book.catalogue.write_slot(1, 1, "accumulator", value) == Write(place, "assign", None, (value,))
+    with pytest.raises(InvalidArgumentError, match="no slot 'm'; its slots: accumulator"):
+        book.catalogue.write_slot(1, 1, "m", value)
+    with pytest.raises(InvalidArgumentError, match=r"slot 'accumulator' of variable 'w' is float32\[3, 2\]"):
+        book.catalogue.write_slot(1, 1, "accumulator", block("float32", 3, 2))
+
+
+def test_a_bound_of_every_element_is_not_for_complex_variables(book: Book) -> None:
+    book.make("z", (2,), "complex64")
+    book.catalogue.configure(0, "SGD", {**SGD, "clipvalue": 1.0})
+    with pytest.raises(InvalidArgumentError, match="'z' is complex64; clipvalue"):
+        book.catalogue.variable_set(1, (1,))
+    book.catalogue.configure(0, "Ftrl", FTRL)
+    with pytest.raises(InvalidArgumentError, match="complex ones not by this rule"):
+        book.catalogue.variable_set(2, (1,))
+
+
+def test_bounded_gradients_keep_variables_apart(book: Book) -> None:
+    for _ in range(2):
+        book.make("w", (16,))
+    book.catalogue.configure(0, "SGD", {**SGD, "clipnorm": 1.0})
+    number, _ = book.catalogue.variable_set(1, (1, 2))
+    apply = book.catalogue.apply(number, [ApplyPoint(0, "x:1", 1, number, (), 0)] * 2, 0)
+    assert [last - first for first, last in apply.dense[0].ranges] == [16, 16]
 
 
 def test_versions_count_writes_and_the_steps_of_every_set(book: Book) -> None:

@@ -189,7 +189,7 @@ def test_the_first_apply_of_a_set_is_answered_at_once_and_committed_late() -> No
     book.on(returns(0, 1))
     book.on(returns(1, 1))  # the slots are not filled yet
     (step,) = book.does(book.finished())
-    assert step.operations[0].slots == ("slots/1/m/float32", "slots/1/v/float32")  # type: ignore[union-attr]
+    assert step.operations[0].dense[0].slots == ("slots/1/m/float32", "slots/1/v/float32")  # type: ignore[union-attr]
     book.on(book.finished(), finished(commits=1))
     book.repeat_all()
 

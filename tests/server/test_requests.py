@@ -24,15 +24,17 @@ from tests.harness.playbook import (
     writes,
 )
 
-from cs_proto.arrays import Array
+from cs_proto.arrays import Array, Location
 from cs_proto.messages import (
     Assign,
+    AssignSlot,
     Configure,
     Counters,
     Create,
     Created,
     Describe,
     Described,
+    DescribeSlots,
     Done,
     Get,
     Goodbye,
@@ -40,6 +42,7 @@ from cs_proto.messages import (
     Optimizer,
     Refused,
     ReplicaStatistics,
+    Slots,
     Statistics,
     Variable,
 )
@@ -133,9 +136,9 @@ def test_only_the_last_reply_is_kept() -> None:
         (Assign("c", 9, 3, "assign", scalar(1)), "cs.InvalidArgumentError", r"no variable 3; there are 1 \(w\)"),
         (Assign("c", 9, 1, "assign", array(1)), "cs.InvalidArgumentError", "assign to variable 'w'"),
         (Assign("c", 9, 1, "assign", scalar(1, "float64")), "cs.InvalidArgumentError", "float64"),
-        (Configure("c", 9, 0, "Lion", ()), "cs.InvalidArgumentError", "unknown optimizer 'Lion'"),
-        (Configure("c", 9, 0, "SGD", (("learning_rate", 1.0),)), "cs.InvalidArgumentError", "momentum"),
-        (Configure("c", 9, 4, "SGD", ()), "cs.InvalidArgumentError", "no optimizer 4"),
+        (Configure("c", 9, 0, "Lion", (), None, -1), "cs.InvalidArgumentError", "unknown optimizer 'Lion'"),
+        (Configure("c", 9, 0, "SGD", (("learning_rate", 1.0),), None, -1), "cs.InvalidArgumentError", "momentum"),
+        (Configure("c", 9, 4, "SGD", (), None, -1), "cs.InvalidArgumentError", "no optimizer 4"),
     ],
 )
 def test_what_cannot_be_done_is_refused_and_stays_refused(request_: Record, code: str, reason: str) -> None:
@@ -169,23 +172,54 @@ def test_what_does_not_fit_the_memory_is_refused_before_anything_is_touched() ->
 def test_optimizers_are_made_and_changed() -> None:
     book = Playbook(2).begin()
     pairs = tuple(DEFAULTS["Adam"].items())
-    book.on(hears(CONTROLLER, Configure("c", 1, 0, "Adam", pairs)), Send(CONTROLLER, Done(1, 1, 0)))
-    book.on(hears(CONTROLLER, Configure("c", 2, 1, "Adam", (("epsilon", 0.5),))), Send(CONTROLLER, Done(2, 1, 0)))
-    changed = Optimizer(1, "Adam", tuple({**DEFAULTS["Adam"], "epsilon": 0.5}.items()), 0)
+    book.on(hears(CONTROLLER, Configure("c", 1, 0, "Adam", pairs, None, -1)), Send(CONTROLLER, Done(1, 1, 0)))
+    book.on(
+        hears(CONTROLLER, Configure("c", 2, 1, "Adam", (("epsilon", 0.5),), None, -1)), Send(CONTROLLER, Done(2, 1, 0))
+    )
+    changed = Optimizer(1, "Adam", "adam", tuple({**DEFAULTS["Adam"], "epsilon": 0.5}.items()), None, 0)
     book.on(hears(CONTROLLER, Describe(3, (), (1,))), Send(CONTROLLER, Described(3, (), (changed,))))
 
 
-def test_a_change_that_needs_slots_is_answered_when_they_are_filled() -> None:
-    book = Playbook(2).begin().has(spec("w", (2,))).has_optimizer().has_set(1)
-    request = hears(CONTROLLER, Configure("c", book.sequence(), 1, "SGD", (("momentum", 0.9),)))
+def test_slots_that_are_asked_for_are_made_and_described_when_they_are_filled() -> None:
+    book = Playbook(2).begin().has(spec("w", (2,))).has_optimizer("Adam")
+    places = tuple(Array("float32", (2,), Location(f"slots/1/{name}/float32", 0)) for name in ("m", "v"))
+    book.on(
+        hears(CONTROLLER, DescribeSlots(7, 1, 1)),
+        *(allocates(place.place.segment, 0, 8) for place in places if isinstance(place.place, Location)),
+        commits(*(Fill(f"slots/1/{name}/float32", "float32", 0, 2, 0.0) for name in ("m", "v"))),
+    )
+    book.on(hears(w(1), DescribeSlots(8, 1, 1)))
+    book.on(
+        book.finished(),
+        Send(CONTROLLER, Slots(7, ("m", "v"), places)),
+        Send(w(1), Slots(8, ("m", "v"), places)),
+    )
+    book.on(hears(w(0), DescribeSlots(9, 1, 1)), Send(w(0), Slots(9, ("m", "v"), places)))
+    refused = to(OBSERVER, Refused, "cs.ContextError", "observers may only read", number=1)
+    book.on(hears(OBSERVER, DescribeSlots(1, 1, 1)), refused)
+
+
+def test_a_slot_is_written_once_and_made_first() -> None:
+    book = Playbook(2).begin().has(spec("w", (2,))).has_optimizer("Adam")
+    value = array(1, 2)
+    target = Array("float32", (2,), Location("slots/1/v/float32", 0))
+    number = book.sequence()
+    request = hears(CONTROLLER, AssignSlot("c", number, 1, 1, "v", value))
     book.on(
         request,
-        allocates("slots/1/momentum/float32", 0, 8),
-        commits(Fill("slots/1/momentum/float32", "float32", 0, 2, 0.0)),
+        allocates("slots/1/m/float32", 0, 8),
+        allocates("slots/1/v/float32", 0, 8),
+        commits(*(Fill(f"slots/1/{name}/float32", "float32", 0, 2, 0.0) for name in ("m", "v"))),
     )
+    book.on(book.finished(), commits(writes(target, "assign", value)))
     book.on(request)
-    book.on(book.finished(), Send(CONTROLLER, Done(3, 1, 1)))
-    book.repeat_all()
+    book.on(book.finished(), Send(CONTROLLER, Done(number, 1, 0)))
+    book.on(request, Send(CONTROLLER, Done(number, 1, 0)))
+    wrong = AssignSlot("c", book.sequence(), 1, 1, "u", value)
+    book.on(
+        hears(CONTROLLER, wrong),
+        to(CONTROLLER, Refused, "cs.InvalidArgumentError", "no slot 'u'", number=wrong.sequence),
+    )
 
 
 def test_what_the_controller_wants_waits_for_the_end_of_the_run() -> None:
@@ -194,7 +228,7 @@ def test_what_the_controller_wants_waits_for_the_end_of_the_run() -> None:
     for request in [
         Create("c", 5, spec("b"), None),
         Assign("c", 6, 1, "assign", scalar(1)),
-        Configure("c", 7, 0, "SGD", ()),
+        Configure("c", 7, 0, "SGD", (), None, -1),
     ]:
         refused = to(CONTROLLER, Refused, "cs.ContextError", "run 1 is open", number=request.sequence)
         book.on(hears(CONTROLLER, request), refused)

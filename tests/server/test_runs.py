@@ -457,7 +457,7 @@ def test_the_holder_of_the_token_does_what_the_controller_does() -> None:
         to(w(0), Created, sequence=2),
     )
     sgd = tuple(DEFAULTS["SGD"].items())
-    book.on(hears(w(0), Configure("2.0", 3, 0, "SGD", sgd)), Send(w(0), Done(3, 2, 0)))
+    book.on(hears(w(0), Configure("2.0", 3, 0, "SGD", sgd, None, -1)), Send(w(0), Done(3, 2, 0)))
     book.on(hears(w(0), Get(1, (1,), (), False)), to(w(0), Got, request=1))
     # While a run nested in the merge_call is open, nobody writes from outside.
     book.on(returns(1, 0, run=(2, 0, 0)))

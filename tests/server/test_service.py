@@ -262,7 +262,7 @@ def bring_gradient(service: Service, replica: int, variable: m.Variable, value: 
 def test_a_run_with_apply_and_all_reduce(running: Service) -> None:
     variable = create(running, "trained", np.full(4, 10, np.float32))
     sgd = (("learning_rate", 0.5), ("momentum", 0.0), ("nesterov", 0.0))
-    optimizer = running.controller.ask(m.Configure("01", next(_sequence), 0, "SGD", sgd), m.Done).number
+    optimizer = running.controller.ask(m.Configure("01", next(_sequence), 0, "SGD", sgd, None, -1), m.Done).number
     before = still_answers(running.controller)
 
     # The first apply of a set is answered with its number; all_reduce is answered with the sum.

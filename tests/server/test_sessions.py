@@ -133,7 +133,7 @@ def test_a_controller_may_come_back_over_another_socket() -> None:
     [
         Create("o", 4, spec("w"), None),
         Assign("o", 4, 1, "assign", scalar(1)),
-        Configure("o", 4, 0, "SGD", ()),
+        Configure("o", 4, 0, "SGD", (), None, -1),
         Cancel((1,)),
     ],
     ids=lambda record: type(record).__name__,

@@ -7,10 +7,29 @@ import numpy as np
 import pytest
 
 from cs_proto.errors import InvalidArgumentError
-from cs_server.updates import OPTIMIZERS, RULES, reference, resolve, scalars
+from cs_proto.optimizers import OPTIMIZERS, SLOTS, check_change, rule_of
+from cs_server.updates import RULES, reference, scalars
 
 SGD = {"learning_rate": 0.05, "momentum": 0.0, "nesterov": False}
 ADAM = {"learning_rate": 0.05, "beta_1": 0.9, "beta_2": 0.99, "epsilon": 1e-7, "amsgrad": False}
+ALL = {
+    "learning_rate": 0.03,
+    "momentum": 0.9,
+    "nesterov": True,
+    "beta_1": 0.9,
+    "beta_2": 0.99,
+    "epsilon": 1e-7,
+    "amsgrad": True,
+    "rho": 0.8,
+    "centered": True,
+    "weight_decay": 0.01,
+    "initial_accumulator_value": 0.1,
+    "learning_rate_power": -0.4,
+    "l1_regularization_strength": 0.02,
+    "l2_regularization_strength": 0.01,
+    "l2_shrinkage_regularization_strength": 0.03,
+    "beta": 0.5,
+}
 GRADIENTS = (2.0, -3.0, 0.5, 0.0, 1e-3, -0.25)
 
 
@@ -31,16 +50,15 @@ GRADIENTS = (2.0, -3.0, 0.5, 0.0, 1e-3, -0.25)
 def test_resolve_picks_the_variant(
     optimizer: str, hyperparameters: dict[str, float], rule: str, slots: tuple[str, ...]
 ) -> None:
-    found = resolve(optimizer, hyperparameters)
-    assert found is RULES[rule]
-    assert found.slots == slots
+    assert rule_of(optimizer, hyperparameters) == rule
+    assert SLOTS[rule] == slots
 
 
 @pytest.mark.parametrize(
     ("optimizer", "hyperparameters", "message"),
     [
-        ("Adamm", ADAM, "unknown optimizer 'Adamm': there are SGD, Adam"),
-        ("SGD", SGD | {"rho": 0.9}, "SGD has no hyperparameter 'rho': it has learning_rate, momentum, nesterov"),
+        ("Adamm", ADAM, "unknown optimizer 'Adamm': there are SGD, Adagrad, RMSprop, Adam"),
+        ("SGD", SGD | {"rho": 0.9}, "SGD has no hyperparameter 'rho': it has learning_rate, momentum, nesterov, clip"),
         (
             "SGD",
             {"learning_rate": 1.0, "nesterov": False},
@@ -62,18 +80,38 @@ def test_resolve_picks_the_variant(
 )
 def test_resolve_names_what_is_wrong(optimizer: str, hyperparameters: dict[str, float], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
-        resolve(optimizer, hyperparameters)
+        rule_of(optimizer, hyperparameters)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule", "changes", "message"),
+    [
+        ("SGD", "sgd", {"momentum": 0.5}, "made with momentum 0 and keeps no momentum"),
+        ("SGD", "sgd", {"nesterov": True}, "nesterov was fixed"),
+        ("SGD", "sgd", {"lazy": True}, "lazy was fixed"),
+        ("SGD", "sgd", {"learning_rate": math.nan}, "learning_rate must be"),
+        ("SGD", "sgd_momentum", {"momentum": 0.0}, None),
+        ("SGD", "sgd", {"learning_rate": 2, "clipvalue": 1.0, "lazy": False}, None),
+    ],
+)
+def test_what_may_change_later(kind: str, rule: str, changes: dict[str, float], message: str | None) -> None:
+    if message is None:
+        check_change(kind, rule, SGD, SGD | changes)
+    else:
+        with pytest.raises(InvalidArgumentError, match=message):
+            check_change(kind, rule, SGD, SGD | changes)
 
 
 def test_the_table_is_consistent() -> None:
-    examples = {"SGD": SGD, "Adam": ADAM}
-    assert examples.keys() == OPTIMIZERS.keys()
+    assert RULES.keys() == SLOTS.keys()
+    for kind, optimizer in OPTIMIZERS.items():
+        assert rule_of(kind, {name: ALL[name] for name in optimizer.hyperparameters}) in RULES
     for name, rule in RULES.items():
-        hyperparameters = SGD | ADAM
+        hyperparameters = ALL
         assert rule.name == name
         assert len(rule.initial(hyperparameters)) == len(rule.slots)
         assert len(rule.numbers(hyperparameters, 1)) == rule.count_of_numbers
-        values = rule.step(*np.ones((2 + len(rule.slots) + rule.count_of_numbers, 3)))
+        values = rule.step(*np.full((2 + len(rule.slots) + rule.count_of_numbers, 3), 0.5))
         assert len(values) == 1 + len(rule.slots)
 
 
@@ -121,7 +159,7 @@ def test_reference_follows_the_formula(
     dtype: str,
     tolerance: float,
 ) -> None:
-    rule = resolve(optimizer, hyperparameters)
+    rule = RULES[rule_of(optimizer, hyperparameters)]
     w = np.ones((2, 3), dtype)
     slots = tuple(np.full((2, 3), value, dtype) for value in rule.initial(hyperparameters))
     for t, (g, expected) in enumerate(zip(GRADIENTS, formula(), strict=True), 1):
@@ -134,11 +172,15 @@ def test_reference_follows_the_formula(
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex64", "complex128"])
 @pytest.mark.parametrize("name", RULES)
 def test_nothing_leaves_the_dtype_of_the_variable(dtype: str, name: str) -> None:
-    rule, hyperparameters = RULES[name], SGD | ADAM
+    rule, hyperparameters = RULES[name], ALL
+    if not rule.takes(np.dtype(dtype)):
+        with pytest.raises(InvalidArgumentError, match="only floating-point variables can be optimized by"):
+            scalars(rule, hyperparameters, 3, np.dtype(dtype))
+        return
     numbers = scalars(rule, hyperparameters, 3, np.dtype(dtype))
     assert [number.dtype for number in numbers] == [dtype] * rule.count_of_numbers
     assert numbers == tuple(np.array(rule.numbers(hyperparameters, 3)).astype(dtype))
-    values = rule.step(*np.ones((2 + len(rule.slots), 3), dtype), *numbers)
+    values = rule.step(*np.full((2 + len(rule.slots), 3), 0.5, dtype), *numbers)
     assert [value.dtype for value in values] == [dtype] * len(values)
 
 

@@ -279,7 +279,7 @@ class Service:
     def add_optimizer(self, kind: str = "SGD") -> int:
         """Make an optimizer; its number."""
         number = len(self.optimizers) + 1
-        self.optimizers[number] = messages.Optimizer(number, kind, (("learning_rate", 0.5),), 0)
+        self.optimizers[number] = messages.Optimizer(number, kind, "sgd", (("learning_rate", 0.5),), None, 0)
         return number
 
     def value(self, number: int) -> np.ndarray:

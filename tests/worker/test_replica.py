@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -148,7 +149,7 @@ def test_iterations_count_the_own_step(alone: Service) -> None:
     run = alone.run(step)
     assert kinds(alone.asked()) == [["ApplyPoint", "ReadPoint"]]
     record = alone.optimizers[model.optimizer_number]
-    alone.optimizers[model.optimizer_number] = messages.Optimizer(record.number, "SGD", record.hyperparameters, 9)
+    alone.optimizers[model.optimizer_number] = replace(record, iterations=9)
     alone.answer(0, messages.Committed(run, 1))
     assert alone.result() == [0, 9]
 
@@ -370,7 +371,7 @@ def test_a_gradient_that_does_not_fit_is_refused_before_anything_is_noted(
     alone.run(lambda: optimizer.apply_gradients([(gradient, v)]))
     with pytest.raises(InvalidArgumentError, match=message):
         alone.result()
-    alone.run(lambda: cs.get_replica_context().backend.apply(number, [(gradient, v.number)], "x:1"))
+    alone.run(lambda: cs.get_replica_context().backend.apply(number, [(gradient, v.number)], [], "x:1"))
     returned = alone.returned()
     assert (returned.notes, returned.count) == ((), 0)
     assert returned.error is not None
@@ -382,19 +383,35 @@ def test_the_remedy_for_a_dtype_is_named(alone: Service) -> None:
     _, v = model.known()
     number = model.optimizer_number
     wide = np.ones(4)
-    alone.run(lambda: cs.get_replica_context().backend.apply(number, [(wide, v.number)], "x:1"))
+    alone.run(lambda: cs.get_replica_context().backend.apply(number, [(wide, v.number)], [], "x:1"))
     with pytest.raises(InvalidArgumentError, match=r"convert it with astype\('float32'\)"):
         alone.result()
 
 
-def test_sparse_gradients_are_refused_by_name(alone: Service) -> None:
+def test_sparse_gradients_lie_in_the_arena_in_the_order_of_variables(alone: Service) -> None:
+    """They stay there until the run is over; the buffers are left to the dense ones."""
     model = Model(alone)
-    _, v = model.known()
-    number = model.optimizer_number
-    slices = cs.IndexedSlices(np.ones((1,), F32), np.zeros(1, np.int32), (4,))
-    alone.run(lambda: cs.get_replica_context().backend.apply(number, [(slices, v.number)], "x:1"))
-    with pytest.raises(InvalidArgumentError, match="sparse gradients are not served by this version"):
-        alone.result()
+    optimizer, v = model.known()
+    other = Sent("variable", alone.add_variable(np.zeros((3, 2), F32)))
+    indices = np.array([2, 0, 2])
+
+    def step() -> None:
+        rows = cs.IndexedSlices(np.full((3, 2), 7, F32), indices, (3, 2))
+        single = cs.IndexedSlices(np.ones(1, F32), np.array([1], np.int32), None)
+        optimizer.apply_gradients([(rows, other), (single, v)])
+        rows.values[:] = 0
+
+    run = alone.run(step)
+    point = alone.asked().point
+    assert isinstance(point, messages.ApplyPoint)
+    assert (point.buffers, [gradient.variable for gradient in point.sparse]) == (0, sorted(point.variables))
+    alone.answer(0, messages.Accepted(run, 0, 1))
+    alone.result()
+    one, three = point.sparse
+    assert {array.place.segment for g in point.sparse for array in (g.values, g.indices)} == {"arena/0"}  # type: ignore[union-attr]
+    assert (alone.copy(one.values).tolist(), alone.copy(one.indices).tolist()) == ([1.0], [1])
+    assert (alone.copy(three.values).tolist(), alone.copy(three.indices).tolist()) == ([[7, 7]] * 3, [2, 0, 2])
+    assert three.indices.dtype == "int64"
 
 
 @pytest.mark.parametrize("how", ["buffers", "apply"])

@@ -401,7 +401,7 @@ def test_the_merge_function_writes_like_the_client(pair: Service) -> None:
     _, configure = pair.from_server_socket(messages.Configure, 0)
     assert (configure.sequence, configure.kind, dict(configure.hyperparameters)["learning_rate"]) == (4, "SGD", 0.25)
     optimizer = pair.add_optimizer()
-    pair.optimizers[optimizer] = messages.Optimizer(optimizer, "SGD", configure.hyperparameters, 0)
+    pair.optimizers[optimizer] = messages.Optimizer(optimizer, "SGD", "sgd", configure.hyperparameters, None, 0)
     pair.answer(0, messages.Done(4, optimizer, 0))
     merged(pair, run)
     for before, name, rate in results(pair):

@@ -85,6 +85,12 @@ class Catalogue:
         request = self._conversation.next_request()
         return self.ask(messages.Describe(request, (), (number,)), request, messages.Described).optimizers[0]
 
+    def slot(self, optimizer: int, variable: int, slot: str) -> np.ndarray:
+        """A copy of what an optimizer keeps beside a variable; the server makes it where it is missing."""
+        request = self._conversation.next_request()
+        found = self.ask(messages.DescribeSlots(request, optimizer, variable), request, messages.Slots)
+        return self.copy(found.arrays[found.names.index(slot)])
+
     def view(self, number: int) -> np.ndarray:
         """The variable's value: the server's own memory, read-only, one object for ever."""
         view = self._views.get(number)

@@ -89,10 +89,7 @@ class GradientBuffers:
 
     def _check(self, gradient: np.ndarray, number: int) -> None:
         if not isinstance(gradient, np.ndarray):
-            raise InvalidArgumentError(
-                f"a gradient is an array, not a {type(gradient).__name__}; sparse gradients are not served by this "
-                "version"
-            )
+            raise InvalidArgumentError(f"a gradient is an array, not a {type(gradient).__name__}")
         value = self._catalogue.view(number)
         if gradient.shape == value.shape and gradient.dtype == value.dtype:
             return

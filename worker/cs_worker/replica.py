@@ -148,21 +148,39 @@ class Replica:
     # --- merge points -----------------------------------------------------------------------------------------
 
     @_whole
-    def apply(self, optimizer: int, pairs: Sequence[tuple[np.ndarray, int]], site: str) -> None:
+    def apply(
+        self,
+        optimizer: int,
+        dense: Sequence[tuple[np.ndarray, int]],
+        sparse: Sequence[tuple[np.ndarray, np.ndarray, int]],
+        site: str,
+    ) -> None:
         """Note one optimizer step; the first of a set of variables is waited for, since it may not be possible."""
         self._refuse_after_failure()
-        buffers = self.buffers.fill(pairs, self._commit)
-        numbers = tuple(sorted(number for _, number in pairs))
+        buffers = self.buffers.fill(dense, self._commit) if dense else 0
+        rows = tuple(
+            messages.SparseGradient(number, self._placed(values), self._placed(indices))
+            for values, indices, number in sorted(sparse, key=lambda triple: triple[2])
+        )
+        numbers = tuple(sorted([number for *_, number in dense] + [number for *_, number in sparse]))
         variable_set = self._shop.variable_sets.get((optimizer, numbers))
         if variable_set is None:
-            point = messages.ApplyPoint(self.count, site, optimizer, 0, numbers, buffers)
+            point = messages.ApplyPoint(self.count, site, optimizer, 0, numbers, buffers, rows)
             accepted = self._ask(point, messages.Accepted)
             self._shop.variable_sets[optimizer, numbers] = accepted.variable_set
         else:
-            self._note(messages.ApplyPoint(self.count, site, optimizer, variable_set, (), buffers))
-        self.buffers.note()
+            self._note(messages.ApplyPoint(self.count, site, optimizer, variable_set, (), buffers, rows))
+        if dense:
+            self.buffers.note()
         self._written.update(numbers)
         self._stepped.add(optimizer)
+
+    @_whole
+    def slot(self, optimizer: int, variable: int, slot: str) -> np.ndarray:
+        """A copy of what an optimizer keeps beside a variable, with this replica's own steps done."""
+        if optimizer in self._stepped:
+            self._commit()
+        return self._shop.catalogue.slot(optimizer, variable, slot)
 
     @_whole
     def assign(self, number: int, op: AssignOp, value: np.ndarray, site: str, *, scalar: bool) -> None:
@@ -344,6 +362,13 @@ class Replica:
             self._commit()
         self._notes.append(point)
         self.count += 1
+
+    def _placed(self, value: np.ndarray) -> Array:
+        """The array in the arena, where it stays until the run is over: a note is read later than it is made."""
+        arena = self._shop.arena
+        placed = arena.new(value.dtype.name, value.shape)
+        arena.view(placed)[...] = value
+        return placed
 
     def _commit_writes_of(self, number: int) -> None:
         if number in self._written:

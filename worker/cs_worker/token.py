@@ -27,6 +27,7 @@ from cs_proto.errors import ContextError
 from cs_proto.messages import AssignOp, Counters, Run, Token, VariableSpec, WriteOp
 from cs_proto.recent import HELD_FUNCTIONS, Recent
 from cs_proto.records import Record
+from cs_proto.schedules import Schedule
 
 from .catalogue import Catalogue
 from .config import Config
@@ -169,15 +170,40 @@ class TokenController:
             # Everything before this merge point is committed, and nobody but the holder of the token can go on.
             return np.array(self._catalogue.view(number))
 
-    def configure(self, number: int, kind: str, hyperparameters: Mapping[str, float]) -> messages.Optimizer:
-        """Make an optimizer (``number`` 0), or change the hyperparameters of one."""
+    def configure(
+        self,
+        number: int,
+        kind: str,
+        hyperparameters: Mapping[str, float],
+        schedule: Schedule | None,
+        iterations: int,
+    ) -> int:
+        """Make an optimizer (``number`` 0) or change one; its number."""
         token = self._token("setting up an optimizer")
         with self._interrupts.own_code():
-            pairs = tuple((key, float(value)) for key, value in hyperparameters.items())
+            pairs = tuple(hyperparameters.items())
             token.sequence += 1
-            request = messages.Configure(token.client, token.sequence, number, kind, pairs)
-            done = self._catalogue.ask(request, token.sequence, messages.Done)
-            return messages.Optimizer(done.number, kind, pairs, done.version)
+            request = messages.Configure(token.client, token.sequence, number, kind, pairs, schedule, iterations)
+            return self._catalogue.ask(request, token.sequence, messages.Done).number
+
+    def slot(self, optimizer: int, variable: int, slot: str) -> np.ndarray:
+        """A copy of what an optimizer keeps beside a variable."""
+        self._token("reading a slot outside a replica")
+        with self._interrupts.own_code():
+            return self._catalogue.slot(optimizer, variable, slot)
+
+    def assign_slot(self, optimizer: int, variable: int, slot: str, value: np.ndarray) -> None:
+        """Write a slot once."""
+        token = self._token("writing a slot")
+        with self._interrupts.own_code():
+            mark = self._arena.mark()
+            token.sequence += 1
+            placed = self._arena.place(value)
+            request = messages.AssignSlot(token.client, token.sequence, optimizer, variable, slot, placed)
+            try:
+                self._catalogue.ask(request, token.sequence, messages.Done)
+            finally:
+                self._arena.release(mark)
 
     def variable(self, number: int) -> messages.Variable:
         """The variable's record as it stands."""

@@ -1,8 +1,25 @@
 """Optimizers: objects in the client that name an update rule, its numbers and its slots in the server."""
 
-from .adam import Adam
+from . import schedules
+from .adagrad import Adadelta, Adagrad
+from .adam import Adam, Adamax, AdamW, Nadam
+from .ftrl import Ftrl
 from .optimizer import Optimizer
+from .rmsprop import RMSprop
 from .sgd import SGD
 from .table import optimizer_of
 
-__all__ = ["SGD", "Adam", "Optimizer", "optimizer_of"]
+__all__ = [
+    "SGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Ftrl",
+    "Nadam",
+    "Optimizer",
+    "RMSprop",
+    "optimizer_of",
+    "schedules",
+]

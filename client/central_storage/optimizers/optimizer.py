@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+import inspect
+import operator
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypedDict
 
 import numpy as np
 
@@ -14,26 +16,80 @@ from central_storage.values import IndexedSlices, convert_to_tensor
 from central_storage.variable import Variable, constraints_after
 from cs_proto.errors import ContextError, InvalidArgumentError
 from cs_proto.messages import Optimizer as OptimizerRecord
+from cs_proto.optimizers import SLOTS, check_change, is_flag, rule_of
+
+from .schedules import Schedule, schedule_from_config, schedule_of
+from .slots import Slot
 
 if TYPE_CHECKING:
     from central_storage.backend import Strategy
+
+LearningRate: TypeAlias = float | Schedule | Callable[..., float]
+
+
+class Shared(TypedDict, total=False):
+    """What every optimizer takes beside its own, by keyword.
+
+    ``clipvalue`` bounds every element of the summed gradient, ``clipnorm`` the norm of each variable's and
+    ``global_clipnorm`` that of all together; values first. ``lazy``, ours, leaves alone the rows that a sparse gradient
+    does not name, which TensorFlow's Adam, RMSprop and Nadam move too.
+    """
+
+    clipnorm: float | None
+    clipvalue: float | None
+    global_clipnorm: float | None
+    lazy: bool
+
+
+def hyperparameter(name: str) -> property:
+    """A number of the rule: readable anywhere, assignable in the client at any step."""
+
+    def get(self: Optimizer) -> Any:
+        return self._get(name)
+
+    def assign(self: Optimizer, value: float) -> None:
+        self._set({name: value})
+
+    return property(get, assign, doc=f"``{name}``; assignable in the client at any step, unless it chose the rule.")
 
 
 class Optimizer(Handle):
     """Base of the optimizers. The server sums the replicas' gradients in replica order, then applies the rule once.
 
     Made under ``strategy.scope()`` it belongs to that strategy; made outside every scope, to the first strategy whose
-    ``run`` takes it along. Hyperparameters are changed in the client only.
+    ``run`` takes it along. Hyperparameters are changed in the client only, and those that choose the rule (flags, and
+    whether there is a momentum) never.
+
+    ``learning_rate`` is a number, one of ``optimizers.schedules``, which the server evaluates at every step, or another
+    callable of the step (or of nothing), which the client evaluates before every run.
+
+    Raises InvalidArgumentError (a ValueError) for a hyperparameter out of its range and for ``clipnorm`` beside
+    ``global_clipnorm``, TypeError for one that the optimizer does not have.
     """
 
-    #: The name of the rule in the server's table.
+    #: The name of the optimizer in the table of ``cs_proto.optimizers``.
     kind: ClassVar[str]
 
-    def __init__(self, name: str | None, **hyperparameters: float | bool) -> None:
+    def __init__(
+        self, name: str | None, learning_rate: LearningRate, shared: Mapping[str, Any], **own: float | bool
+    ) -> None:
+        unknown = [key for key in shared if key not in Shared.__annotations__]
+        if unknown:
+            raise TypeError(
+                f"{self.kind} takes no argument {unknown[0]!r}; beside its own it takes "
+                + ", ".join(Shared.__annotations__)
+            )
+        given = {key: value for key, value in shared.items() if value is not None}
         self.name = name or self.kind
         self._strategy: Strategy | None = None
         self._number = 0
-        self._hyperparameters = {key: _number(self.kind, key, value) for key, value in hyperparameters.items()}
+        self._iterations = 0
+        self._rate = learning_rate if callable(learning_rate) else None
+        rate = self._rate_at(0) if self._rate is not None else learning_rate
+        self._hyperparameters = {
+            key: _number(self.kind, key, value) for key, value in ({"learning_rate": rate} | own | given).items()
+        }
+        self._rule = rule_of(self.kind, self._hyperparameters)
         if has_strategy():
             self.adopt(get_strategy())
 
@@ -44,7 +100,10 @@ class Optimizer(Handle):
         self.name = cls.kind
         self._strategy = strategy
         self._number = record.number
+        self._iterations = 0
+        self._rate = None if record.schedule is None else schedule_of(record.schedule)
         self._hyperparameters = dict(record.hyperparameters)
+        self._rule = record.rule
         return self
 
     def adopt(self, strategy: Strategy) -> None:
@@ -53,26 +112,95 @@ class Optimizer(Handle):
             return
         if self._strategy is not None:
             raise ContextError(f"optimizer {self.name} belongs to another strategy; make one for each")
-        self._number = strategy.controller.configure(0, self.kind, self._hyperparameters).number
+        self._number = strategy.controller.configure(
+            0, self.kind, self._hyperparameters, self._schedule_record(), self._iterations
+        )
         self._strategy = strategy
         strategy.remember(self)
 
     def _cs_handle(self) -> tuple[str, int]:
         return ("optimizer", self._number)
 
+    # --- what it is -------------------------------------------------------------------------------------------
+
     @property
-    def learning_rate(self) -> float:
-        """The learning rate; assignable in the client at any step."""
-        return self._get("learning_rate")
+    def learning_rate(self) -> Any:
+        """The learning rate, or the schedule that gives it; assignable in the client at any step."""
+        return self._get("learning_rate") if self._rate is None else self._rate
 
     @learning_rate.setter
-    def learning_rate(self, value: float) -> None:
-        self._set("learning_rate", value)
+    def learning_rate(self, value: LearningRate) -> None:
+        self._refuse_in_replica("learning_rate")
+        before, self._rate = self._rate, value if callable(value) else None
+        try:
+            self._set({"learning_rate": self._rate_at(self.iterations) if callable(value) else value})
+        except BaseException:
+            self._rate = before
+            raise
 
     @property
     def iterations(self) -> int:
-        """How many apply_gradients have been committed; one a call, whatever the number of replicas."""
-        return self._record().iterations if self._strategy is not None else 0
+        """How many apply_gradients have been committed; one a call, whatever the number of replicas.
+
+        Assignable in the client (a checkpoint does it): the next update counts from there.
+        """
+        return self._record().iterations if self._strategy is not None else self._iterations
+
+    @iterations.setter
+    def iterations(self, value: int) -> None:
+        self._refuse_in_replica("iterations")
+        count = operator.index(value)
+        if not 0 <= count < 1 << 62:
+            raise InvalidArgumentError(f"{self.name}.iterations counts from 0, not {count}")
+        if self._strategy is not None:
+            self._strategy.controller.configure(self._number, self.kind, {}, None, count)
+        self._iterations = count
+
+    @property
+    def slot_names(self) -> list[str]:
+        """The names of what the rule keeps beside every variable."""
+        return list(SLOTS[self._rule])
+
+    def get_slot(self, var: Variable, slot_name: str) -> Slot:
+        """What the rule keeps beside a variable; made now where no update has made it yet.
+
+        Raises InvalidArgumentError (a ValueError) for a slot that the rule does not have.
+        """
+        strategy = self._own(var).strategy
+        if strategy is None:
+            raise ContextError(f"variable {var.name} belongs to no strategy yet, so nothing is kept beside it")
+        self.adopt(strategy)
+        if slot_name not in SLOTS[self._rule]:
+            has = ", ".join(SLOTS[self._rule]) or "none"
+            raise InvalidArgumentError(f"{self.name} has no slot {slot_name!r}; its slots: {has}")
+        return Slot(self._number, var, slot_name)
+
+    def get_config(self) -> dict[str, Any]:
+        """The name and the hyperparameters as :meth:`from_config` takes them."""
+        current = self._current()
+        config: dict[str, Any] = {"name": self.name} | {key: self._plain(key, current[key]) for key in current}
+        if isinstance(self._rate, Schedule):
+            config["learning_rate"] = {"class_name": type(self._rate).__name__, "config": self._rate.get_config()}
+        elif self._rate is not None:
+            config["learning_rate"] = self._rate
+        return config
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """A new optimizer with these hyperparameters."""
+        rate = config.get("learning_rate")
+        made = {"learning_rate": schedule_from_config(rate)} if isinstance(rate, Mapping) else {}
+        return cls(**{**config, **made})
+
+    def __repr__(self) -> str:
+        numbers = ", ".join(f"{key}={value:g}" for key, value in self._hyperparameters.items())
+        return f"<{self.kind} {numbers}>"
+
+    clipnorm = hyperparameter("clipnorm")
+    clipvalue = hyperparameter("clipvalue")
+    global_clipnorm = hyperparameter("global_clipnorm")
+
+    # --- updates ----------------------------------------------------------------------------------------------
 
     def apply_gradients(
         self,
@@ -82,11 +210,16 @@ class Optimizer(Handle):
     ) -> None:
         """Bring this replica's gradients: summed over the replicas, then one step of the rule for every variable.
 
-        Only inside a replica function. Pairs whose gradient is None are dropped; none left is a ValueError. A gradient
-        has its variable's shape and dtype, else InvalidArgumentError (a ValueError). Gradients that were computed into
-        ``gradient_buffers`` are not copied. A variable's ``constraint`` is applied after the update, by replica 0,
-        which commits; with a sparse gradient it is a RuntimeError. Averaging is the caller's business: divide the loss
-        by the global batch.
+        Only inside a replica function. A gradient has its variable's shape and dtype, or is an IndexedSlices of rows
+        of it, on all replicas alike. Pairs whose gradient is None are dropped with a warning; none left is a
+        ValueError. Gradients that were computed into ``gradient_buffers`` are not copied. A variable's ``constraint``
+        is applied after the update, by replica 0, which commits. Averaging is the caller's business: divide the loss by
+        the global batch.
+
+        Raises InvalidArgumentError (a ValueError) for a gradient that does not fit or names a row that is not there,
+        ValueError for a variable that appears twice, NotImplementedError for
+        ``experimental_aggregate_gradients=False``, RuntimeError for a sparse gradient of a variable with a constraint,
+        ContextError (one, too) outside a replica.
         """
         if not experimental_aggregate_gradients:
             raise NotImplementedError(
@@ -95,80 +228,154 @@ class Optimizer(Handle):
         context = get_replica_context()
         if context is None or not has_strategy():
             raise ContextError("apply_gradients must be called inside a replica function (strategy.run)")
-        strategy = get_strategy()
-        if self._strategy is not strategy:
+        if self._strategy is not get_strategy():
             raise ContextError(f"optimizer {self.name} belongs to another strategy")
-        pairs = [(gradient, variable) for gradient, variable in grads_and_vars if gradient is not None]
+        given = list(grads_and_vars)
+        pairs = [(gradient, variable) for gradient, variable in given if gradient is not None]
         if not pairs:
             raise ValueError(f"{self.name}.apply_gradients: every gradient is None, so nothing is left to apply")
         numbers = [self._checked(variable) for _, variable in pairs]
         constrain = constraints_after(pairs)
         if len(set(numbers)) < len(numbers):
             raise ValueError(f"{self.name}.apply_gradients: a variable appears twice; add its gradients first")
-        context.backend.apply(
-            self._number,
-            [(_fitting(gradient, variable), variable.number) for gradient, variable in pairs],
-            call_site(),
-        )
+        missing = [self._own(variable).name for gradient, variable in given if gradient is None]
+        if missing:
+            warnings.warn(
+                f"{self.name}.apply_gradients: no gradient for {', '.join(missing)}; skipped", UserWarning, stacklevel=2
+            )
+        dense, sparse = [], []
+        for gradient, variable in pairs:
+            if isinstance(gradient, IndexedSlices):
+                sparse.append((*_fitting_rows(gradient, variable), variable.number))
+            else:
+                dense.append((_fitting(gradient, variable), variable.number))
+        context.backend.apply(self._number, dense, sparse, call_site())
         if constrain is not None:
             context.merge_call(constrain)
 
-    def get_config(self) -> dict[str, float]:
-        """The hyperparameters by name."""
-        return {"name": self.name, **self._hyperparameters}  # type: ignore[dict-item]
+    # --- how it is done ---------------------------------------------------------------------------------------
 
-    def __repr__(self) -> str:
-        numbers = ", ".join(f"{key}={value:g}" for key, value in self._hyperparameters.items())
-        return f"<{self.kind} {numbers}>"
+    def evaluate_schedule(self) -> None:
+        """Before a run: bring the learning rate of a callable that is not ours up to the step."""
+        if self._rate is not None and not isinstance(self._rate, Schedule):
+            rate = self._rate_at(self.iterations)
+            if rate != self._hyperparameters["learning_rate"]:
+                self._set({"learning_rate": rate})
+
+    def _rate_at(self, step: int) -> float:
+        rate: Any = self._rate
+        assert rate is not None
+        if not isinstance(rate, Schedule) and _takes_nothing(rate):
+            return float(rate())
+        return float(rate(step))
+
+    def _schedule_record(self) -> Any:
+        return self._rate.record() if isinstance(self._rate, Schedule) else None
+
+    def _own(self, variable: object) -> Variable:
+        if not isinstance(variable, Variable):
+            raise TypeError(f"{self.name} updates Variables, not {type(variable).__name__}: pass (gradient, Variable)")
+        return variable
 
     def _checked(self, variable: object) -> int:
-        if not isinstance(variable, Variable):
-            raise TypeError(
-                f"{self.name}.apply_gradients takes (gradient, Variable) pairs, not {type(variable).__name__}"
-            )
-        if variable.strategy is not self._strategy:
-            raise ContextError(f"variable {variable.name} belongs to another strategy than optimizer {self.name}")
-        return variable.number
+        owned = self._own(variable)
+        if owned.strategy is not self._strategy:
+            raise ContextError(f"variable {owned.name} belongs to another strategy than optimizer {self.name}")
+        return owned.number
 
     def _record(self) -> OptimizerRecord:
         assert self._strategy is not None
         backend = current_replica(self._strategy) or self._strategy.controller
         return backend.optimizer(self._number)
 
-    def _get(self, key: str) -> float:
-        if self._strategy is None:
-            return self._hyperparameters[key]
-        return dict(self._record().hyperparameters)[key]
+    def _current(self) -> dict[str, float]:
+        return self._hyperparameters if self._strategy is None else dict(self._record().hyperparameters)
 
-    def _set(self, key: str, value: float) -> None:
-        if get_replica_context() is not None and has_strategy():
-            raise ContextError(f"{key} is set in the client, between runs, not inside a replica")
-        changed = {**self._hyperparameters, key: _number(self.kind, key, value)}
+    def _plain(self, key: str, value: float) -> float | bool:
+        return bool(value) if is_flag(self.kind, key) else value
+
+    def _get(self, key: str) -> Any:
+        value = self._current().get(key)
+        return None if value is None else self._plain(key, value)
+
+    def _set(self, changes: Mapping[str, Any]) -> None:
+        self._refuse_in_replica(", ".join(changes))
+        numbers = {key: _number(self.kind, key, value) for key, value in changes.items()}
+        changed = {**self._hyperparameters, **numbers}
+        check_change(self.kind, self._rule, self._hyperparameters, changed)
         if self._strategy is not None:
-            self._strategy.controller.configure(self._number, self.kind, changed)
+            schedule = self._schedule_record() if "learning_rate" in changes else None
+            self._strategy.controller.configure(self._number, self.kind, numbers, schedule, -1)
         self._hyperparameters = changed
+
+    def _refuse_in_replica(self, what: str) -> None:
+        if get_replica_context() is not None and has_strategy():
+            raise ContextError(f"{what} is set in the client, between runs, not inside a replica")
 
 
 def _number(kind: str, key: str, value: object) -> float:
-    if isinstance(value, (bool, int, float, np.number)) and math.isfinite(value):
+    """A hyperparameter as a number, whatever kind of number it is. Its range is checked with all the others."""
+    if isinstance(value, (np.number, np.bool_)) or (isinstance(value, np.ndarray) and value.ndim == 0):
+        value = value.item()
+    if isinstance(value, bool) and not is_flag(kind, key):
+        raise InvalidArgumentError(f"{kind}: {key} must be a number, not {value!r}")
+    if not isinstance(value, (bool, int, float)):
+        raise InvalidArgumentError(f"{kind}: {key} must be a finite number, not {value!r}")
+    try:
         return float(value)
-    remedy = "; schedules are not served by this version: assign it before each run" if callable(value) else ""
-    raise InvalidArgumentError(f"{kind}: {key} must be a finite number, not {value!r}{remedy}")
+    except OverflowError:
+        raise InvalidArgumentError(f"{kind}: {key} must be a finite number, not {value!r:.40}") from None
+
+
+def _takes_nothing(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind()
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _fitting(gradient: Any, variable: Variable) -> np.ndarray:
-    if isinstance(gradient, IndexedSlices):
-        raise NotImplementedError(
-            f"the gradient of {variable.name} is an IndexedSlices; sparse gradients are not served by this version"
-        )
     array = convert_to_tensor(gradient)
     if array.shape != variable.shape:
         raise InvalidArgumentError(
             f"the gradient of {variable.name} has shape {array.shape}, but the variable has shape {variable.shape}"
         )
+    _check_dtype(array, variable)
+    return array
+
+
+def _fitting_rows(gradient: IndexedSlices, variable: Variable) -> tuple[np.ndarray, np.ndarray]:
+    """Values and indices (int64) of a sparse gradient."""
+    values, indices = convert_to_tensor(gradient.values), convert_to_tensor(gradient.indices)
+    if not variable.shape:
+        raise InvalidArgumentError(f"the gradient of {variable.name} is an IndexedSlices, but the variable has no rows")
+    if gradient.dense_shape is not None and gradient.dense_shape != variable.shape:
+        raise InvalidArgumentError(
+            f"the gradient of {variable.name} has dense_shape {gradient.dense_shape}, but the variable has shape "
+            f"{variable.shape}"
+        )
+    if values.shape[1:] != variable.shape[1:]:
+        raise InvalidArgumentError(
+            f"the gradient of {variable.name} has rows of shape {values.shape[1:]}, but those of the variable have "
+            f"shape {variable.shape[1:]}"
+        )
+    _check_dtype(values, variable)
+    if indices.size:
+        for index in (indices.min(), indices.max()):
+            if not 0 <= index < variable.shape[0]:
+                raise InvalidArgumentError(
+                    f"the gradient of {variable.name} names row {index}, but the variable has {variable.shape[0]} rows"
+                )
+    return values, indices.astype(np.int64)
+
+
+def _check_dtype(array: np.ndarray, variable: Variable) -> None:
     if array.dtype != variable.dtype:
         raise InvalidArgumentError(
             f"the gradient of {variable.name} has dtype {array.dtype}, the variable {variable.dtype}; convert it with "
             f"astype('{variable.dtype}'), or make what it is computed from {variable.dtype}"
         )
-    return array
+
+
+__all__ = ["LearningRate", "Optimizer", "Shared", "hyperparameter"]

@@ -7,14 +7,19 @@ from typing import TYPE_CHECKING
 from cs_proto.errors import PeerProtocolError
 from cs_proto.messages import Optimizer as OptimizerRecord
 
-from .adam import Adam
+from .adagrad import Adadelta, Adagrad
+from .adam import Adam, Adamax, AdamW, Nadam
+from .ftrl import Ftrl
 from .optimizer import Optimizer
+from .rmsprop import RMSprop
 from .sgd import SGD
 
 if TYPE_CHECKING:
     from central_storage.backend import Strategy
 
-_KINDS: dict[str, type[Optimizer]] = {cls.kind: cls for cls in (SGD, Adam)}
+_KINDS: dict[str, type[Optimizer]] = {
+    cls.kind: cls for cls in (SGD, Adagrad, RMSprop, Adam, AdamW, Adamax, Nadam, Adadelta, Ftrl)
+}
 
 
 def optimizer_of(strategy: Strategy, record: OptimizerRecord) -> Optimizer:

@@ -1,0 +1,53 @@
+"""Rates that adapt to what each element's gradients have been: Adagrad and Adadelta."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+from .optimizer import LearningRate, Optimizer, Shared, hyperparameter
+
+
+class Adagrad(Optimizer):
+    """``a += g²; v -= lr g / (sqrt(a) + epsilon)`` (Duchi et al., 2011).
+
+    Slot: accumulator, which begins at ``initial_accumulator_value``. A sparse gradient moves the rows it names.
+    """
+
+    kind = "Adagrad"
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.001,
+        initial_accumulator_value: float = 0.1,
+        epsilon: float = 1e-7,
+        name: str | None = "Adagrad",
+        **shared: Unpack[Shared],
+    ) -> None:
+        super().__init__(
+            name, learning_rate, shared, initial_accumulator_value=initial_accumulator_value, epsilon=epsilon
+        )
+
+    epsilon = hyperparameter("epsilon")
+
+
+class Adadelta(Optimizer):
+    """``a = rho a + (1 - rho) g²; d = sqrt(x + epsilon) / sqrt(a + epsilon) g; x = rho x + (1 - rho) d²; v -= lr d``
+    (Zeiler, 2012).
+
+    Slots: accum_grad (a), accum_var (x). A sparse gradient moves the rows it names.
+    """
+
+    kind = "Adadelta"
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.001,
+        rho: float = 0.95,
+        epsilon: float = 1e-7,
+        name: str | None = "Adadelta",
+        **shared: Unpack[Shared],
+    ) -> None:
+        super().__init__(name, learning_rate, shared, rho=rho, epsilon=epsilon)
+
+    rho = hyperparameter("rho")
+    epsilon = hyperparameter("epsilon")

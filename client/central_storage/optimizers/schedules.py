@@ -1,0 +1,190 @@
+"""Learning rates as functions of the step. The server evaluates them when it commits a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+from cs_proto.errors import InvalidArgumentError, LocalProtocolError
+from cs_proto.schedules import FIELDS, Kind, rate
+from cs_proto.schedules import Schedule as ScheduleRecord
+
+__all__ = ["CosineDecay", "ExponentialDecay", "LearningRateSchedule", "PiecewiseConstantDecay", "PolynomialDecay"]
+
+
+class LearningRateSchedule:
+    """A learning rate as a function of the step. Derive from it for one of your own, which is called in the client
+    before every run with the optimizer's ``iterations``; any other callable does as well."""
+
+    def __call__(self, step: Any) -> float:
+        raise NotImplementedError(f"{type(self).__name__} must say what the learning rate of a step is")
+
+
+class Schedule(LearningRateSchedule):
+    """Base of our schedules: hand one to an optimizer as its ``learning_rate``, or call it with a step.
+
+    Raises InvalidArgumentError (a ValueError) for numbers that make no schedule.
+    """
+
+    kind: ClassVar[Kind]
+
+    def __init__(self, name: str | None, **config: Any) -> None:
+        self.name = name
+        self._config = config
+        try:
+            self._record = ScheduleRecord(self.kind, tuple(float(number) for number in self._numbers()))
+        except (LocalProtocolError, TypeError, ValueError, OverflowError) as error:
+            raise InvalidArgumentError(f"{self.kind}: {error}") from error
+
+    def __call__(self, step: Any) -> float:
+        """The learning rate of the update before which ``step`` have been made."""
+        return rate(self.kind, self._record.numbers, float(step))
+
+    def record(self) -> ScheduleRecord:
+        """The schedule as the server is told."""
+        return self._record
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments that make an equal schedule."""
+        return {**self._config, "name": self.name}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """A schedule with these arguments."""
+        return cls(**config)
+
+    def _numbers(self) -> Sequence[Any]:
+        return [self._config[field] for field in FIELDS[self.kind]]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Schedule) and self._record == other._record
+
+    def __hash__(self) -> int:
+        return hash(self._record)
+
+    def __repr__(self) -> str:
+        return f"{self.kind}({', '.join(f'{key}={value!r}' for key, value in self._config.items())})"
+
+
+class ExponentialDecay(Schedule):
+    """``initial · decay_rate ** (step / decay_steps)``; with ``staircase`` the exponent is rounded down."""
+
+    kind = "ExponentialDecay"
+
+    def __init__(
+        self,
+        initial_learning_rate: float,
+        decay_steps: float,
+        decay_rate: float,
+        staircase: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(
+            name,
+            initial_learning_rate=initial_learning_rate,
+            decay_steps=decay_steps,
+            decay_rate=decay_rate,
+            staircase=staircase,
+        )
+
+
+class PiecewiseConstantDecay(Schedule):
+    """``values[0]`` up to and with step ``boundaries[0]``, then ``values[1]``, and so on: one value more."""
+
+    kind = "PiecewiseConstantDecay"
+
+    def __init__(self, boundaries: Sequence[float], values: Sequence[float], name: str | None = None) -> None:
+        super().__init__(name, boundaries=list(boundaries), values=list(values))
+
+    def _numbers(self) -> Sequence[Any]:
+        boundaries, values = self._config["boundaries"], self._config["values"]
+        if len(values) != len(boundaries) + 1:
+            raise ValueError(f"{len(boundaries)} boundaries need {len(boundaries) + 1} values, not {len(values)}")
+        return [*boundaries, *values]
+
+
+class CosineDecay(Schedule):
+    """Half a cosine from the initial rate to ``alpha`` times it over ``decay_steps``, and that from then on.
+
+    With ``warmup_target`` the rate first rises in a line from the initial one to the target over ``warmup_steps``, and
+    the cosine begins there.
+    """
+
+    kind = "CosineDecay"
+
+    def __init__(
+        self,
+        initial_learning_rate: float,
+        decay_steps: float,
+        alpha: float = 0.0,
+        name: str | None = None,
+        warmup_target: float | None = None,
+        warmup_steps: float = 0,
+    ) -> None:
+        super().__init__(
+            name,
+            initial_learning_rate=initial_learning_rate,
+            decay_steps=decay_steps,
+            alpha=alpha,
+            warmup_target=warmup_target,
+            warmup_steps=warmup_steps,
+        )
+
+    def _numbers(self) -> Sequence[Any]:
+        given, target = self._config, self._config["warmup_target"]
+        warmup = [target is not None, 0.0 if target is None else target, given["warmup_steps"]]
+        return [given["initial_learning_rate"], given["decay_steps"], given["alpha"], *warmup]
+
+
+class PolynomialDecay(Schedule):
+    """``(initial - end) · (1 - step / decay_steps) ** power + end``, and ``end`` from ``decay_steps`` on.
+
+    With ``cycle`` it begins again instead, over the next multiple of ``decay_steps`` that is not exceeded.
+    """
+
+    kind = "PolynomialDecay"
+
+    def __init__(
+        self,
+        initial_learning_rate: float,
+        decay_steps: float,
+        end_learning_rate: float = 0.0001,
+        power: float = 1.0,
+        cycle: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(
+            name,
+            initial_learning_rate=initial_learning_rate,
+            decay_steps=decay_steps,
+            end_learning_rate=end_learning_rate,
+            power=power,
+            cycle=cycle,
+        )
+
+
+_KINDS: dict[str, type[Schedule]] = {
+    cls.kind: cls for cls in (ExponentialDecay, PiecewiseConstantDecay, CosineDecay, PolynomialDecay)
+}
+
+
+def schedule_of(record: ScheduleRecord) -> Schedule:
+    """The schedule that the server follows."""
+    numbers = record.numbers
+    if record.kind == "PiecewiseConstantDecay":
+        middle = len(numbers) // 2
+        return PiecewiseConstantDecay(numbers[:middle], numbers[middle:])
+    config: dict[str, Any] = dict(zip(FIELDS[record.kind], numbers, strict=True))
+    if record.kind == "CosineDecay" and not config.pop("has_warmup"):
+        config["warmup_target"] = None
+    return _KINDS[record.kind].from_config(
+        {field: bool(value) if field in ("staircase", "cycle") else value for field, value in config.items()}
+    )
+
+
+def schedule_from_config(config: Mapping[str, Any]) -> Schedule:
+    """The schedule that an optimizer's ``get_config`` names. Raises InvalidArgumentError for a name unknown here."""
+    cls = _KINDS.get(str(config.get("class_name")))
+    if cls is None:
+        raise InvalidArgumentError(f"unknown schedule {config.get('class_name')!r}: there are {', '.join(_KINDS)}")
+    return cls.from_config(config["config"])

@@ -1,0 +1,70 @@
+"""Slots: what a rule keeps beside a variable, as arrays that are read and, in the client, written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from central_storage.context import current_replica
+from central_storage.variable import Variable
+from cs_proto.errors import ContextError, InvalidArgumentError
+
+__all__ = ["Slot"]
+
+
+class Slot:
+    """One slot of one variable: an array of its shape and dtype, held by the server. Every read is a copy."""
+
+    def __init__(self, optimizer: int, variable: Variable, slot: str) -> None:
+        assert variable.strategy is not None
+        self._strategy = variable.strategy
+        self._optimizer = optimizer
+        self._variable = variable
+        self._slot = slot
+
+    @property
+    def name(self) -> str:
+        """The variable's name and the slot's: ``w/momentum``."""
+        return f"{self._variable.name}/{self._slot}"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The variable's shape."""
+        return self._variable.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The variable's dtype."""
+        return self._variable.dtype
+
+    def value(self) -> np.ndarray:
+        """A copy of what it holds now; in a replica with this replica's own updates done."""
+        backend = current_replica(self._strategy) or self._strategy.controller
+        return backend.slot(self._optimizer, self._variable.number, self._slot)
+
+    read_value = value
+    numpy = value
+
+    def assign(self, value: Any) -> Slot:
+        """Set it. Only in the client, between runs (a checkpoint does it), or in a merge function.
+
+        Raises InvalidArgumentError (a ValueError) for another shape or dtype, ContextError (a RuntimeError) in a
+        replica.
+        """
+        if current_replica(self._strategy) is not None:
+            raise ContextError(f"slot {self.name} is set in the client, between runs, not inside a replica")
+        array = np.asarray(value)
+        if array.shape != self.shape or array.dtype != self.dtype:
+            raise InvalidArgumentError(
+                f"slot {self.name} is {self.dtype}{list(self.shape)}, the value {array.dtype}{list(array.shape)}"
+            )
+        self._strategy.controller.assign_slot(self._optimizer, self._variable.number, self._slot, array)
+        return self
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """A copy."""
+        return np.asarray(self.value(), dtype)
+
+    def __repr__(self) -> str:
+        return f"<Slot {self.name!r} {self.dtype}{list(self.shape)}>"
