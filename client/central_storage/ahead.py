@@ -24,7 +24,7 @@ _log = logging.getLogger("central_storage.ahead")
 
 # A wait this long is named, and again after as long.
 _NAME_WAIT_EVERY = 10.0
-# Whoever ends an iteration waits this long for the item that is being read; a source may wait for something itself.
+# Whoever ends an iteration waits this long for what is being read; a source may wait for something itself.
 _STOP_TIMEOUT = 5.0
 
 
@@ -32,13 +32,16 @@ class ReadAhead:
     """The items of ``items``, up to ``size`` of them taken ahead; the thread starts when the first is asked for.
 
     An exception of ``items`` is raised where its item would have been, and is the end. ``close()``, the end of the
-    items, the end of the script and the loss of the last reference end the thread, which frees ``items``. A forked
-    child cannot read on (ContextError): what is read ahead belongs to the thread, which it does not have.
+    items, the end of the script and the loss of the last reference end the thread, which frees ``items``. However the
+    threads are scheduled, an iteration left half-way has read ``size`` items more than were taken, so that a source
+    which keeps state (the epochs of a shuffle) goes on the same in every run of a script.
+
+    A forked child cannot read on (ContextError): what is read ahead belongs to the thread, which it does not have.
     """
 
     def __init__(self, items: Iterator[Any], size: int) -> None:
         self._shelf = shelf = _Shelf(items, size)
-        #: End the iteration and free what it holds. Waits for the item that is being read, up to 5 s. Idempotent.
+        #: End the iteration and free what it holds. Waits for what is being read, up to 5 s. Idempotent.
         self.close = weakref.finalize(self, shelf.stop)
 
     def __iter__(self) -> Iterator[Any]:
@@ -56,8 +59,8 @@ class _Shelf:
         self._size = size
         self._ready: deque[Any] = deque()
         self._error: BaseException | None = None
-        #: The thread puts nothing more. / Nobody takes anything more.
-        self._ended = self._stopped = False
+        self._ended = False  # the thread puts nothing more
+        self._stopped = False  # nobody takes anything more
         # Reentrant, which a Condition is: the collector may stop a shelf in the middle of what the thread does with it.
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -70,7 +73,9 @@ class _Shelf:
                 f"this iterator is read ahead in process {self._process}; a forked child iterates the data set anew"
             )
         with self._changed:
-            if self._thread is None and not self._ended:
+            if self._stopped:
+                raise StopIteration
+            if self._thread is None:
                 self._start()
             waited = 0.0
             while not self._ready and not self._ended:
@@ -89,20 +94,21 @@ class _Shelf:
         if os.getpid() != self._process:
             return
         with self._changed:
-            self._stopped = self._ended = True
-            self._ready.clear()
+            self._stopped = True
             self._changed.notify_all()
             thread = self._thread
-            if thread is None:
-                self._free()
-        if thread is not None and thread is not threading.current_thread():
+        if thread is None:
+            self._free()
+        elif thread is not threading.current_thread():
             thread.join(_STOP_TIMEOUT)
             if thread.is_alive():
+                self._size = 0  # nothing more than what it is at
                 _log.warning(
                     "a data set that is no longer read has not given its element after %.0f s; its thread ends when it "
                     "does",
                     _STOP_TIMEOUT,
                 )
+        self._ready.clear()
 
     def _start(self) -> None:
         # A daemon: a source that waits for ever must not keep the script from ending. The context carries np.errstate.
@@ -133,13 +139,12 @@ class _Shelf:
         with self._changed:
             while len(self._ready) >= self._size and not self._stopped:
                 self._changed.wait()
-            return not self._stopped
+            return len(self._ready) < self._size
 
     def _put(self, item: Any) -> None:
         with self._changed:
-            if not self._stopped:
-                self._ready.append(item)
-                self._changed.notify_all()
+            self._ready.append(item)
+            self._changed.notify_all()
 
     def _free(self) -> None:
         items, self._items = self._items, None

@@ -290,6 +290,16 @@ class Dataset:
         """An iterator over the elements, which are NumPy arrays anyway."""
         return iter(self)
 
+    def __len__(self) -> int:
+        """The number of elements. TypeError where there is no end or no telling; :meth:`cardinality` says which."""
+        if self.plan.count < 0:
+            raise TypeError(f"{self!r} has no length")
+        return self.plan.count
+
+    def __bool__(self) -> bool:
+        """True: a data set is something, however many elements it has."""
+        return True
+
     def cardinality(self) -> int:
         """The number of elements; INFINITE_CARDINALITY (-1) or UNKNOWN_CARDINALITY (-2) where there is none."""
         return self.plan.count

@@ -79,6 +79,19 @@ def test_no_further_than_its_size() -> None:
     assert readers() == []
 
 
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("taken", [1, 2, 5])
+def test_left_half_way_it_has_read_exactly_its_size_further(size: int, taken: int) -> None:
+    for _ in range(20):
+        source = Source()
+        iterator = ReadAhead(source.items(), size)
+        for _ in range(taken):
+            next(iterator)
+        del iterator
+        assert source.closed.is_set()
+        assert source.read == list(range(taken + size))
+
+
 def test_the_end_ends_the_thread() -> None:
     source = Source(3)
     iterator = ReadAhead(source.items(), 1)

@@ -1,5 +1,6 @@
 """Data sets: what their elements are, in which order, and what is refused."""
 
+import itertools
 import threading
 
 import numpy as np
@@ -382,6 +383,54 @@ class TestNumpy:
     def test_what_has_no_rows_in_common(self, value):
         with pytest.raises(ValueError):
             numpy_dataset(value)
+
+
+def test_length():
+    assert len(Dataset.range(7).batch(2)) == 4
+    assert Dataset.range(0)
+    assert len(Dataset.range(0)) == 0
+    for endless in (Dataset.range(7).repeat(), numbers(3)):
+        assert endless
+        with pytest.raises(TypeError, match="has no length"):
+            len(endless)
+
+
+#: A stage of a data set, and what it makes of a list of plain elements.
+STAGES = st.one_of(
+    st.integers(-1, 8).map(lambda n: (lambda d: d.take(n), lambda rows: rows if n < 0 else rows[:n])),
+    st.integers(-1, 8).map(lambda n: (lambda d: d.skip(n), lambda rows: [] if n < 0 else rows[n:])),
+    st.integers(0, 3).map(lambda n: (lambda d: d.repeat(n), lambda rows: rows * n)),
+    st.tuples(st.integers(1, 3), st.integers(0, 2)).map(
+        lambda s: (lambda d: d.shard(s[0], s[1] % s[0]), lambda rows: rows[s[1] % s[0] :: s[0]])
+    ),
+    st.just((lambda d: d.concatenate(d.take(2)), lambda rows: rows + rows[:2])),
+    st.just((lambda d: d.cache(), lambda rows: rows)),
+    st.just((lambda d: d.prefetch(2), lambda rows: rows)),
+    st.just((lambda d: d.shuffle(1), lambda rows: rows)),
+    st.just((lambda d: d.batch(2).unbatch(), lambda rows: rows)),
+    st.just((lambda d: d.batch(2, True).unbatch(), lambda rows: rows[: len(rows) // 2 * 2])),
+    st.just((lambda d: d.map(lambda x: x + 1), lambda rows: [row + 1 for row in rows])),
+    st.just((lambda d: d.filter(lambda x: x % 3 > 0), lambda rows: [row for row in rows if row % 3])),
+    st.just((lambda d: d.enumerate().map(lambda i, x: i + x), lambda rows: [i + row for i, row in enumerate(rows)])),
+    st.just((lambda d: Dataset.zip(d, d.skip(1)).map(np.add), lambda r: [a + b for a, b in itertools.pairwise(r)])),
+)
+
+
+def generated(n):
+    return Dataset.from_generator(lambda: iter(np.arange(n)), output_signature=TensorSpec((), np.int64))
+
+
+@given(st.sampled_from([Dataset.range, generated]), st.integers(0, 9), st.lists(STAGES, max_size=5))
+def test_any_chain_gives_what_lists_would(make, n, stages):
+    dataset, rows = make(n), list(range(n))
+    for stage, of_list in stages:
+        dataset, rows = stage(dataset), of_list(rows)
+    assert listed(dataset) == listed(dataset) == rows
+    assert dataset.cardinality() in (len(rows), UNKNOWN_CARDINALITY)
+    batches = [rows[start : start + 2] for start in range(0, len(rows), 2)]
+    assert listed(dataset.batch(2)) == batches
+    if rows:
+        assert all(dataset.element_spec.admits(element.shape) for element in dataset)
 
 
 def test_specs():
