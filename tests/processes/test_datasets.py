@@ -159,3 +159,22 @@ def test_errors_of_the_source(two: cs.CentralStorageStrategy) -> None:
         rows_seen(two, two.experimental_distribute_dataset(cs.data.Dataset.range(5)))
     with pytest.raises(ZeroDivisionError):
         two.distribute_datasets_from_function(lambda _: 1 // 0)
+
+
+def test_many_steps_over_batches_that_are_read_ahead(two: cs.CentralStorageStrategy) -> None:
+    """Each step sees its own batch whole, however many are under way and read ahead of them."""
+
+    class Refilled:
+        def __iter__(self) -> Iterator[np.ndarray]:
+            batch = np.empty(BIG, np.float32)
+            for number in range(40):
+                batch[:] = number
+                yield batch
+
+    def extremes(batch: np.ndarray) -> np.ndarray:
+        return np.array([batch.min(), batch.max()])
+
+    options = cs.InputOptions(experimental_per_replica_buffer_size=2)
+    distributed = two.experimental_distribute_dataset(Refilled(), options)
+    results = [[share.tolist() for share in result.values] for result in two.run_steps(extremes, distributed)]
+    assert results == [[[number, number]] * 2 for number in range(40)]
