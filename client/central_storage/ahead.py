@@ -13,12 +13,14 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from cs_proto.errors import ContextError
 
-__all__ = ["ReadAhead"]
+__all__ = ["Carrier", "ReadAhead"]
 
 _log = logging.getLogger("central_storage.ahead")
 
@@ -26,6 +28,13 @@ _log = logging.getLogger("central_storage.ahead")
 _NAME_WAIT_EVERY = 10.0
 # Whoever ends an iteration waits this long for what is being read; a source may wait for something itself.
 _STOP_TIMEOUT = 5.0
+
+
+class Carrier(NamedTuple):
+    """What becomes of the arrays that are read ahead of the replicas, and whether a thread may do it."""
+
+    copy: Callable[[np.ndarray], np.ndarray] = np.copy
+    in_thread: bool = True
 
 
 class ReadAhead:

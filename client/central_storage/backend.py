@@ -17,6 +17,7 @@ import numpy as np
 from cs_proto.messages import AssignOp, Counters, Optimizer, ReduceOpName, Variable, VariableSpec, WriteOp
 from cs_proto.schedules import Schedule
 
+from .ahead import Carrier
 from .handles import Handle
 from .series import Series
 
@@ -160,9 +161,9 @@ class ControllerBackend(_Catalogue, Protocol):
     def assign_slot(self, optimizer: int, variable: int, slot: str, value: np.ndarray) -> None:
         """Write a slot, whose shape and dtype ``value`` has."""
 
-    def carrier(self) -> Callable[[np.ndarray], np.ndarray]:
-        """What copies an array to where the replicas read it, ahead of the run that it is an argument of. May be called
-        in any thread."""
+    def carrier(self) -> Carrier:
+        """What copies an array to where the replicas read it, ahead of the run that it is an argument of, and whether a
+        thread may do it. May be called in any thread."""
 
     def statistics(self) -> Counters:
         """The server's counters."""

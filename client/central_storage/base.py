@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Self
 
-import numpy as np
-
 from cs_proto.errors import ContextError
 
 from . import context, logical
+from .ahead import Carrier
 from .backend import ControllerBackend
 from .dataset import Dataset
 from .deprecated import warn_deprecated
@@ -69,9 +68,9 @@ class StrategyBase:
         merge_call."""
         raise NotImplementedError
 
-    def carrier(self) -> Callable[[np.ndarray], np.ndarray]:
+    def carrier(self) -> Carrier:
         """What copies an array to where the replicas read it; here plain memory."""
-        return np.copy
+        return Carrier()
 
     def logical_devices_here(self) -> tuple[Sequence[str], logical.Place]:
         """The devices of the current replica, as full names, and what brings an array to one of them."""

@@ -27,7 +27,7 @@ from cs_proto.errors import (
     UnbatchedDatasetError,
 )
 
-from .ahead import ReadAhead
+from .ahead import Carrier, ReadAhead
 from .context import has_strategy, in_cross_replica_context
 from .dataset import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset
 from .options import InputOptions, InputReplicationMode
@@ -43,8 +43,8 @@ __all__ = [
     "split",
 ]
 
-#: Gives what copies an array to where the replicas read it; asked when the copying begins.
-Carrier = Callable[[], Callable[[np.ndarray], np.ndarray]]
+#: Asked when the first element is read ahead.
+FindCarrier = Callable[[], Carrier]
 #: An element of every replica, and whether every replica has a share in it.
 Round = tuple[Any, bool]
 
@@ -70,7 +70,7 @@ class InputContext:
 class _Distributed:
     """What both kinds of distributed data set have in common."""
 
-    def __init__(self, n: int, options: InputOptions | None, carrier: Carrier) -> None:
+    def __init__(self, n: int, options: InputOptions | None, carrier: FindCarrier) -> None:
         self._n = n
         self._carrier = carrier
         self._options = InputOptions() if options is None else options
@@ -128,7 +128,7 @@ class DistributedDataset(_Distributed):
     """
 
     def __init__(
-        self, dataset: Any, n: int, options: InputOptions | None = None, carrier: Carrier = lambda: np.copy
+        self, dataset: Any, n: int, options: InputOptions | None = None, carrier: FindCarrier = Carrier
     ) -> None:
         super().__init__(n, options, carrier)
         self._source = _checked(dataset)
@@ -170,7 +170,7 @@ class DistributedFromFunction(_Distributed):
         dataset_fn: Callable[[InputContext], Any],
         n: int,
         options: InputOptions | None = None,
-        carrier: Carrier = lambda: np.copy,
+        carrier: FindCarrier = Carrier,
     ) -> None:
         super().__init__(n, options, carrier)
         if not callable(dataset_fn):
@@ -223,7 +223,7 @@ class DistributedIterator:
         rounds: Iterator[Round],
         element_spec: Callable[[], Any],
         ahead: int = 0,
-        carrier: Carrier = lambda: np.copy,
+        carrier: FindCarrier = Carrier,
     ) -> None:
         self._rounds: Iterator[Round] | None = rounds
         self._spec = element_spec
@@ -295,7 +295,9 @@ class DistributedIterator:
         if self._rounds is None:
             return _END, True
         if self._has_begun and self._ahead:
-            self._rounds = ReadAhead(map(partial(_carried, self._carrier()), self._rounds), self._ahead)
+            carrier = self._carrier()
+            carried = map(partial(_carried, carrier.copy), self._rounds)
+            self._rounds = ReadAhead(carried, self._ahead) if carrier.in_thread else carried
             self._ahead = 0
         self._has_begun = True
         try:

@@ -33,6 +33,7 @@ from cs_proto.records import Record
 from cs_proto.schedules import Schedule
 from cs_proto.segments import frame_view
 
+from .ahead import Carrier
 from .composites import Composite
 from .diagnosis import show
 from .function import Function, Pickled
@@ -240,12 +241,13 @@ class ServiceLink:
             sequence = self._next_sequence()
             return self._ask(messages.Describe(sequence, (), (number,)), sequence, messages.Described).optimizers[0]
 
-    def carrier(self) -> Callable[[np.ndarray], np.ndarray]:
-        """What copies an array to where all workers read it; plain memory where the service has ended."""
+    def carrier(self) -> Carrier:
+        """What copies an array to where all workers read it; plain memory where the service has ended. Beside replicas
+        in this process no thread reads: a data set that draws random numbers would draw theirs."""
         if self._inputs is None:
             with suppress(ShutdownError), self._operation():
                 self._inputs = Inputs(self._lifeline.segment(segments.inputs()))
-        return np.copy if self._inputs is None else self._inputs.carry
+        return Carrier(np.copy if self._inputs is None else self._inputs.carry, in_thread=self._threads is None)
 
     def _find_input(self, data: np.ndarray) -> Array | None:
         return None if self._inputs is None else self._inputs.find(data)

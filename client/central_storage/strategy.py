@@ -7,12 +7,11 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 from weakref import WeakSet
 
-import numpy as np
-
 from cs_proto.errors import ConfigurationError, ContextError, ShutdownError
 from cs_proto.messages import Counters
 
 from . import context, devices, logical
+from .ahead import Carrier
 from .backend import ControllerBackend, ReplicaBackend
 from .base import StrategyBase
 from .composites import Composite
@@ -124,7 +123,7 @@ class CentralStorageStrategy(StrategyBase, Handle):
         """What carries out steps that are sent ahead."""
         return self._backend.series(lookahead)
 
-    def carrier(self) -> Callable[[np.ndarray], np.ndarray]:
+    def carrier(self) -> Carrier:
         """What copies an array to where the replicas read it."""
         return self._backend.carrier()
 
