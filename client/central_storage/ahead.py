@@ -20,7 +20,7 @@ import numpy as np
 
 from cs_proto.errors import ContextError
 
-__all__ = ["Carrier", "ReadAhead"]
+__all__ = ["Carriage", "ReadAhead"]
 
 _log = logging.getLogger("central_storage.ahead")
 
@@ -30,7 +30,7 @@ _NAME_WAIT_EVERY = 10.0
 _STOP_TIMEOUT = 5.0
 
 
-class Carrier(NamedTuple):
+class Carriage(NamedTuple):
     """What becomes of the arrays that are read ahead of the replicas, and whether a thread may do it."""
 
     copy: Callable[[np.ndarray], np.ndarray] = np.copy

@@ -17,7 +17,7 @@ import numpy as np
 from cs_proto.messages import AssignOp, Counters, Optimizer, ReduceOpName, Variable, VariableSpec, WriteOp
 from cs_proto.schedules import Schedule
 
-from .ahead import Carrier
+from .ahead import Carriage
 from .handles import Handle
 from .series import Series
 
@@ -161,7 +161,7 @@ class ControllerBackend(_Catalogue, Protocol):
     def assign_slot(self, optimizer: int, variable: int, slot: str, value: np.ndarray) -> None:
         """Write a slot, whose shape and dtype ``value`` has."""
 
-    def carrier(self) -> Carrier:
+    def carrier(self) -> Carriage:
         """What copies an array to where the replicas read it, ahead of the run that it is an argument of, and whether a
         thread may do it. May be called in any thread."""
 

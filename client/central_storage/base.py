@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Self
 from cs_proto.errors import ContextError
 
 from . import context, logical
-from .ahead import Carrier
+from .ahead import Carriage
 from .backend import ControllerBackend
 from .dataset import Dataset
 from .deprecated import warn_deprecated
@@ -68,9 +68,9 @@ class StrategyBase:
         merge_call."""
         raise NotImplementedError
 
-    def carrier(self) -> Carrier:
+    def carrier(self) -> Carriage:
         """What copies an array to where the replicas read it; here plain memory."""
-        return Carrier()
+        return Carriage()
 
     def logical_devices_here(self) -> tuple[Sequence[str], logical.Place]:
         """The devices of the current replica, as full names, and what brings an array to one of them."""

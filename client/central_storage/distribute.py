@@ -27,7 +27,7 @@ from cs_proto.errors import (
     UnbatchedDatasetError,
 )
 
-from .ahead import Carrier, ReadAhead
+from .ahead import Carriage, ReadAhead
 from .context import has_strategy, in_cross_replica_context
 from .dataset import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset
 from .options import InputOptions, InputReplicationMode
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 #: Asked when the first element is read ahead.
-FindCarrier = Callable[[], Carrier]
+FindCarriage = Callable[[], Carriage]
 #: An element of every replica, and whether every replica has a share in it.
 Round = tuple[Any, bool]
 
@@ -70,7 +70,7 @@ class InputContext:
 class _Distributed:
     """What both kinds of distributed data set have in common."""
 
-    def __init__(self, n: int, options: InputOptions | None, carrier: FindCarrier) -> None:
+    def __init__(self, n: int, options: InputOptions | None, carrier: FindCarriage) -> None:
         self._n = n
         self._carrier = carrier
         self._options = InputOptions() if options is None else options
@@ -128,7 +128,7 @@ class DistributedDataset(_Distributed):
     """
 
     def __init__(
-        self, dataset: Any, n: int, options: InputOptions | None = None, carrier: FindCarrier = Carrier
+        self, dataset: Any, n: int, options: InputOptions | None = None, carrier: FindCarriage = Carriage
     ) -> None:
         super().__init__(n, options, carrier)
         self._source = _checked(dataset)
@@ -170,7 +170,7 @@ class DistributedFromFunction(_Distributed):
         dataset_fn: Callable[[InputContext], Any],
         n: int,
         options: InputOptions | None = None,
-        carrier: FindCarrier = Carrier,
+        carrier: FindCarriage = Carriage,
     ) -> None:
         super().__init__(n, options, carrier)
         if not callable(dataset_fn):
@@ -223,7 +223,7 @@ class DistributedIterator:
         rounds: Iterator[Round],
         element_spec: Callable[[], Any],
         ahead: int = 0,
-        carrier: FindCarrier = Carrier,
+        carrier: FindCarriage = Carriage,
     ) -> None:
         self._rounds: Iterator[Round] | None = rounds
         self._spec = element_spec

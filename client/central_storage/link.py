@@ -33,7 +33,7 @@ from cs_proto.records import Record
 from cs_proto.schedules import Schedule
 from cs_proto.segments import frame_view
 
-from .ahead import Carrier
+from .ahead import Carriage
 from .composites import Composite
 from .diagnosis import show
 from .function import Function, Pickled
@@ -157,6 +157,8 @@ class ServiceLink:
             self._settle(series, series.lookahead)
             if not series.has_failed:
                 self._send_run(series, function, arguments)
+            if self._threads is not None:  # nothing of the script's runs beside replicas that share its random state
+                self._settle(series)
 
     def settle(self, series: Series, left: int = 0, *, cancel: bool = False) -> None:
         """Wait until at most ``left`` steps of ``series`` are unanswered."""
@@ -241,13 +243,13 @@ class ServiceLink:
             sequence = self._next_sequence()
             return self._ask(messages.Describe(sequence, (), (number,)), sequence, messages.Described).optimizers[0]
 
-    def carrier(self) -> Carrier:
+    def carrier(self) -> Carriage:
         """What copies an array to where all workers read it; plain memory where the service has ended. Beside replicas
         in this process no thread reads: a data set that draws random numbers would draw theirs."""
         if self._inputs is None:
             with suppress(ShutdownError), self._operation():
                 self._inputs = Inputs(self._lifeline.segment(segments.inputs()))
-        return Carrier(np.copy if self._inputs is None else self._inputs.carry, in_thread=self._threads is None)
+        return Carriage(np.copy if self._inputs is None else self._inputs.carry, in_thread=self._threads is None)
 
     def _find_input(self, data: np.ndarray) -> Array | None:
         return None if self._inputs is None else self._inputs.find(data)

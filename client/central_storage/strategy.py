@@ -11,7 +11,7 @@ from cs_proto.errors import ConfigurationError, ContextError, ShutdownError
 from cs_proto.messages import Counters
 
 from . import context, devices, logical
-from .ahead import Carrier
+from .ahead import Carriage
 from .backend import ControllerBackend, ReplicaBackend
 from .base import StrategyBase
 from .composites import Composite
@@ -123,7 +123,7 @@ class CentralStorageStrategy(StrategyBase, Handle):
         """What carries out steps that are sent ahead."""
         return self._backend.series(lookahead)
 
-    def carrier(self) -> Carrier:
+    def carrier(self) -> Carriage:
         """What copies an array to where the replicas read it."""
         return self._backend.carrier()
 

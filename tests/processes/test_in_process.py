@@ -97,6 +97,30 @@ def test_random_numbers_of_a_data_set_and_of_replicas_do_not_mix() -> None:
         np.testing.assert_array_equal(train(strategy), train(processes))
 
 
+def test_random_numbers_of_steps_ahead_and_of_their_loop_do_not_mix() -> None:
+    def train(strategy: cs.CentralStorageStrategy) -> list[Any]:
+        np.random.seed(5)
+        with strategy.scope():
+            total = cs.Variable(0.0, dtype="float64", aggregation=cs.VariableAggregation.SUM)
+        batches = strategy.experimental_distribute_dataset(cs.data.Dataset.range(40).batch(4))
+
+        def step(x: np.ndarray) -> Any:
+            total.assign_add(np.random.random())
+            return x + total
+
+        found = []
+        for result in strategy.run_steps(step, batches):
+            found.append((strategy.experimental_local_results(result), np.random.random()))
+            if len(found) == 4:
+                total.assign(100.0)  # falls between the same two steps
+        return found
+
+    with threads(2) as strategy, cs.CentralStorageStrategy(["cpu:0", "cpu:1"]) as processes:
+        for (one, drawn), (other, expected) in zip(train(strategy), train(processes), strict=True):
+            np.testing.assert_array_equal(one, other)
+            assert drawn == expected
+
+
 def test_the_scripts_own_random_state_is_left_alone(here: cs.CentralStorageStrategy) -> None:
     def step() -> float:
         meet()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from central_storage import context
-from central_storage.ahead import Carrier
+from central_storage.ahead import Carriage
 from central_storage.function import Function, Pickled
 from central_storage.series import Series
 from central_storage.shipping import digest, dump_arguments, dump_function
@@ -218,9 +218,9 @@ class TokenController:
         with self._interrupts.own_code():
             return self._catalogue.optimizer(number)
 
-    def carrier(self) -> Carrier:
+    def carrier(self) -> Carriage:
         """A plain copy: the other workers do not map this one's memory ahead of a run."""
-        return Carrier()
+        return Carriage()
 
     def statistics(self) -> Counters:
         """The server's counters."""
