@@ -52,6 +52,13 @@ def test_both_ways_in_do_the_same() -> None:
         assert numbers(launched.lines, pattern) == numbers(alone.lines, pattern) != []
 
 
+def test_steps_sent_ahead_do_the_same() -> None:
+    few = (DIGITS, *DEVICES, "--epochs", "3")
+    loop, ahead = run(*few).ok(), run(*few, "--run-steps").ok()
+    for pattern in (r"epoch (\d+)/3  loss (\d\.\d{4})$", r"sent (\d+) steps", r"test accuracy (\d\.\d{4})$"):
+        assert numbers(loop.lines, pattern) == numbers(ahead.lines, pattern) != []
+
+
 def test_the_launcher_hands_on_what_follows_the_script_and_its_exit_code() -> None:
     ended = run(*LAUNCH, DIGITS, "--no-such-option")
     assert ended.code == 2
