@@ -78,7 +78,7 @@ with strategy.scope():
 
 def step():
     v.assign_add(np.ones(4, np.float32))
-    return cs.get_replica_context().replica_id_in_sync_group
+    return int(cs.get_replica_context().replica_id_in_sync_group)
 
 print("replicas", strategy.experimental_local_results(strategy.run(step)), v.numpy()[0], flush=True)
 """
