@@ -90,7 +90,7 @@ def _marked(case: Case) -> Any:
     return pytest.param(case, marks=marks, id=case.id)
 
 
-# The limit is for a case, not for the start of all services before the first. Older releases' names are served, with a warning.
+# The limit is for a case, not for the start of the services. Older releases' names are served, with a warning.
 @pytest.mark.timeout(func_only=True)
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("case", [_marked(case) for case in CASES])
