@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from cs_proto import reduction
-from cs_proto.errors import ContextError, InvalidArgumentError
+from cs_proto.errors import ContextError, InvalidArgumentError, NotATensorError, UsedScopeError
 
 from . import nest
 from .deprecated import warn_deprecated
@@ -34,7 +34,6 @@ S = TypeVar("S", bound="Strategy")
 __all__ = [
     "ReplicaContext",
     "Scope",
-    "UsedScopeError",
     "become_worker",
     "call_site",
     "current_replica",
@@ -53,11 +52,6 @@ __all__ = [
 ]
 
 _PACKAGE = str(Path(__file__).parent)
-
-
-class UsedScopeError(ContextError, AttributeError):
-    """A manager that ``scope()`` returned was entered again after it was left. TensorFlow's error is an
-    AttributeError."""
 
 
 class _Stack(threading.local):
@@ -312,8 +306,9 @@ class ReplicaContext:
         replicas or on none. Under one replica ``value`` comes back as it is. ``options`` changes nothing;
         ``experimental_hints`` is its older name.
 
-        Raises InvalidArgumentError (a ValueError) for shapes or dtypes that differ between replicas and for Python
-        numbers, IndexError for an empty nest, ContextError where this context is not the current one of this thread.
+        Raises InvalidArgumentError (a ValueError) for shapes or dtypes that differ between replicas, NotATensorError (a
+        ValueError and AttributeError) for Python values, IndexError for an empty nest, ContextError where this
+        context is not the current one of this thread.
         """
         if experimental_hints is not None:
             warn_deprecated(self._strategy, "experimental_hints", "options")
@@ -354,8 +349,9 @@ class ReplicaContext:
         ``options`` changes nothing.
 
         Raises InvalidArgumentError (a ValueError) for anything else that differs, for arrays without axes and for an
-        axis that is None or out of range, TypeError for an axis of another type, NotImplementedError for
-        IndexedSlices, ContextError where this context is not the current one of this thread.
+        axis that is None or out of range, TypeError for an axis of another type, NotATensorError (a ValueError
+        and AttributeError) for Python values, NotImplementedError for IndexedSlices, ContextError where this
+        context is not the current one of this thread.
         """
         self._check_current("all_gather")
         leaves = nest.flatten(value)
@@ -388,7 +384,7 @@ class ReplicaContext:
 def _tensor(leaf: object, what: str) -> np.ndarray:
     is_python = isinstance(leaf, (bool, int, float, complex, str, bytes)) and not isinstance(leaf, np.generic)
     if is_python or leaf is None:
-        raise InvalidArgumentError(f"{what} takes arrays, not the Python value {leaf!r}; wrap it with numpy.asarray")
+        raise NotATensorError(f"{what} takes arrays, not the Python value {leaf!r}; wrap it with numpy.asarray")
     return convert_to_tensor(leaf)
 
 

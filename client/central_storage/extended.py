@@ -169,8 +169,8 @@ class StrategyExtended:
         return val
 
     def variable_created_in_scope(self, v: Any) -> bool:
-        """Whether ``v`` is a variable of this strategy."""
-        return isinstance(v, Variable) and v.strategy is self._strategy
+        """Whether ``v`` is a variable that was made under this strategy."""
+        return isinstance(v, Variable) and v.strategy is self._strategy and not v.is_ordinary
 
     def colocate_vars_with(self, colocate_with_variable: Variable) -> AbstractContextManager[None]:
         """A context in which variables are made on the device of ``colocate_with_variable``, where all are.

@@ -159,6 +159,11 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
     # --- what it is -------------------------------------------------------------------------------------------
 
     @property
+    def is_ordinary(self) -> bool:
+        """Whether it was made outside every scope."""
+        return self._spec.ordinary
+
+    @property
     def strategy(self) -> Strategy | None:
         """The strategy whose variable this is; None for a local one, which none has taken along yet."""
         return self._strategy

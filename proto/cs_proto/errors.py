@@ -3,9 +3,11 @@
     CentralStorageError
     ├── DeviceError              (ValueError)    a device that does not exist; lists those that do
     ├── InvalidArgumentError     (ValueError)    a shape, dtype, axis or value that does not fit
+    │   ├── NotATensorError      (AttributeError)  a Python value where replicas combine arrays
     │   └── UnbatchedDatasetError (IndexError)   a data set of scalars is to be split over the replicas
     ├── NotADatasetError         (TypeError, AttributeError)  something was given for a data set that is none
     ├── ContextError             (RuntimeError)  a call in the wrong place: replica, cross-replica, another strategy
+    │   ├── UsedScopeError       (AttributeError)  a scope is entered again after it was left
     │   └── DatasetContextError  (ValueError)    a data set is distributed, or a distributed one read, in a replica
     ├── ShippingError            (TypeError)     a function or argument that cannot be sent to a replica
     ├── ResultError              (TypeError)     a replica's result outside the closed vocabulary
@@ -52,6 +54,7 @@ __all__ = [
     "MergeMismatchError",
     "NoAnswerError",
     "NotADatasetError",
+    "NotATensorError",
     "OutOfRangeError",
     "PeerProtocolError",
     "ProtocolError",
@@ -61,6 +64,7 @@ __all__ = [
     "ShippingError",
     "ShutdownError",
     "UnbatchedDatasetError",
+    "UsedScopeError",
     "code_of",
     "replica_exception_class",
 ]
@@ -78,6 +82,10 @@ class InvalidArgumentError(CentralStorageError, ValueError):
     """A shape, dtype, axis or value that does not fit the operation."""
 
 
+class NotATensorError(InvalidArgumentError, AttributeError):
+    """A Python value was given where replicas combine arrays."""
+
+
 class UnbatchedDatasetError(InvalidArgumentError, IndexError):
     """A scalar where a batch was expected: there is nothing to split over the replicas."""
 
@@ -88,6 +96,10 @@ class NotADatasetError(CentralStorageError, TypeError, AttributeError):
 
 class ContextError(CentralStorageError, RuntimeError):
     """A call made in the wrong context: inside a replica, outside one, or under another strategy."""
+
+
+class UsedScopeError(ContextError, AttributeError):
+    """A manager that ``scope()`` returned was entered again after it was left."""
 
 
 class DatasetContextError(ContextError, ValueError):
@@ -236,9 +248,11 @@ _OURS = (
     CentralStorageError,
     DeviceError,
     InvalidArgumentError,
+    NotATensorError,
     UnbatchedDatasetError,
     NotADatasetError,
     ContextError,
+    UsedScopeError,
     DatasetContextError,
     ShippingError,
     ResultError,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,30 @@ def test_a_list_is_a_list(given: list[str], words: str) -> None:
 
 def test_cpus_are_logical_and_one_may_come_twice() -> None:
     assert devices.compute_devices(["CPU:0", "/cpu:63", "cpu:0"]) == ["cpu:0", "cpu:63", "cpu:0"]
+
+
+def test_a_replica_may_own_several() -> None:
+    assert devices.compute_devices([("CPU:0", "/cpu:1"), "cpu:2+cpu:3"]) == ["cpu:0+cpu:1", "cpu:2+cpu:3"]
+    assert devices.compute_devices([["cpu:0"]]) == ["cpu:0"]
+    assert devices.logical_devices("cpu:0+cpu:1") == ["cpu:0", "cpu:1"]
+    assert devices.parameter_device(None, ["cpu:1+cpu:2"]) == "cpu:1"
+    assert devices.parameter_device(None, ["cpu:1+cpu:2", "cpu:3+cpu:4"]) == "cpu:0"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([("cpu:0", "cpu:1"), "cpu:2"], "the same number"),
+        ([()], "tuple of them"),
+        ([{"cpu:0"}], "tuple of them"),
+        ([("cpu:0", 1)], "1 is not a device"),
+        (["cpu:0+"], "'' is not a device"),
+        ([("cpu:0", "GPU:99")], "'GPU:99' does not exist"),
+    ],
+)
+def test_several_devices_that_make_no_replica(given: list[Any], words: str) -> None:
+    with pytest.raises(DeviceError, match=words):
+        devices.compute_devices(given)
 
 
 @pytest.fixture

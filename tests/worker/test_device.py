@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
 
 from cs_proto.errors import DeviceError
-from cs_worker.device import open_device
+from cs_worker.device import open_device, place
 
 
 def test_a_cpu() -> None:
@@ -44,6 +45,12 @@ def cupy(count: int, told: list[object]) -> types.ModuleType:
                 raise NoSuchDevice("invalid device ordinal")
             told.append(self.number)
 
+        def __enter__(self) -> None:
+            self.use()
+
+        def __exit__(self, *of_error: object) -> None:
+            told.append("left")
+
     module = types.ModuleType("cupy")
     runtime = types.SimpleNamespace(CUDARuntimeError=NoSuchDevice)
     members = {
@@ -57,6 +64,12 @@ def cupy(count: int, told: list[object]) -> types.ModuleType:
 
 class OnDevice(np.ndarray):
     """An array that is in device memory."""
+
+    __cuda_array_interface__: Mapping[str, object] = {}
+
+    def get(self) -> np.ndarray:
+        """A copy in host memory."""
+        return np.array(self)
 
 
 def test_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +85,26 @@ def test_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not np.shares_memory(brought, host)
     device.seed(7)
     assert told == [1, ("seed", 7)]
+
+
+def test_a_replica_that_owns_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    monkeypatch.setitem(sys.modules, "cupy", cupy(3, told))
+    device = open_device("/gpu:1+GPU:2")
+    assert device.name == "gpu:1+gpu:2"
+    assert [name[-5:] for name in device.full_names] == ["GPU:1", "GPU:2"]
+    assert told == [1]
+    there = place(np.arange(3), device.full_names[1])
+    assert isinstance(there, OnDevice)
+    assert told == [1, 2, "left"]
+    back = place(there, "cpu:0")
+    assert type(back) is np.ndarray
+    assert back.tolist() == [0, 1, 2]
+    texts = np.array(["a"])
+    assert place(texts, "gpu:1") is texts
+    with pytest.raises(DeviceError, match="gpu:3 cannot be used"):
+        place(back, "gpu:3")
+    assert place(back, "cpu:7") is back
 
 
 def test_a_gpu_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,7 +139,8 @@ def _parser() -> argparse.ArgumentParser:
         "--devices",
         type=_device_list,
         metavar="LIST",
-        help="one device per worker, like cpu:0,cpu:1 or gpu:0,gpu:1 (default: every GPU, else cpu:0)",
+        help="one device per worker, like cpu:0,cpu:1 or gpu:0,gpu:1, or several, like gpu:0+gpu:1,gpu:2+gpu:3 "
+        "(default: every GPU, else cpu:0)",
     )
     parser.add_argument(
         "--parameter-device",
