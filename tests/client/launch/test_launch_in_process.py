@@ -1,0 +1,66 @@
+"""The service in threads: failed starts, threads that end unasked, and the end, told as for processes."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NoReturn
+
+import pytest
+
+import central_storage as cs
+from central_storage import errors
+from central_storage.launch import in_process
+from cs_server import kernels
+from cs_worker.in_process import ThreadedWorker
+from cs_worker.loop import Loop
+
+
+def fail(*_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError("a defect of ours")
+
+
+def start(replicas: int = 2) -> cs.CentralStorageStrategy:
+    return cs.CentralStorageStrategy([f"cpu:{r}" for r in range(replicas)], in_process=True)
+
+
+def test_a_thread_that_fails_at_its_start_is_a_failed_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ThreadedWorker, "run", fail)
+    with pytest.raises(
+        errors.LaunchError, match=r"(?s)worker w[01] \(a thread of pid .*RuntimeError: a defect of ours"
+    ):
+        start()
+
+
+def test_a_start_that_takes_too_long_names_who_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = threading.Event()
+    monkeypatch.setattr(ThreadedWorker, "run", lambda self: ends.wait())
+    terminate = ThreadedWorker.terminate
+
+    def end(worker: ThreadedWorker) -> None:
+        terminate(worker)
+        ends.set()
+
+    monkeypatch.setattr(ThreadedWorker, "terminate", end)
+    with pytest.raises(errors.LaunchError, match=r"not ready within 0.2 s: worker w0 \(a thread of pid"):
+        cs.CentralStorageStrategy(["cpu:0"], in_process=True, start_timeout=0.2)
+
+
+def test_what_keeps_the_kernels_from_loading_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "load", fail)
+    with pytest.raises(RuntimeError, match="a defect of ours"):
+        start()
+
+
+def test_a_worker_that_ends_in_a_run_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    with start() as strategy:
+        monkeypatch.setattr(Loop, "_carry_out", fail)
+        with pytest.raises(errors.ReplicaLostError, match=r"(?s)ended by RuntimeError: a defect of ours.*in fail"):
+            strategy.run(lambda: None)
+
+
+def test_stop_says_it_once() -> None:
+    service = in_process.start(["cpu:0"], "cpu:0")
+    assert service.hanging == []
+    service.stop()
+    service.stop()
+    assert service.socket.fileno() < 0
