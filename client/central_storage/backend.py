@@ -147,6 +147,10 @@ class ControllerBackend(_Catalogue, Protocol):
     def read(self, number: int) -> np.ndarray:
         """A copy of the variable's current value."""
 
+    def forget(self, number: int) -> None:
+        """Nobody holds the handle any more that this process made of a variable: the server may free it. Called by the
+        garbage collector in any thread, so it only makes a note."""
+
     def configure(
         self,
         number: int,

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 __all__ = ["Function", "Pickled", "function"]
 
 
 class Pickled(NamedTuple):
-    """A pickled function, and the digest by which both ends know it."""
+    """A pickled function, the digest by which both ends know it, and the handles in it: held, so that what they stand
+    for is there for as long as it is sent."""
 
     data: bytes
     digest: bytes
+    handles: Sequence[object]
 
 
 class Function:

@@ -13,6 +13,8 @@ import signal
 import sys
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
@@ -60,6 +62,8 @@ _NAME_WAIT_EVERY = 10.0
 _SAY_SO = 5.0
 # The supervisor kills what has not ended 3 s after it was asked to, and hangs up then.
 _LAST_WORDS = 5.0
+# Variables named in one request to free them.
+_FREED_AT_ONCE = 10_000
 
 
 def _name_wait(seconds: float, what: str) -> None:
@@ -105,6 +109,8 @@ class ServiceLink:
         self._optimizers: dict[int, messages.Optimizer] = {}
         self._resolve: Callable[[str, int], object] = _nothing_known
         self._adopt: Adopt = _nothing_adopted
+        self._is_held: Callable[[str, int], object] = _nothing_held
+        self._forgotten: deque[int] = deque()  # a thread may add to it at any time, in the midst of an operation too
         self._inputs: Inputs | None = None
         self._arena = Arena(lambda: lifeline.segment(segments.controller_arena()), find=self._find_input)
         self._interrupts = Interrupts()
@@ -130,9 +136,13 @@ class ServiceLink:
         # A launcher shows what its service prints itself.
         self._listener = None if stop is None else IdleListener(lifeline.fileno(), self._lock, self._listen)
 
-    def resolve_handles(self, resolve: Callable[[str, int], object], adopt: Adopt) -> None:
-        """How handles become objects and back; said once by the strategy over this link."""
+    def resolve_handles(
+        self, resolve: Callable[[str, int], object], adopt: Adopt, is_held: Callable[[str, int], object]
+    ) -> None:
+        """How handles become objects and back, and which object somebody holds; said once by the strategy over this
+        link."""
         self._resolve = resolve
+        self._is_held = is_held
         self._adopt = adopt
 
     # --- ControllerBackend --------------------------------------------------------------------------------------
@@ -199,6 +209,10 @@ class ServiceLink:
         with self._operation():
             copied: np.ndarray = self._look(number)[rows]
             return copied
+
+    def forget(self, number: int) -> None:
+        """Free the variable before the next operation, unless somebody got a handle of it again."""
+        self._forgotten.append(number)
 
     def configure(
         self,
@@ -373,12 +387,18 @@ class ServiceLink:
     def _pickle(self, function: Callable[..., Any]) -> Pickled:
         if isinstance(function, Function):
             return function.pickle_for(self, self._pickle)
-        data = dump_function(function, self._adopt)
-        return Pickled(data, digest(data))
+        handles: list[object] = []
+
+        def adopt(handle: Handle | Composite) -> tuple[str, int]:
+            handles.append(handle)
+            return self._adopt(handle)
+
+        data = dump_function(function, adopt)
+        return Pickled(data, digest(data), handles)
 
     def _send_run(self, series: Series, function: Callable[..., Any], arguments: Arguments) -> None:
         self._refuse_after_death()
-        data, name = self._pickle(function)
+        data, name, _ = self._pickle(function)
         # Placed when all is pickled: what is adopted meanwhile may be brought by way of the arena, too.
         pickles = [dump_arguments(args, kwargs, self._adopt, _in_place) for args, kwargs in arguments]
         self._runs += 1
@@ -521,6 +541,18 @@ class ServiceLink:
         finally:
             self._arena.release(mark)
 
+    def _free_forgotten(self) -> None:
+        numbers = []
+        for number in [self._forgotten.popleft() for _ in range(min(len(self._forgotten), _FREED_AT_ONCE))]:
+            handle = self._is_held("variable", number)
+            if handle is None:
+                numbers.append(number)
+            else:  # it came back, as the result of a run
+                weakref.finalize(handle, self.forget, number).atexit = False
+        if numbers:
+            sequence = self._next_sequence()
+            self._ask(messages.Free(self._client, sequence, tuple(numbers)), sequence, messages.Done)
+
     def _inline(self, value: np.ndarray) -> Array | None:
         return self._arena.place(value) if value.nbytes <= INLINE_NBYTES else None
 
@@ -554,6 +586,8 @@ class ServiceLink:
             with self._interrupts:
                 if self._latest is not None and self._latest is not series:
                     self._settle(self._latest)
+                if self._forgotten and series is None:
+                    self._free_forgotten()
                 yield
 
     def _refuse_after_death(self) -> None:
@@ -645,6 +679,10 @@ def _tail(died: Died) -> str:
 
 def _nothing_known(kind: str, number: int) -> object:
     raise PeerProtocolError(f"{kind} {number} is not known here")
+
+
+def _nothing_held(kind: str, number: int) -> object:
+    return None
 
 
 def _nothing_adopted(handle: Handle | Composite) -> tuple[str, int]:

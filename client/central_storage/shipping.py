@@ -166,6 +166,15 @@ class _Plan:
                 return
         self.space(module.__dict__).escapes = True
 
+    def keep(self, buffer: pickle.PickleBuffer) -> bool:
+        """Whether ``buffer`` goes into the pickle; a large one beside it. (Not the pickler's own method: what is sent
+        would live until the garbage collector finds the cycle.)"""
+        if memoryview(buffer).nbytes <= INLINE_NBYTES:
+            return True
+        assert self.buffers is not None
+        self.buffers.append(buffer)
+        return False
+
     def begin_pass(self) -> None:
         self._mentioned.clear()
         for space in self._spaces.values():
@@ -221,7 +230,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def __init__(self, file: io.BytesIO, plan: _Plan) -> None:
         arguments = plan.buffers is not None
-        super().__init__(file, protocol=5, buffer_callback=self._keep if arguments else None)
+        super().__init__(file, protocol=5, buffer_callback=plan.keep if arguments else None)
         self._plan = plan
         self._cells: dict[int, _Cell] = {}
 
@@ -297,13 +306,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         space = self._plan.space(module.__dict__)
         space.escapes = True
         return arrivals.itself, (space,)
-
-    def _keep(self, buffer: pickle.PickleBuffer) -> bool:
-        if memoryview(buffer).nbytes <= INLINE_NBYTES:
-            return True
-        assert self._plan.buffers is not None
-        self._plan.buffers.append(buffer)
-        return False
 
 
 _FUNCTION_ATTRIBUTES = (

@@ -73,7 +73,7 @@ class CentralStorageStrategy(StrategyBase, Handle):
             compute_devices, parameter_device, seed=seed, start_timeout=start_timeout, in_process=bool(in_process)
         )
         self._init(backend, backend.compute_devices, backend.parameter_device)
-        backend.resolve_handles(self.object_for, self.adopt)
+        backend.resolve_handles(self.object_for, self.adopt, self._handles.get)
 
     @classmethod
     def from_backend(

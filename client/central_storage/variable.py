@@ -7,6 +7,7 @@ everywhere else, and by ``value()``, ``read_value()`` and ``numpy()``, reading g
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -61,6 +62,9 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
     replica's take effect in replica order. Another strategy's variable may be read in a replica, as it was when the
     function was sent, and not written.
 
+    When nobody in the script holds it any more, the server frees it before the strategy's next operation; one that an
+    optimizer has updated, or that was made inside a replica, stays.
+
     Raises InvalidArgumentError (a ValueError) for a value that does not fit, TypeError for an aggregation,
     synchronization or constraint that is not one, MemoryPlanError where the memory does not suffice.
     """
@@ -106,7 +110,10 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
     ) -> None:
         self._constraint: Callable[[np.ndarray], np.ndarray] | None = constraint
         if strategy is not None:
-            self._become(strategy, _backend_of(strategy).create(spec, value, call_site()))
+            replica = current_replica(strategy)
+            self._become(strategy, (replica or strategy.controller).create(spec, value, call_site()))
+            if replica is None:
+                self._forget_at_the_end()
             return
         self._strategy: Strategy | None = None
         self._number = 0
@@ -125,6 +132,7 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
         """Become a variable of ``strategy`` where it is local: it moves into the server."""
         if self._local is not None and not self._local.is_foreign:
             self._become(strategy, strategy.controller.create(self._spec, self._local.value, call_site()))
+            self._forget_at_the_end()
 
     def _cs_parts(self) -> tuple[Callable[..., Variable], tuple[VariableSpec, np.ndarray]]:
         return _foreign, (self._spec, self.numpy())
@@ -135,6 +143,11 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
         self._local = None
         self._describe(record.spec)
         strategy.remember(self)
+
+    def _forget_at_the_end(self) -> None:
+        """Have the server free it when nobody holds this handle. Not for one made in a replica: other replicas, and
+        what functions keep in them, have handles of it too."""
+        weakref.finalize(self, self._controller.forget, self._number).atexit = False
 
     def _describe(self, spec: VariableSpec) -> None:
         self._spec = spec
@@ -497,10 +510,6 @@ def _foreign(spec: VariableSpec, value: np.ndarray) -> Variable:
     made = Variable.__new__(Variable)
     made._make(None, spec, value, None, is_foreign=True)  # noqa: SLF001  (a constructor)
     return made
-
-
-def _backend_of(strategy: Strategy) -> ReplicaBackend | ControllerBackend:
-    return current_replica(strategy) or strategy.controller
 
 
 def _initial(initial_value: Any, dtype: Any) -> np.ndarray:

@@ -286,6 +286,16 @@ class Cancel(_OfRun):
             self.refuse(f"{self.later} steps after {shown(self.run)}")
 
 
+@record(37)
+class Free(Record):
+    """The controller holds these variables no more. Those that no optimizer has taken up are forgotten and their
+    places given to others; numbers that stand for nothing any more are left out."""
+
+    client: str
+    sequence: int
+    variables: tuple[int, ...]
+
+
 @record(38)
 class DescribeSlots(Record):
     """Ask where an optimizer's slots beside a variable lie; they are made where they are missing."""
@@ -490,7 +500,8 @@ class MergeCallReturn(_OfRun):
 
 @record(70)
 class Done(Record):
-    """Reply to Assign, AssignSlot, Configure: the number of the thing written, and its version or iterations."""
+    """Reply to Assign, AssignSlot, Configure: the number of the thing written, and its version or iterations; to Free:
+    how many variables are gone, and 0."""
 
     sequence: int
     number: int

@@ -24,8 +24,8 @@ from cs_proto.messages import ApplyPoint, Optimizer, ReduceOpName, Variable, Var
 from cs_proto.optimizers import CLIPS, SLOTS, check_change, rule_of
 from cs_proto.schedules import Schedule, rate
 
-from .events import Allocate, Apply, Command, Dense, Rows, Write
-from .tables import Slab, SlotFill, SlotNames, Steps, Tables, VariableSet
+from .events import Allocate, Apply, Command, Dense, Discard, Rows, Write
+from .tables import Hole, Slab, SlotFill, SlotNames, Steps, Tables, VariableSet
 from .updates import RULES
 
 __all__ = ["SLACK_NBYTES", "Catalogue"]
@@ -82,8 +82,9 @@ class Catalogue:
         """All of them, by number."""
         return tuple(self.variable(number) for number in sorted(self._tables.variables))
 
-    def create(self, spec: VariableSpec, value: Array | None) -> Variable:
-        """Make a variable of that spec, under a name of its own. ``value``, if any, is only compared with it.
+    def create(self, spec: VariableSpec, value: Array | None) -> tuple[Variable, tuple[SlotFill, ...]]:
+        """Make a variable of that spec, under a name of its own. ``value``, if any, is only compared with it. And what
+        makes it zeros, where another one was in its place.
 
         Raises MemoryPlanError where variable and gradient buffers do not fit the memory that is left.
         """
@@ -96,13 +97,15 @@ class Catalogue:
             f"variable {name!r}", nbytes + self._replicas * may_be_idle, "for its value and its gradient buffers"
         )
         slab = self._tables.slabs.get(spec.dtype) or Slab(self._reservation, 0, 0, 0)
-        end = slab.tail + _aligned(nbytes) + _aligned(min(nbytes, SLACK_NBYTES))
+        room = _room(nbytes)
+        hole = self._hole_for(spec.dtype, room)
+        end = slab.tail if hole is not None else slab.tail + room
         if end > slab.reservation:
             raise MemoryPlanError(
                 f"variable {name!r}: {nbytes} bytes planned, but of the {slab.reservation} bytes of addresses reserved "
                 f"for {spec.dtype} variables {slab.reservation - slab.tail} are available"
             )
-        place = Location(segments.parameters(spec.dtype), slab.tail)
+        place = Location(segments.parameters(spec.dtype), slab.tail if hole is None else hole)
         if spec.dtype not in self._tables.slabs:
             for segment, writer in self._segments_of_slab(spec.dtype):
                 self._out.append(Allocate(segment, slab.reservation, writer))
@@ -115,7 +118,51 @@ class Catalogue:
         variable = Variable(self._tables.tally.variables, replace(spec, name=name), place, 0)
         self._tables.variables[variable.number] = variable
         self._numbers[name] = variable.number
-        return variable
+        if hole is None:
+            return variable, ()
+        left = self._tables.holes[spec.dtype, hole].nbytes - room
+        del self._tables.holes[spec.dtype, hole]
+        if left:
+            self._tables.holes[spec.dtype, hole + room] = Hole(left)
+        return variable, (SlotFill(place.segment, spec.dtype, *_elements(variable), 0.0, False),)
+
+    def free(self, numbers: Iterable[int]) -> int:
+        """Forget those of the variables that no optimizer has taken up, and give their memory back; how many."""
+        count = 0
+        taken_up = {number for _, number in self._tables.slots} | self._sets_of.keys()
+        for number in numbers:
+            variable = self._tables.variables.get(number)
+            if variable is not None and number not in taken_up:
+                self._free(variable)
+                count += 1
+        return count
+
+    def _free(self, variable: Variable) -> None:
+        dtype, nbytes, offset = variable.spec.dtype, variable.array.nbytes, variable.place.offset
+        del self._tables.variables[variable.number]
+        del self._numbers[variable.spec.name]
+        if nbytes:
+            for segment, _ in self._segments_of_slab(dtype):
+                self._out.append(Discard(segment, offset, offset + nbytes))
+        idle_nbytes = nbytes if variable.spec.trainable and _is_optimizable(dtype) else 0
+        holes, room, slab = self._tables.holes, _room(nbytes), self._tables.slabs[dtype]
+        for other, hole in holes.items():
+            if other[0] == dtype and room and (other[1] + hole.nbytes == offset or other[1] == offset + room):
+                offset, room = min(offset, other[1]), room + hole.nbytes
+                del holes[other]
+        tail = slab.tail
+        if offset + room == tail:
+            tail = offset
+        elif room:
+            holes[dtype, offset] = Hole(room)
+        self._tables.slabs[dtype] = replace(
+            slab, tail=tail, nbytes=slab.nbytes - nbytes, idle_nbytes=slab.idle_nbytes - idle_nbytes
+        )
+
+    def _hole_for(self, dtype: str, room: int) -> int | None:
+        """Where the smallest hole of so many bytes begins; of equal ones the first. None where there is none."""
+        fitting = [(h.nbytes, at) for (of, at), h in self._tables.holes.items() if of == dtype and h.nbytes >= room > 0]
+        return min(fitting)[1] if fitting else None
 
     def write(
         self,
@@ -453,6 +500,11 @@ def _at(step: int, optimizer: Optimizer) -> tuple[tuple[str, float], ...]:
 
 def _is_optimizable(dtype: str) -> bool:
     return np.dtype(dtype).kind in "fc"
+
+
+def _room(nbytes: int) -> int:
+    """What a variable takes of its slab: itself and its slack."""
+    return _aligned(nbytes) + _aligned(min(nbytes, SLACK_NBYTES))
 
 
 def _aligned(nbytes: int) -> int:

@@ -22,6 +22,7 @@ from cs_proto.messages import (
     Create,
     Describe,
     DescribeSlots,
+    Free,
     Get,
     Goodbye,
     Hello,
@@ -204,7 +205,7 @@ class Engine:
                     self._runs.returned(peer, record, now)
             case MergeCallReturn():
                 self._runs.merge_call_returned(peer, record)
-            case Create() | Assign() | AssignSlot() | Configure():
+            case Create() | Assign() | AssignSlot() | Configure() | Free():
                 self._requests.write(peer, record)
             case DescribeSlots():
                 self._requests.describe_slots(peer, record)
@@ -259,7 +260,7 @@ class _Refusal:
 
 def _refused(event: Received, error: CentralStorageError) -> _Refusal:
     match event.record:
-        case Create() | Assign() | AssignSlot() | Configure():
+        case Create() | Assign() | AssignSlot() | Configure() | Free():
             number = event.record.sequence
         case Get() | Describe() | DescribeSlots() | Statistics():
             number = event.record.request

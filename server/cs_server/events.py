@@ -178,8 +178,17 @@ class Log:
 
 
 @dataclass(frozen=True)
+class Discard:
+    """Give the whole pages of bytes ``start`` to ``stop`` of a segment back: nobody needs them any more."""
+
+    segment: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
 class FreeResults:
     """What :class:`Compute` commands before this one brought is not needed any more."""
 
 
-Command = Send | Allocate | Compute | FreeResults | Commit | Log
+Command = Send | Allocate | Compute | Discard | FreeResults | Commit | Log

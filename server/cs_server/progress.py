@@ -134,7 +134,7 @@ class Progress:
                 if is_awaited:
                     self._tables.outcomes[run, k] = Accepted(run, k, 0)
             case CreatePoint(variable=spec, value=value):
-                variable = self._catalogue.create(spec, value)
+                variable, _ = self._catalogue.create(spec, value)
                 self._commits.submit(Job("create", run, k, variable.number, False, "", ()))
             case ReducePoint() | GatherPoint():
                 ticket = self._tables.next_ticket()

@@ -21,6 +21,7 @@ from cs_proto.messages import (
     Described,
     DescribeSlots,
     Done,
+    Free,
     Get,
     Got,
     Refused,
@@ -61,7 +62,7 @@ class Requests:
 
     # --- writes -------------------------------------------------------------------------------------------------------
 
-    def write(self, peer: bytes, record: Create | Assign | AssignSlot | Configure) -> None:
+    def write(self, peer: bytes, record: Create | Assign | AssignSlot | Configure | Free) -> None:
         """Act on a write once. A refusal is a reply like any other: repeated, it stays one."""
         key = (self._is_token_of(peer, record), record.client)
         known = self._tables.requests.get(key)
@@ -130,12 +131,17 @@ class Requests:
             return (request.run,) in self._tables.runs
         return any(session.hello.client == job.client for session in self._tables.clients.values())
 
-    def _act(self, key: tuple[bool, str], record: Create | Assign | AssignSlot | Configure) -> Created | Done | None:
+    def _act(
+        self, key: tuple[bool, str], record: Create | Assign | AssignSlot | Configure | Free
+    ) -> Created | Done | None:
         """Do it. None where the reply has to wait for a commit."""
         if isinstance(record, Create):
-            variable = self._catalogue.create(record.variable, record.value)
-            if record.value is None:
+            variable, fills = self._catalogue.create(record.variable, record.value)
+            if record.value is None and not fills:
                 return Created(record.sequence, variable)
+            if record.value is None:
+                self._commits.submit(Job("request", (), 0, variable.number, key[0], key[1], fills))
+                return None
             number = variable.number
         elif isinstance(record, Assign):
             self._catalogue.write(record.variable, record.op, None, (record.value,), record.indices)
@@ -144,6 +150,8 @@ class Requests:
             self._make_slots(record.optimizer, record.variable)
             self._catalogue.write_slot(record.optimizer, record.variable, record.slot, record.value)
             number = record.variable
+        elif isinstance(record, Free):
+            return Done(record.sequence, self._catalogue.free(record.variables), 0)
         else:
             optimizer = self._catalogue.configure(
                 record.optimizer, record.kind, dict(record.hyperparameters), record.schedule, record.iterations
@@ -152,7 +160,7 @@ class Requests:
         self._commits.submit(Job("request", (), 0, number, key[0], key[1], ()))
         return None
 
-    def _is_token_of(self, peer: bytes, record: Create | Assign | AssignSlot | Configure) -> bool:
+    def _is_token_of(self, peer: bytes, record: Create | Assign | AssignSlot | Configure | Free) -> bool:
         """Whether a worker speaks. Raises where the peer may not write."""
         client = self._sessions.client(peer)
         if client is not None and client.role == "controller":

@@ -58,6 +58,7 @@ from .events import (
     Commit,
     Compute,
     Computed,
+    Discard,
     Event,
     Finished,
     FreeResults,
@@ -290,6 +291,8 @@ class Service:
                     outcomes.append(Finished(ticket))
                 case Compute():
                     outcomes.append(self._computed(command))
+                case Discard(segment, start, stop):
+                    self._segments.get(segment).discard(start, stop)
                 case FreeResults():
                     self._results.reset()
                 case Allocate(segment, reservation, writer, start, stop):

@@ -31,6 +31,7 @@ from cs_proto.messages import (
     Died,
     Done,
     Error,
+    Free,
     GatherPoint,
     Get,
     Hello,
@@ -90,7 +91,7 @@ class Request(_Row):
     peer: bytes
     run: int
     sequence: int
-    request: Create | Assign | AssignSlot | Configure | None
+    request: Create | Assign | AssignSlot | Configure | Free | None
     reply: Created | Done | Refused | None
 
 
@@ -111,6 +112,13 @@ class Slab(_Row):
     tail: int
     nbytes: int
     idle_nbytes: int
+
+
+@record(214)
+class Hole(_Row):
+    """Bytes of a slab between variables, where one was."""
+
+    nbytes: int
 
 
 @record(205)
@@ -344,6 +352,8 @@ class Tables:
         self.held: Table[int, HeldGet] = Table()
         self.variables: Table[int, Variable] = Table()
         self.slabs: Table[str, Slab] = Table()
+        #: By (dtype, offset). No two are adjacent.
+        self.holes: Table[tuple[str, int], Hole] = Table()
         self.optimizers: Table[int, Optimizer] = Table()
         self.sets: Table[int, VariableSet] = Table()
         #: By variable set, apart from it because it changes with every step.
@@ -374,6 +384,7 @@ class Tables:
                 b"h": self.held,
                 b"v": self.variables,
                 b"a": self.slabs,
+                b"f": self.holes,
                 b"o": self.optimizers,
                 b"e": self.sets,
                 b"n": self.steps,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,7 @@ class Store:
         self.values: dict[int, np.ndarray] = {}
         self.specs: dict[int, VariableSpec] = {}
         self.points: list[tuple[Any, ...]] = []
+        self.forgotten: list[int] = []
         self.reads = 0
 
     def create(self, spec: VariableSpec, value: np.ndarray, site: str) -> Record:
@@ -65,6 +67,9 @@ class Store:
         view = self.values[number].view()
         view.flags.writeable = False
         return view
+
+    def forget(self, number: int) -> None:
+        self.forgotten.append(number)
 
     def array_module(self) -> Any:
         return np
@@ -331,6 +336,18 @@ def test_the_default_strategy_runs_on_local_variables() -> None:
     v = cs.Variable(1.0)
     assert cs.get_strategy().run(lambda: v.assign_add(2.0)) is v
     assert float(v) == 3
+
+
+def test_what_nobody_holds_is_forgotten_but_what_a_replica_made(s: CentralStorageStrategy, store: Store) -> None:
+    held = [made(s, 1.0), cs.Variable(1.0), cs.Variable(1.0)]
+    s.adopt(held[1])
+    with context.enter_replica(s, store):  # type: ignore[arg-type]
+        held.append(cs.Variable(1.0))
+    assert [v.number for v in held] == [1, 2, 0, 3]
+    assert store.forgotten == []
+    held.clear()
+    gc.collect()
+    assert sorted(store.forgotten) == [1, 2]
 
 
 # --- as an array ----------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from cs_proto.messages import (
     Described,
     Died,
     Error,
+    Free,
     GatherPoint,
     Hello,
     MergeCallPoint,
@@ -77,7 +78,7 @@ DEFAULTS = {
     "SGD": {"learning_rate": 0.1, "momentum": 0.0, "nesterov": 0.0},
     "Adam": {"learning_rate": 0.1, "beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7, "amsgrad": 0.0},
 }
-_ONCE_ONLY = (Ask, Return, MergeCallReturn, Create, Assign, Configure, Cancel)
+_ONCE_ONLY = (Ask, Return, MergeCallReturn, Create, Free, Assign, Configure, Cancel)
 
 
 @dataclass(frozen=True)

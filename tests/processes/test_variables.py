@@ -161,7 +161,8 @@ def test_rows_and_scatters_in_the_cross_replica_context(two: cs.CentralStorageSt
         return table.sparse_read([1, 50_000])
 
     both = two.run(lambda: cs.get_replica_context().merge_call(merged))  # type: ignore[union-attr]
-    assert lists(both) == [[[-1, -1, -1], [150_000, 150_001, 150_002]]] * 2
+    for share in two.experimental_local_results(both):
+        assert share.tolist() == [[-1, -1, -1], [150_000, 150_001, 150_002]]
 
 
 def test_local_variables_among_arguments_and_large_batches(two: cs.CentralStorageStrategy) -> None:
@@ -181,8 +182,8 @@ def test_local_variables_among_arguments_and_large_batches(two: cs.CentralStorag
 
 
 def test_names_are_unique(two: cs.CentralStorageStrategy) -> None:
-    names = [made(two, 0.0, name="unique").name for _ in range(3)]
-    assert names == ["unique", "unique_1", "unique_2"]
+    variables = [made(two, 0.0, name="unique") for _ in range(3)]
+    assert [v.name for v in variables] == ["unique", "unique_1", "unique_2"]
 
 
 def test_one_made_inside_run_is_replica_0s_and_the_same_everywhere(two: cs.CentralStorageStrategy) -> None:
@@ -242,6 +243,74 @@ def test_another_strategys_variable(two: cs.CentralStorageStrategy, own: cs.Cent
         with pytest.raises(RuntimeError, match="belongs to another strategy"):
             own.run(wrong)
     assert float(v) == 2
+
+
+# --- how they end -----------------------------------------------------------------------------------------------------
+
+
+def test_what_nobody_holds_is_freed_before_the_next_operation(own: cs.CentralStorageStrategy) -> None:
+    held = {"first": made(own, np.ones(1000, F32), name="first"), "kept": made(own, np.ones(10, F32), name="kept")}
+
+    def total() -> float:
+        return float(sum(np.sum(v) for v in held.values()))
+
+    assert own.run(total).values == (1010.0, 1010.0)
+    before = own.statistics()
+    del held["first"]
+    after = own.statistics()
+    assert (before.variables - after.variables, before.parameter_nbytes - after.parameter_nbytes) == (1, 4000)
+    held["again"] = again = made(own, np.full(900, 2, F32), name="first")
+    assert (again.name, again.number) == ("first", 3)
+    assert own.run(total).values == (1810.0, 1810.0)
+
+    held["local"] = cs.Variable(np.ones(5, F32))
+    assert own.run(total).values == (1815.0, 1815.0)
+    del held["local"]
+    assert own.statistics().variables == 2
+    with own.scope():
+        optimizer = cs.optimizers.SGD(0.1)
+    held["trained"] = made(own, np.ones(3, F32))
+    own.run(lambda: optimizer.apply_gradients([(np.ones(3, F32), held["trained"])]))
+    del held["trained"]
+    assert own.statistics().variables == 3  # the optimizer names it
+
+
+def test_functions_and_results_keep_variables(own: cs.CentralStorageStrategy) -> None:
+    v = made(own, np.full(3, 7, F32))
+    holder = [v]
+
+    @cs.function
+    def frozen() -> Any:
+        return holder[0].numpy()
+
+    assert lists(own.run(frozen)) == [[7, 7, 7]] * 2
+    holder.clear()
+    del v
+    assert own.statistics().variables == 1
+    made(own, np.zeros(3, F32))
+    assert lists(own.run(frozen)) == [[7, 7, 7]] * 2  # as it was frozen
+
+    def make() -> cs.Variable:
+        return cs.Variable(np.ones(3, F32), aggregation=SUM)
+
+    inside = own.run(make)
+    count = own.statistics().variables
+    del inside
+    assert own.statistics().variables == count  # replicas may still hold it
+
+
+def test_one_that_comes_back_is_not_freed(own: cs.CentralStorageStrategy) -> None:
+    v = made(own, np.ones(3, F32))
+
+    def step(v: cs.Variable) -> cs.Variable:
+        return v
+
+    arguments = [v]
+    del v
+    back = own.run(step, args=(arguments.pop(),))
+    assert back.numpy().tolist() == [1, 1, 1]
+    del back
+    assert own.statistics().variables == 0
 
 
 # --- constraints ----------------------------------------------------------------------------------------------------

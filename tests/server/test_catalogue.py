@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.harness.playbook import MACHINE_NBYTES, allocates, array, lies, scalar, spec
 
 from cs_proto.arrays import Array, Location, array_of
@@ -11,7 +17,7 @@ from cs_proto.errors import InvalidArgumentError, MemoryPlanError
 from cs_proto.messages import ApplyPoint, Optimizer, Schedule, SparseGradient, VariableSpec
 from cs_server.catalogue import SLACK_NBYTES, Catalogue
 from cs_server.control import ControlMemory
-from cs_server.events import Allocate, Apply, Command, Dense, Rows, Write
+from cs_server.events import Allocate, Apply, Command, Dense, Discard, Rows, Write
 from cs_server.tables import SlotFill, Tables
 
 SGD = {"learning_rate": 0.1, "momentum": 0.0, "nesterov": 0.0}
@@ -47,7 +53,7 @@ class Book:
         self.catalogue = Catalogue(self.tables, self.out, self.replicas, self.machine_nbytes)
 
     def make(self, name: str, shape: tuple[int, ...] = (), dtype: str = "float32", trainable: bool = True) -> int:
-        made = self.catalogue.create(VariableSpec(name, dtype, shape, trainable, 0, 0), None)
+        made, _ = self.catalogue.create(VariableSpec(name, dtype, shape, trainable, 0, 0), None)
         self.tables.flush()
         return made.number
 
@@ -451,7 +457,7 @@ def test_a_rolled_back_change_is_forgotten_whole(book: Book) -> None:
     assert [v.version for v in book.catalogue.variables()] == [0]
     with pytest.raises(InvalidArgumentError):
         book.catalogue.named("x")
-    assert book.catalogue.create(spec("y"), None).place == Location("parameters/float32", 128)
+    assert book.catalogue.create(spec("y"), None)[0].place == Location("parameters/float32", 128)
 
 
 def test_a_restarted_server_opens_every_segment_again(book: Book) -> None:
@@ -464,3 +470,76 @@ def test_a_restarted_server_opens_every_segment_again(book: Book) -> None:
     assert {allocation.segment for allocation in again} == made
     assert all((a.start, a.stop) == (0, 0) for a in again)
     assert {a.writer for a in again if a.segment.startswith("gradients/1/")} == {"w1"}
+
+
+# --- freeing ------------------------------------------------------------------------------------------------------
+
+
+def test_a_freed_place_is_zeroed_for_the_next_one_that_fits(book: Book) -> None:
+    first, second, third = (book.make(name, (20,)) for name in "abc")
+    place = book.catalogue.variable(second).place
+    book.out.clear()
+    assert book.catalogue.free([second, 99]) == 1
+    book.tables.flush()
+    start, stop = place.offset, place.offset + 80
+    names = ["parameters/float32", *(f"gradients/{r}/{b}/float32" for r in (0, 1) for b in (0, 1))]
+    assert book.out == [Discard(name, start, stop) for name in names]
+    with pytest.raises(InvalidArgumentError, match="no variable 2"):
+        book.catalogue.variable(second)
+    assert book.catalogue.free([second]) == 0
+    book.reopen()
+    large, fills = book.catalogue.create(spec("d", (80,)), None)
+    assert (large.place.offset > book.catalogue.variable(third).place.offset, fills) == (True, ())
+    small, fills = book.catalogue.create(spec("b", (10,)), None)
+    assert (small.number, small.spec.name, small.version, small.place) == (5, "b", 0, place)
+    assert fills == (SlotFill("parameters/float32", "float32", start // 4, start // 4 + 10, 0.0, False),)
+    other, _ = book.catalogue.create(spec("e", (10,), "float64"), None)
+    assert other.place == Location("parameters/float64", 0)
+    assert book.catalogue.free([first, third, small.number, large.number]) == 4
+    assert book.catalogue.create(spec("f", (1000,)), None)[0].place.offset == 0  # all is one again
+    assert book.catalogue.parameter_nbytes() == 4000 + 80
+
+
+def test_what_an_optimizer_has_taken_up_stays(book: Book) -> None:
+    optimizer = book.catalogue.configure(0, "SGD", SGD).number
+    v, w = book.make("v"), book.make("w")
+    book.catalogue.variable_set(optimizer, (v,))
+    assert book.catalogue.free([v, w]) == 1
+    assert [variable.number for variable in book.catalogue.variables()] == [v]
+
+
+def test_freed_memory_is_no_longer_promised_to_gradients() -> None:
+    book = Book(replicas=2)
+    book.tables.tally.available_nbytes = 3000
+    v = book.make("v", (250,))
+    with pytest.raises(MemoryPlanError):
+        book.make("w", (250,))
+    book.catalogue.free([v])
+    book.make("w", (250,))
+
+
+@given(st.lists(st.one_of(st.integers(0, 300_000), st.none()), max_size=40), st.randoms(use_true_random=False))
+def test_places_never_overlap_and_nothing_is_lost(sizes: list[int | None], random: Random) -> None:
+    """``None`` frees one of those there are, a number makes one of so many elements."""
+    book = Book(replicas=1, machine_nbytes=1 << 34)
+    there: list[int] = []
+    for size in sizes:
+        if size is not None:
+            there.append(book.make("v", (size,), "uint8"))
+        elif there:
+            assert book.catalogue.free([there.pop(random.randrange(len(there)))]) == 1
+            book.tables.flush()
+        taken = sorted(
+            (v.place.offset, v.place.offset + v.array.nbytes + min(v.array.nbytes, SLACK_NBYTES))
+            for v in book.catalogue.variables()
+            if v.array.nbytes
+        )
+        assert all(one[1] <= other[0] for one, other in pairwise(taken))
+        holes = sorted((offset, offset + hole.nbytes) for (_, offset), hole in book.tables.holes.items())
+        assert all(one[1] < other[0] for one, other in pairwise(holes))
+        for start, stop in holes:
+            assert all(stop <= first or last <= start for first, last in taken)
+    slab = book.tables.slabs.get("uint8")
+    book.catalogue.free(there)
+    assert not book.tables.holes.items()
+    assert slab is None or book.tables.slabs["uint8"] == replace(slab, tail=0, nbytes=0, idle_nbytes=0)

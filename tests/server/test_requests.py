@@ -36,6 +36,7 @@ from cs_proto.messages import (
     Described,
     DescribeSlots,
     Done,
+    Free,
     Get,
     Goodbye,
     Got,
@@ -47,9 +48,10 @@ from cs_proto.messages import (
     Variable,
 )
 from cs_proto.records import Record
-from cs_server.events import Fill, MemoryAvailable, Send
+from cs_server.events import Discard, Fill, MemoryAvailable, Send
 
 W = lies("parameters/float32", 0, (2,))
+B = lies("parameters/float32", 128, (2,))
 
 
 def variable(number: int, name: str, place: Array, version: int = 0) -> Variable:
@@ -57,6 +59,29 @@ def variable(number: int, name: str, place: Array, version: int = 0) -> Variable
 
 
 # --- writes -------------------------------------------------------------------------------------------------------
+
+
+def test_variables_are_freed_once_and_their_place_is_zeroed_before_it_is_used_again() -> None:
+    book = Playbook(1).begin().has(spec("a", (2,)), spec("b", (2,)))
+    free = hears(CONTROLLER, Free("c", book.sequence(), (1, 7)))
+    names = ["parameters/float32", "gradients/0/0/float32", "gradients/0/1/float32"]
+    book.on(free, *(Discard(name, 0, 8) for name in names), Send(CONTROLLER, Done(3, 1, 0)))
+    book.on(hears(OBSERVER, Get(1, (), (), False)), to(OBSERVER, Got, variables=(variable(2, "b", B),)))
+    book.on(
+        hears(CONTROLLER, Create("c", book.sequence(), spec("c", (1,)), None)),
+        allocates("parameters/float32", 0, 4),
+        commits(Fill("parameters/float32", "float32", 0, 1, 0.0)),
+    )
+    made = variable(3, "c", lies("parameters/float32", 0, (1,)))
+    book.on(book.finished(), Send(CONTROLLER, Created(4, made)))
+    book.repeat_all()
+
+
+def test_nothing_is_freed_while_a_run_is_open() -> None:
+    book = Playbook(2).begin().has(spec("a"))
+    book.does(asks(0, reduces(0, scalar(1))))
+    free = hears(CONTROLLER, Free("c", book.sequence(), (1,)))
+    book.on(free, to(CONTROLLER, Refused, "cs.ContextError", "run 1 is open"))
 
 
 @pytest.mark.parametrize("kind", ["assign", "create"])

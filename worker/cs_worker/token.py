@@ -171,6 +171,9 @@ class TokenController:
             # Everything before this merge point is committed, and nobody but the holder of the token can go on.
             return np.array(self._catalogue.view(number))
 
+    def forget(self, number: int) -> None:
+        """Nothing: other workers and the script may hold the variable."""
+
     def configure(
         self,
         number: int,
@@ -239,14 +242,14 @@ class TokenController:
         if isinstance(function, Function):
             return function.pickle_for(self, self._pickle)
         data = dump_function(function, self._strategy.adopt)
-        return Pickled(data, digest(data))
+        return Pickled(data, digest(data), ())
 
     def _run(
         self, token: _Held, pickled: Pickled, frozen: bool, pickles: Sequence[tuple[bytes, tuple[Array, ...]]]
     ) -> list[Any]:
         run = (*token.point, token.runs)
         token.runs += 1
-        data, name = pickled
+        data, name, _ = pickled
         own: Run | None = None
         for worker, (arguments, buffers) in zip(self._workers, pickles, strict=True):
             held = name in self._frozen if frozen else self._recent[worker.replica].touch(name)
