@@ -68,6 +68,9 @@ class StrategyBase:
         merge_call."""
         raise NotImplementedError
 
+    def evaluate_schedules(self) -> None:
+        """Before every run: learning rates that only the client can work out."""
+
     def carrier(self) -> Carriage:
         """What copies an array to where the replicas read it; here plain memory."""
         return Carriage()
@@ -171,6 +174,7 @@ class StrategyBase:
             everybody = ((element,), given)
             arguments = [select_replica(replica, everybody) for replica in range(self.num_replicas_in_sync)]
             with context.enter_cross_replica(self):
+                self.evaluate_schedules()
                 series.send(fn, arguments)
 
         return Steps(series, iter(dataset), not isinstance(dataset, DistributedIterator), steps, send)

@@ -125,6 +125,35 @@ def test_a_learning_rate_of_the_loop_falls_between_the_same_two_steps() -> None:
     assert len(ended) == 1
 
 
+def test_a_learning_rate_that_only_the_script_can_work_out() -> None:
+    ended = set()
+    for way in ("loop", "run_steps"):
+        with cs.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:
+            model = Model(strategy)
+            model.optimizer.learning_rate = lambda step: 0.1 / (1 + step)
+            numbers = cs.data.Dataset.from_tensor_slices(np.arange(64, dtype=np.float64)).batch(8)
+            batches = strategy.experimental_distribute_dataset(numbers)
+            if way == "loop":
+                for batch in batches:
+                    strategy.run(model.step, (batch,))
+            else:
+                assert len(list(strategy.run_steps(model.step, batches))) == 8
+            ended.add(model.digits())
+    assert len(ended) == 1
+
+
+def test_replicas_in_the_script_do_the_same() -> None:
+    ended = set()
+    for in_process in (False, True):
+        with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=in_process) as strategy:
+            model = Model(strategy)
+            numbers = cs.data.Dataset.from_tensor_slices(np.arange(64, dtype=np.float64)).batch(8)
+            batches = strategy.experimental_distribute_dataset(numbers)
+            results = values(strategy.run_steps(model.step, batches))
+            ended.add((repr(results), model.digits()))
+    assert len(ended) == 1
+
+
 def test_an_operation_of_the_loop_comes_after_the_steps_that_were_sent(
     two: cs.CentralStorageStrategy, batches: Any, total: cs.Variable, adding: Any
 ) -> None:

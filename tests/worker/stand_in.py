@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -155,6 +156,16 @@ class Service:
             self.tell(replica, self.run_record(run, replica, function, args, kwargs, frozen=frozen))
         return run
 
+    def run_steps(self, function: Callable[..., Any], *arguments: Any, lookahead: int = 2) -> list[messages.RunId]:
+        """The controller sends a series: one step of ``function`` for each of ``arguments``, all at once."""
+        runs = [(self._runs + 1 + number,) for number in range(len(arguments))]
+        for run, argument in zip(runs, arguments, strict=True):
+            for replica in range(self.replicas):
+                plain = self.run_record(run, replica, function, (argument,))
+                self.tell(replica, replace(plain, series=runs[0][0], lookahead=lookahead))
+        self._runs, self._latest = runs[-1][0], runs[-1]
+        return runs
+
     def run_record(
         self,
         run: messages.RunId,
@@ -207,6 +218,11 @@ class Service:
         while not self._from_server:
             self._poll()
         return self._from_server.popleft()
+
+    def has_more(self) -> bool:
+        """Whether something has come that nobody has looked at."""
+        self._take_in(0)
+        return bool(self._from_server)
 
     def asked(self, replica: int = 0) -> messages.Ask:
         """The next Ask of a replica."""

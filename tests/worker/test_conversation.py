@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, cast
@@ -49,7 +50,8 @@ class Played:
         self.link = PlayedLink()
         self.executed: list[tuple[bytes, RunId]] = []
         self.during: dict[RunId, Any] = {}
-        self.conversation = Conversation(cast("Link", self.link), Interrupts(), self.execute)
+        self.interrupts = Interrupts()
+        self.conversation = Conversation(cast("Link", self.link), self.interrupts, self.execute)
 
     def execute(self, sender: bytes, run: Run) -> None:
         self.executed.append((sender, run.run))
@@ -218,6 +220,24 @@ def test_cancel_of_steps_meets_whichever_is_under_way(played: Played, later: int
     else:
         played.wait((2,), 0)
     assert played.conversation.is_cancelled() == meets
+
+
+def test_the_sigint_of_a_step_that_was_cancelled_before_it_began_may_come_late(played: Played) -> None:
+    played.conversation.begin_run(CONTROLLER, step(1, 1))
+    played.comes((CONTROLLER, Cancel((1,), 1)), (SERVER, StepFinished((1,), False)), (CONTROLLER, step(2, 1)))
+    played.conversation.begin_run(*next_run(played))
+    with pytest.raises(KeyboardInterrupt), played.interrupts.user_code():
+        pass
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        played.interrupts.install()
+        signal.raise_signal(signal.SIGINT)
+        played.conversation.begin_run(CONTROLLER, run(3))
+        with played.interrupts.user_code():
+            pass  # it is explained: nobody waits for the Cancel of another
+    finally:
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+            signal.signal(number, handler)
 
 
 def test_a_step_begins_when_the_server_says_that_the_one_before_it_is_over(played: Played) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -422,3 +423,81 @@ def test_other_threads_are_told(alone: Service) -> None:
     messages_ = alone.result()
     assert messages_
     assert all("in the thread of" in message for message in messages_)
+
+
+# --- steps of a series ------------------------------------------------------------------------------------------------
+
+
+def test_steps_begin_one_after_the_other(pair: Service) -> None:
+    runs = pair.run_steps(lambda n: n * 2, 1, 2, 3)
+    for run, wanted in zip(runs, (2, 4, 6), strict=True):
+        for replica in range(2):
+            returned = pair.returned(replica)
+            assert (returned.run, returned.series) == (run, runs[0][0])
+            assert returned.value is not None
+            assert pair.decode(returned.value) == wanted
+        assert not pair.has_more()  # the next step waits for this one's end
+        for replica in range(2):
+            pair.answer(replica, messages.StepFinished(run, False))
+
+
+def test_steps_after_a_failure_are_dropped(alone: Service) -> None:
+    def step(n: int) -> None:
+        print(f"step {n}")
+        raise KeyError(n)
+
+    first, *_ = alone.run_steps(step, 1, 2, 3)
+    with pytest.raises(KeyError):
+        alone.result()
+    alone.answer(0, messages.StepFinished(first, True))
+    alone.run(lambda: "goes on")
+    assert alone.result() == "goes on"
+    assert "step 1" in alone.log(0)
+    assert "step 2" not in alone.log(0)
+
+
+def test_asks_of_a_step_say_the_series(alone: Service) -> None:
+    v: Any = Sent("variable", alone.add_variable(np.float32(1)))
+    (run,) = alone.run_steps(lambda n: v.assign_add(n, read_value=False) or float(v), np.float32(1))
+    assert alone.asked().series == run[0]
+    alone.answer(0, messages.Committed(run, 1))
+    assert alone.result() == 1.0
+
+
+def test_large_results_of_steps_lie_in_parts_that_take_turns(alone: Service) -> None:
+    runs = alone.run_steps(lambda n: np.full(10_000, n), *range(9), lookahead=2)
+    offsets: list[int] = []
+    results: list[messages.Value] = []
+    for number, run in enumerate(runs):
+        returned = alone.returned()
+        assert returned.value is not None
+        results.append(returned.value)
+        (array,) = returned.value.arrays
+        assert isinstance(array.place, Location)
+        offsets.append(array.place.offset)
+        for back, value in enumerate(reversed(results[-3:])):  # those that the client may not have had
+            assert (alone.decode(value) == number - back).all()
+        alone.answer(0, messages.StepFinished(run, False))
+    assert len(set(offsets[:3])) == 3
+    assert offsets == offsets[:3] * 3
+
+
+def test_a_step_is_cancelled_with_those_after_it(alone: Service) -> None:
+    def step(n: int) -> None:
+        print(f"inside {n}")
+        while n == 2:
+            pass
+
+    first, second, _ = alone.run_steps(step, 1, 2, 3)
+    assert alone.result() is None
+    alone.answer(0, messages.StepFinished(first, False))
+    alone.wait_for_line(0, "inside 2")
+    alone.tell(0, messages.Cancel(first, 2))  # sent when the client did not know yet that the first was over
+    alone.processes[0].send_signal(signal.SIGINT)
+    returned = alone.returned()
+    assert returned.error is not None
+    assert returned.error.exception == "KeyboardInterrupt"
+    alone.answer(0, messages.StepFinished(second, True))
+    alone.run(lambda: "goes on")
+    assert alone.result() == "goes on"
+    assert "inside 3" not in alone.log(0)
