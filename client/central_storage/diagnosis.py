@@ -17,14 +17,14 @@ __all__ = ["configure_logging", "dump_stacks_on_signal", "show"]
 _FORMATTER = logging.Formatter("%(asctime)s.%(msecs)03d %(name)s: %(message)s", "%H:%M:%S")
 
 
-def configure_logging(role: str) -> None:
+def configure_logging(role: str, name: str = "central_storage") -> None:
     """Show this project's log lines on stderr at the level that ``CS_LOG`` names (``debug``: every message).
 
     Without it warnings are shown: waits that last, deaths, messages that were dropped. Handlers that the user has
     set up are left alone. Where ``CS_MESSAGES_DIR`` names a directory, all lines are also kept in
-    ``<role>.<pid>.messages`` there.
+    ``<role>.<pid>.messages`` there. ``name`` is that of the logger: the server's is another.
     """
-    logger = logging.getLogger("central_storage")
+    logger = logging.getLogger(name)
     asked = logging.getLevelNamesMapping().get(os.environ.get("CS_LOG", "").upper(), logging.WARNING)
     logger.setLevel(asked)
     if not logger.handlers and not logging.getLogger().handlers:

@@ -368,6 +368,17 @@ def test_a_script_that_just_ends_leaves_nothing() -> None:
     assert (ended.code, ended.out, ended.err) == (0, "", "")
 
 
+def test_the_log_shows_the_messages_of_all_roles() -> None:
+    program = "import central_storage as cs; cs.CentralStorageStrategy(['cpu:0'], in_process=True).run(lambda: None)"
+    log = run("-c", program, environment={"CS_LOG": "debug"}).ok().err
+    for line in (
+        "central_storage.link: send Run(",
+        "central_storage.worker: received",
+        "cs_server.service: from b'w0.1'",
+    ):
+        assert line in log
+
+
 def test_a_script_that_fails_ends() -> None:
     ended = run(
         "-c",

@@ -22,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from central_storage.diagnosis import configure_logging
 from cs_proto.codec import encode
 from cs_proto.messages import Shutdown
 
@@ -237,6 +238,7 @@ def start(devices: Sequence[str], parameter_device: str, start_timeout: float = 
     Whether it comes up within ``start_timeout`` seconds, which do not count the loading of the server's kernels, is
     said on the socket, as Serving or StartFailed. Raises LaunchError where there is no place for its sockets.
     """
+    configure_logging("server", "cs_server")
     service = ServiceThreads(devices, parameter_device, start_timeout)
     if not _hooked:
         os.register_at_fork(after_in_child=_forget_all)
