@@ -8,7 +8,7 @@ variables, one worker process per device runs the replica function.
 
 from cs_proto.messages import Counters
 
-from . import aio, data, errors, metrics, nest, nn, optimizers
+from . import aio, data, errors, metrics, nest, nn, optimizers, train
 from .buffers import gradient_buffers
 from .context import (
     ReplicaContext,
@@ -84,4 +84,5 @@ __all__ = [
     "nest",
     "nn",
     "optimizers",
+    "train",
 ]

@@ -9,8 +9,9 @@ their numbers in the server.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -20,6 +21,10 @@ from cs_proto.schedules import Schedule
 from .ahead import Carriage
 from .handles import Handle
 from .series import Series
+
+if TYPE_CHECKING:
+    from .averages import ExponentialMovingAverage
+    from .variable import Variable as VariableHandle
 
 __all__ = ["ControllerBackend", "ReplicaBackend", "Strategy"]
 
@@ -39,8 +44,15 @@ class Strategy(Protocol):
     def extended_parameter_device(self) -> str:
         """The parameter device as a full name."""
 
+    @property
+    def variables(self) -> tuple[VariableHandle, ...]:
+        """Every variable there is."""
+
     def remember(self, handle: Handle) -> None:
         """Let ``handle`` be the one object for its number in this process."""
+
+    def claim(self, average: ExponentialMovingAverage, name: str) -> str:
+        """A name that no other moving average has or had."""
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Call ``fn`` once per replica."""
@@ -64,6 +76,9 @@ class _Catalogue(Protocol):
     def slot(self, optimizer: int, variable: int, slot: str) -> np.ndarray:
         """A copy of what an optimizer keeps beside a variable; made where it is missing. In a replica what it stepped
         is committed first."""
+
+    def variables(self) -> tuple[Variable, ...]:
+        """The records of all variables, in the order in which they were made."""
 
     def create(self, spec: VariableSpec, value: np.ndarray, site: str) -> Variable:
         """Make a variable; in a replica a waited merge point, and replica 0's value counts."""
@@ -162,12 +177,18 @@ class ControllerBackend(_Catalogue, Protocol):
         """Make an optimizer (``number`` 0), or change some of its hyperparameters, its schedule or its iterations
         (-1: not them); its number. A learning rate without a schedule ends the schedule there was."""
 
+    def slotted(self, optimizer: int) -> tuple[int, ...]:
+        """The numbers of the variables beside which an optimizer has slots."""
+
     def assign_slot(self, optimizer: int, variable: int, slot: str, value: np.ndarray) -> None:
         """Write a slot, whose shape and dtype ``value`` has."""
 
     def carrier(self) -> Carriage:
         """What copies an array to where the replicas read it, ahead of the run that it is an argument of, and whether a
         thread may do it. May be called in any thread."""
+
+    def exclusively(self) -> AbstractContextManager[None]:
+        """Keep other threads from running and writing for the length of a block."""
 
     def statistics(self) -> Counters:
         """The server's counters."""

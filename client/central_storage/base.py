@@ -14,6 +14,7 @@ from cs_proto.errors import ContextError
 
 from . import context, logical
 from .ahead import Carriage
+from .averages import ExponentialMovingAverage
 from .backend import ControllerBackend
 from .dataset import Dataset
 from .deprecated import warn_deprecated
@@ -29,6 +30,7 @@ from .handles import Handle
 from .options import InputOptions, RunOptions, ValueContext
 from .run_steps import LOOKAHEAD, Steps, StepSeries, check
 from .values import ReduceOp, gather_values, local_results, reduce_values, regroup, select_replica
+from .variable import Variable
 
 __all__ = ["StrategyBase"]
 
@@ -52,6 +54,15 @@ class StrategyBase:
     def extended_parameter_device(self) -> str:
         """The parameter device as a full name."""
         raise NotImplementedError
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """Every variable of the strategy; the default strategy has none."""
+        return ()
+
+    def claim(self, average: ExponentialMovingAverage, name: str) -> str:
+        """A name that no other moving average of this strategy has or had."""
+        return name
 
     def remember(self, handle: Handle) -> None:
         """Let ``handle`` be the one object for its number in this process."""

@@ -77,6 +77,11 @@ class HandleTable:
         with self._lock:
             self._objects[handle_id(handle)] = handle
 
+    def of_kind(self, kind: str) -> list[Handle]:
+        """The objects of this kind, by number."""
+        with self._lock:
+            return [self._objects[key] for key in sorted(self._objects) if key[0] == kind]
+
     def resolve(self, kind: str, number: int) -> Handle:
         """The object that stands for (kind, number); made if need be. PeerProtocolError for a kind unknown here."""
         with self._lock:

@@ -251,11 +251,27 @@ class ServiceLink:
             sequence = self._next_sequence()
             return self._ask(messages.Describe(sequence, (number,), ()), sequence, messages.Described).variables[0]
 
+    def variables(self) -> tuple[messages.Variable, ...]:
+        """Every variable's record, in the order in which they were made."""
+        with self._operation():
+            sequence = self._next_sequence()
+            return self._ask(messages.Get(sequence, (), (), False), sequence, messages.Got).variables
+
+    @contextmanager
+    def exclusively(self) -> Iterator[None]:
+        """Operations of other threads wait for the end of the block."""
+        with self._lock:
+            yield
+
     def optimizer(self, number: int) -> messages.Optimizer:
         """The optimizer's record as it stands."""
         with self._operation():
-            sequence = self._next_sequence()
-            return self._ask(messages.Describe(sequence, (), (number,)), sequence, messages.Described).optimizers[0]
+            return self._describe_optimizer(number).optimizers[0]
+
+    def slotted(self, optimizer: int) -> tuple[int, ...]:
+        """The numbers of the variables beside which an optimizer has slots."""
+        with self._operation():
+            return self._describe_optimizer(optimizer).slotted[0]
 
     def carrier(self) -> Carriage:
         """What copies an array to where all workers read it; plain memory where the service has ended. Beside replicas
@@ -552,6 +568,10 @@ class ServiceLink:
         if numbers:
             sequence = self._next_sequence()
             self._ask(messages.Free(self._client, sequence, tuple(numbers)), sequence, messages.Done)
+
+    def _describe_optimizer(self, number: int) -> messages.Described:
+        sequence = self._next_sequence()
+        return self._ask(messages.Describe(sequence, (), (number,)), sequence, messages.Described)
 
     def _inline(self, value: np.ndarray) -> Array | None:
         return self._arena.place(value) if value.nbytes <= INLINE_NBYTES else None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cs_proto.errors import InvalidArgumentError
+from cs_proto.errors import ContextError, InvalidArgumentError
 
 from .composites import Composite
 from .nn import fit_weights
@@ -63,7 +63,11 @@ class Metric(Composite):
             variable.assign(np.zeros(variable.shape, variable.dtype))
 
     def adopt(self, strategy: Strategy) -> None:
-        """Nothing: the variables are adopted as they travel."""
+        """Let the variables become those of ``strategy``. Raises ContextError where they are another's."""
+        for variable in self.variables:
+            variable.adopt(strategy, shared=True)
+            if variable.strategy is not strategy:
+                raise ContextError(f"metric {self.name} belongs to another strategy; make one for each")
 
     def _cs_key(self) -> tuple[Hashable, ...]:
         return tuple(map(id, self.variables))
@@ -73,7 +77,13 @@ class Metric(Composite):
 
 
 class Sum(Metric):
-    """The sum of values, weighted."""
+    """The sum of values, weighted.
+
+    >>> sum = Sum()
+    >>> sum.update_state([1.0, 3.0])
+    >>> float(sum.result())
+    4.0
+    """
 
     def __init__(self, name: str | None = None, dtype: Any = None) -> None:
         super().__init__(name, dtype)
@@ -113,7 +123,14 @@ class _MeanOf(Metric):
 
 
 class Mean(_MeanOf):
-    """The mean of values, weighted; 0 before the first."""
+    """The mean of values, weighted; 0 before the first.
+
+    >>> mean = Mean()
+    >>> mean.update_state([1.0, 3.0])
+    >>> mean.update_state(8.0, sample_weight=2)
+    >>> float(mean.result())
+    5.0
+    """
 
     def update_state(self, values: Any, sample_weight: Any = None) -> None:
         """Take ``values`` in, as :meth:`Sum.update_state`; of a row with one weight the mean counts."""
@@ -121,7 +138,13 @@ class Mean(_MeanOf):
 
 
 class Accuracy(_MeanOf):
-    """How often predictions equal labels."""
+    """How often predictions equal labels.
+
+    >>> accuracy = Accuracy()
+    >>> accuracy.update_state([1, 2, 3, 4], [0, 2, 3, 4])
+    >>> float(accuracy.result())
+    0.75
+    """
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
         """Compare ``y_true`` with ``y_pred``, of one shape (a last axis of one element apart).
@@ -137,7 +160,13 @@ class Accuracy(_MeanOf):
 
 
 class SparseCategoricalAccuracy(_MeanOf):
-    """How often the largest of the predicted numbers is that of the label."""
+    """How often the largest of the predicted numbers is that of the label.
+
+    >>> accuracy = SparseCategoricalAccuracy()
+    >>> accuracy.update_state([2, 1], [[0.1, 0.6, 0.3], [0.05, 0.95, 0]])
+    >>> float(accuracy.result())
+    0.5
+    """
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
         """Compare labels ``y_true`` of shape ``[…]`` or ``[…, 1]`` with ``y_pred`` of shape ``[…, classes]``.

@@ -85,7 +85,7 @@ def embedding_lookup(var: Any, ids: Any) -> Any:
     if wrong.size:
         raise InvalidArgumentError(f"id {int(wrong[0])} is outside [0, {rows[0]})")
     if isinstance(var, Variable):
-        var = var.current()
+        return var.sparse_read(indices)
     return get_array_module().take(var, indices, axis=0)
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
+from cs_proto import messages
 from cs_proto.errors import ConfigurationError, ContextError, ShutdownError
 from cs_proto.messages import Counters
 
-from . import context, devices, logical
+from . import context, devices, logical, saving
 from .ahead import Carriage
+from .averages import ExponentialMovingAverage
 from .backend import ControllerBackend, ReplicaBackend
 from .base import StrategyBase
 from .composites import Composite
@@ -89,6 +93,8 @@ class CentralStorageStrategy(StrategyBase, Handle):
         self._compute_devices = tuple(compute_devices)
         self._parameter_device = parameter_device
         self._optimizers: WeakSet[Optimizer] = WeakSet()
+        self._averages: WeakValueDictionary[str, ExponentialMovingAverage] = WeakValueDictionary()
+        self._claimed: set[str] = set()
         self._handles = HandleTable(
             {
                 "strategy": lambda number: self,
@@ -157,6 +163,18 @@ class CentralStorageStrategy(StrategyBase, Handle):
             raise ContextError(f"{handle!r} belongs to another strategy and cannot be used in a replica of this one")
         return handle_id(handle)
 
+    def claim(self, average: ExponentialMovingAverage, name: str) -> str:
+        """A name that no other moving average of this strategy has or had."""
+        names = itertools.chain([name], (f"{name}_{n}" for n in itertools.count(1)))
+        free = next(each for each in names if each not in self._claimed)
+        self._claimed.add(free)
+        self._averages[free] = average
+        return free
+
+    def _handle_of(self, record: messages.Variable) -> Variable:
+        found = self._handles.get("variable", record.number)
+        return found if isinstance(found, Variable) else Variable.from_record(self, record)
+
     @property
     def _catalogue(self) -> ControllerBackend | ReplicaBackend:
         return context.current_replica(self) or self._backend
@@ -178,6 +196,42 @@ class CentralStorageStrategy(StrategyBase, Handle):
     def address(self) -> str:
         """The run directory of the service: what ``connect`` takes, in any process of the same user."""
         return self._backend.address
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """Every variable of the strategy, in the order in which they were made."""
+        return tuple(map(self._handle_of, self._catalogue.variables()))
+
+    def save(self, directory: str | os.PathLike[str]) -> str:
+        """Write all variables, optimizers and moving averages to ``directory``, made if need be; the file's path.
+
+        The file is replaced as a whole: a kill at any moment leaves the last one. Raises OSError where the disk
+        refuses, ContextError in a replica, ShutdownError after ``shutdown()``.
+        """
+        path = self._file(directory)
+        saving.save(path, self._everything(), {})
+        return path
+
+    def restore(self, directory: str | os.PathLike[str]) -> saving.Status:
+        """Set variables (by name), optimizers (in the order in which they were made) and moving averages to what
+        :meth:`save` wrote, with whatever devices then. Make them first, as the script did that saved.
+
+        All is checked before anything is set. Raises CheckpointError (a ValueError) where there is no whole checkpoint
+        or something has another shape or dtype, CheckpointMismatchError where either side has what the other has not.
+        """
+        return saving.restore(self._file(directory), self._everything(), strict=True)[0]
+
+    def _file(self, directory: str | os.PathLike[str]) -> str:
+        return os.path.join(directory, f"strategy{saving.SUFFIX}")
+
+    def _everything(self) -> dict[str, Any]:
+        averages = dict(sorted(self._averages.items()))
+        shadows = {shadow for average in averages.values() for _, shadow in average.averages()}
+        return {
+            "variables": {variable.name: variable for variable in self.variables if variable not in shadows},
+            "optimizers": self._handles.of_kind("optimizer"),
+            "moving_averages": averages,
+        }
 
     def statistics(self) -> Counters:
         """A snapshot of the server's counters, with what each replica brought. Sizes are bytes, times seconds."""

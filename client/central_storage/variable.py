@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -128,10 +129,12 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
         self._become(strategy, record)
         return self
 
-    def adopt(self, strategy: Strategy) -> None:
-        """Become a variable of ``strategy`` where it is local: it moves into the server."""
+    def adopt(self, strategy: Strategy, *, shared: bool = False) -> None:
+        """Become a variable of ``strategy`` where it is local: it moves into the server, with ``shared`` as one made
+        under the strategy's scope."""
         if self._local is not None and not self._local.is_foreign:
-            self._become(strategy, strategy.controller.create(self._spec, self._local.value, call_site()))
+            spec = replace(self._spec, ordinary=False) if shared else self._spec
+            self._become(strategy, strategy.controller.create(spec, self._local.value, call_site()))
             self._forget_at_the_end()
 
     def _cs_parts(self) -> tuple[Callable[..., Variable], tuple[VariableSpec, np.ndarray]]:

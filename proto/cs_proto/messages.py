@@ -528,11 +528,12 @@ class Got(Record):
 
 @record(73)
 class Described(Record):
-    """Reply to Describe."""
+    """Reply to Describe; ``slotted`` numbers, for each optimizer, the variables beside which it keeps slots."""
 
     request: int
     variables: tuple[Variable, ...]
     optimizers: tuple[Optimizer, ...]
+    slotted: tuple[tuple[int, ...], ...]
 
 
 @record(74)

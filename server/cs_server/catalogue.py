@@ -385,6 +385,10 @@ class Catalogue:
         arrays = (Array(found.spec.dtype, found.spec.shape, place) for place in places)
         return tuple(zip(SLOTS[record.rule], arrays, strict=True)), fills
 
+    def slotted(self, optimizer: int) -> tuple[int, ...]:
+        """The variables beside which an optimizer has slots."""
+        return tuple(sorted(variable for number, variable in self._tables.slots if number == optimizer))
+
     def write_slot(self, optimizer: int, variable: int, slot: str, value: Array) -> Write:
         """The operation that sets a slot, which is there. Raises InvalidArgumentError where ``value`` does not fit."""
         slots, _ = self.slots(optimizer, variable)

@@ -201,7 +201,8 @@ class Requests:
         self._check_known(peer, record)
         variables = tuple(map(self._catalogue.variable, record.variables))
         optimizers = tuple(map(self._catalogue.optimizer, record.optimizers))
-        self._out.append(Send(peer, Described(record.request, variables, optimizers)))
+        slotted = tuple(map(self._catalogue.slotted, record.optimizers))
+        self._out.append(Send(peer, Described(record.request, variables, optimizers, slotted)))
 
     def describe_slots(self, peer: bytes, record: DescribeSlots) -> None:
         """Say where slots lie, as soon as they are made."""

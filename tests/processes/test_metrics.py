@@ -197,3 +197,33 @@ def test_what_does_not_fit(strategy: cs.CentralStorageStrategy) -> None:
     with pytest.raises(errors.InvalidArgumentError, match="axis of classes"):
         sparse.update_state([1, 2], [1, 2])
     assert float(mean.result()) == 0.0
+
+
+def test_a_metric_made_outside_every_scope(strategy: cs.CentralStorageStrategy) -> None:
+    mean = cs.metrics.Mean()
+    mean.update_state([1.0, 2.0])
+    assert float(mean.result()) == 1.5
+
+    def feed() -> Any:
+        mean.update_state(np.array([3.0 + rid()]))
+        return mean.result()
+
+    n = strategy.num_replicas_in_sync
+    expected = np.mean([1.0, 2.0, *(3.0 + k for k in range(n))])
+    for found in strategy.experimental_local_results(strategy.run(feed)):
+        assert float(found) == pytest.approx(expected)  # in every replica that of all
+    assert float(mean.result()) == pytest.approx(expected)
+    with cs.CentralStorageStrategy(["cpu:0"]) as other, pytest.raises(errors.ContextError, match="another strategy"):
+        other.run(feed)
+
+
+def test_rows_of_a_table(strategy: cs.CentralStorageStrategy) -> None:
+    with strategy.scope():
+        table = cs.Variable(np.arange(12, dtype=np.float32).reshape(4, 3))
+    ids = np.array([[3, 0], [3, 3]])
+    np.testing.assert_array_equal(cs.nn.embedding_lookup(table, ids), table.numpy()[ids])
+    seen = strategy.run(lambda: cs.nn.embedding_lookup(table, ids))
+    for each in strategy.experimental_local_results(seen):
+        np.testing.assert_array_equal(each, table.numpy()[ids])
+    with pytest.raises(errors.InvalidArgumentError, match="id 4"):
+        strategy.run(lambda: cs.nn.embedding_lookup(table, [4]))

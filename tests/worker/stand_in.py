@@ -370,7 +370,7 @@ class Service:
             refusal = error_of(InvalidArgumentError(f"there is no number {error}"))
             self.answer(replica, messages.Refused(asked.request, refusal))
         else:
-            self.answer(replica, messages.Described(asked.request, variables, optimizers))
+            self.answer(replica, messages.Described(asked.request, variables, optimizers, ((),) * len(optimizers)))
 
     def _hand_out(self, link: socket.socket) -> None:
         asked = decode([link.recv(1 << 16)])

@@ -63,9 +63,7 @@ class Catalogue:
             return known
         run = self._conversation.run_under_way
         if self._missed_in == run:  # the second unknown one in a run: there may be a thousand, so learn all at once
-            request = self._conversation.next_request()
-            for record in self.ask(messages.Get(request, (), (), False), request, messages.Got).variables:
-                self.learn(record)
+            self.variables()
         self._missed_in = run
         return self._known.get(number) or self.variable(number)
 
@@ -80,10 +78,23 @@ class Catalogue:
         described = self.ask(messages.Describe(request, (number,), ()), request, messages.Described)
         return self.learn(described.variables[0])
 
+    def variables(self) -> tuple[messages.Variable, ...]:
+        """Every variable's record as it stands in the server."""
+        request = self._conversation.next_request()
+        records = self.ask(messages.Get(request, (), (), False), request, messages.Got).variables
+        return tuple(map(self.learn, records))
+
     def optimizer(self, number: int) -> messages.Optimizer:
         """The optimizer's record as it stands in the server."""
+        return self._describe_optimizer(number).optimizers[0]
+
+    def slotted(self, optimizer: int) -> tuple[int, ...]:
+        """The numbers of the variables beside which an optimizer has slots."""
+        return self._describe_optimizer(optimizer).slotted[0]
+
+    def _describe_optimizer(self, number: int) -> messages.Described:
         request = self._conversation.next_request()
-        return self.ask(messages.Describe(request, (), (number,)), request, messages.Described).optimizers[0]
+        return self.ask(messages.Describe(request, (), (number,)), request, messages.Described)
 
     def slot(self, optimizer: int, variable: int, slot: str) -> np.ndarray:
         """A copy of what an optimizer keeps beside a variable; the server makes it where it is missing."""

@@ -125,6 +125,11 @@ class Replica:
         return self._shop.catalogue.variable(number)
 
     @_whole
+    def variables(self) -> tuple[messages.Variable, ...]:
+        """Every variable's record, in the order in which they were made; versions are those of the last commit."""
+        return self._shop.catalogue.variables()
+
+    @_whole
     def optimizer(self, number: int) -> messages.Optimizer:
         """The optimizer's record as it stands, with this replica's own steps counted."""
         if number in self._stepped:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -215,11 +216,27 @@ class TokenController:
         with self._interrupts.own_code():
             return self._catalogue.variable(number)
 
+    def variables(self) -> tuple[messages.Variable, ...]:
+        """Every variable's record, in the order in which they were made."""
+        self._check_thread()
+        with self._interrupts.own_code():
+            return self._catalogue.variables()
+
+    def exclusively(self) -> AbstractContextManager[None]:
+        """Nobody else runs or writes while this worker holds the token."""
+        return nullcontext()
+
     def optimizer(self, number: int) -> messages.Optimizer:
         """The optimizer's record as it stands."""
         self._check_thread()
         with self._interrupts.own_code():
             return self._catalogue.optimizer(number)
+
+    def slotted(self, optimizer: int) -> tuple[int, ...]:
+        """The numbers of the variables beside which an optimizer has slots."""
+        self._check_thread()
+        with self._interrupts.own_code():
+            return self._catalogue.slotted(optimizer)
 
     def carrier(self) -> Carriage:
         """A plain copy: the other workers do not map this one's memory ahead of a run."""

@@ -157,9 +157,21 @@ class Optimizer(Handle):
         self._iterations = count
 
     @property
+    def strategy(self) -> Strategy | None:
+        """The strategy it belongs to, if any yet."""
+        return self._strategy
+
+    @property
     def slot_names(self) -> list[str]:
         """The names of what the rule keeps beside every variable."""
         return list(SLOTS[self._rule])
+
+    def slotted_variables(self) -> list[Variable]:
+        """The variables beside which there are slots by now, in the order in which the variables were made."""
+        if self._strategy is None:
+            return []
+        numbers = set(self._strategy.controller.slotted(self._number))
+        return [variable for variable in self._strategy.variables if variable.number in numbers]
 
     def get_slot(self, var: Variable, slot_name: str) -> Slot:
         """What the rule keeps beside a variable; made now where no update has made it yet.

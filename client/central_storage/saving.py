@@ -1,0 +1,432 @@
+"""Checkpoints as files: which arrays a nest of objects holds, how they are written whole or not at all, and read back.
+
+One file is one checkpoint: safetensors, with an index as JSON in its metadata. An array lies under the way that leads
+to it from the names given: ``model/layers/0/kernel``, ``optimizer/iterations``, ``optimizer/m/model/layers/0/kernel``.
+What is saved is the central value, so neither replicas nor devices are in it. ``train`` and ``strategy`` are its users.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any, Self
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from cs_proto.arrays import dtype_name
+from cs_proto.errors import CheckpointError, CheckpointMismatchError, ContextError, InvalidArgumentError
+
+from .averages import ExponentialMovingAverage
+from .backend import Strategy
+from .composites import Composite
+from .context import get_replica_context, has_strategy, require_cross_replica
+from .handles import Handle
+from .optimizers import Optimizer
+from .reach import is_users
+from .variable import Variable
+
+__all__ = ["SUFFIX", "Status", "Walked", "find_file", "require_trackable", "restore", "save"]
+
+SUFFIX = ".safetensors"
+
+_log = logging.getLogger("central_storage.saving")
+
+# Goes up when a file changes in a way an older reader cannot read.
+_FORMAT = 1
+_INDEX = "central_storage"
+_DTYPES = {
+    "bool": "BOOL",
+    **{f"{sign}int{bits}": f"{sign[:1].upper() or 'I'}{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
+    **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
+    # Pairs of floats: the format knows no complex128.
+    "complex64": "F32",
+    "complex128": "F64",
+}
+
+
+class Walked:
+    """Base of what is not the user's and is given for the sake of its attributes: a Checkpoint in a Checkpoint."""
+
+
+class Status:
+    """What a restore found. Objects and checkpoint may differ; say which you expected.
+
+    ``missing`` names what objects hold and the checkpoint does not, ``unused`` what the checkpoint holds and no object
+    took. Unless one of the methods is called, differences are logged when this object goes.
+    """
+
+    def __init__(self, path: str | None, missing: Iterable[str], unused: Iterable[str]) -> None:
+        self.path = path
+        self.missing = tuple(sorted(missing))
+        self.unused = tuple(sorted(unused))
+        self._expected = False
+
+    def assert_consumed(self) -> Self:
+        """Raise CheckpointMismatchError (an AssertionError) unless objects and checkpoint hold the same."""
+        self.assert_existing_objects_matched()
+        if self.unused:
+            raise CheckpointMismatchError(
+                f"{self.path} holds what no object took: {_listed(self.unused)}; give the Checkpoint the objects that "
+                "were saved, make their variables first, or call expect_partial()"
+            )
+        return self
+
+    def assert_existing_objects_matched(self) -> Self:
+        """Raise CheckpointMismatchError (an AssertionError) where an object has something that was not restored."""
+        self._expected = True
+        if self.path is None:
+            raise CheckpointMismatchError("there was no checkpoint to restore")
+        if self.missing:
+            raise CheckpointMismatchError(
+                f"{self.path} does not hold {_listed(self.missing)}; give the Checkpoint the objects that were saved, "
+                "under their names, or call expect_partial()"
+            )
+        return self
+
+    def expect_partial(self) -> Self:
+        """Say that differences are meant."""
+        self._expected = True
+        return self
+
+    def __del__(self) -> None:
+        if self.path is not None and not self._expected and (self.missing or self.unused):
+            _log.warning("%s: %s", self.path, _difference(self.missing, self.unused))
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """An array of an object: what it is, and how it is read and set."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    read: Callable[[], Any]
+    write: Callable[[np.ndarray], object]
+
+
+@dataclass
+class _Found:
+    """What a nest of objects holds. A variable lies under the first of the ways that lead to it."""
+
+    variables: dict[Variable, list[str]] = field(default_factory=dict)
+    optimizers: dict[Optimizer, str] = field(default_factory=dict)
+    averages: dict[ExponentialMovingAverage, str] = field(default_factory=dict)
+
+    def label(self, variable: Variable) -> str:
+        """What a variable is called beside an optimizer or average. One that was not given goes by its name."""
+        ways = self.variables.get(variable)
+        return ways[0] if ways else f"({variable.name})"
+
+    def labels(self) -> dict[str, Variable]:
+        """Every variable that an optimizer or average may keep something beside, by what it is called there."""
+        others = {
+            f"({variable.name})": variable
+            for strategy in self.strategies()
+            for variable in strategy.variables
+            if variable not in self.variables
+        }
+        return others | {ways[0]: variable for variable, ways in self.variables.items()}
+
+    def strategies(self) -> list[Strategy]:
+        owners: list[Any] = [*self.variables, *self.optimizers, *self.averages]
+        return list(dict.fromkeys(owner.strategy for owner in owners if owner.strategy is not None))
+
+    def entries(self) -> dict[str, _Entry]:
+        """Everything there is, by the way to it."""
+        found = {ways[0]: _of_variable(variable) for variable, ways in self.variables.items()}
+        for optimizer, way in self.optimizers.items():
+            found |= _of_optimizer(optimizer, way)
+            for variable in optimizer.slotted_variables():
+                for slot in optimizer.slot_names:
+                    found[f"{way}/{slot}/{self.label(variable)}"] = _of_slot(optimizer, variable, slot)
+        for average, way in self.averages.items():
+            for variable, shadow in average.averages():
+                found[f"{way}/{self.label(variable)}"] = _of_variable(shadow)
+        return found
+
+    def to_be_made(self, keys: Iterable[str]) -> dict[str, _Entry]:
+        """What of ``keys`` is not there yet and is made by setting it: slots, and averages."""
+        labels = self.labels()
+        found = {}
+        for key in keys:
+            for optimizer, way in self.optimizers.items():
+                for slot in optimizer.slot_names:
+                    if (variable := _behind(f"{way}/{slot}/", key, labels)) is not None:
+                        found[key] = _of_slot(optimizer, variable, slot)
+            for average, way in self.averages.items():
+                if (variable := _behind(f"{way}/", key, labels)) is not None:
+                    found[key] = _of_average(average, variable)
+        return found
+
+
+def save(path: str, objects: Mapping[str, Any], more: Mapping[str, Any]) -> None:
+    """Write all that ``objects`` hold, and ``more`` (JSON) into the index, to ``path``, whole or not at all.
+
+    Raises ContextError in a replica, OSError where the disk refuses.
+    """
+    _refuse_in_replica("saved")
+    found = _find(objects)
+    with _held(found.strategies()):
+        entries = found.entries()
+        other_ways = {way: ways[0] for ways in found.variables.values() for way in ways[1:]}
+        _write(path, entries, {"format": _FORMAT, "also": other_ways, **more})
+
+
+def restore(path: str, objects: Mapping[str, Any], *, strict: bool) -> tuple[Status, dict[str, Any]]:
+    """Set what ``objects`` hold to what ``path`` holds; what differs, and the index. All is checked before anything is
+    set; with ``strict`` also that nothing differs.
+
+    Raises CheckpointError (a ValueError) where the file is not there, is none, or has an array of another shape or
+    dtype, CheckpointMismatchError for what differs, ContextError in a replica and inside
+    another strategy's scope.
+    """
+    _refuse_in_replica("restored")
+    found = _find(objects)
+    for strategy in found.strategies():
+        require_cross_replica(strategy, "restoring a checkpoint")
+    with _reading(path) as stored, _held(found.strategies()):
+        also = stored.index.get("also", {})
+        ways = {ways[0]: ways for ways in found.variables.values()}
+        planned, missing = [], []
+        for name, entry in found.entries().items():
+            keys = [also.get(way, way) for way in ways.get(name, [name])]
+            there = next((key for key in keys if key in stored.keys), None)
+            if there is None:
+                missing.append(name)
+            else:
+                planned.append((there, entry))
+        taken = {key for key, _ in planned}
+        # First what takes memory, which there may not be.
+        planned = [*found.to_be_made(stored.keys - taken).items(), *planned]
+        unused = stored.keys - {key for key, _ in planned}
+        wrong = [fault for key, entry in planned if (fault := stored.fault(key, entry))]
+        if wrong:
+            raise CheckpointError(f"{path} does not fit: {'; '.join(wrong)}. Nothing was restored")
+        if strict and (missing or unused):
+            raise CheckpointMismatchError(f"{path}: {_difference(missing, unused)}. Nothing was restored")
+        for key, entry in planned:
+            entry.write(stored.array(key))
+    return Status(path, missing, unused), stored.index
+
+
+# --- what objects hold --------------------------------------------------------------------------------------------
+
+
+def require_trackable(name: str, value: Any) -> None:
+    """Raise InvalidArgumentError where ``value`` can hold no variable."""
+    if isinstance(value, Variable | Optimizer | list | tuple | Mapping) or _is_walked(value):
+        return
+    raise InvalidArgumentError(
+        f"{name} is a {type(value).__name__}, which holds no variables; a checkpoint takes variables, optimizers, "
+        "metrics, moving averages, and lists, dicts and objects of them"
+    )
+
+
+def _find(objects: Mapping[str, Any]) -> _Found:
+    found = _Found()
+    seen: dict[int, Any] = {}
+    left = deque(objects.items())
+    while left:  # breadth first: the shortest way is the name
+        way, value = left.popleft()
+        if isinstance(value, Variable):
+            found.variables.setdefault(value, []).append(way)
+        elif isinstance(value, Optimizer):
+            found.optimizers.setdefault(value, way)
+        elif isinstance(value, ExponentialMovingAverage):
+            found.averages.setdefault(value, way)
+        elif id(value) not in seen:
+            seen[id(value)] = value
+            left.extend((f"{way}/{_quoted(name)}", part) for name, part in _parts(value))
+    return found
+
+
+def _behind(prefix: str, key: str, labels: Mapping[str, Variable]) -> Variable | None:
+    return labels.get(key[len(prefix) :]) if key.startswith(prefix) else None
+
+
+def _parts(value: Any) -> Iterator[tuple[object, Any]]:
+    if isinstance(value, Mapping):
+        yield from value.items()
+    elif isinstance(value, list | tuple):
+        yield from zip(getattr(value, "_fields", range(len(value))), value, strict=True)
+    elif _is_walked(value):
+        yield from getattr(value, "__dict__", {}).items()
+        for cls in type(value).__mro__:
+            slots = getattr(cls, "__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                    yield name, getattr(value, name)
+
+
+def _is_walked(value: Any) -> bool:
+    """Whether the attributes of ``value`` are looked at: of ours and of the user's own classes, not a library's."""
+    if isinstance(value, type | FunctionType | ModuleType | Handle):
+        return False
+    return isinstance(value, Composite | Walked) or is_users(type(value).__module__)
+
+
+def _quoted(name: object) -> str:
+    return str(name).replace("%", "%25").replace("/", "%2F")
+
+
+def _of_variable(variable: Variable) -> _Entry:
+    return _Entry(variable.dtype, variable.shape, variable.current, variable.assign)
+
+
+def _of_slot(optimizer: Optimizer, variable: Variable, slot: str) -> _Entry:
+    def read() -> np.ndarray:
+        return optimizer.get_slot(variable, slot).numpy()
+
+    def write(value: np.ndarray) -> None:
+        optimizer.get_slot(variable, slot).assign(value)
+
+    return _Entry(variable.dtype, variable.shape, read, write)
+
+
+def _of_average(average: ExponentialMovingAverage, variable: Variable) -> _Entry:
+    def write(value: np.ndarray) -> None:
+        average.start(variable, value)
+
+    return _Entry(variable.dtype, variable.shape, lambda: None, write)
+
+
+def _of_optimizer(optimizer: Optimizer, way: str) -> dict[str, _Entry]:
+    def write_iterations(value: np.ndarray) -> None:
+        optimizer.iterations = int(value)
+
+    def write_rate(value: np.ndarray) -> None:
+        optimizer.learning_rate = float(value)
+
+    found = {f"{way}/iterations": _Entry(np.dtype(np.int64), (), lambda: optimizer.iterations, write_iterations)}
+    if not callable(optimizer.learning_rate):  # a schedule is the script's
+        found[f"{way}/learning_rate"] = _Entry(np.dtype(np.float64), (), lambda: optimizer.learning_rate, write_rate)
+    return found
+
+
+# --- the file -----------------------------------------------------------------------------------------------------
+
+
+def _write(path: str, entries: Mapping[str, _Entry], index: Mapping[str, Any]) -> None:
+    """Array after array, so that memory is needed for one at a time; under another name until all is on the disk."""
+    complex_ = {key: entry.dtype.name for key, entry in entries.items() if entry.dtype.kind == "c"}
+    header: dict[str, Any] = {"__metadata__": {_INDEX: json.dumps({**index, "complex": complex_})}}
+    offset = 0
+    ordered = sorted(entries.items(), key=lambda item: -item[1].dtype.itemsize)  # so that each is aligned
+    for key, entry in ordered:
+        shape = [*entry.shape, 2] if entry.dtype.kind == "c" else list(entry.shape)
+        end = offset + math.prod(entry.shape) * entry.dtype.itemsize
+        header[key] = {"dtype": _DTYPES[dtype_name(entry.dtype)], "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    directory, temporary = os.path.dirname(path) or ".", f"{path}.tmp"
+    os.makedirs(directory, exist_ok=True)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(len(text).to_bytes(8, "little"))
+            file.write(text)
+            for _, entry in ordered:
+                array = np.ascontiguousarray(entry.read(), entry.dtype.newbyteorder("<"))
+                file.write(array.reshape(-1).view(np.uint8).data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)  # else the name may be lost with the power
+    finally:
+        os.close(descriptor)
+
+
+class _Stored:
+    """An open checkpoint."""
+
+    def __init__(self, file: Any, index: dict[str, Any]) -> None:
+        self._file = file
+        self.index = index
+        self.keys: frozenset[str] = frozenset(file.keys())
+
+    def fault(self, key: str, entry: _Entry) -> str | None:
+        """Why the array called ``key`` is not for ``entry``."""
+        part = self._file.get_slice(key)
+        shape, dtype = tuple(part.get_shape()), self.index.get("complex", {}).get(key)
+        if dtype is not None:
+            shape = shape[:-1]
+        elif part.get_dtype() in _NAMES:
+            dtype = _NAMES[part.get_dtype()]
+        if (dtype, shape) == (dtype_name(entry.dtype), entry.shape):
+            return None
+        return f"{key} is {dtype or part.get_dtype()}{list(shape)} there, {entry.dtype}{list(entry.shape)} here"
+
+    def array(self, key: str) -> np.ndarray:
+        """The array called ``key``."""
+        array: np.ndarray = self._file.get_tensor(key)
+        dtype = self.index.get("complex", {}).get(key)
+        return array if dtype is None else array.reshape(-1).view(dtype).reshape(array.shape[:-1])
+
+
+_NAMES = {stored: name for name, stored in _DTYPES.items() if not name.startswith("complex")}
+
+
+@contextlib.contextmanager
+def _reading(path: str) -> Iterator[_Stored]:
+    if not os.path.isfile(path):
+        raise CheckpointError(f"there is no checkpoint {path}")
+    try:
+        file = safe_open(path, framework="numpy")
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is no whole checkpoint: {error}") from error
+    with file:
+        try:
+            index = json.loads((file.metadata() or {})[_INDEX])  # type: ignore[no-untyped-call]
+            known = index["format"] == _FORMAT
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path} is a safetensors file, but no checkpoint of central-storage") from error
+        if not known:
+            raise CheckpointError(f"{path} is of format {index['format']!r:.80}; this version reads format {_FORMAT}")
+        yield _Stored(file, index)
+
+
+# --- words and conditions -----------------------------------------------------------------------------------------
+
+
+def find_file(path: str | os.PathLike[str]) -> str:
+    """The file meant by ``path``, with or without its suffix."""
+    text = os.fspath(path)
+    return text if Path(text).suffix == SUFFIX else text + SUFFIX
+
+
+@contextlib.contextmanager
+def _held(strategies: Iterable[Strategy]) -> Iterator[None]:
+    """Keep other threads from running and writing: what is saved is of one moment."""
+    with contextlib.ExitStack() as stack:
+        for strategy in strategies:
+            stack.enter_context(strategy.controller.exclusively())
+        yield
+
+
+def _refuse_in_replica(what: str) -> None:
+    if has_strategy() and get_replica_context() is not None:
+        raise ContextError(f"a checkpoint is {what} in the script, or in a merge function, not by every replica")
+
+
+def _difference(missing: Iterable[str], unused: Iterable[str]) -> str:
+    parts = ((missing, "it does not hold"), (unused, "no object took"))
+    return "; ".join(f"{says} {_listed(names)}" for names, says in parts if names)
+
+
+def _listed(names: Iterable[str]) -> str:
+    shown = sorted(names)
+    return ", ".join(shown[:20]) + (f" and {len(shown) - 20} more" if len(shown) > 20 else "")

@@ -1,0 +1,171 @@
+"""What a training keeps beside its variables: checkpoints and moving averages."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+from cs_proto.errors import InvalidArgumentError
+
+from .averages import ExponentialMovingAverage
+from .saving import SUFFIX, Status, Walked, find_file, require_trackable, restore, save
+
+__all__ = ["Checkpoint", "CheckpointManager", "ExponentialMovingAverage"]
+
+
+class Checkpoint(Walked):
+    """Saves and restores objects by the names under which they are given; each is an attribute.
+
+        checkpoint = cs.train.Checkpoint(model=model, optimizer=optimizer)
+        path = checkpoint.save("checkpoints/ckpt")
+        checkpoint.restore(path).assert_consumed()
+
+    An object is a variable, an optimizer (its slots, iterations and learning rate, not a schedule), a metric, a moving
+    average, or a list, tuple, dict or object of a class of yours that has such as items or attributes, at any depth. A
+    variable that is reached in two ways is saved once. The value is the central one, so a checkpoint restores into a
+    strategy with other devices or another number of replicas, or into variables outside every strategy.
+
+    Raises InvalidArgumentError (a ValueError) for what can hold no variables.
+
+    >>> import tempfile
+    >>> from central_storage import Variable
+    >>> w = Variable([1.0, 2.0])
+    >>> checkpoint = Checkpoint(w=w)
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = checkpoint.save(f"{directory}/ckpt")
+    ...     _ = w.assign([0.0, 0.0])
+    ...     _ = checkpoint.restore(path).assert_consumed()
+    >>> w.numpy().tolist()
+    [1.0, 2.0]
+    """
+
+    def __init__(self, **objects: Any) -> None:
+        for name, value in objects.items():
+            require_trackable(name, value)
+        taken = [name for name in objects if hasattr(type(self), name)]
+        if taken:
+            raise InvalidArgumentError(f"{taken[0]!r} is a method of a Checkpoint; give the object another name")
+        self._names = list(objects)
+        self._count = 0
+        vars(self).update(objects)
+
+    @property
+    def save_counter(self) -> int:
+        """How many checkpoints :meth:`save` has made, also before those that were restored."""
+        return self._count
+
+    def save(self, file_prefix: str | os.PathLike[str]) -> str:
+        """Write ``<file_prefix>-<n>.safetensors``, n counting from 1; its path, for :meth:`restore`.
+
+        The file is there as a whole or not at all, whenever the process is killed. Directories are made. Raises
+        OSError where the disk refuses, ContextError in a replica.
+        """
+        return self._save(f"{os.fspath(file_prefix)}-{self._count + 1}{SUFFIX}", self._count + 1)
+
+    def restore(self, save_path: str | os.PathLike[str] | None) -> Status:
+        """Set the objects to what ``save_path`` holds; None does nothing. Call a method of the result to say whether
+        differences are an error: ``assert_consumed()``, ``assert_existing_objects_matched()``, ``expect_partial()``.
+
+        Slots of optimizers and moving averages are made where they are missing; variables are not. Everything is
+        checked before anything is set. Raises CheckpointError (a ValueError) where there is no whole checkpoint or an
+        array has another shape or dtype, ContextError in a replica.
+        """
+        if save_path is None:
+            return Status(None, (), ())
+        status, index = restore(find_file(save_path), self._objects(), strict=False)
+        self._count = int(index.get("save_counter", 0))
+        return status
+
+    def _save(self, path: str, count: int) -> str:
+        save(path, self._objects(), {"save_counter": count})
+        self._count = count
+        return path
+
+    def _objects(self) -> dict[str, Any]:
+        # An attribute that was set later is one of the objects, too.
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint of {', '.join(self._objects())}>"
+
+
+class CheckpointManager:
+    """Keeps the last ``max_to_keep`` checkpoints (None: all) in a directory, as ``<checkpoint_name>-<n>.safetensors``.
+
+    What is in the directory is the state: a script that is started again finds what the one before left. Raises
+    InvalidArgumentError (a ValueError) for a ``max_to_keep`` that is no number from 1.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        directory: str | os.PathLike[str],
+        max_to_keep: int | None,
+        checkpoint_name: str = "ckpt",
+        init_fn: Callable[[], object] | None = None,
+    ) -> None:
+        is_number = isinstance(max_to_keep, int) and not isinstance(max_to_keep, bool)
+        if max_to_keep is not None and not (is_number and max_to_keep > 0):
+            raise InvalidArgumentError(f"max_to_keep is a number from 1, or None for all, not {max_to_keep!r}")
+        self._checkpoint = checkpoint
+        self._directory = os.fspath(directory)
+        self._max_to_keep = max_to_keep
+        self._name = checkpoint_name
+        self._init_fn = init_fn
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What is saved."""
+        return self._checkpoint
+
+    @property
+    def directory(self) -> str:
+        """Where."""
+        return self._directory
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """The paths of the checkpoints that are there, oldest first."""
+        return [os.path.join(self._directory, name) for _, name in self._found()]
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """The path of the newest, if any."""
+        return next(reversed(self.checkpoints), None)
+
+    def save(self, checkpoint_number: int | None = None) -> str:
+        """Write a checkpoint, then delete the oldest beyond ``max_to_keep``; its path. It has the next number unless
+        one is given. Raises as :meth:`Checkpoint.save`."""
+        found = self._found()
+        number = max([self._checkpoint.save_counter, *(n for n, _ in found)]) + 1
+        if checkpoint_number is not None:
+            number = int(checkpoint_number)
+        path = os.path.join(self._directory, f"{self._name}-{number}{SUFFIX}")
+        self._checkpoint._save(path, number)  # noqa: SLF001  (they are one thing)
+        if self._max_to_keep is not None:
+            others = [other for other in self.checkpoints if other != path]
+            for old in others[: max(0, len(others) + 1 - self._max_to_keep)]:
+                os.unlink(old)
+        return path
+
+    def restore_or_initialize(self) -> str | None:
+        """Restore the newest checkpoint and give its path; where there is none, call ``init_fn`` and give None."""
+        latest = self.latest_checkpoint
+        if latest is not None:
+            self._checkpoint.restore(latest)
+        elif self._init_fn is not None:
+            self._init_fn()
+        return latest
+
+    def _found(self) -> list[tuple[int, str]]:
+        pattern = re.compile(rf"{re.escape(self._name)}-(\d+){re.escape(SUFFIX)}")
+        try:
+            names = os.listdir(self._directory)
+        except FileNotFoundError:
+            return []
+        return sorted((int(match[1]), name) for name in names if (match := pattern.fullmatch(name)))
+
+    def __repr__(self) -> str:
+        return f"<CheckpointManager of {self._directory}>"
