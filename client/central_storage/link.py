@@ -173,10 +173,13 @@ class ServiceLink:
     def settle(self, series: Series, left: int = 0, *, cancel: bool = False) -> None:
         """Wait until at most ``left`` steps of ``series`` are unanswered."""
         with self._lock:
-            # Where the garbage collector leaves a loop in the midst of an operation, this waits for the steps already.
-            if not self._interrupts.is_entered:
-                with self._operation(series):
-                    self._settle(series, left, cancel=cancel)
+            if self._interrupts.is_entered:
+                return  # the garbage collector left a loop in the midst of an operation, which waits for the steps
+            if self._ended is not None and series.unanswered:
+                series.failed(ShutdownError(self._why_ended()))
+                return
+            with self._operation(series):
+                self._settle(series, left, cancel=cancel)
 
     def create(self, spec: VariableSpec, value: np.ndarray, site: str) -> messages.Variable:
         """Make a variable. The server checks the plan before a byte of a large value is copied anywhere."""
@@ -602,13 +605,16 @@ class ServiceLink:
             raise ShutdownError("this strategy belongs to the process that made it; a forked child cannot use it")
         with self._lock:
             if self._ended is not None:
-                raise ShutdownError(f"{self._ended}; make a new CentralStorageStrategy")
+                raise ShutdownError(self._why_ended())
             with self._interrupts:
                 if self._latest is not None and self._latest is not series:
                     self._settle(self._latest)
                 if self._forgotten and series is None:
                     self._free_forgotten()
                 yield
+
+    def _why_ended(self) -> str:
+        return f"{self._ended}; make a new CentralStorageStrategy"
 
     def _refuse_after_death(self) -> None:
         for died in self._died.values():

@@ -478,6 +478,19 @@ def test_a_server_that_dies_ends_it(own: cs.CentralStorageStrategy) -> None:
         loop()
 
 
+def test_a_service_that_ends_while_the_loop_does_something_else_ends_it(own: cs.CentralStorageStrategy) -> None:
+    iterator = iter(own.experimental_distribute_dataset(cs.data.Dataset.range(80).batch(8)))
+    steps = own.run_steps(float_sum, iterator)
+    next(steps)
+    link: Any = own.controller
+    with link._lock:
+        link._end("the server (pid 1) ended by SIGKILL")  # what the thread that listens does
+    with pytest.raises(errors.ShutdownError, match=r"the server \(pid 1\) ended by SIGKILL; make a new"):
+        next(steps)
+    assert steps.steps == 1
+    assert list(steps) == []
+
+
 def test_a_shutdown_in_the_loop_ends_it(own: cs.CentralStorageStrategy, tmp_path: Path) -> None:
     path = str(tmp_path)
 

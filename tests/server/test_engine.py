@@ -42,6 +42,7 @@ from cs_proto.arrays import Location, array_of
 from cs_proto.messages import (
     Ask,
     Assign,
+    Cancel,
     Committed,
     Create,
     CreatePoint,
@@ -56,6 +57,7 @@ from cs_proto.messages import (
     Refused,
     Return,
     RunFinished,
+    StepFinished,
     Token,
     Value,
 )
@@ -389,3 +391,71 @@ def test_places_are_told_and_never_move() -> None:
     (sent,) = book.does(hears(OBSERVER, Get(1, (), (), False)))
     offsets = [variable.place for variable in sent.record.variables]  # type: ignore[union-attr]
     assert offsets == [Location("parameters/float32", offset) for offset in (0, 0, 128, 256, 384)]
+
+
+# --- steps of a series ----------------------------------------------------------------------------------------------
+
+
+@given(
+    replicas=st.integers(1, 3),
+    count=st.integers(1, 4),
+    fails=st.none() | st.tuples(st.integers(0, 3), st.integers(0, 2)),
+    cancels=st.booleans(),
+    seed=st.integers(0, 1 << 30),
+)
+@settings(deadline=None, max_examples=50)
+def test_steps_follow_each_other_whatever_overtakes_what(
+    replicas: int, count: int, fails: tuple[int, int] | None, cancels: bool, seed: int
+) -> None:
+    """Each replica returns from a step and begins the next when it hears that the one before is over; the controller
+    may cancel all that it knows of no end. No step is committed while a replica is in a later one, and they end in
+    order, the last with the error where there is one."""
+    chance = random.Random(seed)
+    book = Playbook(replicas).begin().has(spec("w")).has_optimizer().has_set(1)
+    seen = len(book.commands)
+    begun = [0] * replicas  # how many steps each replica has begun; the next one when it may
+    may_begin = [True] * replicas
+    ended: list[Record] = []
+    commits = 0
+    is_cancelled = False
+    pending: deque[Event] = deque()
+    for _ in range(200):
+        moves = [replica for replica in range(replicas) if may_begin[replica] and begun[replica] < count]
+        if cancels and not is_cancelled and len(ended) < count and chance.random() < 0.1:
+            is_cancelled = True
+            event: Event = hears(CONTROLLER, Cancel((2 + len(ended),), count - 1 - len(ended)))
+        elif pending and (not moves or chance.random() < 0.5):
+            event = pending.popleft()
+        elif moves:
+            replica = chance.choice(moves)
+            raises = "ValueError" if fails == (begun[replica], replica) else ""
+            event = returns(replica, 1, (applies(0),), run=(2 + begun[replica],), raises=raises, series=2)
+            begun[replica] += 1
+            may_begin[replica] = False
+        else:
+            break
+        book.does(event)
+        for command in book.commands[seen:]:
+            match command:
+                case Commit(ticket):
+                    commits += 1
+                    assert begun == [commits] * replicas
+                    assert not any(may_begin)
+                    pending.append(Finished(ticket))
+                case Send(peer, StepFinished(run, failed)):
+                    replica = int(peer[1:2])
+                    assert run == (1 + begun[replica],)
+                    may_begin[replica] = not failed
+                case Send(_, RunFinished() as record):
+                    ended.append(record)
+        seen = len(book.commands)
+    book.repeat_all()
+    assert [record.run for record in ended] == [(2 + number,) for number in range(len(ended))]  # type: ignore[attr-defined]
+    errors = [record.error and record.error.exception for record in ended]  # type: ignore[attr-defined]
+    assert not any(errors[:-1])
+    assert begun == [len(ended)] * replicas
+    if len(ended) < count or errors[-1]:
+        assert errors[-1] == "KeyboardInterrupt" if is_cancelled and fails is None else errors[-1]
+        assert is_cancelled or (fails is not None and fails[0] == len(ended) - 1)
+    else:
+        assert fails is None or fails[0] >= count or fails[1] >= replicas
