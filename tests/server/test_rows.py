@@ -1,0 +1,181 @@
+"""Sparse gradients: the merge and the rules by rows against plain NumPy, bit for bit, over many shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cs_server import rows
+from cs_server.kernels import KERNEL_DTYPES
+from cs_server.rows import Merged, apply_rows, merge, merge_reference
+from cs_server.updates import RULES, Array, Rule, reference
+
+HYPERPARAMETERS = {
+    "learning_rate": 0.03,
+    "momentum": 0.9,
+    "beta_1": 0.9,
+    "beta_2": 0.99,
+    "epsilon": 1e-7,
+    "rho": 0.8,
+    "weight_decay": 0.01,
+    "initial_accumulator_value": 0.1,
+    "learning_rate_power": -0.4,
+    "l1_regularization_strength": 0.02,
+    "l2_regularization_strength": 0.01,
+    "l2_shrinkage_regularization_strength": 0.03,
+    "beta": 0.5,
+}
+DTYPES = [*KERNEL_DTYPES, "float16", "complex64"]
+ROWS = ("sgd", "sgd_momentum", "sgd_nesterov", "adagrad", "rmsprop_momentum", "rmsprop_centered_momentum")
+ROWS += ("adamax", "adadelta", "ftrl", "ftrl_power")
+
+
+def one_by_one(work: Callable[[Any], None], items: Sequence[Any]) -> None:
+    for item in items:
+        work(item)
+
+
+@st.composite
+def gradients(draw: st.DrawFn, dtype: str) -> tuple[int, int, list[tuple[Array, Array]]]:
+    """Height and width of a table and what one to three replicas bring; rows named again and again, or none."""
+    height, width = draw(st.integers(1, 40)), draw(st.integers(1, 9))
+    seed = draw(st.integers(0, 1 << 32))
+    random = np.random.default_rng(seed)
+    brought = []
+    for count in draw(st.lists(st.integers(0, 60), min_size=1, max_size=3)):
+        values = (random.standard_normal((count, width)) * 10.0 ** random.integers(-3, 2, (count, width))).astype(dtype)
+        values[random.random((count, width)) < 0.1] = -0.0
+        brought.append((values, random.integers(0, height, count)))
+    return height, width, brought
+
+
+def assert_same_bits(found: Array, expected: Array) -> None:
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    nan = np.isnan(expected)
+    np.testing.assert_array_equal(np.isnan(found), nan)
+    assert found[~nan].tobytes() == expected[~nan].tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_the_merge_adds_in_the_order_of_replicas_and_places(dtype: str, data: st.DataObject) -> None:
+    height, width, brought = data.draw(gradients(dtype))
+    found = merge(brought, height, width)
+    by_row: dict[int, Array] = {}
+    for values, indices in brought:
+        for value, row in zip(values, indices.tolist(), strict=True):
+            by_row[row] = value.copy() if row not in by_row else by_row[row] + value
+    assert found.rows.tolist() == list(by_row)
+    assert_same_bits(found.sums, np.array(list(by_row.values()), dtype).reshape(-1, width))
+    expected = merge_reference([values for values, _ in brought], [indices for _, indices in brought])
+    assert found.rows.tolist() == expected.rows.tolist()
+    assert_same_bits(found.sums, expected.sums)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_merge_leaves_out_rows_that_are_not_there_and_takes_read_only_or_misaligned_arrays(dtype: str) -> None:
+    values = np.arange(8, dtype=dtype).reshape(4, 2)
+    values.flags.writeable = False
+    raw = np.zeros(4 * 8 + 1, np.uint8)
+    indices = raw[1:].view(np.int64)
+    indices[:] = [1, -1, 3, 1]
+    found = merge([(values, indices), (values, np.array([7, 2, 1 << 62, 1]))], 3, 2)
+    assert found.rows.tolist() == [1, 2]
+    assert found.sums.tolist() == np.stack([values[0] + values[3] + values[3], values[1]]).tolist()
+
+
+def expected_after(
+    rule: Rule, parameters: Array, slots: tuple[Array, ...], gradient: Merged, is_lazy: bool, t: int
+) -> tuple[Array, ...]:
+    """The dense rule under a gradient that is zero but for the named rows, and then only what may move."""
+    dense = np.zeros_like(parameters)
+    dense[gradient.rows] = gradient.sums
+    moved = [array.copy() for array in (parameters, *slots)]
+    reference(rule, moved[0], [dense], tuple(moved[1:]), HYPERPARAMETERS, t)
+    for position, (after, before) in enumerate(zip(moved, (parameters, *slots), strict=True)):
+        if is_lazy or rule.moves == "rows" or (rule.moves == "slots" and position == 0):
+            stays = np.ones(len(before), bool)
+            stays[gradient.rows] = False
+            after[stays] = before[stays]
+    return tuple(moved)
+
+
+@pytest.mark.parametrize("is_lazy", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", RULES)
+@settings(max_examples=8, deadline=None)
+@given(data=st.data(), piece=st.sampled_from([1, 16, 1 << 15]))
+def test_rules_by_rows_have_the_bits_of_the_dense_reference(
+    name: str, dtype: str, is_lazy: bool, data: st.DataObject, piece: int
+) -> None:
+    rule = RULES[name]
+    if not rule.takes(np.dtype(dtype)):
+        return
+    height, width, brought = data.draw(gradients(dtype))
+    random = np.random.default_rng(height)
+    parameters = random.standard_normal((height, width)).astype(dtype)
+    slots = tuple(np.full((height, width), value, dtype) for value in rule.initial(HYPERPARAMETERS))
+    given = HYPERPARAMETERS | ({"lazy": 1.0} if is_lazy else {})
+    gradient = merge(brought, height, width)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "_PIECE", piece)
+        for t in (1, 2):
+            expected = expected_after(rule, parameters, slots, gradient, is_lazy, t)
+            apply_rows(rule, parameters, slots, gradient, given, t, one_by_one)
+            for found, wanted in zip((parameters, *slots), expected, strict=True):
+                assert_same_bits(found, wanted)
+
+
+def test_rules_that_move_named_rows_only_are_those_of_the_table() -> None:
+    assert {name for name, rule in RULES.items() if rule.moves == "rows"} == set(ROWS)
+    assert {name for name, rule in RULES.items() if rule.moves == "slots"} == {"rmsprop", "rmsprop_centered", "nadam"}
+
+
+@pytest.mark.parametrize("name", [*ROWS, "adam"])
+def test_the_work_is_that_of_the_named_rows(name: str) -> None:
+    rule = RULES[name]
+    table = np.ones((100_000, 4), np.float32)
+    slots = tuple(np.full((100_000, 4), value, np.float32) for value in rule.initial(HYPERPARAMETERS))
+    gradient = Merged(np.array([5, 90_000]), np.ones((2, 4), np.float32))
+    pieces: list[Any] = []
+
+    def counting(work: Callable[[Any], None], items: Sequence[Any]) -> None:
+        pieces.extend(items)
+        one_by_one(work, items)
+
+    apply_rows(rule, table, slots, gradient, HYPERPARAMETERS | {"lazy": 1.0}, 1, counting)
+    assert pieces == [slice(0, 2)]
+    assert np.flatnonzero((table != 1).any(axis=1)).tolist() == [5, 90_000]
+
+
+def test_threads_share_the_pieces() -> None:
+    rule, height, width = RULES["adam"], 20_000, 8
+    random = np.random.default_rng(1)
+    values, indices = random.standard_normal((30_000, width)).astype("f4"), random.integers(0, height, 30_000)
+    gradient = merge([(values, indices)], height, width)
+    parameters = random.standard_normal((height, width)).astype("f4")
+    slots = tuple(np.zeros((height, width), "f4") for _ in rule.slots)
+    expected = expected_after(rule, parameters, slots, gradient, False, 1)
+    with ThreadPoolExecutor(4) as pool:
+        apply_rows(
+            rule, parameters, slots, gradient, HYPERPARAMETERS, 1, lambda work, items: list(pool.map(work, items))
+        )
+    for found, wanted in zip((parameters, *slots), expected, strict=True):
+        assert_same_bits(found, wanted)
+
+
+@pytest.mark.parametrize(("height", "width"), [(0, 3), (3, 0)])
+@pytest.mark.parametrize("name", ["sgd", "adam", "nadam"])
+def test_an_empty_table_stays_one(name: str, height: int, width: int) -> None:
+    rule = RULES[name]
+    empty = np.zeros((height, width), "f4")
+    gradient = merge([(np.zeros((2, width), "f4"), np.array([0, 1]))], height, width)
+    apply_rows(rule, empty, tuple(empty.copy() for _ in rule.slots), gradient, HYPERPARAMETERS, 1, one_by_one)
