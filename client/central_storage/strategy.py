@@ -186,7 +186,7 @@ class CentralStorageStrategy(StrategyBase, Handle):
             self._optimizers.add(handle)
 
     def evaluate_schedules(self) -> None:
-        """Before every run: learning rates that only the client can work out."""
+        """Bring learning rates that only the client can work out up to the steps made so far."""
         for optimizer in list(self._optimizers):
             optimizer.evaluate_schedule()
 

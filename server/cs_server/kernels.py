@@ -2,7 +2,7 @@
 
 Owns the choice between the two, the check of everything that reaches compiled code, and the directory in which compiled
 code is kept between processes. It knows no variables, messages or commits: the engine's shell hands it arrays. numba is
-imported by `load` or by the first update, never by importing this module.
+imported by `load` or by the first update, never by importing this module. What is kept is read by `load` alone.
 
 Updates of ranges that do not overlap may run in several threads at once: a kernel holds no lock, and not the GIL.
 """
@@ -29,6 +29,10 @@ from cs_server.updates import RULES, Array, Rule, reference, scalars
 
 KERNEL_DTYPES = ("float32", "float64")
 """Dtypes that have compiled kernels; the reference serves the others."""
+
+ALWAYS = (("sgd", "float32"), ("adam", "float32"))
+"""Rule and dtype of the kernels that are compiled, where they are not kept, before anything is served. All together
+would take half a minute the first time on a machine; each is less than a second for the update that needs it first."""
 
 _logger = logging.getLogger(__name__)
 
@@ -88,25 +92,25 @@ class Loaded:
     directory: Path | None
 
 
-def load(dtypes: tuple[str, ...] = KERNEL_DTYPES, run_directory: Path | None = None) -> Loaded:
-    """Make the kernels of every rule ready, so that no update compiles, unpickles or imports anything afterwards.
+def load(run_directory: Path | None = None, compile_all: bool = False) -> Loaded:
+    """Make all kernels ready that the cache directory holds, and those of ``ALWAYS``, which are compiled where it does
+    not hold them: no update with any of them compiles, unpickles or imports anything afterwards.
 
-    They come from the cache directory, or are compiled and put there. Raises InvalidArgumentError for a dtype that has
-    no kernels.
+    Another one is compiled by the first update that needs it, and kept for the next process; ``compile_all`` does it
+    now.
     """
     begin = time.perf_counter()
-    for name in dtypes:
-        if name not in KERNEL_DTYPES:
-            raise InvalidArgumentError(f"no kernels for {name}: there are kernels for {', '.join(KERNEL_DTYPES)}")
     directory = cache_directory(run_directory)
+    kept = [path.name for path in directory.rglob("*.nbi")] if directory is not None else []
     compiled = 0
-    for name in dtypes:
+    for name in KERNEL_DTYPES:
         dtype = np.dtype(name)
-        compiled += _prepare(None, dtype, directory)
-        for rule in RULES.values():
-            if rule.is_compiled:
+        for rule in (None, *(rule for rule in RULES.values() if rule.is_compiled)):
+            key = (_MERGE if rule is None else rule.name, name)
+            if compile_all or key in ALWAYS or any(f".{'_'.join(key)}-" in file for file in kept):
                 compiled += _prepare(rule, dtype, directory)
-                _try_out(rule, dtype)
+                if rule is not None:
+                    _try_out(rule, dtype)
     return Loaded(time.perf_counter() - begin, compiled, directory)
 
 

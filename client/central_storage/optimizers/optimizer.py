@@ -61,7 +61,8 @@ class Optimizer(Handle):
     whether there is a momentum) never.
 
     ``learning_rate`` is a number, one of ``optimizers.schedules``, which the server evaluates at every step, or another
-    callable of the step (or of nothing), which the client evaluates before every run.
+    callable of the step (or of nothing), which the client evaluates before every run; ``run_steps`` then sends nothing
+    ahead.
 
     Raises InvalidArgumentError (a ValueError) for a hyperparameter out of its range and for ``clipnorm`` beside
     ``global_clipnorm``, TypeError for one that the optimizer does not have.

@@ -1,0 +1,409 @@
+"""Optimizers as objects: arguments, hyperparameters, schedules, what reaches the backends; over a stand-in for both."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import central_storage as cs
+from central_storage import context
+from central_storage.optimizers import schedules
+from central_storage.strategy import CentralStorageStrategy
+from cs_proto.arrays import Location
+from cs_proto.errors import ContextError, InvalidArgumentError
+from cs_proto.messages import Optimizer as Record
+from cs_proto.messages import Variable, VariableSpec
+from cs_proto.optimizers import OPTIMIZERS, SHARED, SLOTS, rule_of
+from cs_proto.schedules import Schedule
+
+F32 = np.float32
+KINDS = ("SGD", "Adagrad", "RMSprop", "Adam", "AdamW", "Adamax", "Nadam", "Adadelta", "Ftrl")
+
+
+class Backend:
+    """Both backends at once: variables by number, optimizers as the server keeps them, and what was applied."""
+
+    replica = 0
+    replicas = 1
+
+    def __init__(self) -> None:
+        self.specs: list[VariableSpec] = []
+        self.optimizers: dict[int, Record] = {}
+        self.configured: list[tuple[int, dict[str, float], Schedule | None, int]] = []
+        self.applied: list[tuple[int, list[Any], list[Any]]] = []
+        self.slots: dict[tuple[int, int, str], np.ndarray] = {}
+        self.runs = 0
+
+    def create(self, spec: VariableSpec, value: np.ndarray, site: str) -> Variable:
+        self.specs.append(spec)
+        return self.variable(len(self.specs))
+
+    def variable(self, number: int) -> Variable:
+        return Variable(number, self.specs[number - 1], Location("parameters/float32", 0), 0)
+
+    def optimizer(self, number: int) -> Record:
+        return self.optimizers[number]
+
+    def configure(
+        self, number: int, kind: str, given: Mapping[str, float], schedule: Schedule | None, iterations: int
+    ) -> int:
+        self.configured.append((number, dict(given), schedule, iterations))
+        if not number:
+            number = len(self.optimizers) + 1
+            made = Record(number, kind, rule_of(kind, given), tuple(given.items()), schedule, 0)
+        else:
+            made = self.optimizers[number]
+            made = replace(made, hyperparameters=tuple({**dict(made.hyperparameters), **given}.items()))
+        self.optimizers[number] = made if iterations < 0 else replace(made, iterations=iterations)
+        return number
+
+    def slot(self, optimizer: int, variable: int, slot: str) -> np.ndarray:
+        return self.slots.setdefault((optimizer, variable, slot), np.zeros(self.specs[variable - 1].shape, F32)).copy()
+
+    def assign_slot(self, optimizer: int, variable: int, slot: str, value: np.ndarray) -> None:
+        self.slots[optimizer, variable, slot] = value.copy()
+
+    def apply(self, optimizer: int, dense: list[Any], sparse: list[Any], site: str) -> None:
+        self.applied.append((optimizer, dense, sparse))
+
+    def run(self, function: Callable[..., Any], arguments: Any) -> list[Any]:
+        self.runs += 1
+        return [None]
+
+
+@pytest.fixture
+def backend() -> Backend:
+    return Backend()
+
+
+@pytest.fixture
+def s(backend: Backend) -> CentralStorageStrategy:
+    return strategy(backend)
+
+
+def strategy(backend: Backend) -> CentralStorageStrategy:
+    return CentralStorageStrategy.from_backend(backend, ["cpu:0"], "cpu:0")  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def replica(s: CentralStorageStrategy, backend: Backend) -> Callable[[], Any]:
+    return lambda: context.enter_replica(s, backend)  # type: ignore[arg-type]
+
+
+def made(s: CentralStorageStrategy, kind: str = "SGD", **given: Any) -> Any:
+    with s.scope():
+        return getattr(cs.optimizers, kind)(**given)
+
+
+def variable(s: CentralStorageStrategy, *shape: int) -> cs.Variable:
+    with s.scope():
+        return cs.Variable(np.zeros(shape, F32), name="w")
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_constructors_name_what_the_table_knows(kind: str) -> None:
+    cls = getattr(cs.optimizers, kind)
+    parameters = list(inspect.signature(cls).parameters)
+    assert set(parameters) - {"name", "shared"} == set(OPTIMIZERS[kind].hyperparameters)
+    assert parameters[0] == "learning_rate"
+    optimizer = cls()
+    assert optimizer.name == kind
+    assert optimizer.iterations == 0
+    assert optimizer.slot_names == list(SLOTS[rule_of(kind, optimizer._hyperparameters)])
+    for name in SHARED:
+        value = True if name == "lazy" else 1.5
+        assert cls(**{name: value}).get_config()[name] == value
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "reason"),
+    [
+        ("SGD", {"momentum": 2}, "momentum must be a number in"),
+        ("SGD", {"momentum": True}, "momentum must be a number, not True"),
+        ("SGD", {"learning_rate": float("nan")}, "learning_rate must be a finite number"),
+        ("SGD", {"learning_rate": "0.1"}, "learning_rate must be a finite number, not '0.1'"),
+        ("SGD", {"nesterov": 0.5}, "nesterov must be True or False"),
+        ("SGD", {"learning_rate": 10**400}, "learning_rate must be a finite number"),
+        ("Adam", {"beta_1": 1.0}, "beta_1"),
+        ("Adam", {"clipnorm": -1}, "clipnorm must be a finite number of at least 0"),
+        ("Adam", {"clipnorm": 1, "global_clipnorm": 1}, "exclude each other"),
+        ("Ftrl", {"learning_rate_power": 0.5}, "at most 0"),
+        ("RMSprop", {"rho": 1.5}, "rho"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_where_it_is_given(kind: str, given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=reason):
+        getattr(cs.optimizers, kind)(**given)
+
+
+def test_an_unknown_argument_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="SGD takes no argument 'decay'; beside its own it takes clipnorm, clipvalue"):
+        cs.optimizers.SGD(0.1, decay=0.1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_config_makes_an_equal_optimizer(kind: str) -> None:
+    first = getattr(cs.optimizers, kind)(0.25, name="mine", clipvalue=2.0, lazy=True)
+    config = first.get_config()
+    assert config["name"] == "mine"
+    again = type(first).from_config(config)
+    assert again.get_config() == config
+    assert all(isinstance(config[name], bool) for name in config if name in ("nesterov", "amsgrad", "centered", "lazy"))
+
+
+# --- hyperparameters --------------------------------------------------------------------------------------------------
+
+
+def test_numbers_change_in_the_server_and_only_those_that_change_are_sent(
+    s: CentralStorageStrategy, backend: Backend
+) -> None:
+    optimizer = made(s, "SGD", learning_rate=0.1, momentum=0.9)
+    backend.configured.clear()
+    optimizer.learning_rate = np.float32(0.5)
+    optimizer.momentum = 0
+    assert backend.configured == [(1, {"learning_rate": 0.5}, None, -1), (1, {"momentum": 0.0}, None, -1)]
+    assert (optimizer.learning_rate, optimizer.momentum, optimizer.nesterov) == (0.5, 0.0, False)
+    assert optimizer.slot_names == ["momentum"]
+    optimizer.iterations = 7
+    assert backend.configured[-1] == (1, {}, None, 7)
+    assert optimizer.iterations == 7
+
+
+def test_what_chose_the_rule_stays(s: CentralStorageStrategy) -> None:
+    for optimizer in (made(s, "SGD"), cs.optimizers.SGD()):
+        with pytest.raises(InvalidArgumentError, match="made with momentum 0"):
+            optimizer.momentum = 0.9
+        with pytest.raises(InvalidArgumentError, match="nesterov was fixed"):
+            optimizer.nesterov = True
+        with pytest.raises(InvalidArgumentError, match="counts from 0"):
+            optimizer.iterations = -1
+        with pytest.raises(InvalidArgumentError, match="learning_rate"):
+            optimizer.learning_rate = None
+        assert (optimizer.momentum, optimizer.nesterov, optimizer.iterations) == (0.0, False, 0)
+        assert optimizer.learning_rate == 0.01
+
+
+def test_an_optimizer_made_outside_every_scope_takes_its_state_along(
+    s: CentralStorageStrategy, backend: Backend
+) -> None:
+    optimizer = cs.optimizers.Adam(0.1)
+    optimizer.iterations = 5
+    optimizer.learning_rate = decay = schedules.ExponentialDecay(0.1, 10, 0.5)
+    optimizer.beta_1 = 0.5
+    s.adopt(optimizer)
+    ((number, given, schedule, iterations),) = backend.configured
+    assert (number, schedule, iterations, given["beta_1"]) == (0, decay.record(), 5, 0.5)
+    with pytest.raises(ContextError, match="another strategy"):
+        strategy(Backend()).adopt(optimizer)
+
+
+def test_nothing_is_set_inside_a_replica(s: CentralStorageStrategy, replica: Callable[[], Any]) -> None:
+    optimizer, w = made(s), variable(s, 2)
+    slot = made(s, "Adam").get_slot(w, "m")
+    with replica():
+        for name, value in [("learning_rate", 0.1), ("momentum", 0.0), ("iterations", 1)]:
+            with pytest.raises(ContextError, match=f"{name} is set in the client"):
+                setattr(optimizer, name, value)
+        with pytest.raises(ContextError, match="slot w/m is set in the client"):
+            slot.assign(np.zeros(2, F32))
+        assert optimizer.learning_rate == 0.01
+
+
+# --- schedules --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        (schedules.ExponentialDecay(0.1, 10, 0.5), {0: 0.1, 5: 0.1 * 0.5**0.5, 20: 0.025}),
+        (schedules.ExponentialDecay(0.1, 10, 0.5, staircase=True), {9: 0.1, 10: 0.05, 29: 0.025}),
+        (schedules.PiecewiseConstantDecay([2, 4], [1.0, 0.5, 0.25]), {0: 1, 2: 1, 3: 0.5, 4: 0.5, 5: 0.25, 99: 0.25}),
+        (schedules.PiecewiseConstantDecay([], [0.5]), {0: 0.5, 9: 0.5}),
+        (schedules.CosineDecay(0.2, 10), {0: 0.2, 5: 0.1, 10: 0.0, 99: 0.0}),
+        (schedules.CosineDecay(0.2, 10, alpha=0.5), {0: 0.2, 5: 0.15, 10: 0.1}),
+        (
+            schedules.CosineDecay(0.0, 10, warmup_target=1.0, warmup_steps=4),
+            {0: 0.0, 1: 0.25, 4: 1.0, 9: 0.5, 14: 0.0},
+        ),
+        (schedules.PolynomialDecay(1.0, 10, 0.5), {0: 1.0, 5: 0.75, 10: 0.5, 50: 0.5}),
+        (schedules.PolynomialDecay(1.0, 10, 0.0, power=2.0), {5: 0.25}),
+        (schedules.PolynomialDecay(1.0, 10, 0.0, cycle=True), {0: 1.0, 5: 0.5, 10: 0.0, 15: 0.25, 20: 0.0}),
+    ],
+)
+def test_schedules(schedule: Any, rates: dict[int, float], s: CentralStorageStrategy, backend: Backend) -> None:
+    for step, rate in rates.items():
+        assert schedule(step) == pytest.approx(rate)
+        assert schedule(np.int64(step)) == schedule(step)
+    assert type(schedule).from_config(schedule.get_config()) == schedule
+    optimizer = made(s, learning_rate=schedule)
+    assert backend.configured[-1][2] == schedule.record()
+    assert backend.configured[-1][1]["learning_rate"] == schedule(0)
+    elsewhere = cs.optimizers.SGD.from_record(s, backend.optimizer(1))
+    assert elsewhere.learning_rate == schedule
+    assert type(optimizer).from_config(optimizer.get_config()).learning_rate == schedule
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: schedules.ExponentialDecay(0.1, 0, 0.5), "decay_steps of ExponentialDecay must be more than 0"),
+        (lambda: schedules.CosineDecay(float("inf"), 10), "must be finite"),
+        (lambda: schedules.PiecewiseConstantDecay([1, 2], [1.0, 2.0]), "2 boundaries need 3 values, not 2"),
+        (lambda: schedules.PiecewiseConstantDecay([2, 1], [1.0, 2.0, 3.0]), "must ascend"),
+        (lambda: schedules.PolynomialDecay("much", 10), "could not convert"),  # type: ignore[arg-type]
+    ],
+)
+def test_numbers_that_make_no_schedule(make: Callable[[], Any], reason: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=reason):
+        make()
+
+
+@given(st.floats(-1e3, 1e3), st.floats(1e-3, 1e3), st.floats(-10, 10), st.integers(0, 1 << 40))
+def test_a_schedule_is_a_number_at_every_step(initial: float, steps: float, power: float, step: int) -> None:
+    for schedule in (
+        schedules.ExponentialDecay(initial, steps, power),
+        schedules.CosineDecay(initial, steps),
+        schedules.PolynomialDecay(initial, steps, 0.0, power, cycle=bool(step % 2)),
+    ):
+        assert isinstance(schedule(step), float)
+
+
+class Halving(schedules.LearningRateSchedule):
+    def __call__(self, step: Any) -> float:
+        return 0.5**step
+
+
+@pytest.mark.parametrize("rate", [Halving(), lambda step: 0.5**step])
+def test_a_schedule_of_ones_own_is_evaluated_before_every_run(
+    rate: Callable[[int], float], s: CentralStorageStrategy, backend: Backend
+) -> None:
+    optimizer = made(s, learning_rate=rate)
+    assert optimizer.learning_rate is rate
+    rates = []
+    for step in range(3):
+        backend.optimizers[1] = replace(backend.optimizers[1], iterations=step)
+        s.run(lambda: None)
+        rates.append(dict(backend.optimizers[1].hyperparameters)["learning_rate"])
+    assert rates == [1.0, 0.5, 0.25]
+    optimizer.learning_rate = 0.125
+    s.run(lambda: None)
+    assert dict(backend.optimizers[1].hyperparameters)["learning_rate"] == 0.125
+
+
+def test_a_callable_without_arguments_is_asked_before_every_run(s: CentralStorageStrategy, backend: Backend) -> None:
+    rates = iter([0.5, 0.25])
+    optimizer = made(s, learning_rate=lambda: next(rates))
+    s.run(lambda: None)
+    assert optimizer.iterations == 0
+    assert dict(backend.optimizers[1].hyperparameters)["learning_rate"] == 0.25
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+def test_gradients_reach_the_backend_dense_and_sparse(
+    s: CentralStorageStrategy, backend: Backend, replica: Callable[[], Any]
+) -> None:
+    optimizer, w, table = made(s), variable(s, 2), variable(s, 5, 3)
+    rows = cs.IndexedSlices(np.ones((2, 3), F32), np.array([4, 4], np.int32), (5, 3))
+    pairs: Iterator[Any] = zip([[1.0, 2.0], rows], [w, table], strict=True)
+    with replica():
+        optimizer.apply_gradients(pairs)
+    ((number, ((gradient, first),), ((values, indices, second),)),) = backend.applied
+    assert (number, first, second) == (1, w.number, table.number)
+    assert (gradient.tolist(), gradient.dtype) == ([1, 2], F32)
+    assert (values.tolist(), indices.tolist(), indices.dtype) == ([[1, 1, 1]] * 2, [4, 4], np.int64)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "reason"),
+    [
+        (np.ones(3, F32), r"gradient of w has shape \(3,\), but the variable has shape \(5, 3\)"),
+        (np.ones((5, 3)), "dtype float64, the variable float32"),
+        (cs.IndexedSlices(np.ones((1, 3), F32), np.array([5])), "of w names row 5, but the variable has 5 rows"),
+        (cs.IndexedSlices(np.ones((1, 3), F32), np.array([-1])), "names row -1"),
+        (cs.IndexedSlices(np.ones((1, 3), F32), np.array([1 << 63], np.uint64)), "names row 9223372036854775808"),
+        (cs.IndexedSlices(np.ones((1, 2), F32), np.array([0])), r"rows of shape \(2,\)"),
+        (cs.IndexedSlices(np.ones((1, 3)), np.array([0])), "dtype float64"),
+        (cs.IndexedSlices(np.ones((1, 3), F32), np.array([0]), (6, 3)), r"dense_shape \(6, 3\)"),
+    ],
+)
+def test_a_gradient_that_does_not_fit_is_refused_at_the_call(
+    gradient: Any, reason: str, s: CentralStorageStrategy, backend: Backend, replica: Callable[[], Any]
+) -> None:
+    optimizer, w = made(s), variable(s, 5, 3)
+    with replica(), pytest.raises(InvalidArgumentError, match=reason):
+        optimizer.apply_gradients([(gradient, w)])
+    assert backend.applied == []
+
+
+def test_a_variable_without_axes_has_no_rows(s: CentralStorageStrategy, replica: Callable[[], Any]) -> None:
+    optimizer, w = made(s), variable(s)
+    rows = cs.IndexedSlices(np.ones(1, F32), np.array([0]))
+    with replica(), pytest.raises(InvalidArgumentError, match="the variable has no rows"):
+        optimizer.apply_gradients([(rows, w)])
+
+
+def test_missing_gradients_are_named_and_skipped(
+    s: CentralStorageStrategy, backend: Backend, replica: Callable[[], Any]
+) -> None:
+    optimizer, w, b = made(s), variable(s, 2), variable(s, 2)
+    with replica():
+        with pytest.warns(UserWarning, match="SGD.apply_gradients: no gradient for w"):
+            optimizer.apply_gradients([(None, w), (np.ones(2, F32), b)])
+        with pytest.raises(ValueError, match="every gradient is None"):
+            optimizer.apply_gradients([(None, w), (None, b)])
+        with pytest.raises(ValueError, match="a variable appears twice"):
+            optimizer.apply_gradients([(np.ones(2, F32), w), (np.ones(2, F32), w)])
+        with pytest.raises(TypeError, match="updates Variables, not ndarray"):
+            optimizer.apply_gradients([(np.ones(2, F32), np.ones(2))])
+    assert [[number for _, number in dense] for _, dense, _ in backend.applied] == [[b.number]]
+
+
+def test_where_gradients_cannot_be_applied(s: CentralStorageStrategy, replica: Callable[[], Any]) -> None:
+    optimizer, w = made(s), variable(s, 2)
+    pairs = [(np.ones(2, F32), w)]
+    with pytest.raises(ContextError, match="inside a replica function"):
+        optimizer.apply_gradients(pairs)
+    with s.scope(), pytest.raises(ContextError, match="inside a replica function"):
+        optimizer.apply_gradients(pairs)
+    with replica(), pytest.raises(NotImplementedError, match="experimental_aggregate_gradients=False"):
+        optimizer.apply_gradients(pairs, experimental_aggregate_gradients=False)
+    foreign = variable(strategy(Backend()), 2)
+    with replica(), pytest.raises(ContextError, match="belongs to another strategy than optimizer SGD"):
+        optimizer.apply_gradients([(np.ones(2, F32), foreign)])
+
+
+# --- slots ------------------------------------------------------------------------------------------------------------
+
+
+def test_slots_are_arrays_of_the_variables_shape(s: CentralStorageStrategy) -> None:
+    optimizer, w = made(s, "Adam", amsgrad=True), variable(s, 2, 3)
+    assert optimizer.slot_names == ["m", "v", "vhat"]
+    slot = optimizer.get_slot(w, "v")
+    assert (slot.name, slot.shape, slot.dtype) == ("w/v", (2, 3), F32)
+    assert slot.assign(np.full((2, 3), 2, F32)) is slot
+    assert np.asarray(slot).tolist() == slot.value().tolist() == slot.numpy().tolist() == [[2] * 3] * 2
+    assert optimizer.get_slot(w, "m").numpy().tolist() == [[0] * 3] * 2
+    with pytest.raises(InvalidArgumentError, match="slot w/v is float32"):
+        slot.assign(np.zeros((2, 3)))
+    with pytest.raises(InvalidArgumentError, match="Adam has no slot 'momentum'; its slots: m, v, vhat"):
+        optimizer.get_slot(w, "momentum")
+    with pytest.raises(ContextError, match="belongs to no strategy yet"):
+        optimizer.get_slot(cs.Variable(1.0), "m")
+
+
+def test_asking_for_a_slot_adopts_the_optimizer(s: CentralStorageStrategy, backend: Backend) -> None:
+    optimizer, w = cs.optimizers.Adagrad(), variable(s, 2)
+    assert optimizer.get_slot(w, "accumulator").numpy().tolist() == [0, 0]
+    assert list(backend.optimizers) == [1]
