@@ -127,7 +127,13 @@ class Optimizer(Handle):
     @property
     def learning_rate(self) -> Any:
         """The learning rate, or the schedule that gives it; assignable in the client at any step."""
-        return self._get("learning_rate") if self._rate is None else self._rate
+        if self._strategy is None or self._has_own_schedule:
+            return self._get("learning_rate") if self._rate is None else self._rate
+        record = self._record()
+        if record.schedule is None:
+            return dict(record.hyperparameters)["learning_rate"]
+        held = self._rate
+        return held if held is not None and record.schedule == self._schedule_record() else schedule_of(record.schedule)
 
     @learning_rate.setter
     def learning_rate(self, value: LearningRate) -> None:
@@ -192,10 +198,9 @@ class Optimizer(Handle):
         """The name and the hyperparameters as :meth:`from_config` takes them."""
         current = self._current()
         config: dict[str, Any] = {"name": self.name} | {key: self._plain(key, current[key]) for key in current}
-        if isinstance(self._rate, Schedule):
-            config["learning_rate"] = {"class_name": type(self._rate).__name__, "config": self._rate.get_config()}
-        elif self._rate is not None:
-            config["learning_rate"] = self._rate
+        config["learning_rate"] = rate = self.learning_rate
+        if isinstance(rate, Schedule):
+            config["learning_rate"] = {"class_name": type(rate).__name__, "config": rate.get_config()}
         return config
 
     @classmethod
@@ -270,10 +275,14 @@ class Optimizer(Handle):
 
     def evaluate_schedule(self) -> None:
         """Before a run: bring the learning rate of a callable that is not ours up to the step."""
-        if self._rate is not None and not isinstance(self._rate, Schedule):
+        if self._has_own_schedule:
             rate = self._rate_at(self.iterations)
             if rate != self._hyperparameters["learning_rate"]:
                 self._set({"learning_rate": rate})
+
+    @property
+    def _has_own_schedule(self) -> bool:
+        return self._rate is not None and not isinstance(self._rate, Schedule)
 
     def _rate_at(self, step: int) -> float:
         rate: Any = self._rate
