@@ -74,9 +74,6 @@ class StrategyBase:
         """Call ``function`` once per replica with that replica's (args, kwargs); the results in replica order."""
         raise NotImplementedError
 
-    def evaluate_schedules(self) -> None:
-        """Bring learning rates that only the client can work out up to the steps made so far; there may be none."""
-
     def series(self, lookahead: int) -> StepSeries:
         """What carries out steps, of which it may be told ``lookahead`` before their turn. Raises ContextError in a
         merge_call."""
@@ -187,11 +184,10 @@ class StrategyBase:
             context.require_cross_replica(self, "run_steps")
             everybody = ((element,), given)
             arguments = [select_replica(replica, everybody) for replica in range(self.num_replicas_in_sync)]
-            self.evaluate_schedules()
-            if series.has_failed:  # known only now; its error comes out before this one
-                raise ContextError("a step before this one has failed")
             with context.enter_cross_replica(self):
                 self.evaluate_schedules()
+                if series.has_failed:  # known only now; its error comes out before this one
+                    raise ContextError("a step before this one has failed")
                 series.send(fn, arguments)
 
         return Steps(series, iter(dataset), not isinstance(dataset, DistributedIterator), steps, send)
