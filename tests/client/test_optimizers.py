@@ -73,6 +73,9 @@ class Backend:
     def apply(self, optimizer: int, dense: list[Any], sparse: list[Any], site: str) -> None:
         self.applied.append((optimizer, dense, sparse))
 
+    def forget(self, number: int) -> None:
+        """Nobody holds a handle of the variable any more."""
+
     def run(self, function: Callable[..., Any], arguments: Any) -> list[Any]:
         self.runs += 1
         return [None]
