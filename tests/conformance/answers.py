@@ -38,6 +38,30 @@ def encode(value: Any) -> dict[str, Any]:
     raise TypeError(f"a result of {type(value)} has no notation")
 
 
+def shown(value: dict[str, Any]) -> str:
+    """An encoded value in one line: ``T<float32[2] [1.0, 2.0]>``, ``py 'text'``, ``list[…]``, ``per_replica(…)``."""
+    items, components = value.get("items"), value.get("values")
+    match value["t"]:
+        case "tensor":
+            return f"T<{value['dtype']}{value['shape']} {_shortest(value['data'], value['dtype'])}>"
+        case "py":
+            return f"py {value['value']!r}"
+        case "dict":
+            return "{" + ", ".join(f"{key}: {shown(item)}" for key, item in items.items()) + "}"
+        case "list" | "tuple":
+            return f"{value['t']}[{', '.join(map(shown, items))}]"
+        case "per_replica" | "mirrored":
+            return f"{value['t']}({', '.join(map(shown, components))})"
+    return str(value)
+
+
+def _shortest(data: Any, dtype: str) -> Any:
+    """Numbers of a nest as the shortest text that reads back to the same one of ``dtype``, read as Python's."""
+    if isinstance(data, list):
+        return [_shortest(item, dtype) for item in data]
+    return float(str(np.dtype(dtype).type(data))) if dtype in ("float32", "float16") else data
+
+
 def differences(wanted: Any, got: Any, tolerance: float, path: str = "result") -> Iterator[str]:
     """Where ``got`` is not ``wanted``; floats may differ by ``tolerance`` of the size, and a tenth of it absolutely."""
     if isinstance(wanted, dict) and isinstance(got, dict):

@@ -78,6 +78,20 @@ def load() -> list[Case]:
     return [_case(record) for record in records]
 
 
+def load_rules() -> list[Case]:
+    """The programs of ``rules.txt``, with the answer as text or the name of what is raised."""
+    _, *blocks = Path(__file__).with_name("rules.txt").read_text().split("\n## ")
+    return [_rule(block) for block in blocks]
+
+
+def _rule(block: str) -> Case:
+    parts = re.fullmatch(r"(\S+) \[(\d)\]\n(.*)\n=> ([^\n]*)\n*", block, re.DOTALL)
+    assert parts is not None, block
+    name, n, program, answer = parts.groups()
+    kind, _, error = answer.partition("raises ")
+    return Case(name, "program", int(n), {}, program, {"text": answer} if kind else {"raises": error}, None)
+
+
 def _case(record: dict[str, Any]) -> Case:
     decision = next((decision for key, decision in DECISIONS.items() if record["id"].startswith(key)), None)
     return Case(

@@ -1,4 +1,4 @@
-"""Every recorded program of TensorFlow's own class gives here what it gave there."""
+"""Every recorded program of TensorFlow's own class gives here what it gave there, and others what its rules say."""
 
 from __future__ import annotations
 
@@ -16,11 +16,17 @@ import pytest
 import central_storage as cs
 
 from .adapter import perform
-from .answers import differences
-from .cases import DECISIONS, NEEDS, QUIRK, Case, load
+from .answers import differences, shown
+from .cases import DECISIONS, NEEDS, QUIRK, Case, load, load_rules
 
 #: How replicas live, as arguments of the strategy.
 MODES: dict[str, dict[str, Any]] = {"processes": {}, "threads": {"in_process": True}}
+
+pytestmark = [
+    pytest.mark.timeout(func_only=True),  # a case, not the start of the services before the first
+    pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*no gradient for:UserWarning"),
+]
 
 CASES = load()
 #: Cases that do not hold yet, and whose part they wait for.
@@ -90,9 +96,6 @@ def _marked(case: Case) -> Any:
     return pytest.param(case, marks=marks, id=case.id)
 
 
-# The limit is for a case, not for the start of the services. Older releases' names are served, with a warning.
-@pytest.mark.timeout(func_only=True)
-@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("case", [_marked(case) for case in CASES])
 def test_case(pool: Pool, case: Case) -> None:
     strategies = pool.lend(case.strategies)
@@ -103,6 +106,16 @@ def test_case(pool: Pool, case: Case) -> None:
         got = perform(case, strategies, pool.make)
         tolerance = 1e-4 if case.kind == "training" else 1e-5
         assert list(differences(case.answer["value"], got, tolerance)) == []
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in load_rules()])
+def test_rule(pool: Pool, case: Case) -> None:
+    strategies = pool.lend(case.strategies)
+    if "raises" in case.answer:
+        with pytest.raises(_exception(case.answer["raises"])):
+            perform(case, strategies, pool.make)
+    else:
+        assert shown(perform(case, strategies, pool.make)) == case.answer["text"]
 
 
 def _exception(name: str) -> type[BaseException]:
