@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Iterable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -136,11 +137,15 @@ class ExponentialMovingAverage(Composite):
 
     def _find(self, variables: Iterable[Variable]) -> None:
         """Learn of averages that replicas have made: they have no way to tell, but the names say it."""
-        unknown = {self.average_name(v): v for v in variables if v.strategy is not None and v not in self._averages}
+        ours = (v for v in variables if v.strategy is self._strategy and v not in self._averages)
+        unknown = {self.average_name(variable): variable for variable in ours}
         if unknown and self._strategy is not None:
-            for variable in self._strategy.variables:
-                if variable.name in unknown:
-                    self._averages[unknown[variable.name]] = variable
+            for found in self._strategy.variables:
+                # An earlier variable of that name, freed since, may have left an average, so that this one's name got a
+                # number; what is older than its variable is not its average.
+                variable = unknown.get(found.name, unknown.get(re.sub(r"_\d+$", "", found.name)))
+                if variable is not None and found.number > variable.number:
+                    self._averages.setdefault(variable, found)
 
     def _decay_now(self) -> float:
         if self._num_updates is None:

@@ -165,7 +165,7 @@ class CentralStorageStrategy(StrategyBase, Handle):
 
     def claim(self, average: ExponentialMovingAverage, name: str) -> str:
         """A name that no other moving average of this strategy has or had."""
-        names = itertools.chain([name], (f"{name}_{n}" for n in itertools.count(1)))
+        names = itertools.chain([name], (f"{name}.{n}" for n in itertools.count(1)))
         free = next(each for each in names if each not in self._claimed)
         self._claimed.add(free)
         self._averages[free] = average

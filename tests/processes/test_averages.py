@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,28 @@ def test_what_it_is_not_for(strategy: cs.CentralStorageStrategy) -> None:
         ExponentialMovingAverage(1.5)
     with pytest.raises(errors.ContextError, match="made in the script"):
         strategy.run(lambda: ExponentialMovingAverage(0.5) and None)
+
+
+def test_a_new_variable_of_an_old_name_has_an_average_of_its_own(strategy: cs.CentralStorageStrategy) -> None:
+    average = ExponentialMovingAverage(0.5)
+
+    def fresh(value: float) -> cs.Variable:
+        with strategy.scope():
+            made = cs.Variable(value, name="reused", aggregation=cs.VariableAggregation.ONLY_FIRST_REPLICA)
+        strategy.run(lambda: average.apply([made]))  # only the replicas know the average
+        return made
+
+    first = fresh(1.0)
+    name = first.name
+    del first
+    gc.collect()
+    second = fresh(7.0)
+    assert second.name == name
+    for _ in range(2):
+        strategy.run(lambda: average.apply([second]))
+    found = average.average(second)
+    assert found is not None
+    assert float(found) == 7.0
 
 
 def test_it_belongs_to_one_strategy(strategy: cs.CentralStorageStrategy) -> None:
