@@ -1,0 +1,23 @@
+"""The public API in a typed user's file: what type checkers make of the installed packages."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from tests.harness import processes
+
+_USER_FILE = Path(__file__).parent / "typing" / "user_file.py"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("mypy", "--strict", "--no-incremental"), ("pyright", "--pythonpath", sys.executable)],
+    ids=lambda c: c[0],
+)
+def test_a_typed_file_passes(command, tmp_path):
+    # Outside the repository, whose own settings are not the user's.
+    copy = tmp_path / "user_file.py"
+    copy.write_text(_USER_FILE.read_text())
+    checker, *options = command
+    ended = processes.run(sys.executable, "-m", checker, *options, str(copy), directory=tmp_path)
+    assert ended.code == 0, str(ended)
