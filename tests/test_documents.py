@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 from tests.harness.processes import ROOT, run
 
+import central_storage as cs
+
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md")])
+#: Named in docs/from-tensorflow.md as what is not there.
+OUT_OF_SCOPE = {"strategy.configure"}
 DECISIONS = sorted(ROOT.glob("docs/decisions/*.md"))
 
 
@@ -62,3 +66,16 @@ def test_a_decision_has_its_four_parts(decision: str) -> None:
 
 def test_decisions_are_numbered_without_a_gap() -> None:
     assert all(int(path.name[:4]) == number for path, number in zip(DECISIONS, count(1), strict=False))
+
+
+def test_names_that_are_said_to_take_the_place_of_tensorflows_exist() -> None:
+    text = (ROOT / "docs/from-tensorflow.md").read_text()
+    named = set(re.findall(r"`(?:cs|strategy)\.[A-Za-z_.0-9]*[A-Za-z0-9_]", text))
+    assert len(named) > 40
+    for name in sorted(named):
+        root, *path = name.strip("`").split(".")
+        found: object = cs if root == "cs" else cs.CentralStorageStrategy
+        if not path or name.strip("`") in OUT_OF_SCOPE:
+            continue
+        for part in path:
+            found = getattr(found, part)
