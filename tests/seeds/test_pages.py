@@ -156,7 +156,7 @@ def test_experimental_distribute_datasets_from_function(page: str, two: cs.Centr
 def test_distribute_datasets_from_function(page: str, two: cs.CentralStorageStrategy) -> None:
     _from_function(two, page, two.distribute_datasets_from_function)
     distributed = two.distribute_datasets_from_function(lambda context: cs.data.Dataset.range(4), options=None)
-    assert len(distributed.element_spec.specs) == 2
+    assert len(distributed.element_spec.values) == 2
 
 
 @on(R20, R22, R23)
@@ -300,7 +300,11 @@ def test_experimental_split_to_logical_devices(page: str, eight_logical_devices:
     with iterator:
         output = strategy.run(step_fn, args=(next(iterator),))
     np.testing.assert_array_equal(output, images)
-    for partition, word in (([1, 2, 4], "rank"), ([1, 2, 2, 1], "8 logical devices"), ([1, 8, 1, 1], "divisible")):
+    for partition, word in (
+        ([1, 2, 4], "each of 4 axes"),
+        ([1, 2, 2, 1], "8 devices"),
+        ([1, 8, 1, 1], "equal parts"),
+    ):
         with pytest.raises(ValueError, match=word):
             strategy.run(lambda: strategy.experimental_split_to_logical_devices(images, partition))  # noqa: B023
 
