@@ -245,6 +245,36 @@ def test_another_strategys_variable(two: cs.CentralStorageStrategy, own: cs.Cent
     assert float(v) == 2
 
 
+def test_dlpack_and_arrays_are_views_in_a_replica_and_copies_elsewhere(two: cs.CentralStorageStrategy) -> None:
+    v = made(two, np.arange(5, dtype=F32))
+
+    def step() -> Any:
+        view, shared = np.asarray(v), np.from_dlpack(v)
+        return np.shares_memory(view, shared), view.flags.writeable, shared.flags.writeable, v.numpy().flags.writeable
+
+    assert two.run(step) == (True, False, False, True)
+    copied = np.from_dlpack(v)
+    v.assign(np.zeros(5, F32))
+    assert copied.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_write_notes_of_steps_that_are_sent_ahead(two: cs.CentralStorageStrategy) -> None:
+    v = cs.Variable(np.zeros(2, F32))
+    table = made(two, np.zeros((50_000, 2), F32))
+
+    def step(batch: Any) -> Any:
+        before = v.numpy()[1]
+        v.assign_add(np.full(2, np.sum(batch), F32))
+        table.scatter_add(cs.IndexedSlices(np.full((20_000, 2), np.sum(batch), F32), np.arange(20_000)))
+        return before
+
+    batches = two.experimental_distribute_dataset(cs.data.Dataset.range(8).batch(2))
+    results = list(two.run_steps(step, batches))
+    assert [lists(result) for result in results] == [[0, 0], [1, 1], [6, 6], [15, 15]]
+    assert v.numpy().tolist() == [28, 28]
+    assert table.sparse_read([0, 19_999, 20_000]).tolist() == [[28, 28], [28, 28], [0, 0]]
+
+
 # --- how they end -----------------------------------------------------------------------------------------------------
 
 

@@ -225,6 +225,33 @@ def test_a_value_larger_than_a_frame_comes_by_the_arena(running: Service) -> Non
     np.testing.assert_array_equal(value_of(running.controller, variable.number), value)
 
 
+def test_rows_are_written_by_index(running: Service) -> None:
+    variable = create(running, "rows", np.zeros((3, 2), np.float32))
+    value, rows = np.array([[1, 1], [2, 2]], np.float32), np.array([2, 2])
+    for op, expected in [("scatter_add", [3, 3]), ("scatter_sub", [0, 0]), ("scatter_update", [2, 2])]:
+        write = m.Assign("01", next(_sequence), variable.number, op, array_of(value), array_of(rows))  # type: ignore[arg-type]
+        running.controller.ask(write, m.Done)
+        assert value_of(running.controller, variable.number).tolist() == [[0, 0], [0, 0], expected]
+
+
+def test_freed_memory_is_given_back_and_read_as_zeros(running: Service) -> None:
+    nbytes = 1 << 22
+    first = create(running, "freed", np.ones(4, np.uint16))
+    variable = running.controller.ask(
+        m.Create("01", next(_sequence), spec("much", "uint16", (nbytes // 2,)), None), m.Created
+    ).variable
+    there = running.supervisor.mapping("parameters/uint16").view(variable.array)
+    there[:] = 7
+    done = running.controller.ask(m.Free("01", next(_sequence), (variable.number, first.number)), m.Done)
+    assert done.number == 2
+    assert there[len(there) // 2] == 0  # whole pages were given back
+    small = spec("again", "uint16", (8,))
+    again = running.controller.ask(m.Create("01", next(_sequence), small, None), m.Created).variable
+    assert value_of(running.controller, again.number).tolist() == [0] * 8
+    refused = running.controller.ask(m.Get(9, (variable.number,), (), False), m.Refused)
+    assert "there is no variable" in refused.error.message
+
+
 def test_a_plan_larger_than_the_memory_is_refused(running: Service) -> None:
     create_huge = m.Create("01", next(_sequence), spec("huge", "uint8", (1 << 50,)), None)
     refused = running.controller.ask(create_huge, m.Refused)
