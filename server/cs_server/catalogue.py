@@ -150,13 +150,10 @@ class Catalogue:
             if other[0] == dtype and room and (other[1] + hole.nbytes == offset or other[1] == offset + room):
                 offset, room = min(offset, other[1]), room + hole.nbytes
                 del holes[other]
-        tail = slab.tail
-        if offset + room == tail:
-            tail = offset
-        elif room:
+        if room:  # at the tail, too: what lies beyond the tail is zero
             holes[dtype, offset] = Hole(room)
         self._tables.slabs[dtype] = replace(
-            slab, tail=tail, nbytes=slab.nbytes - nbytes, idle_nbytes=slab.idle_nbytes - idle_nbytes
+            slab, nbytes=slab.nbytes - nbytes, idle_nbytes=slab.idle_nbytes - idle_nbytes
         )
 
     def _hole_for(self, dtype: str, room: int) -> int | None:

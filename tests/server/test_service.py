@@ -236,16 +236,16 @@ def test_rows_are_written_by_index(running: Service) -> None:
 
 def test_freed_memory_is_given_back_and_read_as_zeros(running: Service) -> None:
     nbytes = 1 << 22
-    first = create(running, "freed", np.ones(4, np.uint16))
+    first = create(running, "freed", np.ones(4, np.float32))
     variable = running.controller.ask(
-        m.Create("01", next(_sequence), spec("much", "uint16", (nbytes // 2,)), None), m.Created
+        m.Create("01", next(_sequence), spec("much", "float32", (nbytes // 4,)), None), m.Created
     ).variable
-    there = running.supervisor.mapping("parameters/uint16").view(variable.array)
+    there = running.supervisor.mapping("parameters/float32").view(variable.array)
     there[:] = 7
     done = running.controller.ask(m.Free("01", next(_sequence), (variable.number, first.number)), m.Done)
     assert done.number == 2
     assert there[len(there) // 2] == 0  # whole pages were given back
-    small = spec("again", "uint16", (8,))
+    small = spec("again", "float32", (8,))
     again = running.controller.ask(m.Create("01", next(_sequence), small, None), m.Created).variable
     assert value_of(running.controller, again.number).tolist() == [0] * 8
     refused = running.controller.ask(m.Get(9, (variable.number,), (), False), m.Refused)
