@@ -93,7 +93,7 @@ def save(strategy: cs.CentralStorageStrategy, directory: str) -> None:
 
 def watch() -> dict[str, NDArray[Any]]:
     with cs.connect() as observer:
-        return {variable.name: observer.get(variable.name) for variable in observer.variables()}
+        return {record.spec.name: observer.get(record.spec.name) for record in observer.variables()}
 
 
 async def watch_too() -> int:
