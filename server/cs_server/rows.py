@@ -21,7 +21,7 @@ from .updates import Array, Rule
 __all__ = ["Merged", "apply_rows", "merge"]
 
 #: Elements of one piece: of a rule with three slots all arrays of a piece stay in the cache.
-_PIECE = 1 << 15
+_PIECE = 1 << 16
 
 Each: TypeAlias = Callable[[Callable[[Any], None], Sequence[Any]], None]
 """Does a piece of work for each of some items, in any order and by several threads."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,11 +48,12 @@ from cs_proto.messages import (
     Reduced,
     Refused,
     RunFinished,
+    SparseGradient,
     Token,
     Value,
     Variable,
 )
-from cs_server.events import Fill, MemoryAvailable, Send
+from cs_server.events import Apply, Commit, Fill, MemoryAvailable, Send
 
 W = lies("parameters/float32", 0)
 NONE, SUM, MEAN, ONLY_FIRST = range(4)
@@ -192,6 +194,55 @@ def test_the_first_apply_of_a_set_is_answered_at_once_and_committed_late() -> No
     assert step.operations[0].dense[0].slots == ("slots/1/m/float32", "slots/1/v/float32")  # type: ignore[union-attr]
     book.on(book.finished(), finished(commits=1))
     book.repeat_all()
+
+
+def rows(replica: int, count: int = 1, variable: int = 1, width: int = 2) -> SparseGradient:
+    """The gradient of some rows, in the replica's arena."""
+    arena = f"arena/{replica}"
+    return SparseGradient(variable, lies(arena, 0, (count, width)), lies(arena, 4096, (count,), "int64"))
+
+
+def test_sparse_gradients_are_applied_in_replica_order_and_their_slots_take_no_memory() -> None:
+    book = Playbook(2).begin().has(spec("table", (5, 2)), spec("b")).has_optimizer("Adam")
+    points = [replace(first_apply(0, 1, 2), sparse=(rows(replica, 3),)) for replica in (0, 1)]
+    book.on(asks(1, points[1]))
+    *_, fills = book.does(asks(0, points[0]))
+    assert isinstance(fills, Commit)
+    assert [fill.is_lazy for fill in fills.operations if isinstance(fill, Fill)] == [True, True, False, False]
+    book.on(book.finished())
+    book.on(returns(0, 1))
+    (step,) = book.does(returns(1, 1))
+    assert isinstance(step, Commit)
+    (apply,) = step.operations
+    assert isinstance(apply, Apply)
+    assert [part.ranges for part in apply.dense] == [((32, 33),)]
+    assert [(part.first, part.shape) for part in apply.sparse] == [(0, (5, 2))]
+    assert apply.sparse[0].gradients == tuple((p.sparse[0].values, p.sparse[0].indices) for p in points)
+    book.on(book.finished(), finished(commits=1))
+    book.repeat_all()
+
+
+def test_a_sparse_gradient_does_not_meet_a_dense_one() -> None:
+    book = Playbook(2).begin().has(spec("table", (5, 2))).has_optimizer()
+    book.on(asks(0, replace(first_apply(0, 1), sparse=(rows(0),))))
+    reason = r"replica 0 .* to 'table' \(rows of 'table'\) .*replica 1 .* to 'table' \("
+    told = {"ends_run": True}
+    book.on(
+        asks(1, first_apply(0, 1)),
+        to(w(0), PointFailed, MISMATCH, reason, **told),
+        to(w(1), PointFailed, MISMATCH, reason, **told),
+    )
+
+
+def test_a_sparse_gradient_that_does_not_fit_fails_alike_for_all() -> None:
+    book = Playbook(2).begin().has(spec("table", (5, 2))).has_optimizer()
+    book.on(asks(0, replace(first_apply(0, 1), sparse=(rows(0),))))
+    reason = r"sparse gradient of variable 'table' is float32\[1, 3\]; the variable is float32\[5, 2\]"
+    book.on(
+        asks(1, replace(first_apply(0, 1), sparse=(rows(1, width=3),))),
+        to(w(0), PointFailed, "cs.InvalidArgumentError", reason, ends_run=False),
+        to(w(1), PointFailed, "cs.InvalidArgumentError", reason, ends_run=False),
+    )
 
 
 def test_a_replica_that_knows_the_set_agrees_with_one_that_does_not() -> None:
