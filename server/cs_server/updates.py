@@ -10,7 +10,6 @@ compiler. `kernels` applies the rules, `rows` those of sparse gradients; the cat
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from inspect import signature
 from typing import Any, Literal, TypeAlias
 
@@ -354,17 +353,13 @@ _NOTHING = 2.0**-60
 
 
 def _nadam_product(beta_1: float, t: int) -> float:
-    """The product of Nadam's momenta of updates 1 to t."""
-    products = _nadam_products(beta_1)
-    while len(products) <= t and products[-1] > _NOTHING:
-        products.append(products[-1] * _nadam_mu(beta_1, len(products)))
-    return products[min(t, len(products) - 1)]
-
-
-@lru_cache(maxsize=64)
-def _nadam_products(beta_1: float) -> list[float]:
-    """What `_nadam_product` has worked out so far, from t = 0: the next update needs one factor more."""
-    return [1.0]
+    """The product of Nadam's momenta of updates 1 to t. The first are about a half: some sixty are all that count."""
+    product = 1.0
+    for update in range(1, t + 1):
+        product *= _nadam_mu(beta_1, update)
+        if product < _NOTHING:
+            break
+    return product
 
 
 def _adadelta_numbers(given: Hyperparameters, t: int) -> tuple[float, ...]:

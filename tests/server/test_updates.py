@@ -30,6 +30,7 @@ ALL = {
     "l2_shrinkage_regularization_strength": 0.03,
     "beta": 0.5,
 }
+SGDS = {"sgd", "sgd_momentum", "sgd_nesterov"}
 GRADIENTS = (2.0, -3.0, 0.5, 0.0, 1e-3, -0.25)
 
 
@@ -211,3 +212,81 @@ def test_reference_refuses() -> None:
         reference(RULES["sgd"], w.astype("int32"), [w], (), SGD, 1)
     with pytest.raises(InvalidArgumentError, match="sgd_momentum needs the hyperparameter 'momentum'"):
         reference(RULES["sgd_momentum"], w, [w], (w,), {"learning_rate": 1.0}, 1)
+
+
+@pytest.mark.parametrize("beta_1", [0.0, 0.9, 1 - 1e-12])
+def test_the_numbers_of_nadam_follow_from_the_step_alone(beta_1: float) -> None:
+    given, product = ALL | {"beta_1": beta_1}, 1.0
+    for t in range(1, 200):
+        mu, following = (beta_1 * (1 - 0.5 * 0.96 ** (0.004 * step)) for step in (t, t + 1))
+        product *= mu
+        rate_g, rate_m, *_ = RULES["nadam"].numbers(given, t)
+        assert rate_g == pytest.approx(0.03 * (1 - mu) / (1 - product), rel=1e-15)
+        assert rate_m == pytest.approx(0.03 * following / (1 - product * following), rel=1e-15)
+    assert RULES["nadam"].numbers(given, 1 << 60) == RULES["nadam"].numbers(given, 1 << 61)
+
+
+class _Formula:
+    """A rule on one number, in plain Python."""
+
+    def __init__(self) -> None:
+        self.w, self.state = 1.0, {"a": 0.0, "b": 0.0, "c": 0.0, "acc": 0.1}
+
+
+def _by_hand(kind: str, given: dict[str, float], t: int, g: float, f: _Formula) -> None:
+    """The table of what TensorFlow's v2 optimizers do, line by line."""
+    lr, s = given["learning_rate"], f.state
+    rho, mu, epsilon = given["rho"], given["momentum"], given["epsilon"]
+    b1, b2 = given["beta_1"], given["beta_2"]
+    if kind == "adagrad":
+        s["acc"] += g * g
+        f.w -= lr * g / (math.sqrt(s["acc"]) + epsilon)
+    elif kind.startswith("rmsprop"):
+        s["a"] = rho * s["a"] + (1 - rho) * g * g
+        s["c"] = rho * s["c"] + (1 - rho) * g
+        spread = s["a"] - s["c"] ** 2 if "centered" in kind else s["a"]
+        if "momentum" in kind:
+            s["b"] = mu * s["b"] + lr * g / math.sqrt(spread + epsilon)
+            f.w -= s["b"]
+        else:
+            f.w -= lr * g / (math.sqrt(spread) + epsilon)
+    elif kind.startswith("adamw"):
+        f.w -= lr * given["weight_decay"] * f.w
+        s["a"], s["b"] = b1 * s["a"] + (1 - b1) * g, b2 * s["b"] + (1 - b2) * g * g
+        s["c"] = max(s["c"], s["b"])
+        seen = s["c"] if "amsgrad" in kind else s["b"]
+        f.w -= lr * math.sqrt(1 - b2**t) / (1 - b1**t) * s["a"] / (math.sqrt(seen) + epsilon)
+    elif kind == "adamax":
+        s["a"], s["b"] = b1 * s["a"] + (1 - b1) * g, max(b2 * s["b"], abs(g))
+        f.w -= lr / (1 - b1**t) * s["a"] / (s["b"] + epsilon)
+    elif kind == "nadam":
+        mus = [b1 * (1 - 0.5 * 0.96 ** (0.004 * step)) for step in range(1, t + 2)]
+        past = math.prod(mus[:-1])
+        s["a"], s["b"] = b1 * s["a"] + (1 - b1) * g, b2 * s["b"] + (1 - b2) * g * g
+        hats = g / (1 - past), s["a"] / (1 - past * mus[-1]), s["b"] / (1 - b2**t)
+        f.w -= lr * ((1 - mus[-2]) * hats[0] + mus[-1] * hats[1]) / (math.sqrt(hats[2]) + epsilon)
+    elif kind == "adadelta":
+        s["a"] = rho * s["a"] + (1 - rho) * g * g
+        d = math.sqrt(s["b"] + epsilon) / math.sqrt(s["a"] + epsilon) * g
+        s["b"] = rho * s["b"] + (1 - rho) * d * d
+        f.w -= lr * d
+    else:
+        p = given["learning_rate_power"] if kind == "ftrl_power" else -0.5
+        l1, l2 = given["l1_regularization_strength"], given["l2_regularization_strength"]
+        n = s["acc"] + g * g
+        shrunk = g + 2 * given["l2_shrinkage_regularization_strength"] * f.w
+        s["a"] += shrunk - (n**-p - s["acc"] ** -p) / lr * f.w
+        q = n**-p / lr + 2 * (l2 + given["beta"] / (2 * lr))
+        f.w = (math.copysign(l1, s["a"]) - s["a"]) / q if abs(s["a"]) > l1 else 0.0
+        s["acc"] = n
+
+
+@pytest.mark.parametrize("name", sorted(set(RULES) - {"adam", "adam_amsgrad"} - SGDS))
+def test_the_other_rules_follow_their_formulas(name: str) -> None:
+    rule, by_hand = RULES[name], _Formula()
+    w = np.ones(3)
+    slots = tuple(np.full(3, value) for value in rule.initial(ALL))
+    for t, g in enumerate((2.0, -3.0, 0.5, 0.25, 1e-3, -0.25), 1):
+        reference(rule, w, [np.full(3, g)], slots, ALL, t)
+        _by_hand(name, ALL, t, g, by_hand)
+        np.testing.assert_allclose(w, by_hand.w, rtol=1e-12, atol=1e-12)
