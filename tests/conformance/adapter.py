@@ -34,7 +34,7 @@ def perform(case: Case, strategies: Sequence[cs.CentralStorageStrategy], make: M
     if case.kind == "training":
         return _training(own, **case.inputs)
     with ExitStack() as made:
-        made.callback(_leave_strategy)
+        made.callback(cs.experimental_set_strategy, None)  # a program may leave one set
 
         def strategy_of(n: int) -> cs.CentralStorageStrategy:
             return others.pop(next(i for i, other in enumerate(others) if other.num_replicas_in_sync == n))
@@ -46,11 +46,6 @@ def perform(case: Case, strategies: Sequence[cs.CentralStorageStrategy], make: M
         names = {**_NAMES, **inputs, "s": own, "S": strategy_of, "CSS": css, "__name__": "golden_program"}
         exec(compile(case.program, case.id, "exec"), names)
         return encode(names["result"])
-
-
-def _leave_strategy() -> None:
-    if cs.has_strategy():  # a program may leave one set
-        cs.experimental_set_strategy(None)
 
 
 # --- programs -------------------------------------------------------------------------------------------------------
@@ -189,19 +184,14 @@ _NAMES: dict[str, Any] = {
     "metric": metric,
     "ckpt_roundtrip": ckpt_roundtrip,
     "short": short,
+    "set_strategy": cs.experimental_set_strategy,
+    "InputContext": cs.InputContext,
+    "ValueContext": cs.ValueContext,
+    "InputOptions": cs.InputOptions,
+    "rows": cs.nn.embedding_lookup,
+    "average_loss": cs.nn.compute_average_loss,
+    "regularization_loss": cs.nn.scale_regularization_loss,
 }
-for _name, _public in {
-    "set_strategy": "experimental_set_strategy",
-    "InputContext": "InputContext",
-    "ValueContext": "ValueContext",
-    "InputOptions": "InputOptions",
-}.items():
-    if hasattr(cs, _public):
-        _NAMES[_name] = getattr(cs, _public)
-if hasattr(cs, "nn"):
-    _NAMES["rows"] = cs.nn.embedding_lookup
-    _NAMES["average_loss"] = cs.nn.compute_average_loss
-    _NAMES["regularization_loss"] = cs.nn.scale_regularization_loss
 
 
 # --- optimizers -----------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,10 +28,6 @@ pytestmark = [
 ]
 
 CASES = load()
-#: Cases that do not hold yet, and whose part they wait for.
-PENDING = {
-    line.split()[0]: line.split()[1] for line in Path(__file__).with_name("pending.txt").read_text().splitlines()
-}
 
 
 def test_every_case_is_run_or_left_out_for_a_reason() -> None:
@@ -44,7 +39,6 @@ def test_every_case_is_run_or_left_out_for_a_reason() -> None:
         NEEDS["batch_norm"]: 1,
     }
     assert [key for key in DECISIONS if not any(case.id.startswith(key) for case in CASES)] == []
-    assert PENDING.keys() <= {case.id for case in CASES if not case.left_out}
 
 
 class Pool:
@@ -87,16 +81,11 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
         yield Pool(request.param, cases, stack)
 
 
-def _marked(case: Case) -> Any:
-    marks = []
-    if case.left_out:
-        marks.append(pytest.mark.skip(case.left_out))
-    elif case.id in PENDING:
-        marks.append(pytest.mark.xfail(reason=f"pending: {PENDING[case.id]}"))
-    return pytest.param(case, marks=marks, id=case.id)
+def _parameter(case: Case) -> Any:
+    return pytest.param(case, id=case.id, marks=[pytest.mark.skip(case.left_out)] if case.left_out else [])
 
 
-@pytest.mark.parametrize("case", [_marked(case) for case in CASES])
+@pytest.mark.parametrize("case", [_parameter(case) for case in CASES])
 def test_case(pool: Pool, case: Case) -> None:
     strategies = pool.lend(case.strategies)
     if "raises" in case.answer:
@@ -108,7 +97,7 @@ def test_case(pool: Pool, case: Case) -> None:
         assert list(differences(case.answer["value"], got, tolerance)) == []
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in load_rules()])
+@pytest.mark.parametrize("case", [_parameter(case) for case in load_rules()])
 def test_rule(pool: Pool, case: Case) -> None:
     strategies = pool.lend(case.strategies)
     if "raises" in case.answer:
