@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 __all__ = ["Function", "Pickled", "function"]
 
 
 class Pickled(NamedTuple):
-    """A pickled function, the digest by which both ends know it, and the handles in it: held, so that what they stand
-    for is there for as long as it is sent."""
+    """A pickled function, the digest by which both ends know it, and the handles that it has met, by identity: held,
+    so that what they stand for is there for as long as it is sent."""
 
     data: bytes
     digest: bytes
-    handles: Sequence[object]
+    handles: dict[int, object]
 
 
 class Function:

@@ -406,20 +406,21 @@ class ServiceLink:
     def _pickle(self, function: Callable[..., Any]) -> Pickled:
         if isinstance(function, Function):
             return function.pickle_for(self, self._pickle)
-        handles: list[object] = []
-
-        def adopt(handle: Handle | Composite) -> tuple[str, int]:
-            handles.append(handle)
-            return self._adopt(handle)
-
-        data = dump_function(function, adopt)
+        handles: dict[int, object] = {}
+        data = dump_function(function, partial(self._adopt_into, handles))
         return Pickled(data, digest(data), handles)
+
+    def _adopt_into(self, handles: dict[int, object], handle: Handle | Composite) -> tuple[str, int]:
+        handles[id(handle)] = handle
+        return self._adopt(handle)
 
     def _send_run(self, series: Series, function: Callable[..., Any], arguments: Arguments) -> None:
         self._refuse_after_death()
-        data, name, _ = self._pickle(function)
+        data, name, handles = self._pickle(function)
+        # A frozen function lives on in the workers, where it may keep what it is given.
+        adopt = partial(self._adopt_into, handles) if isinstance(function, Function) else self._adopt
         # Placed when all is pickled: what is adopted meanwhile may be brought by way of the arena, too.
-        pickles = [dump_arguments(args, kwargs, self._adopt, _in_place) for args, kwargs in arguments]
+        pickles = [dump_arguments(args, kwargs, adopt, _in_place) for args, kwargs in arguments]
         self._runs += 1
         run, parts = (self._runs,), series.lookahead + 1
         series.number = series.number or run[0]

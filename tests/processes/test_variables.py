@@ -320,6 +320,20 @@ def test_functions_and_results_keep_variables(own: cs.CentralStorageStrategy) ->
     made(own, np.zeros(3, F32))
     assert lists(own.run(frozen)) == [[7, 7, 7]] * 2  # as it was frozen
 
+    kept: list[Any] = []
+
+    @cs.function
+    def keeping(argument: Any) -> Any:
+        kept.append(argument)
+        return kept[0].numpy()
+
+    given = [made(own, np.full(3, n, F32)) for n in range(2)]
+    for n in range(2):
+        assert lists(own.run(keeping, args=(given[n],))) == [[0, 0, 0]] * 2
+    given.clear()
+    made(own, np.full(3, 9, F32))
+    assert lists(own.run(keeping, args=(None,))) == [[0, 0, 0]] * 2
+
     def make() -> cs.Variable:
         return cs.Variable(np.ones(3, F32), aggregation=SUM)
 

@@ -259,7 +259,7 @@ class TokenController:
         if isinstance(function, Function):
             return function.pickle_for(self, self._pickle)
         data = dump_function(function, self._strategy.adopt)
-        return Pickled(data, digest(data), ())
+        return Pickled(data, digest(data), {})
 
     def _run(
         self, token: _Held, pickled: Pickled, frozen: bool, pickles: Sequence[tuple[bytes, tuple[Array, ...]]]
