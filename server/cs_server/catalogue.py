@@ -441,7 +441,8 @@ class Catalogue:
             raise MemoryPlanError(
                 f"{what}: {nbytes} bytes planned {purpose} beside {promised} bytes promised to gradient buffers of "
                 f"other variables, {available} bytes available; use smaller or fewer variables, fewer replicas, or "
-                "give the service more memory"
+                "give the service more memory; a table that gets sparse gradients only needs no gradient buffers if it "
+                "is made with trainable=False"
             )
 
     # --- names, numbers, ranges ---------------------------------------------------------------------------------------
