@@ -115,26 +115,27 @@ def digits_step(strategy: cs.CentralStorageStrategy) -> Case:
         optimizer = cs.optimizers.Adam(**ADAM)
 
     @cs.function
-    def step(batch: tuple[np.ndarray, np.ndarray], rows: int) -> np.float32:
+    def step(batch: tuple[np.ndarray, np.ndarray, np.ndarray]) -> np.float32:
         gradients = cs.gradient_buffers(variables)
-        loss = digits.loss_and_gradients(*batch, rows, [np.asarray(v) for v in variables], gradients)
+        loss = digits.loss_and_gradients(*batch, [np.asarray(v) for v in variables], gradients)
         optimizer.apply_gradients(zip(gradients, variables, strict=True))
         return loss
 
-    [batch] = strategy.experimental_distribute_dataset([(x, y)])
+    whole = digits.with_weights(x, y)
+    [batch] = strategy.experimental_distribute_dataset([whole])
     parameters = [value.copy() for value in initial]
     gradients = [np.empty_like(value) for value in initial]
     apply = _plain_adam(parameters)
 
     def plain() -> None:
-        digits.loss_and_gradients(x, y, BATCH, parameters, gradients)
+        digits.loss_and_gradients(*whole, parameters, gradients)
         apply(gradients)
 
     return Case(
         "digits, 64-256-10, batch 128, Adam",
         "steps/s",
         [
-            Side("service", lambda: 1 / seconds_each(REPEATS, lambda: strategy.run(step, args=(batch, BATCH)))),
+            Side("service", lambda: 1 / seconds_each(REPEATS, lambda: strategy.run(step, args=(batch,)))),
             Side("NumPy, one process", lambda: 1 / seconds_each(REPEATS, plain)),
         ],
     )
