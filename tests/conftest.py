@@ -10,6 +10,8 @@ import os
 import platform
 import secrets
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -26,6 +28,8 @@ from central_storage.diagnosis import configure_logging
 _directory = pytest.StashKey[Path]()
 _failed = pytest.StashKey[bool]()
 _LOG_LINES = 40
+#: The folders of tests that start servers or run updates.
+_NEEDS_KERNELS = {"conformance", "interop", "processes", "seeds", "server"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,6 +58,22 @@ def pytest_report_header() -> list[str]:
         f"python {platform.python_version()}, numpy {np.__version__}, pyzmq {zmq.__version__} over libzmq "
         f"{zmq.zmq_version()}, {os.cpu_count()} CPUs, GPU: {gpu or 'yes'}, time unit {unit():g} s"
     ]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Have the server's kernels compiled before the time of a test begins to run: on a machine that has none of them,
+    or after a change of them, that takes up to a minute. Each worker of xdist does its share; the first test begins
+    when all are ready."""
+    here = Path(__file__).parent
+    folders = {item.path.relative_to(here).parts[0] for item in session.items if item.path.is_relative_to(here)}
+    if session.config.option.collectonly or not folders & _NEEDS_KERNELS:
+        return
+    worker = getattr(session.config, "workerinput", {"workerid": "gw0", "workercount": 1})
+    share = (int(worker["workerid"].removeprefix("gw")), int(worker["workercount"]))
+    program = f"from cs_server import kernels; kernels.cache_directory() and kernels.load(share={share})"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    subprocess.run([sys.executable, "-c", program], env=environment, timeout=300, check=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -177,7 +177,7 @@ class StrategyBase:
         """
         context.require_cross_replica(self, "run_steps")
         series = self.series(lookahead)
-        check(fn, dataset, steps, kwargs, lookahead)
+        check(fn, dataset, self.num_replicas_in_sync, steps, kwargs, lookahead)
         given = dict(kwargs or {})
 
         def send(element: Any) -> None:

@@ -87,10 +87,15 @@ class _Distributed:
         refuse_in_replica("iterated")
         options = self._options
         ahead = options.experimental_per_replica_buffer_size if options.experimental_fetch_to_device else 0
-        return DistributedIterator(self._rounds(), lambda: self.element_spec, ahead, self._carrier)
+        return DistributedIterator(self._rounds(), lambda: self.element_spec, ahead, self._carrier, self._n)
 
     def _rounds(self) -> Iterator[Round]:
         raise NotImplementedError
+
+    @property
+    def replicas(self) -> int:
+        """Over how many replicas the elements are split."""
+        return self._n
 
     @property
     def _is_per_replica(self) -> bool:
@@ -224,7 +229,10 @@ class DistributedIterator:
         element_spec: Callable[[], Any],
         ahead: int = 0,
         carrier: FindCarriage = Carriage,
+        replicas: int = 1,
     ) -> None:
+        #: Over how many replicas the elements are split.
+        self.replicas = replicas
         self._rounds: Iterator[Round] | None = rounds
         self._spec = element_spec
         self._ahead = ahead

@@ -196,14 +196,19 @@ class LocalSeries:
         """Nothing is under way between two steps."""
 
 
-def check(fn: object, dataset: object, steps: object, kwargs: object, lookahead: object) -> None:
-    """Raise TypeError or InvalidArgumentError for what ``run_steps`` cannot work with."""
+def check(fn: object, dataset: object, replicas: int, steps: object, kwargs: object, lookahead: object) -> None:
+    """Raise TypeError or InvalidArgumentError for what ``run_steps`` over so many ``replicas`` cannot work with."""
     if not callable(fn):
         raise TypeError(f"fn must be callable, not {fn!r}")
     if not isinstance(dataset, DistributedDataset | DistributedFromFunction | DistributedIterator):
         raise TypeError(
             f"run_steps takes a distributed data set or an iterator of one, not a {type(dataset).__name__}; use "
             "strategy.experimental_distribute_dataset(dataset)"
+        )
+    if dataset.replicas != replicas:
+        raise InvalidArgumentError(
+            f"the data set is split over {dataset.replicas} replicas, this strategy has {replicas}; distribute it with "
+            "this strategy"
         )
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise TypeError(f"kwargs must be a mapping, not {type(kwargs).__name__}")

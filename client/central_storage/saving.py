@@ -97,6 +97,11 @@ class Status:
         self._expected = True
         return self
 
+    def __repr__(self) -> str:
+        if self.path is None:
+            return "<Status: there was no checkpoint>"
+        return f"<Status of {self.path}: {_difference(self.missing, self.unused) or 'nothing differs'}>"
+
     def __del__(self) -> None:
         if self.path is not None and not self._expected and (self.missing or self.unused):
             _log.warning("%s: %s", self.path, _difference(self.missing, self.unused))

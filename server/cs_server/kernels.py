@@ -2,7 +2,8 @@
 
 Owns the choice between the two, the check of everything that reaches compiled code, and the directory in which compiled
 code is kept between processes. It knows no variables, messages or commits: the engine's shell hands it arrays. numba is
-imported by `load` or by the first update, never by importing this module. What is kept is read by `load` alone.
+imported by `load` or by the first update, never by importing this module. What is kept is read by `load` alone: reading
+it is unpickling, which a server that serves never does.
 
 Updates of ranges that do not overlap may run in several threads at once: a kernel holds no lock, and not the GIL.
 """
@@ -13,11 +14,12 @@ import os
 import platform
 import stat
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +81,7 @@ def merge_kernel(dtype: np.dtype[Any]) -> Callable[..., int] | None:
     """The loop of `rows.merge` for this dtype; None where NumPy has to do it."""
     key = (_MERGE, dtype)
     if key not in _kernels and dtype.name in KERNEL_DTYPES:
-        _prepare(None, dtype, cache_directory())
+        _prepare(None, dtype, cache_directory(), is_serving=True)
     return _kernels.get(key)
 
 
@@ -92,25 +94,25 @@ class Loaded:
     directory: Path | None
 
 
-def load(run_directory: Path | None = None, compile_all: bool = False) -> Loaded:
+def load(run_directory: Path | None = None, share: tuple[int, int] | None = None) -> Loaded:
     """Make all kernels ready that the cache directory holds, and those of ``ALWAYS``, which are compiled where it does
     not hold them: no update with any of them compiles, unpickles or imports anything afterwards.
 
-    Another one is compiled by the first update that needs it, and kept for the next process; ``compile_all`` does it
-    now.
+    Another one is compiled by the first update that needs it, and kept for the next process. ``share`` (k, n) compiles
+    the k-th of n shares of all now, so that n processes, k from 0, make everything ready that updates may need.
     """
     begin = time.perf_counter()
     directory = cache_directory(run_directory)
     kept = [path.name for path in directory.rglob("*.nbi")] if directory is not None else []
     compiled = 0
-    for name in KERNEL_DTYPES:
-        dtype = np.dtype(name)
-        for rule in (None, *(rule for rule in RULES.values() if rule.is_compiled)):
-            key = (_MERGE if rule is None else rule.name, name)
-            if compile_all or key in ALWAYS or any(f".{'_'.join(key)}-" in file for file in kept):
-                compiled += _prepare(rule, dtype, directory)
-                if rule is not None:
-                    _try_out(rule, dtype)
+    rules = (None, *(rule for rule in RULES.values() if rule.is_compiled))
+    for number, (name, rule) in enumerate(product(KERNEL_DTYPES, rules)):
+        dtype, key = np.dtype(name), (_MERGE if rule is None else rule.name, name)
+        is_asked = key in ALWAYS or (share is not None and number % share[1] == share[0])
+        if is_asked or any(f".{'_'.join(key)}-" in file for file in kept):
+            compiled += _prepare(rule, dtype, directory, is_serving=False)
+            if rule is not None:
+                _try_out(rule, dtype)
     return Loaded(time.perf_counter() - begin, compiled, directory)
 
 
@@ -197,11 +199,11 @@ _building = threading.Lock()
 def _kernel(rule: Rule, dtype: np.dtype[Any]) -> Callable[..., None] | None:
     key = (rule.name, dtype)
     if key not in _kernels and rule.is_compiled and dtype.name in KERNEL_DTYPES:
-        _prepare(rule, dtype, cache_directory())
+        _prepare(rule, dtype, cache_directory(), is_serving=True)
     return _kernels.get(key)
 
 
-def _prepare(rule: Rule | None, dtype: np.dtype[Any], directory: Path | None) -> bool:
+def _prepare(rule: Rule | None, dtype: np.dtype[Any], directory: Path | None, is_serving: bool) -> bool:
     """Whether something had to be compiled: the kernel of a rule or, None, that of sparse gradients."""
     from cs_server import fused  # imports numba
 
@@ -216,17 +218,34 @@ def _prepare(rule: Rule | None, dtype: np.dtype[Any], directory: Path | None) ->
             _kernels[key] = None
             return False
         try:
-            kernel, is_compiled = build(directory)
+            kernel, is_compiled = _compile_apart(build, directory) if is_serving else build(directory)
         except Exception as error:  # damaged code can raise anything, and a defect of the kernel is raised again below
             if directory is None:
                 raise
             name = f"{key[0]}_{dtype.name}"
-            _logger.warning("compiling %s anew, its file in %s cannot be used: %r", name, directory, error)
+            _logger.warning("compiling %s anew, it cannot be kept or read in %s: %r", name, directory, error)
             for file in directory.rglob(f"*.{name}-*"):
                 file.unlink(missing_ok=True)
             kernel, is_compiled = build(None)
         _kernels[key] = kernel
         return is_compiled
+
+
+def _compile_apart(
+    build: Callable[[Path | None], tuple[Callable[..., Any], bool]], directory: Path | None
+) -> tuple[Callable[..., Any], bool]:
+    """Compile and keep without reading, though another process may have kept the same by now: numba reads the index of
+    what is kept also where it adds to it. So it adds to an empty directory, and the files are moved from there."""
+    if directory is None:
+        return build(None)
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix="compiling-") as name:
+        apart = Path(name)
+        built = build(apart)
+        for file in sorted(apart.rglob("*.nb?"), key=lambda file: file.suffix):  # .nbc, then the .nbi that names it
+            target = directory / file.relative_to(apart)
+            target.parent.mkdir(mode=0o700, exist_ok=True)
+            file.replace(target)
+        return built
 
 
 def _try_out(rule: Rule, dtype: np.dtype[Any]) -> None:

@@ -125,6 +125,7 @@ def test_what_differs_is_named_and_the_rest_restored(tmp_path: Path) -> None:
     a, c = Variable(0.0), Variable(9.0)
     status = Checkpoint(a=a, c=c).restore(path)
     assert (float(a), float(c), status.missing, status.unused) == (1.0, 9.0, ("c",), ("b",))
+    assert "it does not hold c; no object took b" in repr(status)
     with pytest.raises(CheckpointMismatchError, match="does not hold c"):
         status.assert_consumed()
     with pytest.raises(AssertionError, match="does not hold c"):

@@ -1,8 +1,8 @@
 """The server never unpickles what a peer sends: Python's own audit events say so over a whole training.
 
 A ``sitecustomize`` on PYTHONPATH installs an audit hook in every process of the service. numba loads its kept kernels
-through pickle; the server does that before it says that it is ready, so nothing may be recorded after that. The
-workers, which unpickle the user's function, show that the hook works.
+through pickle; the server does that before it says that it is ready, so nothing may be recorded after that, not even
+where an update needs one that was not there. The workers, which unpickle the user's function, show that the hook works.
 """
 
 from __future__ import annotations
@@ -47,10 +47,13 @@ def test_no_unpickling_after_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         with strategy.scope():
             v = cs.Variable(np.zeros((4, 3), np.float32), aggregation=cs.VariableAggregation.MEAN)
             optimizer = cs.optimizers.Adam(0.1)
+            table = cs.Variable(np.zeros((5, 2)))
+            rare = cs.optimizers.Adadelta(0.1)  # no service compiles it in advance
 
         def step(x: np.ndarray) -> dict[str, np.ndarray]:
             context = cs.get_replica_context()
             optimizer.apply_gradients([(np.ones((4, 3), np.float32), v)])
+            rare.apply_gradients([(cs.IndexedSlices(np.ones((2, 2)), [1, 3]), table)])
             total = context.all_reduce("SUM", x)
             context.merge_call(lambda strategy, value: v.assign(np.zeros((4, 3), np.float32)), args=(x,))
             v.assign_add(np.ones((4, 3), np.float32))

@@ -319,9 +319,12 @@ def test_what_cannot_be_sent_comes_out_at_its_element(two: cs.CentralStorageStra
 
 
 def test_where_it_makes_no_sense(two: cs.CentralStorageStrategy, batches: Any) -> None:
+    of_one = cs.get_strategy().experimental_distribute_dataset([np.ones(4)])
     for wrong, kind, words in [
         (lambda: two.run_steps(3, batches), TypeError, "fn must be callable"),  # type: ignore[arg-type]
         (lambda: two.run_steps(float_sum, [1]), TypeError, "experimental_distribute_dataset"),  # type: ignore[arg-type]
+        (lambda: two.run_steps(float_sum, of_one), ValueError, "split over 1 replicas, this strategy has 2"),
+        (lambda: two.run_steps(float_sum, iter(of_one)), ValueError, "distribute it with this strategy"),
         (lambda: two.run_steps(float_sum, batches, -1), ValueError, "steps must not be negative"),
         (lambda: two.run_steps(float_sum, batches, True), TypeError, "steps must be an int"),
         (lambda: two.run_steps(float_sum, batches, lookahead=-1), ValueError, "lookahead must not be negative"),

@@ -325,6 +325,39 @@ def test_what_an_update_needed_is_kept_and_read_before_anything_is_served(home: 
     assert (compiled, events) == (0, [])
 
 
+OTHER = """
+import numpy as np
+from cs_server import kernels
+from cs_server.updates import RULES
+arrays = [np.ones(4) for _ in range(3)]
+HYPERPARAMETERS = {"learning_rate": 0.5, "epsilon": 0.5}
+kernels.apply_dense(RULES["adagrad"], np.array([[0, 4]]), *arrays[:1], (arrays[1],), (arrays[2],), HYPERPARAMETERS, 1)
+kernels.merge_kernel(np.dtype("float64"))
+"""
+
+
+def test_what_another_process_keeps_meanwhile_is_not_read(tmp_path: Path) -> None:
+    """Reading compiled code is unpickling, and a server that serves does none of it."""
+    meanwhile = f"""
+import json, subprocess, sys
+import numpy as np
+from cs_server import kernels
+kernels.load()
+subprocess.run([sys.executable, "-c", {OTHER!r}], check=True)
+seen = []
+sys.addaudithook(lambda event, arguments: seen.append(event))
+exec({OTHER!r})
+events = sorted(event for event in set(seen) if event.startswith("pickle"))
+print(json.dumps([0, str(kernels.cache_directory()), events, arrays[0].tolist()]))
+"""
+    [(_, directory, events, values)] = outcomes(start(tmp_path, meanwhile))
+    assert events == []
+    assert values == [1 - 0.5 / (np.sqrt(2) + 0.5)] * 4
+    for name in (".adagrad_float64-", ".merge_float64-"):
+        assert [path for path in Path(directory).rglob("*.nbi") if name in path.name]
+    assert os.listdir(Path(directory).parent) == [Path(directory).name]
+
+
 def test_damaged_code_is_compiled_anew(home: Path) -> None:
     directory = next((home / "central-storage").iterdir())
     damaged = [path for path in directory.rglob("*.nbc") if ".adam_float32-" in path.name]
