@@ -288,9 +288,13 @@ class ReplicaContext:
         Arguments arrive regrouped: arrays as PerReplica, what is the same on all replicas bare. Returns this replica's
         share of the result. Every replica must make the same number of calls, else MergeMismatchError. In the default
         context ``merge_fn`` gets the arguments as they are. Raises ContextError where this context is not the current
-        one of this thread.
+        one of this thread, TypeError where ``merge_fn`` is no function and ``args`` no list or tuple.
         """
         self._check_current("merge_call")
+        if not callable(merge_fn):
+            raise TypeError(f"merge_fn must be callable, not {merge_fn!r:.100}")
+        if not isinstance(args, list | tuple):
+            raise TypeError(f"args must be a list or tuple, not {type(args).__name__}; for one: args=(x,)")
         if self._backend is None:
             with enter_cross_replica(self._strategy):
                 return merge_fn(self._strategy, *args, **(kwargs or {}))

@@ -17,7 +17,7 @@ from cs_proto.errors import ContextError, InvalidArgumentError
 from . import context, nest
 from .dataset import Dataset, numpy_dataset
 from .deprecated import warn_deprecated
-from .devices import canonical
+from .devices import existing
 from .values import (
     DistributedValues,
     IndexedSlices,
@@ -187,8 +187,12 @@ class StrategyExtended:
         return _nothing()
 
     def non_slot_devices(self, var_list: Iterable[Variable]) -> Variable:
-        """The variable with the smallest name, beside which an optimizer's own state lies."""
-        return min(var_list, key=lambda var: var.name)
+        """The variable with the smallest name, beside which an optimizer's own state lies. Raises InvalidArgumentError
+        (a ValueError) for no variables."""
+        variables = list(var_list)
+        if not variables:
+            raise InvalidArgumentError("extended.non_slot_devices needs at least one variable")
+        return min(variables, key=lambda var: var.name)
 
     # --- data sets and devices ----------------------------------------------------------------------------------
 
@@ -260,7 +264,7 @@ def _check_destination(destinations: Any) -> None:
     if isinstance(destinations, list | tuple):
         raise AssertionError("destinations is one device, array, variable or PerReplica, not a list of them")
     if isinstance(destinations, str):
-        canonical(destinations)
+        existing(destinations)
     elif not isinstance(destinations, DistributedValues | IndexedSlices) and not hasattr(destinations, "__array__"):
         raise InvalidArgumentError(
             f"destinations is a device, array, variable or PerReplica, not {destinations!r:.200}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, NamedTuple
 
 __all__ = ["Function", "Pickled", "function"]
@@ -27,10 +28,24 @@ class Function:
             raise TypeError(f"cs.function takes a function, not {python_function!r}")
         self.python_function = python_function
         functools.update_wrapper(self, python_function)
+        self._key = f"cs.function {getattr(python_function, '__qualname__', '')}"
         self._pickles: weakref.WeakKeyDictionary[object, Pickled] = weakref.WeakKeyDictionary()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.python_function(*args, **kwargs)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._key = f"cs.function {owner.__module__}.{owner.__qualname__}.{name}"
+
+    def __get__(self, instance: object, owner: type | None = None) -> Function:
+        """As a method: one function for each object, kept in its ``__dict__`` to live as long as it."""
+        if instance is None:
+            return self
+        method = MethodType(self.python_function, instance)
+        bound = vars(instance).get(self._key)
+        if not isinstance(bound, Function) or bound.python_function != method:  # a copy of an object has that one's
+            bound = vars(instance)[self._key] = Function(method)
+        return bound
 
     def pickle_for(self, owner: object, dump: Callable[[Callable[..., Any]], Pickled]) -> Pickled:
         """The pickle that ``owner`` (a service) sends: made at its first call, the same ever after."""
@@ -44,7 +59,8 @@ class Function:
 
 def function(fn: Callable[..., Any]) -> Function:
     """Decorate a replica function: captured values are those of the first ``run`` of each strategy, the function is
-    sent once, and what it mutates lives in each worker until that worker is restarted.
+    sent once, and what it mutates lives in each worker until that worker is restarted. A method is one function for
+    each object, and ``self`` is a captured value.
 
     The counterpart of ``tf.function`` in the API pages; nothing is traced.
     """

@@ -107,7 +107,10 @@ class PerReplica(DistributedValues):
 
 
 class Mirrored(DistributedValues, NDArrayOperatorsMixin):
-    """The same value on every replica. Arithmetic and conversion to an array are those of component 0."""
+    """The same value on every replica. Arithmetic, indexing and conversion to an array are those of component 0."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._values[0][key]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self._values[0], dtype=dtype) if copy else np.asarray(self._values[0], dtype=dtype)
@@ -242,7 +245,8 @@ def convert_to_tensor(value: Any, dtype: Any = None) -> np.ndarray:
     """
     array = _array_of(value)
     if array.dtype.kind not in "biufcUS":
-        raise InvalidArgumentError(f"{value!r:.200} cannot become an array of numbers, bools or strings")
+        hint = "; if its objects are texts, use astype(str)" if isinstance(value, np.ndarray) else ""
+        raise InvalidArgumentError(f"{value!r:.200} cannot become an array of numbers, bools or strings{hint}")
     untyped = _is_untyped(value)
     if dtype is not None:
         return _cast(array, np.dtype(dtype), anything=untyped and array.size == 0)

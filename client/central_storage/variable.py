@@ -66,7 +66,7 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
     When nobody in the script holds it any more, the server frees it before the strategy's next operation; one that an
     optimizer has updated, or that was made inside a replica, stays.
 
-    Raises InvalidArgumentError (a ValueError) for a value that does not fit, TypeError for an aggregation,
+    Raises InvalidArgumentError (a ValueError) for a value that does not fit, TypeError for a name, aggregation,
     synchronization or constraint that is not one, MemoryPlanError where the memory does not suffice.
     """
 
@@ -87,6 +87,8 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
             raise TypeError(f"synchronization must be a VariableSynchronization, not {synchronization!r}")
         if constraint is not None and not callable(constraint):
             raise TypeError(f"constraint must be a function of the value, not {constraint!r}")
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"name must be a str, not {name!r:.100}")
         value = _initial(initial_value, dtype)
         if shape is not None and tuple(shape) != value.shape:
             raise InvalidArgumentError(f"shape {tuple(shape)} was asked for, but the initial value has {value.shape}")
@@ -459,7 +461,7 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
             )
         if array.shape != shape:
             raise InvalidArgumentError(
-                f"{self.name}.{op}: the variable has shape {self.shape}, so the value has shape {shape}, not "
+                f"{self.name}.{op}: the variable has shape {self.shape}, so the value must have shape {shape}, not "
                 f"{array.shape}; there is no broadcasting"
             )
 
@@ -526,4 +528,6 @@ def _initial(initial_value: Any, dtype: Any) -> np.ndarray:
 
 
 def _refuse_in_place() -> NoReturn:
-    raise RuntimeError("`variable += value` looks like an update and is not one; use variable.assign_add(value)")
+    raise RuntimeError(
+        "`variable += value` and `out=variable` look like updates and are none; use variable.assign_add(value)"
+    )

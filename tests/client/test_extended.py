@@ -65,6 +65,7 @@ class TestReduceTo:
             (3, ValueError),
             ("", ValueError),
             ("nowhere", cs.errors.DeviceError),
+            ("gpu:9000", cs.errors.DeviceError),
         ],
     )
     def test_what_is_no_destination(
@@ -153,6 +154,8 @@ def test_variables_of_nobody(s: cs.CentralStorageStrategy) -> None:
     assert not s.extended.variable_created_in_scope(v)
     assert not s.extended.variable_created_in_scope(3)
     assert s.extended.non_slot_devices([v, cs.Variable(1.0, name="a")]).name == "a"
+    with pytest.raises(ValueError, match="at least one variable"):
+        s.extended.non_slot_devices([])
     assert s.extended.read_var(v) == 1
     assert s.extended.read_var(2.5).dtype == np.float32
     with pytest.raises(RuntimeError, match=r"scope\(\)"):

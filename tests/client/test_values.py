@@ -191,6 +191,7 @@ class TestDistributedValues:
         same(np.exp(mirrored * 0), [1, 1])
         same(np.asarray(mirrored), [1, 2])
         assert Mirrored([2, 2]) * 3 == 6
+        assert mirrored[1] == 2
 
 
 class TestConvertToTensor:

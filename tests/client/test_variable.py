@@ -139,6 +139,7 @@ def test_dtypes_of_initial_values(s: CentralStorageStrategy, value: Any, dtype: 
         (1.0, {"aggregation": 77}, TypeError, "must be a VariableAggregation"),
         (1.0, {"synchronization": "ON_READ"}, TypeError, "must be a VariableSynchronization"),
         (1.0, {"constraint": 3}, TypeError, "constraint must be a function"),
+        (1.0, {"name": 3}, TypeError, "name must be a str"),
     ],
 )
 def test_what_no_variable_is_made_of(

@@ -181,6 +181,32 @@ class TestCombining:
         assert alone.run(lambda x: x, args=(values,)) == [0]
 
 
+def test_a_method_may_be_frozen(pair: cs.CentralStorageStrategy) -> None:
+    class Model:
+        def __init__(self, scale: float) -> None:
+            self.scale = scale
+            self.w = cs.Variable(np.zeros(2), name="of a model")
+
+        @cs.function
+        def step(self, x: np.ndarray) -> np.ndarray:
+            self.w.assign_add(self.scale * x)
+            return self.w.numpy()
+
+    one, ten = Model(1.0), Model(10.0)
+    for model in (one, ten, one):
+        pair.run(model.step, args=(np.ones(2),))
+    one.scale = 100.0  # too late: it was sent
+    pair.run(one.step, args=(np.ones(2),))
+    np.testing.assert_array_equal((one.w.numpy(), ten.w.numpy()), ([6.0, 6.0], [20.0, 20.0]))
+
+
+def test_merge_call_says_what_it_takes(pair: cs.CentralStorageStrategy) -> None:
+    with pytest.raises(TypeError, match="merge_fn must be callable"):
+        pair.run(lambda: context().merge_call(3))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"args=\(x,\)"):
+        pair.run(lambda: context().merge_call(lambda strategy, x: x, 3))  # type: ignore[arg-type]
+
+
 def test_a_merge_function_has_the_whole_extended(pair: cs.CentralStorageStrategy) -> None:
     with pair.scope():
         v = cs.Variable(np.zeros(2, np.float32), name="merged")
