@@ -505,7 +505,13 @@ def constraints_after(pairs: Sequence[tuple[object, Variable]]) -> Callable[[obj
     def constrain(strategy: object) -> None:
         for _, variable in constrained:
             assert variable.constraint is not None
-            variable.assign(variable.constraint(variable.value()))
+            value = variable.constraint(variable.value())
+            try:
+                variable.assign(value)
+            except ValueError as error:
+                raise InvalidArgumentError(
+                    f"the constraint of {variable.name} gives what does not fit, after an update that stands: {error}"
+                ) from error
 
     return constrain
 

@@ -311,6 +311,16 @@ def test_a_callable_without_arguments_is_asked_before_every_run(s: CentralStorag
     assert dict(backend.optimizers[1].hyperparameters)["learning_rate"] == 0.25
 
 
+def test_a_learning_rate_that_is_no_number_names_its_optimizer(s: CentralStorageStrategy, backend: Backend) -> None:
+    optimizer = made(s, learning_rate=lambda step: 0.5 if step < 3 else "half")
+    backend.optimizers[1] = replace(backend.optimizers[1], iterations=3)
+    with pytest.raises(InvalidArgumentError, match="SGD: at step 3 the function that is its learning rate gave 'half'"):
+        s.run(lambda: None)
+    optimizer.learning_rate = 0.25
+    s.run(lambda: None)
+    assert dict(backend.optimizers[1].hyperparameters)["learning_rate"] == 0.25
+
+
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
@@ -382,6 +392,8 @@ def test_where_gradients_cannot_be_applied(s: CentralStorageStrategy, replica: C
         optimizer.apply_gradients(pairs)
     with replica(), pytest.raises(NotImplementedError, match="experimental_aggregate_gradients=False"):
         optimizer.apply_gradients(pairs, experimental_aggregate_gradients=False)
+    with replica(), pytest.raises(ContextError, match="made in the script, not by every replica"):
+        cs.optimizers.SGD(0.1)
     foreign = variable(strategy(Backend()), 2)
     with replica(), pytest.raises(ContextError, match="belongs to another strategy than optimizer SGD"):
         optimizer.apply_gradients([(np.ones(2, F32), foreign)])

@@ -92,6 +92,8 @@ class Optimizer(Handle):
         }
         self._rule = rule_of(self.kind, self._hyperparameters)
         if has_strategy():
+            if get_replica_context() is not None:
+                raise ContextError("an optimizer is made in the script, not by every replica; capture it")
             self.adopt(get_strategy())
 
     @classmethod
@@ -287,9 +289,16 @@ class Optimizer(Handle):
     def _rate_at(self, step: int) -> float:
         rate: Any = self._rate
         assert rate is not None
-        if not isinstance(rate, Schedule) and _takes_nothing(rate):
-            return float(rate())
-        return float(rate(step))
+        if isinstance(rate, Schedule):
+            return rate(step)
+        value = rate() if _takes_nothing(rate) else rate(step)
+        try:
+            return float(value)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgumentError(
+                f"{self.name}: at step {step} the function that is its learning rate gave {value!r:.80}, which is no "
+                "number; assign another to learning_rate"
+            ) from error
 
     def _schedule_record(self) -> Any:
         return self._rate.record() if isinstance(self._rate, Schedule) else None
