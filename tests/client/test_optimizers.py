@@ -259,7 +259,7 @@ def test_schedules(schedule: Any, rates: dict[int, float], s: CentralStorageStra
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: schedules.ExponentialDecay(0.1, 0, 0.5), "decay_steps of ExponentialDecay must be more than 0"),
+        (lambda: schedules.ExponentialDecay(0.1, 0, 0.5), "^ExponentialDecay: decay_steps of Exp"),
         (lambda: schedules.CosineDecay(float("inf"), 10), "must be finite"),
         (lambda: schedules.PiecewiseConstantDecay([1, 2], [1.0, 2.0]), "2 boundaries need 3 values, not 2"),
         (lambda: schedules.PiecewiseConstantDecay([2, 1], [1.0, 2.0, 3.0]), "must ascend"),
@@ -386,8 +386,9 @@ def test_missing_gradients_are_named_and_skipped(
 def test_where_gradients_cannot_be_applied(s: CentralStorageStrategy, replica: Callable[[], Any]) -> None:
     optimizer, w = made(s), variable(s, 2)
     pairs = [(np.ones(2, F32), w)]
-    with pytest.raises(ContextError, match="inside a replica function"):
-        optimizer.apply_gradients(pairs)
+    for call in (optimizer.apply_gradients, lambda given: cs.get_strategy().run(optimizer.apply_gradients, (given,))):
+        with pytest.raises(ContextError, match="inside a replica function of a CentralStorageStrategy"):
+            call(pairs)
     with s.scope(), pytest.raises(ContextError, match="inside a replica function"):
         optimizer.apply_gradients(pairs)
     with replica(), pytest.raises(NotImplementedError, match="experimental_aggregate_gradients=False"):

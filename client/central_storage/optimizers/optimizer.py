@@ -246,7 +246,12 @@ class Optimizer(Handle):
                 "experimental_aggregate_gradients=False is not served: gradients are always summed"
             )
         context = get_replica_context()
-        if context is None or not has_strategy():
+        if not has_strategy():
+            raise ContextError(
+                "the default strategy has no server, which applies the rules of optimizers: call apply_gradients "
+                "inside a replica function of a CentralStorageStrategy (strategy.run)"
+            )
+        if context is None:
             raise ContextError("apply_gradients must be called inside a replica function (strategy.run)")
         if self._strategy is not get_strategy():
             raise ContextError(f"optimizer {self.name} belongs to another strategy")

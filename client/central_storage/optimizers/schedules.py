@@ -34,7 +34,8 @@ class Schedule(LearningRateSchedule):
         try:
             self._record = ScheduleRecord(self.kind, tuple(float(number) for number in self._numbers()))
         except (LocalProtocolError, TypeError, ValueError, OverflowError) as error:
-            raise InvalidArgumentError(f"{self.kind}: {error}") from error
+            detail = str(error).removeprefix("Schedule: ")
+            raise InvalidArgumentError(f"{self.kind}: {detail}") from error
 
     def __call__(self, step: Any) -> float:
         """The learning rate of the update before which ``step`` have been made."""
