@@ -257,15 +257,14 @@ class StrategyBase:
     ) -> DistributedFromFunction:
         """Hand out the elements of ``dataset_fn(InputContext)`` in turn: each replica takes the next one.
 
-        ``dataset_fn`` is called once, now, in the default context (with ``InputReplicationMode.PER_REPLICA`` once for
-        each replica, which then keeps to that data set), and batches by the size for one replica. ``for`` drops a last
-        round in which not every replica gets an element; ``get_next_as_optional`` keeps it. Raises as
+        ``dataset_fn`` is called once, now, in the context of the caller (with ``InputReplicationMode.PER_REPLICA`` once
+        for each replica, which then keeps to that data set), and batches by the size for one replica. ``for`` drops a
+        last round in which not every replica gets an element; ``get_next_as_optional`` keeps it. Raises as
         :meth:`experimental_distribute_dataset`, and what ``dataset_fn`` raises.
         """
         refuse_in_replica("made")
         context.require_cross_replica(self, "distribute_datasets_from_function")
-        with context.enter_default():
-            return DistributedFromFunction(dataset_fn, self.num_replicas_in_sync, options, self.carrier)
+        return DistributedFromFunction(dataset_fn, self.num_replicas_in_sync, options, self.carrier)
 
     # --- the devices of one replica -----------------------------------------------------------------------------
 

@@ -38,7 +38,6 @@ __all__ = [
     "call_site",
     "current_replica",
     "enter_cross_replica",
-    "enter_default",
     "enter_replica",
     "experimental_set_strategy",
     "get_array_module",
@@ -153,24 +152,16 @@ def enter_cross_replica(strategy: Strategy) -> Iterator[Strategy]:
         _stack.entries.pop()
 
 
-@contextmanager
-def enter_default() -> Iterator[None]:
-    """The default context, as outside everything, for the length of the block."""
-    _stack.entries.append((_default[0].strategy, _default[0]))
-    try:
-        yield
-    finally:
-        _stack.entries.pop()
-
-
 class Scope(AbstractContextManager[S], Generic[S]):
-    """What ``strategy.scope()`` returns: the cross-replica context, refused where it makes no sense.
+    """What ``strategy.scope()`` returns: the cross-replica context, refused where it makes no sense. Of the default
+    strategy it is the default context, as outside everything.
 
     It may be entered again while it is entered, but not after it was left.
     """
 
     def __init__(self, strategy: S) -> None:
         self._strategy = strategy
+        self._entry = (strategy, _default[0] if strategy is _default[0].strategy else None)
         self._depth = 0
         self._is_left = False
 
@@ -183,14 +174,14 @@ class Scope(AbstractContextManager[S], Generic[S]):
                 raise ContextError("a scope cannot be entered inside a replica function; the replica is already in one")
             if replica is None and entered is not self._strategy:
                 raise ContextError("the scope of one strategy cannot be entered inside the scope of another")
-        _stack.entries.append((self._strategy, None))
+        _stack.entries.append(self._entry)
         self._depth += 1
         return self._strategy
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if not self._depth or not _stack.entries or _stack.entries[-1] != (self._strategy, None):
+        if not self._depth or not _stack.entries or _stack.entries[-1] != self._entry:
             raise ContextError("a scope is left that is not the innermost context of this thread")
         _stack.entries.pop()
         self._depth -= 1
@@ -310,13 +301,16 @@ class ReplicaContext:
         replicas or on none. Under one replica ``value`` comes back as it is. ``options`` changes nothing;
         ``experimental_hints`` is its older name.
 
-        Raises InvalidArgumentError (a ValueError) for shapes or dtypes that differ between replicas, NotATensorError (a
+        Raises InvalidArgumentError (a ValueError) for what is no op and for shapes or dtypes that differ between
+        replicas, StructureMismatchError (a RuntimeError and AssertionError) for nests that do, NotATensorError (a
         ValueError and AttributeError) for Python values, IndexError for an empty nest, ContextError where this
         context is not the current one of this thread.
         """
         if experimental_hints is not None:
             warn_deprecated(self._strategy, "experimental_hints", "options")
         self._check_current("all_reduce")
+        if not isinstance(reduce_op, ReduceOp | str):
+            raise InvalidArgumentError(f"a reduction is ReduceOp.SUM or ReduceOp.MEAN, not {reduce_op!r}")
         op = as_reduce_op(reduce_op)
         leaves = nest.flatten(value)
         if not leaves:
@@ -362,12 +356,12 @@ class ReplicaContext:
         if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
             raise NotImplementedError("all_gather of IndexedSlices; gather their values and indices")
         arrays = [_tensor(leaf, "all_gather") for leaf in leaves]
+        if self.num_replicas_in_sync == 1 or not arrays:
+            return value
         number = reduction.gather_axis(axis)
         for array in arrays:
             if not -array.ndim <= number < array.ndim:
                 raise InvalidArgumentError(f"all_gather over axis {number} of an array with {array.ndim} axes")
-        if self.num_replicas_in_sync == 1 or not arrays:
-            return value
         return nest.pack_sequence_as(value, self.backend.all_gather(number, arrays, call_site()))
 
     def _check_current(self, what: str) -> None:

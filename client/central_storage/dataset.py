@@ -262,7 +262,7 @@ class Dataset:
             stream,
             self._count(lambda n: n // size if drop_remainder else -(-n // size)),
             lambda: optree.tree_map(longer, plan.spec()),
-            lambda: streams.stack([plan.example()]),
+            lambda: streams.stack([plan.example()] * (size if drop_remainder else 1)),
         )
 
     def unbatch(self) -> Dataset:

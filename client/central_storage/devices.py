@@ -28,24 +28,24 @@ __all__ = [
 ]
 
 _DEVICE = re.compile(
-    r"(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?(?:/device:|/|device:)?(cpu|gpu):([0-9]{1,4})", re.IGNORECASE
+    r"(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?(?:/device:|/|device:)?(cpu|gpu)(?::([0-9]{1,4}))?", re.IGNORECASE
 )
 _UUID = re.compile(r"GPU UUID:\s*(\S+)")
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 def canonical(device: str) -> str:
-    """The short form of a device string.
+    """The short form of a device string; the number 0 may be left out.
 
-    >>> canonical("/gpu:1"), canonical("/job:localhost/replica:0/task:0/device:CPU:0")
-    ('gpu:1', 'cpu:0')
+    >>> canonical("/gpu:1"), canonical("/job:localhost/replica:0/task:0/device:CPU:0"), canonical("cpu")
+    ('gpu:1', 'cpu:0', 'cpu:0')
 
     Raises DeviceError for anything that does not name one device of this machine by kind and number.
     """
     match = _DEVICE.fullmatch(device) if isinstance(device, str) else None
     if match is None:
         raise DeviceError(f"{device!r:.100} is not a device of this machine; write cpu:0, /gpu:1 or a full name")
-    return f"{match[1].lower()}:{int(match[2])}"
+    return f"{match[1].lower()}:{int(match[2] or 0)}"
 
 
 def full_name(device: str) -> str:

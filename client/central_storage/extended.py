@@ -103,9 +103,9 @@ class StrategyExtended:
     ) -> Any:
         """Combine the components of ``value`` as ``strategy.reduce`` with ``axis=None``.
 
-        ``destinations``: a device string, an array or a variable (which is not written) for one array; a PerReplica
-        or Mirrored for a Mirrored with a copy per replica. ``options`` changes nothing; ``experimental_hints`` is its
-        older name.
+        ``destinations``: a device string, an array or a variable (which is not written) for one array; a PerReplica or
+        Mirrored for a Mirrored with a copy per replica, bare for one replica. ``options`` changes nothing;
+        ``experimental_hints`` is its older name.
 
         Raises AssertionError for a list of destinations, ValueError for none and for what is no destination,
         ContextError inside a replica or another strategy's scope, else as ``reduce``.
@@ -145,7 +145,7 @@ class StrategyExtended:
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """``tensor`` as an array or, where ``destinations`` is a PerReplica or Mirrored, a Mirrored with a copy per
-        replica. Python numbers come back as they are.
+        replica, bare for one replica. Python numbers come back as they are.
 
         Raises AssertionError for a list of destinations or None, ValueError for what is no destination, ContextError
         inside a replica or another strategy's scope.
@@ -272,7 +272,7 @@ def _check_destination(destinations: Any) -> None:
 
 
 def _deliver(value: Any, destinations: Any) -> Any:
-    if not isinstance(destinations, DistributedValues):
+    if not isinstance(destinations, DistributedValues) or len(destinations.values) == 1:
         return value
     return Mirrored([value, *(_copy(value) for _ in destinations.values[1:])])
 

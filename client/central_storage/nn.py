@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from cs_proto.errors import ContextError, InvalidArgumentError
+from cs_proto.reduction import mean_dtype
 
 from .context import get_array_module, get_strategy, in_cross_replica_context
 from .values import convert_to_tensor
@@ -18,14 +19,15 @@ __all__ = ["compute_average_loss", "embedding_lookup", "scale_regularization_los
 def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None) -> Any:
     """This replica's part of the mean loss of a global batch: ``sum(per_example_loss * sample_weight) / size``.
 
-    ``per_example_loss``: numbers of shape ``[rows, …]``; the result is a scalar of its dtype. ``sample_weight`` is a
-    scalar or of a shape that fits; weights do not enter the denominator. ``global_batch_size`` is the rows of all
-    replicas together; without it, this replica's rows times the number of replicas, which is right for even shares
-    only. Summed over the replicas (as gradients are) the parts make the mean of the whole batch. Nothing divided by a
-    size of 0 is 0.
+    ``per_example_loss``: numbers of shape ``[rows, …]``; the result is a scalar of its dtype, of integers float32 (8
+    and 16 bits) or float64. ``sample_weight`` is a scalar or of a shape that fits; weights do not enter the
+    denominator. ``global_batch_size`` is the rows of all replicas together; without it, this replica's rows times the
+    number of replicas, which is right for even shares only. Summed over the replicas (as gradients are) the parts make
+    the mean of the whole batch. Nothing divided by a size of 0 is 0.
 
-    Raises ValueError for a scalar loss, weights that do not fit, and a size that is no scalar, no integer or negative;
-    RuntimeError in a cross-replica context without ``global_batch_size``.
+    Raises ValueError for a scalar loss, losses that are no numbers, weights that do not fit, and a size that is no
+    scalar or negative; TypeError for a size that is no integer; RuntimeError in a cross-replica context without
+    ``global_batch_size``.
 
     >>> float(compute_average_loss([1.0, 2.0, 3.0], global_batch_size=4))
     1.5
@@ -34,6 +36,8 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     dtype = loss.dtype
     if loss.ndim == 0:
         raise InvalidArgumentError("per_example_loss needs at least one axis, the rows; this is a scalar")
+    if dtype.kind not in "iufc":
+        raise InvalidArgumentError(f"per_example_loss is of numbers, not {dtype}")
     if sample_weight is not None:
         weight = fit_weights(loss, _array(sample_weight))
         try:
@@ -44,7 +48,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
             ) from error
     size = _rows(loss) if global_batch_size is None else _size(global_batch_size)
     total = loss.sum(dtype=dtype)
-    return (total / size).astype(dtype) if size else total * 0
+    return (total / (size or 1)).astype(mean_dtype(dtype)) * bool(size)
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Any:
@@ -107,7 +111,9 @@ def _rows(loss: Any) -> int:
 
 def _size(global_batch_size: Any) -> int:
     size = convert_to_tensor(global_batch_size)
-    if size.ndim or size.dtype.kind not in "iu" or size < 0:
+    if size.dtype.kind not in "iu":
+        raise TypeError(f"global_batch_size is an integer, not {global_batch_size!r}")
+    if size.ndim or size < 0:
         raise InvalidArgumentError(f"global_batch_size is one integer, at least 0, not {global_batch_size!r}")
     return int(size)
 

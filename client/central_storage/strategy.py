@@ -21,6 +21,7 @@ from .base import StrategyBase
 from .composites import Composite
 from .handles import Handle, HandleTable, handle_id
 from .optimizers import Optimizer, optimizer_of
+from .options import ValueContext
 from .run_steps import LocalSeries
 from .series import Series
 from .variable import Variable
@@ -288,6 +289,10 @@ class DefaultStrategy(StrategyBase):
         ((args, kwargs),) = arguments
         with context.enter_replica(self, None):
             return [function(*args, **kwargs)]
+
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """``value_fn(ValueContext())`` as it is: there is one replica, and it is here."""
+        return value_fn(ValueContext())
 
     def series(self, lookahead: int) -> LocalSeries:
         """What carries out steps here, one after the other."""

@@ -107,7 +107,13 @@ class PerReplica(DistributedValues):
 
 
 class Mirrored(DistributedValues, NDArrayOperatorsMixin):
-    """The same value on every replica. Arithmetic, indexing and conversion to an array are those of component 0."""
+    """The same value on every replica. Arithmetic, indexing, attributes (``shape``, ``dtype`` …) and conversion to an
+    array are those of component 0."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._values[0], name)
 
     def __getitem__(self, key: Any) -> Any:
         return self._values[0][key]
@@ -214,13 +220,14 @@ def regroup(values: Sequence[Any], always_wrap: bool = False) -> Any:
 
 
 def select_replica(replica: int, structure: Any) -> Any:
-    """``structure`` as ``replica`` sees it: its own component of every PerReplica and Mirrored, all else unchanged."""
+    """``structure`` as ``replica`` sees it: its own component of every PerReplica and Mirrored, all else unchanged.
+    Raises IndexError where one has no component for ``replica``."""
 
     def select(leaf: Any) -> Any:
         if not isinstance(leaf, DistributedValues):
             return leaf
         if replica >= len(leaf.values):
-            raise InvalidArgumentError(f"replica {replica} has no component of a value with {len(leaf.values)}")
+            raise IndexError(f"replica {replica} has no component of a value with {len(leaf.values)}")
         return leaf.values[replica]
 
     return optree.tree_map(select, structure, none_is_leaf=True)
@@ -240,10 +247,12 @@ def convert_to_tensor(value: Any, dtype: Any = None) -> np.ndarray:
 
     Python numbers and lists of them: float becomes float32, int int32 (int64 where one does not fit), bool bool,
     complex complex128. With ``dtype``, an int may become a float but not the reverse (TypeError). Raises
-    :class:`InvalidArgumentError` for what is no array of numbers, bools or strings (None, dicts, uneven lists, a
-    PerReplica) and for integers that do not fit.
+    :class:`InvalidArgumentError` for what is no array of numbers, bools or strings (None, dicts, uneven lists, lists of
+    strings and numbers, a PerReplica) and for integers that do not fit.
     """
     array = _array_of(value)
+    if array.dtype.kind in "US" and isinstance(value, list | tuple) and not _is_text(value):
+        raise InvalidArgumentError(f"{value!r:.200} mixes strings and numbers, which no array holds")
     if array.dtype.kind not in "biufcUS":
         hint = "; if its objects are texts, use astype(str)" if isinstance(value, np.ndarray) else ""
         raise InvalidArgumentError(f"{value!r:.200} cannot become an array of numbers, bools or strings{hint}")
@@ -307,16 +316,21 @@ def reduce_components(op: ReduceOp, components: Sequence[Any]) -> Any:
 def reduce_values(op: ReduceOp | str, value: Any, axis: Any, n: int) -> Any:
     """What ``Strategy.reduce(op, value, axis)`` answers under ``n`` replicas.
 
-    ``axis=None`` combines the components of a PerReplica or Mirrored element by element; with an axis each component
-    is summed over it first and MEAN weighs all elements alike. A plain value under several replicas: SUM without an
-    axis is a ValueError (zero apart), with an axis it counts ``n`` times; MEAN without an axis is the value itself.
-    Raises as ``cs_proto.reduction`` does; a wrong ``op`` is an AssertionError without an axis.
+    ``axis=None`` combines the components of a PerReplica or Mirrored element by element; a single one comes back as it
+    is. With an axis the value is what each replica would see as an argument of ``run``: each sums its own over the axis
+    first, and MEAN weighs all elements alike. A plain value under several replicas: SUM without an axis is a ValueError
+    (zero apart), with an axis it counts ``n`` times; MEAN without an axis is the value itself. Raises as
+    ``cs_proto.reduction`` does, IndexError where a replica has no component; a wrong ``op`` is an AssertionError
+    without an axis.
     """
     op = asserted_reduce_op(op) if axis is None else as_reduce_op(op)
     if axis is not None:
-        return reduction.reduce_axis(_name(op), _axis_components(op, value, n), axis)
+        shares = [convert_to_tensor(select_replica(replica, value)) for replica in range(n)]
+        return reduction.reduce_axis(_name(op), shares, axis)
     if isinstance(value, DistributedValues):
-        return reduce_components(op, value.values)
+        if len(value.values) > 1:
+            return reduce_components(op, value.values)
+        value, n = value.values[0], 1
     if op is ReduceOp.MEAN:
         return value
     if n == 1:
@@ -333,13 +347,15 @@ def reduce_values(op: ReduceOp | str, value: Any, axis: Any, n: int) -> Any:
 def gather_values(value: Any, axis: Any, n: int) -> Any:
     """What ``Strategy.gather(value, axis)`` answers under ``n`` replicas: the components one after the other.
 
-    A plain value comes back as it is, whatever the axis. Bare IndexedSlices are a NotImplementedError; as components
-    they count as whole arrays. Raises as :func:`cs_proto.reduction.gather` does.
+    A plain value comes back as it is, whatever the axis, and so does a single component. Bare IndexedSlices are a
+    NotImplementedError; as components they count as whole arrays. Raises as :func:`cs_proto.reduction.gather` does.
     """
     if isinstance(value, IndexedSlices):
         raise NotImplementedError("gather of IndexedSlices; gather their values and indices, or to_dense() of them")
     if not isinstance(value, DistributedValues):
         return value
+    if len(value.values) == 1:
+        return value.values[0]
     return reduction.gather([convert_to_tensor(component) for component in value.values], axis)
 
 
@@ -385,14 +401,6 @@ def _name(op: ReduceOp) -> Literal["SUM", "MEAN"]:
     return "SUM" if op is ReduceOp.SUM else "MEAN"
 
 
-def _axis_components(op: ReduceOp, value: Any, n: int) -> list[np.ndarray]:
-    if not isinstance(value, DistributedValues):
-        return [convert_to_tensor(value)] * (n if op is ReduceOp.SUM else 1)
-    if len(value.values) < n:
-        raise IndexError(f"reduce over an axis needs a component for each of {n} replicas, not {len(value.values)}")
-    return [convert_to_tensor(component) for component in value.values[:n]]
-
-
 def _array_of(value: Any) -> np.ndarray:
     if isinstance(value, IndexedSlices):
         return value.to_dense()
@@ -411,6 +419,12 @@ def _is_untyped(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_untyped, value))
     return isinstance(value, int | float | complex) and not isinstance(value, np.generic)
+
+
+def _is_text(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_text, value))
+    return isinstance(value, str | bytes) or getattr(value, "dtype", np.dtype(object)).kind in "US"
 
 
 def _cast(array: np.ndarray, dtype: np.dtype[Any], anything: bool) -> np.ndarray:

@@ -20,6 +20,7 @@ from cs_proto.messages import AssignOp, VariableSpec, WriteOp
 from cs_proto.messages import Variable as VariableRecord
 from cs_proto.writing import write
 
+from . import nest
 from .context import call_site, current_replica, get_strategy, has_strategy
 from .devices import full_name
 from .handles import Handle
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
 __all__ = ["Variable", "constraints_after"]
 
 
+#: By kind of dtype: a Python number, whose dtype NumPy lets the other operand decide.
+_WEAK = {"i": 0, "f": 0.0, "c": 0j}
+
+
 class _Local:
     """The value of a variable that no strategy has adopted yet, and how often it was written. ``is_foreign``: what a
     replica has of another strategy's variable, which it may only read."""
@@ -52,11 +57,11 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
     """An array held once, by the server, and changed only there.
 
     Make it under ``strategy.scope()`` or inside a replica function. ``initial_value`` is an array, a number, a nest of
-    numbers or a callable that returns one; Python numbers become float32, int32, bool or complex128. ``dtype``
-    converts it, integers to floating point too but not the reverse (TypeError). ``shape``, where given, must be the
-    value's. ``aggregation`` says how assigns made by several replicas become one; ``synchronization`` is stored and
-    changes nothing. ``constraint`` is a function of the value, an array, to a value of its shape and dtype, which every
-    ``apply_gradients`` applies after its update.
+    numbers or a callable that returns one; Python numbers become float32, int32, bool or complex128. ``dtype`` converts
+    it, integers to floating point too but not the reverse (TypeError). ``shape``, where given, must be the value's.
+    ``aggregation`` says how assigns made by several replicas become one; None is NONE. ``synchronization`` is stored;
+    of ON_READ a variable is not ``trainable``, else it is unless said. ``constraint`` is a function of the value, an
+    array, to a value of its shape and dtype, which every ``apply_gradients`` applies after its update.
 
     Made outside every scope it is *local*: the value is held here until a strategy's ``run`` takes the variable along;
     from then on it belongs to that strategy. Assigns to it in replicas need no aggregation and no agreement: each
@@ -66,25 +71,32 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
     When nobody in the script holds it any more, the server frees it before the strategy's next operation; one that an
     optimizer has updated, or that was made inside a replica, stays.
 
-    Raises InvalidArgumentError (a ValueError) for a value that does not fit, TypeError for a name, aggregation,
-    synchronization or constraint that is not one, MemoryPlanError where the memory does not suffice.
+    Raises InvalidArgumentError (a ValueError) for a value that does not fit, for a synchronization that is not one and
+    for ON_READ with ``trainable``, TypeError for a name, aggregation or constraint that is not one, MemoryPlanError
+    where the memory does not suffice.
     """
 
     def __init__(
         self,
         initial_value: Any,
-        trainable: bool = True,
+        trainable: bool | None = None,
         name: str | None = None,
         dtype: Any = None,
         shape: tuple[int, ...] | None = None,
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
-        aggregation: VariableAggregation = VariableAggregation.NONE,
+        aggregation: VariableAggregation | None = VariableAggregation.NONE,
         constraint: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> None:
+        if aggregation is None:
+            aggregation = VariableAggregation.NONE
         if not isinstance(aggregation, VariableAggregation):
             raise TypeError(f"aggregation must be a VariableAggregation, not {aggregation!r}")
         if not isinstance(synchronization, VariableSynchronization):
-            raise TypeError(f"synchronization must be a VariableSynchronization, not {synchronization!r}")
+            raise InvalidArgumentError(f"synchronization must be a VariableSynchronization, not {synchronization!r}")
+        if trainable and synchronization is VariableSynchronization.ON_READ:
+            raise InvalidArgumentError("a variable with synchronization ON_READ is not trainable")
+        if trainable is None:
+            trainable = synchronization is not VariableSynchronization.ON_READ
         if constraint is not None and not callable(constraint):
             raise TypeError(f"constraint must be a function of the value, not {constraint!r}")
         if name is not None and not isinstance(name, str):
@@ -294,10 +306,18 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
         """NumPy's operators and ufuncs act on the value; a variable is never their output."""
         if any(isinstance(out, Variable) for out in kwargs.get("out", ())):
             _refuse_in_place()
-        arrays = [x.current() if isinstance(x, Variable) else x for x in inputs]
+        arrays = [x.current() if isinstance(x, Variable) else self._like(x) for x in inputs]
         if any(isinstance(x, DistributedValues) for x in arrays):
             return NotImplemented
         return getattr(ufunc, method)(*arrays, **kwargs)
+
+    def _like(self, other: Any) -> Any:
+        """``other`` as an operand: a list of Python numbers has no dtype of its own, as a Python number has none."""
+        if not isinstance(other, list | tuple):
+            return other
+        array = convert_to_tensor(other)
+        weak = array.dtype.kind in "ifc" and all(map(_is_python_number, nest.flatten(other)))
+        return array.astype(np.result_type(self._dtype, _WEAK[array.dtype.kind])) if weak else array
 
     def __dlpack__(self, **kwargs: Any) -> Any:
         """The value for torch, JAX and others: the read-only view is handed out where the consumer asks for no
@@ -531,6 +551,10 @@ def _initial(initial_value: Any, dtype: Any) -> np.ndarray:
     if not is_wire_dtype(dtype_name(array.dtype)) or array.dtype.kind in "US":
         raise InvalidArgumentError(f"a variable cannot have dtype {array.dtype}")
     return array
+
+
+def _is_python_number(value: object) -> bool:
+    return isinstance(value, int | float | complex) and not isinstance(value, np.generic)
 
 
 def _refuse_in_place() -> NoReturn:

@@ -14,6 +14,7 @@
     ├── MemoryPlanError          (MemoryError)   planned bytes exceed available bytes; nothing was touched
     ├── OutOfRangeError          (IndexError)    a data set iterator is exhausted
     ├── MergeMismatchError       (RuntimeError)  replicas disagree about what comes next
+    │   └── StructureMismatchError (AssertionError)  they combine nests of different structure
     ├── ReplicaLostError         (RuntimeError)  a process died during a run; says which updates stand
     ├── ShutdownError            (RuntimeError)  the strategy was shut down, or its service ended
     ├── NoAnswerError            (TimeoutError)  a service did not answer an observer in time
@@ -63,6 +64,7 @@ __all__ = [
     "ResultError",
     "ShippingError",
     "ShutdownError",
+    "StructureMismatchError",
     "UnbatchedDatasetError",
     "UsedScopeError",
     "code_of",
@@ -125,6 +127,10 @@ class OutOfRangeError(CentralStorageError, IndexError):
 
 class MergeMismatchError(CentralStorageError, RuntimeError):
     """Replicas of one run disagree about the next merge point, or one returned while others wait."""
+
+
+class StructureMismatchError(MergeMismatchError, AssertionError):
+    """Replicas of one run combine nests of different structure."""
 
 
 class ReplicaLostError(CentralStorageError, RuntimeError):
@@ -259,6 +265,7 @@ _OURS = (
     MemoryPlanError,
     OutOfRangeError,
     MergeMismatchError,
+    StructureMismatchError,
     ReplicaLostError,
     ShutdownError,
     NoAnswerError,

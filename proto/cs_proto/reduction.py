@@ -52,9 +52,9 @@ def reduce_axis(op: Op, components: Sequence[np.ndarray], axis: Axis) -> np.ndar
     sums: list[np.ndarray] = []
     length = 0
     for replica, array in enumerate(arrays):
-        axes = _axes(axis, array.ndim)
         if array.dtype.kind not in "iufc":
             raise TypeError(f"{op} over axis {axis} of {array.dtype} (component {replica}): only numbers can be added")
+        axes = _axes(axis, array.ndim)
         with np.errstate(over="ignore", invalid="ignore"):
             sums.append(np.asarray(array.sum(axis=axes, dtype=array.dtype)))
         length += math.prod(array.shape[a] for a in axes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from cs_proto.arrays import Array
-from cs_proto.errors import InvalidArgumentError, MergeMismatchError
+from cs_proto.errors import InvalidArgumentError, MergeMismatchError, StructureMismatchError
 from cs_proto.failures import error_of
 from cs_proto.messages import (
     ApplyPoint,
@@ -143,9 +143,17 @@ def mismatch(
                 f"brought {title(point, of_what(point))} and {done}" if point else f"{done} after {counted(count)}"
             )
         sentences.append(sentence)
-    return error_of(
-        MergeMismatchError(f"replicas do not meet at merge point {k}: {'; '.join(sentences)}"), merge_index=k
-    )
+    kind = StructureMismatchError if _differ_in_structure(awaited) else MergeMismatchError
+    return error_of(kind(f"replicas do not meet at merge point {k}: {'; '.join(sentences)}"), merge_index=k)
+
+
+def _differ_in_structure(points: Sequence[Point | ReadPoint | None]) -> bool:
+    """Whether all replicas want the same combination, but of nests that do not fit each other."""
+    wanted = {
+        point.op if isinstance(point, ReducePoint) else point.axis if isinstance(point, GatherPoint) else None
+        for point in points
+    }
+    return len(wanted) == 1 and None not in wanted
 
 
 def counted(count: int) -> str:
@@ -161,7 +169,7 @@ def verdict(failure: Failure | None, returned: Sequence[Error | None]) -> Error 
     """
     if failure is not None and failure.cause == "cancelled":
         return failure.error
-    echoes = {"cs.MergeMismatchError"}
+    echoes = {"cs.MergeMismatchError", "cs.StructureMismatchError"}
     if failure is not None and failure.cause == "lost":
         echoes.add("cs.ReplicaLostError")
     causes = [

@@ -171,6 +171,7 @@ class TestStages:
         assert make(5).batch(2).element_spec == TensorSpec((None,), INT64)
         assert make(5).batch(2, True).element_spec == TensorSpec((2,), INT64)
         assert make(5).batch(2, True).unbatch().element_spec == TensorSpec((), INT64)
+        assert make(5).batch(2, True).map(lambda x: x + 1).element_spec == TensorSpec((2,), INT64)
 
     def test_new_elements(self, make):
         d = make(3)

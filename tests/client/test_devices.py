@@ -22,6 +22,8 @@ from cs_proto.errors import DeviceError
         ("device:GPU:3", "gpu:3"),
         ("/job:localhost/replica:0/task:0/device:GPU:2", "gpu:2"),
         ("/job:localhost/cpu:1", "cpu:1"),
+        ("/cpu", "cpu:0"),
+        ("GPU", "gpu:0"),
     ],
 )
 def test_every_spelling_has_one_short_form(given: str, short: str) -> None:
@@ -29,7 +31,7 @@ def test_every_spelling_has_one_short_form(given: str, short: str) -> None:
     assert devices.canonical(devices.full_name(given)) == short
 
 
-@pytest.mark.parametrize("given", ["", "gpu", "cpu:", "cpu:-1", "tpu:0", "/job:worker/task:1/cpu:0", "cpu:0 ", 0, None])
+@pytest.mark.parametrize("given", ["", "gp", "cpu:", "cpu:-1", "tpu:0", "/job:worker/task:1/cpu:0", "cpu:0 ", 0, None])
 def test_what_is_no_device_is_refused_by_name(given: str) -> None:
     with pytest.raises(DeviceError, match="is not a device") as caught:
         devices.canonical(given)

@@ -53,8 +53,8 @@ class TestReduceTo:
         with pytest.raises(ValueError, match="count once"):
             s.extended.reduce_to("SUM", thing, "cpu:0")
         alone = cs.CentralStorageStrategy.from_backend(NOTHING, ["cpu:0"], "cpu:0")
-        (only,) = alone.extended.reduce_to("SUM", thing, cs.PerReplica([0])).values
-        np.testing.assert_array_equal(only, thing)
+        np.testing.assert_array_equal(alone.extended.reduce_to("SUM", thing, cs.PerReplica([0])), thing)
+        np.testing.assert_array_equal(alone.extended.broadcast_to(thing, cs.PerReplica([0])), thing)
 
     @pytest.mark.parametrize(
         ("destination", "kind"),

@@ -93,13 +93,25 @@ def test_the_dtype_is_the_losses() -> None:
         ([1.0, 2.0], [1.0, 2.0, 3.0], 4, "does not fit"),
         ([1.0, 2.0], [[1.0, 2.0], [1.0, 2.0]], 4, "a rank too many"),
         ([1.0], None, -1, "at least 0"),
-        ([1.0], None, 2.0, "one integer"),
+        ([True], None, 4, "of numbers"),
         ([1.0], None, [4], "one integer"),
     ],
 )
 def test_what_does_not_fit(losses: Any, weights: Any, size: Any, says: str) -> None:
     with pytest.raises(InvalidArgumentError, match=says):
         nn.compute_average_loss(losses, weights, size)
+
+
+@pytest.mark.parametrize("size", [2.0, "a"])
+def test_a_size_is_an_integer(size: Any) -> None:
+    with pytest.raises(TypeError, match="an integer"):
+        nn.compute_average_loss([1.0], None, size)
+
+
+@pytest.mark.parametrize(("dtype", "of_loss"), [(np.int8, np.float32), (np.int32, np.float64)])
+def test_integer_losses_have_a_fractional_mean(dtype: Any, of_loss: Any) -> None:
+    found = nn.compute_average_loss(np.array([1, 2], dtype), global_batch_size=2)
+    assert (found.dtype, float(found)) == (of_loss, 1.5)
 
 
 def test_rows_of_an_array() -> None:

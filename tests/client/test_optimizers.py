@@ -378,8 +378,9 @@ def test_missing_gradients_are_named_and_skipped(
             optimizer.apply_gradients([(None, w), (None, b)])
         with pytest.raises(ValueError, match="a variable appears twice"):
             optimizer.apply_gradients([(np.ones(2, F32), w), (np.ones(2, F32), w)])
-        with pytest.raises(TypeError, match="updates Variables, not ndarray"):
+        with pytest.raises(ValueError, match="updates Variables, not ndarray"):
             optimizer.apply_gradients([(np.ones(2, F32), np.ones(2))])
+        optimizer.apply_gradients([])
     assert [[number for _, number in dense] for _, dense, _ in backend.applied] == [[b.number]]
 
 
@@ -411,6 +412,7 @@ def test_slots_are_arrays_of_the_variables_shape(s: CentralStorageStrategy) -> N
     assert slot.assign(np.full((2, 3), 2, F32)) is slot
     assert np.asarray(slot).tolist() == slot.value().tolist() == slot.numpy().tolist() == [[2] * 3] * 2
     assert optimizer.get_slot(w, "m").numpy().tolist() == [[0] * 3] * 2
+    assert (slot + 1 - optimizer.get_slot(w, "m")).tolist() == [[3] * 3] * 2
     with pytest.raises(InvalidArgumentError, match="slot w/v is float32"):
         slot.assign(np.zeros((2, 3)))
     with pytest.raises(InvalidArgumentError, match="Adam has no slot 'momentum'; its slots: m, v, vhat"):

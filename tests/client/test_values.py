@@ -151,7 +151,7 @@ class TestDistributedValues:
         other = object()
         structure = {"a": [PerReplica([1, 2]), other], "b": Point(Mirrored([3, 3]), None)}
         assert select_replica(1, structure) == {"a": [2, other], "b": Point(3, None)}
-        with pytest.raises(ValueError, match="replica 2"):
+        with pytest.raises(IndexError, match="replica 2"):
             select_replica(2, structure)
 
     def test_local_results(self):
@@ -191,7 +191,9 @@ class TestDistributedValues:
         same(np.exp(mirrored * 0), [1, 1])
         same(np.asarray(mirrored), [1, 2])
         assert Mirrored([2, 2]) * 3 == 6
-        assert mirrored[1] == 2
+        assert (mirrored.shape, mirrored.dtype, mirrored[1]) == ((2,), np.float32, 2)
+        with pytest.raises(AttributeError):
+            _ = mirrored.nothing
 
 
 class TestConvertToTensor:
@@ -229,7 +231,7 @@ class TestConvertToTensor:
     def test_with_dtype(self, value, dtype):
         same(convert_to_tensor(value, dtype), value, dtype)
 
-    @pytest.mark.parametrize("value", [None, {}, {"a": 1}, [[1], [1, 2]], object(), 2**63, 2**70, [None]])
+    @pytest.mark.parametrize("value", [None, {}, {"a": 1}, [[1], [1, 2]], object(), 2**63, 2**70, [None], ["a", 1]])
     def test_no_arrays(self, value):
         with pytest.raises(InvalidArgumentError):
             convert_to_tensor(value)
@@ -287,6 +289,17 @@ class TestReduce:
         same(reduce_values("sum", f32([1, 2, 3], [], [4]), 0, 3), 10)
         same(reduce_values(SUM, PerReplica([0.25, 1.25]), None, 2), 1.5)
         same(reduce_values(SUM, Mirrored([np.float32(2)] * 3), None, 3), 6)
+
+    @pytest.mark.parametrize("op", [SUM, MEAN])
+    def test_one_component_comes_back_as_it_is(self, op):
+        same(reduce_values(op, PerReplica([np.int32([1, 2])]), None, 1), [1, 2], np.int32)
+        same(reduce_values(op, PerReplica([np.array([True])]), None, 1), [True], np.bool_)
+
+    def test_over_an_axis_each_replica_sums_what_it_would_see(self):
+        same(reduce_values(SUM, [f32(1, 2), np.float32(3)], 0, 2), 9)
+        same(reduce_values(MEAN, [f32(1, 2), np.float32(3)], 0, 2), 2.25)
+        with pytest.raises(TypeError, match="only numbers"):
+            reduce_values(SUM, True, 0, 2)
 
     def test_own_number_of_components_counts_without_an_axis(self):
         same(reduce_values(MEAN, f32(1, 2, 6), None, 2), 3)
@@ -350,6 +363,7 @@ class TestGather:
 
     def test_plain_values_come_back_whatever_the_axis(self):
         array = np.zeros(2)
+        assert gather_values(PerReplica([array]), 7, 1) is array
         assert gather_values(array, 7, 2) is array
         with pytest.raises(NotImplementedError):
             gather_values(slices([[1.0, 2.0]], [0]), 0, 2)

@@ -125,6 +125,12 @@ def test_dtypes_of_initial_values(s: CentralStorageStrategy, value: Any, dtype: 
         assert v.numpy().dtype == expected
 
 
+def test_on_read_is_not_trainable_and_no_aggregation_is_none(s: CentralStorageStrategy) -> None:
+    v = made(s, 1.0, synchronization=cs.VariableSynchronization.ON_READ, aggregation=None)
+    assert (v.trainable, v.aggregation) == (False, cs.VariableAggregation.NONE)
+    assert made(s, 1.0).trainable
+
+
 @pytest.mark.parametrize(
     ("value", "options", "kind", "pattern"),
     [
@@ -137,7 +143,8 @@ def test_dtypes_of_initial_values(s: CentralStorageStrategy, value: Any, dtype: 
         ([1.0, 2.0], {"shape": (3,)}, ValueError, r"shape \(3,\) was asked for"),
         (cs.PerReplica([1, 2]), {}, ValueError, "one value, not one per replica"),
         (1.0, {"aggregation": 77}, TypeError, "must be a VariableAggregation"),
-        (1.0, {"synchronization": "ON_READ"}, TypeError, "must be a VariableSynchronization"),
+        (1.0, {"synchronization": "ON_READ"}, ValueError, "must be a VariableSynchronization"),
+        (1.0, {"trainable": True, "synchronization": cs.VariableSynchronization.ON_READ}, ValueError, "not trainable"),
         (1.0, {"constraint": 3}, TypeError, "constraint must be a function"),
         (1.0, {"name": 3}, TypeError, "name must be a str"),
     ],
@@ -359,6 +366,8 @@ def test_arithmetic_is_that_of_the_value(s: CentralStorageStrategy) -> None:
     for v in (made(s, value), cs.Variable(value)):
         for got, expected in [
             (v + 1.0, value + 1),
+            (np.add(v, [1.0, 2.0]), value + F32([1, 2])),
+            (np.multiply([1, 2], v), value * F32([1, 2])),
             (2 - v, 2 - value),
             (v @ v, value @ value),
             (value @ v, value @ value),

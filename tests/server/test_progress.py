@@ -526,7 +526,6 @@ def test_the_token_is_replica_0s_to_give_back() -> None:
             asks(1, reduces(0, scalar(1), op="MEAN")),
             "all_reduce SUM .*; replica 1 waits at all_reduce MEAN",
         ),
-        (asks(0, reduces(0, scalar(1))), asks(1, reduces(0)), "all_reduce .*; .*all_reduce"),
         (asks(0, gathers(0, axis=0)), asks(1, gathers(0, axis=1)), "axis 0 .*; .*axis 1"),
         (asks(0, merge_calls(0)), asks(1, reduces(0)), r"merge_call \(train.py:40\); .*all_reduce"),
         (
@@ -562,6 +561,26 @@ def test_replicas_that_wait_at_different_points_are_told_where_each_is(first: An
     book.on(asks(0, reduces(1, scalar(1))), to(w(0), PointFailed, MISMATCH, why, k=1, ends_run=True))
     book.on(returns(0, 2, raises=MISMATCH, at=0))
     book.on(returns(1, 1, raises=MISMATCH, at=0), to(CONTROLLER, RunFinished, MISMATCH, why, commits=0))
+    book.repeat_all()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (reduces(0, scalar(1)), reduces(0), "all_reduce SUM of 1 array .*; .*all_reduce SUM of 0 arrays"),
+        (gathers(0, array(1)), gathers(0), "all_gather along axis 0 of 1 array .*; .* of 0 arrays"),
+    ],
+)
+def test_nests_that_do_not_fit_each_other_are_an_assertion_error_too(first: Any, second: Any, said: str) -> None:
+    book = Playbook(2).begin()
+    book.on(asks(0, first))
+    failed = [to(w(r), PointFailed, "cs.StructureMismatchError", said, ends_run=True) for r in (0, 1)]
+    book.on(asks(1, second), *failed)
+    book.on(returns(0, 1, raises="cs.StructureMismatchError", at=0))
+    book.on(
+        returns(1, 1, raises="cs.StructureMismatchError", at=0),
+        to(CONTROLLER, RunFinished, "cs.StructureMismatchError", said, commits=0),
+    )
     book.repeat_all()
 
 

@@ -230,11 +230,11 @@ class Optimizer(Handle):
     ) -> None:
         """Bring this replica's gradients: summed over the replicas, then one step of the rule for every variable.
 
-        Only inside a replica function. A gradient has its variable's shape and dtype, or is an IndexedSlices of rows
-        of it, on all replicas alike. Pairs whose gradient is None are dropped with a warning; none left is a
-        ValueError. Gradients that were computed into ``gradient_buffers`` are not copied. A variable's ``constraint``
-        is applied after the update, by replica 0, which commits. Averaging is the caller's business: divide the loss by
-        the global batch.
+        Only inside a replica function. A gradient has its variable's shape and dtype, or is an IndexedSlices of rows of
+        it, on all replicas alike. Pairs whose gradient is None are dropped with a warning; none left is a ValueError.
+        No pairs at all is no step. Gradients that were computed into ``gradient_buffers`` are not copied. A variable's
+        ``constraint`` is applied after the update, by replica 0, which commits. Averaging is the caller's business:
+        divide the loss by the global batch.
 
         Raises InvalidArgumentError (a ValueError) for a gradient that does not fit or names a row that is not there,
         ValueError for a variable that appears twice, NotImplementedError for
@@ -257,6 +257,8 @@ class Optimizer(Handle):
             raise ContextError(f"optimizer {self.name} belongs to another strategy")
         given = list(grads_and_vars)
         pairs = [(gradient, variable) for gradient, variable in given if gradient is not None]
+        if not given:
+            return
         if not pairs:
             raise ValueError(f"{self.name}.apply_gradients: every gradient is None, so nothing is left to apply")
         numbers = [self._checked(variable) for _, variable in pairs]
@@ -310,7 +312,9 @@ class Optimizer(Handle):
 
     def _own(self, variable: object) -> Variable:
         if not isinstance(variable, Variable):
-            raise TypeError(f"{self.name} updates Variables, not {type(variable).__name__}: pass (gradient, Variable)")
+            raise InvalidArgumentError(
+                f"{self.name} updates Variables, not {type(variable).__name__}: pass (gradient, Variable)"
+            )
         return variable
 
     def _checked(self, variable: object) -> int:

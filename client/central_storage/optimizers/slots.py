@@ -13,8 +13,9 @@ from cs_proto.errors import ContextError, InvalidArgumentError
 __all__ = ["Slot"]
 
 
-class Slot:
-    """One slot of one variable: an array of its shape and dtype, held by the server. Every read is a copy."""
+class Slot(np.lib.mixins.NDArrayOperatorsMixin):
+    """One slot of one variable: an array of its shape and dtype, held by the server. Every read is a copy, and so is
+    what operators take."""
 
     def __init__(self, optimizer: int, variable: Variable, slot: str) -> None:
         assert variable.strategy is not None
@@ -65,6 +66,12 @@ class Slot:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """A copy."""
         return np.asarray(self.value(), dtype)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        """NumPy's operators and ufuncs act on the value."""
+        return getattr(ufunc, method)(*[x.value() if isinstance(x, Slot) else x for x in inputs], **kwargs)
+
+    __hash__ = object.__hash__  # the operators compare values
 
     def __repr__(self) -> str:
         return f"<Slot {self.name!r} {self.dtype}{list(self.shape)}>"
