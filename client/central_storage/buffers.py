@@ -18,7 +18,9 @@ def gradient_buffers(variables: Sequence[Variable]) -> list[np.ndarray]:
     """Writable arrays of the variables' shapes and dtypes that lie where the server reads this replica's gradients.
 
     Compute into them (``np.matmul(x.T, d, out=buffer)``) and hand them to ``apply_gradients``: then nothing is copied.
-    Their content is undefined until written; after ``apply_gradients`` they are read-only. Only inside a replica.
+    Their content is undefined until written; after ``apply_gradients`` they are read-only. There are two for each
+    variable: who asks a third time in one run waits for the update by the first. Raises ContextError (a RuntimeError)
+    outside a replica and for variables of different strategies.
     """
     if not variables:
         return []

@@ -82,7 +82,10 @@ class Dataset:
 
     @staticmethod
     def range(*args: int) -> Dataset:
-        """The numbers of Python's ``range(*args)`` as int64 scalars."""
+        """The numbers of Python's ``range(*args)`` as int64 scalars.
+
+        Raises InvalidArgumentError (a ValueError) for a step of 0 and for more numbers than int64 counts.
+        """
         try:
             numbers = range(*args)
             len(numbers)
@@ -123,7 +126,7 @@ class Dataset:
     def zip(*datasets: Any) -> Dataset:
         """Elements together: ``zip(a, b)`` or ``zip((a, b))`` gives pairs, ``zip({"x": a, "y": b})`` dicts.
 
-        It ends with the shortest.
+        It ends with the shortest. Raises TypeError for what is no data set.
         """
         nest: Any = datasets[0] if len(datasets) == 1 else datasets
         parts, treespec = optree.tree_flatten(nest, none_is_leaf=True)
@@ -163,7 +166,10 @@ class Dataset:
         return self._pick(streams.Sliced(self.plan.stream, unwanted), self._count(lambda n: max(0, n - unwanted)))
 
     def shard(self, num_shards: int, index: int) -> Dataset:
-        """Every ``num_shards``-th element, beginning with number ``index``."""
+        """Every ``num_shards``-th element, beginning with number ``index``.
+
+        Raises InvalidArgumentError (a ValueError) for an ``index`` outside [0, num_shards).
+        """
         shards, start = _at_least(1, num_shards, "shard: num_shards"), _at_least(0, index, "shard: index")
         if start >= shards:
             raise InvalidArgumentError(f"shard: index {start} of {shards} shards; the last is {shards - 1}")
@@ -204,7 +210,10 @@ class Dataset:
         return self._derive(streams.Prefetched(self, 2 if size < 0 else size), self.plan.count) if size else self
 
     def concatenate(self, dataset: Dataset) -> Dataset:
-        """The elements of this data set, then those of ``dataset``, which have the same structure and dtypes."""
+        """The elements of this data set, then those of ``dataset``, which have the same structure and dtypes.
+
+        Raises TypeError for what is no data set or has another structure or dtypes.
+        """
         if not isinstance(dataset, Dataset):
             raise TypeError(f"concatenate needs a data set, not {dataset!r:.200}")
         spec = joined(self.plan.spec(), dataset.plan.spec())

@@ -161,7 +161,10 @@ class IndexedSlices:
         return self.values.dtype
 
     def to_dense(self) -> np.ndarray:
-        """The whole as a new array, zero where no row is named. Needs ``dense_shape`` and indices inside it."""
+        """The whole as a new array, zero where no row is named, of the dtype of ``values``.
+
+        Raises InvalidArgumentError (a ValueError) without ``dense_shape`` and for an index outside it.
+        """
         if self.dense_shape is None:
             raise InvalidArgumentError("IndexedSlices without dense_shape cannot become a whole array; give it one")
         values, indices = convert_to_tensor(self.values), convert_to_tensor(self.indices).astype(np.int64)

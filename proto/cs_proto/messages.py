@@ -550,7 +550,8 @@ class ReplicaStatistics(Record):
 
 @record(75)
 class Counters(Record):
-    """Reply to Statistics: what the server has done, and what each replica brought."""
+    """Reply to Statistics: what the server has done in ``uptime`` seconds, and what each replica brought. ``…_nbytes``
+    are the bytes of all variables and of the slots beside them."""
 
     request: int
     pid: int
