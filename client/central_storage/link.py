@@ -572,6 +572,8 @@ class ServiceLink:
         if numbers:
             sequence = self._next_sequence()
             self._ask(messages.Free(self._client, sequence, tuple(numbers)), sequence, messages.Done)
+            for socket in self._worker_sockets:
+                self._send(socket, messages.Forget(tuple(numbers)))
 
     def _describe_optimizer(self, number: int) -> messages.Described:
         sequence = self._next_sequence()

@@ -715,6 +715,14 @@ class Run(_OfStep):
                 self.refuse(f"a pickle is uint8[n], not {pickled.dtype}{list(pickled.shape)}")
 
 
+@record(95)
+class Forget(Record):
+    """The server has been told to free these variables. A worker forgets where they lie: what it has kept of one is no
+    handle of whatever lies there next."""
+
+    variables: tuple[int, ...]
+
+
 # --- the supervisor's socket (SOCK_SEQPACKET; no frames, so each record is one packet) -------------------------------
 
 

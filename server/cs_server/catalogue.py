@@ -450,7 +450,10 @@ class Catalogue:
     def _variable(self, number: int) -> Variable:
         variable = self._tables.variables.get(number)
         if variable is None:
-            raise InvalidArgumentError(f"there is no variable {number}; {self._inventory()}")
+            raise InvalidArgumentError(
+                f"there is no variable {number}, or no more: one that the script holds no handle of is freed; "
+                + self._inventory()
+            )
         return variable
 
     def _inventory(self) -> str:

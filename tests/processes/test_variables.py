@@ -343,6 +343,23 @@ def test_functions_and_results_keep_variables(own: cs.CentralStorageStrategy) ->
     assert own.statistics().variables == count  # replicas may still hold it
 
 
+def test_what_a_worker_keeps_of_a_freed_variable_is_not_the_next_one(own: cs.CentralStorageStrategy) -> None:
+    def keep(v: cs.Variable) -> Any:
+        import json  # lives on in the worker
+
+        if not hasattr(json, "kept"):
+            json.kept = v  # type: ignore[attr-defined]
+        return json.kept.numpy()  # type: ignore[attr-defined]
+
+    v = made(own, np.ones(3, F32))
+    assert lists(own.run(keep, args=(v,))) == [[1, 1, 1]] * 2
+    del v
+    w = made(own, np.full(3, 9, F32))
+    with pytest.raises(cs.errors.InvalidArgumentError, match=r"there is no variable 1, or no more: .* is freed"):
+        own.run(keep, args=(w,))
+    assert lists(own.run(lambda: w.numpy())) == [[9, 9, 9]] * 2
+
+
 def test_one_that_comes_back_is_not_freed(own: cs.CentralStorageStrategy) -> None:
     v = made(own, np.ones(3, F32))
 

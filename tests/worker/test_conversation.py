@@ -14,7 +14,7 @@ from cs_proto import messages
 from cs_proto.arrays import bytes_array
 from cs_proto.errors import PeerProtocolError, ReplicaLostError
 from cs_proto.failures import error_of
-from cs_proto.messages import Cancel, Committed, Died, Prepare, Refused, Run, RunId, StepFinished
+from cs_proto.messages import Cancel, Committed, Died, Forget, Prepare, Refused, Run, RunId, StepFinished
 from cs_proto.records import Record
 from cs_worker.conversation import Conversation, path_text
 from cs_worker.interrupts import Interrupts
@@ -23,6 +23,7 @@ from cs_worker.link import COLLEAGUE, SERVER, SUPERVISOR, Link
 CONTROLLER = b"cafe"
 HOLDER = b"t0.1"
 PREPARE = Prepare(("/here",), "/here")
+FORGET = Forget((3, 5))
 
 
 class PlayedLink:
@@ -90,8 +91,9 @@ def refusals(played: Played) -> list[bytes]:
 
 
 def test_work_of_the_controller_comes_in_order(played: Played) -> None:
-    played.comes((CONTROLLER, PREPARE), (CONTROLLER, run(1)))
+    played.comes((CONTROLLER, PREPARE), (CONTROLLER, FORGET), (CONTROLLER, run(1)))
     assert played.conversation.next_work() == (CONTROLLER, PREPARE)
+    assert played.conversation.next_work() == (CONTROLLER, FORGET)
     assert played.conversation.next_work() == (CONTROLLER, run(1))
 
 
@@ -104,7 +106,7 @@ def test_work_that_comes_during_a_run_waits_for_its_end(played: Played) -> None:
 
 
 @pytest.mark.parametrize("sender", [HOLDER, b"oabc", b"w1.1", b"\0\1\2\3\4", b"x"])
-@pytest.mark.parametrize("record", [run(1), PREPARE, Cancel((1,))], ids=["run", "prepare", "cancel"])
+@pytest.mark.parametrize("record", [run(1), PREPARE, FORGET, Cancel((1,))], ids=["run", "prepare", "forget", "cancel"])
 def test_work_of_others_is_refused(
     played: Played, sender: bytes, record: Record, caplog: pytest.LogCaptureFixture
 ) -> None:

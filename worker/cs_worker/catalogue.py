@@ -1,12 +1,14 @@
 """What this worker knows of variables and optimizers, and its views of the server's memory.
 
-Where a variable lies is the server's word and does not change, so it is asked for once; how things stand (versions,
-iterations, hyperparameters) is asked for every time. The handles that came from elsewhere are kept, too: a captured
-variable would otherwise be asked for anew by every run. Used by the replica, the token holder and the loop.
+Where a variable lies is the server's word and does not change until it is freed, so it is asked for once; how things
+stand (versions, iterations, hyperparameters) is asked for every time. The handles that came from elsewhere are kept,
+too: a captured variable would otherwise be asked for anew by every run. Used by the replica, the token holder and the
+loop.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -66,6 +68,15 @@ class Catalogue:
             self.variables()
         self._missed_in = run
         return self._known.get(number) or self.variable(number)
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Know no more of these variables, whose places may be others' by now; the server refuses who asks for one."""
+        for number in numbers:
+            self._known.pop(number, None)
+            self._views.pop(number, None)
+            self._handles.pop(("variable", number), None)
+            for buffers in range(2):
+                self._gradients.pop((number, buffers), None)
 
     def learn(self, record: messages.Variable) -> messages.Variable:
         """Remember a record that came with another answer."""

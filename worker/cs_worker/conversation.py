@@ -18,7 +18,7 @@ from typing import TypeVar
 from cs_proto import messages
 from cs_proto.errors import PeerProtocolError, ReplicaLostError
 from cs_proto.failures import error_of
-from cs_proto.messages import Prepare, Run, RunId
+from cs_proto.messages import Forget, Prepare, Run, RunId
 from cs_proto.records import Record
 
 from .interrupts import Interrupts
@@ -42,7 +42,7 @@ class Conversation:
         self.link = link
         self._interrupts = interrupts
         self._execute = execute
-        self._work: deque[tuple[bytes, Prepare | Run]] = deque()
+        self._work: deque[tuple[bytes, Forget | Prepare | Run]] = deque()
         self._unclaimed: list[Record] = []
         # With the controller: the next one counts its runs from 1 again.
         self._run: tuple[bytes, RunId] | None = None
@@ -55,7 +55,7 @@ class Conversation:
         self._requests = 0
         interrupts.attend_to(self.is_cancelled, self._fetch_cancel)
 
-    def next_work(self) -> tuple[bytes, Prepare | Run]:
+    def next_work(self) -> tuple[bytes, Forget | Prepare | Run]:
         """The controller's next record to act on, and the controller's identity."""
         self._run = None
         while not self._may_begin():
@@ -173,12 +173,14 @@ class Conversation:
             self._cancelled = (sender, record)
             self._cancels += 1
             self._interrupts.note_cancel()
-        elif sender[:1] == b"c" and (isinstance(record, Prepare) or (isinstance(record, Run) and len(record.run) == 1)):
+        elif sender[:1] == b"c" and (
+            isinstance(record, Forget | Prepare) or (isinstance(record, Run) and len(record.run) == 1)
+        ):
             self._work.append((sender, record))
         elif isinstance(record, Run):
             self._refuse(sender, record, "runs come from the controller, nested ones from the holder of a token")
         else:
-            self._refuse(sender, record, "a worker takes Prepare, Run and Cancel")
+            self._refuse(sender, record, "a worker takes Prepare, Run, Cancel and Forget")
 
     def _refuse(self, sender: bytes, record: Record, why: str) -> None:
         what = f"run {path_text(record.run)}" if isinstance(record, Run) else f"a {type(record).__name__}"

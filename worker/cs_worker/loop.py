@@ -24,7 +24,7 @@ from central_storage.shipping import load_arguments
 from central_storage.vocabulary import to_value
 from cs_proto import messages, segments
 from cs_proto.arena import Arena
-from cs_proto.messages import Prepare, Run, Value
+from cs_proto.messages import Forget, Prepare, Run, Value
 
 from .catalogue import Catalogue
 from .config import Config
@@ -89,6 +89,8 @@ class Loop:
         controller, work = self._shop.conversation.next_work()
         if isinstance(work, Prepare):
             self._prepare(work)
+        elif isinstance(work, Forget):
+            self._shop.catalogue.forget(work.variables)
         else:
             self._shop.interrupts.install()  # the user's code may have put other handlers in their place
             self._shop.conversation.begin_run(controller, work)
