@@ -64,7 +64,8 @@ class Arena:
         if end > nbytes:
             where = self._mapping.name if self._parts == 1 else f"one of {self._parts} parts of {self._mapping.name}"
             raise MemoryPlanError(
-                f"{array.nbytes} bytes do not fit into {where}: {self._used} of {nbytes} bytes are in use"
+                f"{array.nbytes} bytes do not fit into {where}: {self._used} of {nbytes} bytes are in use; "
+                "send or return less at a time"
             )
         self._used = -(-end // _ALIGNMENT) * _ALIGNMENT
         self._touched[start] = max(self._touched.get(start, 0), self._used)

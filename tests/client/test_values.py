@@ -231,6 +231,10 @@ class TestConvertToTensor:
     def test_with_dtype(self, value, dtype):
         same(convert_to_tensor(value, dtype), value, dtype)
 
+    def test_texts_as_objects(self):
+        with pytest.raises(ValueError, match=r"astype\(str\)"):
+            convert_to_tensor(np.array(["a", "b"], object))
+
     @pytest.mark.parametrize("value", [None, {}, {"a": 1}, [[1], [1, 2]], object(), 2**63, 2**70, [None], ["a", 1]])
     def test_no_arrays(self, value):
         with pytest.raises(InvalidArgumentError):
