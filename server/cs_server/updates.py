@@ -86,6 +86,9 @@ def reference(
 def scalars(rule: Rule, hyperparameters: Hyperparameters, t: int, dtype: np.dtype[Any]) -> tuple[Any, ...]:
     """The rule's numbers for update t, rounded once, from double precision to the dtype of the variable.
 
+    In single precision they are made of hyperparameters that are rounded themselves, as TensorFlow holds them: of a
+    ``beta_2`` of 0.999 the rest to 1 is another in the fifth digit.
+
     Raises InvalidArgumentError for t < 1, a dtype without fractions, or a hyperparameter that the rule misses.
     """
     if t < 1:
@@ -93,11 +96,13 @@ def scalars(rule: Rule, hyperparameters: Hyperparameters, t: int, dtype: np.dtyp
     if not rule.takes(dtype):
         kinds = "floating-point" if rule.is_real else "floating-point and complex"
         raise InvalidArgumentError(f"only {kinds} variables can be optimized by {rule.name}, not {dtype}")
-    try:
-        numbers = rule.numbers(hyperparameters, t)
-    except KeyError as missing:
-        raise InvalidArgumentError(f"{rule.name} needs the hyperparameter {missing}") from None
     with np.errstate(over="ignore"):
+        if dtype in (np.float32, np.complex64):
+            hyperparameters = {name: float(np.float32(value)) for name, value in hyperparameters.items()}
+        try:
+            numbers = rule.numbers(hyperparameters, t)
+        except KeyError as missing:
+            raise InvalidArgumentError(f"{rule.name} needs the hyperparameter {missing}") from None
         return tuple(map(dtype.type, numbers))
 
 

@@ -180,9 +180,16 @@ def test_nothing_leaves_the_dtype_of_the_variable(dtype: str, name: str) -> None
         return
     numbers = scalars(rule, hyperparameters, 3, np.dtype(dtype))
     assert [number.dtype for number in numbers] == [dtype] * rule.count_of_numbers
+    if dtype in ("float32", "complex64"):
+        hyperparameters = {given: float(np.float32(value)) for given, value in hyperparameters.items()}
     assert numbers == tuple(np.array(rule.numbers(hyperparameters, 3)).astype(dtype))
     values = rule.step(*np.full((2 + len(rule.slots), 3), 0.5, dtype), *numbers)
     assert [value.dtype for value in values] == [dtype] * len(values)
+
+
+def test_the_rest_of_a_rounded_decay_is_tensorflows() -> None:
+    _, _, _, _, rest, _ = scalars(RULES["adam"], ADAM | {"beta_2": 0.999}, 1, np.dtype(np.float32))
+    assert rest == np.float32(1) - np.float32(0.999) != np.float32(0.001)
 
 
 def test_replicas_are_summed_in_their_order() -> None:
