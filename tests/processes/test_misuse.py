@@ -207,7 +207,6 @@ MISUSES: dict[str, tuple[Callable[[World], Any], type[BaseException], str]] = {
     "update of no variable": (lambda w: w.s.extended.update(5, lambda v: v), ValueError, "variable"),
     "colocate with a foreign variable": (colocate_with_foreign, ValueError, "plain"),
     "no gradients": (in_replica(lambda w: w.optimizer.apply_gradients([(None, w.v)])), ValueError, "None"),
-    "no pairs": (in_replica(lambda w: w.optimizer.apply_gradients([])), ValueError, "apply_gradients"),
     "PerReplica as an array": (lambda w: np.asarray(per_replica(w.s, 1.0, 2.0)), ValueError, "reduce"),
     "PerReplica in arithmetic": (lambda w: per_replica(w.s, 1.0, 2.0) + 1, TypeError, "PerReplica"),
     "PerReplica assigned across replicas": (lambda w: w.v.assign(per_replica(w.s, _F3, _F3)), ValueError, "PerReplica"),
