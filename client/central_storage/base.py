@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any, NoReturn, Self
 
 from cs_proto.errors import ContextError
@@ -103,7 +104,7 @@ class StrategyBase:
         """None: there is one machine."""
         return None
 
-    @property
+    @cached_property
     def extended(self) -> StrategyExtended:
         """The operations for those who write optimizers, metrics and the like."""
         return StrategyExtended(self)

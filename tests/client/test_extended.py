@@ -24,6 +24,11 @@ def per_replica(*values: Any) -> cs.PerReplica:
     return cs.PerReplica([np.asarray(value, np.float32) for value in values])
 
 
+def test_a_strategy_has_one(s: cs.CentralStorageStrategy) -> None:
+    assert s.extended is s.extended
+    assert cs.get_strategy().extended is cs.get_strategy().extended
+
+
 class TestReduceTo:
     def test_one_array_for_one_place(self, s: cs.CentralStorageStrategy) -> None:
         v = cs.Variable([0.0, 0.0])
