@@ -13,6 +13,7 @@ from collections import deque
 import numpy as np
 
 from cs_proto.arrays import INLINE_NBYTES, Array, Location
+from cs_proto.errors import MemoryPlanError
 from cs_proto.segments import Mapping
 
 __all__ = ["Inputs"]
@@ -63,6 +64,10 @@ class Inputs:
             start = 0
             for index, (first, end) in enumerate([*self._used, (len(self._bytes), 0)]):
                 if start + nbytes <= first:
+                    try:
+                        self._mapping.reserve(start, start + nbytes)
+                    except MemoryPlanError:
+                        return None
                     self._used.insert(index, (start, start + nbytes))
                     self._touched = max(self._touched, start + nbytes)
                     return start

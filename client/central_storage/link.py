@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import signal
 import sys
 import threading
 import time
@@ -523,8 +522,7 @@ class ServiceLink:
             if self._threads is not None:
                 self._threads.interrupt(worker.replica)
                 continue
-            with suppress(ProcessLookupError):
-                os.kill(worker.pid, signal.SIGINT)
+            self._lifeline.send(messages.Interrupt(worker.replica))  # who started it can signal it, wherever it runs
 
     def _name_hanging(self, seconds: float, what: str) -> None:
         """Of replicas in this process: a wait for one at a debugger's prompt must not write to it, but who does not

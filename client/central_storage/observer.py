@@ -53,6 +53,9 @@ class Question(Generic[T]):
 class Session:
     """What an observer says and hears, whoever waits."""
 
+    #: How it gets its bytes, in words: it need not share memory with the service.
+    transport = "ipc + bytes in frames"
+
     def __init__(self, address: str | None, timeout: float) -> None:
         address = address or os.environ.get("CS_ADDRESS")
         if not address:
@@ -137,6 +140,8 @@ class Observer:
     def __init__(self, session: Session) -> None:
         self._session = session
         self.address = session.address
+        #: How values travel, in words.
+        self.transport = session.transport
         self._context = zmq.Context()
         self._socket = session.open(self._context)
         try:

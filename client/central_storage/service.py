@@ -55,23 +55,27 @@ def _attach(
     seed: int,
     start_timeout: float,
 ) -> ServiceLink:
-    launched = os.environ.get("CS_DEVICES", "").split(",")
-    if compute_devices is not None and [devices.of_replica(d) for d in devices.as_list(compute_devices)] != launched:
-        raise DeviceError(
-            f"this script runs under cs-launch with the devices {', '.join(launched)}, but compute_devices is "
-            f"{list(compute_devices)}; leave compute_devices out, or start cs-launch --devices with them"
-        )
-    owner = os.environ.get("CS_PARAMETER_DEVICE", "")
-    if parameter_device is not None and devices.canonical(parameter_device) != owner:
-        raise DeviceError(
-            f"this script runs under cs-launch with parameters on {owner}, but parameter_device is {parameter_device!r}"
-        )
+    asked = None if compute_devices is None else [devices.of_replica(d) for d in devices.as_list(compute_devices)]
+    asked_owner = None if parameter_device is None else devices.canonical(parameter_device)
     connection = Lifeline(lifeline.connect(address), "controller")
     try:
-        return ServiceLink(connection, wait_until_serving(connection, start_timeout), seed=seed, stop=None)
+        link = ServiceLink(connection, wait_until_serving(connection, start_timeout), seed=seed, stop=None)
     except BaseException:
         connection.close()
         raise
+    if asked is not None and asked != list(link.compute_devices):
+        link.close()
+        raise DeviceError(
+            f"this script runs under cs-launch with the devices {', '.join(link.compute_devices)}, but compute_devices "
+            f"is {asked}; leave compute_devices out, or start cs-launch --devices with them"
+        )
+    if asked_owner is not None and asked_owner != link.parameter_device:
+        link.close()
+        raise DeviceError(
+            f"this script runs under cs-launch with parameters on {link.parameter_device}, but parameter_device is "
+            f"{parameter_device!r}"
+        )
+    return link
 
 
 def _start(

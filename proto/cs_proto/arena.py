@@ -55,7 +55,7 @@ class Arena:
         return target
 
     def new(self, dtype: str, shape: tuple[int, ...]) -> Array:
-        """Room for an array. Raises :class:`MemoryPlanError` where the part in use is full."""
+        """Room for an array. Raises :class:`MemoryPlanError` where the part in use, or what it lies in, is full."""
         if self._mapping is None:
             self._mapping = self._open()
         nbytes, start = self._part_nbytes, self._start
@@ -67,8 +67,12 @@ class Arena:
                 f"{array.nbytes} bytes do not fit into {where}: {self._used} of {nbytes} bytes are in use; "
                 "send or return less at a time"
             )
-        self._used = -(-end // _ALIGNMENT) * _ALIGNMENT
-        self._touched[start] = max(self._touched.get(start, 0), self._used)
+        used = -(-end // _ALIGNMENT) * _ALIGNMENT
+        touched = self._touched.get(start, 0)
+        if used > touched:
+            self._mapping.reserve(start + touched, start + end)
+            self._touched[start] = used
+        self._used = used
         return array
 
     def share(self, data: Buffer) -> Array:

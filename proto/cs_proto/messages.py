@@ -826,3 +826,32 @@ class Shutdown(Record):
     """Client that started the service to supervisor: stop everything and end."""
 
     reason: str
+
+
+@record(121)
+class Join(Record):
+    """First packet of a launcher that would run one of the service's workers elsewhere, in a container of its own."""
+
+    pid: int
+
+
+@record(122)
+class Joined(Record):
+    """Supervisor's answer to :class:`Join`: the worker to run. ``transport`` says how the service talks."""
+
+    rank: int
+    incarnation: int
+    replicas: int
+    transport: str
+
+    def check(self) -> None:
+        if not 0 <= self.rank < self.replicas or self.incarnation < 1:
+            self.refuse(f"worker {self.rank}.{self.incarnation} of {self.replicas}")
+
+
+@record(123)
+class Interrupt(Record):
+    """Controller to supervisor, and from there to who runs it: the run that this replica carries out is cancelled;
+    have its process look (SIGINT)."""
+
+    replica: int

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import weakref
 
 import numpy as np
 
@@ -80,16 +81,48 @@ class Mapping:
     """A segment mapped into this process. Closing waits for nobody: views keep the pages until they go."""
 
     def __init__(self, name: str, descriptor: int, nbytes: int, *, writable: bool) -> None:
-        """Map ``nbytes`` of the open file ``descriptor``, which is closed: the mapping keeps the memory."""
+        """Map ``nbytes`` of the open file ``descriptor``, which is owned from here on."""
         self.name = name
         self.nbytes = nbytes
         self.writable = writable
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         try:
             self._map = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED, protection)
-        finally:
+        except BaseException:
             os.close(descriptor)
+            raise
         self.memory = memoryview(self._map)
+        # A file system of limited size must be asked before every first touch; the kernel's own memory has no size.
+        self._limited: int | None = None
+        if writable and os.fstatvfs(descriptor).f_blocks:
+            self._limited = descriptor
+            weakref.finalize(self, os.close, descriptor).atexit = False
+        else:
+            os.close(descriptor)
+
+    @property
+    def free_nbytes(self) -> int | None:
+        """Bytes that are left where the segment lies; None where only the machine's memory limits it."""
+        if self._limited is None:
+            return None
+        status = os.fstatvfs(self._limited)
+        return status.f_bavail * status.f_frsize
+
+    def reserve(self, start: int, stop: int) -> None:
+        """Make sure that bytes ``start`` to ``stop`` can be written: a store that meets a full file system would end
+        the process by SIGBUS. Costs nothing where only the machine's memory limits the segment.
+
+        Raises :class:`MemoryPlanError` where the file system has no room left.
+        """
+        if self._limited is None or stop <= start:
+            return
+        try:
+            os.posix_fallocate(self._limited, start, stop - start)
+        except OSError as error:
+            raise MemoryPlanError(
+                f"segment {self.name}: {stop - start} bytes planned, but the file system that it lies in has "
+                f"{self.free_nbytes} bytes available ({error.strerror}); make the volume of the run directory larger"
+            ) from error
 
     def view(self, array: Array) -> np.ndarray:
         """The array that the descriptor says lies in this segment; read-only where the segment is."""
@@ -111,6 +144,7 @@ class Mapping:
         """
         if stop <= start:
             return
+        self.reserve(start, stop)
         first = start - start % mmap.PAGESIZE
         try:
             self._map.madvise(_MADV_POPULATE_WRITE, first, stop - first)

@@ -424,8 +424,7 @@ class Catalogue:
             for slot, value in zip(slots, initial, strict=True):
                 segment = segments.slots(optimizer.number, slot, dtype)
                 is_lazy = variable.number in sparse and value == 0
-                present = (0, 0) if is_lazy else (offset, offset + nbytes)
-                self._out.append(Allocate(segment, reservation, "", *present))
+                self._out.append(Allocate(segment, reservation, "", offset, offset + nbytes, is_lazy))
                 if nbytes:
                     first, last = _elements(variable)
                     fills.append(SlotFill(segment, dtype, first, last, float(value), is_lazy))

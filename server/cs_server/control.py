@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -76,8 +76,16 @@ class ControlLog:
     other half, which then becomes the one that counts by one store as well.
     """
 
-    def __init__(self, buffer: NDArray[np.uint8], turnover: int = 4 << 20) -> None:
+    def __init__(
+        self,
+        buffer: NDArray[np.uint8],
+        turnover: int = 4 << 20,
+        reserve: Callable[[int, int], None] | None = None,
+    ) -> None:
         """Open the store in ``buffer`` (1-D uint8, begins at a multiple of 8), or make one where it is all zeros.
+
+        ``reserve(start, stop)`` is called before these bytes are written, and raises MemoryPlanError where the
+        memory behind them has no room for them; the first 64 are never asked for.
 
         A half is rewritten when it exceeds ``turnover`` bytes and four times what is live: that bounds how much of a
         large buffer is ever touched. Raises :class:`ControlDamaged` where the buffer holds something else.
@@ -87,6 +95,7 @@ class ControlLog:
         if buffer.ctypes.data % 8 or buffer.nbytes < _HEADER_NBYTES + 16:
             raise ControlDamaged(f"a buffer of {buffer.nbytes} bytes at {buffer.ctypes.data:#x} cannot hold a store")
         self._turnover = turnover
+        self._reserve = reserve
         self._memory = buffer.data.cast("B")
         self._words = buffer[:_HEADER_NBYTES].view(np.uint64)
         self._half_nbytes = (buffer.nbytes - _HEADER_NBYTES) // 2 // 8 * 8
@@ -120,6 +129,7 @@ class ControlLog:
         live = kept + sum(sizes[key] for key, value in changes.items() if value is not None)
         if self._tail + appended <= min(self._half_nbytes, max(self._turnover, 4 * live)):
             start = self._base(self._active) + self._tail
+            self._make_room(start, appended)
             self._store(start, b"".join(_record(key, value) for key, value in changes.items()))
             for key, value in changes.items():
                 self._note(key, None if value is None else (start, sizes[key]))
@@ -127,6 +137,7 @@ class ControlLog:
             self._tail += appended
             self._publish(_TAIL + self._active, self._tail)
         elif live <= self._half_nbytes:
+            self._make_room(self._base(1 - self._active), live)
             self._rewrite(changes, sizes)
         else:
             raise ControlFull(
@@ -134,6 +145,13 @@ class ControlLog:
                 "bring smaller values to merge points and return smaller results, or reserve a larger store"
             )
         self._live_nbytes = live
+
+    def _make_room(self, start: int, nbytes: int) -> None:
+        if self._reserve is not None:
+            try:
+                self._reserve(start, start + nbytes)
+            except MemoryPlanError as error:
+                raise ControlFull(str(error)) from error
 
     def _rewrite(self, changes: Mapping[bytes, bytes | None], sizes: Mapping[bytes, int]) -> None:
         """Put what is live after ``changes`` into the other half and let that one count."""

@@ -74,13 +74,15 @@ class Send:
 
 @dataclass(frozen=True)
 class Allocate:
-    """Have the supervisor make a segment where it does not exist; make bytes ``start`` to ``stop`` present."""
+    """Have the supervisor make a segment where it does not exist; make bytes ``start`` to ``stop`` present, or only
+    sure to find memory when they are touched (``is_lazy``)."""
 
     segment: str
     reservation: int
     writer: str
     start: int = 0
     stop: int = 0
+    is_lazy: bool = False
 
 
 @dataclass(frozen=True)

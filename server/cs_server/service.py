@@ -177,11 +177,13 @@ class Service:
         self._segments = segments
         self._router = router
         self._wake = wake
-        control = segments.make(names.CONTROL, _CONTROL_NBYTES, "").elements("uint8")
+        self._control = segments.make(names.CONTROL, _CONTROL_NBYTES, "")
+        self._control.reserve(0, 2 * names.CONTROL_HEADER_NBYTES)
+        control = self._control.elements("uint8")
         self._commits = control[:8].view(np.uint64)
         self._engine = Engine(
             Config(config.replicas, config.parameter_device, config.machine_nbytes, os.getpid(), time.monotonic()),
-            ControlLog(control[names.CONTROL_HEADER_NBYTES :]),
+            ControlLog(control[names.CONTROL_HEADER_NBYTES :], reserve=self._reserve_control),
         )
         nbytes = self._arena_nbytes = -(-config.machine_nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
         self._results = Arena(lambda: segments.make(names.server_arena(), nbytes, ""), self._engine.results_nbytes)
@@ -199,6 +201,9 @@ class Service:
             self._segments.make(names.arena(replica), self._arena_nbytes, f"w{replica}")
         self._settle(self._carry_out(self._engine.resume()))
 
+    def _reserve_control(self, start: int, stop: int) -> None:
+        self._control.reserve(names.CONTROL_HEADER_NBYTES + start, names.CONTROL_HEADER_NBYTES + stop)
+
     def close(self) -> None:
         """End the threads of the arithmetic."""
         self._arithmetic.close()
@@ -211,7 +216,9 @@ class Service:
         """Wait for what comes next, and do all that follows from it."""
         for event in self.receive(max(0.0, self._next_tick - time.monotonic())):
             if isinstance(event, Received) and _may_plan_memory(event.record):
-                self._settle([MemoryAvailable(machine.available_nbytes())])
+                free = self._control.free_nbytes
+                available = machine.available_nbytes()
+                self._settle([MemoryAvailable(available if free is None else min(available, free))])
             self._settle([event])
 
     def receive(self, timeout: float) -> Iterator[Event]:
@@ -295,8 +302,9 @@ class Service:
                     self._segments.get(segment).discard(start, stop)
                 case FreeResults():
                     self._results.reset()
-                case Allocate(segment, reservation, writer, start, stop):
-                    self._segments.make(segment, reservation, writer).populate(start, stop)
+                case Allocate(segment, reservation, writer, start, stop, is_lazy):
+                    made = self._segments.make(segment, reservation, writer)
+                    (made.reserve if is_lazy else made.populate)(start, stop)
                 case Log(text, slow):
                     _log.log(logging.WARNING if slow else logging.INFO, "%s", text)
         return outcomes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import tempfile
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 from cs_proto import segments
 from cs_proto.arrays import Array, Location, array_of
-from cs_proto.errors import LocalProtocolError
+from cs_proto.errors import LocalProtocolError, MemoryPlanError
 from cs_proto.segments import Mapping
 
 PAGE = mmap.PAGESIZE
@@ -161,3 +162,42 @@ def test_discard_gives_only_whole_pages_back(file: int) -> None:
     assert present(file) == 6 * PAGE
     # Read through the file: reading a hole through a mapping makes its page present.
     assert os.pread(file, NBYTES, 0) == b"\1" * PAGE + bytes(2 * PAGE) + b"\1" * (5 * PAGE)
+
+
+# --- a file system of limited size ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tmpfs_file() -> Iterator[int]:
+    """A file of a tmpfs, longer than the tmpfs is large."""
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        status = os.fstatvfs(file.fileno())
+        assert status.f_blocks, "/dev/shm has no limit here"
+        os.ftruncate(file.fileno(), 2 * status.f_blocks * status.f_frsize)
+        yield file.fileno()
+
+
+@pytest.mark.parametrize("method", ["reserve", "populate"])
+def test_more_than_the_file_system_holds_is_refused_with_both_numbers(tmpfs_file: int, method: str) -> None:
+    nbytes = os.fstat(tmpfs_file).st_size
+    mapped = Mapping("arena/0", os.dup(tmpfs_file), nbytes, writable=True)
+    available = mapped.free_nbytes
+    with pytest.raises(MemoryPlanError, match=rf"segment arena/0: {nbytes} bytes planned, .* has \d+ bytes available"):
+        getattr(mapped, method)(0, nbytes)
+    assert available is not None
+    assert present(tmpfs_file) == 0
+
+
+def test_what_is_reserved_is_taken_from_the_file_system_once(tmpfs_file: int) -> None:
+    mapped = Mapping("arena/0", os.dup(tmpfs_file), NBYTES, writable=True)
+    mapped.reserve(PAGE, 3 * PAGE)
+    mapped.reserve(PAGE, 2 * PAGE)
+    assert present(tmpfs_file) == 2 * PAGE
+    mapped.discard(PAGE, 3 * PAGE)
+    assert present(tmpfs_file) == 0
+
+
+def test_the_kernels_own_memory_is_limited_by_nothing_else(file: int) -> None:
+    mapped = mapping(file)
+    mapped.reserve(0, NBYTES)
+    assert (mapped.free_nbytes, present(file)) == (None, 0)

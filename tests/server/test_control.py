@@ -170,3 +170,25 @@ def test_a_read_only_buffer_is_refused() -> None:
     buffer.flags.writeable = False
     with pytest.raises(ControlDamaged, match="writable"):
         ControlLog(buffer)
+
+
+def test_room_is_asked_for_before_anything_is_written() -> None:
+    asked: list[tuple[int, int]] = []
+
+    def reserve(start: int, stop: int) -> None:
+        asked.append((start, stop))
+        if sum(stop - start for start, stop in asked) > 1500:
+            raise MemoryPlanError("1500 bytes available")
+
+    buffer = np.zeros(4096, np.uint8)
+    log = ControlLog(buffer, turnover=512, reserve=reserve)
+    held = 0
+    while sum(stop - start for start, stop in asked) + 240 <= 1500:
+        held += 1
+        log.write({b"key": bytes([held]) * 100})
+    with pytest.raises(ControlFull, match="1500 bytes available"):
+        log.write({b"key": bytes(1000)})
+    assert dict(ControlLog(buffer, turnover=512).items()) == {b"key": bytes([held]) * 100}
+    written = np.flatnonzero(buffer)
+    allowed = np.concatenate([np.arange(64), *(np.arange(*room) for room in asked[:-1])])
+    assert set(written.tolist()) <= set(allowed.tolist())

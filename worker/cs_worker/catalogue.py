@@ -123,7 +123,7 @@ class Catalogue:
     def gradient(self, number: int, buffers: int) -> np.ndarray:
         """The variable's place in one of this replica's two sets of gradient buffers; writable, one object for ever.
 
-        Raises InvalidArgumentError where the variable has none.
+        Raises InvalidArgumentError where the variable has none, MemoryPlanError where there is no room for it.
         """
         view = self._gradients.get((number, buffers))
         if view is None:
@@ -134,6 +134,7 @@ class Catalogue:
                 )
             segment = segments.gradients(self._replica, buffers, record.spec.dtype)
             array = Array(record.spec.dtype, record.spec.shape, Location(segment, record.place.offset))
+            self._lifeline.segment(segment).reserve(record.place.offset, record.place.offset + array.nbytes)
             view = self._gradients[number, buffers] = self.map(array)
         return view
 

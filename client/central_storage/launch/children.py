@@ -18,6 +18,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
+from .connections import Peer
 from .loop import Loop
 from .output import Lines, Stream, Tail
 from .plan import Command
@@ -40,6 +41,8 @@ class Running(Protocol):
     ready: bool
     returncode: int | None
     pid: int
+    #: Whether it runs in this container, so that ``pid`` means anything here.
+    is_here: bool
 
     @property
     def name(self) -> str:
@@ -55,9 +58,17 @@ class Running(Protocol):
     def signal(self, number: int) -> None:
         """SIGTERM: asked to end. SIGKILL: ended."""
 
+    def interrupt(self) -> None:
+        """The run that it carries out is cancelled, which it has been told: have it look."""
+
+    def is_run_by(self, peer: Peer) -> bool:
+        """Whether ``peer``, which says that it is this process, may be."""
+
 
 class Child:
     """A running or ended process. Raises OSError where it cannot be started."""
+
+    is_here = True
 
     def __init__(
         self,
@@ -131,6 +142,15 @@ class Child:
         else:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
+
+    def interrupt(self) -> None:
+        """Send SIGINT to the process alone: what the user's code has started is not the worker."""
+        if self.returncode is None:
+            signal.pidfd_send_signal(self._pidfd, signal.SIGINT)
+
+    def is_run_by(self, peer: Peer) -> bool:
+        """Whether the kernel says so."""
+        return peer.pid == self.pid
 
     def _read(self, descriptor: int, limit: int = _READ_NBYTES) -> None:
         stream, lines = self._pipes[descriptor]

@@ -11,20 +11,27 @@ from typing import NoReturn
 
 from central_storage import devices
 from central_storage.diagnosis import configure_logging, dump_stacks_on_signal
-from cs_proto.errors import ConfigurationError, DeviceError, LaunchError
+from cs_proto.errors import ConfigurationError, DeviceError, LaunchError, NoAnswerError, ShutdownError
+from cs_proto.messages import Joined
 
 from .cores import core_count
 from .foreground import START_FAILED, run
+from .health import health
+from .join import join
+from .memory import Files, Medium, Memfd
 from .output import LogFiles
 from .packages import python_path
-from .plan import Options, script_command, service_commands
+from .plan import Command, Options, script_command, service_commands
 from .run_directory import RunDirectory
-from .supervise import TRANSPORT
+from .serve import serve
+from .supervise import transport_of
 
 __all__ = ["main"]
 
 _USAGE_ERROR = 2
 _CTRL_C = 130
+# A health check has a limit of its own around it.
+_HEALTH_TIMEOUT = 3.0
 
 _DESCRIPTION = """\
 Run a training script with the processes it trains on: one server that holds every variable, and one worker for each
@@ -43,7 +50,14 @@ examples:
 
 Options of cs-launch come before the script; everything after it is the script's.
 
+in containers, which share the run directory (docker-compose.yml):
+  cs-launch --serve 2 --memory files --run-dir DIR         the server; waits for two workers from elsewhere
+  cs-launch --join --run-dir DIR                           one worker; its number is given to it
+  CS_ADDRESS=DIR python train.py                           the script
+  cs-launch --health --run-dir DIR                         a line and exit code 0 where the service serves
+
 environment:
+  CS_ADDRESS                     the run directory for --serve, --join, --health
   CS_LOG=debug                   one line for every message
   CS_MESSAGES_DIR                keep these lines in files of that directory, one a process
   CS_LOG_DIR                     as --log-dir, also for a script that is started without cs-launch
@@ -59,7 +73,15 @@ exit codes:
 def main(arguments: Sequence[str] | None = None) -> int:
     """``cs-launch``: the exit code."""
     try:
-        return _launch(_parser().parse_args(arguments))
+        options = _parser().parse_args(arguments)
+        _check(options)
+        if options.health:
+            return _health(options)
+        configure_logging("supervisor")
+        dump_stacks_on_signal()
+        if options.join:
+            return _join(options)
+        return _launch(options) if options.serve is None else _serve(options)
     except (ConfigurationError, DeviceError) as error:
         print(f"cs-launch: error: {error}", file=sys.stderr)
         return _USAGE_ERROR
@@ -74,31 +96,97 @@ def _launch(options: argparse.Namespace) -> int:
     arguments = _script_arguments(options)
     compute = devices.compute_devices(options.devices)
     parameters = devices.parameter_device(options.parameter_device, compute)
+    run_directory = RunDirectory(options.run_directory, keep=options.keep_run_directory)
+    try:
+        plan = Options(tuple(compute), parameters, run_directory.path)
+        medium = _medium(options, run_directory.path)
+        workers = f"{len(compute)} worker{'s' if len(compute) > 1 else ''}"
+        return run(
+            run_directory,
+            _commands(plan),
+            script_command(plan, os.environ, arguments, python=sys.executable),
+            banner=f"run {run_directory.name}: 1 script, {workers} ({', '.join(compute)}), parameters on {parameters}, "
+            f"transport {transport_of(medium)}, directory {run_directory.path}",
+            start_timeout=options.start_timeout,
+            logs=_log_files(options, run_directory),
+            keeps_logs=bool(options.log_directory or options.keep_run_directory),
+            medium=medium,
+        )
+    finally:
+        run_directory.remove()
+
+
+def _serve(options: argparse.Namespace) -> int:
+    parameters = devices.parameter_device(options.parameter_device, ["cpu:0"])
+    run_directory = RunDirectory(options.run_directory or _address(), keep=options.keep_run_directory)
+    try:
+        medium = _medium(options, run_directory.path)
+        return serve(
+            run_directory,
+            # Which devices they have is for the workers to say.
+            _commands(Options(("elsewhere",) * options.serve, parameters, run_directory.path)),
+            banner=f"run {run_directory.name}: {options.serve} workers from elsewhere, parameters on {parameters}, "
+            f"transport {transport_of(medium)}, directory {run_directory.path}",
+            start_timeout=options.start_timeout,
+            logs=LogFiles.under(options.log_directory, run_directory.path) if options.log_directory else None,
+            medium=medium,
+        )
+    finally:
+        run_directory.remove()
+
+
+def _join(options: argparse.Namespace) -> int:
+    run_directory = options.run_directory or _address()
+    chosen = devices.compute_devices(options.devices)
+    if len(chosen) > 1:
+        raise ConfigurationError(
+            f"--join runs one worker, not one for each of {', '.join(chosen)}; say which by --devices, and start more"
+        )
+
+    def command_of(joined: Joined) -> Command:
+        # Processors are all alike; their numbers tell the replicas apart.
+        device = f"cpu:{joined.rank}" if options.devices is None and chosen == ["cpu:0"] else chosen[0]
+        return _commands(Options((device,) * joined.replicas, "cpu:0", run_directory))[1 + joined.rank]
+
+    return join(run_directory, command_of, options.start_timeout)
+
+
+def _health(options: argparse.Namespace) -> int:
+    try:
+        print(health(options.run_directory or _address(), _HEALTH_TIMEOUT))
+    except (LaunchError, NoAnswerError, ShutdownError) as error:
+        print(f"not healthy: {error}")
+        return 1
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    modes = [name for name in ("serve", "join", "health") if getattr(options, name) not in (None, False)]
+    if len(modes) > 1 or (modes and (options.command or options.module is not None)):
+        raise ConfigurationError(f"--{modes[0]} runs no script and goes with no other of --serve, --join, --health")
     if not 0 < options.start_timeout < 1e6:
         raise ConfigurationError(
             f"--start-timeout must be more than 0 seconds, less than 1e6, not {options.start_timeout:g}"
         )
-    configure_logging("supervisor")
-    dump_stacks_on_signal()
-    run_directory = RunDirectory(options.run_directory, keep=options.keep_run_directory)
-    try:
-        plan = Options(tuple(compute), parameters, run_directory.path)
-        commands = service_commands(
-            plan, os.environ, python=sys.executable, cores=core_count(), python_path=python_path(os.environ)
-        )
-        workers = f"{len(compute)} worker{'s' if len(compute) > 1 else ''}"
-        return run(
-            run_directory,
-            commands,
-            script_command(plan, os.environ, arguments, python=sys.executable),
-            banner=f"run {run_directory.name}: 1 script, {workers} ({', '.join(compute)}), parameters on {parameters}, "
-            f"transport {TRANSPORT}, directory {run_directory.path}",
-            start_timeout=options.start_timeout,
-            logs=_log_files(options, run_directory),
-            keeps_logs=bool(options.log_directory or options.keep_run_directory),
-        )
-    finally:
-        run_directory.remove()
+    if options.serve is not None and not 1 <= options.serve <= 1024:
+        raise ConfigurationError(f"--serve {options.serve}: there are between 1 and 1024 workers")
+
+
+def _address() -> str:
+    address = os.environ.get("CS_ADDRESS")
+    if not address:
+        raise ConfigurationError("where is the service? pass --run-dir, or set CS_ADDRESS to its run directory")
+    return address
+
+
+def _medium(options: argparse.Namespace, run_directory: str) -> Medium:
+    return Files(run_directory) if options.memory == "files" else Memfd()
+
+
+def _commands(plan: Options) -> list[Command]:
+    return service_commands(
+        plan, os.environ, python=sys.executable, cores=core_count(), python_path=python_path(os.environ)
+    )
 
 
 def _script_arguments(options: argparse.Namespace) -> list[str]:
@@ -129,7 +217,8 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         "cs-launch",
-        usage="cs-launch [options] script.py [arguments]\n       cs-launch [options] -m module [arguments]",
+        usage="cs-launch [options] script.py [arguments]\n       cs-launch [options] -m module [arguments]\n"
+        "       cs-launch [options] --serve N | --join | --health",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -160,6 +249,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--run-dir", dest="run_directory", metavar="DIR", help="directory of the sockets (default: a fresh one)"
     )
+    parser.add_argument(
+        "--memory",
+        choices=("memfd", "files"),
+        default="memfd",
+        help="where the variables' memory is: the kernel's own, or files in the run directory, which is then on a "
+        "tmpfs (default: memfd)",
+    )
+    parser.add_argument("--serve", type=int, metavar="N", help="no script: a server for N workers from elsewhere")
+    parser.add_argument("--join", action="store_true", help="no script: one worker of a service elsewhere")
+    parser.add_argument("--health", action="store_true", help="no script: ask whether the service serves")
     parser.add_argument(
         "--keep-run-directory", action="store_true", help="leave the run directory, with log files, when the run ends"
     )

@@ -16,16 +16,17 @@ from cs_proto.messages import Died
 
 from .children import Child, reap_adopted
 from .loop import Loop, Signals
+from .memory import Medium
 from .output import Console, LogFiles
 from .plan import Command, label
 from .run_directory import RunDirectory
 from .supervise import STOP_GRACE, Service
 
-__all__ = ["START_FAILED", "run"]
+__all__ = ["SERVER_FAILED", "START_FAILED", "WORKER_FAILED", "described", "run"]
 
 START_FAILED = 3
-_WORKER_FAILED = 4
-_SERVER_FAILED = 5
+WORKER_FAILED = 4
+SERVER_FAILED = 5
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # After a signal: what the script gets, after how many seconds. Ctrl-C has reached it through the terminal already.
@@ -46,13 +47,14 @@ def run(
     start_timeout: float,
     logs: LogFiles | None,
     keeps_logs: bool,
+    medium: Medium,
 ) -> int:
     """Start the service and the script, wait for the script, end everything, remove the directory; the exit code.
 
     0 or the script's own code; 3, 4 or 5 where the script failed after the start, a worker or the server did; 128
     and the signal's number where one ended the run or the script.
     """
-    return _Foreground(run_directory, commands, script, start_timeout, logs, keeps_logs).run(banner)
+    return _Foreground(run_directory, commands, script, start_timeout, logs, keeps_logs, medium).run(banner)
 
 
 class _Foreground:
@@ -64,6 +66,7 @@ class _Foreground:
         start_timeout: float,
         logs: LogFiles | None,
         keeps_logs: bool,
+        medium: Medium,
     ) -> None:
         self._directory = run_directory
         self._loop = Loop()
@@ -71,7 +74,13 @@ class _Foreground:
         self._logs = logs
         self._keeps_logs = keeps_logs
         self._service = Service(
-            self._loop, run_directory.path, commands, self._console, start_timeout=start_timeout, logs=logs
+            self._loop,
+            run_directory.path,
+            commands,
+            self._console,
+            start_timeout=start_timeout,
+            logs=logs,
+            medium=medium,
         )
         self._command = script
         self._script: Child | None = None
@@ -138,7 +147,7 @@ class _Foreground:
         if self._service.start_failure is not None:
             report = self._service.start_failure
         elif self._service.first_failure is not None:
-            report = f"first failure: {_described(self._service.first_failure)}"
+            report = f"first failure: {described(self._service.first_failure)}"
         elif self._script_code() and self._signal is None and self._script is not None:
             report = f"the script (pid {self._script.pid}) ended by {self._script.cause}"
         else:
@@ -170,11 +179,12 @@ class _Foreground:
             return START_FAILED
         failure = self._service.first_failure
         if failure is not None:
-            return _SERVER_FAILED if failure.role == "server" else _WORKER_FAILED
+            return SERVER_FAILED if failure.role == "server" else WORKER_FAILED
         return code
 
 
-def _described(died: Died) -> str:
+def described(died: Died) -> str:
+    """Who ended how, and the last lines."""
     who = died.role if died.role == "server" else f"worker {label(died.role, died.rank)}"
     hint = " (if nobody sent it, the kernel did, for lack of memory: see dmesg)" if died.cause == "SIGKILL" else ""
     last = f"\nlast lines:\n{died.log}" if died.log else "\nit wrote nothing"

@@ -27,6 +27,7 @@ from cs_proto.codec import encode
 from cs_proto.messages import Shutdown
 
 from .background import OwnerSink
+from .connections import Peer
 from .loop import Loop
 from .output import Tail
 from .plan import Command
@@ -70,6 +71,8 @@ class Part(Protocol):
 class ThreadChild:
     """A running or ended thread, as the supervisor sees a child process."""
 
+    is_here = True
+
     def __init__(self, loop: Loop, command: Command, part: Part, on_end: Callable[[ThreadChild], None]) -> None:
         self.command = command
         self.tail = Tail()
@@ -104,6 +107,13 @@ class ThreadChild:
             _log.warning("%s does not end: it is in %s", self.name, self.place())
             self.part.abandon()
             self._finish()
+
+    def interrupt(self) -> None:
+        """The script does it by itself, see :meth:`ServiceThreads.interrupt`."""
+
+    def is_run_by(self, peer: Peer) -> bool:
+        """Whether it is in this process."""
+        return peer.pid == self.pid
 
     def place(self) -> str:
         """``file:line`` where the thread is now."""

@@ -1,9 +1,8 @@
 """The memory of a run: the supervisor makes every segment, keeps it, and decides who may write it.
 
 Contents live as long as the supervisor, whoever else is killed. A segment is a memfd of its full reservation, of
-which only touched pages take memory. A reader gets a descriptor opened read-only; the file's length is sealed, so
-nobody can take pages away under another's mapping. :class:`Memfd` is the one medium; another (a file on a shared
-tmpfs) is a class with the same two methods.
+which only touched pages take memory. A reader gets a descriptor opened read-only. :class:`Memfd` is the usual
+medium; :class:`Files` keeps the segments where other containers can see that they are, and outlives this one.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Protocol
 from cs_proto.errors import ContextError, InvalidArgumentError, MemoryPlanError
 from cs_proto.messages import MakeSegment, Segment
 
-__all__ = ["Medium", "Memfd", "Memory"]
+__all__ = ["Files", "Medium", "Memfd", "Memory"]
 
 _WRITER = re.compile(r"|controller|w(0|[1-9][0-9]{0,4})")
 
@@ -37,7 +36,8 @@ class Medium(Protocol):
 
 
 class Memfd:
-    """Anonymous memory of the kernel's: no name in any file system, no limit but memory itself."""
+    """Anonymous memory of the kernel's: no name in any file system, no limit but memory itself. The length is sealed,
+    so nobody can take pages away under another's mapping."""
 
     title = "shared memory (memfd)"
 
@@ -50,6 +50,36 @@ class Memfd:
             os.fchmod(descriptor, 0o400)  # a reader cannot open it again for writing, either
         except OSError:
             os.close(descriptor)
+            raise
+        return descriptor
+
+    def open_reader(self, descriptor: int) -> int:
+        """As :meth:`Medium.open_reader`."""
+        return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+class Files:
+    """A file for each segment in a directory of a tmpfs, as a volume that containers share is one.
+
+    A file is as long as its reservation and takes what is touched of it; whoever writes asks the file system first
+    (:meth:`cs_proto.segments.Mapping.reserve`). The files stay until the run directory is cleared.
+    """
+
+    title = "shared memory (files in the run directory)"
+
+    def __init__(self, directory: str) -> None:
+        """``directory`` is the run directory."""
+        self._directory = directory
+
+    def make(self, name: str, nbytes: int) -> int:
+        """As :meth:`Medium.make`; the file is called ``segment.<name>``, with dots for the slashes."""
+        path = os.path.join(self._directory, f"segment.{name.replace('/', '.')}")
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o400)
+        try:
+            os.ftruncate(descriptor, nbytes)
+        except OSError:
+            os.close(descriptor)
+            os.unlink(path)
             raise
         return descriptor
 

@@ -20,7 +20,10 @@ from cs_proto.errors import CentralStorageError, LaunchError, code_of
 from cs_proto.messages import (
     Died,
     Error,
+    Interrupt,
     Introduce,
+    Join,
+    Joined,
     MakeSegment,
     OpenSegment,
     Ready,
@@ -33,19 +36,18 @@ from cs_proto.records import Record
 
 from .children import Child, Running, end_leftovers
 from .connections import Peer
+from .elsewhere import Elsewhere
 from .loop import Loop, Timer
-from .memory import Memfd, Memory
+from .memory import Medium, Memfd, Memory
 from .output import LogFiles, Sink, Stream, prefixed
 from .plan import Command
 
-__all__ = ["STOP_GRACE", "TRANSPORT", "Service"]
+__all__ = ["STOP_GRACE", "Service", "transport_of"]
 
 _log = logging.getLogger("central_storage.launch")
 
 #: How long a process may take to end by itself before it is killed, seconds.
 STOP_GRACE = 3.0
-#: How the processes of a service talk, in words.
-TRANSPORT = f"ipc + {Memfd.title}"
 # At the end, records that a peer has not taken after this many seconds are given up.
 _FAREWELL = 0.5
 # After a connection could not be accepted, the next try, seconds.
@@ -53,6 +55,11 @@ _ACCEPT_AGAIN = 1.0
 _PROCESSES = ("server", "worker")
 
 State = Literal["starting", "serving", "failed", "stopping"]
+
+
+def transport_of(medium: Medium) -> str:
+    """How the processes of a service talk, in words."""
+    return f"ipc + {medium.title}"
 
 
 class Service:
@@ -68,9 +75,11 @@ class Service:
         start_timeout: float = 60.0,
         logs: LogFiles | None = None,
         start_child: Callable[..., Running] = Child,
+        medium: Medium | None = None,
     ) -> None:
-        """Nothing is started yet. ``start_timeout`` (seconds) limits the time until every process is ready.
-        ``start_child`` starts what a command stands for, with the arguments of :class:`~.children.Child`."""
+        """Nothing is started yet. ``start_timeout`` (seconds) limits the time until every process is ready; workers
+        that come from elsewhere have no limit. ``start_child`` starts what a command stands for, with the arguments of
+        :class:`~.children.Child`. Segments lie in ``medium`` (default: :class:`~.memory.Memfd`)."""
         self.run_directory = run_directory
         #: The first process that ended unasked, or None.
         self.first_failure: Died | None = None
@@ -89,7 +98,8 @@ class Service:
         self._endpoint = ""
         self._deaths: list[Died] = []
         self._timers: list[Timer] = []
-        self._memory = Memory(os.path.basename(run_directory).removeprefix("cs-"), Memfd())
+        self._elsewhere: dict[Peer, Elsewhere] = {}
+        self._memory = Memory(os.path.basename(run_directory).removeprefix("cs-"), medium or Memfd())
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sink.on_room = self._listen_to_children
 
@@ -120,17 +130,31 @@ class Service:
     @property
     def stopped(self) -> bool:
         """Whether the end was asked for and every process has ended."""
-        return self._state == "stopping" and not self.living_pids
+        return self._state == "stopping" and all(child.returncode is not None for child in self._children)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it will never serve, or never again."""
+        return self._state == "failed"
+
+    @property
+    def has_controller(self) -> bool:
+        """Whether a script is connected."""
+        return any(peer.introduction is not None and peer.introduction.role == "controller" for peer in self._peers)
 
     @property
     def living_pids(self) -> set[int]:
         """The processes started here that have not ended."""
-        return {child.pid for child in self._children if child.returncode is None}
+        return {child.pid for child in self._children if child.returncode is None and child.is_here}
 
     def stop(self, grace: float = STOP_GRACE) -> None:
         """End every process: asked first, killed after ``grace`` seconds. May be said again with a smaller grace."""
         self._state = "stopping"
         self._end_children(grace)
+
+    def say(self, text: str) -> None:
+        """Write a line of the supervisor's own."""
+        self._sink.write("stderr", prefixed("supervisor", [text]))
 
     def close(self) -> None:
         """After the last process: end what they left behind, say the last words, let go of everything. Idempotent."""
@@ -173,7 +197,7 @@ class Service:
         if self._state == "starting":
             self._fail_start(f"{child.name} ended by {child.cause} before the service was up", child)
             return
-        self._say(f"{child.name} ended by {child.cause}")
+        self.say(f"{child.name} ended by {child.cause}")
         self._deaths.append(died)
         self._tell_all(died)
         if command.role == "server":
@@ -181,14 +205,14 @@ class Service:
             self._end_children(STOP_GRACE)
 
     def _start_deadline(self) -> None:
-        late = [child for child in self._children if not child.ready]
-        if self._state == "starting":
+        late = [child for child in self._children if not child.ready and child.is_here]
+        if self._state == "starting" and late:
             names = ", ".join(child.name for child in late)
             self._fail_start(f"not ready within {self._start_timeout:g} s: {names}", late[0])
 
     def _fail_start(self, reason: str, child: Running | None = None) -> None:
         self._state = "failed"
-        self._say(f"the service did not start: {reason}")
+        self.say(f"the service did not start: {reason}")
         last = "" if child is None else f"\nlast lines of {child.name}:\n{child.tail.text() or '(it wrote nothing)'}"
         self.start_failure = f"the service did not start: {reason}{last}"
         for peer in list(self._peers):
@@ -206,9 +230,6 @@ class Service:
     def _kill_children(self) -> None:
         for child in self._children:
             child.signal(signal.SIGKILL)
-
-    def _say(self, text: str) -> None:
-        self._sink.write("stderr", prefixed("supervisor", [text]))
 
     # --- connections ----------------------------------------------------------------------------------------------
 
@@ -234,6 +255,8 @@ class Service:
 
     def _peer_ended(self, peer: Peer) -> None:
         self._peers.remove(peer)
+        if peer in self._elsewhere:
+            self._elsewhere.pop(peer).end("the end of its connection (its container or process is gone)")
         if peer is self._owner and self._state != "stopping":
             _log.debug("the owner's connection has ended")
             self.stop()
@@ -241,12 +264,20 @@ class Service:
     def _record(self, peer: Peer, record: Record) -> None:
         if isinstance(record, Introduce):
             self._introduce(peer, record)
+        elif isinstance(record, Join) and peer.introduction is None:
+            self._join(peer, record)
         elif peer.introduction is None:
             self._refuse(peer, f"a stranger sent {type(record).__name__} before Introduce")
         elif isinstance(record, (MakeSegment, OpenSegment)):
             self._hand_out(peer, record)
         elif isinstance(record, Ready):
             self._ready(peer, record)
+        elif isinstance(record, Interrupt) and peer.introduction.role == "controller":
+            for child in self._children:
+                if child.command.role == "worker" and child.command.rank == record.replica:
+                    child.interrupt()
+        elif isinstance(record, Died) and peer in self._elsewhere:
+            self._elsewhere[peer].end(record.cause, record.log)
         elif isinstance(record, Shutdown) and peer is self._owner:
             _log.debug("shut down: %s", record.reason)
             self.stop()
@@ -262,11 +293,31 @@ class Service:
             peer.introduction = who
             self._greet(peer)
 
+    def _join(self, peer: Peer, request: Join) -> None:
+        """Give a launcher elsewhere one of the workers that nobody runs yet."""
+        places = [child for child in self._children if isinstance(child, Elsewhere)]
+        place = next((child for child in places if child.is_free), None)
+        if place is None or self._state != "starting":
+            why = (
+                f"all {len(places)} workers of this service run already; tell its server of more (cs-launch --serve N)"
+                if places
+                else "this service runs its workers itself; only one that was started by cs-launch --serve takes others"
+            )
+            peer.send(StartFailed(_error(LaunchError(self.start_failure or why))))
+            return
+        command = place.command
+        peer.introduction = Introduce("worker", command.rank, command.incarnation, request.pid)
+        place.take(peer, request.pid)
+        self._elsewhere[peer] = place
+        peer.send(Joined(command.rank, command.incarnation, len(places), transport_of(self._memory.medium)))
+        waiting = sum(child.is_free for child in places)
+        self.say(f"worker w{command.rank} of {len(places)} has joined" + (f", {waiting} to come" if waiting else ""))
+
     def _child_of(self, peer: Peer, who: Introduce) -> Running | None:
         identity = (who.role, who.rank, who.incarnation)
         for child in self._children:
             command = child.command
-            if child.pid == peer.pid and (command.role, command.rank, command.incarnation) == identity:
+            if (command.role, command.rank, command.incarnation) == identity and child.is_run_by(peer):
                 return child
         return None
 
@@ -282,7 +333,7 @@ class Service:
         if self.start_failure is not None:
             peer.send(StartFailed(_error(LaunchError(self.start_failure))))
         elif self._state == "serving":
-            peer.send(Serving(self._endpoint, self.run_directory, TRANSPORT))
+            peer.send(Serving(self._endpoint, self.run_directory, transport_of(self._memory.medium)))
             for died in self._deaths:
                 peer.send(died)
         elif self._state != "starting":

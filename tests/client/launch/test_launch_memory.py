@@ -7,19 +7,25 @@ import fcntl
 import mmap
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from central_storage.launch.memory import Memfd, Memory
+from central_storage.launch.memory import Files, Medium, Memfd, Memory
 from cs_proto.errors import ContextError, InvalidArgumentError, MemoryPlanError
 from cs_proto.messages import MakeSegment
 
 NBYTES = 1 << 20
 
 
+@pytest.fixture(params=["memfd", "files"])
+def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Medium:
+    return Memfd() if request.param == "memfd" else Files(str(tmp_path))
+
+
 @pytest.fixture
-def memory() -> Iterator[Memory]:
-    made = Memory("01234567", Memfd())
+def memory(medium: Medium) -> Iterator[Memory]:
+    made = Memory("01234567", medium)
     yield made
     made.close()
 
@@ -64,6 +70,7 @@ def test_nobody_else_can_write_by_any_way(memory: Memory, made: int, asker: str)
     os.close(descriptor)
 
 
+@pytest.mark.parametrize("medium", ["memfd"], indirect=True)  # a file cannot be sealed; its directory is private
 def test_nobody_can_change_the_length_under_a_mapping(made: int) -> None:
     for length in (0, NBYTES * 2):
         with pytest.raises(PermissionError):

@@ -15,8 +15,9 @@ import pytest
 from tests.client.launch.standins import LIMIT, Client, World, packet, standin_command, standin_environment, wait_gone
 from tests.harness.timing import unit
 
+from central_storage.launch.memory import Memfd
 from central_storage.launch.plan import Command
-from central_storage.launch.supervise import TRANSPORT
+from central_storage.launch.supervise import transport_of
 from cs_proto.messages import (
     Died,
     Introduce,
@@ -59,7 +60,7 @@ def failed(client: Client) -> str:
 
 def test_clients_are_told_once_everybody_is_ready_and_later_ones_at_once(world: World) -> None:
     world.start(workers=2)
-    serving = Serving("ipc:///run/server", world.directory.path, TRANSPORT)
+    serving = Serving("ipc:///run/server", world.directory.path, transport_of(Memfd()))
     assert world.client().receive() == serving
     assert world.client("observer").receive() == serving
     assert world.service.first_failure is None

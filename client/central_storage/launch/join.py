@@ -1,0 +1,157 @@
+"""``cs-launch --join``: one worker of a service that another container's ``cs-launch --serve`` keeps.
+
+Waits for the service, asks it which worker to be, and runs that one as a child: what only this container can see or
+do (how the child ends, its last lines, a signal to it) goes over the connection. ``cli`` calls :func:`join`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from central_storage import lifeline
+from cs_proto.errors import LaunchError
+from cs_proto.messages import Died, Interrupt, Join, Joined, Shutdown, StartFailed
+from cs_proto.records import Record
+
+from .children import Child, end_leftovers, reap_adopted
+from .connections import Peer
+from .foreground import START_FAILED, WORKER_FAILED
+from .loop import Loop, Signals
+from .output import Console, Stream, prefixed
+from .plan import Command
+from .supervise import STOP_GRACE
+
+__all__ = ["join"]
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Between two looks whether the service is there, seconds.
+_TRY_EVERY = 0.2
+# What is still to be said at the end gets this long, seconds.
+_LAST_WORDS = 0.5
+
+
+def join(run_directory: str, command_of: Callable[[Joined], Command], start_timeout: float) -> int:
+    """Run one worker of the service in ``run_directory`` until either ends; ``command_of`` says how to start it.
+
+    The exit code: 0 after SIGTERM or Ctrl-C and where the service ended in order, 3 where there is no place for this
+    worker, 4 where it ended otherwise. Raises LaunchError where no service comes within ``start_timeout`` seconds.
+    """
+    return _Joining(run_directory, command_of, start_timeout).run()
+
+
+class _Joining:
+    def __init__(self, run_directory: str, command_of: Callable[[Joined], Command], start_timeout: float) -> None:
+        self._run_directory = run_directory
+        self._command_of = command_of
+        self._deadline = time.monotonic() + start_timeout
+        self._loop = Loop()
+        self._console = Console(self._loop)
+        self._service: Peer | None = None
+        self._worker: Child | None = None
+        self._told = False  # to end, by a signal or by the service
+        self._code: int | None = None
+
+    def run(self) -> int:
+        with Signals(self._loop, (*_ENDING, signal.SIGCHLD), self._signalled):
+            self._loop.call_later(0.0, self._connect)
+            try:
+                while self._code is None:
+                    self._loop.turn()
+            finally:
+                self._close()
+        return self._code
+
+    def _connect(self) -> None:
+        try:
+            link = lifeline.connect(self._run_directory)
+        except LaunchError:
+            if time.monotonic() > self._deadline:
+                raise
+            self._loop.call_later(_TRY_EVERY, self._connect)
+            return
+        self._service = Peer(self._loop, link, self._heard, self._gone)
+        self._service.send(Join(os.getpid()))
+
+    def _heard(self, service: Peer, record: Record) -> None:
+        if isinstance(record, Joined):
+            self._start(record)
+        elif isinstance(record, StartFailed):
+            self._say(record.error.message)
+            self._code = START_FAILED
+        elif isinstance(record, Interrupt) and self._worker is not None:
+            self._worker.interrupt()
+        elif isinstance(record, Shutdown):
+            self._end()
+
+    def _start(self, joined: Joined) -> None:
+        command = self._command_of(joined)
+        device = command.argv[command.argv.index("--device") + 1]
+        self._say(f"worker {command.label} of {joined.replicas} on {device}, transport {joined.transport}")
+        try:
+            self._worker = Child(self._loop, command, on_lines=self._lines, on_end=self._ended)
+        except OSError as error:
+            self._say(f"the worker could not be started ({command.argv[0]}: {error.strerror})")
+            self._code = WORKER_FAILED
+
+    def _lines(self, worker: Child, stream: Stream, lines: list[str]) -> None:
+        self._console.write(stream, prefixed(worker.command.label, lines))
+
+    def _ended(self, worker: Child) -> None:
+        command = worker.command
+        end_leftovers(self._run_directory, command.role, command.rank)
+        if self._service is not None and not self._service.closed:
+            who = (command.role, command.rank, command.incarnation)
+            self._service.send(Died(*who, worker.pid, worker.cause, worker.tail.text()))
+        if not self._told:
+            self._say(f"{worker.name} ended by {worker.cause}")
+        self._code = 0 if self._told else WORKER_FAILED
+
+    def _gone(self, service: Peer) -> None:
+        """The service is over, or its container; the worker sees it, too, and ends."""
+        if self._worker is None:
+            self._code = 0 if self._told else START_FAILED
+        elif not self._told:
+            self._say("the service is gone")
+            self._worker.asked = True
+            self._loop.call_later(STOP_GRACE, self._kill)
+
+    def _signalled(self, number: int) -> None:
+        if number == signal.SIGCHLD:
+            reap_adopted(set() if self._worker is None or self._worker.returncode is not None else {self._worker.pid})
+        elif self._told:
+            self._kill()
+        else:
+            self._end()
+
+    def _end(self) -> None:
+        self._told = True
+        if self._worker is None:
+            self._code = 0
+        else:
+            self._worker.asked = True
+            self._worker.signal(signal.SIGTERM)
+            self._loop.call_later(STOP_GRACE, self._kill)
+
+    def _kill(self) -> None:
+        if self._worker is not None:
+            self._worker.signal(signal.SIGKILL)
+
+    def _close(self) -> None:
+        deadline = time.monotonic() + _LAST_WORDS
+        while (not self._console.empty or (self._service is not None and self._service.waiting)) and (
+            left := deadline - time.monotonic()
+        ) > 0:
+            self._loop.turn(left)
+        self._kill()
+        if self._service is not None:
+            self._service.close()
+        with suppress(OSError, ValueError):
+            sys.stderr.flush()
+
+    def _say(self, text: str) -> None:
+        self._console.write("stderr", prefixed("cs-launch", text.splitlines()))

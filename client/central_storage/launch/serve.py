@@ -1,0 +1,98 @@
+"""``cs-launch --serve``: a server that waits for workers and scripts from elsewhere, usually other containers.
+
+Its life is nobody's but its own: it serves one script after the other until it is told to end, or until it can serve
+no longer. ``cli`` calls :func:`serve`.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Sequence
+
+from .children import Child, Running, reap_adopted
+from .elsewhere import Elsewhere
+from .foreground import SERVER_FAILED, START_FAILED, WORKER_FAILED, described
+from .loop import Loop, Signals
+from .memory import Medium
+from .output import Console, LogFiles
+from .plan import Command
+from .run_directory import RunDirectory
+from .supervise import Service
+
+__all__ = ["serve"]
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# How often to look whether the last script has gone from a service that lost a worker, seconds.
+_LOOK_EVERY = 0.5
+# A terminal that takes no output is not waited for any longer than this, seconds.
+_LAST_WORDS = 0.4
+
+
+def serve(
+    run_directory: RunDirectory,
+    commands: Sequence[Command],
+    *,
+    banner: str,
+    start_timeout: float,
+    logs: LogFiles | None,
+    medium: Medium,
+) -> int:
+    """Serve until SIGTERM or Ctrl-C; the exit code: 0, or 3, 4 or 5 where the service did not start, a worker or the
+    server ended. After a worker's end the script that trains may still read; the service ends when it has gone."""
+    loop = Loop()
+    console = Console(loop)
+    service = Service(
+        loop,
+        run_directory.path,
+        commands,
+        console,
+        start_timeout=start_timeout,
+        logs=logs,
+        start_child=_start_child,
+        medium=medium,
+    )
+    told: list[int] = []
+
+    def signalled(number: int) -> None:
+        if number == signal.SIGCHLD:
+            reap_adopted(service.living_pids)
+        else:
+            service.stop(0.0) if told else service.stop()
+            told.append(number)
+
+    with Signals(loop, (*_ENDING, signal.SIGCHLD), signalled):
+        service.say(banner)
+        try:
+            service.start()
+            while not service.stopped:
+                if service.has_failed or (service.first_failure is not None and not service.has_controller):
+                    service.stop()
+                loop.turn(_LOOK_EVERY)
+        finally:
+            service.close()
+            run_directory.remove()
+        code = _report(service, told)
+        for _ in range(3):
+            if not console.empty:
+                loop.turn(_LAST_WORDS)
+    if logs is not None:
+        logs.close()
+    return code
+
+
+def _report(service: Service, told: Sequence[int]) -> int:
+    if told:
+        return 0
+    failure = service.first_failure
+    if service.start_failure is not None:
+        return START_FAILED
+    if failure is None:
+        return 0
+    for line in f"the service ends: {described(failure)}".splitlines():
+        service.say(line)
+    return SERVER_FAILED if failure.role == "server" else WORKER_FAILED
+
+
+def _start_child(loop: Loop, command: Command, **calls: Callable[..., None]) -> Running:
+    kind = Child if command.role == "server" else Elsewhere
+    return kind(loop, command, on_lines=calls["on_lines"], on_end=calls["on_end"])

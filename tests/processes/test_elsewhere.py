@@ -1,0 +1,122 @@
+"""A service whose workers and script come from elsewhere, as from other containers: ``cs-launch --serve``, ``--join``
+and ``--health``, with all memory in files of the run directory."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from tests.harness.processes import Child, run, start
+
+DIGITS = ("examples/digits.py", "--epochs", "2")
+SCRIPT = """
+import os, time
+import numpy as np
+import central_storage as cs
+
+strategy = cs.CentralStorageStrategy()
+with strategy.scope():
+    v = cs.Variable(np.zeros(3), aggregation=cs.VariableAggregation.SUM)
+
+def step():
+    v.assign_add(np.ones(3))
+    context = cs.get_replica_context()
+    context.all_reduce("SUM", np.ones(1))
+    if BLOCKS:
+        print("at work", flush=True)
+        time.sleep(600)
+
+try:
+    strategy.run(step)
+    strategy.run(step)
+except BaseException as error:
+    print(type(error).__name__, error, flush=True)
+print("read", v.numpy().tolist(), strategy.num_replicas_in_sync)
+"""
+
+
+class Elsewhere:
+    """A server and its two workers, started apart."""
+
+    def __init__(self, stack: ExitStack, directory: str) -> None:
+        self.directory = directory
+        self.environment = {"CS_ADDRESS": directory}
+        self.server = stack.enter_context(
+            start("cs-launch", "--serve", "2", "--memory", "files", environment=self.environment)
+        )
+        self.workers = [self.joined(stack, number) for number in range(2)]
+
+    def joined(self, stack: ExitStack, number: int) -> Child:
+        worker = stack.enter_context(start("cs-launch", "--join", environment=self.environment))
+        worker.wait_for(rf"worker w{number} of 2 on cpu:{number}, transport ipc \+ shared memory \(files", stream="err")
+        return worker
+
+    def health(self) -> tuple[int | None, str]:
+        ended = run("cs-launch", "--health", environment=self.environment)
+        return ended.code, ended.out
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[Elsewhere]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="cs-test-") as parent, ExitStack() as stack:
+        yield Elsewhere(stack, os.path.join(parent, "run"))
+
+
+def script(elsewhere: Elsewhere, *, blocks: bool) -> tuple[str, ...]:
+    path = Path(elsewhere.directory).parent / "script.py"
+    path.write_text(SCRIPT.replace("BLOCKS", str(blocks)))
+    return (str(path),)
+
+
+def test_scripts_one_after_the_other_are_served_until_it_is_told_to_end(elsewhere: Elsewhere) -> None:
+    trained = run(*DIGITS, environment=elsewhere.environment).ok()
+    assert re.search(r"worker w1 \(pid \d+, cpu:1\) ran 24 steps", trained.out)
+    alone = run(*DIGITS, "--devices", "cpu:0,cpu:1").ok()
+    assert trained.lines[:2] + trained.lines[-1:] == alone.lines[:2] + alone.lines[-1:]
+    code, said = elsewhere.health()
+    assert (code, said.startswith("serving 2 replicas")) == (0, True), said
+    assert "transport ipc + shared memory (files in the run directory); asked over ipc + bytes in frames" in said
+    again = run(*script(elsewhere, blocks=False), environment=elsewhere.environment).ok()
+    assert again.out == "read [4.0, 4.0, 4.0] 2\n"
+
+    elsewhere.server.signal(signal.SIGTERM)
+    assert [child.wait().code for child in (elsewhere.server, *elsewhere.workers)] == [0, 0, 0]
+    assert not os.path.exists(elsewhere.directory)
+    assert elsewhere.health()[0] == 1
+
+
+def test_one_worker_too_many_is_turned_away(elsewhere: Elsewhere) -> None:
+    ended = run("cs-launch", "--join", environment=elsewhere.environment)
+    assert ended.code == 3
+    assert "all 2 workers of this service run already" in ended.err
+
+
+@pytest.mark.parametrize("victim", ["the launcher", "the worker"])
+def test_a_worker_that_is_killed_ends_the_run_with_the_reason(elsewhere: Elsewhere, victim: str) -> None:
+    with start(*script(elsewhere, blocks=True), environment=elsewhere.environment) as child:
+        worker = elsewhere.workers[1]
+        worker.wait_for("at work")
+        launcher, process = worker.processes()
+        (launcher if victim == "the launcher" else process).kill()
+        ended = child.wait().ok()
+    cause = "the end of its connection" if victim == "the launcher" else "SIGKILL"
+    assert re.search(rf"ReplicaLostError replica 1 \(worker w1, pid \d+\) ended by {cause}", ended.out), str(ended)
+    assert "read [0.0, 0.0, 0.0]" in ended.out
+    assert elsewhere.server.wait().code == 4
+    assert [worker.wait().code for worker in elsewhere.workers] == [0, -9 if victim == "the launcher" else 4]
+
+
+def test_ctrl_c_reaches_workers_whose_pids_mean_nothing_here(elsewhere: Elsewhere) -> None:
+    with start(*script(elsewhere, blocks=True), environment=elsewhere.environment) as child:
+        for worker in elsewhere.workers:
+            worker.wait_for("at work")
+        child.press_ctrl_c()
+        ended = child.wait().ok()
+    assert ended.out == "KeyboardInterrupt \nread [0.0, 0.0, 0.0] 2\n"
+    assert elsewhere.health()[0] == 0
