@@ -64,7 +64,7 @@ class Elsewhere:
 
 @pytest.fixture
 def elsewhere() -> Iterator[Elsewhere]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="cs-test-") as parent, ExitStack() as stack:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="elsewhere-") as parent, ExitStack() as stack:
         yield Elsewhere(stack, os.path.join(parent, "run"))
 
 
