@@ -25,6 +25,9 @@ from tests.harness.timing import unit
 
 from central_storage.diagnosis import configure_logging
 
+#: Tests with a container engine run by themselves: make test-containers.
+collect_ignore = [] if "CS_IMAGE" in os.environ else ["containers"]
+
 _directory = pytest.StashKey[Path]()
 _failed = pytest.StashKey[bool]()
 _LOG_LINES = 40

@@ -1,0 +1,33 @@
+# One image for server, workers and scripts. BASE needs a Python of at least 3.11 with venv, and nothing else.
+ARG BASE=python:3.11-slim
+
+FROM ${BASE} AS build
+ARG EXTRAS=examples
+# Wheels in build/wheelhouse, where there are any, are all that is installed: no package index is asked.
+COPY pyproject.toml build/wheelhous[e] /wheels/
+COPY pyproject.toml README.md LICENSE /src/
+COPY proto /src/proto
+COPY server /src/server
+COPY worker /src/worker
+COPY client /src/client
+RUN set -e; cd /src; \
+    if ls /wheels/*.whl >/dev/null 2>&1; then export PIP_NO_INDEX=1 PIP_FIND_LINKS=/wheels; fi; \
+    python3 -m venv /opt/central-storage; \
+    /opt/central-storage/bin/pip wheel --quiet --no-cache-dir --no-deps --wheel-dir /dist .; \
+    /opt/central-storage/bin/pip install --quiet --no-cache-dir --only-binary=:all: "$(ls /dist/*.whl)[${EXTRAS}]"
+
+FROM ${BASE}
+ARG UID=10001
+RUN echo "cs:x:${UID}:${UID}::/home/cs:/usr/sbin/nologin" >> /etc/passwd \
+    && echo "cs:x:${UID}:" >> /etc/group \
+    && install -d -o ${UID} -g ${UID} -m 0700 /home/cs /home/cs/.cache /run/central-storage
+COPY --from=build /opt/central-storage /opt/central-storage
+COPY examples /examples
+ENV PATH=/opt/central-storage/bin:$PATH HOME=/home/cs CS_ADDRESS=/run/central-storage PYTHONUNBUFFERED=1
+WORKDIR /examples
+USER cs
+# Compiled now, so that no container compiles at its start. As a volume it stays writable where the rest is read-only.
+RUN python -c "from cs_server import kernels; print(kernels.load())"
+VOLUME /home/cs/.cache
+HEALTHCHECK --interval=2s --timeout=10s --start-period=20s --retries=3 CMD ["cs-launch", "--health"]
+CMD ["cs-launch", "--help"]
