@@ -34,6 +34,12 @@ def test_the_twenty_lines_train() -> None:
     assert lines[-1] == "w is [1. 2. 3. 4. 5. 6. 7. 8.]"
 
 
+def test_the_embedding_is_learned() -> None:
+    lines = run("examples/embedding.py").ok().lines
+    assert len(lines) == 10
+    assert float(lines[-1].rpartition(" ")[2]) < 0.01
+
+
 @pytest.mark.parametrize("document", names(DOCUMENTS))
 def test_links_lead_somewhere(document: str) -> None:
     text = (ROOT / document).read_text()

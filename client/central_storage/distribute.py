@@ -424,6 +424,11 @@ def _checked(dataset: Any) -> Any:
         raise NotADatasetError(
             f"a {name} can be iterated only once; use Dataset.from_generator with the function that makes it"
         )
+    if isinstance(dataset, tuple) and dataset and all(hasattr(part, "shape") for part in dataset):
+        raise NotADatasetError(
+            "a tuple of arrays is not a data set; for one element a row use Dataset.from_tensor_slices(…).batch(size), "
+            "for one a batch a list"
+        )
     if isinstance(dataset, list | tuple) and dataset and not _holds_arrays(dataset[0]):
         raise NotADatasetError(
             f"a {name} whose elements are no arrays is not a data set: {dataset!r:.200}; for one element a row use "

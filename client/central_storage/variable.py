@@ -90,7 +90,9 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
         if aggregation is None:
             aggregation = VariableAggregation.NONE
         if not isinstance(aggregation, VariableAggregation):
-            raise TypeError(f"aggregation must be a VariableAggregation, not {aggregation!r}")
+            raise TypeError(
+                f"aggregation must be a VariableAggregation such as cs.VariableAggregation.SUM, not {aggregation!r}"
+            )
         if not isinstance(synchronization, VariableSynchronization):
             raise InvalidArgumentError(f"synchronization must be a VariableSynchronization, not {synchronization!r}")
         if trainable and synchronization is VariableSynchronization.ON_READ:
@@ -465,7 +467,7 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
         if self.aggregation is VariableAggregation.NONE:
             raise InvalidArgumentError(
                 f"{self.name}.{op} in a replica: its aggregation is NONE, so replicas cannot agree on a value; make "
-                "the variable with aggregation=SUM, MEAN or ONLY_FIRST_REPLICA"
+                "the variable with aggregation=cs.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA"
             )
         if self.aggregation is VariableAggregation.SUM and isinstance(value, list | tuple):
             raise InvalidArgumentError(

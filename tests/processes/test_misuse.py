@@ -259,6 +259,12 @@ MISUSES: dict[str, tuple[Callable[[World], Any], type[BaseException], str]] = {
     ),
     "iterator exhausted, get_next": (exhausted, OutOfRangeError, "ended"),
     "iterator exhausted, next": (exhausted_next, StopIteration, "^$"),
+    "a tuple of arrays as a data set": (
+        lambda w: w.s.experimental_distribute_dataset((np.ones(4), np.ones(4))),
+        TypeError,
+        "from_tensor_slices",
+    ),
+    "breakpoint in another process": (in_replica(lambda w: breakpoint()), RuntimeError, "in_process=True"),
     "exception in fn": (in_replica(lambda w: {}["fn"]), KeyError, "fn"),
     "exception in merge_fn": (in_replica(merge_call_that_raises), KeyError, "merge_fn"),
     "exception in value_fn": (

@@ -15,7 +15,7 @@ from typing import NoReturn
 from central_storage import context, lifeline
 from central_storage.diagnosis import configure_logging, dump_stacks_on_signal
 from central_storage.lifeline import Lifeline
-from cs_proto.errors import CentralStorageError
+from cs_proto.errors import CentralStorageError, ContextError
 
 from .config import Config
 from .device import open_device
@@ -37,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     interrupts, turns = Interrupts(), ProcessTurns()
     interrupts.install()
     dump_stacks_on_signal()
+    if "PYTHONBREAKPOINT" not in os.environ:  # which may name a debugger that does reach a worker
+        sys.breakpointhook = _refuse_breakpoint
     context.become_worker(whole_process=True)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -61,6 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         link.close()
     return 0
+
+
+def _refuse_breakpoint(*args: object, **kwargs: object) -> NoReturn:
+    raise ContextError(
+        "breakpoint() in a replica function: a worker process has no terminal; make the strategy with in_process=True"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
