@@ -47,7 +47,7 @@ class Project:
 
     def up(self) -> None:
         """Server and workers, healthy within 20 seconds."""
-        started = self.compose("up", "-d", "--no-build", "--scale", f"worker={self._workers}", "server", "worker")
+        started = self.compose("up", "-d", "--no-build", "server", "worker")
         assert started.returncode == 0, started.stdout + started.stderr
         deadline = time.monotonic() + unit(20)
         while not self.is_healthy():
