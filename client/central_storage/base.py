@@ -104,9 +104,13 @@ class StrategyBase:
         """None: there is one machine."""
         return None
 
-    @cached_property
+    @property
     def extended(self) -> StrategyExtended:
         """The operations for those who write optimizers, metrics and the like."""
+        return self._extended
+
+    @cached_property
+    def _extended(self) -> StrategyExtended:
         return StrategyExtended(self)
 
     def scope(self) -> AbstractContextManager[Self]:

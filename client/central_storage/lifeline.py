@@ -48,7 +48,11 @@ class Lifeline:
         self._link = link
         self._waiting: deque[Record] = deque()
         self._mappings: dict[str, Mapping] = {}
-        self.send(Introduce(role, rank, incarnation, os.getpid()))
+        try:
+            self.send(Introduce(role, rank, incarnation, os.getpid()))
+        except BaseException:
+            link.close()
+            raise
 
     def fileno(self) -> int:
         """The descriptor to poll for reading; -1 once closed."""

@@ -48,7 +48,11 @@ class Segments:
                 f"no supervisor listens at {path} ({error.strerror}); a server is started by cs-launch or by a script "
                 "that makes a CentralStorageStrategy"
             ) from error
-        self._send(Introduce("server", 0, incarnation, os.getpid()))
+        try:
+            self._send(Introduce("server", 0, incarnation, os.getpid()))
+        except BaseException:
+            self._link.close()
+            raise
 
     def fileno(self) -> int:
         """The descriptor to poll for reading."""

@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as npst
 
 from cs_proto.arrays import Array, Location, array_of, bytes_array
 from cs_proto.errors import LocalProtocolError
-from cs_proto.messages import ApplyPoint, Configure, MakeSegment, Return, Run, SparseGradient, VariableSpec
+from cs_proto.messages import ApplyPoint, Configure, Joined, MakeSegment, Return, Run, SparseGradient, VariableSpec
 from cs_proto.records import RECORDS, Frame, Record
 from cs_proto.schedules import FIELDS, Kind, Schedule
 
@@ -166,8 +166,17 @@ def _applies() -> st.SearchStrategy[Any]:
     return st.one_of(first, later)
 
 
+def _joined() -> st.SearchStrategy[Any]:
+    def of(replicas: int) -> st.SearchStrategy[Any]:
+        ranks, incarnations = st.integers(0, replicas - 1), st.integers(1, 1 << 20)
+        return _built(Joined, replicas=st.just(replicas), rank=ranks, incarnation=incarnations)
+
+    return st.integers(1, 1 << 10).flatmap(of)
+
+
 _SPECIAL: Mapping[type[Record], Callable[[], st.SearchStrategy[Any]]] = {
     Array: lambda: st.one_of(ARRAYS_INLINE, ARRAYS_IN_SEGMENTS),
+    Joined: _joined,
     Location: lambda: st.builds(Location, SEGMENTS, st.integers(0, 1 << 50)),
     VariableSpec: lambda: _built(
         VariableSpec,

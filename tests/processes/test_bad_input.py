@@ -54,7 +54,7 @@ def refused(kind: type[Exception], *words: str) -> Iterator[None]:
         (["GPU:7"], ("GPU:7", "cpu:0")),
         (["/job:localhost/replica:0/task:0/device:GPU:99"], ("GPU:99",)),
         (["tpu:0"], ("'tpu:0'", "cpu:0")),
-        (["cpu"], ("'cpu'",)),
+        (["cpu:x"], ("'cpu:x'",)),
         ("cpu:0", ("list",)),
         ([], ("at least one",)),
         ([0], ("0",)),
