@@ -511,6 +511,8 @@ def test_a_shutdown_in_the_loop_ends_it(own: cs.CentralStorageStrategy, tmp_path
 
 
 INTERRUPTED = """
+import sys
+import threading
 import time
 import numpy as np
 import central_storage as cs
@@ -528,6 +530,22 @@ def step(batch):
 iterator = iter(strategy.experimental_distribute_dataset(cs.data.Dataset.range(160).batch(16)))
 steps = strategy.run_steps(step, iterator)
 results = 0
+main = threading.get_ident()
+
+def watch():
+    said = -1
+    while said < 10:
+        names, frame = set(), sys._current_frames()[main]
+        taken = results
+        while frame is not None:
+            names.add(frame.f_code.co_name)
+            frame = frame.f_back
+        if taken > said and "_settle" in names and taken == results:
+            said = taken
+            print("waits after", said, flush=True)
+        time.sleep(0.01)
+
+threading.Thread(target=watch, daemon=True).start()
 try:
     for _ in steps:
         results += 1
@@ -546,11 +564,12 @@ print("and", strategy.run(lambda: 5), flush=True)
     ids=["first step", "fourth step", "operation of the loop"],
 )
 def test_ctrl_c_cancels_the_step_at_hand_and_those_after_it(k: int, body: str) -> None:
+    begun = k // 2
     with start("-c", INTERRUPTED.format(k=k, body=body)) as child:
         child.wait_for("inside")
+        child.wait_for(f"waits after {begun - (body != 'pass')}$")  # in an operation, which ends with that step
         child.press_ctrl_c()
         ended = child.wait().ok()
-    begun = k // 2
     assert re.search(r"interrupted after \d", ended.out)
     assert f"total {2.0 * begun} steps {begun} position {begun + 1}" in ended.out
     assert "and 5" in ended.out
