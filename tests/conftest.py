@@ -6,6 +6,7 @@ other on one machine do not see each other, and socket paths stay short.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import secrets
@@ -16,6 +17,7 @@ import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 import zmq
@@ -25,8 +27,13 @@ from tests.harness.timing import unit
 
 from central_storage.diagnosis import configure_logging
 
-#: Tests with a container engine run by themselves: make test-containers.
+#: What has a command of its own that brings what it needs: make test-containers, make test-interop.
 collect_ignore = [] if "CS_IMAGE" in os.environ else ["containers"]
+collect_ignore += [] if importlib.util.find_spec("torch") else ["interop"]
+
+#: The same examples every time, or a commit would fail for what an older one did. CS_EXPLORE=1 looks for new ones.
+hypothesis.settings.register_profile("same", derandomize=True)
+hypothesis.settings.load_profile("default" if "CS_EXPLORE" in os.environ else "same")
 
 _directory = pytest.StashKey[Path]()
 _failed = pytest.StashKey[bool]()

@@ -81,7 +81,7 @@ class Observer:
         observer = cls(session)
         try:
             observer.replicas = await observer._ask(session.hello())
-        except BaseException:
+        except BaseException:  # a cancellation, too, leaves no socket behind
             await observer.close()
             raise
         return observer

@@ -20,7 +20,7 @@ import optree
 from cs_proto.errors import InvalidArgumentError, NotADatasetError
 
 from . import streams
-from .specs import TensorSpec, joined, observed
+from .specs import TensorSpec, joined, observed, zeros
 
 __all__ = ["AUTOTUNE", "INFINITE_CARDINALITY", "UNKNOWN_CARDINALITY", "Dataset", "numpy_dataset"]
 
@@ -115,7 +115,9 @@ class Dataset:
         def example() -> Any:
             for element in stream:
                 return element
-            raise InvalidArgumentError("from_generator: no element to look at; say output_signature")
+            if signature is None:
+                raise InvalidArgumentError("from_generator: no element to look at; say output_signature")
+            return zeros(signature)
 
         def spec() -> Any:
             return observed(example(), any_length=True) if signature is None else signature

@@ -310,7 +310,7 @@ class DistributedIterator:
         self._has_begun = True
         try:
             return next(self._rounds, (_END, True))
-        except Exception:
+        except Exception:  # whatever the source raises is its end; after Ctrl-C it may be asked again
             self.close()
             raise
 

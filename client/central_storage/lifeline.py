@@ -50,7 +50,7 @@ class Lifeline:
         self._mappings: dict[str, Mapping] = {}
         try:
             self.send(Introduce(role, rank, incarnation, os.getpid()))
-        except BaseException:
+        except ShutdownError:
             link.close()
             raise
 

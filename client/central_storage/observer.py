@@ -146,7 +146,7 @@ class Observer:
         self._socket = session.open(self._context)
         try:
             self.replicas = self._ask(session.hello())
-        except BaseException:
+        except BaseException:  # Ctrl-C, too, leaves no socket behind
             self.close()
             raise
 

@@ -100,7 +100,7 @@ class Steps:
             self._series.settle(cancel=True)
             self.close()
             raise
-        except BaseException:
+        except BaseException:  # whatever it is, the loop gets no more
             self.close()
             raise
         self.close()

@@ -344,7 +344,7 @@ def _write(path: str, entries: Mapping[str, _Entry], index: Mapping[str, Any]) -
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException:  # Ctrl-C, too, leaves no half of a checkpoint behind
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise

@@ -6,6 +6,7 @@ import atexit
 import os
 import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from cs_proto.errors import DeviceError
 
@@ -57,12 +58,11 @@ def _attach(
 ) -> ServiceLink:
     asked = None if compute_devices is None else [devices.of_replica(d) for d in devices.as_list(compute_devices)]
     asked_owner = None if parameter_device is None else devices.canonical(parameter_device)
-    connection = Lifeline(lifeline.connect(address), "controller")
-    try:
+    with ExitStack() as undo:
+        connection = Lifeline(lifeline.connect(address), "controller")
+        undo.callback(connection.close)
         link = ServiceLink(connection, wait_until_serving(connection, start_timeout), seed=seed, stop=None)
-    except BaseException:
-        connection.close()
-        raise
+        undo.pop_all()
     if asked is not None and asked != list(link.compute_devices):
         link.close()
         raise DeviceError(
@@ -98,15 +98,15 @@ def _start(
         raise DeviceError(f"variables on {owner} are not served by this version; pass parameter_device='cpu:0'")
     start = threads.start if in_process else service.start
     started = start(chosen, owner, start_timeout)
-    connection = Lifeline(started.socket, "controller")
-    try:
+    with ExitStack() as undo:
+        undo.callback(started.stop)
+        connection = Lifeline(started.socket, "controller")
+        undo.callback(connection.close)
         serving = wait_until_serving(connection, start_timeout)
         own = started if isinstance(started, threads.ServiceThreads) else None
-        return ServiceLink(connection, serving, seed=seed, stop=started.stop, threads=own)
-    except BaseException:
-        connection.close()
-        started.stop()
-        raise
+        link = ServiceLink(connection, serving, seed=seed, stop=started.stop, threads=own)
+        undo.pop_all()
+    return link
 
 
 def _close_all() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import optree
 
-__all__ = ["PerReplicaSpec", "TensorSpec", "joined", "observed"]
+__all__ = ["PerReplicaSpec", "TensorSpec", "joined", "observed", "zeros"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,15 @@ def observed(element: Any, any_length: bool) -> Any:
         return TensorSpec((None, *shape[1:]) if any_length and shape else shape, leaf.dtype)
 
     return optree.tree_map(spec, element, none_is_leaf=True)
+
+
+def zeros(specs: Any) -> Any:
+    """An element that ``specs`` admits, where none is there to look at: zeros, one of them on an axis of any length."""
+
+    def leaf(spec: TensorSpec | None) -> Any:
+        return None if spec is None else np.zeros([1 if n is None else n for n in spec.shape or ()], spec.dtype)
+
+    return optree.tree_map(leaf, specs, none_is_leaf=True)
 
 
 def joined(one: Any, other: Any) -> Any:

@@ -88,7 +88,7 @@ class Mapping:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         try:
             self._map = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED, protection)
-        except BaseException:
+        except (OSError, ValueError, OverflowError):
             os.close(descriptor)
             raise
         self.memory = memoryview(self._map)

@@ -131,7 +131,7 @@ class Engine:
             self._hear(event, now)
             self._settle()
             self._tables.flush()
-        except BaseException:
+        except BaseException:  # whatever it is, half an event is not written down
             self._tables.rollback()
             self._catalogue.forget()
             self._out.clear()

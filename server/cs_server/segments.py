@@ -50,7 +50,7 @@ class Segments:
             ) from error
         try:
             self._send(Introduce("server", 0, incarnation, os.getpid()))
-        except BaseException:
+        except ShutdownError:
             self._link.close()
             raise
 

@@ -417,6 +417,15 @@ STAGES = st.one_of(
 )
 
 
+def test_an_empty_generator_has_the_elements_it_declares():
+    empty = generated(0).map(lambda x: x + 1)
+    assert empty.element_spec == TensorSpec((), np.int64)
+    assert listed(empty.concatenate(empty.take(2))) == []
+    undeclared = Dataset.from_generator(lambda: iter(()))
+    with pytest.raises(InvalidArgumentError, match="say output_signature"):
+        undeclared.map(lambda x: x + 1).element_spec
+
+
 def generated(n):
     return Dataset.from_generator(lambda: iter(np.arange(n)), output_signature=TensorSpec((), np.int64))
 

@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tests.harness.processes import ROOT, run
 from tests.harness.timing import unit
 
 import central_storage as cs
-
-torch = pytest.importorskip("torch", reason="torch is not installed here; make test-interop installs it and runs these")
 
 EXAMPLE = "examples/torch_step.py"
 pytestmark = pytest.mark.timeout(unit(300))  # three processes import torch

@@ -150,7 +150,7 @@ class Conversation:
         for record in list(self._unclaimed):
             try:
                 found = wanted(record)
-            except BaseException:
+            except BaseException:  # what the answer says, a replica's KeyboardInterrupt too: it has been claimed
                 self._unclaimed.remove(record)
                 raise
             if found is not None:

@@ -18,7 +18,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -157,22 +157,16 @@ class ServiceThreads:
         self._parameter_device = parameter_device
         self._start_timeout = start_timeout
         self._children: list[ThreadChild] = []
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.socket.close)
+            undo.callback(theirs.close)
             self._run_directory = RunDirectory()
-            try:
-                # Compiling takes seconds, and no compiler survives the end of the interpreter in a thread of its own.
-                importlib.import_module("cs_server.kernels").load(run_directory=Path(self._run_directory.path))
-                self._thread = threading.Thread(
-                    target=self._supervise, args=(theirs,), name="cs-supervisor", daemon=True
-                )
-                self._thread.start()
-            except BaseException:
-                self._run_directory.remove()
-                raise
-        except BaseException:
-            self.socket.close()
-            theirs.close()
-            raise
+            undo.callback(self._run_directory.remove)
+            # Compiling takes seconds, and no compiler survives the end of the interpreter in a thread of its own.
+            importlib.import_module("cs_server.kernels").load(run_directory=Path(self._run_directory.path))
+            self._thread = threading.Thread(target=self._supervise, args=(theirs,), name="cs-supervisor", daemon=True)
+            self._thread.start()
+            undo.pop_all()
 
     def interrupt(self, replica: int) -> None:
         """Raise KeyboardInterrupt in the function that this replica runs; a Cancel of the run has been sent to it."""

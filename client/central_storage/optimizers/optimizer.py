@@ -143,7 +143,7 @@ class Optimizer(Handle):
         before, self._rate = self._rate, value if callable(value) else None
         try:
             self._set({"learning_rate": self._rate_at(self.iterations) if callable(value) else value})
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: what the server was not told does not hold
             self._rate = before
             raise
 
