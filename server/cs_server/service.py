@@ -28,6 +28,7 @@ from cs_proto.arena import Arena
 from cs_proto.arrays import Array, Location, array_of
 from cs_proto.codec import BULK_LIMITS, LIMITS, decode, encode
 from cs_proto.errors import CentralStorageError, ConfigurationError, PeerProtocolError, ShutdownError
+from cs_proto.failpoints import failpoint
 from cs_proto.failures import error_of
 from cs_proto.messages import (
     ApplyPoint,
@@ -266,6 +267,7 @@ class Service:
             return None
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("from %r: %.300r", peer, record)
+        failpoint("server.heard")
         return record
 
     def _check_place(self, array: Array) -> None:
@@ -282,7 +284,9 @@ class Service:
         """Have the engine hear ``events`` and all that follows from them."""
         pending = deque(events)
         while pending:
-            pending.extend(self._carry_out(self._engine.handle(pending.popleft(), time.monotonic())))
+            commands = self._engine.handle(pending.popleft(), time.monotonic())
+            failpoint("server.decided")
+            pending.extend(self._carry_out(commands))
 
     def _carry_out(self, commands: Iterable[Command]) -> list[Event]:
         """Carry out ``commands`` in order; what the engine is to be told of their outcome."""
@@ -293,7 +297,9 @@ class Service:
                     self._send(peer, self._inlined(record) if inline else record)
                 case Commit(ticket):
                     self._commits[0] |= np.uint64(1)  # odd from here, also where a server before this one was killed
+                    failpoint("server.commit")
                     self._arithmetic.commit(command)
+                    failpoint("server.committed")
                     self._commits[0] += np.uint64(1)
                     outcomes.append(Finished(ticket))
                 case Compute():
@@ -320,6 +326,7 @@ class Service:
     def _send(self, peer: bytes, record: Record) -> None:
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("to %r: %.300r", peer, record)
+        failpoint("server.send")
         try:
             self._router.send_multipart([peer, *encode(record, BULK_LIMITS)])
         except zmq.ZMQError as error:

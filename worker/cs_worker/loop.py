@@ -24,6 +24,7 @@ from central_storage.shipping import load_arguments
 from central_storage.vocabulary import to_value
 from cs_proto import messages, segments
 from cs_proto.arena import Arena
+from cs_proto.failpoints import failpoint
 from cs_proto.messages import Forget, Prepare, Run, Value
 
 from .catalogue import Catalogue
@@ -120,6 +121,7 @@ class Loop:
         replica = Replica(self._shop, run, outer)
         restore = kept_random_state() if outer is not None else None
         value, error = None, None
+        failpoint("worker.run")
         self._under_way.append(replica)
         _log.debug("run %s begins", path_text(run.run))
         try:

@@ -24,6 +24,7 @@ from central_storage.vocabulary import from_value, to_exception, to_value
 from cs_proto import messages
 from cs_proto.arrays import INLINE_NBYTES, Array
 from cs_proto.errors import ContextError, LocalProtocolError, ResultError
+from cs_proto.failpoints import failpoint
 from cs_proto.failures import error_of
 from cs_proto.messages import AssignOp, Error, Note, ReduceOpName, Run, Value, VariableSpec, WriteNote, WriteOp
 from cs_proto.records import Record
@@ -269,12 +270,14 @@ class Replica:
         """Say that the function has returned or raised, with the notes it leaves."""
         link, shop = self._shop.conversation.link, self._shop
         head = (self._run, self.replica, shop.config.incarnation, tuple(self._notes), self.count)
+        failpoint("worker.return")
         try:
             link.send_server(messages.Return(*head, value, error, self._series))
         except LocalProtocolError as refused:
             too_large = ResultError(f"the result of the replica function is too large to travel: {refused}")
             failed = error_of(too_large, self.replica, self.count)
             link.send_server(messages.Return(*head, None, failed, self._series))
+        failpoint("worker.returned")
 
     # --- how it is done -----------------------------------------------------------------------------------------
 
@@ -305,6 +308,7 @@ class Replica:
         self._refuse_after_failure()
         shop, k = self._shop, point.k
         ask = messages.Ask(self._run, self.replica, shop.config.incarnation, tuple(self._notes), point, self._series)
+        failpoint("worker.ask")
         shop.conversation.link.send_server(ask)
         self._notes.clear()
         is_merge_call = isinstance(point, messages.MergeCallPoint)
