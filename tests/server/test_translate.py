@@ -1,0 +1,180 @@
+"""The generated source itself: compiled as plain C it has the bits of the reference; nvcc takes it as CUDA."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.harness.cupy_stand_in.c_kernels import COMPILER, compiled
+
+from cs_proto.errors import InvalidArgumentError
+from cs_server import translate
+from cs_server.updates import RULES, Array, Rule, reference, scalars
+
+from .test_kernels import HYPERPARAMETERS, assert_same_bits, state_of
+
+NVCC = shutil.which("nvcc")
+STEPS = 5
+
+needs_gcc = pytest.mark.skipif(COMPILER is None, reason="no gcc here to compile the kernels as plain C")
+
+
+def pieces_of(ranges: Sequence[tuple[int, int]], arrays: Sequence[Array], *, moves: bool, factor: float) -> Array:
+    """A table for an update of these ranges of arrays: the variable, slots, gradients."""
+    rows = [
+        [stop - start, moves, np.float64(factor).view(np.int64), *(a.ctypes.data + start * a.itemsize for a in arrays)]
+        for start, stop in ranges
+    ]
+    return np.array(rows, np.int64)
+
+
+def launch(rule: Rule, pieces: Array, dtype: str, replicas: int, t: int, limit: float = np.inf) -> None:
+    number = translate.computed_in(dtype)
+    assert pieces.shape[1] == translate.width_of(rule, replicas)
+    compiled(translate.update(rule, dtype))[translate.update_name(rule, dtype)](
+        (len(pieces),),
+        (translate.THREADS,),
+        (pieces.ctypes.data, replicas, number.type(limit), *scalars(rule, HYPERPARAMETERS, t, number)),
+    )
+
+
+@needs_gcc
+@pytest.mark.parametrize("dtype", translate.DTYPES)
+@pytest.mark.parametrize("name", RULES)
+def test_a_translated_rule_has_the_bits_of_the_reference(name: str, dtype: str) -> None:
+    """Halves are widened when they are read, so what they must equal is the reference in single precision, rounded."""
+    rule, number = RULES[name], translate.computed_in(dtype)
+    parameters, slots, gradients = state_of(rule, 1000, dtype, 3)
+    if dtype == "float16":
+        parameters, *gradients = (np.clip(a, -4, 4).astype(dtype) for a in (parameters, *gradients))  # no overflow
+    ranges = [(1, 300), (300, 301), (303, 1000)]
+    expected = [array.copy() for array in (parameters, *slots)]
+    pieces = pieces_of(ranges, (parameters, *slots, *gradients), moves=True, factor=1.0)
+    for t in range(1, STEPS + 1):
+        launch(rule, pieces, dtype, len(gradients), t)
+        for start, stop in ranges:
+            w, *s = (array[start:stop].astype(number) for array in expected)
+            reference(rule, w, [g[start:stop].astype(number) for g in gradients], tuple(s), HYPERPARAMETERS, t)
+            with np.errstate(over="ignore"):
+                for array, new in zip(expected, (w, *s), strict=True):
+                    array[start:stop] = new
+    for found, wanted in zip((parameters, *slots), expected, strict=True):
+        if rule.is_compiled:
+            assert_same_bits(found, wanted)
+        else:  # the power of two libraries differs in its last digit, and differences of powers in more
+            np.testing.assert_allclose(found, wanted, rtol={"float64": 1e-9, "float32": 1e-4}.get(dtype, 4e-3))
+
+
+@needs_gcc
+def test_halves_are_near_the_reference_of_halves() -> None:
+    random = np.random.default_rng(1)
+    gradients = [random.standard_normal(50).astype("float16") for _ in range(2)]
+    for name in ("sgd", "sgd_momentum", "adagrad", "adamax", "ftrl"):
+        rule = RULES[name]
+        arrays = [np.ones(50, "float16"), *(np.full(50, v, "float16") for v in rule.initial(HYPERPARAMETERS))]
+        expected = [array.copy() for array in arrays]
+        launch(rule, pieces_of([(0, 50)], (*arrays, *gradients), moves=True, factor=1.0), "float16", 2, 1)
+        reference(rule, expected[0], gradients, tuple(expected[1:]), HYPERPARAMETERS, 1)
+        np.testing.assert_allclose(arrays[0], expected[0], rtol=4e-3, atol=2e-3)
+
+
+@needs_gcc
+def test_bound_factor_and_what_does_not_move() -> None:
+    rule, g = RULES["sgd_momentum"], np.array([5.0, -5.0, np.nan, 0.5], "float32")
+    w, m = np.ones(4, "float32"), np.zeros(4, "float32")
+    launch(rule, pieces_of([(0, 4)], (w, m, g), moves=False, factor=0.5), "float32", 1, 1, limit=2.0)
+    assert w.tolist() == [1, 1, 1, 1]
+    expected = np.zeros(4, "float32")
+    bounded = (np.clip(g, np.float32(-2), np.float32(2)) * np.float32(0.5)).astype("float32")
+    reference(rule, np.ones(4, "float32"), [bounded], (expected,), HYPERPARAMETERS, 1)
+    assert_same_bits(m, expected)
+
+
+@needs_gcc
+def test_a_piece_without_a_gradient_is_one_of_zeros() -> None:
+    rule = RULES["adam"]
+    arrays = [np.full(3, v, "float64") for v in (1.0, 0.5, 0.25)]
+    expected = [array.copy() for array in arrays]
+    pieces = pieces_of([(0, 3)], (*arrays, np.zeros(3)), moves=True, factor=1.0)
+    pieces[:, -1] = 0
+    launch(rule, pieces, "float64", 1, 2)
+    reference(rule, expected[0], [np.zeros(3)], tuple(expected[1:]), HYPERPARAMETERS, 2)
+    for found, wanted in zip(arrays, expected, strict=True):
+        assert_same_bits(found, wanted)
+
+
+@needs_gcc
+@pytest.mark.parametrize("dtype", translate.DTYPES)
+def test_squares_copy_and_fill(dtype: str) -> None:
+    random = np.random.default_rng(2)
+    gradients = [random.standard_normal(1000).astype(dtype) for _ in range(2)]
+    kernels, number = compiled(translate.loops(dtype)), translate.computed_in(dtype).type
+    ranges = [(0, 10), (10, 700), (700, 1000)]
+    rows = [[stop - start, *(g.ctypes.data + start * g.itemsize for g in gradients)] for start, stop in ranges]
+    pieces, threads = np.array(rows, np.int64), 8
+    partial, sums = np.zeros((3, threads)), np.zeros(3)
+    kernels["squares"]((3,), (threads,), (pieces.ctypes.data, 2, number(1.5), partial.ctypes.data))
+    kernels["fold"]((2,), (2,), (partial.ctypes.data, threads, 3, sums.ctypes.data))
+    total = np.clip(gradients[0].astype(number) + gradients[1].astype(number), -1.5, 1.5).astype(float)
+    np.testing.assert_allclose(sums, [float((total[a:b] ** 2).sum()) for a, b in ranges], rtol=1e-14)
+
+    target = np.zeros(1000, dtype)
+    moves = np.array([[5, gradients[0].ctypes.data, target.ctypes.data + 3 * target.itemsize]], np.int64)
+    kernels["copy"]((1,), (4,), (moves.ctypes.data,))
+    assert target[3:8].tolist() == gradients[0][:5].tolist()
+    assert not target[8:].any()
+    kernels["fill"]((2,), (4,), (target.ctypes.data + target.itemsize, 998, number(0.1)))
+    assert set(target[1:999].tolist()) == {float(np.array(0.1, dtype))}
+    assert target[[0, 999]].tolist() == [0, 0]
+
+
+@needs_gcc
+def test_the_maximum_of_a_nan_is_nan_on_either_side() -> None:
+    rule = RULES["adamax"]
+    arrays = [np.ones(2, "float32"), np.zeros(2, "float32"), np.array([np.nan, 1], "float32")]
+    g = np.array([1, np.nan], "float32")
+    launch(rule, pieces_of([(0, 2)], (*arrays, g), moves=True, factor=1.0), "float32", 1, 1)
+    assert np.isnan(arrays[2]).all()
+
+
+@pytest.mark.parametrize("step", ["lambda", "literal", "branch", "function"])
+def test_what_cannot_be_translated_is_named(step: str) -> None:
+    def literal(w: Any, g: Any, rate: Any) -> tuple[Any]:
+        return (w - 2 * g,)
+
+    def branch(w: Any, g: Any, rate: Any) -> tuple[Any]:
+        if rate:
+            return (w,)
+        return (g,)
+
+    def function(w: Any, g: Any, rate: Any) -> tuple[Any]:
+        return (np.tanh(w),)
+
+    steps: dict[str, Any] = {"literal": literal, "branch": branch, "function": function}
+    if step == "lambda":
+        steps["lambda"] = branch
+    with pytest.raises(InvalidArgumentError, match="consists of arithmetic"):
+        translate.update(replace(RULES["sgd"], step=steps[step]), "float32")
+
+
+@pytest.mark.skipif(NVCC is None, reason="no nvcc here to compile the kernels for a GPU")
+@pytest.mark.parametrize("dtype", translate.DTYPES)
+def test_nvcc_takes_the_source(dtype: str, tmp_path: Path) -> None:
+    """Every rule in one file, each in a namespace of its own. Nothing is contracted but inside of `pow`."""
+    sources = [translate.loops(dtype), *(translate.update(rule, dtype) for rule in RULES.values())]
+    file = tmp_path / "kernels.cu"
+    file.write_text("".join(f"namespace n{i} {{\n{source}}}\n" for i, source in enumerate(sources)))
+    assert NVCC is not None
+    command = [NVCC, "-fmad=false", "-Werror", "all-warnings", "-diag-suppress", "177", "-ptx", "-o"]
+    done = subprocess.run([*command, str(tmp_path / "kernels.ptx"), str(file)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    ptx = (tmp_path / "kernels.ptx").read_text()
+    assert all(f".entry {translate.update_name(rule, dtype)}(" in ptx for rule in RULES.values())
+    entries = {entry.partition("(")[0]: entry for entry in ptx.split(".entry ")[1:]}
+    assert [name for name, entry in entries.items() if "fma." in entry] == [f"ftrl_power_{dtype}"]
