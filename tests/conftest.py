@@ -29,6 +29,7 @@ from central_storage.diagnosis import configure_logging
 
 #: What has a command of its own that brings what it needs: make test-containers, make test-interop.
 collect_ignore = [] if "CS_IMAGE" in os.environ else ["containers"]
+collect_ignore += ["harness/cupy_stand_in"]  # a package of its own: it is imported as cupy or not at all
 collect_ignore += [] if importlib.util.find_spec("torch") else ["interop"]
 
 #: The same examples every time, or a commit would fail for what an older one did. CS_EXPLORE=1 looks for new ones.

@@ -31,7 +31,7 @@ _DEVICE = re.compile(
     r"(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?(?:/device:|/|device:)?(cpu|gpu)(?::([0-9]{1,4}))?", re.IGNORECASE
 )
 _UUID = re.compile(r"GPU UUID:\s*(\S+)")
-_DRIVER = Path("/proc/driver/nvidia/gpus")
+_DRIVER = "/proc/driver/nvidia/gpus"
 
 
 def canonical(device: str) -> str:
@@ -107,13 +107,14 @@ def parameter_device(device: str | None, compute: Sequence[str]) -> str:
     return logical_devices(compute[0])[0] if len(compute) == 1 else "cpu:0"
 
 
-def gpu_count(driver: Path = _DRIVER, visible: str | None = None) -> int:
+def gpu_count(driver: Path | None = None, visible: str | None = None) -> int:
     """The number of GPUs that CUDA would show, found without CUDA.
 
+    ``driver`` is the directory in which the driver shows them; for tests, CS_NVIDIA_DRIVER names another.
     ``visible`` is CUDA_VISIBLE_DEVICES (default: this process's). As CUDA does, the list is taken up to its first
     entry that names no GPU.
     """
-    uuids = _uuids(driver)
+    uuids = _uuids(driver or Path(os.environ.get("CS_NVIDIA_DRIVER", _DRIVER)))
     if visible is None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not uuids:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import sys
-import types
-from collections.abc import Mapping
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from tests.harness.stand_in_gpus import StandInGpus, stand_in_gpus
 
 from cs_proto.errors import DeviceError
 from cs_worker.device import open_device, place
+
+
+@pytest.fixture
+def gpus() -> Iterator[StandInGpus]:
+    with stand_in_gpus(3) as gpus:
+        yield gpus
 
 
 def test_a_cpu() -> None:
@@ -29,74 +35,27 @@ def test_a_gpu_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
         open_device("gpu:0")
 
 
-class NoSuchDevice(Exception):
-    """What CuPy raises for a device number that does not exist."""
-
-
-def cupy(count: int, told: list[object]) -> types.ModuleType:
-    """Stands for CuPy on a machine with ``count`` GPUs: its arrays are NumPy's, tagged by a subclass."""
-
-    class Chosen:
-        def __init__(self, number: int) -> None:
-            self.number = number
-
-        def use(self) -> None:
-            if self.number >= count:
-                raise NoSuchDevice("invalid device ordinal")
-            told.append(self.number)
-
-        def __enter__(self) -> None:
-            self.use()
-
-        def __exit__(self, *of_error: object) -> None:
-            told.append("left")
-
-    module = types.ModuleType("cupy")
-    runtime = types.SimpleNamespace(CUDARuntimeError=NoSuchDevice)
-    members = {
-        "cuda": types.SimpleNamespace(Device=Chosen, runtime=runtime),
-        "random": types.SimpleNamespace(seed=lambda number: told.append(("seed", number))),
-        "asarray": lambda array: np.array(array).view(OnDevice),
-    }
-    module.__dict__.update(members)
-    return module
-
-
-class OnDevice(np.ndarray):
-    """An array that is in device memory."""
-
-    __cuda_array_interface__: Mapping[str, object] = {}
-
-    def get(self) -> np.ndarray:
-        """A copy in host memory."""
-        return np.array(self)
-
-
-def test_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[object] = []
-    module = cupy(2, told)
-    monkeypatch.setitem(sys.modules, "cupy", module)
+def test_a_gpu(gpus: StandInGpus) -> None:
     device = open_device("/gpu:1")
-    assert (device.name, device.array_module, told) == ("gpu:1", module, [1])
+    assert (device.name, device.array_module) == ("gpu:1", gpus.cupy)
+    assert gpus.cupy.counts()["contexts"] == 0b10
     host = np.arange(3)
     brought = device.bring(host)
-    assert isinstance(brought, OnDevice)
-    assert brought.tolist() == [0, 1, 2]
-    assert not np.shares_memory(brought, host)
+    assert type(brought) is gpus.cupy.ndarray
+    assert (brought.device.id, brought.tolist()) == (1, [0, 1, 2])
     device.seed(7)
-    assert told == [1, ("seed", 7)]
+    drawn = gpus.cupy.random.normal(size=2).tolist()
+    device.seed(7)
+    assert gpus.cupy.random.normal(size=2).tolist() == drawn
 
 
-def test_a_replica_that_owns_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[object] = []
-    monkeypatch.setitem(sys.modules, "cupy", cupy(3, told))
+def test_a_replica_that_owns_several(gpus: StandInGpus) -> None:
     device = open_device("/gpu:1+GPU:2")
     assert device.name == "gpu:1+gpu:2"
     assert [name[-5:] for name in device.full_names] == ["GPU:1", "GPU:2"]
-    assert told == [1]
     there = place(np.arange(3), device.full_names[1])
-    assert isinstance(there, OnDevice)
-    assert told == [1, 2, "left"]
+    assert there.device.id == 2
+    assert gpus.cupy.cuda.Device().id == 1
     back = place(there, "cpu:0")
     assert type(back) is np.ndarray
     assert back.tolist() == [0, 1, 2]
@@ -107,9 +66,8 @@ def test_a_replica_that_owns_several(monkeypatch: pytest.MonkeyPatch) -> None:
     assert place(back, "cpu:7") is back
 
 
-def test_a_gpu_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", cupy(1, []))
-    with pytest.raises(DeviceError, match="gpu:3 cannot be used: invalid device ordinal"):
+def test_a_gpu_that_does_not_exist(gpus: StandInGpus) -> None:
+    with pytest.raises(DeviceError, match=r"gpu:3 cannot be used: .*invalid device ordinal"):
         open_device("gpu:3")
 
 
