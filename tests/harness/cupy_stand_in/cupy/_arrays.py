@@ -91,8 +91,8 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801
         self, stream: Any = None, order: str = "C", out: np.ndarray | None = None, blocking: bool = True
     ) -> np.ndarray:
         """A copy in host memory, or ``out``; on a stream without ``blocking`` it is there when that is waited for."""
-        queue = _machine.current() if stream is None else stream.queue
         with cuda.Device(self.data.device_id):
+            queue = _machine.current() if stream is None else stream.queue
             source = self if self._array.flags.c_contiguous else self._contiguous()
         target = np.empty(self.shape, self.dtype) if out is None else out
         if target.shape != self.shape or target.dtype != self.dtype or not target.flags.c_contiguous:
@@ -115,7 +115,8 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801
         if not self._array.flags.c_contiguous:
             raise RuntimeError("Cannot set to non-contiguous array")
         arr = np.ascontiguousarray(arr)
-        queue = _machine.current() if stream is None else stream.queue
+        with cuda.Device(self.data.device_id):
+            queue = _machine.current() if stream is None else stream.queue
         _machine.copy(self.data.ptr, arr.ctypes.data, arr.nbytes, queue)
 
     def item(self, *args: Any) -> Any:
