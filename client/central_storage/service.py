@@ -14,6 +14,7 @@ from . import devices, lifeline
 from .diagnosis import configure_logging, dump_stacks_on_signal
 from .lifeline import Lifeline
 from .link import ServiceLink, wait_until_serving
+from .recovery import Recovery
 
 __all__ = ["open_service"]
 
@@ -29,6 +30,7 @@ def open_service(
     seed: int,
     start_timeout: float,
     in_process: bool,
+    recovery: Recovery,
 ) -> ServiceLink:
     """A link to the service this script should use, up and ready; one ``in_process`` is always the script's own.
 
@@ -41,7 +43,7 @@ def open_service(
         link = _attach(address, compute_devices, parameter_device, seed, start_timeout)
         _attached.append(address)
     else:
-        link = _start(compute_devices, parameter_device, seed, start_timeout, in_process)
+        link = _start(compute_devices, parameter_device, seed, start_timeout, in_process, recovery)
     if not _links:
         atexit.register(_close_all)
         os.register_at_fork(after_in_child=_forget_all)
@@ -84,6 +86,7 @@ def _start(
     seed: int,
     start_timeout: float,
     in_process: bool,
+    recovery: Recovery,
 ) -> ServiceLink:
     from .launch import in_process as threads  # only a script without a launcher needs the supervisor's code
     from .launch import service
@@ -96,8 +99,11 @@ def _start(
     owner = devices.parameter_device(parameter_device, chosen)
     if owner.startswith("gpu"):
         raise DeviceError(f"variables on {owner} are not served by this version; pass parameter_device='cpu:0'")
-    start = threads.start if in_process else service.start
-    started = start(chosen, owner, start_timeout)
+    started: threads.ServiceThreads | service.ServiceProcess
+    if in_process:
+        started = threads.start(chosen, owner, start_timeout)
+    else:
+        started = service.start(chosen, owner, start_timeout, recovery)
     with ExitStack() as undo:
         undo.callback(started.stop)
         connection = Lifeline(started.socket, "controller")

@@ -22,6 +22,7 @@ from .composites import Composite
 from .handles import Handle, HandleTable, handle_id
 from .optimizers import Optimizer, optimizer_of
 from .options import ValueContext
+from .recovery import Recovery
 from .run_steps import LocalSeries
 from .series import Series
 from .variable import Variable
@@ -45,7 +46,14 @@ class CentralStorageStrategy(StrategyBase, Handle):
     its own, also under ``cs-launch``. What ends a worker process ends the script there: ``os._exit``, a crash in
     native code.
 
-    Raises DeviceError (a ValueError) for a device that does not exist, ConfigurationError for a seed or timeout that
+    A worker that dies is started again and the run goes on, with the same bits; so does the server, unless
+    ``server_recovery`` is False, which makes updates a little cheaper. ``max_restarts`` limits how often that is done
+    in all. With ``step_timeout`` (seconds) a worker for which others wait and of which nothing was heard for so long is
+    killed and started again, too. What a replica function prints, or does to files, before its worker dies it does
+    once more. These three mean nothing ``in_process``, where nothing dies alone, and under ``cs-launch``, whose own
+    options of these names count.
+
+    Raises DeviceError (a ValueError) for a device that does not exist, ConfigurationError for an option that
     makes no sense, LaunchError where the service does not come up, ContextError inside a replica.
     """
 
@@ -57,6 +65,9 @@ class CentralStorageStrategy(StrategyBase, Handle):
         seed: int = 0,
         in_process: bool = False,
         start_timeout: float = 60.0,
+        step_timeout: float | None = None,
+        server_recovery: bool = True,
+        max_restarts: int = 3,
     ) -> None:
         if context.is_worker():
             raise ContextError(
@@ -72,10 +83,16 @@ class CentralStorageStrategy(StrategyBase, Handle):
             raise ConfigurationError(
                 f"start_timeout must be seconds, more than 0 and less than 1e6, not {start_timeout!r}"
             )
+        recovery = Recovery(max_restarts, server_recovery, step_timeout)
         from .service import open_service
 
         backend = open_service(
-            compute_devices, parameter_device, seed=seed, start_timeout=start_timeout, in_process=bool(in_process)
+            compute_devices,
+            parameter_device,
+            seed=seed,
+            start_timeout=start_timeout,
+            in_process=bool(in_process),
+            recovery=recovery,
         )
         self._init(backend, backend.compute_devices, backend.parameter_device)
         backend.resolve_handles(self.object_for, self.adopt, self._handles.get)

@@ -786,7 +786,8 @@ class Ready(Record):
 
 @record(116)
 class Serving(Record):
-    """Supervisor to a client, once server and workers are ready: where the server listens."""
+    """Supervisor to a client, once server and workers are ready: where the server listens. To all, when a server that
+    was started again is ready: what it has not answered may not have reached it."""
 
     endpoint: str
     run_directory: str
@@ -796,7 +797,7 @@ class Serving(Record):
 @record(117)
 class Died(Record):
     """Supervisor to all: a process ended that should not have. ``cause`` reads ``exit code 3`` or ``SIGKILL``;
-    ``log`` holds the last lines it wrote."""
+    ``log`` holds the last lines it wrote. ``restarts``: another takes its place, as the next incarnation."""
 
     role: Role
     rank: int
@@ -804,6 +805,7 @@ class Died(Record):
     pid: int
     cause: str
     log: str
+    restarts: bool = False
 
 
 @record(118)
@@ -855,3 +857,21 @@ class Interrupt(Record):
     have its process look (SIGINT)."""
 
     replica: int
+
+
+@record(124)
+class Worked(Record):
+    """Server or worker to supervisor, once: this incarnation has done a piece of work to the end, so its death is no
+    proof that starting it again is in vain."""
+
+    incarnation: int
+
+
+@record(125)
+class Kill(Record):
+    """Server to supervisor, and from there to who runs it: end this worker's incarnation, with the stacks of its
+    threads in its output; ``reason`` says why, and becomes part of the cause of its death."""
+
+    replica: int
+    incarnation: int
+    reason: str

@@ -36,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             threads=options.threads,
             machine_nbytes=machine.total_nbytes(),
             incarnation=options.incarnation,
+            recovery=options.recovery == "on",
+            step_timeout=options.step_timeout,
         )
     except (ConfigurationError, DeviceError) as error:
         print(f"{parser.prog}: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
@@ -59,6 +61,12 @@ def _parser() -> argparse.ArgumentParser:
         "--threads", type=int, default=len(os.sched_getaffinity(0)), help="cores that an update may use"
     )
     parser.add_argument("--incarnation", type=int, default=1, help="counts the servers of a run")
+    parser.add_argument(
+        "--recovery", choices=("on", "off"), default="on", help="whether another server may take this one's place"
+    )
+    parser.add_argument(
+        "--step-timeout", type=float, help="seconds after which a silent replica is to be killed (default: never)"
+    )
     return parser
 
 

@@ -26,7 +26,9 @@ class ServerConfig:
 
     ``parameter_device`` is in short form. ``threads`` is how many cores one update may use. ``machine_nbytes`` is the
     size of the machine's memory, of which address reservations are multiples: the same for every server of a run.
-    ``incarnation`` counts the servers of a run from 1.
+    ``incarnation`` counts the servers of a run from 1. ``recovery``: another may take this one's place.
+    ``step_timeout``: after so many seconds in which a replica for which others wait was not heard, its worker is to be
+    killed; None never.
 
     Raises ConfigurationError for values that make no sense, DeviceError for a device that no server serves.
     """
@@ -37,6 +39,8 @@ class ServerConfig:
     threads: int
     machine_nbytes: int
     incarnation: int = 1
+    recovery: bool = True
+    step_timeout: float | None = None
 
     def __post_init__(self) -> None:
         path = os.fsencode(self.run_directory)
@@ -52,6 +56,8 @@ class ServerConfig:
                 f"threads ({self.threads}), incarnation ({self.incarnation}) and the machine's memory "
                 f"({self.machine_nbytes} bytes) are at least 1"
             )
+        if self.step_timeout is not None and not self.step_timeout > 0:
+            raise ConfigurationError(f"a step timeout of {self.step_timeout} seconds; it is more than 0")
         device = _DEVICE.fullmatch(self.parameter_device)
         if device is None:
             raise DeviceError(f"{self.parameter_device!r:.60} is not a device in short form; write cpu:0")

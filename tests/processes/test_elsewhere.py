@@ -15,6 +15,7 @@ import pytest
 from tests.harness.processes import Child, run, start
 
 DIGITS = ("examples/digits.py", "--epochs", "2")
+SERVE = ("--memory", "files", "--max-restarts", "0")
 SCRIPT = """
 import os, time
 import numpy as np
@@ -47,9 +48,7 @@ class Elsewhere:
     def __init__(self, stack: ExitStack, directory: str) -> None:
         self.directory = directory
         self.environment = {"CS_ADDRESS": directory}
-        self.server = stack.enter_context(
-            start("cs-launch", "--serve", "2", "--memory", "files", environment=self.environment)
-        )
+        self.server = stack.enter_context(start("cs-launch", "--serve", "2", *SERVE, environment=self.environment))
         self.workers = [self.joined(stack, number) for number in range(2)]
 
     def joined(self, stack: ExitStack, number: int) -> Child:

@@ -19,6 +19,7 @@ from contextlib import suppress
 
 from central_storage.diagnosis import configure_logging, dump_stacks_on_signal
 from central_storage.lifeline import PACKET_NBYTES
+from central_storage.recovery import Recovery
 from cs_proto.codec import encode
 from cs_proto.errors import CentralStorageError, code_of
 from cs_proto.messages import Error, StartFailed
@@ -79,8 +80,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _service(loop: Loop, sink: OwnerSink, run_directory: str, options: argparse.Namespace) -> Service:
     logs = os.environ.get("CS_LOG_DIR")
+    recovery = Recovery(options.max_restarts, options.server_recovery == "on", options.step_timeout)
     commands = service_commands(
-        Options(tuple(options.devices.split(",")), options.parameter_device, run_directory),
+        Options(tuple(options.devices.split(",")), options.parameter_device, run_directory, recovery),
         os.environ,
         python=sys.executable,
         cores=core_count(),
@@ -93,6 +95,7 @@ def _service(loop: Loop, sink: OwnerSink, run_directory: str, options: argparse.
         sink,
         start_timeout=options.start_timeout,
         logs=LogFiles.under(logs, run_directory) if logs else None,
+        recovery=recovery,
     )
 
 
@@ -152,6 +155,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--devices", required=True)
     parser.add_argument("--parameter-device", required=True)
     parser.add_argument("--start-timeout", type=float, default=60.0)
+    parser.add_argument("--max-restarts", type=int, default=Recovery.max_restarts)
+    parser.add_argument("--server-recovery", choices=("on", "off"), default="on")
+    parser.add_argument("--step-timeout", type=float)
     return parser
 
 

@@ -28,6 +28,8 @@ __all__ = ["Child", "Running", "end_leftovers", "reap_adopted"]
 _READ_NBYTES = 65536
 # Of what a child has left in its pipes when it ends, at most this much is read per pipe.
 _DRAIN_NBYTES = 1 << 20
+# A process that is to be killed gets this long to print the stacks of its threads.
+_STACKS_SECONDS = 0.3
 _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
@@ -38,7 +40,10 @@ class Running(Protocol):
     command: Command
     tail: Tail
     asked: bool
-    ready: bool
+    #: Since when it can work, on the clock of ``time.monotonic``; None before.
+    ready_since: float | None
+    #: Whether it has done a piece of work to the end.
+    has_worked: bool
     returncode: int | None
     pid: int
     #: Whether it runs in this container, so that ``pid`` means anything here.
@@ -57,6 +62,9 @@ class Running(Protocol):
 
     def signal(self, number: int) -> None:
         """SIGTERM: asked to end. SIGKILL: ended."""
+
+    def kill(self, reason: str) -> None:
+        """End it for a reason that becomes part of its cause, with its stacks in its output."""
 
     def interrupt(self) -> None:
         """The run that it carries out is cancelled, which it has been told: have it look."""
@@ -83,8 +91,10 @@ class Child:
         self.command = command
         self.tail = Tail()
         self.asked = False  # to end
-        self.ready = False
+        self.ready_since: float | None = None
+        self.has_worked = False
         self.returncode: int | None = None
+        self._reason = ""
         self._loop = loop
         self._on_lines = on_lines
         self._on_end = on_end
@@ -118,11 +128,13 @@ class Child:
 
     @property
     def cause(self) -> str:
-        """Why it ended: ``exit code 3``, ``SIGKILL``."""
+        """Why it ended: ``exit code 3``, ``SIGKILL``, ``SIGKILL by the supervisor: it was not ready within 60 s``."""
         if self.returncode is None:
             return "still running"
         if self.returncode >= 0:
             return f"exit code {self.returncode}"
+        if self._reason and -self.returncode in (signal.SIGKILL, signal.SIGUSR1):
+            return f"SIGKILL by the supervisor: {self._reason}"
         try:
             return signal.Signals(-self.returncode).name
         except ValueError:
@@ -142,6 +154,13 @@ class Child:
         else:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
+
+    def kill(self, reason: str) -> None:
+        """Have it print its stacks, which takes a moment, then send SIGKILL. One that is stopped prints nothing."""
+        if self.returncode is None and not self._reason:
+            self._reason = reason
+            signal.pidfd_send_signal(self._pidfd, signal.SIGUSR1)
+            self._loop.call_later(_STACKS_SECONDS, partial(self.signal, signal.SIGKILL))
 
     def interrupt(self) -> None:
         """Send SIGINT to the process alone: what the user's code has started is not the worker."""

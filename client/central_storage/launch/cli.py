@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from central_storage import devices
 from central_storage.diagnosis import configure_logging, dump_stacks_on_signal
+from central_storage.recovery import Recovery
 from cs_proto.errors import ConfigurationError, DeviceError, LaunchError, NoAnswerError, ShutdownError
 from cs_proto.messages import Joined
 
@@ -98,7 +99,7 @@ def _launch(options: argparse.Namespace) -> int:
     parameters = devices.parameter_device(options.parameter_device, compute)
     run_directory = RunDirectory(options.run_directory, keep=options.keep_run_directory)
     try:
-        plan = Options(tuple(compute), parameters, run_directory.path)
+        plan = Options(tuple(compute), parameters, run_directory.path, _recovery(options))
         medium = _medium(options, run_directory.path)
         workers = f"{len(compute)} worker{'s' if len(compute) > 1 else ''}"
         return run(
@@ -111,6 +112,7 @@ def _launch(options: argparse.Namespace) -> int:
             logs=_log_files(options, run_directory),
             keeps_logs=bool(options.log_directory or options.keep_run_directory),
             medium=medium,
+            recovery=plan.recovery,
         )
     finally:
         run_directory.remove()
@@ -121,15 +123,17 @@ def _serve(options: argparse.Namespace) -> int:
     run_directory = RunDirectory(options.run_directory or _address(), keep=options.keep_run_directory)
     try:
         medium = _medium(options, run_directory.path)
+        # Which devices they have is for the workers to say.
+        plan = Options(("elsewhere",) * options.serve, parameters, run_directory.path, _recovery(options))
         return serve(
             run_directory,
-            # Which devices they have is for the workers to say.
-            _commands(Options(("elsewhere",) * options.serve, parameters, run_directory.path)),
+            _commands(plan),
             banner=f"run {run_directory.name}: {options.serve} workers from elsewhere, parameters on {parameters}, "
             f"transport {transport_of(medium)}, directory {run_directory.path}",
             start_timeout=options.start_timeout,
             logs=LogFiles.under(options.log_directory, run_directory.path) if options.log_directory else None,
             medium=medium,
+            recovery=plan.recovery,
         )
     finally:
         run_directory.remove()
@@ -168,6 +172,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigurationError(
             f"--start-timeout must be more than 0 seconds, less than 1e6, not {options.start_timeout:g}"
         )
+    _recovery(options)
     if options.serve is not None and not 1 <= options.serve <= 1024:
         raise ConfigurationError(f"--serve {options.serve}: there are between 1 and 1024 workers")
 
@@ -181,6 +186,10 @@ def _address() -> str:
 
 def _medium(options: argparse.Namespace, run_directory: str) -> Medium:
     return Files(run_directory) if options.memory == "files" else Memfd()
+
+
+def _recovery(options: argparse.Namespace) -> Recovery:
+    return Recovery(options.max_restarts, options.server_recovery == "on", options.step_timeout)
 
 
 def _commands(plan: Options) -> list[Command]:
@@ -238,6 +247,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--start-timeout", type=float, default=60.0, metavar="SECONDS", help="limit of the start (default: 60)"
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=Recovery.max_restarts,
+        metavar="N",
+        help="how often, in all, a worker or server that has died is started again (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--step-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="kill and start again a worker for which others wait and of which nothing was heard for so long "
+        "(default: never; a wait is named every 10 s)",
+    )
+    parser.add_argument(
+        "--server-recovery",
+        choices=("on", "off"),
+        default="on",
+        help="whether the death of the server is survived, at a small price for each update (default: on)",
     )
     parser.add_argument(
         "--log-dir",

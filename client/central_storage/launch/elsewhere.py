@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
-from cs_proto.messages import Interrupt, Shutdown
+from cs_proto.messages import Interrupt, Kill, Shutdown
 
 from .connections import Peer
 from .loop import Loop
@@ -37,12 +37,14 @@ class Elsewhere:
         self.command = command
         self.tail = Tail()
         self.asked = False  # to end
-        self.ready = False
+        self.ready_since: float | None = None
+        self.has_worked = False
         self.returncode: int | None = None
         self.pid = 0
         self.cause = "still running"
         self._on_end = on_end
-        self._launcher: Peer | None = None
+        #: Who runs it, or ran it last.
+        self.launcher: Peer | None = None
         self._worker: Peer | None = None
 
     @property
@@ -53,11 +55,11 @@ class Elsewhere:
     @property
     def is_free(self) -> bool:
         """Whether nobody runs it."""
-        return self._launcher is None and self.returncode is None
+        return self.launcher is None and self.returncode is None
 
     def take(self, launcher: Peer, pid: int) -> None:
         """``launcher``, a process with that pid in its own container, runs it from now on."""
-        self._launcher, self.pid = launcher, pid
+        self.launcher, self.pid = launcher, pid
 
     def end(self, cause: str, log: str = "") -> None:
         """It has ended by ``cause``, with ``log`` as its last lines. Idempotent."""
@@ -66,6 +68,11 @@ class Elsewhere:
             self.tail.add(log.splitlines())
             self._on_end(self)
 
+    def leave(self) -> None:
+        """Its launcher is gone."""
+        self.launcher = None
+        self.end("the end of its connection (its container or process is gone)")
+
     def listen(self, wanted: bool = True) -> None:
         """There is nothing to read here."""
 
@@ -73,22 +80,27 @@ class Elsewhere:
         """SIGTERM asks its launcher to end it. SIGKILL lets go of it, which ends it, too."""
         if self.returncode is not None:
             return
-        if self._launcher is None or number != signal.SIGTERM:
-            if self._launcher is not None:
-                self._launcher.close()
+        if self.launcher is None or number != signal.SIGTERM:
+            if self.launcher is not None:
+                self.launcher.close()
             if self._worker is not None:
                 self._worker.close()
             self.end("being let go of")
         else:
-            self._launcher.send(Shutdown("the service ends"))
+            self.launcher.send(Shutdown("the service ends"))
+
+    def kill(self, reason: str) -> None:
+        """Have its launcher do it."""
+        if self.launcher is not None:
+            self.launcher.send(Kill(self.command.rank, self.command.incarnation, reason))
 
     def interrupt(self) -> None:
         """Have its launcher send the signal."""
-        if self._launcher is not None:
-            self._launcher.send(Interrupt(self.command.rank))
+        if self.launcher is not None:
+            self.launcher.send(Interrupt(self.command.rank))
 
     def is_run_by(self, peer: Peer) -> bool:
         """The first to say so after the place was taken: it is a process of this user, which nobody here can see."""
-        if self._worker is None and self._launcher is not None:
+        if self._worker is None and self.launcher is not None:
             self._worker = peer
         return self._worker is peer

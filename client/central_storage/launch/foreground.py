@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+from central_storage.recovery import Recovery
 from cs_proto.messages import Died
 
 from .children import Child, reap_adopted
@@ -48,13 +49,14 @@ def run(
     logs: LogFiles | None,
     keeps_logs: bool,
     medium: Medium,
+    recovery: Recovery,
 ) -> int:
     """Start the service and the script, wait for the script, end everything, remove the directory; the exit code.
 
     0 or the script's own code; 3, 4 or 5 where the script failed after the start, a worker or the server did; 128
     and the signal's number where one ended the run or the script.
     """
-    return _Foreground(run_directory, commands, script, start_timeout, logs, keeps_logs, medium).run(banner)
+    return _Foreground(run_directory, commands, script, start_timeout, logs, keeps_logs, medium, recovery).run(banner)
 
 
 class _Foreground:
@@ -67,6 +69,7 @@ class _Foreground:
         logs: LogFiles | None,
         keeps_logs: bool,
         medium: Medium,
+        recovery: Recovery,
     ) -> None:
         self._directory = run_directory
         self._loop = Loop()
@@ -81,6 +84,7 @@ class _Foreground:
             start_timeout=start_timeout,
             logs=logs,
             medium=medium,
+            recovery=recovery,
         )
         self._command = script
         self._script: Child | None = None

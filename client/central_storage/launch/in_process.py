@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Protocol
 
 from central_storage.diagnosis import configure_logging
+from central_storage.recovery import Recovery
 from cs_proto.codec import encode
 from cs_proto.messages import Shutdown
 
@@ -77,7 +78,8 @@ class ThreadChild:
         self.command = command
         self.tail = Tail()
         self.asked = False  # to end
-        self.ready = False
+        self.ready_since: float | None = None
+        self.has_worked = False
         self.returncode: int | None = None
         self.pid = os.getpid()
         self.name = f"{'worker ' if command.role == 'worker' else 'the '}{command.label} (a thread of pid {self.pid})"
@@ -107,6 +109,9 @@ class ThreadChild:
             _log.warning("%s does not end: it is in %s", self.name, self.place())
             self.part.abandon()
             self._finish()
+
+    def kill(self, reason: str) -> None:
+        """Nothing can kill a thread, and nobody asks for it: such a service has no ``step_timeout``."""
 
     def interrupt(self) -> None:
         """The script does it by itself, see :meth:`ServiceThreads.interrupt`."""
@@ -207,6 +212,7 @@ class ServiceThreads:
             sink,
             start_timeout=self._start_timeout,
             start_child=self._start_child,
+            recovery=Recovery(max_restarts=0, server_recovery=False),  # a thread does not die alone
         )
         try:
             sink.peer = service.own(owner)

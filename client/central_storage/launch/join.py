@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from central_storage import lifeline
 from cs_proto.errors import LaunchError
-from cs_proto.messages import Died, Interrupt, Join, Joined, Shutdown, StartFailed
+from cs_proto.messages import Died, Interrupt, Join, Joined, Kill, Shutdown, StartFailed
 from cs_proto.records import Record
 
 from .children import Child, end_leftovers, reap_adopted
@@ -23,7 +23,7 @@ from .connections import Peer
 from .foreground import START_FAILED, WORKER_FAILED
 from .loop import Loop, Signals
 from .output import Console, Stream, prefixed
-from .plan import Command
+from .plan import Command, next_incarnation
 from .supervise import STOP_GRACE
 
 __all__ = ["join"]
@@ -36,7 +36,8 @@ _LAST_WORDS = 0.5
 
 
 def join(run_directory: str, command_of: Callable[[Joined], Command], start_timeout: float) -> int:
-    """Run one worker of the service in ``run_directory`` until either ends; ``command_of`` says how to start it.
+    """Run one worker of the service in ``run_directory`` until the service ends or lets go of it; ``command_of`` says
+    how to start it. One that dies is started again when the service says so.
 
     The exit code: 0 after SIGTERM or Ctrl-C and where the service ended in order, 3 where there is no place for this
     worker, 4 where it ended otherwise. Raises LaunchError where no service comes within ``start_timeout`` seconds.
@@ -54,6 +55,7 @@ class _Joining:
         self._service: Peer | None = None
         self._worker: Child | None = None
         self._told = False  # to end, by a signal or by the service
+        self._has_failed = False  # the worker has died, and none runs in its place
         self._code: int | None = None
 
     def run(self) -> int:
@@ -78,18 +80,24 @@ class _Joining:
         self._service.send(Join(os.getpid()))
 
     def _heard(self, service: Peer, record: Record) -> None:
-        if isinstance(record, Joined):
+        if isinstance(record, Joined) and not self._told:
             self._start(record)
         elif isinstance(record, StartFailed):
             self._say(record.error.message)
             self._code = START_FAILED
         elif isinstance(record, Interrupt) and self._worker is not None:
             self._worker.interrupt()
+        elif isinstance(record, Kill) and self._worker is not None:
+            if self._worker.command.incarnation == record.incarnation:
+                self._worker.kill(record.reason)
         elif isinstance(record, Shutdown):
             self._end()
 
     def _start(self, joined: Joined) -> None:
+        self._has_failed = False
         command = self._command_of(joined)
+        while command.incarnation < joined.incarnation:
+            command = next_incarnation(command)
         device = command.argv[command.argv.index("--device") + 1]
         self._say(f"worker {command.label} of {joined.replicas} on {device}, transport {joined.transport}")
         try:
@@ -104,17 +112,23 @@ class _Joining:
     def _ended(self, worker: Child) -> None:
         command = worker.command
         end_leftovers(self._run_directory, command.role, command.rank)
-        if self._service is not None and not self._service.closed:
+        self._worker = None
+        if self._told:
+            self._code = WORKER_FAILED if self._has_failed else 0
+            return
+        self._say(f"{worker.name} ended by {worker.cause}")
+        self._has_failed = True
+        if self._service is None or self._service.closed:
+            self._code = WORKER_FAILED
+        else:  # which says whether to start another
             who = (command.role, command.rank, command.incarnation)
             self._service.send(Died(*who, worker.pid, worker.cause, worker.tail.text()))
-        if not self._told:
-            self._say(f"{worker.name} ended by {worker.cause}")
-        self._code = 0 if self._told else WORKER_FAILED
 
     def _gone(self, service: Peer) -> None:
         """The service is over, or its container; the worker sees it, too, and ends."""
         if self._worker is None:
-            self._code = 0 if self._told else START_FAILED
+            failed = WORKER_FAILED if self._has_failed else START_FAILED
+            self._code = 0 if self._told else failed
         elif not self._told:
             self._say("the service is gone")
             self._worker.asked = True
@@ -131,7 +145,7 @@ class _Joining:
     def _end(self) -> None:
         self._told = True
         if self._worker is None:
-            self._code = 0
+            self._code = WORKER_FAILED if self._has_failed else 0
         else:
             self._worker.asked = True
             self._worker.signal(signal.SIGTERM)

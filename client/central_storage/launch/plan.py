@@ -7,11 +7,12 @@ starts what stands here, whatever it is.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+from central_storage.recovery import Recovery
 from cs_proto.messages import Role
 
-__all__ = ["Command", "Options", "label", "script_command", "service_commands"]
+__all__ = ["Command", "Options", "label", "next_incarnation", "script_command", "service_commands"]
 
 # Each of these libraries starts as many threads as there are cores in every process, unless told otherwise.
 _THREADS = (
@@ -29,11 +30,12 @@ _SCRIPT_ONLY = ("CS_ADDRESS", "CS_DEVICES", "CS_PARAMETER_DEVICE")
 
 @dataclass(frozen=True)
 class Options:
-    """Devices in short form, and where the run lives."""
+    """Devices in short form, where the run lives, and what becomes of it when a process dies."""
 
     devices: tuple[str, ...]
     parameter_device: str
     run_directory: str
+    recovery: Recovery = field(default_factory=Recovery)
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,14 @@ class Command:
     def label(self) -> str:
         """What stands before its lines: ``server``, ``w0``, ``script``."""
         return label(self.role, self.rank)
+
+
+def next_incarnation(command: Command) -> Command:
+    """The command that starts in its place what is to follow it."""
+    argv, number = list(command.argv), command.incarnation + 1
+    if "--incarnation" in argv:
+        argv[argv.index("--incarnation") + 1] = str(number)
+    return replace(command, argv=tuple(argv), incarnation=number)
 
 
 def label(role: str, rank: int) -> str:
@@ -85,6 +95,8 @@ def service_commands(
             *("--parameter-device", options.parameter_device),
             *("--replicas", str(replicas)),
             *("--threads", server_threads),
+            *("--incarnation", "1"),
+            *_recovery_arguments(options.recovery),
         ),
         {**kept, **_thread_variables(environment, cores), "CS_ROLE": "server"},
     )
@@ -133,6 +145,14 @@ def script_command(
             "CS_DEVICES": ",".join(options.devices),
             "CS_PARAMETER_DEVICE": options.parameter_device,
         },
+    )
+
+
+def _recovery_arguments(recovery: Recovery) -> tuple[str, ...]:
+    timeout = recovery.step_timeout
+    return (
+        *("--recovery", "on" if recovery.server_recovery else "off"),
+        *(() if timeout is None else ("--step-timeout", str(timeout))),
     )
 
 

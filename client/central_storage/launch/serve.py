@@ -9,6 +9,8 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Sequence
 
+from central_storage.recovery import Recovery
+
 from .children import Child, Running, reap_adopted
 from .elsewhere import Elsewhere
 from .foreground import SERVER_FAILED, START_FAILED, WORKER_FAILED, described
@@ -36,9 +38,11 @@ def serve(
     start_timeout: float,
     logs: LogFiles | None,
     medium: Medium,
+    recovery: Recovery,
 ) -> int:
     """Serve until SIGTERM or Ctrl-C; the exit code: 0, or 3, 4 or 5 where the service did not start, a worker or the
-    server ended. After a worker's end the script that trains may still read; the service ends when it has gone."""
+    server ended for good. After a worker's end the script that trains may still read; the service ends when it has
+    gone."""
     loop = Loop()
     console = Console(loop)
     service = Service(
@@ -50,6 +54,7 @@ def serve(
         logs=logs,
         start_child=_start_child,
         medium=medium,
+        recovery=recovery,
     )
     told: list[int] = []
 
@@ -65,7 +70,7 @@ def serve(
         try:
             service.start()
             while not service.stopped:
-                if service.has_failed or (service.first_failure is not None and not service.has_controller):
+                if service.has_failed or (service.has_lost and not service.has_controller):
                     service.stop()
                 loop.turn(_LOOK_EVERY)
         finally:
@@ -83,7 +88,7 @@ def serve(
 def _report(service: Service, told: Sequence[int]) -> int:
     if told:
         return 0
-    failure = service.first_failure
+    failure = service.first_failure if service.has_lost or service.has_failed else None
     if service.start_failure is not None:
         return START_FAILED
     if failure is None:

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 
+from central_storage.recovery import Recovery
 from cs_proto.codec import encode
 from cs_proto.errors import LaunchError
 from cs_proto.messages import Shutdown
@@ -58,8 +59,11 @@ class ServiceProcess:
         self.process.returncode = 0  # not a child of this process: nothing to wait for
 
 
-def start(devices: Sequence[str], parameter_device: str, start_timeout: float = 60.0) -> ServiceProcess:
-    """Start a supervisor for a service on these devices (short form) and return at once.
+def start(
+    devices: Sequence[str], parameter_device: str, start_timeout: float = 60.0, recovery: Recovery | None = None
+) -> ServiceProcess:
+    """Start a supervisor for a service on these devices (short form) and return at once. ``recovery`` says what is done
+    when a process dies (default: Recovery()).
 
     Whether the service comes up within ``start_timeout`` seconds is said on the socket, as Serving or StartFailed.
     Raises LaunchError where not even the supervisor can be started.
@@ -67,6 +71,8 @@ def start(devices: Sequence[str], parameter_device: str, start_timeout: float = 
     if not sys.executable:
         raise LaunchError("sys.executable is empty: this Python does not say which program could run the service")
     path = python_path(os.environ)
+    recovery = recovery or Recovery()
+    timeout = recovery.step_timeout
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [
         *(sys.executable, "-P", "-m", "central_storage.launch.background"),
@@ -75,6 +81,9 @@ def start(devices: Sequence[str], parameter_device: str, start_timeout: float = 
         *("--devices", ",".join(devices)),
         *("--parameter-device", parameter_device),
         *("--start-timeout", str(start_timeout)),
+        *("--max-restarts", str(recovery.max_restarts)),
+        *("--server-recovery", "on" if recovery.server_recovery else "off"),
+        *(() if timeout is None else ("--step-timeout", str(timeout))),
     ]
     try:
         process = subprocess.Popen(

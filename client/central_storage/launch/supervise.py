@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
+from central_storage.recovery import Recovery
 from cs_proto.errors import CentralStorageError, LaunchError, code_of
 from cs_proto.messages import (
     Died,
@@ -24,13 +25,16 @@ from cs_proto.messages import (
     Introduce,
     Join,
     Joined,
+    Kill,
     MakeSegment,
     OpenSegment,
     Ready,
+    Role,
     SegmentRefused,
     Serving,
     Shutdown,
     StartFailed,
+    Worked,
 )
 from cs_proto.records import Record
 
@@ -40,7 +44,8 @@ from .elsewhere import Elsewhere
 from .loop import Loop, Timer
 from .memory import Medium, Memfd, Memory
 from .output import LogFiles, Sink, Stream, prefixed
-from .plan import Command
+from .plan import Command, next_incarnation
+from .restarts import WORKED_SECONDS, Restarts
 
 __all__ = ["STOP_GRACE", "Service", "transport_of"]
 
@@ -54,7 +59,7 @@ _FAREWELL = 0.5
 _ACCEPT_AGAIN = 1.0
 _PROCESSES = ("server", "worker")
 
-State = Literal["starting", "serving", "failed", "stopping"]
+State = Literal["starting", "serving", "recovering", "failed", "stopping"]
 
 
 def transport_of(medium: Medium) -> str:
@@ -76,13 +81,17 @@ class Service:
         logs: LogFiles | None = None,
         start_child: Callable[..., Running] = Child,
         medium: Medium | None = None,
+        recovery: Recovery | None = None,
     ) -> None:
         """Nothing is started yet. ``start_timeout`` (seconds) limits the time until every process is ready; workers
         that come from elsewhere have no limit. ``start_child`` starts what a command stands for, with the arguments of
-        :class:`~.children.Child`. Segments lie in ``medium`` (default: :class:`~.memory.Memfd`)."""
+        :class:`~.children.Child`. Segments lie in ``medium`` (default: :class:`~.memory.Memfd`). ``recovery`` says
+        what is done when a process dies (default: Recovery())."""
         self.run_directory = run_directory
-        #: The first process that ended unasked, or None.
+        #: The first process that ended unasked, unless another in its place has worked since; or None.
         self.first_failure: Died | None = None
+        #: Whether a process has ended that will not be started again.
+        self.has_lost = False
         #: Why the service did not come up, or None.
         self.start_failure: str | None = None
         self._loop = loop
@@ -96,7 +105,10 @@ class Service:
         self._peers: list[Peer] = []
         self._owner: Peer | None = None
         self._endpoint = ""
-        self._deaths: list[Died] = []
+        self._recovery = recovery or Recovery()
+        self._restarts = Restarts(self._recovery.max_restarts)
+        #: Of each process the last incarnation that ended unasked, as long as nothing in its place is ready.
+        self._deaths: dict[tuple[str, int], Died] = {}
         self._timers: list[Timer] = []
         self._elsewhere: dict[Peer, Elsewhere] = {}
         self._memory = Memory(os.path.basename(run_directory).removeprefix("cs-"), medium or Memfd())
@@ -192,20 +204,63 @@ class Service:
             return
         command = child.command
         end_leftovers(self.run_directory, command.role, command.rank)
-        died = Died(command.role, command.rank, command.incarnation, child.pid, child.cause, child.tail.text())
+        pause = self._pause_after(child)
+        died = Died(*_identity(command), child.pid, child.cause, child.tail.text(), pause is not None)
         self.first_failure = self.first_failure or died
         if self._state == "starting":
             self._fail_start(f"{child.name} ended by {child.cause} before the service was up", child)
             return
-        self.say(f"{child.name} ended by {child.cause}")
-        self._deaths.append(died)
+        self._tell_death(died, child.name, pause)
+        if pause is not None:
+            self._timers.append(self._loop.call_later(pause, partial(self._start_again, child)))
+        elif isinstance(child, Elsewhere) and child.launcher is not None:
+            child.launcher.send(Shutdown("its worker is not started again"))
+
+    def _pause_after(self, child: Running) -> float | None:
+        """Seconds until another is started in the place of one that has died; None where none is."""
+        is_lost = child.command.role == "server" and not self._recovery.server_recovery
+        if is_lost or self._state not in ("serving", "recovering"):
+            return None
+        is_long_ready = child.ready_since is not None and time.monotonic() - child.ready_since >= WORKED_SECONDS
+        return self._restarts.next(child.command.label, has_worked=child.has_worked or is_long_ready)
+
+    def _tell_death(self, died: Died, name: str, pause: float | None) -> None:
+        if pause is None:
+            self.has_lost = True
+            used = self._restarts.count >= self._restarts.limit > 0
+            then = f"; it is not started again: {self._restarts.limit} restarts are used up" if used else ""
+        else:
+            then = f"; restart {self._restarts.count} of {self._restarts.limit}" + f" in {pause:g} s" * (pause > 0)
+        self.say(f"{name} ended by {died.cause}{then}")
+        self._deaths[died.role, died.rank] = died
+        if died.role == "server":
+            self._state = "failed" if pause is None else "recovering"
         self._tell_all(died)
-        if command.role == "server":
-            self._state = "failed"
+        if self._state == "failed":
             self._end_children(STOP_GRACE)
 
+    def _start_again(self, ended: Running) -> None:
+        if self._state not in ("serving", "recovering"):
+            return
+        command = next_incarnation(ended.command)
+        try:
+            child = self._start_child(self._loop, command, on_lines=self._lines, on_end=self._child_ended)
+        except OSError as error:
+            cause = f"a failed start ({command.argv[0]}: {error.strerror})"
+            self._tell_death(Died(*_identity(command), ended.pid, cause, ""), command.label, None)
+            return
+        self._children[self._children.index(ended)] = child
+        if isinstance(ended, Elsewhere) and isinstance(child, Elsewhere):
+            self._hand_on(ended, child)
+        if child.is_here:
+            self._timers.append(self._loop.call_later(self._start_timeout, partial(self._restart_deadline, child)))
+
+    def _restart_deadline(self, child: Running) -> None:
+        if child.ready_since is None and child.returncode is None and not child.asked:
+            child.kill(f"it was not ready within {self._start_timeout:g} s")
+
     def _start_deadline(self) -> None:
-        late = [child for child in self._children if not child.ready and child.is_here]
+        late = [child for child in self._children if child.ready_since is None and child.is_here]
         if self._state == "starting" and late:
             names = ", ".join(child.name for child in late)
             self._fail_start(f"not ready within {self._start_timeout:g} s: {names}", late[0])
@@ -256,7 +311,7 @@ class Service:
     def _peer_ended(self, peer: Peer) -> None:
         self._peers.remove(peer)
         if peer in self._elsewhere:
-            self._elsewhere.pop(peer).end("the end of its connection (its container or process is gone)")
+            self._elsewhere.pop(peer).leave()
         if peer is self._owner and self._state != "stopping":
             _log.debug("the owner's connection has ended")
             self.stop()
@@ -276,6 +331,12 @@ class Service:
             for child in self._children:
                 if child.command.role == "worker" and child.command.rank == record.replica:
                     child.interrupt()
+        elif isinstance(record, Kill) and peer.introduction.role == "server":
+            for child in self._children:
+                if _identity(child.command) == ("worker", record.replica, record.incarnation):
+                    child.kill(record.reason)
+        elif isinstance(record, Worked) and (worked := self._child_of(peer, peer.introduction)) is not None:
+            self._has_worked(worked)
         elif isinstance(record, Died) and peer in self._elsewhere:
             self._elsewhere[peer].end(record.cause, record.log)
         elif isinstance(record, Shutdown) and peer is self._owner:
@@ -297,7 +358,7 @@ class Service:
         """Give a launcher elsewhere one of the workers that nobody runs yet."""
         places = [child for child in self._children if isinstance(child, Elsewhere)]
         place = next((child for child in places if child.is_free), None)
-        if place is None or self._state != "starting":
+        if place is None or self._state not in ("starting", "serving", "recovering"):
             why = (
                 f"all {len(places)} workers of this service run already; tell its server of more (cs-launch --serve N)"
                 if places
@@ -305,13 +366,24 @@ class Service:
             )
             peer.send(StartFailed(_error(LaunchError(self.start_failure or why))))
             return
-        command = place.command
-        peer.introduction = Introduce("worker", command.rank, command.incarnation, request.pid)
-        place.take(peer, request.pid)
-        self._elsewhere[peer] = place
-        peer.send(Joined(command.rank, command.incarnation, len(places), transport_of(self._memory.medium)))
+        self._give(place, peer, request.pid)
         waiting = sum(child.is_free for child in places)
-        self.say(f"worker w{command.rank} of {len(places)} has joined" + (f", {waiting} to come" if waiting else ""))
+        joined = f"worker w{place.command.rank} of {len(places)} has joined"
+        self.say(joined + (f", {waiting} to come" if waiting else ""))
+
+    def _give(self, place: Elsewhere, launcher: Peer, pid: int) -> None:
+        command = place.command
+        launcher.introduction = Introduce("worker", command.rank, command.incarnation, pid)
+        place.take(launcher, pid)
+        self._elsewhere[launcher] = place
+        replicas = sum(isinstance(child, Elsewhere) for child in self._children)
+        launcher.send(Joined(command.rank, command.incarnation, replicas, transport_of(self._memory.medium)))
+
+    def _hand_on(self, ended: Elsewhere, place: Elsewhere) -> None:
+        """Have the launcher that ran a worker run the next, where it is still there; else somebody has to join."""
+        launcher = ended.launcher
+        if launcher is not None and not launcher.closed:
+            self._give(place, launcher, ended.pid)
 
     def _child_of(self, peer: Peer, who: Introduce) -> Running | None:
         identity = (who.role, who.rank, who.incarnation)
@@ -333,11 +405,12 @@ class Service:
         if self.start_failure is not None:
             peer.send(StartFailed(_error(LaunchError(self.start_failure))))
         elif self._state == "serving":
-            peer.send(Serving(self._endpoint, self.run_directory, transport_of(self._memory.medium)))
-            for died in self._deaths:
+            peer.send(self._serving())
+            for died in self._deaths.values():
                 peer.send(died)
-        elif self._state != "starting":
-            why = ", ".join(f"its {died.role} (pid {died.pid}) ended by {died.cause}" for died in self._deaths)
+        elif self._state not in ("starting", "recovering"):
+            deaths = self._deaths.values()
+            why = ", ".join(f"its {died.role} (pid {died.pid}) ended by {died.cause}" for died in deaths)
             peer.send(StartFailed(_error(LaunchError(f"the service has ended: {why or 'it was shut down'}"))))
 
     def _ready(self, peer: Peer, ready: Ready) -> None:
@@ -346,13 +419,30 @@ class Service:
         if child is None:
             _log.error("dropped a Ready of %s: it is no process of this service", peer.label)
             return
-        child.ready = True
-        if child.command.role == "server":
+        child.ready_since = time.monotonic()
+        role, rank = child.command.role, child.command.rank
+        self._deaths.pop((role, rank), None)
+        if role == "server":
             self._endpoint = ready.endpoint
-        if self._state == "starting" and all(other.ready for other in self._children):
+        if self._state == "starting" and all(other.ready_since is not None for other in self._children):
             self._state = "serving"
             for other_peer in list(self._peers):
                 self._greet(other_peer)
+        elif self._state == "recovering" and role == "server":
+            self._state = "serving"
+            self.say(f"{child.name} serves in its place")
+            self._tell_all(self._serving())
+        elif child.command.incarnation > 1:
+            self.say(f"{child.name} works in its place")
+
+    def _serving(self) -> Serving:
+        return Serving(self._endpoint, self.run_directory, transport_of(self._memory.medium))
+
+    def _has_worked(self, child: Running) -> None:
+        child.has_worked = True
+        first, command = self.first_failure, child.command
+        if first is not None and first.restarts and (first.role, first.rank) == (command.role, command.rank):
+            self.first_failure = None  # it is made good
 
     def _hand_out(self, peer: Peer, request: MakeSegment | OpenSegment) -> None:
         try:
@@ -369,6 +459,10 @@ class Service:
         for peer in list(self._peers):
             if peer.introduction is not None:
                 peer.send(record)
+
+
+def _identity(command: Command) -> tuple[Role, int, int]:
+    return command.role, command.rank, command.incarnation
 
 
 def _error(error: CentralStorageError) -> Error:

@@ -19,20 +19,22 @@ from central_storage.launch.loop import Loop
 from central_storage.launch.plan import Command
 from central_storage.launch.run_directory import RunDirectory
 from central_storage.launch.supervise import Service
+from central_storage.recovery import Recovery
 from cs_proto.codec import decode, encode
-from cs_proto.messages import Introduce, Ready
+from cs_proto.messages import Introduce, Ready, Worked
 from cs_proto.records import Record
 
 #: When a test gives up, seconds; no step takes anywhere near this long.
 LIMIT = unit(20)
 
 # Packets come ready-made, so that a stand-in starts in a few milliseconds. STANDIN_<label> is run before it says that
-# it is ready, STANDIN_<label>_READY after.
+# it is ready, STANDIN_<label>_READY after; there ``incarnation`` says which start it is.
 STANDIN = """
 import json, mmap, os, signal, socket, subprocess, sys
 role, rank = os.environ["CS_ROLE"], os.environ.get("RANK", "0")
 label = role if role == "server" else "w" + rank
-introduce, ready = map(bytes.fromhex, json.loads(os.environ["STANDIN_PACKETS"])[label])
+incarnation = int(sys.argv[sys.argv.index("--incarnation") + 1])
+introduce, ready, worked = map(bytes.fromhex, json.loads(os.environ["STANDIN_PACKETS"])[label][incarnation - 1])
 link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 link.connect(os.path.join(os.environ["CS_RUN_DIRECTORY"], "supervisor"))
 link.send(introduce)
@@ -51,7 +53,10 @@ def packet(record: Record) -> bytes:
 def standin_environment(**code: str) -> dict[str, str]:
     """The environment of stand-ins; ``code`` by label or label_READY."""
     packets = {
-        label: [packet(Introduce(role, rank, 1, 1)).hex(), packet(Ready(f"ipc:///run/{label}")).hex()]
+        label: [
+            [packet(r).hex() for r in (Introduce(role, rank, n, 1), Ready(f"ipc:///run/{label}"), Worked(n))]
+            for n in range(1, 9)
+        ]
         for label, role, rank in (("server", "server", 0), ("w0", "worker", 0), ("w1", "worker", 1))
     }
     return {
@@ -65,7 +70,7 @@ def standin_command(role: str, rank: int, run_directory: str, environment: dict[
     own = {"CS_ROLE": role, "CS_RUN_DIRECTORY": run_directory, "PYTHONUNBUFFERED": "1"}
     if role == "worker":
         own["RANK"] = str(rank)
-    return Command(role, rank, (sys.executable, "-S", "-c", STANDIN), {**environment, **own})
+    return Command(role, rank, (sys.executable, "-S", "-c", STANDIN, "--incarnation", "1"), {**environment, **own})
 
 
 def wait_gone(pid: int, limit: float = LIMIT) -> None:
@@ -130,14 +135,20 @@ class World:
         self.service: Service | None = None
         self._deadline = time.monotonic() + LIMIT
 
-    def start(self, workers: int = 1, start_timeout: float = LIMIT, **code: str) -> Service:
+    def start(
+        self, workers: int = 1, start_timeout: float = LIMIT, recovery: Recovery | None = None, **code: str
+    ) -> Service:
         environment = standin_environment(**code)
         roles = [("server", 0), *(("worker", rank) for rank in range(workers))]
         commands = [standin_command(role, rank, self.directory.path, environment) for role, rank in roles]
-        return self.start_commands(commands, start_timeout)
+        return self.start_commands(commands, start_timeout, recovery)
 
-    def start_commands(self, commands: list[Command], start_timeout: float = LIMIT) -> Service:
-        self.service = Service(self.loop, self.directory.path, commands, self.sink, start_timeout=start_timeout)
+    def start_commands(
+        self, commands: list[Command], start_timeout: float = LIMIT, recovery: Recovery | None = None
+    ) -> Service:
+        self.service = Service(
+            self.loop, self.directory.path, commands, self.sink, start_timeout=start_timeout, recovery=recovery
+        )
         self.service.start()
         return self.service
 

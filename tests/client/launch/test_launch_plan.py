@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from central_storage.launch.cores import core_count
 from central_storage.launch.packages import python_path
-from central_storage.launch.plan import Command, Options, script_command, service_commands
+from central_storage.launch.plan import Command, Options, next_incarnation, script_command, service_commands
+from central_storage.recovery import Recovery
+from cs_proto.errors import ConfigurationError
 
 TWO = Options(("cpu:0", "cpu:1"), "cpu:0", "/run/cs-1")
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS", "NUMBA_NUM_THREADS")
@@ -20,11 +25,16 @@ def plan(environment: dict[str, str] | None = None, cores: int = 8, options: Opt
     return service_commands(options, environment or {}, python="/py", cores=cores)
 
 
+def threads(server: Command) -> str:
+    return server.argv[server.argv.index("--threads") + 1]
+
+
 def test_a_server_and_a_worker_for_each_device() -> None:
     server, w0, w1 = plan()
     assert [command.label for command in (server, w0, w1)] == ["server", "w0", "w1"]
     assert " ".join(server.argv) == (
-        "/py -P -m cs_server --run-directory /run/cs-1 --parameter-device cpu:0 --replicas 2 --threads 8"
+        "/py -P -m cs_server --run-directory /run/cs-1 --parameter-device cpu:0 --replicas 2 --threads 8 "
+        "--incarnation 1 --recovery on"
     )
     assert " ".join(w1.argv) == (
         "/py -P -m cs_worker --run-directory /run/cs-1 --replica 1 --incarnation 1 --device cpu:1"
@@ -72,9 +82,9 @@ def test_what_the_user_said_about_threads_is_obeyed() -> None:
     server, w0, _ = plan({"OMP_NUM_THREADS": "6,2"})  # most libraries fall back to it, so it speaks for all
     assert w0.environment["OMP_NUM_THREADS"] == "6,2"
     assert w0.environment["OPENBLAS_NUM_THREADS"] == server.environment["NUMBA_NUM_THREADS"] == "6"
-    assert server.argv[-1] == "6"
-    assert plan({"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "5"})[0].argv[-1] == "5"
-    assert plan({"OMP_NUM_THREADS": "many"})[0].argv[-1] == "8"
+    assert threads(server) == "6"
+    assert threads(plan({"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "5"})[0]) == "5"
+    assert threads(plan({"OMP_NUM_THREADS": "many"})[0]) == "8"
 
 
 def test_the_rest_of_the_environment_passes() -> None:
@@ -105,3 +115,34 @@ def test_children_find_the_packages_where_this_process_found_them() -> None:
         assert str(home) in directories or "site-packages" in str(home)
     known = os.pathsep.join(["/mine", *directories])
     assert python_path({"PYTHONPATH": known}) == known
+
+
+def test_the_next_incarnation_differs_in_its_number_alone() -> None:
+    for command in plan(options=replace(TWO, recovery=Recovery(server_recovery=False, step_timeout=2.5))):
+        then = next_incarnation(next_incarnation(command))
+        assert then.incarnation == 3
+        assert " ".join(then.argv) == " ".join(command.argv).replace("--incarnation 1", "--incarnation 3")
+        assert then.environment == command.environment
+    assert command.role == "worker"
+
+
+def test_the_server_is_told_what_recovery_needs_of_it() -> None:
+    server, *_ = plan(options=replace(TWO, recovery=Recovery(server_recovery=False, step_timeout=2.5)))
+    assert server.argv[-4:] == ("--recovery", "off", "--step-timeout", "2.5")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_restarts": -1},
+        {"max_restarts": True},
+        {"max_restarts": 1.5},
+        {"server_recovery": "on"},
+        {"step_timeout": 0},
+        {"step_timeout": math.inf},
+        {"step_timeout": "5"},
+    ],
+)
+def test_options_that_make_no_sense(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+        Recovery(**wrong)

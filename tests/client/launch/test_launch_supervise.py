@@ -7,8 +7,10 @@ import os
 import re
 import signal
 import struct
+import sys
 import termios
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,10 +19,13 @@ from tests.harness.timing import unit
 
 from central_storage.launch.memory import Memfd
 from central_storage.launch.plan import Command
+from central_storage.launch.restarts import Restarts
 from central_storage.launch.supervise import transport_of
+from central_storage.recovery import Recovery
 from cs_proto.messages import (
     Died,
     Introduce,
+    Kill,
     MakeSegment,
     OpenSegment,
     Output,
@@ -32,6 +37,7 @@ from cs_proto.messages import (
     StartFailed,
 )
 
+NONE = Recovery(max_restarts=0)
 MAKE = packet(MakeSegment("parameters/float32", 1 << 20, "w0"))
 WRITE = f"""
 link.send(bytes.fromhex("{MAKE.hex()}"))
@@ -70,7 +76,7 @@ def test_nobody_is_told_before_the_last_is_ready(world: World, tmp_path: Path) -
     os.mkfifo(tmp_path / "door")
     world.start(w0=f"print('at the door'); open({str(tmp_path / 'door')!r}).read()")
     client = world.client()
-    world.until(lambda: "[w0] at the door" in world.sink.text and world.service._children[0].ready)
+    world.until(lambda: "[w0] at the door" in world.sink.text and world.service._children[0].ready_since)
     with pytest.raises(BlockingIOError):
         client.link.recv(1)
     (tmp_path / "door").write_text("open")
@@ -185,7 +191,7 @@ def test_refusals_come_back_typed(world: World) -> None:
 
 
 def test_a_workers_death_is_told_to_all_and_the_rest_lives(world: World) -> None:
-    world.start(workers=2, w1_READY="print('last words'); link.recv(1 << 17); os._exit(9)")
+    world.start(workers=2, recovery=NONE, w1_READY="print('last words'); link.recv(1 << 17); os._exit(9)")
     first, second = world.client(), world.client("observer")
     assert isinstance(first.receive(), Serving)
     assert isinstance(second.receive(), Serving)
@@ -200,10 +206,11 @@ def test_a_workers_death_is_told_to_all_and_the_rest_lives(world: World) -> None
     late = world.client()
     assert [type(late.receive()), late.receive(), late.receive()] == [Serving, died, then]
     assert f"[supervisor] worker w0 (pid {pids['w0']}) ended by SIGKILL\n" in world.sink.text
+    assert world.service.has_lost
 
 
 def test_the_servers_death_ends_the_workers(world: World) -> None:
-    world.start(workers=2)
+    world.start(workers=2, recovery=Recovery(server_recovery=False))
     client = world.client()
     assert isinstance(client.receive(), Serving)
     pid = world.pids()["server"]
@@ -216,7 +223,7 @@ def test_the_servers_death_ends_the_workers(world: World) -> None:
 
 def test_what_a_dead_worker_started_dies_too(world: World) -> None:
     sleeper = "subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)'], start_new_session={})"
-    world.start(w0_READY=f"print('pids', *[{sleeper.format(False)}.pid, {sleeper.format(True)}.pid])")
+    world.start(recovery=NONE, w0_READY=f"print('pids', *[{sleeper.format(False)}.pid, {sleeper.format(True)}.pid])")
     world.until(lambda: "pids" in world.sink.text)
     pids = [int(pid) for pid in re.search(r"pids (\d+) (\d+)", world.sink.text).groups()]
     os.kill(world.pids()["w0"], signal.SIGKILL)
@@ -224,6 +231,114 @@ def test_what_a_dead_worker_started_dies_too(world: World) -> None:
     for pid in pids:
         wait_gone(pid)
     assert world.service.living_pids == {world.pids()["server"]}
+
+
+# --- restarts -------------------------------------------------------------------------------------------------------
+
+
+def kill_worker(world: World, client: Client) -> Died:
+    """Worker 0 of a service that serves is killed; what the client is told."""
+    assert isinstance(client.receive(), Serving)
+    os.kill(world.pids()["w0"], signal.SIGKILL)
+    died = client.receive()
+    assert isinstance(died, Died)
+    return died
+
+
+def test_a_worker_that_died_is_started_again_as_the_next_incarnation(world: World) -> None:
+    world.start(workers=2, w0="print('start', incarnation)", w0_READY="incarnation == 2 and link.send(worked)")
+    died = kill_worker(world, world.client())
+    assert (died.role, died.rank, died.incarnation, died.cause, died.log) == ("worker", 0, 1, "SIGKILL", "start 1")
+    assert died.restarts
+    world.until(lambda: "works in its place" in world.sink.text and world.service.first_failure is None)
+    assert re.search(r"\[supervisor\] worker w0 \(pid \d+\) ended by SIGKILL; restart 1 of 3\n", world.sink.text)
+    assert [child.command.incarnation for child in world.service._children] == [1, 2, 1]
+    assert not world.service.has_lost
+    late = world.client()
+    late.send(OpenSegment("none"))
+    assert [type(late.receive()), type(late.receive())] == [Serving, SegmentRefused]  # nothing is said of the death
+
+
+def test_no_more_than_max_restarts_and_then_it_is_lost(world: World) -> None:
+    world.start(recovery=Recovery(max_restarts=1), w0_READY="incarnation == 2 and os._exit(0)")
+    client = world.client()
+    deaths = [kill_worker(world, client), client.receive()]
+    assert deaths[1].cause == "exit code 0"
+    assert [(died.incarnation, died.restarts) for died in deaths] == [(1, True), (2, False)]
+    assert "; it is not started again: 1 restarts are used up\n" in world.sink.text
+    assert world.service.has_lost
+    assert world.service.first_failure == deaths[0]
+    late = world.client()
+    assert [type(late.receive()), late.receive()] == [Serving, deaths[1]]
+
+
+def test_a_server_that_died_is_started_again_over_the_same_memory_and_all_are_told(world: World) -> None:
+    world.start(workers=1, server=WRITE, w0_READY="print('heard', len(link.recv(1 << 17)), len(link.recv(1 << 17)))")
+    client = world.client()
+    serving = client.receive()
+    os.kill(world.pids()["server"], signal.SIGKILL)
+    died = client.receive()
+    assert (died.role, died.restarts) == ("server", True)
+    late = world.client()  # while there is no server, or already after
+    assert client.receive() == late.receive() == serving
+    world.until(lambda: re.search(r"\[w0\] heard \d+ \d+", world.sink.text) is not None)  # the death, and Serving
+    assert isinstance(ask(client, OpenSegment("parameters/float32")), Segment)
+    assert len(world.service.living_pids) == 2
+
+
+def test_one_that_cannot_be_started_again_is_lost(world: World, tmp_path: Path) -> None:
+    gone = tmp_path / "python"
+    gone.symlink_to(os.path.realpath(sys.executable))
+    environment = standin_environment(w0_READY=f"os.unlink({str(gone)!r})")
+    server, w0 = (standin_command(role, 0, world.directory.path, environment) for role in ("server", "worker"))
+    world.start_commands([server, replace(w0, argv=(str(gone), *w0.argv[1:]))])
+    world.until(lambda: not gone.is_symlink())
+    client = world.client()
+    assert kill_worker(world, client).restarts
+    died = client.receive()
+    assert (died.incarnation, died.restarts) == (2, False)
+    assert died.cause == f"a failed start ({gone}: No such file or directory)"
+
+
+def test_one_that_does_not_become_ready_again_is_killed(world: World) -> None:
+    world.start(
+        recovery=Recovery(max_restarts=1),
+        start_timeout=unit(3),
+        w0="incarnation == 1 or link.recv(1)",
+    )
+    client = world.client()
+    assert kill_worker(world, client).restarts
+    died = client.receive()
+    assert died.cause == f"SIGKILL by the supervisor: it was not ready within {unit(3):g} s"
+    assert not died.restarts
+
+
+def test_a_worker_is_killed_when_the_server_says_so_and_its_stacks_are_in_its_last_lines(world: World) -> None:
+    kill = packet(Kill(0, 1, "it was silent")).hex()
+    dumps = "import faulthandler; faulthandler.register(signal.SIGUSR1); link.send(worked)"
+    told = f"open({world.directory.path + '/go'!r}).read(); link.send(bytes.fromhex('{kill}')); link.send(worked)"
+    os.mkfifo(world.directory.path + "/go")
+    world.start(w0_READY=dumps, server_READY=told)
+    client = world.client()
+    assert isinstance(client.receive(), Serving)
+    world.until(lambda: world.service._children[1].has_worked)
+    client.send(Kill(0, 1, "I may not"))
+    Path(world.directory.path, "go").write_text("!")
+    died = client.receive()
+    assert (died.cause, died.restarts) == ("SIGKILL by the supervisor: it was silent", True)
+    assert "most recent call first" in died.log
+    world.until(lambda: "works in its place" in world.sink.text)
+    assert world.service.first_failure == died  # nothing in its place has worked yet
+
+
+def test_the_pauses_before_restarts() -> None:
+    restarts = Restarts(100)
+    assert [restarts.next("w0", has_worked=True) for _ in range(3)] == [0.0, 0.0, 0.0]
+    assert [restarts.next("w0", has_worked=False) for _ in range(8)] == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+    assert [restarts.next("w1", has_worked=False) for _ in range(2)] == [0.0, 1.0]  # each process has its own
+    assert [restarts.next("w0", has_worked=worked) for worked in (True, False)] == [0.0, 1.0]
+    assert restarts.count == 15
+    assert Restarts(0).next("w0", has_worked=True) is None
 
 
 # --- stopping -------------------------------------------------------------------------------------------------------
