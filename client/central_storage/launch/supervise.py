@@ -419,6 +419,8 @@ class Service:
         if child is None:
             _log.error("dropped a Ready of %s: it is no process of this service", peer.label)
             return
+        if child.returncode is not None:  # its end was known before its last words were read
+            return
         child.ready_since = time.monotonic()
         role, rank = child.command.role, child.command.rank
         self._deaths.pop((role, rank), None)
