@@ -24,7 +24,7 @@ demo: $(VENV)/.installed-demo  ## train the handwritten digits on two workers an
 setup: $(VENV)/.installed-dev  ## make the virtual environment with all that development needs
 
 test: lint  ## everything that must hold: style, types, layers, tests
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --max-worker-restart=0
 
 test-interop: $(VENV)/.installed-interop  ## replica functions and data of torch, which is installed for it
 	@$(BIN)/python -m pytest tests/interop
