@@ -1,27 +1,26 @@
 """Device names, and which devices this machine has.
 
 Owns the one short form that travels (``cpu:0``, ``gpu:1``; ``cpu:0+cpu:1`` for a replica that owns several, its
-logical devices) and the full form that users of TensorFlow know. It never
-makes a CUDA context: GPUs are counted from what the driver shows in ``/proc``. The strategy and the launcher call it;
-nobody else interprets a device string.
+logical devices) and the full form that users of TensorFlow know. Which GPUs there are ``gpus`` finds without CUDA.
+The strategy and the launcher call it; nobody else interprets a device string.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from cs_proto.errors import DeviceError
+
+from .gpus import gpu_count, user_visible
 
 __all__ = [
     "as_list",
     "canonical",
     "compute_devices",
     "existing",
+    "expanded",
     "full_name",
-    "gpu_count",
     "logical_devices",
     "of_replica",
     "parameter_device",
@@ -30,8 +29,9 @@ __all__ = [
 _DEVICE = re.compile(
     r"(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?(?:/device:|/|device:)?(cpu|gpu)(?::([0-9]{1,4}))?", re.IGNORECASE
 )
-_UUID = re.compile(r"GPU UUID:\s*(\S+)")
-_DRIVER = "/proc/driver/nvidia/gpus"
+
+# As many workers as `auto` starts on CPUs.
+_MOST_CPUS = 8
 
 
 def canonical(device: str) -> str:
@@ -100,49 +100,32 @@ def compute_devices(devices: Sequence[str | Sequence[str]] | None) -> list[str]:
     return replicas
 
 
+def expanded(devices: Sequence[str], cores: int) -> list[str]:
+    """A list as ``cs-launch --devices`` takes it, written out: ``gpu:all`` is every GPU; ``auto``, alone, is every GPU
+    where there is one, else one CPU for each of ``cores``, eight at most.
+
+    Raises DeviceError where ``gpu:all`` finds none.
+    """
+    gpus = [f"gpu:{number}" for number in range(gpu_count())]
+    if [name.lower() for name in devices] == ["auto"]:
+        # More processes are seldom faster: the server reads the gradients of them all.
+        return gpus or [f"cpu:{number}" for number in range(min(cores, _MOST_CPUS))]
+    written: list[str] = []
+    for name in devices:
+        if name.lower() in ("gpu:all", "/gpu:all"):
+            if not gpus:
+                raise DeviceError(f"device {name!r}: there is no GPU{_limit()}; say auto to take CPUs then")
+            written += gpus
+        else:
+            written.append(name)
+    return written
+
+
 def parameter_device(device: str | None, compute: Sequence[str]) -> str:
     """The device of the variables in short form: the one given, else the only compute device, else CPU 0."""
     if device is not None:
         return existing(device)
     return logical_devices(compute[0])[0] if len(compute) == 1 else "cpu:0"
-
-
-def gpu_count(driver: Path | None = None, visible: str | None = None) -> int:
-    """The number of GPUs that CUDA would show, found without CUDA.
-
-    ``driver`` is the directory in which the driver shows them; for tests, CS_NVIDIA_DRIVER names another.
-    ``visible`` is CUDA_VISIBLE_DEVICES (default: this process's). As CUDA does, the list is taken up to its first
-    entry that names no GPU.
-    """
-    uuids = _uuids(driver or Path(os.environ.get("CS_NVIDIA_DRIVER", _DRIVER)))
-    if visible is None:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None or not uuids:
-        return len(uuids)
-    count = 0
-    for entry in (part.strip() for part in visible.split(",")):
-        if entry.isdecimal():
-            named = int(entry) < len(uuids)
-        elif entry.startswith("MIG-"):
-            named = True  # the driver lists whole GPUs only
-        else:
-            named = entry.startswith("GPU-") and sum(uuid.startswith(entry) for uuid in uuids) == 1
-        if not named:
-            break
-        count += 1
-    return count
-
-
-def _uuids(driver: Path) -> list[str]:
-    """One entry for each GPU the driver shows; empty text where it does not say the UUID."""
-    found = []
-    for gpu in sorted(driver.iterdir()) if driver.is_dir() else []:
-        try:
-            match = _UUID.search((gpu / "information").read_text())
-        except OSError:
-            match = None
-        found.append(match[1] if match else "")
-    return found
 
 
 def _several(devices: str | Sequence[str]) -> Sequence[str]:
@@ -158,8 +141,11 @@ def existing(device: str) -> str:
     if name.startswith("gpu:"):
         gpus = gpu_count()
         if int(name[4:]) >= gpus:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            limit = "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible!r})"
             names = ", ".join(f"gpu:{number}" for number in range(gpus)) or "no GPU"
-            raise DeviceError(f"device {device!r} does not exist{limit}; there is {names}, and cpu:0, cpu:1, ...")
+            raise DeviceError(f"device {device!r} does not exist{_limit()}; there is {names}, and cpu:0, cpu:1, ...")
     return name
+
+
+def _limit() -> str:
+    visible = user_visible()
+    return "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible!r})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import weakref
 from collections.abc import Sequence
@@ -12,11 +13,14 @@ from cs_proto.errors import DeviceError
 
 from . import devices, lifeline
 from .diagnosis import configure_logging, dump_stacks_on_signal
+from .gpus import require_cupy, visible_gpus
 from .lifeline import Lifeline
 from .link import ServiceLink, wait_until_serving
 from .recovery import Recovery
 
 __all__ = ["open_service"]
+
+_log = logging.getLogger("central_storage")
 
 # The launcher's service takes one controller; a second strategy of the script starts a service of its own.
 _attached: list[str] = []
@@ -90,6 +94,7 @@ def _start(
 ) -> ServiceLink:
     from .launch import in_process as threads  # only a script without a launcher needs the supervisor's code
     from .launch import service
+    from .launch.busy import busy
 
     if compute_devices is None and os.environ.get("CS_DEVICES"):  # a second strategy is not silently a smaller one
         compute_devices = os.environ["CS_DEVICES"].split(",")
@@ -99,6 +104,9 @@ def _start(
     owner = devices.parameter_device(parameter_device, chosen)
     if owner.startswith("gpu"):
         raise DeviceError(f"variables on {owner} are not served by this version; pass parameter_device='cpu:0'")
+    require_cupy([*chosen, owner])
+    for line in busy([*chosen, owner], visible_gpus()):
+        _log.warning("%s", line)
     started: threads.ServiceThreads | service.ServiceProcess
     if in_process:
         started = threads.start(chosen, owner, start_timeout)

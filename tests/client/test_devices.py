@@ -75,10 +75,9 @@ def test_several_devices_that_make_no_replica(given: list[Any], words: str) -> N
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What the driver shows for two GPUs."""
-    for number, address in enumerate(("0000:01:00.0", "0000:02:00.0")):
+    for address in ("0000:01:00.0", "0000:02:00.0"):
         (tmp_path / address).mkdir()
-        (tmp_path / address / "information").write_text(f"Model: \t\t X\nGPU UUID: \t GPU-{number}abc-def\n")
-    monkeypatch.setattr(devices.gpu_count, "__defaults__", (tmp_path, None))
+    monkeypatch.setenv("CS_NVIDIA_DRIVER", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return tmp_path
 
@@ -92,25 +91,27 @@ def test_the_default_is_every_gpu_else_one_cpu(driver: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("visible", "count"),
+    ("given", "written"),
     [
-        ("0,1", 2),
-        ("1", 1),
-        ("-1", 0),
-        ("0,7,1", 1),
-        ("GPU-1a", 1),
-        ("GPU-1abc-def, GPU-0abc-def", 2),
-        ("GPU-", 0),
-        ("MIG-1-2", 1),
-        ("NoDevFiles", 0),
+        (["gpu:all"], ["gpu:0", "gpu:1"]),
+        (["/GPU:all", "cpu:0"], ["gpu:0", "gpu:1", "cpu:0"]),
+        (["auto"], ["gpu:0", "gpu:1"]),
+        (["cpu:1", "x"], ["cpu:1", "x"]),
+        ([], []),
     ],
 )
-def test_cuda_visible_devices_counts_as_for_cuda(driver: Path, visible: str, count: int) -> None:
-    assert devices.gpu_count(driver, visible) == count
+def test_a_list_is_written_out(driver: Path, given: list[str], written: list[str]) -> None:
+    assert devices.expanded(given, 3) == written
 
 
-def test_without_a_driver_there_is_no_gpu(tmp_path: Path) -> None:
-    assert devices.gpu_count(tmp_path / "none", "0,1") == 0
+def test_auto_without_gpus_is_a_cpu_for_each_core_up_to_eight(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert devices.expanded(["Auto"], 3) == ["cpu:0", "cpu:1", "cpu:2"]
+    assert devices.expanded(["auto"], 64) == [f"cpu:{number}" for number in range(8)]
+    with pytest.raises(DeviceError, match=r"'gpu:all': there is no GPU \(CUDA_VISIBLE_DEVICES is ''\); say auto"):
+        devices.expanded(["gpu:all"], 3)
+    with pytest.raises(DeviceError, match="'auto' is not a device"):
+        devices.compute_devices(devices.expanded(["auto", "cpu:0"], 3))
 
 
 def test_a_gpu_that_is_not_there_is_an_error_that_lists_those_that_are(

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from central_storage.devices import canonical, full_name, logical_devices, of_replica
+from central_storage.gpus import local_number, require_cupy
 from cs_proto.errors import DeviceError
 
 __all__ = ["Device", "open_device", "place"]
@@ -48,7 +49,7 @@ def open_device(name: str) -> Device:
         return Device(replica, full_names, np, _as_it_is, _nothing)
     cupy = _cupy(first)
     try:
-        cupy.cuda.Device(_number(first)).use()
+        cupy.cuda.Device(local_number(first)).use()
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise DeviceError(f"{first} cannot be used: {error}") from error
     return Device(replica, full_names, cupy, cupy.asarray, cupy.random.seed)
@@ -66,7 +67,7 @@ def place(array: Any, name: str) -> Any:
         return array
     cupy = _cupy(device)
     try:
-        with cupy.cuda.Device(_number(device)):
+        with cupy.cuda.Device(local_number(device)):
             return cupy.asarray(array)
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise DeviceError(f"{device} cannot be used: {error}") from error
@@ -76,14 +77,9 @@ def _cupy(device: str) -> Any:
     try:
         import cupy
     except ImportError as error:
-        raise DeviceError(
-            f"a replica on {device} needs CuPy: pip install 'central-storage[cuda12]' or 'central-storage[cuda13]'"
-        ) from error
+        require_cupy([device])
+        raise DeviceError(f"CuPy, which {device} needs, cannot be imported: {error}") from error
     return cupy
-
-
-def _number(device: str) -> int:
-    return int(device.partition(":")[2])
 
 
 def _as_it_is(array: np.ndarray) -> np.ndarray:

@@ -26,7 +26,7 @@ from cs_proto.messages import Error, StartFailed
 
 from .children import reap_adopted
 from .connections import Peer
-from .cores import core_count
+from .cores import machine
 from .loop import Loop, Signals
 from .output import LogFiles, Stream
 from .packages import python_path
@@ -85,7 +85,7 @@ def _service(loop: Loop, sink: OwnerSink, run_directory: str, options: argparse.
         Options(tuple(options.devices.split(",")), options.parameter_device, run_directory, recovery),
         os.environ,
         python=sys.executable,
-        cores=core_count(),
+        machine=machine(),
         python_path=python_path(os.environ),
     )
     return Service(

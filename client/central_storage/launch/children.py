@@ -13,8 +13,8 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Protocol
 
@@ -99,16 +99,17 @@ class Child:
         self._on_lines = on_lines
         self._on_end = on_end
         piped = on_lines is not None
-        self._process = subprocess.Popen(
-            command.argv,
-            env=dict(command.environment),
-            stdin=subprocess.DEVNULL if piped else None,
-            stdout=subprocess.PIPE if piped else None,
-            stderr=subprocess.PIPE if piped else None,
-            bufsize=0,
-            start_new_session=piped,
-            preexec_fn=_die_with(os.getpid()),
-        )
+        with _kept_on(command.processors):
+            self._process = subprocess.Popen(
+                command.argv,
+                env=dict(command.environment),
+                stdin=subprocess.DEVNULL if piped else None,
+                stdout=subprocess.PIPE if piped else None,
+                stderr=subprocess.PIPE if piped else None,
+                bufsize=0,
+                start_new_session=piped,
+                preexec_fn=_die_with(os.getpid()),
+            )
         self.pid = self._process.pid
         self._pidfd = os.pidfd_open(self.pid)
         self._pipes: dict[int, tuple[Stream, Lines]] = {}
@@ -259,6 +260,21 @@ def reap_adopted(own: Collection[int]) -> None:
 def _environment(pid: str) -> set[bytes]:
     with open(f"/proc/{pid}/environ", "rb") as file:
         return set(file.read().split(b"\0"))
+
+
+@contextmanager
+def _kept_on(processors: frozenset[int]) -> Iterator[None]:
+    """This thread runs there, so that a child starts there, before any library of it asks how many there are."""
+    before = os.sched_getaffinity(0)
+    try:
+        if processors:
+            with suppress(OSError):  # somebody has taken them away meanwhile: then anywhere
+                os.sched_setaffinity(0, processors)
+        yield
+    finally:
+        if processors:
+            with suppress(OSError):
+                os.sched_setaffinity(0, before)
 
 
 def _die_with(parent: int) -> Callable[[], None]:

@@ -6,16 +6,19 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import NoReturn
 
 from central_storage import devices
 from central_storage.diagnosis import configure_logging, dump_stacks_on_signal
+from central_storage.gpus import require_cupy
 from central_storage.recovery import Recovery
 from cs_proto.errors import ConfigurationError, DeviceError, LaunchError, NoAnswerError, ShutdownError
 from cs_proto.messages import Joined
 
-from .cores import core_count
+from .busy import busy
+from .cores import Machine, core_count, machine
 from .foreground import START_FAILED, run
 from .health import health
 from .join import join
@@ -48,6 +51,7 @@ examples:
   cs-launch train.py --epochs 3                            every GPU, or one CPU where there is none
   cs-launch --devices cpu:0,cpu:1 train.py                 two replicas share the processors
   cs-launch --devices gpu:0,gpu:1 --parameter-device cpu:0 -m project.train
+  CUDA_VISIBLE_DEVICES=2,3 cs-launch --devices gpu:all train.py     gpu:0 and gpu:1 are the machine's third and fourth
 
 Options of cs-launch come before the script; everything after it is the script's.
 
@@ -63,6 +67,10 @@ environment:
   CS_MESSAGES_DIR                keep these lines in files of that directory, one a process
   CS_LOG_DIR                     as --log-dir, also for a script that is started without cs-launch
   OMP_NUM_THREADS and its like   obeyed; otherwise the workers share the processors
+  OMP_PROC_BIND and its like     obeyed; otherwise a worker stays on the NUMA node of its GPU, and workers that are all
+                                 on CPUs spread over the nodes, unless taskset, a cpuset or a quota limits the run
+  CUDA_VISIBLE_DEVICES           which GPUs there are (numbers, UUIDs, MIG); gpu:n is the n-th of them. Each worker on
+                                 a GPU sees its own alone, so to torch or JAX there it is cuda:0
 
 exit codes:
   0          the script ended well          3          the service did not start
@@ -95,19 +103,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _launch(options: argparse.Namespace) -> int:
     arguments = _script_arguments(options)
-    compute = devices.compute_devices(options.devices)
+    compute = devices.compute_devices(_written_out(options.devices, core_count()))
     parameters = devices.parameter_device(options.parameter_device, compute)
+    require_cupy([*compute, parameters])
+    here = machine()
     run_directory = RunDirectory(options.run_directory, keep=options.keep_run_directory)
     try:
         plan = Options(tuple(compute), parameters, run_directory.path, _recovery(options))
+        commands = _commands(plan, here)
         medium = _medium(options, run_directory.path)
         workers = f"{len(compute)} worker{'s' if len(compute) > 1 else ''}"
+        _warn([*compute, parameters], here)
         return run(
             run_directory,
-            _commands(plan),
+            commands,
             script_command(plan, os.environ, arguments, python=sys.executable),
             banner=f"run {run_directory.name}: 1 script, {workers} ({', '.join(compute)}), parameters on {parameters}, "
-            f"transport {transport_of(medium)}, directory {run_directory.path}",
+            f"transport {transport_of(medium)}, directory {run_directory.path}{_places(commands)}",
             start_timeout=options.start_timeout,
             logs=_log_files(options, run_directory),
             keeps_logs=bool(options.log_directory or options.keep_run_directory),
@@ -120,6 +132,8 @@ def _launch(options: argparse.Namespace) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     parameters = devices.parameter_device(options.parameter_device, ["cpu:0"])
+    require_cupy([parameters])
+    here = machine()
     run_directory = RunDirectory(options.run_directory or _address(), keep=options.keep_run_directory)
     try:
         medium = _medium(options, run_directory.path)
@@ -127,7 +141,7 @@ def _serve(options: argparse.Namespace) -> int:
         plan = Options(("elsewhere",) * options.serve, parameters, run_directory.path, _recovery(options))
         return serve(
             run_directory,
-            _commands(plan),
+            _commands(plan, here),
             banner=f"run {run_directory.name}: {options.serve} workers from elsewhere, parameters on {parameters}, "
             f"transport {transport_of(medium)}, directory {run_directory.path}",
             start_timeout=options.start_timeout,
@@ -141,16 +155,22 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _join(options: argparse.Namespace) -> int:
     run_directory = options.run_directory or _address()
-    chosen = devices.compute_devices(options.devices)
+    is_any = options.devices is None or [name.lower() for name in options.devices] == ["auto"]
+    chosen = devices.compute_devices(_written_out(options.devices, 1))
     if len(chosen) > 1:
         raise ConfigurationError(
             f"--join runs one worker, not one for each of {', '.join(chosen)}; say which by --devices, and start more"
         )
+    require_cupy(chosen)
+    here = machine()
+    _warn(chosen, here)
 
     def command_of(joined: Joined) -> Command:
         # Processors are all alike; their numbers tell the replicas apart.
-        device = f"cpu:{joined.rank}" if options.devices is None and chosen == ["cpu:0"] else chosen[0]
-        return _commands(Options((device,) * joined.replicas, "cpu:0", run_directory))[1 + joined.rank]
+        device = f"cpu:{joined.rank}" if is_any and chosen == ["cpu:0"] else chosen[0]
+        everyone = ["elsewhere"] * joined.replicas
+        everyone[joined.rank] = device
+        return _commands(Options(tuple(everyone), "cpu:0", run_directory), here)[1 + joined.rank]
 
     return join(run_directory, command_of, options.start_timeout)
 
@@ -192,10 +212,32 @@ def _recovery(options: argparse.Namespace) -> Recovery:
     return Recovery(options.max_restarts, options.server_recovery == "on", options.step_timeout)
 
 
-def _commands(plan: Options) -> list[Command]:
-    return service_commands(
-        plan, os.environ, python=sys.executable, cores=core_count(), python_path=python_path(os.environ)
-    )
+def _commands(plan: Options, here: Machine) -> list[Command]:
+    return service_commands(plan, os.environ, python=sys.executable, machine=here, python_path=python_path(os.environ))
+
+
+def _written_out(chosen: list[str] | None, cores: int) -> list[str] | None:
+    return None if chosen is None else devices.expanded(chosen, cores)
+
+
+def _warn(used: list[str], here: Machine) -> None:
+    for line in busy(used, here.gpus):
+        print(f"cs-launch: warning: {line}", file=sys.stderr)
+
+
+def _places(commands: list[Command]) -> str:
+    """Where workers are kept on a part of the processors, for the banner."""
+    kept = [
+        f"{command.label} on processors {_ranges(command.processors)}" for command in commands if command.processors
+    ]
+    return f"\nNUMA: {', '.join(kept)}; OMP_PROC_BIND=false switches that off" if kept else ""
+
+
+def _ranges(processors: frozenset[int]) -> str:
+    """``0-3,8`` for a set."""
+    # Where numbers follow each other, number minus place is one and the same.
+    runs = [list(run) for _, run in groupby(enumerate(sorted(processors)), lambda pair: pair[1] - pair[0])]
+    return ",".join(f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else str(run[0][1]) for run in runs)
 
 
 def _script_arguments(options: argparse.Namespace) -> list[str]:
@@ -237,8 +279,8 @@ def _parser() -> argparse.ArgumentParser:
         "--devices",
         type=_device_list,
         metavar="LIST",
-        help="one device per worker, like cpu:0,cpu:1 or gpu:0,gpu:1, or several, like gpu:0+gpu:1,gpu:2+gpu:3 "
-        "(default: every GPU, else cpu:0)",
+        help="one device per worker, like cpu:0,cpu:1 or gpu:0,gpu:1, or several, like gpu:0+gpu:1,gpu:2+gpu:3; "
+        "gpu:all: every GPU; auto: every GPU, else a CPU for each core, at most 8 (default: every GPU, else cpu:0)",
     )
     parser.add_argument(
         "--parameter-device",

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from central_storage.gpus import shown, user_visible
 from central_storage.recovery import Recovery
 from cs_proto.messages import Role
+
+from .cores import Machine, Share, shares
 
 __all__ = ["Command", "Options", "label", "next_incarnation", "script_command", "service_commands"]
 
@@ -24,8 +27,10 @@ _THREADS = (
     "BLIS_NUM_THREADS",
     "NUMBA_NUM_THREADS",
 )
-# What a script is told about its service means nothing to the processes of a service.
-_SCRIPT_ONLY = ("CS_ADDRESS", "CS_DEVICES", "CS_PARAMETER_DEVICE")
+# Who sets one of these has an opinion about where threads run.
+_PLACES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+# What a script is told about its service means nothing to the processes of a service; nor does what those are told.
+_NOT_FOR_SERVICES = ("CS_ADDRESS", "CS_DEVICES", "CS_PARAMETER_DEVICE", "CS_GPUS", "CS_VISIBLE_DEVICES")
 
 
 @dataclass(frozen=True)
@@ -40,13 +45,15 @@ class Options:
 
 @dataclass(frozen=True)
 class Command:
-    """A process to be: what it is, its arguments and its whole environment."""
+    """A process to be: what it is, its arguments, its whole environment, and where it may run."""
 
     role: Role
     rank: int
     argv: tuple[str, ...]
     environment: Mapping[str, str]
     incarnation: int = 1
+    #: The processors it is kept on; on none in particular where there are none.
+    processors: frozenset[int] = frozenset()
 
     @property
     def label(self) -> str:
@@ -68,15 +75,19 @@ def label(role: str, rank: int) -> str:
 
 
 def service_commands(
-    options: Options, environment: Mapping[str, str], *, python: str, cores: int, python_path: str = ""
+    options: Options, environment: Mapping[str, str], *, python: str, machine: Machine, python_path: str = ""
 ) -> list[Command]:
     """The server, then a worker for each device.
 
-    ``environment`` is the user's; what it says about threads is obeyed. Otherwise the workers share ``cores`` between
-    them and the server has all of them to itself, since the workers wait while it applies. ``python_path``
-    is the PYTHONPATH with which they find the project's packages.
+    ``environment`` is the user's; what it says about threads and where they run is obeyed. Otherwise the workers share
+    the cores of ``machine`` between them (see :func:`cores.shares`) and the server has all of them to itself, since
+    the workers wait while it applies. A worker on GPUs sees these only; the server sees the GPU of the variables or
+    none; a worker on a CPU sees what the script sees. ``python_path`` is the PYTHONPATH with which they find the
+    project's packages.
+
+    Raises DeviceError where CUDA cannot show a worker what it is to have.
     """
-    kept = {name: value for name, value in environment.items() if name not in _SCRIPT_ONLY}
+    kept = {name: value for name, value in environment.items() if name not in _NOT_FOR_SERVICES}
     kept["CS_RUN_DIRECTORY"] = options.run_directory
     kept.setdefault("PYTHONUNBUFFERED", "1")  # lines appear when they are printed, and a killed process loses none
     kept.setdefault("PYTHONFAULTHANDLER", "1")  # a crash in native code leaves a Python stack in the log
@@ -85,7 +96,10 @@ def service_commands(
     # -P: the user's directory must not shadow what the services import; workers get the script's path by message.
     module = (python, "-P", "-m")
     replicas = len(options.devices)
-    server_threads = _threads_for("NUMBA_NUM_THREADS", environment, cores)
+    server_threads = _threads_for("NUMBA_NUM_THREADS", environment, machine.cores)
+    split = shares(options.devices, machine)
+    if any(environment.get(name) for name in _PLACES):
+        split = [Share(share.threads) for share in split]
     server = Command(
         "server",
         0,
@@ -98,7 +112,12 @@ def service_commands(
             *("--incarnation", "1"),
             *_recovery_arguments(options.recovery),
         ),
-        {**kept, **_thread_variables(environment, cores), "CS_ROLE": "server"},
+        {
+            **kept,
+            **_thread_variables(environment, machine.cores),
+            **_gpu_variables(options.parameter_device, environment, machine),
+            "CS_ROLE": "server",
+        },
     )
     workers = [
         Command(
@@ -113,15 +132,17 @@ def service_commands(
             ),
             {
                 **kept,
-                **_thread_variables(environment, max(1, cores // replicas)),
+                **_thread_variables(environment, share.threads),
+                **(_gpu_variables(device, environment, machine) if "gpu:" in device else {}),
                 "CS_ROLE": "worker",
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(replicas),
                 "LOCAL_WORLD_SIZE": str(replicas),
             },
+            processors=share.processors,
         )
-        for rank, device in enumerate(options.devices)
+        for rank, (device, share) in enumerate(zip(options.devices, split, strict=True))
     ]
     return [server, *workers]
 
@@ -154,6 +175,11 @@ def _recovery_arguments(recovery: Recovery) -> tuple[str, ...]:
         *("--recovery", "on" if recovery.server_recovery else "off"),
         *(() if timeout is None else ("--step-timeout", str(timeout))),
     )
+
+
+def _gpu_variables(device: str, environment: Mapping[str, str], machine: Machine) -> dict[str, str]:
+    visible = user_visible(environment)
+    return {**shown(device, machine.gpus), **({} if visible is None else {"CS_VISIBLE_DEVICES": visible})}
 
 
 def _thread_variables(environment: Mapping[str, str], share: int) -> dict[str, str]:

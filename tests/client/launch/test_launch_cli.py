@@ -121,6 +121,53 @@ def test_two_launches_at_once_do_not_meet(launch: Launch) -> None:
         assert one.wait().code == 143
 
 
+# --- GPUs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpus(tmp_path: Path) -> dict[str, str]:
+    """The environment of a machine with three GPUs, of which the user sees the last and the first."""
+    for number in range(3):
+        (tmp_path / "gpus" / f"0000:0{number}:00.0").mkdir(parents=True)
+    return {"CS_NVIDIA_DRIVER": str(tmp_path / "gpus"), "CUDA_VISIBLE_DEVICES": "2,0", "CS_LOG_DIR": ""}
+
+
+@pytest.fixture
+def on_gpus(
+    gpus: dict[str, str], tmp_path: Path, standins: Callable[..., dict[str, str]]
+) -> Callable[..., AbstractContextManager[Child]]:
+    """Start ``cs-launch`` with these options there, without CuPy unless ``cupy``; everybody says which GPUs he sees."""
+
+    def start(*options: str, cupy: bool) -> AbstractContextManager[Child]:
+        see = "print('sees', *map(os.environ.get, ('CUDA_VISIBLE_DEVICES', 'CS_GPUS')), flush=True)\n"
+        environment = standins(server=see, w0=see, w1=see) | gpus
+        (tmp_path / "standins" / "cupy.py").touch()
+        if not cupy:  # nor the real one, where it is installed
+            (tmp_path / "standins" / "sitecustomize.py").write_text("import sys; sys.modules['cupy'] = None")
+        (tmp_path / "script.py").write_text(CONNECT + see)
+        return processes.start(*AS_MODULE, *options, "script.py", environment=environment, directory=tmp_path)
+
+    return start
+
+
+def test_each_worker_sees_its_gpu_and_the_server_none(on_gpus: Callable[..., AbstractContextManager[Child]]) -> None:
+    with on_gpus("--devices", "gpu:all", "--parameter-device", "cpu:0", cupy=True) as child:
+        result = child.wait()
+    assert result.code == 0, result
+    assert "2 workers (gpu:0, gpu:1), parameters on cpu:0" in result.err
+    assert sorted(result.lines) == ["Serving", "[server] sees  ", "[w0] sees 2 0", "[w1] sees 0 1", "sees 2,0 None"]
+
+
+def test_gpus_without_cupy_are_2_before_anything_starts(
+    on_gpus: Callable[..., AbstractContextManager[Child]],
+) -> None:
+    with on_gpus(cupy=False) as child:
+        result = child.wait()
+    assert (result.code, result.lines) == (2, []), result
+    (line,) = result.err.splitlines()
+    assert line.startswith("cs-launch: error: gpu:0 needs CuPy: pip install 'central-storage[cuda12]' or")
+
+
 # --- exit codes and the first failure -------------------------------------------------------------------------------
 
 
@@ -276,6 +323,7 @@ def test_stacks_on_request(launch: Launch) -> None:
         (["--dev", "cpu:0", "x.py"], "unrecognized arguments: --dev"),
         (["--devices", "gpu:9999", __file__], "gpu:9999' does not exist"),
         (["--devices", "", __file__], "compute_devices is empty"),
+        (["--devices", "auto,cpu:0", __file__], "'auto' is not a device"),
         (["--parameter-device", "nonsense", __file__], "'nonsense' is not a device"),
         (["--start-timeout", "0", __file__], "more than 0 seconds"),
         (["--serve", "0"], "between 1 and 1024 workers"),
@@ -311,7 +359,13 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    for words in ("Your script runs ONCE", "cs-launch --devices cpu:0,cpu:1 train.py", "exit codes", "CS_LOG=debug"):
+    for words in (
+        "Your script runs ONCE",
+        "cs-launch --devices cpu:0,cpu:1 train.py",
+        "exit codes",
+        "CS_LOG=debug",
+        "gpu:all",
+    ):
         assert words in text
     assert max(map(len, text.splitlines())) <= 120
 

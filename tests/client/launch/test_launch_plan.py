@@ -1,4 +1,4 @@
-"""Plans: command lines and environments, the split of the processors, where packages come from."""
+"""Plans: command lines and environments, who sees which GPU, where packages come from."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from typing import Any
 
 import pytest
 
-from central_storage.launch.cores import core_count
+from central_storage.gpus import Gpu
+from central_storage.launch.cores import Machine
 from central_storage.launch.packages import python_path
 from central_storage.launch.plan import Command, Options, next_incarnation, script_command, service_commands
 from central_storage.recovery import Recovery
-from cs_proto.errors import ConfigurationError
+from cs_proto.errors import ConfigurationError, DeviceError
 
 TWO = Options(("cpu:0", "cpu:1"), "cpu:0", "/run/cs-1")
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
 def plan(environment: dict[str, str] | None = None, cores: int = 8, options: Options = TWO) -> list[Command]:
-    return service_commands(options, environment or {}, python="/py", cores=cores)
+    return service_commands(options, environment or {}, python="/py", machine=Machine(cores))
 
 
 def threads(server: Command) -> str:
@@ -94,18 +95,50 @@ def test_the_rest_of_the_environment_passes() -> None:
         assert "PYTHONPATH" not in command.environment
 
 
-def test_cores_are_cut_to_the_quotas_of_the_control_group_and_those_around_it(tmp_path: Path) -> None:
-    group = tmp_path / "groups" / "outer" / "inner"
-    group.mkdir(parents=True)
-    membership = tmp_path / "cgroup"
-    membership.write_text("1:cpu:/elsewhere\n0::/outer/inner\n")
-    allowed = len(os.sched_getaffinity(0))
-    assert core_count(tmp_path / "groups", membership) == allowed
-    (group / "cpu.max").write_text("max 100000\n")
-    assert core_count(tmp_path / "groups", membership) == allowed
-    (group.parent / "cpu.max").write_text("50000 100000\n")
-    assert core_count(tmp_path / "groups", membership) == 1
-    assert core_count(tmp_path / "groups", tmp_path / "none") == allowed
+#: Two nodes of four processors; GPUs 0 and 1 hang at the second, GPU 2 at the first, and nobody knows where GPU 3 does.
+BIG = Machine(
+    8,
+    {0: frozenset(range(4)), 1: frozenset(range(4, 8))},
+    [Gpu("5"), Gpu("GPU-ab"), Gpu("0"), Gpu("MIG-1"), Gpu("MIG-2")],
+    [1, 1, 0, -1, -1],
+)
+
+
+def on(*devices: str, parameters: str = "cpu:0", environment: dict[str, str] | None = None) -> list[Command]:
+    options = Options(devices, parameters, "/run/cs-1")
+    return service_commands(options, environment or {}, python="/py", machine=BIG)
+
+
+def test_a_worker_sees_its_own_gpus_and_knows_their_numbers() -> None:
+    user = {"CUDA_VISIBLE_DEVICES": "5,GPU-ab,0,MIG-1,MIG-2", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    server, w0, w1 = on("gpu:2+gpu:1", "gpu:0+gpu:0", parameters="gpu:1", environment=user)
+    names = ("CUDA_VISIBLE_DEVICES", "CS_GPUS", "CS_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+    everything = user["CUDA_VISIBLE_DEVICES"]
+    assert [w0.environment[name] for name in names] == ["0,GPU-ab", "2,1", everything, "PCI_BUS_ID"]
+    assert [w1.environment[name] for name in names] == ["5", "0", everything, "PCI_BUS_ID"]
+    assert [server.environment[name] for name in names] == ["GPU-ab", "1", everything, "PCI_BUS_ID"]
+
+
+def test_a_server_of_variables_on_a_cpu_sees_no_gpu_and_a_worker_there_what_the_script_sees() -> None:
+    server, w0, w1 = on("gpu:0", "cpu:0")
+    assert (server.environment["CUDA_VISIBLE_DEVICES"], server.environment["CS_GPUS"]) == ("", "")
+    assert (w0.environment["CUDA_VISIBLE_DEVICES"], w0.environment["CS_GPUS"]) == ("5", "0")
+    assert not {"CUDA_VISIBLE_DEVICES", "CS_GPUS", "CS_VISIBLE_DEVICES"} & set(w1.environment)
+    assert on("cpu:0", environment={"CUDA_VISIBLE_DEVICES": "1"})[1].environment["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+def test_each_worker_gets_its_own_instance_of_a_divided_gpu_and_no_worker_two() -> None:
+    assert [c.environment["CUDA_VISIBLE_DEVICES"] for c in on("gpu:3", "gpu:4")[1:]] == ["MIG-1", "MIG-2"]
+    with pytest.raises(DeviceError, match=r"gpu:3\+gpu:4: .* one instance"):
+        on("gpu:3+gpu:4")
+
+
+def test_a_worker_stays_near_its_gpu_unless_the_user_places_threads() -> None:
+    server, w0, w1, w2 = on("gpu:0", "gpu:1", "gpu:2")
+    assert [command.processors for command in (server, w0, w1, w2)] == [set(), BIG.nodes[1], BIG.nodes[1], BIG.nodes[0]]
+    assert [command.environment["OMP_NUM_THREADS"] for command in (server, w0, w1, w2)] == ["8", "2", "2", "2"]
+    for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"):
+        assert {command.processors for command in on("gpu:0", environment={name: "x"})} == {frozenset()}
 
 
 def test_children_find_the_packages_where_this_process_found_them() -> None:
