@@ -118,7 +118,7 @@ def test_the_server_refuses(service: Service) -> None:
 def test_a_gpu_without_cupy_is_refused_at_the_start() -> None:
     with Service(1, device="gpu:0") as service:
         assert service.processes[0].wait(unit(10)) == 2
-        assert "a replica on gpu:0 needs CuPy: pip install" in service.log(0)
+        assert "gpu:0 needs CuPy: pip install" in service.log(0)
 
 
 @pytest.mark.parametrize(
