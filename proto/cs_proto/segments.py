@@ -31,6 +31,7 @@ __all__ = [
     "parameters",
     "server_arena",
     "slots",
+    "versions",
 ]
 
 #: The engine's tables, from which it can be rebuilt.
@@ -75,6 +76,12 @@ def controller_arena() -> str:
 def inputs() -> str:
     """The controller's own memory for batches that are brought ahead of their run."""
     return "inputs"
+
+
+def versions() -> str:
+    """A uint64 for each variable, at its number, that changes with every commit that changes the variable. Not the
+    version that records tell."""
+    return "versions"
 
 
 class Mapping:

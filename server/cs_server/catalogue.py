@@ -185,7 +185,7 @@ class Catalogue:
             _check_fits(what, source, spec)
         if spec.dtype == "bool" and op not in ("assign", "scatter_update"):
             raise InvalidArgumentError(f"{what}: bool cannot be added")
-        return Write(variable.array, op, reduce, tuple(sources), indices)
+        return Write(variable.array, op, reduce, tuple(sources), indices, (number,))
 
     def written(self, number: int) -> int:
         """A write was committed: the variable's new version."""
@@ -324,7 +324,8 @@ class Catalogue:
                     gradients=gradients,
                 )
             )
-        return Apply(optimizer.rule, _at(step, optimizer), step + 1, dense, tuple(rows))
+        variables = self._tables.sets[number].variables
+        return Apply(optimizer.rule, _at(step, optimizer), step + 1, dense, tuple(rows), variables)
 
     def _slot_segments(self, optimizer: Optimizer, dtype: str) -> tuple[str, ...]:
         return tuple(segments.slots(optimizer.number, slot, dtype) for slot in SLOTS[optimizer.rule])

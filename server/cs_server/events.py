@@ -129,25 +129,29 @@ class Rows:
 
 @dataclass(frozen=True)
 class Apply:
-    """One optimizer step. ``t`` counts this optimizer's steps from 1; the learning rate is that of this step."""
+    """One optimizer step of ``variables``. ``t`` counts this optimizer's steps from 1; the learning rate is that of
+    this step."""
 
     rule: str
     hyperparameters: tuple[tuple[str, float], ...]
     t: int
     dense: tuple[Dense, ...]
     sparse: tuple[Rows, ...] = ()
+    variables: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Write:
     """One write to one variable. ``reduce`` combines several sources in replica order first (SUM, MEAN); with one
-    source it is None. A scatter writes its one source to the rows ``indices``."""
+    source it is None. A scatter writes its one source to the rows ``indices``. ``variables`` is the one variable that
+    changes, or nothing where the target is a slot."""
 
     target: Array
     op: WriteOp
     reduce: ReduceOpName | None
     sources: tuple[Array, ...]
     indices: Array | None = None
+    variables: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,8 @@ from .events import (
     Tick,
 )
 from .segments import Segments
+from .versions import NBYTES as _VERSIONS_NBYTES
+from .versions import Versions
 
 __all__ = ["Service", "ThreadedServer", "serve"]
 
@@ -189,6 +191,7 @@ class Service:
         nbytes = self._arena_nbytes = -(-config.machine_nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
         self._results = Arena(lambda: segments.make(names.server_arena(), nbytes, ""), self._engine.results_nbytes)
         self._arithmetic = Arithmetic(segments, config.threads, self._results.place)
+        self._versions = Versions(segments.make(names.versions(), _VERSIONS_NBYTES, ""))
         self._next_tick = time.monotonic() + _TICK
         self._poller = zmq.Poller()
         self._poller.register(segments.fileno(), zmq.POLLIN)
@@ -298,6 +301,7 @@ class Service:
                 case Commit(ticket):
                     self._commits[0] |= np.uint64(1)  # odd from here, also where a server before this one was killed
                     failpoint("server.commit")
+                    self._versions.count(command)
                     self._arithmetic.commit(command)
                     failpoint("server.committed")
                     self._commits[0] += np.uint64(1)

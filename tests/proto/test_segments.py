@@ -49,6 +49,7 @@ def present(file: int) -> int:
         (segments.arena(2), "arena/2"),
         (segments.controller_arena(), "arena/controller"),
         (segments.inputs(), "inputs"),
+        (segments.versions(), "versions"),
     ],
 )
 def test_names(name: str, expected: str) -> None:

@@ -155,7 +155,7 @@ def test_a_value_has_the_shape_and_dtype_of_its_variable(book: Book) -> None:
     with pytest.raises(InvalidArgumentError, match="assign_add to variable 'w'"):
         book.catalogue.write(1, "assign_add", None, (array(1, 2), scalar(1)))
     assert book.catalogue.write(1, "assign_add", "SUM", (array(1, 2), array(3, 4))) == Write(
-        lies("parameters/float32", 0, (2,)), "assign_add", "SUM", (array(1, 2), array(3, 4))
+        lies("parameters/float32", 0, (2,)), "assign_add", "SUM", (array(1, 2), array(3, 4)), None, (1,)
     )
 
 
@@ -337,7 +337,7 @@ def test_an_apply_covers_each_slab_once_in_ascending_ranges(book: Book) -> None:
         )
         for dtype, ranges in [(narrow, ((0, 3), (32, 33))), (wide, ((0, 2),))]
     )
-    assert book.catalogue.apply(number, points, 1) == Apply("adam", adam.hyperparameters, 2, parts)
+    assert book.catalogue.apply(number, points, 1) == Apply("adam", adam.hyperparameters, 2, parts, (), (1, 2, 3, 4))
 
 
 def test_a_sparse_gradient_takes_its_variable_out_of_the_ranges(book: Book) -> None:
