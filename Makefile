@@ -13,7 +13,7 @@ export PIP_ROOT_USER_ACTION = ignore
 export PIP_QUIET = 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo setup test test-interop test-containers lint fmt bench clean
+.PHONY: help demo setup test test-interop test-containers soak lint fmt bench clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -31,6 +31,9 @@ test-interop: $(VENV)/.installed-interop  ## replica functions and data of torch
 
 test-containers: $(VENV)/.installed-dev  ## docker-compose with a real engine, which is installed and started where that may be
 	@tests/containers/run $(BIN)/python $(if $(IF_POSSIBLE),--if-possible)
+
+soak: $(VENV)/.installed-dev  ## kill, stop and lose thousands of times what trains; goes on where it was interrupted
+	@$(BIN)/python -m tests.soak.run
 
 lint: $(VENV)/.installed-dev  ## style, types and layers, without the tests
 	@$(BIN)/ruff check .

@@ -1,0 +1,202 @@
+"""Nothing is left behind: processes killed at any instant, many starts at once, Ctrl-C at any moment.
+
+The instants are shares of the time that an undisturbed start takes on this machine, so imports are hit as often as
+training is, on a slow machine too.
+"""
+
+from __future__ import annotations
+
+import os
+import pty
+import random
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+
+import psutil
+from tests.harness import leftovers
+from tests.harness.processes import MARK, ROOT, describe, marked, reap
+from tests.harness.timing import unit
+from tests.soak.sessions import LAUNCH, role_of, session
+
+from central_storage.launch.run_directory import RunDirectory
+
+__all__ = ["VICTIMS", "interrupted", "killed", "launches"]
+
+#: Who is killed: by what it is, or everything at once.
+VICTIMS = ("supervisor", "script", "server", "w0", "all")
+_SMALL = ("--elements", "1024")
+_GONE_WITHIN = 5.0
+
+
+@lru_cache
+def _start_time(launched: bool) -> float:
+    """How long it takes until the first step is answered, seconds."""
+    begun = time.monotonic()
+    with session(*_SMALL, launched=launched) as undisturbed:
+        undisturbed.wait_for_steps(1)
+        took = time.monotonic() - begun
+        undisturbed.finish()
+    return took
+
+
+def killed(rng: random.Random) -> list[str]:
+    """Start a training in one of two ways, SIGKILL one of its processes at some instant; what was left, in words."""
+    launched, victim = rng.random() < 0.5, rng.choice(VICTIMS)
+    instant = rng.uniform(0.0, 1.5) * _start_time(launched)
+    before = leftovers.take()
+    with session(*_SMALL, launched=launched) as attacked:
+        attacked.watch(instant)
+        if victim == "all":
+            was_there = bool(marked(attacked.mark))
+            for process in marked(attacked.mark):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+        else:
+            was_there = attacked.hit(victim, signal.SIGKILL)
+        what = f"{victim} killed {instant:.2f} s after {'cs-launch' if launched else 'the script'} began"
+        if not was_there or victim in ("server", "w0"):  # the training goes on, or ends by itself
+            attacked.finish()
+        (attacked.directory / "stop").touch()
+        found = [f"{what}: left running: {line}" for line in _living(attacked.mark)]
+        if found:
+            found.append(attacked.tail())
+    _next_start()
+    if left := leftovers.since(before):
+        found.append(f"{what}: left behind: {left}")
+        left.end()
+    return found
+
+
+def launches(count: int, limit: float = 300.0) -> list[str]:
+    """``count`` launches at once, each of a script that trains one step; which of them went wrong, in words."""
+    before = leftovers.take()
+    mark = f"{os.environ.get(MARK, os.getpid())}/launches"
+    found = []
+    with tempfile.TemporaryDirectory(prefix="soak-") as directory:
+        script = Path(directory, "one.py")
+        script.write_text(
+            "import central_storage as cs\n"
+            "strategy = cs.CentralStorageStrategy()\n"
+            "print(strategy.address, strategy.reduce('SUM', strategy.run(lambda: 1.0), axis=None))\n"
+        )
+        started = [
+            subprocess.Popen(
+                [*LAUNCH, "--start-timeout", str(unit(limit)), str(script)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, MARK: mark},
+                start_new_session=True,
+            )
+            for _ in range(count)
+        ]
+        addresses = set()
+        for process in started:
+            try:
+                out, err = process.communicate(timeout=unit(limit))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                out, err = process.communicate()
+            address, _, total = out.strip().partition(" ")
+            addresses.add(address)
+            if process.returncode or total != "2.0":
+                found.append(f"a launch of {count} at once ended by {process.returncode}: {out}{err}")
+    if not found and len(addresses) != count:
+        found.append(f"{count} launches had {len(addresses)} run directories")
+    found += [f"left running: {line}" for line in _living(mark)]
+    if left := leftovers.since(before):
+        found.append(f"left behind: {left}")
+        left.end()
+    return found
+
+
+def interrupted(rng: random.Random) -> list[str]:
+    """Press Ctrl-C at a terminal at some instant of a training; what went wrong, in words."""
+    launched = rng.random() < 0.5
+    instant = rng.uniform(0.0, 1.5) * _start_time(launched)
+    before = leftovers.take()
+    mark = f"{os.environ.get(MARK, os.getpid())}/ctrl-c"
+    what = f"Ctrl-C {instant:.2f} s after {'cs-launch' if launched else 'the script'} began"
+    found = []
+    with tempfile.TemporaryDirectory(prefix="soak-") as directory:
+        os.mkfifo(Path(directory, "history"))
+        history = os.open(Path(directory, "history"), os.O_RDWR)  # of which nobody reads: it holds enough lines
+        module = ("-m", "tests.soak.workload", directory, *_SMALL)
+        process, terminal = _at_a_terminal([*LAUNCH, *module] if launched else [sys.executable, *module], mark)
+        printed = _read_until(terminal, process, time.monotonic() + instant)
+        if process.poll() is None:
+            begun = time.monotonic()
+            os.write(terminal, b"\x03")
+            printed += _read_until(terminal, process, begun + unit(_GONE_WITHIN))
+            if process.poll() is None:
+                found.append(f"{what}: still there after {unit(_GONE_WITHIN):g} s:\n{printed[-4000:]}")
+        found += [f"{what}: left running: {line}" for line in _living(mark)]
+        if process.poll() not in (130, -signal.SIGINT, None):
+            found.append(f"{what}: ended by {process.returncode}:\n{printed[-4000:]}")
+        reap(marked(mark))
+        process.wait()
+        os.close(terminal)
+        os.close(history)
+    _next_start()
+    if left := leftovers.since(before):
+        found.append(f"{what}: left behind: {left}")
+        left.end()
+    return found
+
+
+def _at_a_terminal(command: Sequence[str], mark: str) -> tuple[subprocess.Popen[bytes], int]:
+    """Start a command as the foreground of a terminal of its own; it and our end of the terminal."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-S", "-c", _TAKES_THE_TERMINAL, *command],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        cwd=ROOT,
+        env={**os.environ, MARK: mark},
+        start_new_session=True,
+    )
+    os.close(theirs)
+    return process, ours
+
+
+_TAKES_THE_TERMINAL = (
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+)
+
+
+def _read_until(terminal: int, process: subprocess.Popen[bytes], deadline: float) -> str:
+    """What is printed until the process ends or the deadline has come."""
+    text = b""
+    while process.poll() is None and (left := deadline - time.monotonic()) > 0:
+        if select.select([terminal], [], [], min(left, 0.05))[0]:
+            try:
+                text += os.read(terminal, 1 << 16)
+            except OSError:  # the last one at the other end has gone
+                process.wait(unit(_GONE_WITHIN))
+    return text.decode(errors="replace")
+
+
+def _living(mark: str) -> list[str]:
+    """What of a session does not end within 5 s."""
+    deadline = time.monotonic() + unit(_GONE_WITHIN)
+    while (living := marked(mark)) and time.monotonic() < deadline:
+        psutil.wait_procs(living, timeout=0.05)
+    return [f"{role_of(process) or 'helper'} {describe(process)}" for process in living]
+
+
+def _next_start() -> None:
+    """What the next start does with what it finds; its own directory stays while it does."""
+    living = RunDirectory()
+    RunDirectory().remove()
+    assert Path(living.path, "lock").exists(), "a start has removed the run directory of a living run"
+    living.remove()

@@ -1,0 +1,198 @@
+"""One service under attack: a workload that runs, and the means to see its progress and to hit its processes.
+
+Output goes to files of the session's directory, so nobody has to read it for the processes to go on; the history
+comes through a FIFO, so waiting for a step is waiting for a line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from tests.harness.processes import MARK, ROOT, marked, reap
+from tests.harness.timing import unit
+
+__all__ = ["LAUNCH", "Session", "Stuck", "role_of", "session"]
+
+#: How long a step may take with a restart before it, seconds; it takes about one.
+PATIENCE = 60.0
+LAUNCH = (sys.executable, "-m", "central_storage.launch.cli", "--devices", "cpu:0,cpu:1")
+
+
+class Stuck(Exception):
+    """A training did not go on, or ended without being asked to. The message has the end of its output."""
+
+
+class Session:
+    """A running workload. Made by :func:`session`."""
+
+    def __init__(
+        self,
+        directory: Path,
+        arguments: Sequence[str],
+        launched: bool,
+        environment: Mapping[str, str],
+        options: Mapping[str, str],
+    ) -> None:
+        self.directory = directory
+        self.history: list[dict[str, Any]] = []
+        self.mark = f"{os.environ.get(MARK, os.getpid())}/{directory.name}"
+        os.mkfifo(directory / "history")
+        (directory / "places").mkdir()
+        places = {"CS_FAILPOINTS_DIR": str(directory / "places")} if environment.get("CS_FAILPOINTS") else {}
+        self._fifo = os.open(directory / "history", os.O_RDONLY | os.O_NONBLOCK)
+        self._rest = b""
+        of_service = [word for pair in options.items() for word in pair]
+        module = ["-m", "tests.soak.workload", str(directory), *arguments]
+        with (directory / "out").open("wb") as out, (directory / "err").open("wb") as err:
+            self.process = subprocess.Popen(
+                [*LAUNCH, *of_service, *module] if launched else [sys.executable, *module, *of_service],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment, **places, MARK: self.mark},
+                start_new_session=True,
+            )
+
+    @property
+    def fired(self) -> set[str]:
+        """The items of CS_FAILPOINTS that have taken effect."""
+        return {path.name for path in (self.directory / "places").iterdir()}
+
+    @property
+    def steps(self) -> int:
+        """How many steps were answered."""
+        return sum(line["op"] in ("run", "lost") for line in self.history)
+
+    def wait_for_steps(self, count: int, patience: float = PATIENCE) -> float:
+        """Wait until ``count`` more steps are answered; the seconds it took. Raises :class:`Stuck`."""
+        begun, wanted = time.monotonic(), self.steps + count
+        while self.steps < wanted:
+            if time.monotonic() - begun > unit(patience):
+                self._dump()
+                raise Stuck(f"no step within {unit(patience):g} s\n{self.tail()}")
+            if not self._read(0.5) and self.process.poll() is not None:
+                raise Stuck(f"the training ended with code {self.process.returncode}\n{self.tail()}")
+        return time.monotonic() - begun
+
+    def watch(self, seconds: float) -> None:
+        """Let it run, for ``seconds`` at most."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0 and (self._read(left) or self.process.poll() is None):
+            pass
+
+    def finish(self, patience: float = PATIENCE) -> dict[str, np.ndarray] | None:
+        """Ask the workload to end; the variables that it leaves, None where it left none."""
+        (self.directory / "stop").touch()
+        deadline = time.monotonic() + unit(patience)
+        while self.process.poll() is None and time.monotonic() < deadline:
+            self._read(0.2)
+        while self._read(0):
+            pass
+        final = self.directory / "final.npz"
+        if self.process.poll() != 0 or not final.exists():
+            return None
+        with np.load(final) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+
+    def processes(self) -> dict[str, psutil.Process]:
+        """What lives of the service, by what it is: ``server``, ``w0``, ``w1``, ``supervisor``, ``script``."""
+        found = {}
+        for process in marked(self.mark):
+            with suppress(psutil.Error):
+                if role := role_of(process):
+                    found[role] = process
+        return found
+
+    def hit(self, role: str, number: signal.Signals) -> bool:
+        """Send a signal to a process; whether it was there."""
+        process = self.processes().get(role)
+        if process is None:
+            return False
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+            return True
+        return False
+
+    def tail(self, lines: int = 40) -> str:
+        """The end of what the processes printed."""
+        parts = []
+        for name in ("out", "err"):
+            text = (self.directory / name).read_text(errors="replace").splitlines()[-lines:]
+            parts += [f"--- {name}", *text]
+        return "\n".join(parts)
+
+    def close(self) -> None:
+        """End everything that came of the workload."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        left = marked(self.mark)
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGCONT)
+        reap(left)
+        os.close(self._fifo)
+
+    def _read(self, timeout: float) -> bool:
+        """Take in lines of the history that are there within ``timeout`` seconds; whether there were any."""
+        if not select.select([self._fifo], [], [], timeout)[0]:
+            return False
+        try:
+            data = os.read(self._fifo, 1 << 16)
+        except BlockingIOError:
+            return False
+        if not data:  # nobody writes: not yet, or never again
+            time.sleep(0.02)
+            return False
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        self.history += map(json.loads, lines)
+        return True
+
+    def _dump(self) -> None:
+        for process in marked(self.mark):
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGUSR1)
+        time.sleep(unit(0.5))
+
+
+def role_of(process: psutil.Process) -> str | None:
+    """What a process of a session is; None for what only helps."""
+    command = process.cmdline()
+    if "cs_server" in command:
+        return "server"
+    if "cs_worker" in command:
+        return f"w{command[command.index('--replica') + 1]}"
+    if "central_storage.launch.background" in command or "central_storage.launch.cli" in command:
+        return "supervisor"
+    return "script" if "tests.soak.workload" in command else None
+
+
+@contextmanager
+def session(
+    *arguments: str,
+    launched: bool = False,
+    environment: Mapping[str, str] | None = None,
+    options: Mapping[str, str] | None = None,
+) -> Iterator[Session]:
+    """A workload for the length of a block; ``launched``: by ``cs-launch``, to which the service's ``options`` go
+    then."""
+    with tempfile.TemporaryDirectory(prefix="soak-") as directory:
+        made = Session(Path(directory), arguments, launched, environment or {}, options or {})
+        try:
+            yield made
+        finally:
+            made.close()

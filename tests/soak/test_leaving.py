@@ -1,0 +1,22 @@
+"""The short tier of P16, P17 and P18: a few seeds of what ``make soak`` tries by the hundred."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from tests.soak import leaving
+
+
+@pytest.mark.parametrize("seed", [0, 2, 3])
+def test_whatever_is_killed_nothing_is_left_behind(seed: int) -> None:
+    assert leaving.killed(random.Random(seed)) == []
+
+
+@pytest.mark.parametrize("seed", [1, 4])
+def test_ctrl_c_at_any_moment_ends_it(seed: int) -> None:
+    assert leaving.interrupted(random.Random(seed)) == []
+
+
+def test_launches_at_once_do_not_meet() -> None:
+    assert leaving.launches(3) == []

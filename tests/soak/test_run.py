@@ -1,0 +1,75 @@
+"""The soak's own command: goes on where it was interrupted, counts, bounds, and names each failure by its command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.soak import run
+from tests.soak.promises import Attempt, Promise
+
+
+@pytest.fixture
+def seeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
+    """Two promises of which each session's seed is noted; the second is violated by the seed 1."""
+    noted: list[int] = []
+
+    def attack(attempt: Attempt) -> None:
+        noted.append(attempt.seed)
+        for _ in range(attempt.trials):
+            attempt.tried_once(0.25)
+
+    def breaks(attempt: Attempt) -> None:
+        attack(attempt)
+        if attempt.seed == 1:
+            attempt.violations.append("the update of step 7 was applied twice")
+
+    promises = {
+        "P1": Promise("P1", "holds", "deaths", 25, 10, attack),
+        "P2": Promise("P2", "does not", "deaths", 30, 10, breaks),
+    }
+    for name in ("XDG_RUNTIME_DIR", "TMPDIR", run.MARK):
+        monkeypatch.setenv(name, str(tmp_path))  # the command sets them for good: put back at the end
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr(run, "PROMISES", promises)
+    monkeypatch.setattr(run, "STATE", tmp_path / "build" / "soak.json")
+    return noted
+
+
+def test_it_tries_counts_and_bounds(seeds: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--promise", "P1"]) == 0
+    assert seeds == [0, 1, 2]
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert [cell.strip() for cell in line.split("|")][1:6] == ["P1", "holds", "25 deaths", "0", "11.29%"]
+
+
+def test_a_violation_is_told_with_its_command(seeds: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--promise", "P2"]) == 1
+    out = capsys.readouterr().out
+    command = "python -m tests.soak.run --promise P2 --seed 1 --trials 10"
+    assert f"VIOLATED: {command}\nthe update of step 7 was applied twice\n" in out
+    assert out.splitlines()[-1] == f"violated: {command}"
+    assert run.main(["--promise", "P2", "--seed", "1", "--trials", "1"]) == 1
+    assert run.main(["--promise", "P2", "--seed", "2"]) == 0
+    assert seeds == [0, 1, 2, 1, 2]
+
+
+def test_it_goes_on_where_it_was_interrupted(seeds: list[int]) -> None:
+    run.main(["--promise", "P1", "--trials", "10"])
+    run.main([])
+    assert seeds == [0, 1, 2, 0, 1, 2]
+    assert json.loads(run.STATE.read_text())["tallies"]["P1"]["tried"] == 25
+    run.main(["--promise", "P1"])  # nothing is left to do
+    assert len(seeds) == 6
+    run.main(["--promise", "P1", "--trials", "10", "--fresh"])
+    assert seeds[6:] == [0]
+
+
+def test_other_code_begins_anew(seeds: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    run.main(["--promise", "P1"])
+    state = json.loads(run.STATE.read_text())
+    run.STATE.write_text(json.dumps({**state, "code": "another"}))
+    run.main(["--promise", "P1", "--trials", "10"])
+    assert seeds == [0, 1, 2, 0]
+    assert "beginning anew" in capsys.readouterr().err
