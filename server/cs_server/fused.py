@@ -6,8 +6,9 @@ Owns the machine code and nothing else: it trusts its caller with addresses and 
 them, may use it. Importing this module imports numba; nothing but `kernels` imports it, and only when a kernel is
 needed.
 
-A kernel takes element ranges of one slab, the parameters, the slots, the base addresses of the replicas' gradients and
-the rule's numbers. Addresses instead of arrays make it one compiled function for any number of replicas. There is one
+A kernel takes element ranges of one slab, the parameters, the slots, the base addresses of the replicas' gradients,
+the rule's numbers, how many elements it does at a time, and what of a `Lane` it needs to survive the server: its word
+and its area, or two empty arrays. Addresses instead of arrays make it one compiled function for any number of replicas. There is one
 loop for each number of slots, and each rule gets a copy of that loop in which the global `step` is its own step. (A
 closure over the step would do as well, but numba's cache would take it for a new function in every process.)
 """
@@ -31,10 +32,6 @@ if TYPE_CHECKING:
     def step(*values: Any) -> tuple[Any, ...]: ...
 
 
-CHUNK_NBYTES = 256 * 1024 - 192
-"""The sum of one chunk is still in the cache when the rule reads it. Not a multiple of 4 KiB: a load that agrees with
-an earlier store in its low address bits waits for it. From 8 KiB to 256 KiB no difference was measured."""
-
 IS_DISABLED = bool(numba.config.DISABLE_JIT)
 """Whether the environment tells numba to compile nothing (NUMBA_DISABLE_JIT)."""
 
@@ -55,7 +52,9 @@ def build(rule: Rule, dtype: np.dtype[Any], directory: Path | None) -> tuple[Cal
     addresses = types.Array(types.int64, 1, "C")
     ranges = types.Array(types.int64, 2, "C")
     numbers = types.UniTuple(values.dtype, rule.count_of_numbers)
-    signature = types.void(ranges, values, *[values] * len(rule.slots), addresses, numbers)
+    signature = types.void(
+        ranges, values, *[values] * len(rule.slots), addresses, numbers, types.int64, addresses, values
+    )
     with _cache_in(directory):
         # No fastmath: an update has the bits of the reference.
         kernel = numba.njit(signature, nogil=True, cache=directory is not None, error_model="numpy")(function)
@@ -114,6 +113,34 @@ def _pointer(context: Any, address: Any, like: Any) -> Any:
     return types.CPointer(like.dtype)(types.int64, like), generate
 
 
+@intrinsic
+def _fence(context: Any) -> Any:
+    """No store before it comes after a store behind it: not in the compiled code, and not as other processors see it."""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return target.get_dummy_value()
+
+    return types.void(), generate
+
+
+@numba.njit(error_model="numpy")
+def _tell(progress: Array, value: int) -> None:
+    """Set the lane's word."""
+    _fence()
+    progress[0] = value
+    _fence()
+
+
+@numba.njit(error_model="numpy")
+def _keep(values: Array, area: Array, position: int) -> None:
+    """Copy the old values of one array of a piece to its place in the lane's area."""
+    first = position * values.shape[0]
+    kept = area[first : first + values.shape[0]]
+    for i in range(values.shape[0]):
+        kept[i] = values[i]
+
+
 @numba.njit(error_model="numpy")
 def _summed(addresses: Array, like: Array, scratch: Array, start: int, stop: int) -> Array:
     """Elements start to stop of the gradients' sum, in replica order; a single gradient is not copied."""
@@ -131,45 +158,97 @@ def _summed(addresses: Array, like: Array, scratch: Array, start: int, stop: int
     return total
 
 
-def _no_slot(ranges: Array, parameters: Array, addresses: Array, numbers: tuple[Any, ...]) -> None:
-    chunk = CHUNK_NBYTES // parameters.itemsize
+def _no_slot(
+    ranges: Array,
+    parameters: Array,
+    addresses: Array,
+    numbers: tuple[Any, ...],
+    chunk: int,
+    progress: Array,
+    area: Array,
+) -> None:
     scratch = np.empty(chunk, parameters.dtype)
+    number = 0
     for r in range(ranges.shape[0]):
         for start in range(ranges[r, 0], ranges[r, 1], chunk):
+            number += 1
+            if progress.shape[0] > 0 and number <= progress[0] >> 1:
+                continue
             stop = min(start + chunk, ranges[r, 1])
             g = _summed(addresses, parameters, scratch, start, stop)
             w = parameters[start:stop]
+            if progress.shape[0] > 0:
+                _keep(w, area, 0)
+                _tell(progress, 2 * number - 1)
             for i in range(w.shape[0]):
                 (w[i],) = step(w[i], g[i], *numbers)
+            if progress.shape[0] > 0:
+                _tell(progress, 2 * number)
 
 
-def _one_slot(ranges: Array, parameters: Array, slot_a: Array, addresses: Array, numbers: tuple[Any, ...]) -> None:
-    chunk = CHUNK_NBYTES // parameters.itemsize
+def _one_slot(
+    ranges: Array,
+    parameters: Array,
+    slot_a: Array,
+    addresses: Array,
+    numbers: tuple[Any, ...],
+    chunk: int,
+    progress: Array,
+    area: Array,
+) -> None:
     scratch = np.empty(chunk, parameters.dtype)
+    number = 0
     for r in range(ranges.shape[0]):
         for start in range(ranges[r, 0], ranges[r, 1], chunk):
+            number += 1
+            if progress.shape[0] > 0 and number <= progress[0] >> 1:
+                continue
             stop = min(start + chunk, ranges[r, 1])
             g = _summed(addresses, parameters, scratch, start, stop)
             w = parameters[start:stop]
             a = slot_a[start:stop]
+            if progress.shape[0] > 0:
+                _keep(w, area, 0)
+                _keep(a, area, 1)
+                _tell(progress, 2 * number - 1)
             for i in range(w.shape[0]):
                 w[i], a[i] = step(w[i], g[i], a[i], *numbers)
+            if progress.shape[0] > 0:
+                _tell(progress, 2 * number)
 
 
 def _two_slots(
-    ranges: Array, parameters: Array, slot_a: Array, slot_b: Array, addresses: Array, numbers: tuple[Any, ...]
+    ranges: Array,
+    parameters: Array,
+    slot_a: Array,
+    slot_b: Array,
+    addresses: Array,
+    numbers: tuple[Any, ...],
+    chunk: int,
+    progress: Array,
+    area: Array,
 ) -> None:
-    chunk = CHUNK_NBYTES // parameters.itemsize
     scratch = np.empty(chunk, parameters.dtype)
+    number = 0
     for r in range(ranges.shape[0]):
         for start in range(ranges[r, 0], ranges[r, 1], chunk):
+            number += 1
+            if progress.shape[0] > 0 and number <= progress[0] >> 1:
+                continue
             stop = min(start + chunk, ranges[r, 1])
             g = _summed(addresses, parameters, scratch, start, stop)
             w = parameters[start:stop]
             a = slot_a[start:stop]
             b = slot_b[start:stop]
+            if progress.shape[0] > 0:
+                _keep(w, area, 0)
+                _keep(a, area, 1)
+                _keep(b, area, 2)
+                _tell(progress, 2 * number - 1)
             for i in range(w.shape[0]):
                 w[i], a[i], b[i] = step(w[i], g[i], a[i], b[i], *numbers)
+            if progress.shape[0] > 0:
+                _tell(progress, 2 * number)
 
 
 def _three_slots(
@@ -180,19 +259,33 @@ def _three_slots(
     slot_c: Array,
     addresses: Array,
     numbers: tuple[Any, ...],
+    chunk: int,
+    progress: Array,
+    area: Array,
 ) -> None:
-    chunk = CHUNK_NBYTES // parameters.itemsize
     scratch = np.empty(chunk, parameters.dtype)
+    number = 0
     for r in range(ranges.shape[0]):
         for start in range(ranges[r, 0], ranges[r, 1], chunk):
+            number += 1
+            if progress.shape[0] > 0 and number <= progress[0] >> 1:
+                continue
             stop = min(start + chunk, ranges[r, 1])
             g = _summed(addresses, parameters, scratch, start, stop)
             w = parameters[start:stop]
             a = slot_a[start:stop]
             b = slot_b[start:stop]
             c = slot_c[start:stop]
+            if progress.shape[0] > 0:
+                _keep(w, area, 0)
+                _keep(a, area, 1)
+                _keep(b, area, 2)
+                _keep(c, area, 3)
+                _tell(progress, 2 * number - 1)
             for i in range(w.shape[0]):
                 w[i], a[i], b[i], c[i] = step(w[i], g[i], a[i], b[i], c[i], *numbers)
+            if progress.shape[0] > 0:
+                _tell(progress, 2 * number)
 
 
 def _merged(

@@ -17,9 +17,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import islice, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ import numpy as np
 
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.optimizers import SLOTS, Hyperparameters
+from cs_server.undo import Lane
 from cs_server.updates import RULES, Array, Rule, reference, scalars
 
 KERNEL_DTYPES = ("float32", "float64")
@@ -36,6 +37,11 @@ ALWAYS = (("sgd", "float32"), ("adam", "float32"))
 """Rule and dtype of the kernels that are compiled, where they are not kept, before anything is served. All together
 would take half a minute the first time on a machine; each is less than a second for the update that needs it first."""
 
+CHUNK_NBYTES = 256 * 1024 - 192
+"""What an update does at a time of each array: the sum of the gradients is still in the cache when the rule reads it. Not
+a multiple of 4 KiB: a load that agrees with an earlier store in its low address bits waits for it."""
+
+_KEEPS_NOTHING = Lane()
 _logger = logging.getLogger(__name__)
 
 
@@ -47,6 +53,7 @@ def apply_dense(
     gradients: tuple[Array, ...],
     hyperparameters: Hyperparameters,
     t: int,
+    lane: Lane = _KEEPS_NOTHING,
 ) -> None:
     """Sum the replicas' gradients in replica order and apply the rule's t-th update, in place and in one pass.
 
@@ -62,11 +69,16 @@ def apply_dense(
     addresses = _checked(rule, ranges, parameters, slots, gradients)
     numbers = scalars(rule, hyperparameters, t, parameters.dtype)
     kernel = _kernel(rule, parameters.dtype)
+    written = (parameters, *slots)
+    chunk = CHUNK_NBYTES // parameters.itemsize
     if kernel is not None:
-        kernel(ranges, parameters, *slots, addresses, numbers)
+        if lane.is_kept:
+            part = next(islice(_chunks(ranges, chunk), lane.done, None))
+            lane.give_back([(array, part) for array in written])
+        kernel(ranges, parameters, *slots, addresses, numbers, chunk, lane.progress, lane.area(parameters.dtype))
         return
-    for start, stop in ranges.tolist():
-        part = slice(start, stop)
+    for part in lane.rest(list(_chunks(ranges, chunk))):
+        lane.keep([(array, part) for array in written])
         reference(
             rule,
             parameters[part],
@@ -75,6 +87,13 @@ def apply_dense(
             hyperparameters,
             t,
         )
+
+
+def _chunks(ranges: Array, chunk: int) -> Iterator[slice]:
+    """The pieces of an update, in order."""
+    for start, stop in ranges.tolist():
+        for first in range(start, stop, chunk):
+            yield slice(first, min(first + chunk, stop))
 
 
 def merge_kernel(dtype: np.dtype[Any]) -> Callable[..., int] | None:
@@ -256,7 +275,8 @@ def _try_out(rule: Rule, dtype: np.dtype[Any]) -> None:
     if kernel is not None:
         addresses = _checked(rule, np.array([[0, 2]]), parameters, slots, gradients)
         numbers = tuple(np.full(rule.count_of_numbers, 0.5, dtype))
-        kernel(np.array([[0, 2]]), parameters, *slots, addresses, numbers)
+        ranges = np.array([[0, 2]])
+        kernel(ranges, parameters, *slots, addresses, numbers, 2, _KEEPS_NOTHING.progress, _KEEPS_NOTHING.area(dtype))
 
 
 # The cache directory.
