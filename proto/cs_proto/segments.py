@@ -22,6 +22,7 @@ from .records import Frame
 __all__ = [
     "CONTROL",
     "CONTROL_HEADER_NBYTES",
+    "UNDO",
     "Mapping",
     "arena",
     "controller_arena",
@@ -38,6 +39,9 @@ __all__ = [
 CONTROL = "control"
 #: They begin behind this many bytes. The first eight count writes to variables: an odd number while one is under way.
 CONTROL_HEADER_NBYTES = 4096
+
+#: How far a commit is, and what it is overwriting.
+UNDO = "undo"
 
 # Linux 5.14: populate page tables for writing; older kernels answer EINVAL and pages come at first touch.
 _MADV_POPULATE_WRITE = 23

@@ -2,8 +2,9 @@
 :class:`~cs_server.events.Commit` ask for, on the memory where it lies.
 
 It decides nothing: a commit was checked before it was commanded and cannot fail halfway, so an exception out of one is
-a defect, after which no variable can be trusted. Called by the service, in its one thread; a large update is
-spread over threads of its own, which are done when the call returns.
+a defect, after which no variable can be trusted. Where the end of a server interrupts it, `undo` says how far it is,
+and the next server's call with the same command carries it to its end. Called by the service, in its one thread; a
+large update is spread over threads of its own, which are done when the call returns.
 """
 
 from __future__ import annotations
@@ -13,20 +14,22 @@ import mmap
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from cs_proto import reduction
 from cs_proto.arrays import Array, array_of
 from cs_proto.errors import InvalidArgumentError
+from cs_proto.messages import WriteOp
 from cs_proto.optimizers import Hyperparameters
 from cs_proto.writing import write
 
 from .clipping import Clipping, square_of
 from .events import Apply, Commit, Compute, Dense, Fill, Rows, Write
 from .kernels import apply_dense
-from .rows import Merged, apply_rows, merge
+from .rows import Merged, apply_rows, merge, write_rows
+from .undo import KEPT_NBYTES, Lane, Undo
 from .updates import RULES, Rule
 
 __all__ = ["Arithmetic", "Memory"]
@@ -37,6 +40,8 @@ _ELEMENTS_PER_THREAD = 1 << 17
 _ELEMENTS_PER_CUT = 64
 # Where gradients are bounded they are summed in pieces of this many elements, whose squares are added up in order.
 _PIECE = 1 << 16
+
+T = TypeVar("T")
 
 
 class Memory(Protocol):
@@ -55,11 +60,17 @@ class Memory(Protocol):
 class Arithmetic:
     """Carries out computations and commits over ``memory``, updates on up to ``threads`` threads."""
 
-    def __init__(self, memory: Memory, threads: int, place: Callable[[np.ndarray], Array] = array_of) -> None:
-        """``place`` says where the result of a computation goes."""
+    def __init__(
+        self,
+        memory: Memory,
+        threads: int,
+        place: Callable[[np.ndarray], Array] = array_of,
+        undo: np.ndarray | None = None,
+    ) -> None:
+        """``place`` says where the result of a computation goes, ``undo`` is the memory of :class:`~.undo.Undo`."""
         self._memory = memory
         self._place = place
-        self._threads = threads
+        self._undo = Undo(undo, threads)
         self._pool = ThreadPoolExecutor(threads - 1, "apply") if threads > 1 else None
 
     def compute(self, command: Compute) -> tuple[Array, ...]:
@@ -83,7 +94,8 @@ class Arithmetic:
         )
 
     def commit(self, command: Commit) -> None:
-        """Carry out every operation, in order."""
+        """Carry out every operation, in order; of a commit that was under way, what is not done."""
+        self._undo.begin(command.ticket)
         for operation in command.operations:
             match operation:
                 case Apply():
@@ -91,7 +103,7 @@ class Arithmetic:
                 case Write():
                     self._write(operation)
                 case Fill():
-                    self._fill(operation)
+                    self._phase([operation], self._fill)
 
     def close(self) -> None:
         """End the threads."""
@@ -113,7 +125,7 @@ class Arithmetic:
                 self._memory.elements(name, rows.dtype)[place].reshape(rows.shape)
                 for name in (rows.parameters, *rows.slots)
             )
-            apply_rows(rule, parameters, tuple(slots), gradient, given, t, self._each)
+            apply_rows(rule, parameters, tuple(slots), gradient, given, t, self._phase)
 
     def _merged(self, rows: Rows) -> Merged:
         gradients = [(self._memory.view(values), self._memory.view(indices)) for values, indices in rows.gradients]
@@ -122,10 +134,11 @@ class Arithmetic:
     def _dense(self, rule: Rule, part: Dense, given: Hyperparameters, t: int) -> None:
         parameters, slots, gradients = self._arrays(part)
 
-        def apply(ranges: np.ndarray) -> None:
-            apply_dense(rule, ranges, parameters, slots, gradients, given, t)
+        def apply(shares: Sequence[np.ndarray], lane: Lane) -> None:
+            for ranges in shares:  # at most one: it goes through the pieces of it itself
+                apply_dense(rule, ranges, parameters, slots, gradients, given, t, lane)
 
-        self._each(apply, _shares(part.ranges, self._threads))
+        self._phase(_shares(part.ranges, self._undo.lanes), apply)
 
     def _clipped(
         self,
@@ -140,7 +153,7 @@ class Arithmetic:
         pieces = [
             (number, part, piece)
             for number, (part, (first, last)) in enumerate((part, each) for part in parts for each in part.ranges)
-            for piece in _pieces(first, last)
+            for piece in _pieces(first, last, _PIECE)
         ]
         squares: list[float] = [0.0] * (sum(len(part.ranges) for part in parts) + len(merged))
         offset = len(squares) - len(merged)
@@ -153,7 +166,13 @@ class Arithmetic:
                 _, part, piece = pieces[which]
                 found[which] = square_of(self._total(part, piece, clipping))
 
-            self._each(look, range(len(pieces)))
+            lanes = self._undo.lanes
+
+            def share(lane: int) -> None:
+                for which in range(lane, len(pieces), lanes):
+                    look(which)
+
+            self._spread(min(lanes, len(pieces)), share)
             for (number, _, _), square in zip(pieces, found, strict=True):
                 squares[number] += square
             for position, gradient in enumerate(merged, offset):
@@ -162,15 +181,25 @@ class Arithmetic:
         for factor, gradient in zip(factors[offset:], merged, strict=True):
             _scale(gradient.sums, factor)
 
-        def update(item: tuple[int, Dense, slice]) -> None:
-            number, part, piece = item
-            total = self._total(part, piece, clipping)
-            _scale(total, factors[number])
-            parameters, slots, _ = self._arrays(part)
-            whole = np.array([[0, len(total)]], np.int64)
-            apply_dense(rule, whole, parameters[piece], tuple(slot[piece] for slot in slots), (total,), given, t)
+        def update(mine: Sequence[tuple[int, Dense, slice]], lane: Lane) -> None:
+            for number, part, piece in lane.rest(mine):
+                total = self._total(part, piece, clipping)
+                _scale(total, factors[number])
+                parameters, slots, _ = self._arrays(part)
+                lane.keep([(array, piece) for array in (parameters, *slots)])
+                whole = np.array([[0, len(total)]], np.int64)
+                apply_dense(rule, whole, parameters[piece], tuple(slot[piece] for slot in slots), (total,), given, t)
 
-        self._each(update, pieces)
+        self._phase(
+            [
+                (number, part, smaller)
+                for number, part, piece in pieces
+                for smaller in _pieces(
+                    piece.start, piece.stop, min(_PIECE, KEPT_NBYTES // np.dtype(part.dtype).itemsize)
+                )
+            ],
+            update,
+        )
 
     def _total(self, part: Dense, piece: slice, clipping: Clipping) -> np.ndarray:
         """The sum of the replicas' gradients with bounded elements."""
@@ -188,18 +217,22 @@ class Arithmetic:
 
         return elements([part.parameters])[0], elements(part.slots), elements(part.gradients)
 
-    def _each(self, work: Callable[[Any], None], items: Sequence[Any]) -> None:
-        """Do ``work`` for each of ``items``, by as many threads as there are; done when it returns."""
-        if self._pool is None or len(items) == 1:
-            for item in items:
-                work(item)
+    def _phase(self, items: Sequence[T], work: Callable[[Sequence[T], Lane], None]) -> None:
+        """The next phase of the commit: ``work`` is done for the share of ``items`` that each lane has."""
+        if not self._undo.opens():
             return
+        count = self._undo.lanes
+        lanes = [self._undo.lane(which) for which in range(min(count, len(items)))]
+        self._spread(len(lanes), lambda which: work(items[which::count], lanes[which]))
+        self._undo.close()
 
-        def share(which: int) -> None:
-            for item in items[which :: self._threads]:
-                work(item)
-
-        others = [self._pool.submit(share, which) for which in range(1, min(self._threads, len(items)))]
+    def _spread(self, count: int, share: Callable[[int], None]) -> None:
+        """Do the shares 0 to ``count`` (exclusive) by as many threads as there are; all are done when it returns."""
+        if self._pool is None or count <= 1:
+            for which in range(count):
+                share(which)
+            return
+        others = [self._pool.submit(share, which) for which in range(1, count)]
         try:
             share(0)
         finally:
@@ -207,25 +240,47 @@ class Arithmetic:
         for other in others:
             other.result()
 
-    def _fill(self, operation: Fill) -> None:
-        elements = self._memory.elements(operation.segment, operation.dtype)[operation.first : operation.last]
-        if not operation.is_lazy:
-            elements[:] = operation.value
-            return
-        self._memory.discard(operation.segment, operation.first * elements.itemsize, operation.last * elements.itemsize)
-        edge = mmap.PAGESIZE // elements.itemsize  # what lies in pages of neighbours is left
-        elements[:edge] = 0
-        elements[-edge:] = 0
+    def _fill(self, operations: Sequence[Fill], lane: Lane) -> None:
+        """Done again it is the same, so nothing has to be kept."""
+        for operation in lane.rest(operations):
+            elements = self._memory.elements(operation.segment, operation.dtype)[operation.first : operation.last]
+            if not operation.is_lazy:
+                elements[:] = operation.value
+                continue
+            nbytes = elements.itemsize
+            self._memory.discard(operation.segment, operation.first * nbytes, operation.last * nbytes)
+            edge = mmap.PAGESIZE // nbytes  # what lies in pages of neighbours is left
+            elements[:edge] = 0
+            elements[-edge:] = 0
 
     def _write(self, operation: Write) -> None:
         sources = [self._memory.view(source) for source in operation.sources]
         value = sources[0] if operation.reduce is None else reduction.reduce(operation.reduce, sources)
-        indices = None if operation.indices is None else self._memory.view(operation.indices)
-        write(self._memory.view(operation.target), operation.op, value, indices)
+        target = self._memory.view(operation.target)
+        if operation.op in ("assign", "scatter_update"):  # done again it is the same
+            indices = None if operation.indices is None else self._memory.view(operation.indices)
+
+            def whole(mine: Sequence[Write], lane: Lane) -> None:
+                for _ in lane.rest(mine):
+                    write(target, operation.op, value, indices)
+
+            self._phase([operation], whole)
+        elif operation.indices is None:
+            self._add(target.reshape(-1), operation.op, np.broadcast_to(value, target.shape).reshape(-1))
+        else:
+            write_rows(target, operation.op, value, self._memory.view(operation.indices), self._phase)
+
+    def _add(self, target: np.ndarray, op: WriteOp, value: np.ndarray) -> None:
+        def add(mine: Sequence[slice], lane: Lane) -> None:
+            for piece in lane.rest(mine):
+                lane.keep([(target, piece)])
+                write(target[piece], op, value[piece])
+
+        self._phase(list(_pieces(0, len(target), KEPT_NBYTES // target.itemsize)), add)
 
 
-def _pieces(first: int, last: int) -> Iterator[slice]:
-    return (slice(start, min(start + _PIECE, last)) for start in range(first, last, _PIECE))
+def _pieces(first: int, last: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, last)) for start in range(first, last, size))
 
 
 def _scale(gradient: np.ndarray, factor: float) -> None:

@@ -8,9 +8,9 @@ needed.
 
 A kernel takes element ranges of one slab, the parameters, the slots, the base addresses of the replicas' gradients,
 the rule's numbers, how many elements it does at a time, and what of a `Lane` it needs to survive the server: its word
-and its area, or two empty arrays. Addresses instead of arrays make it one compiled function for any number of replicas. There is one
-loop for each number of slots, and each rule gets a copy of that loop in which the global `step` is its own step. (A
-closure over the step would do as well, but numba's cache would take it for a new function in every process.)
+and its area, or two empty arrays. Addresses instead of arrays make it one compiled function for any number of replicas.
+There is one loop for each number of slots, and each rule gets a copy of that loop in which the global `step` is its own
+step. (A closure over the step would do as well, but numba's cache would take it for a new function in every process.)
 """
 
 import threading
@@ -115,7 +115,7 @@ def _pointer(context: Any, address: Any, like: Any) -> Any:
 
 @intrinsic
 def _fence(context: Any) -> Any:
-    """No store before it comes after a store behind it: not in the compiled code, and not as other processors see it."""
+    """Stores stay on their side of it: in the compiled code, and as other processors see them."""
 
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")

@@ -38,8 +38,8 @@ ALWAYS = (("sgd", "float32"), ("adam", "float32"))
 would take half a minute the first time on a machine; each is less than a second for the update that needs it first."""
 
 CHUNK_NBYTES = 256 * 1024 - 192
-"""What an update does at a time of each array: the sum of the gradients is still in the cache when the rule reads it. Not
-a multiple of 4 KiB: a load that agrees with an earlier store in its low address bits waits for it."""
+"""What an update does at a time of each array: the sum of the gradients is still in the cache when the rule reads it.
+Not a multiple of 4 KiB: a load that agrees with an earlier store in its low address bits waits for it."""
 
 _KEEPS_NOTHING = Lane()
 _logger = logging.getLogger(__name__)

@@ -1,30 +1,37 @@
 """Sparse gradients: rows named by several replicas, or twice by one, become one gradient a row, and rules by rows.
 
-Owns the fixed order in which duplicates are added (by replica, then by position) and which rows an update reads and
-writes. The rule itself is that of `kernels`, over pieces that fit the cache: gathered rows, or a stretch of the table
-whose gradient is zero but for the rows that are named. A rule that moves named rows only never looks at the rest.
+Owns the fixed order in which duplicates are added (by replica, then by position), which rows an update reads and
+writes, and how it is cut into the pieces of which a commit consists (`undo`). The rule itself is that of `kernels`,
+over pieces that fit the cache: gathered rows, or a stretch of the table whose gradient is zero but for the rows that
+are named. A rule that moves named rows only never looks at the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
+from cs_proto.messages import WriteOp
 from cs_proto.optimizers import Hyperparameters
+from cs_proto.writing import write
 
 from .kernels import apply_dense, merge_kernel
+from .undo import KEPT_NBYTES, Lane
 from .updates import Array, Rule
 
-__all__ = ["Merged", "apply_rows", "merge"]
+__all__ = ["Merged", "apply_rows", "merge", "write_rows"]
 
 #: Elements of one piece: of a rule with three slots all arrays of a piece stay in the cache.
 _PIECE = 1 << 16
 
-Each: TypeAlias = Callable[[Callable[[Any], None], Sequence[Any]], None]
-"""Does a piece of work for each of some items, in any order and by several threads."""
+Piece: TypeAlias = tuple[slice, slice]
+"""Rows and columns of a table: all columns, unless a row is so wide that it is cut."""
+
+Phase: TypeAlias = Callable[[Sequence[Piece], Callable[[Sequence[Piece], Lane], None]], None]
+"""Has some work done for the pieces of each lane, by several threads."""
 
 
 @dataclass(frozen=True)
@@ -76,43 +83,75 @@ def apply_rows(
     gradient: Merged,
     hyperparameters: Hyperparameters,
     t: int,
-    each: Each,
+    phase: Phase,
 ) -> None:
     """Apply the rule's t-th update under a sparse gradient, in place.
 
-    Parameters and slots are 2-D, contiguous, of one dtype and shape [height, width]; ``each`` spreads the pieces over
+    Parameters and slots are 2-D, contiguous, of one dtype and shape [height, width]; ``phase`` spreads the pieces over
     threads. Rows that the gradient does not name move as the rule says, or not at all where ``lazy`` is set.
     """
     height, width = parameters.shape
     if not height or not width:
         return
-    step = max(1, _PIECE // width)
+    arrays = (parameters, *slots)
     if rule.moves == "rows" or hyperparameters.get("lazy"):
 
-        def named(piece: slice) -> None:
-            rows = gradient.rows[piece]
-            gathered = [np.take(array, rows, axis=0) for array in (parameters, *slots)]
-            _update(rule, gathered[0], gathered[1:], gradient.sums[piece], hyperparameters, t)
-            for array, values in zip((parameters, *slots), gathered, strict=True):
-                array[rows] = values
+        def named(mine: Sequence[Piece], lane: Lane) -> None:
+            for piece, columns in lane.rest(mine):
+                places = [(array[:, columns], gradient.rows[piece]) for array in arrays]
+                lane.give_back(places)
+                gathered = [_rows_of(array, rows) for array, rows in places]
+                lane.note(gathered)
+                sums = np.ascontiguousarray(gradient.sums[piece, columns])
+                _update(rule, gathered[0], gathered[1:], sums, hyperparameters, t)
+                for (array, rows), values in zip(places, gathered, strict=True):
+                    array[rows] = values
 
-        each(named, list(_pieces(len(gradient.rows), step)))
+        phase(_pieces(len(gradient.rows), width, parameters.itemsize), named)
         return
     order = np.argsort(gradient.rows)
     rows, sums = gradient.rows[order], gradient.sums[order]
 
-    def stretch(piece: slice) -> None:
-        mine = slice(*np.searchsorted(rows, (piece.start, piece.stop)))
-        places = rows[mine] - piece.start
-        dense = np.zeros((piece.stop - piece.start, width), parameters.dtype)
-        dense[places] = sums[mine]
-        here = parameters[piece]
-        updated = here if rule.moves == "all" else here.copy()
-        _update(rule, updated, [slot[piece] for slot in slots], dense, hyperparameters, t)
-        if updated is not here:
-            here[places] = updated[places]
+    def stretch(mine: Sequence[Piece], lane: Lane) -> None:
+        for piece, columns in lane.rest(mine):
+            lane.keep([(array, (piece, columns)) for array in arrays])
+            named = slice(*np.searchsorted(rows, (piece.start, piece.stop)))
+            places = rows[named] - piece.start
+            here, *slots_here = (array[piece, columns] for array in arrays)
+            dense = np.zeros(here.shape, parameters.dtype)
+            dense[places] = sums[named, columns]
+            updated = here if rule.moves == "all" else here.copy()
+            _update(rule, updated, slots_here, dense, hyperparameters, t)
+            if updated is not here:
+                here[places] = updated[places]
 
-    each(stretch, list(_pieces(height, step)))
+    phase(_pieces(height, width, parameters.itemsize), stretch)
+
+
+def write_rows(target: Array, op: WriteOp, value: Array, indices: Array, phase: Phase) -> None:
+    """What :func:`cs_proto.writing.write` does for ``scatter_add`` and ``scatter_sub``, in pieces and with its bits:
+    changes of one row stay together and in order."""
+    inside = (indices >= 0) & (indices < len(target))
+    named, width = indices[inside], target[:1].size
+    if not len(named) or not width:
+        return
+    values, table = value[inside].reshape(-1, width), target.reshape(-1, width)
+    order = np.argsort(named, kind="stable")
+    rows, starts = np.unique(named[order], return_index=True)
+    ends = np.append(starts, len(named))
+
+    def change(mine: Sequence[Piece], lane: Lane) -> None:
+        for piece, columns in lane.rest(mine):
+            lane.keep([(table[:, columns], rows[piece])])
+            these = order[ends[piece.start] : ends[piece.stop]]
+            write(table[:, columns], op, values[these, columns], named[these])
+
+    phase(_pieces(len(rows), width, target.itemsize), change)
+
+
+def _rows_of(table: Array, rows: Array) -> Array:
+    # Ten times as fast, but of a table that is cut into columns it would copy all.
+    return np.take(table, rows, axis=0) if table.flags.c_contiguous else table[rows]
 
 
 def _update(
@@ -130,8 +169,15 @@ def _update(
     )
 
 
-def _pieces(length: int, step: int) -> Iterator[slice]:
-    return (slice(start, min(start + step, length)) for start in range(0, length, step))
+def _pieces(height: int, width: int, itemsize: int) -> list[Piece]:
+    """A table of that many rows in pieces of which a lane can keep the old values."""
+    size = min(_PIECE, KEPT_NBYTES // itemsize)
+    step = max(1, size // width)
+    return [
+        (slice(first, min(first + step, height)), slice(left, min(left + size, width)))
+        for first in range(0, height, step)
+        for left in range(0, width, size)
+    ]
 
 
 def _inside(values: Array, indices: Array, height: int) -> tuple[Array, Array]:

@@ -48,7 +48,7 @@ from cs_proto.messages import (
 )
 from cs_proto.records import Record
 
-from . import kernels, machine
+from . import kernels, machine, undo
 from .arithmetic import Arithmetic
 from .config import ServerConfig
 from .control import ControlLog
@@ -127,7 +127,9 @@ class ThreadedServer:
         by now, in the main thread where that is possible: no compiler survives the end of the interpreter in another.
         """
         # One thread for updates: the pools of a script end before its last functions are called.
-        self._config = ServerConfig(run_directory, parameter_device, replicas, 1, machine.total_nbytes())
+        # Where a thread ends so does its script, and the memory with it: there is nothing to recover.
+        nbytes = machine.total_nbytes()
+        self._config = ServerConfig(run_directory, parameter_device, replicas, 1, nbytes, recovery=False)
         self._wake, self._wake_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def run(self) -> None:
@@ -190,7 +192,7 @@ class Service:
         )
         nbytes = self._arena_nbytes = -(-config.machine_nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
         self._results = Arena(lambda: segments.make(names.server_arena(), nbytes, ""), self._engine.results_nbytes)
-        self._arithmetic = Arithmetic(segments, config.threads, self._results.place)
+        self._arithmetic = Arithmetic(segments, config.threads, self._results.place, self._undo_memory())
         self._versions = Versions(segments.make(names.versions(), _VERSIONS_NBYTES, ""))
         self._next_tick = time.monotonic() + _TICK
         self._poller = zmq.Poller()
@@ -204,6 +206,13 @@ class Service:
         for replica in range(self._config.replicas):
             self._segments.make(names.arena(replica), self._arena_nbytes, f"w{replica}")
         self._settle(self._carry_out(self._engine.resume()))
+
+    def _undo_memory(self) -> np.ndarray | None:
+        if not self._config.recovery:
+            return None
+        memory = self._segments.make(names.UNDO, undo.UNDO_NBYTES, "")
+        memory.reserve(0, undo.used_nbytes(self._config.threads))
+        return memory.elements("uint8")
 
     def _reserve_control(self, start: int, stop: int) -> None:
         self._control.reserve(names.CONTROL_HEADER_NBYTES + start, names.CONTROL_HEADER_NBYTES + stop)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from cs_server import rows
 from cs_server.kernels import KERNEL_DTYPES
 from cs_server.rows import Merged, apply_rows, merge, merge_reference
+from cs_server.undo import Lane
 from cs_server.updates import RULES, Array, Rule, reference
 
 HYPERPARAMETERS = {
@@ -36,9 +37,8 @@ ROWS = ("sgd", "sgd_momentum", "sgd_nesterov", "adagrad", "rmsprop_momentum", "r
 ROWS += ("adamax", "adadelta", "ftrl", "ftrl_power")
 
 
-def one_by_one(work: Callable[[Any], None], items: Sequence[Any]) -> None:
-    for item in items:
-        work(item)
+def one_by_one(items: Sequence[Any], work: Callable[[Sequence[Any], Lane], None]) -> None:
+    work(items, Lane())
 
 
 @st.composite
@@ -147,12 +147,12 @@ def test_the_work_is_that_of_the_named_rows(name: str) -> None:
     gradient = Merged(np.array([5, 90_000]), np.ones((2, 4), np.float32))
     pieces: list[Any] = []
 
-    def counting(work: Callable[[Any], None], items: Sequence[Any]) -> None:
+    def counting(items: Sequence[Any], work: Callable[[Sequence[Any], Lane], None]) -> None:
         pieces.extend(items)
-        one_by_one(work, items)
+        one_by_one(items, work)
 
     apply_rows(rule, table, slots, gradient, HYPERPARAMETERS | {"lazy": 1.0}, 1, counting)
-    assert pieces == [slice(0, 2)]
+    assert pieces == [(slice(0, 2), slice(0, 4))]
     assert np.flatnonzero((table != 1).any(axis=1)).tolist() == [5, 90_000]
 
 
@@ -165,9 +165,11 @@ def test_threads_share_the_pieces() -> None:
     slots = tuple(np.zeros((height, width), "f4") for _ in rule.slots)
     expected = expected_after(rule, parameters, slots, gradient, False, 1)
     with ThreadPoolExecutor(4) as pool:
-        apply_rows(
-            rule, parameters, slots, gradient, HYPERPARAMETERS, 1, lambda work, items: list(pool.map(work, items))
-        )
+
+        def spread(items: Sequence[Any], work: Callable[[Sequence[Any], Lane], None]) -> None:
+            list(pool.map(lambda item: work([item], Lane()), items))
+
+        apply_rows(rule, parameters, slots, gradient, HYPERPARAMETERS, 1, spread)
     for found, wanted in zip((parameters, *slots), expected, strict=True):
         assert_same_bits(found, wanted)
 

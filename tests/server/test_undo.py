@@ -1,0 +1,400 @@
+"""A commit that is cut off anywhere is carried to its end by the next server, with the bits of one that nobody cut.
+
+`survives` runs a commit once for each store that tells how far it is, and for each element that the loops of `fused`
+write: until there, no further. Those loops are the compiled ones' own source, run by Python here; the rest is done by
+the compiled ones. What lies in a piece that is being overwritten may be anything, so it is filled with noise.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cs_proto.arrays import array_of
+from cs_proto.messages import WriteOp
+from cs_server import arithmetic, fused, kernels, rows, undo
+from cs_server.arithmetic import Arithmetic
+from cs_server.events import Apply, Commit, Dense, Fill, Rows, Write
+from cs_server.undo import UNDO_NBYTES, Lane, Undo
+from cs_server.updates import RULES, Rule
+
+from .test_arithmetic import Bytes, at
+
+Operation = Apply | Write | Fill
+GIVEN = {
+    "learning_rate": 0.25,
+    "momentum": 0.5,
+    "beta_1": 0.9,
+    "beta_2": 0.99,
+    "epsilon": 1e-3,
+    "rho": 0.8,
+    "learning_rate_power": -0.4,
+    "l1_regularization_strength": 0.02,
+    "l2_regularization_strength": 0.01,
+    "l2_shrinkage_regularization_strength": 0.03,
+    "beta": 0.5,
+}
+SMALL = 128  # bytes of a piece
+
+
+class Cut(BaseException):
+    """The server ends here."""
+
+
+class NotCut(Exception):
+    """It had fewer events."""
+
+
+class Fuse:
+    """Burns down by one with each event; from 0 on nothing happens any more, in any thread."""
+
+    def __init__(self, left: int | None) -> None:
+        self.left = left
+        self.count = 0
+        self._lock = threading.Lock()
+
+    def burn(self) -> None:
+        with self._lock:
+            self.count += 1
+            if self.left is not None:
+                if self.left <= 0:
+                    raise Cut
+                self.left -= 1
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Everything consists of many pieces, and of as many shares as there are threads."""
+    monkeypatch.setattr(arithmetic, "_ELEMENTS_PER_THREAD", 1)
+    monkeypatch.setattr(arithmetic, "_ELEMENTS_PER_CUT", 4)
+    monkeypatch.setattr(kernels, "CHUNK_NBYTES", SMALL)
+    monkeypatch.setattr(arithmetic, "KEPT_NBYTES", SMALL)
+    monkeypatch.setattr(rows, "KEPT_NBYTES", SMALL)
+    arithmetic._shares.cache_clear()
+    yield
+    arithmetic._shares.cache_clear()
+
+
+def in_python(rule: Rule, fuse: Fuse, say: Callable[..., None]) -> Callable[..., None]:
+    """The loop of a kernel as Python runs it; every element that is written is an event."""
+
+    def step(*values: Any) -> tuple[Any, ...]:
+        fuse.burn()
+        with np.errstate(all="ignore"):
+            return rule.step(*values)
+
+    def summed(addresses: Any, like: Any, scratch: Any, start: int, stop: int) -> Any:
+        arrays = [
+            np.frombuffer((ctypes.c_char * like.nbytes).from_address(int(address)), like.dtype)[start:stop]
+            for address in addresses
+        ]
+        total = arrays[0].copy()
+        for array in arrays[1:]:
+            total += array
+        return total
+
+    replaced = {"step": step, "_summed": summed, "_keep": fused._keep.py_func}
+    replaced["_tell"] = lambda progress, value: say(progress, 0, value)
+    return FunctionType(fused._LOOPS[len(rule.slots)].__code__, vars(fused) | replaced)
+
+
+class Server:
+    """Arithmetic over some memory, as one incarnation after the other has it."""
+
+    def __init__(self, memory: Bytes, threads: int) -> None:
+        self.memory = memory
+        self.undo = np.zeros(UNDO_NBYTES, np.uint8)
+        self.threads = threads
+
+    def commit(self, command: Commit, threads: int = 0) -> None:
+        undisturbed = Arithmetic(self.memory, threads or self.threads, undo=self.undo)
+        try:
+            undisturbed.commit(command)
+        finally:
+            undisturbed.close()
+
+    def commit_until(self, command: Commit, left: int | None) -> int:
+        """Do what happens before an event; the number of events where that is None. Fill with noise what is just being
+        overwritten."""
+        fuse = Fuse(left)
+        at_hand: dict[int, tuple[Lane, Any]] = {}
+        plain_say, plain_give_back, plain_enter = undo._say, Lane.give_back, Lane.enter
+
+        def say(words: Any, which: int, value: int) -> None:
+            fuse.burn()
+            plain_say(words, which, value)
+
+        def give_back(lane: Lane, places: Any) -> bool:
+            at_hand[id(lane)] = lane, places
+            return plain_give_back(lane, places)
+
+        def enter(lane: Lane, tag: int) -> None:
+            at_hand.pop(id(lane), None)
+            plain_enter(lane, tag)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(undo, "_say", say)
+            patch.setattr(Lane, "give_back", give_back)
+            patch.setattr(Lane, "enter", enter)
+            compiled = kernels._kernel
+            patch.setattr(
+                kernels,
+                "_kernel",
+                lambda rule, dtype: None if compiled(rule, dtype) is None else in_python(rule, fuse, say),
+            )
+            if left is None:
+                self.commit(command)
+                return fuse.count
+            try:
+                self.commit(command)
+            except Cut:
+                pass
+            else:
+                raise NotCut
+        noise = np.random.default_rng(left)
+        for lane, places in at_hand.values():
+            if lane.is_kept:
+                for array, index in places:
+                    array[index] = noise.standard_normal(array[index].shape).astype(array.dtype)
+        return fuse.count
+
+
+def survives(make: Callable[[], tuple[Bytes, tuple[Operation, ...]]], threads: int = 1) -> None:
+    memory, operations = make()
+    command = Commit(7, operations)
+    untouched = {name: segment.copy() for name, segment in memory.segments.items()}
+    plain = Arithmetic(memory, 1)
+    plain.commit(command)
+    expected = {name: segment.tobytes() for name, segment in memory.segments.items()}
+    assert any(expected[name] != untouched[name].tobytes() for name in expected)
+
+    def again(left: int | None) -> tuple[Server, int]:
+        for name, segment in memory.segments.items():
+            segment[...] = untouched[name]
+        server = Server(memory, threads)
+        server.commit(Commit(6, operations))  # one before it has left its words behind
+        for name, segment in memory.segments.items():
+            segment[...] = untouched[name]
+        return server, server.commit_until(command, left)
+
+    def check(server: Server, what: str) -> None:
+        for name, segment in memory.segments.items():
+            assert segment.tobytes() == expected[name], f"{name} differs, {what}"
+        server.commit(command)  # the engine had not heard that it is done
+        for name, segment in memory.segments.items():
+            assert segment.tobytes() == expected[name], f"{name} was changed twice, {what}"
+
+    whole, events = again(None)
+    check(whole, "undisturbed")
+    for left in range(0, events, 1 if threads == 1 else 3):
+        server, _ = again(left)
+        server.commit(command, threads=1 + left % 3)
+        check(server, f"cut at event {left} of {events}")
+    for left in range(0, events, 7):  # and where the second server ends, too
+        server, _ = again(left)
+        with suppress(NotCut):
+            server.commit_until(command, (left * 5) % 11)
+        server.commit(command)
+        check(server, f"cut at event {left} of {events} and again")
+
+
+def arrays(dtype: str, count: int, length: int, seed: int = 0) -> list[np.ndarray]:
+    random = np.random.default_rng(seed)
+    return [np.abs(random.standard_normal(length)).astype(dtype) for _ in range(count)]
+
+
+def dense(rule: str, dtype: str, given: dict[str, float] | None = None) -> tuple[Bytes, tuple[Operation, ...]]:
+    slots = RULES[rule].slots
+    names = ["w", *slots, "g0", "g1"]
+    memory = Bytes(**dict(zip(names, arrays(dtype, len(names), 150), strict=True)))
+    part = Dense(dtype, ((1, 90), (97, 149)), "w", slots, ("g0", "g1"))
+    return memory, (Apply(rule, tuple((GIVEN | (given or {})).items()), 3, (part,)),)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(
+    ("rule", "dtype"), [("sgd", "float32"), ("adagrad", "float64"), ("adam", "float32"), ("adam_amsgrad", "float64")]
+)
+def test_dense_updates_of_every_number_of_slots(rule: str, dtype: str, threads: int) -> None:
+    survives(lambda: dense(rule, dtype), threads)
+
+
+@pytest.mark.parametrize(
+    ("rule", "dtype"), [("adam", "float16"), ("sgd_momentum", "complex64"), ("ftrl_power", "float64")]
+)
+def test_dense_updates_by_the_reference(rule: str, dtype: str) -> None:
+    survives(lambda: dense(rule, dtype), 2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [("float32", {"clipnorm": 0.3}), ("float64", {"clipvalue": 0.5, "global_clipnorm": 1.0})]
+)
+def test_clipped_updates(dtype: str, bound: dict[str, float]) -> None:
+    survives(lambda: dense("adam", dtype, bound), 2)
+
+
+def sparse(rule: str, dtype: str, width: int, given: dict[str, float]) -> tuple[Bytes, tuple[Operation, ...]]:
+    slots, height = RULES[rule].slots, 12
+    names = ["w", *slots]
+    memory = Bytes(**dict(zip(names, arrays(dtype, len(names), 3 + height * width), strict=True)))
+    random = np.random.default_rng(5)
+    gradients = tuple(
+        (array_of(random.standard_normal((9, width)).astype(dtype)), array_of(random.integers(0, height, 9)))
+        for _ in range(2)
+    )
+    part = Rows(dtype, 3, (height, width), "w", slots, gradients)
+    return memory, (Apply(rule, tuple((GIVEN | given).items()), 2, (), (part,)),)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(
+    ("rule", "dtype", "width", "given"),
+    [
+        ("adagrad", "float32", 5, {}),
+        ("adagrad", "float64", 40, {}),  # a row is wider than a piece
+        ("adam", "float32", 5, {}),
+        ("adam", "float32", 5, {"lazy": 1.0}),
+        ("adam", "float16", 70, {}),
+        ("rmsprop", "float64", 3, {}),
+        ("sgd", "float32", 4, {"clipnorm": 0.5}),
+    ],
+)
+def test_sparse_updates(rule: str, dtype: str, width: int, given: dict[str, float], threads: int) -> None:
+    survives(lambda: sparse(rule, dtype, width, given), threads)
+
+
+def written(op: WriteOp, dtype: str) -> tuple[Bytes, tuple[Operation, ...]]:
+    slab = (np.arange(200) % 7).astype(dtype)
+    target = np.empty((15, 12), dtype)
+    random = np.random.default_rng(3)
+    if not op.startswith("scatter"):
+        sources = tuple(array_of(random.integers(1, 9, (15, 12)).astype(dtype)) for _ in range(2))
+        return Bytes(slab=slab), (Write(at("slab", 8 * target.itemsize, target), op, "SUM", sources),)
+    indices = array_of(np.array([3, 1, 99, 3, 3, -1, 14, 0, 1]))
+    value = array_of(random.integers(1, 9, (9, 12)).astype(dtype))
+    return Bytes(slab=slab), (Write(at("slab", 8 * target.itemsize, target), op, None, (value,), indices),)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int64", "uint8"])
+@pytest.mark.parametrize("op", ["assign", "assign_add", "assign_sub", "scatter_update", "scatter_add", "scatter_sub"])
+def test_writes(op: WriteOp, dtype: str) -> None:
+    survives(lambda: written(op, dtype), 2)
+
+
+def everything() -> tuple[Bytes, tuple[Operation, ...]]:
+    memory, (first,) = dense("adam", "float32")
+    other, (second,) = sparse("adagrad", "float32", 5, {})
+    third, (fourth,) = written("scatter_add", "float64")
+    memory.segments |= {f"other_{name}": segment for name, segment in other.segments.items()} | third.segments
+    assert isinstance(second, Apply)
+    (part,) = second.sparse
+    part = Rows(part.dtype, part.first, part.shape, "other_w", tuple(f"other_{s}" for s in part.slots), part.gradients)
+    second = Apply(second.rule, second.hyperparameters, second.t, (), (part,))
+    fill = Fill("other_w", "float32", 0, 3, 0.5)
+    add = Write(at("w", 40, np.empty(7, np.float32)), "assign_add", None, (array_of(np.ones(7, np.float32)),))
+    return memory, (first, add, first, second, fill, fourth, add)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_several_operations_of_one_commit(threads: int) -> None:
+    survives(everything, threads)
+
+
+def test_a_scalar_and_an_empty_variable() -> None:
+    def make() -> tuple[Bytes, tuple[Operation, ...]]:
+        empty = np.empty((0, 4), np.float32)
+        return Bytes(slab=np.ones(8, np.float32)), (
+            Write(at("slab", 4, np.empty((), np.float32)), "assign_add", None, (array_of(np.array(2, np.float32)),)),
+            Write(at("slab", 0, empty), "assign_add", None, (array_of(empty),)),
+            Write(at("slab", 0, empty), "scatter_add", None, (array_of(empty),), array_of(np.empty(0, np.int64))),
+        )
+
+    survives(make)
+
+
+def test_without_memory_nothing_is_kept() -> None:
+    memory, operations = dense("adam", "float32")
+    plain = Arithmetic(memory, 2)
+    plain.commit(Commit(1, operations))
+    plain.commit(Commit(1, operations))
+    plain.close()
+    lane = Undo(None, 2).lane(0)
+    lane.keep([(np.ones(3), slice(None))])
+    assert not lane.is_kept
+    assert not lane.progress.size
+
+
+KILLED = """
+import mmap, os, random, signal, sys, time
+import numpy as np
+from cs_server.arithmetic import Arithmetic
+from cs_server.events import Apply, Commit, Dense
+from cs_server.undo import UNDO_NBYTES
+from tests.server.test_arithmetic import Bytes
+
+def shared(nbytes):
+    return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+
+def filled(count):
+    array = shared(4 * count).view(np.float32)
+    array[:] = np.random.default_rng(count).standard_normal(count)
+    return array
+
+COUNT = 600_000
+memory = Bytes(w=filled(COUNT), m=shared(4 * COUNT), v=shared(4 * COUNT), g=filled(COUNT))
+plain = Bytes(**{name: segment.copy() for name, segment in memory.segments.items()})
+undo = shared(UNDO_NBYTES)
+given = (("learning_rate", 0.1), ("beta_1", 0.9), ("beta_2", 0.99), ("epsilon", 1e-3))
+
+def commit(ticket):
+    part = Dense("float32", ((5, COUNT - 70),), "w", ("m", "v"), ("g", "g"))
+    return Commit(ticket, (Apply("adam", given, ticket, (part,)),))
+
+def serve(first):
+    arithmetic = Arithmetic(memory, 2, undo=undo)
+    for ticket in range(first, 1 << 20):
+        arithmetic.commit(commit(ticket))
+
+reference = Arithmetic(plain, 1)
+reference.commit(commit(1))  # loads the kernel
+Arithmetic(memory, 1, undo=undo).commit(commit(1))
+done, interrupted = 1, 0
+random.seed(int(sys.argv[1]))
+for trial in range(int(sys.argv[2])):
+    child = os.fork()
+    if not child:
+        serve(done + 1)
+    time.sleep(random.uniform(0.002, 0.03))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    ticket, phase = divmod(int(undo[:8].view(np.int64)[0]), 1 << 24)
+    interrupted += phase == 0
+    arithmetic = Arithmetic(memory, 2, undo=undo)
+    arithmetic.commit(commit(ticket))
+    arithmetic.close()
+    for t in range(done + 1, ticket + 1):
+        reference.commit(commit(t))
+    done = ticket
+    for name in memory.segments:
+        assert memory.segments[name].tobytes() == plain.segments[name].tobytes(), (name, trial, ticket, phase)
+print(interrupted, done)
+"""
+
+
+def test_a_process_that_is_killed_in_the_midst_of_compiled_code() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, "1", "30"], capture_output=True, text=True, env={**os.environ}, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    interrupted = int(done.stdout.split()[0])
+    assert interrupted > 0, "no kill came in the midst of a commit"
