@@ -206,6 +206,7 @@ def _run_and_ring_at(step: int, interrupts: Interrupts) -> tuple[list[str], bool
                     own.append("end")
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 counts them only where a frame wants them when it is told
     sys.settrace(count)
     try:
         run()

@@ -146,7 +146,7 @@ def test_children_find_the_packages_where_this_process_found_them() -> None:
     for package in ("central_storage", "cs_proto"):
         home = Path(sys.modules[package].__file__).parents[1]
         assert str(home) in directories or "site-packages" in str(home)
-    known = os.pathsep.join(["/mine", *directories])
+    known = os.pathsep.join(filter(None, ["/mine", *directories]))
     assert python_path({"PYTHONPATH": known}) == known
 
 
