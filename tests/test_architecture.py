@@ -60,6 +60,7 @@ def copy_of_tree(place: Path) -> Path:
 def test_the_public_names_are_these() -> None:
     assert sorted(central_storage.__all__) == sorted(PUBLIC.split())
     assert all(hasattr(central_storage, name) for name in central_storage.__all__)
+    assert sorted(name for name in dir(central_storage) if not name.startswith("__")) == sorted(PUBLIC.split())
 
 
 @pytest.mark.parametrize("folder", [*ROLES, "tests", "docs"])

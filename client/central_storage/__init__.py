@@ -86,3 +86,7 @@ __all__ = [
     "optimizers",
     "train",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

@@ -385,10 +385,18 @@ class _Stored:
 _NAMES = {stored: name for name, stored in _DTYPES.items() if not name.startswith("complex")}
 
 
+def _newest_in(directory: str) -> str:
+    """A hint for who gives a directory in place of a file."""
+    if not os.path.isdir(directory):
+        return ""
+    newest = max(Path(directory).glob(f"*{SUFFIX}"), key=os.path.getmtime, default="none")
+    return f"; {directory} is a directory, restore takes a file: the newest in it is {newest}"
+
+
 @contextlib.contextmanager
 def _reading(path: str) -> Iterator[_Stored]:
     if not os.path.isfile(path):
-        raise CheckpointError(f"there is no checkpoint {path}")
+        raise CheckpointError(f"there is no checkpoint {path}{_newest_in(path.removesuffix(SUFFIX))}")
     try:
         file = safe_open(path, framework="numpy")
     except SafetensorError as error:

@@ -96,8 +96,14 @@ def to_exception(error: Error, view: View, resolve: Resolve) -> BaseException:
         vars(exc).update(replica=error.replica, merge_index=error.merge_index)
     where = f"in replica {error.replica} (merge point {error.merge_index})" if error.replica >= 0 else "in the service"
     if error.replica >= 0 or error.traceback:
-        exc.add_note(f"{where}:\n{error.traceback}".rstrip(":\n"))
+        exc.add_note(f"{where}:\n{_without_last(error.traceback, exc)}".rstrip(":\n"))
     return exc
+
+
+def _without_last(remote: str, exc: BaseException) -> str:
+    """The traceback without its last words where Python prints them right above, as those of ``exc``."""
+    name = type(exc).__name__.removeprefix("Replica")
+    return remote.removesuffix(f"\n{name}: {exc}\n" if str(exc) else f"\n{name}\n")
 
 
 def _is_data(obj: object) -> bool:

@@ -16,6 +16,7 @@ from .arrays import INLINE_NBYTES, Array, Location, array_of, bytes_array, dtype
 from .errors import MemoryPlanError
 from .records import Buffer
 from .segments import Mapping
+from .sizes import in_units
 
 __all__ = ["Arena"]
 
@@ -64,7 +65,8 @@ class Arena:
         if end > nbytes:
             where = self._mapping.name if self._parts == 1 else f"one of {self._parts} parts of {self._mapping.name}"
             raise MemoryPlanError(
-                f"{array.nbytes} bytes do not fit into {where}: {self._used} of {nbytes} bytes are in use; "
+                f"{array.nbytes} bytes{in_units(array.nbytes)} do not fit into {where}: {self._used} of {nbytes} bytes"
+                f"{in_units(nbytes)} are in use; "
                 "send or return less at a time"
             )
         used = -(-end // _ALIGNMENT) * _ALIGNMENT

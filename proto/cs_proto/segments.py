@@ -18,6 +18,7 @@ import numpy as np
 from .arrays import Array, Location, view_of
 from .errors import LocalProtocolError, MemoryPlanError
 from .records import Frame
+from .sizes import in_units
 
 __all__ = [
     "CONTROL",
@@ -130,9 +131,11 @@ class Mapping:
         try:
             os.posix_fallocate(self._limited, start, stop - start)
         except OSError as error:
+            planned, free = stop - start, self.free_nbytes or 0
             raise MemoryPlanError(
-                f"segment {self.name}: {stop - start} bytes planned, but the file system that it lies in has "
-                f"{self.free_nbytes} bytes available ({error.strerror}); make the volume of the run directory larger"
+                f"segment {self.name}: {planned} bytes planned{in_units(planned)}, but the file system that it lies in "
+                f"has {free} bytes available{in_units(free)} ({error.strerror}); make the volume of the run directory "
+                "larger"
             ) from error
 
     def view(self, array: Array) -> np.ndarray:

@@ -23,6 +23,7 @@ from cs_proto.errors import InvalidArgumentError, MemoryPlanError
 from cs_proto.messages import ApplyPoint, Optimizer, ReduceOpName, Variable, VariableSpec, WriteOp
 from cs_proto.optimizers import CLIPS, SLOTS, check_change, rule_of
 from cs_proto.schedules import Schedule, rate
+from cs_proto.sizes import in_units
 
 from .events import Allocate, Apply, Command, Dense, Discard, Rows, Write
 from .tables import Hole, Slab, SlotFill, SlotNames, Steps, Tables, VariableSet
@@ -102,8 +103,9 @@ class Catalogue:
         end = slab.tail if hole is not None else slab.tail + room
         if end > slab.reservation:
             raise MemoryPlanError(
-                f"variable {name!r}: {nbytes} bytes planned, but of the {slab.reservation} bytes of addresses reserved "
-                f"for {spec.dtype} variables {slab.reservation - slab.tail} are available"
+                f"variable {name!r}: {nbytes} bytes planned{in_units(nbytes)}, but of the {slab.reservation} bytes of "
+                f"addresses reserved for {spec.dtype} variables{in_units(slab.reservation)} "
+                f"{slab.reservation - slab.tail} are available"
             )
         place = Location(segments.parameters(spec.dtype), slab.tail if hole is None else hole)
         if spec.dtype not in self._tables.slabs:
@@ -439,8 +441,9 @@ class Catalogue:
         promised = self._replicas * idle_nbytes
         if nbytes and 0 <= available < nbytes + promised:
             raise MemoryPlanError(
-                f"{what}: {nbytes} bytes planned {purpose} beside {promised} bytes promised to gradient buffers of "
-                f"other variables, {available} bytes available; use smaller or fewer variables, fewer replicas, or "
+                f"{what}: {nbytes} bytes planned{in_units(nbytes)} {purpose} beside {promised} bytes promised"
+                f"{in_units(promised)} to gradient buffers of other variables, {available} bytes available"
+                f"{in_units(available)}; use smaller or fewer variables, fewer replicas, or "
                 "give the service more memory; a table that gets sparse gradients only needs no gradient buffers if it "
                 "is made with trainable=False"
             )

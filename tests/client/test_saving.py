@@ -240,6 +240,8 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
     path = Path(checkpoint.save(tmp_path / "x"))
     with pytest.raises(CheckpointError, match=r"there is no checkpoint .*y"):
         checkpoint.restore(tmp_path / "y")
+    with pytest.raises(CheckpointError, match=rf"{tmp_path} is a directory, .* the newest in it is {path}$"):
+        checkpoint.restore(tmp_path)
     whole = path.read_bytes()
     for cut in (0, 4, 20, len(whole) - 1):
         path.write_bytes(whole[:cut])

@@ -211,7 +211,7 @@ def test_slots_count_when_they_are_made(book: Book) -> None:
 def test_a_slab_never_outgrows_its_reservation() -> None:
     book = Book(machine_nbytes=1 << 20)  # 4 MiB of addresses
     book.make("half", (500_000,), trainable=False)
-    with pytest.raises(MemoryPlanError, match=r"'w': 2400000 bytes planned, but of the 4194304 bytes of addresses"):
+    with pytest.raises(MemoryPlanError, match=r"'w': 2400000 bytes planned \(2.3 MiB\), but of the 4194304 bytes of"):
         book.make("w", (600_000,))
     book.make("other", (600_000,), "int32")  # a slab of its own
 

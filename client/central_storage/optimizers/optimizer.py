@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import operator
 import warnings
@@ -76,10 +77,7 @@ class Optimizer(Handle):
     ) -> None:
         unknown = [key for key in shared if key not in Shared.__annotations__]
         if unknown:
-            raise TypeError(
-                f"{self.kind} takes no argument {unknown[0]!r}; beside its own it takes "
-                + ", ".join(Shared.__annotations__)
-            )
+            raise TypeError(self._unknown(unknown[0]))
         given = {key: value for key, value in shared.items() if value is not None}
         self.name = name or self.kind
         self._strategy: Strategy | None = None
@@ -95,6 +93,13 @@ class Optimizer(Handle):
             if get_replica_context() is not None:
                 raise ContextError("an optimizer is made in the script, not by every replica; capture it")
             self.adopt(get_strategy())
+
+    def _unknown(self, name: str) -> str:
+        parameters = inspect.signature(type(self)).parameters.values()
+        known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD] + list(Shared.__annotations__)
+        meant = ["learning_rate"] if name == "lr" else difflib.get_close_matches(name, known, 1)
+        hint = f"; did you mean {meant[0]}?" if meant else ";"
+        return f"{self.kind} takes no argument {name!r}{hint} it takes {', '.join(known)}"
 
     @classmethod
     def from_record(cls, strategy: Strategy, record: OptimizerRecord) -> Self:
