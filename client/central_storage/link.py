@@ -105,6 +105,8 @@ class ServiceLink:
         self._runs = 0
         self._ended: str | None = None
         self._died: dict[int, Died] = {}
+        #: The death that matters: the first for good, else the last.
+        self.last_death: Died | None = None
         self._optimizers: dict[int, messages.Optimizer] = {}
         self._resolve: Callable[[str, int], object] = _nothing_known
         self._adopt: Adopt = _nothing_adopted
@@ -336,6 +338,8 @@ class ServiceLink:
         if isinstance(record, Output):
             show(record.stream, record.text)
         elif isinstance(record, Died):
+            if self.last_death is None or self.last_death.restarts:
+                self.last_death = record
             self._note_death(record)
         return record
 

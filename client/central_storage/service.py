@@ -13,6 +13,7 @@ from cs_proto.errors import DeviceError
 
 from . import devices, lifeline
 from .diagnosis import configure_logging, dump_stacks_on_signal
+from .failure import note_uncaught
 from .gpus import require_cupy, visible_gpus
 from .lifeline import Lifeline
 from .link import ServiceLink, wait_until_serving
@@ -25,6 +26,7 @@ _log = logging.getLogger("central_storage")
 # The launcher's service takes one controller; a second strategy of the script starts a service of its own.
 _attached: list[str] = []
 _links: weakref.WeakSet[ServiceLink] = weakref.WeakSet()
+_watched: list[bool] = []
 
 
 def open_service(
@@ -42,6 +44,9 @@ def open_service(
     """
     configure_logging("script")
     dump_stacks_on_signal()
+    if not _watched:
+        note_uncaught(_links)
+        _watched.append(True)
     address = os.environ.get("CS_ADDRESS")
     if address and address not in _attached and not in_process:
         link = _attach(address, compute_devices, parameter_device, seed, start_timeout)

@@ -6,12 +6,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import NoReturn
 
 from central_storage import devices
 from central_storage.diagnosis import configure_logging, dump_stacks_on_signal
+from central_storage.failure import ENVIRONMENT, Failure, Kind, write
 from central_storage.gpus import require_cupy
 from central_storage.recovery import Recovery
 from cs_proto.errors import ConfigurationError, DeviceError, LaunchError, NoAnswerError, ShutdownError
@@ -66,6 +68,7 @@ environment:
   CS_LOG=debug                   one line for every message
   CS_MESSAGES_DIR                keep these lines in files of that directory, one a process
   CS_LOG_DIR                     as --log-dir, also for a script that is started without cs-launch
+  CS_ERROR_FILE                  as --error-file, likewise
   OMP_NUM_THREADS and its like   obeyed; otherwise the workers share the processors
   OMP_PROC_BIND and its like     obeyed; otherwise a worker stays on the NUMA node of its GPU, and workers that are all
                                  on CPUs spread over the nodes, unless taskset, a cpuset or a quota limits the run
@@ -81,8 +84,13 @@ exit codes:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """``cs-launch``: the exit code."""
+    error_path = os.environ.get(ENVIRONMENT)
     try:
         options = _parser().parse_args(arguments)
+        error_path = options.error_file
+        if error_path:
+            with suppress(OSError):  # of an earlier run
+                os.unlink(error_path)
         _check(options)
         if options.health:
             return _health(options)
@@ -92,13 +100,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _join(options)
         return _launch(options) if options.serve is None else _serve(options)
     except (ConfigurationError, DeviceError) as error:
-        print(f"cs-launch: error: {error}", file=sys.stderr)
-        return _USAGE_ERROR
+        return _failed("usage", error, _USAGE_ERROR, error_path)
     except LaunchError as error:
-        print(f"cs-launch: error: {error}", file=sys.stderr)
-        return START_FAILED
+        return _failed("start", error, START_FAILED, error_path)
     except KeyboardInterrupt:
         return _CTRL_C
+
+
+def _failed(kind: Kind, error: Exception, code: int, error_path: str | None) -> int:
+    print(f"cs-launch: error: {error}", file=sys.stderr)
+    if error_path:
+        write(error_path, Failure(kind, "launcher", None, os.getpid(), f"{type(error).__name__}: {error}"), code)
+    return code
 
 
 def _launch(options: argparse.Namespace) -> int:
@@ -125,6 +138,7 @@ def _launch(options: argparse.Namespace) -> int:
             keeps_logs=bool(options.log_directory or options.keep_run_directory),
             medium=medium,
             recovery=plan.recovery,
+            error_path=options.error_file,
         )
     finally:
         run_directory.remove()
@@ -148,6 +162,7 @@ def _serve(options: argparse.Namespace) -> int:
             logs=LogFiles.under(options.log_directory, run_directory.path) if options.log_directory else None,
             medium=medium,
             recovery=plan.recovery,
+            error_path=options.error_file,
         )
     finally:
         run_directory.remove()
@@ -316,6 +331,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         default=os.environ.get("CS_LOG_DIR"),
         help="keep all output of server and workers in DIR/cs-<run>/ (default: CS_LOG_DIR, else nowhere)",
+    )
+    parser.add_argument(
+        "--error-file",
+        metavar="FILE",
+        default=os.environ.get(ENVIRONMENT),
+        help="where to leave, as JSON, what failed first: role, rank, pid, cause, last lines, exit code "
+        "(default: CS_ERROR_FILE, else nowhere)",
     )
     parser.add_argument(
         "--run-dir", dest="run_directory", metavar="DIR", help="directory of the sockets (default: a fresh one)"

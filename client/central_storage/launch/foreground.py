@@ -10,16 +10,17 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
+from central_storage.failure import Failure, died_failure, read, write
 from central_storage.recovery import Recovery
-from cs_proto.messages import Died
 
 from .children import Child, reap_adopted
 from .loop import Loop, Signals
 from .memory import Medium
 from .output import Console, LogFiles
-from .plan import Command, label
+from .plan import Command, error_file
 from .run_directory import RunDirectory
 from .supervise import STOP_GRACE, Service
 
@@ -50,13 +51,18 @@ def run(
     keeps_logs: bool,
     medium: Medium,
     recovery: Recovery,
+    error_path: str | None,
 ) -> int:
     """Start the service and the script, wait for the script, end everything, remove the directory; the exit code.
 
     0 or the script's own code; 3, 4 or 5 where the script failed after the start, a worker or the server did; 128
-    and the signal's number where one ended the run or the script.
+    and the signal's number where one ended the run or the script. What failed first is told in the file ``error_path``.
     """
-    return _Foreground(run_directory, commands, script, start_timeout, logs, keeps_logs, medium, recovery).run(banner)
+    foreground = _Foreground(run_directory, commands, script, start_timeout, logs, keeps_logs, medium, recovery)
+    code = foreground.run(banner)
+    if error_path and foreground.failure is not None:
+        write(error_path, foreground.failure, code)
+    return code
 
 
 class _Foreground:
@@ -90,6 +96,8 @@ class _Foreground:
         self._script: Child | None = None
         self._signal: int | None = None
         self._limit = 0.0
+        #: What went wrong first, once the run is over; None where it ended well or was ended.
+        self.failure: Failure | None = None
 
     def run(self, banner: str) -> int:
         with Signals(self._loop, (*_ENDING, signal.SIGCHLD), self._signalled):
@@ -101,6 +109,7 @@ class _Foreground:
                     self._loop.turn()
             finally:
                 self._service.close()
+                self.failure = self._find_failure()
                 self._directory.remove()
             self._report()
             self._flush()
@@ -146,14 +155,31 @@ class _Foreground:
 
     # --- the end --------------------------------------------------------------------------------------------------
 
+    def _find_failure(self) -> Failure | None:
+        """The script's own word where it left one, since an exception of the user's code is known to it alone."""
+        died = self._service.first_failure
+        if self._service.start_failure is not None:
+            first = Failure("start", "launcher", None, None, "a failed start") if died is None else died_failure(died)
+            return replace(first, kind="start", message=self._service.start_failure)
+        if self._signal is not None or not self._script_code():
+            return None
+        if (said := read(error_file(self._directory.path))) is not None:
+            return replace(said, log=said.log or self._service.last_lines(said.role, said.rank))
+        if died is not None:
+            return died_failure(died)
+        if self._script is None:
+            return Failure("start", "script", None, None, "a failed start")
+        return Failure("death", "script", None, self._script.pid, self._script.cause)
+
     def _report(self) -> None:
         """Name the first failure, where there is one."""
-        if self._service.start_failure is not None:
-            report = self._service.start_failure
-        elif self._service.first_failure is not None:
-            report = f"first failure: {described(self._service.first_failure)}"
-        elif self._script_code() and self._signal is None and self._script is not None:
-            report = f"the script (pid {self._script.pid}) ended by {self._script.cause}"
+        died = self._service.first_failure
+        if self.failure is not None and self.failure.role == "script" and self.failure.kind == "death":
+            report = str(self.failure)
+        elif self.failure is not None:
+            report = ("" if self.failure.kind == "start" else "first failure: ") + described(self.failure)
+        elif died is not None:  # others have gone on without it
+            report = f"first failure: {described(died_failure(died))}"
         else:
             report = ""
         if self._logs is not None and self._keeps_logs:
@@ -179,17 +205,15 @@ class _Foreground:
         code = self._script_code()
         if code != 1:  # the script's own word
             return code
-        if self._service.start_failure is not None:
+        if self.failure is None or self.failure.kind == "exception":
+            return code
+        if self.failure.kind == "start":
             return START_FAILED
-        failure = self._service.first_failure
-        if failure is not None:
-            return SERVER_FAILED if failure.role == "server" else WORKER_FAILED
-        return code
+        return {"server": SERVER_FAILED, "worker": WORKER_FAILED}.get(self.failure.role, code)
 
 
-def described(died: Died) -> str:
-    """Who ended how, and the last lines."""
-    who = died.role if died.role == "server" else f"worker {label(died.role, died.rank)}"
-    hint = " (if nobody sent it, the kernel did, for lack of memory: see dmesg)" if died.cause == "SIGKILL" else ""
-    last = f"\nlast lines:\n{died.log}" if died.log else "\nit wrote nothing"
-    return f"{who} (pid {died.pid}) ended by {died.cause}{hint}{last}"
+def described(failure: Failure) -> str:
+    """Who failed how, and the last lines of what died."""
+    if failure.kind != "death":
+        return str(failure)
+    return f"{failure}\nlast lines:\n{failure.log}" if failure.log else f"{failure}\nit wrote nothing"

@@ -6,16 +6,18 @@ starts what stands here, whatever it is.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from central_storage.failure import ENVIRONMENT
 from central_storage.gpus import shown, user_visible
 from central_storage.recovery import Recovery
 from cs_proto.messages import Role
 
 from .cores import Machine, Share, shares
 
-__all__ = ["Command", "Options", "label", "next_incarnation", "script_command", "service_commands"]
+__all__ = ["Command", "Options", "error_file", "label", "next_incarnation", "script_command", "service_commands"]
 
 # Each of these libraries starts as many threads as there are cores in every process, unless told otherwise.
 _THREADS = (
@@ -30,7 +32,7 @@ _THREADS = (
 # Who sets one of these has an opinion about where threads run.
 _PLACES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 # What a script is told about its service means nothing to the processes of a service; nor does what those are told.
-_NOT_FOR_SERVICES = ("CS_ADDRESS", "CS_DEVICES", "CS_PARAMETER_DEVICE", "CS_GPUS", "CS_VISIBLE_DEVICES")
+_NOT_FOR_SERVICES = ("CS_ADDRESS", "CS_DEVICES", "CS_PARAMETER_DEVICE", "CS_GPUS", "CS_VISIBLE_DEVICES", ENVIRONMENT)
 
 
 @dataclass(frozen=True)
@@ -165,8 +167,14 @@ def script_command(
             "CS_ADDRESS": options.run_directory,
             "CS_DEVICES": ",".join(options.devices),
             "CS_PARAMETER_DEVICE": options.parameter_device,
+            ENVIRONMENT: error_file(options.run_directory),
         },
     )
+
+
+def error_file(run_directory: str) -> str:
+    """Where the script says what exception ended it."""
+    return os.path.join(run_directory, "error")
 
 
 def _recovery_arguments(recovery: Recovery) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ _log = logging.getLogger("central_storage.launch")
 
 _NAME = re.compile(r"cs-[0-9a-f]{8}")
 # What a run puts into its directory, log files apart.
-_CONTENT = re.compile(r"lock|server|supervisor|w[0-9]+\.[0-9]+|segment\..+")
+_CONTENT = re.compile(r"lock|server|supervisor|error|w[0-9]+\.[0-9]+|segment\..+")
 # sockaddr_un holds 107 bytes of path, of which the longest name of a socket here may take 20, like its processes say.
 _PATH_NBYTES = 107
 _LONGEST_NAME = 20

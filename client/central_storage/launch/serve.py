@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Sequence
 
+from central_storage.failure import Failure, died_failure, write
 from central_storage.recovery import Recovery
 
 from .children import Child, Running, reap_adopted
@@ -39,6 +40,7 @@ def serve(
     logs: LogFiles | None,
     medium: Medium,
     recovery: Recovery,
+    error_path: str | None,
 ) -> int:
     """Serve until SIGTERM or Ctrl-C; the exit code: 0, or 3, 4 or 5 where the service did not start, a worker or the
     server ended for good. After a worker's end the script that trains may still read; the service ends when it has
@@ -76,7 +78,7 @@ def serve(
         finally:
             service.close()
             run_directory.remove()
-        code = _report(service, told)
+        code = _report(service, told, error_path)
         for _ in range(3):
             if not console.empty:
                 loop.turn(_LAST_WORDS)
@@ -85,17 +87,24 @@ def serve(
     return code
 
 
-def _report(service: Service, told: Sequence[int]) -> int:
+def _report(service: Service, told: Sequence[int], error_path: str | None) -> int:
     if told:
         return 0
     failure = service.first_failure if service.has_lost or service.has_failed else None
     if service.start_failure is not None:
-        return START_FAILED
+        first = Failure("start", "launcher", None, None, "a failed start", service.start_failure)
+        return _told(error_path, first, START_FAILED)
     if failure is None:
         return 0
-    for line in f"the service ends: {described(failure)}".splitlines():
+    for line in f"the service ends: {described(died_failure(failure))}".splitlines():
         service.say(line)
-    return SERVER_FAILED if failure.role == "server" else WORKER_FAILED
+    return _told(error_path, died_failure(failure), SERVER_FAILED if failure.role == "server" else WORKER_FAILED)
+
+
+def _told(error_path: str | None, failure: Failure, code: int) -> int:
+    if error_path:
+        write(error_path, failure, code)
+    return code
 
 
 def _start_child(loop: Loop, command: Command, **calls: Callable[..., None]) -> Running:

@@ -159,6 +159,11 @@ class Service:
         """The processes started here that have not ended."""
         return {child.pid for child in self._children if child.returncode is None and child.is_here}
 
+    def last_lines(self, role: str, rank: int | None) -> str:
+        """What the server or a worker printed last; "" for others."""
+        found = [child for child in self._children if (child.command.role, child.command.rank) == (role, rank or 0)]
+        return found[0].tail.text() if found else ""
+
     def stop(self, grace: float = STOP_GRACE) -> None:
         """End every process: asked first, killed after ``grace`` seconds. May be said again with a smaller grace."""
         self._state = "stopping"

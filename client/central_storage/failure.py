@@ -1,0 +1,174 @@
+"""The first cause of a failed training as data, and as a file: which process, how it ended, what it said last.
+
+``cs-launch --error-file`` and a script that runs with ``CS_ERROR_FILE`` leave a JSON file of it, for what starts them.
+The script knows exceptions, the supervisor knows deaths; both make a :class:`Failure`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Literal, Protocol
+
+from cs_proto.errors import LaunchError, ReplicaError, ReplicaLostError, ShutdownError
+from cs_proto.messages import Died, Worker
+
+__all__ = ["ENVIRONMENT", "Failure", "Kind", "Known", "died_failure", "note_uncaught", "read", "write"]
+
+_log = logging.getLogger("central_storage")
+
+#: The variable that names the file.
+ENVIRONMENT = "CS_ERROR_FILE"
+_FORMAT = 1
+# Of what a process printed and of a traceback, the end is kept: so many characters.
+_TEXT_LENGTH = 16_384
+
+Kind = Literal["death", "exception", "start", "usage"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong first."""
+
+    #: ``death``: a process ended unasked. ``exception``: the user's code, or a call in the script, raised. ``start``:
+    #: the service did not come up. ``usage``: a command line that makes no sense.
+    kind: Kind
+    #: ``server``, ``worker``, ``script`` or ``launcher``.
+    role: str
+    #: The replica that a worker is; None for the others.
+    rank: int | None
+    #: None where no process is to blame, or it is not known.
+    pid: int | None
+    #: How it ended: ``SIGKILL``, ``exit code 3``, ``KeyError: 'x'``.
+    cause: str
+    message: str = ""
+    traceback: str = ""
+    #: The last lines the process printed.
+    log: str = ""
+
+    def __str__(self) -> str:
+        """One sentence, as the terminal shows it."""
+        pid = "" if self.pid is None else f" (pid {self.pid})"
+        if self.kind == "exception":
+            who = "the script" if self.rank is None else f"replica {self.rank}, worker w{self.rank}"
+            return f"{who}{pid} raised {self.cause}"
+        if self.kind == "death":
+            who = "the script" if self.role == "script" else self.role if self.rank is None else f"worker w{self.rank}"
+            return f"{who}{pid} ended by {self.cause}{_HINTS.get(self.cause, '')}"
+        return self.message or self.cause
+
+
+_HINTS = {
+    "SIGKILL": " (if nobody sent it, the kernel did, for lack of memory: see dmesg)",
+    "exit code 0": " (nobody had asked it to end: something in it called exit)",
+}
+
+
+class Known(Protocol):
+    """What a script's link to its service knows."""
+
+    @property
+    def workers(self) -> Iterable[Worker]:
+        """Who the workers are."""
+
+    @property
+    def last_death(self) -> Died | None:
+        """The death that matters: the last for good, else the last."""
+
+
+def died_failure(died: Died) -> Failure:
+    """A death as the supervisor tells it."""
+    rank = died.rank if died.role == "worker" else None
+    return Failure("death", died.role, rank, died.pid, died.cause, log=died.log)
+
+
+def write(path: str, failure: Failure, exit_code: int) -> None:
+    """Leave ``failure`` in the file ``path``, all of it or nothing; a file that cannot be written is a logged line."""
+    texts = {name: getattr(failure, name)[-_TEXT_LENGTH:] for name in ("message", "traceback", "log")}
+    record = {
+        "format": _FORMAT,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        **asdict(failure),
+        **texts,
+        "exit_code": exit_code,
+    }
+    fresh = f"{path}.{os.getpid()}"
+    try:
+        with open(fresh, "w", encoding="utf-8", errors="backslashreplace") as file:
+            json.dump(record, file, indent=1)
+            file.write("\n")
+        os.replace(fresh, path)
+    except OSError as error:
+        _log.error("the error file %s could not be written: %s", path, error.strerror)
+        with suppress(OSError):
+            os.unlink(fresh)
+
+
+def read(path: str) -> Failure | None:
+    """The failure in the file ``path``; None where there is no such file, or no such thing in it."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            record = json.load(file)
+        return Failure(**{name: record[name] for name in Failure.__dataclass_fields__})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def note_uncaught(links: Iterable[Known]) -> None:
+    """Have the exception that ends this script leave a failure where the environment names a file for it.
+
+    ``links`` are the script's links to services, as they are then. To be called once.
+    """
+    path = os.environ.get(ENVIRONMENT)
+    if path:
+        sys.excepthook = _Hook(os.path.abspath(path), links, sys.excepthook)
+
+
+class _Hook:
+    def __init__(
+        self,
+        path: str,
+        links: Iterable[Known],
+        before: Callable[[type[BaseException], BaseException, TracebackType | None], object],
+    ) -> None:
+        self._path = path
+        self._links = links
+        self._before = before
+        self._process = os.getpid()
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._before(kind, error, trace)
+        if isinstance(error, Exception) and os.getpid() == self._process:  # Ctrl-C is no failure
+            write(self._path, _failure_of(error, list(self._links)), 1)
+
+
+def _failure_of(error: Exception, links: list[Known]) -> Failure:
+    texts = {"message": str(error), "traceback": "".join(traceback.format_exception(error))}
+    deaths = [link.last_death for link in links if link.last_death is not None]
+    if isinstance(error, ShutdownError):  # the user's own shutdown is one too
+        deaths = [died for died in deaths if not died.restarts]
+    if isinstance(error, (ReplicaLostError, ShutdownError)) and deaths:
+        found = died_failure(deaths[-1])
+        return Failure(found.kind, found.role, found.rank, found.pid, found.cause, log=found.log, **texts)
+    name = type(error).__qualname__
+    if isinstance(error, LaunchError):
+        return Failure("start", "launcher", None, None, _sentence(name, error), **texts)
+    replica = vars(error).get("replica", -1)
+    if isinstance(replica, int) and replica >= 0:
+        pids = [worker.pid for link in links for worker in link.workers if worker.replica == replica]
+        cause = _sentence(name.removeprefix("Replica") if isinstance(error, ReplicaError) else name, error)
+        return Failure("exception", "worker", replica, pids[-1] if pids else None, cause, **texts)
+    return Failure("exception", "script", None, os.getpid(), _sentence(name, error), **texts)
+
+
+def _sentence(name: str, error: Exception) -> str:
+    first = str(error).partition("\n")[0]
+    return f"{name}: {first}" if first else name
