@@ -59,6 +59,7 @@ def test_workers_know_their_rank_and_the_others_have_none() -> None:
         "CS_ADDRESS": "/run/cs-1",
         "CS_DEVICES": "cpu:0,cpu:1",
         "CS_PARAMETER_DEVICE": "cpu:0",
+        "CS_ERROR_FILE": "/run/cs-1/error",
     }
 
 
