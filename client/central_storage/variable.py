@@ -21,7 +21,7 @@ from cs_proto.messages import Variable as VariableRecord
 from cs_proto.writing import write
 
 from . import nest
-from .context import call_site, current_replica, get_strategy, has_strategy
+from .context import call_site, current_replica, get_array_module, get_strategy, has_strategy
 from .devices import full_name
 from .handles import Handle
 from .values import (
@@ -319,13 +319,14 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
             return other
         array = convert_to_tensor(other)
         weak = array.dtype.kind in "ifc" and all(map(_is_python_number, nest.flatten(other)))
-        return array.astype(np.result_type(self._dtype, _WEAK[array.dtype.kind])) if weak else array
+        array = array.astype(np.result_type(self._dtype, _WEAK[array.dtype.kind])) if weak else array
+        return get_array_module().asarray(array)
 
     def __dlpack__(self, **kwargs: Any) -> Any:
         """The value for torch, JAX and others: the read-only view is handed out where the consumer asks for no
         writable memory (``max_version`` of 1.0 or later), else a copy."""
         value = self.current()
-        if kwargs.get("max_version") is None and not value.flags.writeable:
+        if kwargs.get("max_version") is None and isinstance(value, np.ndarray) and not value.flags.writeable:
             value = np.array(value)
         return value.__dlpack__(**kwargs)
 
@@ -359,7 +360,7 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
         return int(self.current())
 
     def __index__(self) -> int:
-        return self.current().__index__()
+        return self.numpy().__index__()
 
     def __bool__(self) -> bool:
         return bool(self.current())

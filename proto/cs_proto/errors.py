@@ -12,6 +12,7 @@
     ├── ShippingError            (TypeError)     a function or argument that cannot be sent to a replica
     ├── ResultError              (TypeError)     a replica's result outside the closed vocabulary
     ├── MemoryPlanError          (MemoryError)   planned bytes exceed available bytes; nothing was touched
+    ├── DeviceMemoryError        (MemoryError)   a device has no room for an array; names it, what is free and the plan
     ├── OutOfRangeError          (IndexError)    a data set iterator is exhausted
     ├── MergeMismatchError       (RuntimeError)  replicas disagree about what comes next
     │   └── StructureMismatchError (AssertionError)  they combine nests of different structure
@@ -47,6 +48,7 @@ __all__ = [
     "ContextError",
     "DatasetContextError",
     "DeviceError",
+    "DeviceMemoryError",
     "Fenced",
     "InvalidArgumentError",
     "LaunchError",
@@ -119,6 +121,10 @@ class ResultError(CentralStorageError, TypeError):
 
 class MemoryPlanError(CentralStorageError, MemoryError):
     """The planned bytes do not fit the available bytes. Nothing was allocated."""
+
+
+class DeviceMemoryError(CentralStorageError, MemoryError):
+    """A device has no room for an array. What it held is untouched."""
 
 
 class OutOfRangeError(CentralStorageError, IndexError):
@@ -263,6 +269,7 @@ _OURS = (
     ShippingError,
     ResultError,
     MemoryPlanError,
+    DeviceMemoryError,
     OutOfRangeError,
     MergeMismatchError,
     StructureMismatchError,

@@ -59,8 +59,8 @@ def rid() -> int:
     return int(cs.get_replica_context().replica_id_in_sync_group)
 
 
-def arr(x: Any, dtype: Any) -> np.ndarray:
-    return np.array(x, dtype)
+def arr(x: Any, dtype: Any) -> Any:
+    return cs.get_array_module().array(x, dtype)  # a GPU's, where the replica is on one
 
 
 def pr(s: Any, values: Sequence[Any], dtype: Any = None) -> cs.PerReplica:
@@ -243,7 +243,7 @@ def _training(
 
     def step(batch: tuple[np.ndarray, np.ndarray], rows: int) -> np.float32:
         x, y = batch
-        loss, found = gradients(x, y, rows, **{name: np.asarray(v) for name, v in variables.items()})
+        loss, found = gradients(x, y, rows, **{name: cs.get_array_module().asarray(v) for name, v in variables.items()})
         made.apply_gradients([(found[name], variables[name]) for name in variables])
         return loss
 

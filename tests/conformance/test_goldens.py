@@ -12,6 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 import pytest
+from tests.harness.stand_in_gpus import stand_in_gpus
 
 import central_storage as cs
 
@@ -20,7 +21,11 @@ from .answers import differences, shown
 from .cases import DECISIONS, NEEDS, QUIRK, Case, load, load_rules
 
 #: How replicas live, as arguments of the strategy.
-MODES: dict[str, dict[str, Any]] = {"processes": {}, "threads": {"in_process": True}}
+MODES: dict[str, dict[str, Any]] = {
+    "processes": {},
+    "threads": {"in_process": True},
+    "gpus": {},  # stand-ins for them; the variables are on a CPU
+}
 
 pytestmark = [
     pytest.mark.timeout(func_only=True),  # a case, not the start of the services before the first
@@ -70,11 +75,12 @@ class Pool:
 
     def __init__(self, mode: str, cases: Iterable[Case], stack: ExitStack) -> None:
         self.make = partial(cs.CentralStorageStrategy, **MODES[mode])
+        kind = "gpu" if mode == "gpus" else "cpu"
         needed: Counter[int] = Counter()
         for case in cases:
             needed |= Counter(case.strategies)
         self._strategies = {
-            n: [stack.enter_context(self.make([f"cpu:{i}" for i in range(n)])) for _ in range(count)]
+            n: [stack.enter_context(self.make([f"{kind}:{i}" for i in range(n)], "cpu:0")) for _ in range(count)]
             for n, count in needed.items()
         }
         for strategy in chain.from_iterable(self._strategies.values()):
@@ -102,6 +108,8 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
     ]
     cases = [p["case"] for p in parameters if p.get("pool") == request.param and isinstance(p.get("case"), Case)]
     with ExitStack() as stack:
+        if request.param == "gpus":
+            stack.enter_context(stand_in_gpus(max((n for case in cases for n in case.strategies), default=0)))
         yield Pool(request.param, cases, stack)
 
 

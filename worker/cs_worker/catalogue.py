@@ -8,7 +8,7 @@ loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -23,6 +23,7 @@ from cs_proto.records import Record
 from cs_proto.segments import frame_view
 
 from .conversation import Conversation
+from .device import Device
 
 if TYPE_CHECKING:
     from central_storage.strategy import CentralStorageStrategy
@@ -35,10 +36,12 @@ R = TypeVar("R", bound=Record)
 class Catalogue:
     """Records by number, and mapped arrays."""
 
-    def __init__(self, conversation: Conversation, lifeline: Lifeline, replica: int) -> None:
+    def __init__(self, conversation: Conversation, lifeline: Lifeline, replica: int, device: Device) -> None:
         self._conversation = conversation
         self._lifeline = lifeline
         self._replica = replica
+        self._device = device
+        self._versions: np.ndarray | None = None
         self._known: dict[int, messages.Variable] = {}
         self._views: dict[int, np.ndarray] = {}
         self._gradients: dict[tuple[int, int], np.ndarray] = {}
@@ -71,12 +74,28 @@ class Catalogue:
 
     def forget(self, numbers: Iterable[int]) -> None:
         """Know no more of these variables, whose places may be others' by now; the server refuses who asks for one."""
+        numbers = list(numbers)
+        gone: list[np.ndarray | None] = []
         for number in numbers:
             self._known.pop(number, None)
-            self._views.pop(number, None)
+            gone.append(self._views.pop(number, None))
             self._handles.pop(("variable", number), None)
-            for buffers in range(2):
-                self._gradients.pop((number, buffers), None)
+            gone += (self._gradients.pop((number, buffers), None) for buffers in range(2))
+        if not self._device.is_host:
+            self._device.forget(numbers, [array for array in gone if array is not None])
+            # What shared a locked range with them is looked at, and locked, anew.
+            self._views.clear()
+            self._gradients.clear()
+
+    def name(self, number: int) -> str:
+        """The variable's name."""
+        return self.place(number).spec.name
+
+    def version(self, number: int) -> int:
+        """A number that changes with every commit that changes the variable; of nobody asked."""
+        if self._versions is None:
+            self._versions = self._lifeline.segment(segments.versions()).elements("uint64")
+        return int(self._versions[number])
 
     def learn(self, record: messages.Variable) -> messages.Variable:
         """Remember a record that came with another answer."""
@@ -117,8 +136,27 @@ class Catalogue:
         """The variable's value: the server's own memory, read-only, one object for ever."""
         view = self._views.get(number)
         if view is None:
-            view = self._views[number] = self.map(self.place(number).array)
+            record = self.place(number)
+            view = self._views[number] = self.map(record.array)
+            if not self._device.is_host:
+                self._lock_slab(record.place.segment)
         return view
+
+    def _lock_slab(self, segment: str) -> None:
+        """Page-lock all that is known of a slab at once: one by one, every lock would have to be made anew to grow."""
+        for number, record in self._known.items():
+            if number not in self._views and record.place.segment == segment:
+                self._views[number] = self.map(record.array)
+        self._device.lock([self._views[n] for n, record in self._known.items() if record.place.segment == segment])
+
+    def gradients(self, numbers: Sequence[int], buffers: int) -> list[np.ndarray]:
+        """The places of several variables in a set of gradient buffers, as :meth:`gradient` gives them; page-locked
+        for a GPU."""
+        if all((number, buffers) in self._gradients for number in numbers):
+            return [self._gradients[number, buffers] for number in numbers]
+        places = [self.gradient(number, buffers) for number in numbers]
+        self._device.lock(places)
+        return places
 
     def gradient(self, number: int, buffers: int) -> np.ndarray:
         """The variable's place in one of this replica's two sets of gradient buffers; writable, one object for ever.

@@ -16,6 +16,7 @@ import numpy as np
 from cs_proto.errors import ContextError, InvalidArgumentError
 
 from .catalogue import Catalogue
+from .device import Device
 
 __all__ = ["GradientBuffers"]
 
@@ -26,25 +27,30 @@ _NOTHING = (None, 0)  # variables are numbered from 1
 class GradientBuffers:
     """The sets a run may use; those that a run around it has handed out and not applied are left alone."""
 
-    def __init__(self, catalogue: Catalogue, outer: GradientBuffers | None = None) -> None:
+    def __init__(self, catalogue: Catalogue, device: Device, outer: GradientBuffers | None = None) -> None:
         self._catalogue = catalogue
+        self._device = device
         self._free: deque[int] = deque((0, 1) if outer is None else outer.unused())
         self._noted: deque[int] = deque()
         self._handed_out: dict[int, tuple[np.ndarray, int]] = {}  # by identity; held, so that it stays one
 
     def hand_out(self, numbers: Sequence[int], commit: Callable[[], None]) -> list[np.ndarray]:
-        """Writable arrays of the variables in the current set. ``commit`` is called where both sets are noted."""
-        current = self._current(commit)
-        arrays = [self._catalogue.gradient(number, current).view() for number in numbers]
+        """Writable arrays of the variables: of the current set, or on a GPU for it. ``commit`` is called where both
+        sets are noted."""
+        arrays = self._device.buffers(self._catalogue.gradients(numbers, self._current(commit)))
         self._handed_out.update((id(array), (array, number)) for array, number in zip(arrays, numbers, strict=True))
         return arrays
 
     def fill(self, pairs: Sequence[tuple[np.ndarray, int]], commit: Callable[[], None]) -> int:
         """Bring the gradients of variables into the current set and say which it is. One that was computed there is
-        not copied. Raises InvalidArgumentError for a gradient that does not fit, before anything is written."""
+        not copied, but from a GPU, from where all are there after the device has settled. Raises InvalidArgumentError
+        for a gradient that does not fit, before anything is written."""
         for gradient, number in pairs:
             self._check(gradient, number)
         current = self._current(commit)
+        if not self._device.is_host:
+            self._fetch(pairs, current)
+            return current
         elsewhere = [pair for pair in pairs if self._handed_out.get(id(pair[0]), _NOTHING)[1] != pair[1]]
         if elsewhere:
             self._bring(elsewhere, pairs, current)
@@ -52,8 +58,9 @@ class GradientBuffers:
 
     def note(self) -> None:
         """The current set belongs to an apply: what was handed out of it becomes read-only."""
-        for array, _ in self._handed_out.values():
-            array.flags.writeable = False
+        if self._device.is_host:
+            for array, _ in self._handed_out.values():
+                array.flags.writeable = False
         self._handed_out.clear()
         self._noted.append(self._free.popleft())
 
@@ -87,8 +94,21 @@ class GradientBuffers:
         for source, target in _untangled(moved, places):
             np.copyto(target, source)
 
+    def _fetch(self, pairs: Sequence[tuple[Any, int]], current: int) -> None:
+        """Bring arrays of the device, and of the host, into the current set."""
+        ours: list[tuple[Any, np.ndarray]] = []
+        theirs: list[tuple[Any, np.ndarray]] = []
+        places = self._catalogue.gradients([number for _, number in pairs], current)
+        for (gradient, _), place in zip(pairs, places, strict=True):
+            if isinstance(gradient, np.ndarray):
+                np.copyto(place, gradient)
+            else:
+                (ours if id(gradient) in self._handed_out else theirs).append((gradient, place))
+        self._device.fetch(ours, may_change=False)
+        self._device.fetch(theirs, may_change=True)
+
     def _check(self, gradient: np.ndarray, number: int) -> None:
-        if not isinstance(gradient, np.ndarray):
+        if not isinstance(gradient, (np.ndarray, self._device.array_module.ndarray)):
             raise InvalidArgumentError(f"a gradient is an array, not a {type(gradient).__name__}")
         value = self._catalogue.view(number)
         if gradient.shape == value.shape and gradient.dtype == value.dtype:

@@ -45,6 +45,8 @@ class ThreadedWorker:
         with ExitStack() as stack:
             stack.callback(self._turns.leave)
             device = open_device(config.device)
+            stack.callback(device.close)
+            self._turns.keep_device = device.keep_random_state
             connection = Lifeline(lifeline.connect(config.run_directory), "worker", config.replica, config.incarnation)
             stack.callback(connection.close)
             link = Link(config, connection, self._gone, self._doorbell, self._turns)

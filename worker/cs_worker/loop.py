@@ -61,7 +61,7 @@ class Loop:
         turns: Turns,
     ) -> None:
         conversation = Conversation(link, interrupts, self._execute)
-        catalogue = Catalogue(conversation, lifeline, config.replica)
+        catalogue = Catalogue(conversation, lifeline, config.replica, device)
         arena = Arena(lambda: lifeline.segment(segments.arena(config.replica)))
         controller = TokenController(config, registered, conversation, catalogue, arena, interrupts, self._execute)
         self._shop = Workshop(
@@ -119,10 +119,12 @@ class Loop:
         """Carry out one run as this replica, whatever becomes of it; the answer sends its Return."""
         outer = self._under_way[-1] if self._under_way else None
         replica = Replica(self._shop, run, outer)
-        restore = kept_random_state() if outer is not None else None
+        restore = kept_random_state(self._shop.device.keep_random_state) if outer is not None else None
         value, error = None, None
         failpoint("worker.run")
         self._under_way.append(replica)
+        if outer is None:
+            self._shop.device.begin_run(self._shop.catalogue)
         _log.debug("run %s begins", path_text(run.run))
         try:
             value = self._call(sender, run, replica)
@@ -154,7 +156,7 @@ class Loop:
         function = self._programs.load(sender, run, shop.catalogue.resolve)
         buffers = [shop.catalogue.map(array).data for array in run.buffers]
         args, kwargs = load_arguments(shop.catalogue.map(run.arguments).data, buffers, shop.catalogue.resolve)
-        if shop.device.array_module is not np:
+        if not shop.device.is_host:
             args, kwargs = nest.map_structure(self._bring, (args, kwargs))
         seed_random_state(run.seed, run.run, run.replica, shop.device.seed)
         try:

@@ -80,11 +80,14 @@ class Replica:
         self._thread = threading.get_ident()
         self._notes: list[Note] = []
         # Its write notes that no commit can have taken in, because it has not waited since; and the values of their
-        # variables with them, as far as they were read.
+        # variables with them, as far as they were read, in host memory and as they were shown.
         self._unseen: list[WriteNote] = []
         self._overlaid: dict[int, np.ndarray] = {}
+        self._shown: dict[int, Any] = {}
         self._writes = 0
-        self.buffers: GradientBuffers = GradientBuffers(shop.catalogue, None if outer is None else outer.buffers)
+        self.buffers: GradientBuffers = GradientBuffers(
+            shop.catalogue, shop.device, None if outer is None else outer.buffers
+        )
         # What this replica has written since the last commit it knows of.
         self._written: set[int] = set()
         self._stepped: set[int] = set()
@@ -99,8 +102,17 @@ class Replica:
     def view(self, number: int) -> np.ndarray:
         """The variable's value: read-only, no copy, current until this replica next waits. What this replica has
         brought to merge points for it is committed first; what it only noted to write is in a copy of its own. On a
-        GPU a copy, made now."""
-        value: np.ndarray = self._shop.device.bring(self._value(number))
+        GPU a copy, made where the variable has changed since the last one; it must not be written to."""
+        self._commit_writes_of(number)
+        shop, notes = self._shop, self._unseen_of(number)
+        value: np.ndarray
+        if not notes:
+            value = shop.device.view(number, shop.catalogue)
+            return value
+        if number not in self._shown:
+            self._shown[number] = shop.device.bring(self._overlaid_value(number, notes))
+            self._kept.append(self._shown[number])  # who reads it in CUDA's way holds the variable, not the memory
+        value = self._shown[number]
         return value
 
     @_whole
@@ -108,8 +120,12 @@ class Replica:
         """A copy of these rows of the variable's value; with what this replica noted to write to them."""
         self._commit_writes_of(number)
         notes = self._unseen_of(number)
-        if not notes or number in self._overlaid:
-            value: np.ndarray = self._value(number)[rows]
+        value: np.ndarray
+        if not notes:
+            value = self._shop.device.rows(number, rows, self._shop.catalogue)
+            return value
+        if number in self._overlaid:
+            value = self._overlaid[number][rows]
         else:  # of a large table only these
             named, places = np.unique(rows, return_inverse=True)
             own = self._shop.catalogue.view(number)[named]
@@ -140,12 +156,13 @@ class Replica:
     @_whole
     def gradient_buffers(self, numbers: Sequence[int]) -> list[np.ndarray]:
         """Writable arrays that lie where the server reads this replica's gradients; their content is undefined. On a
-        GPU they lie there, and ``apply`` copies them."""
-        return [self._shop.device.bring(buffer) for buffer in self.buffers.hand_out(numbers, self._commit)]
+        GPU they lie there, and are copied while the function goes on."""
+        return self.buffers.hand_out(numbers, self._commit)
 
     def array_module(self) -> ModuleType:
         """NumPy, or CuPy on a GPU."""
-        return self._shop.device.array_module
+        module: ModuleType = self._shop.device.array_module
+        return module
 
     def place(self, array: Any, device: str) -> Any:
         """``array`` in the memory of ``device``."""
@@ -218,6 +235,7 @@ class Replica:
         self._notes.append(note)
         self._writes += 1
         self._unseen.append(note)
+        self._shown.pop(number, None)
         if number in self._overlaid:
             self._overlay(self._overlaid[number], note)
 
@@ -269,6 +287,7 @@ class Replica:
     def send_return(self, value: Value | None, error: Error | None) -> None:
         """Say that the function has returned or raised, with the notes it leaves."""
         link, shop = self._shop.conversation.link, self._shop
+        shop.device.settle()  # where that fails this process must end: what it noted is not there
         head = (self._run, self.replica, shop.config.incarnation, tuple(self._notes), self.count)
         failpoint("worker.return")
         try:
@@ -307,6 +326,7 @@ class Replica:
         """Bring a point together with the notes, and wait for its answer. Raises what the server answers."""
         self._refuse_after_failure()
         shop, k = self._shop, point.k
+        shop.device.settle()
         ask = messages.Ask(self._run, self.replica, shop.config.incarnation, tuple(self._notes), point, self._series)
         failpoint("worker.ask")
         shop.conversation.link.send_server(ask)
@@ -331,14 +351,9 @@ class Replica:
             shop.turns.pass_point(self._run, k)
         return answer
 
-    def _value(self, number: int) -> np.ndarray:
-        self._commit_writes_of(number)
-        value = self._shop.catalogue.view(number)
-        notes = self._unseen_of(number)
-        if not notes:
-            return value
+    def _overlaid_value(self, number: int, notes: Sequence[WriteNote]) -> np.ndarray:
         if number not in self._overlaid:
-            self._overlaid[number] = own = np.array(value)
+            self._overlaid[number] = own = np.array(self._shop.catalogue.view(number))
             for note in notes:
                 self._overlay(own, note)
         shown = self._overlaid[number].view()
@@ -365,6 +380,7 @@ class Replica:
         self._written.update(note.variable for note in self._unseen if note.k < k)
         self._unseen = [note for note in self._unseen if note.k >= k]
         self._overlaid.clear()
+        self._shown.clear()
 
     def _note(self, point: messages.ApplyPoint | messages.AssignPoint) -> None:
         if len(self._notes) >= FRAMES:
@@ -376,7 +392,10 @@ class Replica:
         """The array in the arena, where it stays until the run is over: a note is read later than it is made."""
         arena = self._shop.arena
         placed = arena.new(value.dtype.name, value.shape)
-        arena.view(placed)[...] = value
+        if isinstance(value, np.ndarray):
+            arena.view(placed)[...] = value
+        else:
+            self._shop.device.fetch([(value, arena.view(placed))], may_change=True)
         return placed
 
     def _commit_writes_of(self, number: int) -> None:

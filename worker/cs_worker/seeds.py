@@ -25,12 +25,15 @@ def seed_random_state(seed: int, run: RunId, replica: int, device: Callable[[int
     device(words[0])
 
 
-def kept_random_state() -> Callable[[], None]:
-    """Remember the state as it is; the answer puts it back. For the run around a nested run."""
-    python, numpy = random.getstate(), np.random.get_state()
+def kept_random_state(device: Callable[[], Callable[[], None]] | None = None) -> Callable[[], None]:
+    """Remember the state as it is, with ``device`` the device's, too; the answer puts it back. For the run around a
+    nested run."""
+    python, numpy, restore_device = random.getstate(), np.random.get_state(), device and device()
 
     def restore() -> None:
         random.setstate(python)
         np.random.set_state(numpy)
+        if restore_device is not None:
+            restore_device()
 
     return restore

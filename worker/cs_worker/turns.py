@@ -133,6 +133,8 @@ class ThreadTurns:
     def __init__(self, run_directory: str, replica: int) -> None:
         self._key = (run_directory, replica)
         self._ended = False
+        #: Puts the random state of the replica's device aside, where it has one.
+        self.keep_device: Callable[[], Callable[[], None]] | None = None
         # Puts back the random state of who ran before; None while this replica has no turn.
         self._restore: Callable[[], None] | None = None
 
@@ -152,7 +154,7 @@ class ThreadTurns:
             yield
             self._check()
             return
-        own = kept_random_state()
+        own = kept_random_state(self.keep_device)
         self._give()
         try:
             yield
@@ -164,7 +166,7 @@ class ThreadTurns:
         """As :meth:`Turns.pass_point`. Raises SystemExit where the worker is to end."""
         position = (*run, k)
         if not _baton.pass_point(self._key, position):
-            own = kept_random_state()
+            own = kept_random_state(self.keep_device)
             self._give()
             self._take(position)
             own()
@@ -184,7 +186,7 @@ class ThreadTurns:
     def _take(self, position: _Position = ()) -> None:
         if not _baton.take(self._key, lambda: self._ended, position):
             raise SystemExit(0)
-        self._restore = kept_random_state()
+        self._restore = kept_random_state(self.keep_device)
 
     def _give(self, position: _Position = ()) -> None:
         restore, self._restore = self._restore, None

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypedDict
 
 import numpy as np
 
-from central_storage.context import call_site, current_replica, get_replica_context, get_strategy, has_strategy
+from central_storage.context import (
+    call_site,
+    current_replica,
+    get_array_module,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+)
 from central_storage.handles import Handle
 from central_storage.values import IndexedSlices, convert_to_tensor
 from central_storage.variable import Variable, constraints_after
@@ -380,8 +387,8 @@ def _takes_nothing(function: Callable[..., Any]) -> bool:
     return True
 
 
-def _fitting(gradient: Any, variable: Variable) -> np.ndarray:
-    array = convert_to_tensor(gradient)
+def _fitting(gradient: Any, variable: Variable) -> Any:
+    array = _array(gradient)
     if array.shape != variable.shape:
         raise InvalidArgumentError(
             f"the gradient of {variable.name} has shape {array.shape}, but the variable has shape {variable.shape}"
@@ -392,7 +399,7 @@ def _fitting(gradient: Any, variable: Variable) -> np.ndarray:
 
 def _fitting_rows(gradient: IndexedSlices, variable: Variable) -> tuple[np.ndarray, np.ndarray]:
     """Values and indices (int64) of a sparse gradient."""
-    values, indices = convert_to_tensor(gradient.values), convert_to_tensor(gradient.indices)
+    values, indices = _array(gradient.values), convert_to_tensor(gradient.indices)
     if not variable.shape:
         raise InvalidArgumentError(f"the gradient of {variable.name} is an IndexedSlices, but the variable has no rows")
     if gradient.dense_shape is not None and gradient.dense_shape != variable.shape:
@@ -413,6 +420,14 @@ def _fitting_rows(gradient: IndexedSlices, variable: Variable) -> tuple[np.ndarr
                     f"the gradient of {variable.name} names row {index}, but the variable has {variable.shape[0]} rows"
                 )
     return values, indices.astype(np.int64)
+
+
+def _array(value: Any) -> Any:
+    """``value`` as an array, in a replica on a GPU where it is: the worker brings it to the server without waiting."""
+    module = get_array_module()
+    if module is not np and hasattr(value, "__cuda_array_interface__"):
+        return module.asarray(value)
+    return convert_to_tensor(value)
 
 
 def _check_dtype(array: np.ndarray, variable: Variable) -> None:

@@ -244,6 +244,7 @@ class Block:
 
     def __init__(self, gpu: Gpu, nbytes: int, *, is_plain: bool = False, opened: int | None = None) -> None:
         self.gpu, self.nbytes, self.descriptor = gpu, nbytes, opened
+        self.queue = current()
         if is_plain:
             self.descriptor = os.memfd_create("device", os.MFD_CLOEXEC)
             os.ftruncate(self.descriptor, max(nbytes, 1))
@@ -381,30 +382,44 @@ def copy(target: int, source: int, nbytes: int, stream: Queue | None) -> None:
     """
     if nbytes == 0:
         return
-    on_device = block_at(source, nbytes) is not None, block_at(target, nbytes) is not None
-    for address, is_device in ((source, on_device[0]), (target, on_device[1])):
-        if not is_device and block_at(address) is not None:
-            raise CUDARuntimeError(INVALID_VALUE)  # ends outside of what was allocated
-        if not is_device and locked_at(address, nbytes) is None and _touches_locked(address, nbytes):
-            raise CUDARuntimeError(INVALID_VALUE)  # partly page-locked
-    kind = {(False, True): "host_to_device", (True, False): "device_to_host", (True, True): "device_to_device"}
-    name = kind.get(on_device)
     queue = current() if stream is None else stream
+    ends = _End(source, nbytes, queue), _End(target, nbytes, queue)
+    kind = {(False, True): "host_to_device", (True, False): "device_to_host", (True, True): "device_to_device"}
+    name = kind.get((ends[0].block is not None, ends[1].block is not None))
     if name is not None:
         account.add(name, 1)
         account.add(f"{name}_nbytes", nbytes)
-    from_pageable, to_pageable = (
-        not on and locked_at(where, nbytes) is None for on, where in zip(on_device, (source, target), strict=True)
-    )
-    read = host_at(source, nbytes, writable=False).copy() if from_pageable else None
+    read = ends[0].memory(writable=False).copy() if ends[0].is_pageable else None
 
     def carry_out() -> None:
-        found = memory_at(source, nbytes) if read is None else read
-        np.copyto(host_at(target, nbytes, writable=True) if to_pageable else memory_at(target, nbytes), found)
+        np.copyto(ends[1].memory(writable=True), ends[0].memory(writable=False) if read is None else read)
 
     queue.add(carry_out)
-    if stream is None or to_pageable:
+    if stream is None or ends[1].is_pageable:
         queue.run()
+
+
+class _End:
+    """One end of a copy that is carried out later. Device memory that was given back meanwhile may be used by the
+    stream on which it was allocated alone: there, whoever gets it next comes later."""
+
+    def __init__(self, address: int, nbytes: int, queue: Queue) -> None:
+        self._address, self._nbytes, self._queue = address, nbytes, queue
+        self.block = block_at(address, nbytes)
+        self.is_pageable = self.block is None and locked_at(address, nbytes) is None
+        ends_outside = self.block is None and block_at(address) is not None
+        if ends_outside or (self.is_pageable and _touches_locked(address, nbytes)):
+            raise CUDARuntimeError(INVALID_VALUE)
+
+    def memory(self, *, writable: bool) -> np.ndarray:
+        if self.is_pageable:
+            return host_at(self._address, self._nbytes, writable=writable)
+        if self.block is None:
+            return memory_at(self._address, self._nbytes)
+        if _blocks.get(self.block.start) is not self.block and self._queue is not self.block.queue:
+            raise CUDARuntimeError(ILLEGAL_ADDRESS, "given back while another stream used it")
+        place = self._address - self.block.start
+        return self.block.bytes[place : place + self._nbytes]
 
 
 def _touches_locked(address: int, nbytes: int) -> bool:
