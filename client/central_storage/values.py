@@ -413,8 +413,19 @@ def _array_of(value: Any) -> np.ndarray:
         return np.asarray(value.get())
     try:
         return np.asarray(value)
+    except TypeError:
+        if not isinstance(value, list | tuple):
+            raise
+        return np.asarray(_in_host_memory(value))  # of arrays on a GPU
     except ValueError as error:  # uneven lists; a PerReplica
         raise InvalidArgumentError(f"{value!r:.200} cannot become an array: {error}") from error
+
+
+def _in_host_memory(value: Any) -> Any:
+    """A list or tuple, of lists or tuples, with its arrays on GPUs in host memory."""
+    if isinstance(value, list | tuple):
+        return list(map(_in_host_memory, value))
+    return _array_of(value) if hasattr(value, "__cuda_array_interface__") else value
 
 
 def _is_untyped(value: Any) -> bool:

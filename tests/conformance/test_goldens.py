@@ -26,6 +26,15 @@ MODES: dict[str, dict[str, Any]] = {
     "threads": {"in_process": True},
     "gpus": {},  # stand-ins for them; the variables are on a CPU
 }
+#: Programs that say the names of CPUs.
+NAME_CPUS = {
+    "context/devices",
+    "devices/default_no_gpu",
+    "devices/parameter_only",
+    "extended/full_name",
+    "extended/wdbr",
+    "extended/worker_devices",
+}
 
 pytestmark = [
     pytest.mark.timeout(func_only=True),  # a case, not the start of the services before the first
@@ -58,6 +67,10 @@ LEFT_OUT = {
     },
     NEEDS["batch_norm"]: {"keras/batch_norm_moving_mean"},
 }
+
+
+def test_the_programs_that_name_cpus_are_there() -> None:
+    assert {case.id for case in (*CASES, *load_rules())} >= NAME_CPUS
 
 
 def test_every_case_is_run_or_left_out_for_a_reason() -> None:

@@ -158,6 +158,14 @@ def test_replicas_see_what_they_wrote_and_what_others_did(two: cs.CentralStorage
     assert rows.numpy().tolist() == [[1, 1], [1, 1], [0, 0]]
 
 
+def test_the_names_of_devices(two: cs.CentralStorageStrategy) -> None:
+    names = [f"/job:localhost/replica:0/task:0/device:{name}" for name in ("GPU:0", "GPU:1", "CPU:0")]
+    assert two.extended.worker_devices == tuple(names[:2])
+    assert two.extended.parameter_devices == (names[2],)
+    seen = two.run(lambda: cs.get_replica_context().devices)  # type: ignore[union-attr]
+    assert two.experimental_local_results(seen) == ((names[0],), (names[1],))
+
+
 def test_a_context_only_where_one_is_needed(gpus: StandInGpus, two: cs.CentralStorageStrategy) -> None:
     processes = {name.name(): name for name in psutil.Process().children(recursive=True)}
     assert processes

@@ -424,9 +424,8 @@ def _fitting_rows(gradient: IndexedSlices, variable: Variable) -> tuple[np.ndarr
 
 def _array(value: Any) -> Any:
     """``value`` as an array, in a replica on a GPU where it is: the worker brings it to the server without waiting."""
-    module = get_array_module()
-    if module is not np and hasattr(value, "__cuda_array_interface__"):
-        return module.asarray(value)
+    if hasattr(value, "__cuda_array_interface__") and get_array_module() is not np:
+        return get_array_module().asarray(value)
     return convert_to_tensor(value)
 
 
