@@ -160,8 +160,8 @@ def test_replicas_see_what_they_wrote_and_what_others_did(two: cs.CentralStorage
 
 def test_the_names_of_devices(two: cs.CentralStorageStrategy) -> None:
     names = [f"/job:localhost/replica:0/task:0/device:{name}" for name in ("GPU:0", "GPU:1", "CPU:0")]
-    assert two.extended.worker_devices == tuple(names[:2])
-    assert two.extended.parameter_devices == (names[2],)
+    assert list(two.extended.worker_devices) == names[:2]
+    assert list(two.extended.parameter_devices) == names[2:]
     seen = two.run(lambda: cs.get_replica_context().devices)  # type: ignore[union-attr]
     assert two.experimental_local_results(seen) == ((names[0],), (names[1],))
 
