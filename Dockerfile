@@ -23,7 +23,8 @@ RUN echo "cs:x:${UID}:${UID}::/home/cs:/usr/sbin/nologin" >> /etc/passwd \
     && install -d -o ${UID} -g ${UID} -m 0700 /home/cs /home/cs/.cache /run/central-storage
 COPY --from=build /opt/central-storage /opt/central-storage
 COPY examples /examples
-ENV PATH=/opt/central-storage/bin:$PATH HOME=/home/cs CS_ADDRESS=/run/central-storage PYTHONUNBUFFERED=1
+ENV PATH=/opt/central-storage/bin:$PATH HOME=/home/cs CS_ADDRESS=/run/central-storage PYTHONUNBUFFERED=1 \
+    CUPY_CACHE_DIR=/home/cs/.cache/cupy
 WORKDIR /examples
 USER cs
 # Compiled now, so that no container compiles at its start. As a volume it stays writable where the rest is read-only.
