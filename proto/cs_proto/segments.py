@@ -23,6 +23,7 @@ from .sizes import in_units
 __all__ = [
     "CONTROL",
     "CONTROL_HEADER_NBYTES",
+    "JOURNAL",
     "UNDO",
     "Mapping",
     "arena",
@@ -40,6 +41,8 @@ __all__ = [
 CONTROL = "control"
 #: They begin behind this many bytes. The first eight count writes to variables: an odd number while one is under way.
 CONTROL_HEADER_NBYTES = 4096
+#: What a commit changes, where variables lie on a GPU.
+JOURNAL = "journal"
 
 #: How far a commit is, and what it is overwriting.
 UNDO = "undo"

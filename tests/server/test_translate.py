@@ -40,7 +40,7 @@ def launch(rule: Rule, pieces: Array, dtype: str, replicas: int, t: int, limit: 
     compiled(translate.update(rule, dtype))[translate.update_name(rule, dtype)](
         (len(pieces),),
         (translate.THREADS,),
-        (pieces.ctypes.data, replicas, number.type(limit), *scalars(rule, HYPERPARAMETERS, t, number)),
+        (pieces.ctypes.data, np.int32(replicas), number.type(limit), *scalars(rule, HYPERPARAMETERS, t, number)),
     )
 
 
@@ -119,8 +119,8 @@ def test_squares_copy_and_fill(dtype: str) -> None:
     rows = [[stop - start, *(g.ctypes.data + start * g.itemsize for g in gradients)] for start, stop in ranges]
     pieces, threads = np.array(rows, np.int64), 8
     partial, sums = np.zeros((3, threads)), np.zeros(3)
-    kernels["squares"]((3,), (threads,), (pieces.ctypes.data, 2, number(1.5), partial.ctypes.data))
-    kernels["fold"]((2,), (2,), (partial.ctypes.data, threads, 3, sums.ctypes.data))
+    kernels["squares"]((3,), (threads,), (pieces.ctypes.data, np.int32(2), number(1.5), partial.ctypes.data))
+    kernels["fold"]((2,), (2,), (partial.ctypes.data, np.int32(threads), np.int64(3), sums.ctypes.data))
     total = np.clip(gradients[0].astype(number) + gradients[1].astype(number), -1.5, 1.5).astype(float)
     np.testing.assert_allclose(sums, [float((total[a:b] ** 2).sum()) for a, b in ranges], rtol=1e-14)
 
@@ -129,7 +129,7 @@ def test_squares_copy_and_fill(dtype: str) -> None:
     kernels["copy"]((1,), (4,), (moves.ctypes.data,))
     assert target[3:8].tolist() == gradients[0][:5].tolist()
     assert not target[8:].any()
-    kernels["fill"]((2,), (4,), (target.ctypes.data + target.itemsize, 998, number(0.1)))
+    kernels["fill"]((2,), (4,), (target.ctypes.data + target.itemsize, np.int64(998), number(0.1)))
     assert set(target[1:999].tolist()) == {float(np.array(0.1, dtype))}
     assert target[[0, 999]].tolist() == [0, 0]
 

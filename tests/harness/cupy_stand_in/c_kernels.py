@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -57,6 +58,7 @@ class Kernel:
 
     def __init__(self, library: ctypes.CDLL, name: str, parameters: Sequence[str]) -> None:
         self.name = name
+        self.is_pointer = ["*" in each for each in parameters]
         self._types = [ctypes.c_void_p if "*" in each else _SCALARS[each.rsplit(" ", 1)[0]] for each in parameters]
         self._launch = getattr(library, f"launch_{name}")
         self._launch.restype = None
@@ -66,11 +68,11 @@ class Kernel:
         """Run every thread; done when it returns."""
         if len(arguments) != len(self._types):
             raise TypeError(f"{self.name} takes {len(self._types)} arguments, not {len(arguments)}")
-        plain = []
-        for kind, argument in zip(self._types, arguments, strict=True):
-            if isinstance(argument, np.generic):
-                if argument.nbytes != ctypes.sizeof(kind):
-                    raise TypeError(f"{self.name}: {argument!r} is {argument.dtype}, which the kernel does not take")
+        plain: list[Any] = []
+        for is_pointer, kind, argument in zip(self.is_pointer, self._types, arguments, strict=True):
+            if not is_pointer:
+                if not isinstance(argument, np.generic) or argument.nbytes != ctypes.sizeof(kind):
+                    raise TypeError(f"{self.name} takes {kind} and not {argument!r}")
                 argument = argument.item()
             plain.append(argument)
         self._launch(*grid, *block, *plain)

@@ -12,9 +12,10 @@ import numpy as _np
 
 from . import _arrays, cuda, random
 from ._arrays import array, asarray, asnumpy, ndarray
+from ._kernels import RawKernel, RawModule
 from ._machine import counts
 
-__all__ = ["array", "asarray", "asnumpy", "counts", "cuda", "ndarray", "random"]
+__all__ = ["RawKernel", "RawModule", "array", "asarray", "asnumpy", "counts", "cuda", "ndarray", "random"]
 __version__ = "14.0.0"
 
 newaxis = None

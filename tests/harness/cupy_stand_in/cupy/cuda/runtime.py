@@ -11,6 +11,7 @@ __all__ = ["CUDARuntimeError"]
 
 memcpyHostToHost, memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice, memcpyDefault = range(5)  # noqa: N816
 hostRegisterReadOnly = _machine.READ_ONLY  # noqa: N816  (CuPy has no name for it)
+cudaDevAttrCanUseHostPointerForRegisteredMem = 91  # noqa: N816
 cudaIpcMemLazyEnablePeerAccess = 1  # noqa: N816
 
 
@@ -40,6 +41,10 @@ def deviceGetPCIBusId(device: int) -> str:  # noqa: N802
 
 def deviceCanAccessPeer(device: int, peer: int) -> int:  # noqa: N802
     return int(_machine._find(device) is not _machine._find(peer))
+
+
+def deviceGetAttribute(attrib: int, device: int) -> int:  # noqa: N802
+    return int(bool(_machine._find(device)) and attrib == cudaDevAttrCanUseHostPointerForRegisteredMem)
 
 
 def deviceSynchronize() -> None:  # noqa: N802

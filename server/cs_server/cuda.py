@@ -1,0 +1,174 @@
+"""A GPU as the server uses it: memory, copies, page-locked memory of the machine, kernels.
+
+The one module of the server that knows CuPy, imported by `devices` for variables on a GPU alone: a server whose
+variables lie in the machine's memory never has a CUDA context. It knows no variables and no rules.
+
+Everything is ordered by two streams. Kernels and what is brought to the GPU follow each other on one; what is taken
+from it follows on the other, behind a :meth:`Gpu.mark` of the first, so that it is copied while the next kernel runs.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from cs_proto.errors import DeviceError, MemoryPlanError
+
+from .translate import THREADS
+
+__all__ = ["Block", "Gpu"]
+
+# cudaHostRegisterPortable and cudaHostRegisterMapped, for which CuPy has no names.
+_REGISTER = 1 | 2
+
+
+class Block:
+    """Plain memory of a GPU, not from a pool, so that another process can be given it."""
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = memory
+        self.address: int = memory.ptr
+        self.nbytes: int = memory.size
+
+
+class Gpu:
+    """One GPU, current in the thread that makes this object and is the only one to use it."""
+
+    def __init__(self, name: str) -> None:
+        """``name`` as ``gpu:0``. Raises :class:`DeviceError` where CuPy is missing or cannot use it."""
+        try:
+            import cupy
+        except ImportError as error:
+            raise DeviceError(
+                f"variables on {name} need CuPy: pip install 'central-storage[cuda12]' or 'central-storage[cuda13]'"
+            ) from error
+        self.name = name
+        self._cupy, self._runtime = cupy, cupy.cuda.runtime
+        number = int(name.partition(":")[2])
+        try:
+            cupy.cuda.Device(number).use()
+            self._kernels_stream = cupy.cuda.Stream(non_blocking=True)
+            self._copies_stream = cupy.cuda.Stream(non_blocking=True)
+            #: Sixteen bytes that no other GPU has.
+            self.uuid: bytes = bytes(self._runtime.getDeviceProperties(number)["uuid"])
+            self._maps_host = bool(
+                self._runtime.deviceGetAttribute(self._runtime.cudaDevAttrCanUseHostPointerForRegisteredMem, number)
+            )
+        except self._runtime.CUDARuntimeError as error:
+            raise DeviceError(f"variables cannot lie on {name}: {error}") from error
+        self._modules: dict[str, Any] = {}
+        self._locked: list[tuple[int, int]] = []  # addresses from and to, ascending
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def available_nbytes(self) -> int:
+        """Bytes of the GPU that nobody has."""
+        return int(self._runtime.memGetInfo()[0])
+
+    def allocate(self, nbytes: int) -> Block:
+        """New memory, which is given back when nobody holds the block. Raises :class:`MemoryPlanError`."""
+        out_of_memory = (self._cupy.cuda.memory.OutOfMemoryError, self._runtime.CUDARuntimeError)
+        try:
+            return Block(self._cupy.cuda.Memory(nbytes))
+        except out_of_memory as error:
+            raise MemoryPlanError(
+                f"{nbytes} bytes planned on {self.name}, {self.available_nbytes()} bytes of it available ({error})"
+            ) from error
+
+    def handle(self, block: Block) -> bytes:
+        """What another process opens the block with."""
+        return bytes(self._runtime.ipcGetMemHandle(block.address))
+
+    def zero(self, address: int, nbytes: int) -> None:
+        """Set bytes to 0."""
+        if nbytes:
+            self._runtime.memsetAsync(address, 0, nbytes, self._kernels_stream.ptr)
+
+    # --- copies -------------------------------------------------------------------------------------------------------
+
+    def bring(self, address: int, values: np.ndarray) -> None:
+        """Copy a contiguous array to the GPU; it must stay as it is until :meth:`wait` where it is page-locked."""
+        kind, stream = self._runtime.memcpyHostToDevice, self._kernels_stream.ptr
+        source = values.ctypes.data
+        for start, stop in self._parts(source, values.nbytes):
+            self._runtime.memcpyAsync(address + start, source + start, stop - start, kind, stream)
+
+    def take(self, values: np.ndarray, address: int, mark: Any) -> None:
+        """Copy from the GPU to a contiguous array, behind ``mark``; it is there after :meth:`wait`."""
+        kind, stream = self._runtime.memcpyDeviceToHost, self._copies_stream
+        stream.wait_event(mark)
+        target = values.ctypes.data
+        for start, stop in self._parts(target, values.nbytes):
+            self._runtime.memcpyAsync(target + start, address + start, stop - start, kind, stream.ptr)
+
+    def mark(self) -> Any:
+        """The point up to which kernels and copies have been ordered."""
+        event = self._cupy.cuda.Event(disable_timing=True)
+        event.record(self._kernels_stream)
+        return event
+
+    def wait(self) -> None:
+        """Return when everything ordered is done."""
+        self._kernels_stream.synchronize()
+        self._copies_stream.synchronize()
+
+    # --- page-locked memory -------------------------------------------------------------------------------------------
+
+    def page_lock(self, start: int, stop: int) -> bool:
+        """Page-lock the machine's memory between two addresses, page boundaries; whether it is now, and a kernel may
+        read it where it lies."""
+        begin = start
+        for first, last in [each for each in self._locked if each[1] > start and each[0] < stop] + [(stop, stop)]:
+            if first > begin:
+                try:
+                    self._runtime.hostRegister(begin, first - begin, _REGISTER)
+                except self._runtime.CUDARuntimeError:
+                    return False
+                bisect.insort(self._locked, (begin, first))
+            begin = max(begin, last)
+        return self._maps_host
+
+    def page_unlock(self, start: int, stop: int) -> None:
+        """Undo it for whatever overlaps these addresses: the pages are about to be given back."""
+        for first, last in [each for each in self._locked if each[1] > start and each[0] < stop]:
+            self._locked.remove((first, last))
+            self._runtime.hostUnregister(first)
+
+    def _parts(self, address: int, nbytes: int) -> Iterator[tuple[int, int]]:
+        """Bytes from and to, between the borders of page-locked ranges: no copy may cross one."""
+        end = address + nbytes
+        place = bisect.bisect(self._locked, (address, 0))
+        borders = {address, end}
+        for first, last in self._locked[max(0, place - 1) :]:
+            if first >= end:
+                break
+            borders.update(border for border in (first, last) if address < border < end)
+        cuts = sorted(borders)
+        return ((start - address, stop - address) for start, stop in pairwise(cuts))
+
+    # --- kernels ------------------------------------------------------------------------------------------------------
+
+    def compile(self, source: str, name: str) -> Any:
+        """The kernel of that name, which no launch has to compile afterwards."""
+        module = self._modules.get(source)
+        if module is None:
+            # Without contraction an update has the bits of the reference.
+            module = self._modules[source] = self._cupy.RawModule(code=source, options=("-fmad=false",))
+        return module.get_function(name)
+
+    def launch(self, source: str, name: str, blocks: int, arguments: Sequence[Any], threads: int = THREADS) -> None:
+        """Order a kernel, which is compiled now where it has not been. An ``int`` is an address."""
+        kernel = self.compile(source, name)
+        with self._kernels_stream:
+            kernel((blocks,), (threads,), tuple(arguments))
+
+    def close(self) -> None:
+        """Wait for what is under way and unlock the machine's memory."""
+        self.wait()
+        for first, _ in self._locked:
+            self._runtime.hostUnregister(first)
+        self._locked.clear()
