@@ -34,6 +34,10 @@ class Block:
         self.address: int = memory.ptr
         self.nbytes: int = memory.size
 
+    def free(self) -> None:
+        """Give it back now."""
+        self._memory = None
+
 
 class Gpu:
     """One GPU, current in the thread that makes this object and is the only one to use it."""

@@ -16,7 +16,7 @@ import math
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -57,8 +57,8 @@ _REMEMBERED = 64
 
 def is_on_device(segment: str) -> bool:
     """Whether what lies in a segment lies on the GPU where variables do."""
-    kind, *_, dtype = segment.split("/")
-    return kind in ("parameters", "slots") and dtype in DTYPES
+    kind, _, rest = segment.partition("/")
+    return kind in ("parameters", "slots") and rest.rpartition("/")[2] in DTYPES
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -134,6 +134,13 @@ class DeviceMemory:
         if block.address not in self._exported:
             self._exported[block.address] = block, self._gpu.handle(block)
         return self._exported[block.address][1], extent.address - block.address + start - extent.start
+
+    def close(self) -> None:
+        """Give all of it back."""
+        for extent in chain.from_iterable(self._extents.values()):
+            extent.block.free()
+        for block, _ in self._exported.values():
+            block.free()
 
     def _block(self, nbytes: int) -> Block:
         if nbytes < _BLOCK_NBYTES <= self._gpu.available_nbytes() // 2:
@@ -293,8 +300,12 @@ class GpuParameters:
         self._gpu.wait()
 
     def close(self) -> None:
-        """Give back what the GPU holds of the machine's memory."""
+        """Give everything back; nothing may be asked of it any more."""
         self._gpu.close()
+        self._remembered.clear()
+        self._on_device.close()
+        for block in (self._table, self._squares, self._stage):
+            block.free()
 
     # --- updates ------------------------------------------------------------------------------------------------------
 

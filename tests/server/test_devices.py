@@ -1,0 +1,564 @@
+"""Variables on a GPU, over the stand-in: commits give what they give in the machine's memory, and are mirrored."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.harness.cupy_stand_in.c_kernels import COMPILER
+from tests.harness.stand_in_gpus import StandInGpus, stand_in_gpus
+
+from cs_proto.arrays import Array, Location, array_of
+from cs_proto.errors import DeviceError, MemoryPlanError
+from cs_proto.segments import JOURNAL, Mapping, frame_view
+from cs_server import devices
+from cs_server.arithmetic import Arithmetic
+from cs_server.devices import DeviceMemory, GpuParameters, is_on_device
+from cs_server.events import Apply, Commit, Dense, Fill, Rows, Write
+from cs_server.journal import Journal
+from cs_server.updates import RULES
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no gcc here to run kernels without a GPU")
+
+NBYTES = 1 << 24
+GIVEN = {
+    "learning_rate": 0.03,
+    "momentum": 0.9,
+    "beta_1": 0.9,
+    "beta_2": 0.99,
+    "epsilon": 1e-7,
+    "rho": 0.8,
+    "weight_decay": 0.01,
+    "initial_accumulator_value": 0.1,
+    "learning_rate_power": -0.4,
+    "l1_regularization_strength": 0.02,
+    "l2_regularization_strength": 0.01,
+    "l2_shrinkage_regularization_strength": 0.03,
+    "beta": 0.5,
+}
+
+
+class Segments:
+    """Segments as the service has them, each made when it is first named."""
+
+    def __init__(self) -> None:
+        self.mappings: dict[str, Mapping] = {}
+
+    def get(self, name: str) -> Mapping:
+        if name not in self.mappings:
+            descriptor = os.memfd_create(name)
+            os.ftruncate(descriptor, NBYTES)
+            self.mappings[name] = Mapping(name, descriptor, NBYTES, writable=True)
+        return self.mappings[name]
+
+    def view(self, array: Array) -> np.ndarray:
+        return self.get(array.place.segment).view(array) if isinstance(array.place, Location) else frame_view(array)
+
+    def elements(self, name: str, dtype: str) -> np.ndarray:
+        return self.get(name).elements(dtype)
+
+    def discard(self, name: str, start: int, stop: int) -> None:
+        self.get(name).discard(start, stop)
+
+
+def at(segment: str, first: int, like: np.ndarray) -> Array:
+    return Array(like.dtype.name, like.shape, Location(segment, first * like.itemsize))
+
+
+@pytest.fixture
+def gpus() -> Iterator[StandInGpus]:
+    with stand_in_gpus(2) as gpus:
+        yield gpus
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything takes several pieces, launches and stages."""
+    monkeypatch.setattr(devices, "_PIECE", 16)
+    monkeypatch.setattr(devices, "_LAUNCH", 3)
+    monkeypatch.setattr(devices, "_STAGE_NBYTES", 16 * 8 * 4)
+    monkeypatch.setattr(devices, "_TABLE_NBYTES", 1024)
+    monkeypatch.setattr(devices, "_SQUARES_NBYTES", 8 * 257 * 2)
+    monkeypatch.setattr(devices, "_BLOCK_NBYTES", 512)
+
+
+@pytest.fixture(params=["page-locked", "not page-locked"])
+def locking(request: pytest.FixtureRequest, gpus: StandInGpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With page-locked gradients, and on a machine that refuses."""
+
+    def refuse(*_: object) -> None:
+        raise runtime.CUDARuntimeError(1)
+
+    runtime = gpus.cupy.cuda.runtime
+    if request.param == "not page-locked":
+        monkeypatch.setattr(runtime, "hostRegister", refuse)
+
+
+class Both:
+    """The same variables on a GPU and in the machine's memory."""
+
+    def __init__(self, *, journal: bool = True, replicas: int = 2) -> None:
+        self.here, self.there = Segments(), Segments()
+        self.replicas = replicas
+        self._journal = journal
+        self.plain = Arithmetic(self.there, 1)
+        self.gpu = self.server()
+        self.ticket = 0
+        self.made: list[tuple[str, int, int]] = []
+
+    def server(self) -> GpuParameters:
+        """A server that begins with what the segments hold."""
+        journal = Journal(self.here.get(JOURNAL)) if self._journal else None
+        return GpuParameters("gpu:0", self.replicas, self.here, Arithmetic(self.here, 1), journal)
+
+    def again(self) -> None:
+        """The server ends, and another takes its place."""
+        self.gpu.close()
+        self.gpu = self.server()
+        for segment, start, stop in self.made:
+            self.gpu.make(segment, start, stop, load=True)
+
+    def make(self, segment: str, first: int, values: np.ndarray) -> None:
+        """A variable or slot of those values."""
+        start, stop = first * values.itemsize, first * values.itemsize + values.nbytes
+        self.made.append((segment, start, stop))
+        self.gpu.make(segment, start, stop)
+        self.commit(Write(at(segment, first, values), "assign", None, (array_of(values),)))
+
+    def brings(self, segment: str, first: int, values: np.ndarray) -> None:
+        """A gradient."""
+        for memory in (self.here, self.there):
+            memory.elements(segment, values.dtype.name)[first : first + values.size] = values.reshape(-1)
+
+    def commit(self, *operations: Apply | Write | Fill) -> None:
+        self.ticket += 1
+        self.gpu.commit(Commit(self.ticket, operations))
+        self.plain.commit(Commit(self.ticket, operations))
+
+    def mirrored(self) -> None:
+        """Have the mirror hold slots too."""
+        self.gpu.mirror(
+            Array(dtype, ((stop - start) // np.dtype(dtype).itemsize,), Location(segment, start))
+            for segment, start, stop in self.made
+            for dtype in [segment.rpartition("/")[2]]
+        )
+
+    def assert_same(self, rtol: float = 0.0) -> None:
+        self.mirrored()
+        for segment, start, stop in self.made:
+            dtype = segment.rpartition("/")[2]
+            found, expected = (
+                memory.elements(segment, "uint8")[start:stop].view(dtype) for memory in (self.here, self.there)
+            )
+            if rtol:
+                np.testing.assert_allclose(found, expected, rtol=rtol, atol=rtol, err_msg=segment)
+            else:
+                np.testing.assert_array_equal(found, expected, err_msg=segment)
+
+    def close(self) -> None:
+        self.gpu.close()
+        self.plain.close()
+        del self.gpu, self.plain
+        self.here.mappings.clear()
+        self.there.mappings.clear()
+
+
+@pytest.fixture(params=[True, False], ids=["journal", "no journal"])
+def both(request: pytest.FixtureRequest, gpus: StandInGpus) -> Iterator[Both]:
+    made = Both(journal=request.param)
+    yield made
+    made.close()
+
+
+RANGES = {"float16": ((0, 70),), "float32": ((0, 50), (64, 200)), "float64": ((8, 9),), "complex64": ((0, 20),)}
+
+
+def variables(both: Both, rule: str, dtypes: Sequence[str]) -> tuple[Dense, ...]:
+    """Variables, slots and gradients of many magnitudes, and the dense part of an update of them."""
+    random = np.random.default_rng(3)
+    parts = []
+    for dtype in dtypes:
+        slots = tuple(f"slots/1/{slot}/{dtype}" for slot in RULES[rule].slots)
+        gradients = tuple(f"gradients/{r}/0/{dtype}" for r in range(both.replicas))
+        for first, last in RANGES[dtype]:
+            both.make(f"parameters/{dtype}", first, random.standard_normal(last - first).astype(dtype))
+            for name, value in zip(slots, RULES[rule].initial(GIVEN), strict=True):
+                both.make(name, first, np.full(last - first, value, dtype))
+            for name in gradients:
+                both.brings(name, first, random.standard_normal(last - first).astype(dtype))
+        parts.append(Dense(dtype, RANGES[dtype], f"parameters/{dtype}", slots, gradients))
+    return tuple(parts)
+
+
+def table(both: Both, rule: str, height: int, width: int, rows: Sequence[Sequence[int]], first: int = 0) -> Rows:
+    """A float32 table of which the replicas' gradients name rows."""
+    random = np.random.default_rng(4)
+    slots = tuple(f"slots/1/{slot}/float32" for slot in RULES[rule].slots)
+    both.make("parameters/float32", first, random.standard_normal((height, width)).astype("float32"))
+    for name, value in zip(slots, RULES[rule].initial(GIVEN), strict=True):
+        both.make(name, first, np.full((height, width), value, "float32"))
+    gradients = [
+        (array_of(random.standard_normal((len(named), width)).astype("float32")), array_of(np.array(named, np.int64)))
+        for named in rows
+    ]
+    return Rows("float32", first, (height, width), "parameters/float32", slots, tuple(gradients))
+
+
+def apply(rule: str, dense: Sequence[Dense] = (), sparse: Sequence[Rows] = (), t: int = 1, **given: float) -> Apply:
+    return Apply(rule, tuple((GIVEN | given).items()), t, tuple(dense), tuple(sparse))
+
+
+# --- commits ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.usefixtures("narrow")
+def test_a_dense_update(gpus: StandInGpus, rule: str) -> None:
+    both = Both()
+    dtypes = ["float32", "float64"] + ([] if RULES[rule].is_real else ["complex64"])
+    dense = variables(both, rule, dtypes)
+    for t in range(1, 4):
+        both.commit(apply(rule, dense, t=t))
+    both.assert_same(0.0 if RULES[rule].is_compiled else 1e-4)
+    both.close()
+
+
+@pytest.mark.usefixtures("narrow", "locking")
+def test_a_dense_update_of_any_gradients(both: Both) -> None:
+    dense = variables(both, "adam", ["float32", "float64", "complex64"])
+    for t in range(1, 4):
+        both.commit(apply("adam", dense, t=t))
+    both.assert_same()
+
+
+@pytest.mark.usefixtures("narrow")
+def test_halves_are_computed_in_single_precision(both: Both) -> None:
+    dense = variables(both, "sgd_momentum", ["float16"])
+    both.commit(apply("sgd_momentum", dense))
+    both.assert_same(4e-3)
+
+
+@pytest.mark.parametrize("lazy", [0.0, 1.0])
+@pytest.mark.parametrize("rule", ["sgd", "sgd_momentum", "rmsprop", "adam", "nadam"])
+@pytest.mark.parametrize(
+    ("height", "width", "named"), [(9, 7, [[3, 1, 3], [8, 1]]), (200, 40, [[5, 7], []]), (3, 0, [[1], [1]])]
+)
+@pytest.mark.usefixtures("narrow")
+def test_a_sparse_update(both: Both, rule: str, lazy: float, height: int, width: int, named: list[list[int]]) -> None:
+    sparse = table(both, rule, height, width, named, first=16)
+    for t in range(1, 4):
+        both.commit(apply(rule, sparse=[sparse], t=t, lazy=lazy))
+    both.assert_same()
+
+
+def test_a_row_beyond_the_table_is_left_out(both: Both) -> None:
+    both.commit(apply("adam", sparse=[table(both, "adam", 4, 10, [[-1, 2], [4]])]))
+    both.assert_same()
+
+
+@pytest.mark.parametrize(
+    "bound",
+    [
+        {"clipvalue": 0.5},
+        {"clipnorm": 0.5},
+        {"global_clipnorm": 2.0},
+        {"clipvalue": 0.5, "clipnorm": 1.0},
+        {"global_clipnorm": 1e9},
+    ],
+)
+@pytest.mark.parametrize("dtypes", [["float32"], ["float32", "float64"], ["float32", "complex64"]])
+@pytest.mark.usefixtures("narrow", "locking")
+def test_a_bounded_update(gpus: StandInGpus, bound: dict[str, float], dtypes: list[str]) -> None:
+    both = Both()
+    if "clipvalue" in bound:  # of real gradients only
+        dtypes = [dtype for dtype in dtypes if dtype != "complex64"]
+    dense = variables(both, "sgd_momentum", dtypes)
+    sparse = [] if dtypes[1:] else [table(both, "sgd_momentum", 20, 9, [[2, 2, 5], [6]], first=1000)]
+    both.commit(apply("sgd_momentum", dense, sparse, **bound))
+    both.assert_same(1e-6)
+    if bound != {"global_clipnorm": 1e9}:
+        before = both.here.elements("parameters/float32", "float32").copy()
+        both.commit(apply("sgd_momentum", dense, sparse, t=2))
+        assert (both.here.elements("parameters/float32", "float32") != before).any()
+    both.close()
+
+
+@pytest.mark.parametrize("norm", [np.nan, np.inf])
+def test_a_norm_that_is_not_finite(both: Both, norm: float) -> None:
+    dense = variables(both, "sgd", ["float32", "complex64"])
+    both.brings("gradients/1/0/float32", 3, np.array([norm], "float32"))
+    with np.errstate(invalid="ignore"):
+        both.commit(apply("sgd", dense, global_clipnorm=1.0))
+    both.assert_same()
+    assert np.isnan(both.here.elements("parameters/float32", "float32")[:50]).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int64", "bool"])
+@pytest.mark.usefixtures("narrow")
+def test_writes(both: Both, dtype: str) -> None:
+    segment, shape = f"parameters/{dtype}", (30, 9)
+    random = np.random.default_rng(5)
+
+    def values(*shape: int) -> Array:
+        return array_of((random.standard_normal(shape) * 3).astype(dtype))
+
+    both.make(segment, 40, (random.standard_normal(shape) * 3).astype(dtype))
+    target = Array(dtype, shape, Location(segment, 40 * np.dtype(dtype).itemsize))
+    rows = array_of(np.array([3, 29, 3, -1, 30, 4]))
+    both.commit(
+        Write(target, "assign", None, (values(*shape),)), Write(target, "scatter_update", None, (values(6, 9),), rows)
+    )
+    if dtype != "bool":
+        both.commit(
+            Write(target, "assign_add", "SUM", (values(*shape), values(*shape))),
+            Write(target, "scatter_add", None, (values(6, 9),), rows),
+            Write(target, "assign_sub", None, (values(*shape),)),
+        )
+        both.commit(Write(target, "scatter_sub", None, (values(6, 9),), rows))
+    both.commit(Write(target, "scatter_update", None, (values(1, 9),), array_of(np.array([77]))))
+    both.assert_same()
+
+
+def test_a_scalar_and_nothing_at_all(both: Both) -> None:
+    for at, shape in ((0, ()), (16, (0, 3))):
+        both.make("parameters/float64", at, np.ones(shape))
+        target = Array("float64", shape, Location("parameters/float64", at * 8))
+        both.commit(Write(target, "assign_add", None, (array_of(np.full(shape, 2.0)),)))
+    both.assert_same()
+    assert both.here.elements("parameters/float64", "float64")[0] == 3
+
+
+@pytest.mark.usefixtures("narrow")
+def test_a_commit_of_many_operations(both: Both) -> None:
+    """Every operation begins with what the one before it left, and what is changed twice is mirrored as it ends."""
+    dense = variables(both, "adam", ["float32", "float64", "complex64"])
+    sparse = table(both, "adam", 50, 20, [[2, 2, 5], [6]], first=1000)
+    w = Array("float32", (50,), Location("parameters/float32", 0))
+    t = Array("float32", (50, 20), Location("parameters/float32", 4000))
+    add = Write(w, "assign_add", None, (array_of(np.ones(50, "float32")),))
+    scatter = Write(t, "scatter_add", None, (array_of(np.ones((1, 20), "float32")),), array_of(np.array([9])))
+    both.commit(add, apply("adam", dense, [sparse]), add, scatter, apply("adam", dense, [sparse], t=2), scatter)
+    both.assert_same()
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "complex64"])
+def test_fills(both: Both, value: float, dtype: str) -> None:
+    segment = f"slots/1/m/{dtype}"
+    both.make(segment, 0, np.ones(5000, dtype))
+    both.commit(Fill(segment, dtype, 10, 4990, value, is_lazy=value == 0))
+    both.assert_same()
+    assert both.here.elements(segment, dtype)[[9, 10, 4989, 4990]].tolist() == [
+        1,
+        np.array(value, dtype),
+        np.array(value, dtype),
+        1,
+    ]
+
+
+# --- the mirror and the journal ---------------------------------------------------------------------------------------
+
+
+def test_without_a_journal_slots_are_mirrored_when_somebody_asks(gpus: StandInGpus) -> None:
+    both = Both(journal=False)
+    both.commit(apply("adam", variables(both, "adam", ["float32"])))
+    assert not both.here.elements("slots/1/m/float32", "float32")[:50].any()
+    both.assert_same()
+    both.close()
+
+
+@pytest.mark.usefixtures("narrow")
+def test_a_server_that_begins_anew_goes_on_from_the_mirror(gpus: StandInGpus) -> None:
+    both = Both()
+    dense = variables(both, "adam", ["float32", "complex64"])
+    sparse = table(both, "adam", 50, 20, [[2, 2, 5], [6]], first=1000)
+    for t in range(1, 4):
+        both.commit(apply("adam", dense, [sparse], t=t))
+        both.again()
+    both.assert_same()
+    both.close()
+
+
+class Ended(Exception):
+    """The server is no more."""
+
+
+@pytest.mark.parametrize("where", ["place", "finish", "replay", "replayed"])
+def test_a_commit_is_whole_or_has_not_been_wherever_the_server_ends(
+    gpus: StandInGpus, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    both = Both()
+    dense = variables(both, "adam", ["float32", "float64"])
+    sparse = table(both, "adam", 50, 20, [[2, 2, 5], [6]], first=1000)
+    w = Array("float32", (50,), Location("parameters/float32", 0))
+    operations = (
+        apply("adam", dense, [sparse]),
+        Write(w, "assign_add", None, (array_of(np.ones(50, "float32")),)),
+    )
+    before = both.here.elements("parameters/float32", "float32").copy()
+    left = 2
+
+    def end(*_: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise Ended
+        return original(*_)
+
+    name, original = {
+        "place": ("place", Journal.place),
+        "finish": ("finish", Journal.finish),
+        "replay": ("replay", Journal.replay),
+        "replayed": ("replay", Journal.replay),
+    }[where]
+    if where == "finish":
+        left = 1
+    if where == "replay":
+        from cs_server.journal import Change
+
+        original_put = Change.put
+
+        def end_in_the_midst(*_: Any) -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                raise Ended
+            original_put(*_)
+
+        monkeypatch.setattr(Change, "put", end_in_the_midst)
+    elif where != "replayed":
+        monkeypatch.setattr(Journal, name, end)
+    both.ticket += 1
+    command = Commit(both.ticket, operations)
+    if where == "replayed":
+        both.gpu.commit(command)
+    else:
+        with pytest.raises(Ended):
+            both.gpu.commit(command)
+        monkeypatch.undo()
+        if where != "replay":
+            np.testing.assert_array_equal(both.here.elements("parameters/float32", "float32"), before)
+    both.again()
+    both.gpu.commit(command)  # the engine has not heard that it is finished
+    both.plain.commit(command)
+    both.assert_same()
+    both.close()
+
+
+def test_the_mirror_is_copied_from_page_locked_memory_while_kernels_run(gpus: StandInGpus) -> None:
+    """Gradients are read where they lie, and each byte that changed is copied once."""
+    both = Both()
+    dense = variables(both, "adam", ["float32"])
+    both.commit(apply("adam", dense))
+    before = gpus.cupy.counts()
+    both.commit(apply("adam", dense, t=2))
+    after = gpus.cupy.counts()
+    counted = {name: after[name] - before[name] for name in after}
+    assert counted["device_to_host_nbytes"] == 3 * 4 * (50 + 136)
+    assert counted["host_to_device_nbytes"] == 8 * 2 * (4 + 2 + 2)  # the table of two pieces
+    assert (counted["launches"], counted["allocated_nbytes"]) == (1, 0)
+    both.close()
+    assert gpus.cupy.counts()["page_locked_nbytes"] == 0
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_lies_on_the_gpu() -> None:
+    assert is_on_device("parameters/float16")
+    assert is_on_device("slots/3/momentum/float64")
+    assert not is_on_device("parameters/int64")
+    assert not is_on_device("parameters/complex64")
+    assert not is_on_device("gradients/0/1/float32")
+    assert not is_on_device("control")
+
+
+@pytest.mark.usefixtures("narrow")
+def test_a_variable_that_takes_the_place_of_another(both: Both) -> None:
+    """Places are taken again in other sizes than they were made in; no other variable notices."""
+    sizes = [(0, 100), (128, 100), (256, 300), (600, 90)]
+    for first, size in sizes:
+        both.make("parameters/float32", first, np.full(size, first + 1, "float32"))
+    for first, size in sizes[1:3]:
+        both.gpu.discard("parameters/float32", 4 * first, 4 * (first + size))
+        both.made.remove(("parameters/float32", 4 * first, 4 * (first + size)))
+    both.make("parameters/float32", 128, np.full(400, 7, "float32"))
+    both.make("parameters/float32", 540, np.full(20, 8, "float32"))
+    both.assert_same()
+    for first, size in ((0, 100), (128, 400), (540, 20), (600, 90)):
+        target = Array("float32", (size,), Location("parameters/float32", 4 * first))
+        both.commit(Write(target, "assign_add", None, (array_of(np.ones(size, "float32")),)))
+    both.assert_same()
+
+
+def test_memory_that_nobody_needs_is_given_back_to_the_gpu(gpus: StandInGpus) -> None:
+    both = Both()
+    free = both.gpu.available_nbytes()
+    size = devices._BLOCK_NBYTES // 4 // 8
+    both.make("parameters/float32", 0, np.ones(size, "float32"))
+    both.make("parameters/float32", size, np.ones(size, "float32"))
+    assert both.gpu.available_nbytes() == free - devices._BLOCK_NBYTES
+    both.gpu.discard("parameters/float32", 0, 4 * size)
+    assert both.gpu.available_nbytes() == free - devices._BLOCK_NBYTES
+    both.gpu.discard("parameters/float32", 4 * size, 8 * size)
+    assert both.gpu.available_nbytes() == free
+    both.close()
+
+
+def test_page_locks_go_before_the_pages(gpus: StandInGpus) -> None:
+    both = Both()
+    dense = variables(both, "sgd", ["float32"])
+    both.commit(apply("sgd", dense))
+    locked = gpus.cupy.counts()["page_locked_nbytes"]
+    both.gpu.discard("gradients/0/0/float32", 0, 200)
+    assert gpus.cupy.counts()["page_locked_nbytes"] == locked - 4096
+    both.here.discard("gradients/0/0/float32", 0, 4096)
+    both.brings("gradients/0/0/float32", 0, np.full(200, 5, "float32"))
+    both.commit(apply("sgd", dense, t=2))
+    both.assert_same()
+    assert gpus.cupy.counts()["page_locked_nbytes"] == locked
+    both.close()
+
+
+def test_a_full_gpu_says_what_was_planned() -> None:
+    with stand_in_gpus(1, nbytes=64 << 20):
+        both = Both()
+        with pytest.raises(MemoryPlanError, match=r"67108864 bytes planned on gpu:0, \d+ bytes of it available"):
+            both.gpu.make("parameters/float32", 0, 64 << 20)
+        both.make("parameters/float32", 0, np.ones(9, "float32"))
+        both.assert_same()
+        both.close()
+
+
+def test_a_gpu_that_cannot_be_used(gpus: StandInGpus) -> None:
+    both = Both()
+    with pytest.raises(DeviceError, match=r"variables cannot lie on gpu:7: .*invalid device ordinal"):
+        GpuParameters("gpu:7", 1, both.here, both.plain, None)
+    both.close()
+
+
+def test_nothing_is_dropped_twice(gpus: StandInGpus) -> None:
+    from cs_server.cuda import Gpu
+
+    gpu = Gpu("gpu:1")
+    memory = DeviceMemory(gpu)
+    assert memory.drop("parameters/float32", 0) == 0
+    memory.make("parameters/float32", 0, 8)
+    memory.make("parameters/float32", 8, 8)
+    assert (memory.drop("parameters/float32", 0), memory.drop("parameters/float32", 0)) == (8, 0)
+    gpu.close()
+
+
+def test_an_exported_block_stays(gpus: StandInGpus) -> None:
+    both = Both()
+    size = devices._BLOCK_NBYTES // 4
+    both.make("parameters/float32", 16, np.ones(size, "float32"))
+    free = both.gpu.available_nbytes()
+    handle, offset = both.gpu._on_device.export("parameters/float32", 4 * 20)
+    assert (len(handle), offset) == (64, 16)
+    both.gpu.discard("parameters/float32", 64, 64 + 4 * size)
+    assert both.gpu.available_nbytes() == free
+    both.close()
