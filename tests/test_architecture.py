@@ -124,7 +124,7 @@ def test_a_server_module_in_no_layer_is_seen(tmp_path: Path) -> None:
                 "cs_worker.link",
             },
         ),
-        ("cupy", {"cs_worker.device"}),
+        ("cupy", {"cs_server.cuda", "cs_worker.device"}),
         ("numba", {"cs_server.fused", "cs_server.kernels"}),
         ("cloudpickle", {"central_storage.shipping"}),
     ],

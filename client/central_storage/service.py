@@ -107,8 +107,6 @@ def _start(
             parameter_device = os.environ.get("CS_PARAMETER_DEVICE")
     chosen = devices.compute_devices(compute_devices)
     owner = devices.parameter_device(parameter_device, chosen)
-    if owner.startswith("gpu"):
-        raise DeviceError(f"variables on {owner} are not served by this version; pass parameter_device='cpu:0'")
     require_cupy([*chosen, owner])
     for line in busy([*chosen, owner], visible_gpus()):
         _log.warning("%s", line)

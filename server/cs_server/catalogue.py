@@ -25,8 +25,9 @@ from cs_proto.optimizers import CLIPS, SLOTS, check_change, rule_of
 from cs_proto.schedules import Schedule, rate
 from cs_proto.sizes import in_units
 
-from .events import Allocate, Apply, Command, Dense, Discard, Rows, Write
+from .events import Allocate, Apply, Command, Dense, Discard, Load, Rows, Write
 from .tables import Hole, Slab, SlotFill, SlotNames, Steps, Tables, VariableSet
+from .translate import DTYPES
 from .updates import RULES
 
 __all__ = ["SLACK_NBYTES", "Catalogue"]
@@ -43,10 +44,14 @@ _PAGE_NBYTES = 2 << 20
 class Catalogue:
     """Variables and optimizers. Commands that make segments go to ``out``."""
 
-    def __init__(self, tables: Tables, out: list[Command], replicas: int, machine_nbytes: int) -> None:
+    def __init__(
+        self, tables: Tables, out: list[Command], replicas: int, machine_nbytes: int, device: str = "cpu:0"
+    ) -> None:
+        """``device``: where the variables lie."""
         self._tables = tables
         self._out = out
         self._replicas = replicas
+        self._device = device
         self._reservation = -(-_RESERVATION * machine_nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
         self.forget()
 
@@ -95,7 +100,10 @@ class Catalogue:
         nbytes = Array(spec.dtype, spec.shape, Location(segments.parameters(spec.dtype), 0)).nbytes
         may_be_idle = nbytes if spec.trainable and _is_optimizable(spec.dtype) else 0
         self._check_plan(
-            f"variable {name!r}", nbytes + self._replicas * may_be_idle, "for its value and its gradient buffers"
+            f"variable {name!r}",
+            nbytes + self._replicas * may_be_idle,
+            "for its value and its gradient buffers",
+            device_nbytes=self._on_device(spec.dtype, nbytes),
         )
         slab = self._tables.slabs.get(spec.dtype) or Slab(self._reservation, 0, 0, 0)
         room = _room(nbytes)
@@ -366,6 +374,19 @@ class Catalogue:
         }
         return made + [Allocate(name, self._tables.slabs[dtype].reservation, "") for name, dtype in sorted(names)]
 
+    def loads(self) -> list[Load]:
+        """What has to be brought to the GPU by a server that was restarted; nothing where variables lie on none."""
+        places = [variable.array for variable in self._tables.variables.values()]
+        for (optimizer, number), slots in self._tables.slots.items():
+            array = self._tables.variables[number].array
+            names = (segments.slots(optimizer, slot, array.dtype) for slot in slots.names)
+            places += [replace(array, place=Location(name, _offset(array))) for name in names]
+        return [
+            Load(array.place.segment, _offset(array), _offset(array) + array.nbytes)
+            for array in places
+            if isinstance(array.place, Location) and self._on_device(array.dtype, array.nbytes)
+        ]
+
     def _segments_of_slab(self, dtype: str) -> Iterable[tuple[str, str]]:
         yield segments.parameters(dtype), ""
         if _is_optimizable(dtype):
@@ -413,6 +434,7 @@ class Catalogue:
             sum(len(slots) * variable.array.nbytes for variable in missing),
             f"for the slots {', '.join(slots)} of {len(missing)} variables",
             touched_nbytes=sum(variable.array.nbytes for variable in idle),
+            device_nbytes=sum(len(slots) * self._on_device(v.spec.dtype, v.array.nbytes) for v in missing),
         )
         for variable in idle:
             slab = self._tables.slabs[variable.spec.dtype]
@@ -434,8 +456,23 @@ class Catalogue:
             self._tables.slots[optimizer.number, variable.number] = SlotNames(slots)
         return tuple(fills)
 
-    def _check_plan(self, what: str, nbytes: int, purpose: str, touched_nbytes: int = 0) -> None:
-        """Raise where ``nbytes`` do not fit. ``touched_nbytes`` of idle variables have just been touched."""
+    def _on_device(self, dtype: str, nbytes: int) -> int:
+        """How many of ``nbytes`` lie on a GPU."""
+        return nbytes if self._device.startswith("gpu") and dtype in DTYPES else 0
+
+    def _check_plan(
+        self, what: str, nbytes: int, purpose: str, touched_nbytes: int = 0, device_nbytes: int = 0
+    ) -> None:
+        """Raise where ``nbytes`` do not fit. ``touched_nbytes`` of idle variables have just been touched;
+        ``device_nbytes`` lie on a GPU, too, and there is room in the journal for each of them."""
+        free = self._tables.tally.device_nbytes
+        if 0 <= free < device_nbytes:
+            raise MemoryPlanError(
+                f"{what}: {device_nbytes} bytes planned on {self._device} {purpose}, {free} bytes of it available; use "
+                "smaller or fewer variables, end what else uses it, or keep the variables in the machine's memory "
+                "(parameter_device='cpu:0')"
+            )
+        nbytes += device_nbytes
         available = self._tables.tally.available_nbytes
         idle_nbytes = sum(slab.idle_nbytes for slab in self._tables.slabs.values()) - touched_nbytes
         promised = self._replicas * idle_nbytes
@@ -523,6 +560,11 @@ def _elements(variable: Variable) -> tuple[int, int]:
     itemsize = np.dtype(variable.spec.dtype).itemsize
     first = variable.place.offset // itemsize
     return first, first + variable.array.nbytes // itemsize
+
+
+def _offset(array: Array) -> int:
+    assert isinstance(array.place, Location)
+    return array.place.offset
 
 
 def _merged(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

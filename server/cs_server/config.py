@@ -58,14 +58,8 @@ class ServerConfig:
             )
         if self.step_timeout is not None and not self.step_timeout > 0:
             raise ConfigurationError(f"a step timeout of {self.step_timeout} seconds; it is more than 0")
-        device = _DEVICE.fullmatch(self.parameter_device)
-        if device is None:
+        if _DEVICE.fullmatch(self.parameter_device) is None:
             raise DeviceError(f"{self.parameter_device!r:.60} is not a device in short form; write cpu:0")
-        if device[1] == "gpu":
-            raise DeviceError(
-                f"variables on {self.parameter_device} are not served: a server keeps them in the machine's memory; "
-                "choose the parameter device cpu:0, which workers on GPUs can use too"
-            )
 
     @property
     def endpoint(self) -> str:

@@ -10,6 +10,7 @@ from it follows on the other, behind a :meth:`Gpu.mark` of the first, so that it
 from __future__ import annotations
 
 import bisect
+import os
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -52,7 +53,7 @@ class Gpu:
             ) from error
         self.name = name
         self._cupy, self._runtime = cupy, cupy.cuda.runtime
-        number = int(name.partition(":")[2])
+        number = _number_here(name)
         try:
             cupy.cuda.Device(number).use()
             self._kernels_stream = cupy.cuda.Stream(non_blocking=True)
@@ -176,3 +177,13 @@ class Gpu:
         for first, _ in self._locked:
             self._runtime.hostUnregister(first)
         self._locked.clear()
+
+
+def _number_here(name: str) -> int:
+    """Which of the GPUs that this process sees is the one that the user calls ``gpu:n``: CS_GPUS has their numbers."""
+    number, shown = name.partition(":")[2], os.environ.get("CS_GPUS")
+    if shown is None:
+        return int(number)
+    if number not in shown.split(","):
+        raise DeviceError(f"variables cannot lie on {name}: this process sees the GPUs {shown or 'of nobody'}")
+    return shown.split(",").index(number)

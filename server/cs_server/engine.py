@@ -86,7 +86,7 @@ class Engine:
         self._tables = tables = Tables(control, config.replicas)
         n, out = config.replicas, self._out
         self._sessions = Sessions(tables, out, n, config.parameter_device, config.pid)
-        self._catalogue = Catalogue(tables, out, n, config.machine_nbytes)
+        self._catalogue = Catalogue(tables, out, n, config.machine_nbytes, config.parameter_device)
         self._commits = Commits(tables, out, self._operations)
         self._runs = Runs(tables, out, self._sessions, self._catalogue, self._commits, n)
         self._requests = Requests(tables, out, self._sessions, self._catalogue, self._commits, self._runs)
@@ -112,7 +112,7 @@ class Engine:
 
     def resume(self) -> list[Command]:
         """What a server that was restarted has to do first: segments opened, and what was under way done again."""
-        commands: list[Command] = list(self._catalogue.allocations())
+        commands: list[Command] = [*self._catalogue.allocations(), *self._catalogue.loads()]
         if self._tables.tally.committing:
             commands.append(self._commits.command(self._tables.tally.committing))
         commands += [self._progress.compute(ticket) for ticket in sorted(self._tables.computations)]
@@ -183,8 +183,9 @@ class Engine:
             case ProcessDied(died):
                 if self._sessions.died(died):
                     self._runs.lost(died)
-            case MemoryAvailable(nbytes):
+            case MemoryAvailable(nbytes, device_nbytes):
                 self._tables.tally.available_nbytes = nbytes
+                self._tables.tally.device_nbytes = device_nbytes
             case Computed():
                 self._progress.computed(event)
             case Finished(ticket):

@@ -32,9 +32,11 @@ class ProcessDied:
 
 @dataclass(frozen=True)
 class MemoryAvailable:
-    """Bytes that may still be touched; told before every record that could plan memory."""
+    """Bytes that may still be touched, of the machine's memory and of the GPU where variables lie (-1: they lie on
+    none); told before every record that could plan memory."""
 
     nbytes: int
+    device_nbytes: int = -1
 
 
 @dataclass(frozen=True)
@@ -193,8 +195,18 @@ class Discard:
 
 
 @dataclass(frozen=True)
+class Load:
+    """Bring bytes ``start`` to ``stop`` of a segment to the GPU where variables lie: a server before this one made them
+    there, and the segment has what it left."""
+
+    segment: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
 class FreeResults:
     """What :class:`Compute` commands before this one brought is not needed any more."""
 
 
-Command = Send | Allocate | Compute | Discard | FreeResults | Commit | Log
+Command = Send | Allocate | Load | Compute | Discard | FreeResults | Commit | Log

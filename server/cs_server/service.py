@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import zmq
@@ -44,6 +45,7 @@ from cs_proto.messages import (
     ReducePoint,
     Refused,
     Return,
+    Slots,
     WriteNote,
 )
 from cs_proto.records import Record
@@ -63,6 +65,7 @@ from .events import (
     Event,
     Finished,
     FreeResults,
+    Load,
     Log,
     MemoryAvailable,
     ProcessDied,
@@ -70,9 +73,13 @@ from .events import (
     Send,
     Tick,
 )
+from .journal import Journal
 from .segments import Segments
 from .versions import NBYTES as _VERSIONS_NBYTES
 from .versions import Versions
+
+if TYPE_CHECKING:
+    from .devices import GpuParameters
 
 __all__ = ["Service", "ThreadedServer", "serve"]
 
@@ -82,6 +89,8 @@ _log = logging.getLogger("cs_server.service")
 # replicas bring to one run and return from it; arenas are bounded by the memory there is.
 _CONTROL_NBYTES = 8 << 30
 _PAGE_NBYTES = 2 << 20
+# The journal's, in multiples of the machine's memory.
+_JOURNAL = 4
 # Messages taken from the socket before the clock and the supervisor are looked at again.
 _BATCH = 64
 _TICK = 1.0
@@ -193,6 +202,7 @@ class Service:
         nbytes = self._arena_nbytes = -(-config.machine_nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
         self._results = Arena(lambda: segments.make(names.server_arena(), nbytes, ""), self._engine.results_nbytes)
         self._arithmetic = Arithmetic(segments, config.threads, self._results.place, self._undo_memory())
+        self._gpu = _on_gpu(config, segments, self._arithmetic)
         self._versions = Versions(segments.make(names.versions(), _VERSIONS_NBYTES, ""))
         self._next_tick = time.monotonic() + _TICK
         self._poller = zmq.Poller()
@@ -218,8 +228,10 @@ class Service:
         self._control.reserve(names.CONTROL_HEADER_NBYTES + start, names.CONTROL_HEADER_NBYTES + stop)
 
     def close(self) -> None:
-        """End the threads of the arithmetic."""
+        """End the threads of the arithmetic, and give the GPU back."""
         self._arithmetic.close()
+        if self._gpu:
+            self._gpu.close()
 
     def listen(self) -> None:
         """Begin to hear workers and clients."""
@@ -231,7 +243,8 @@ class Service:
             if isinstance(event, Received) and _may_plan_memory(event.record):
                 free = self._control.free_nbytes
                 available = machine.available_nbytes()
-                self._settle([MemoryAvailable(available if free is None else min(available, free))])
+                available = available if free is None else min(available, free)
+                self._settle([MemoryAvailable(available, self._gpu.available_nbytes() if self._gpu else -1)])
             self._settle([event])
 
     def receive(self, timeout: float) -> Iterator[Event]:
@@ -306,24 +319,33 @@ class Service:
         for command in commands:
             match command:
                 case Send(peer, record, inline):
+                    if self._gpu and isinstance(record, Slots):
+                        self._gpu.mirror(record.arrays)
                     self._send(peer, self._inlined(record) if inline else record)
                 case Commit(ticket):
                     self._commits[0] |= np.uint64(1)  # odd from here, also where a server before this one was killed
                     failpoint("server.commit")
                     self._versions.count(command)
-                    self._arithmetic.commit(command)
+                    (self._gpu or self._arithmetic).commit(command)
                     failpoint("server.committed")
                     self._commits[0] += np.uint64(1)
                     outcomes.append(Finished(ticket))
                 case Compute():
                     outcomes.append(self._computed(command))
                 case Discard(segment, start, stop):
+                    if self._gpu:
+                        self._gpu.discard(segment, start, stop)
                     self._segments.get(segment).discard(start, stop)
                 case FreeResults():
                     self._results.reset()
                 case Allocate(segment, reservation, writer, start, stop, is_lazy):
                     made = self._segments.make(segment, reservation, writer)
                     (made.reserve if is_lazy else made.populate)(start, stop)
+                    if self._gpu:
+                        self._gpu.make(segment, start, stop)
+                case Load(segment, start, stop):
+                    if self._gpu:
+                        self._gpu.make(segment, start, stop, load=True)
                 case Log(text, slow):
                     _log.log(logging.WARNING if slow else logging.INFO, "%s", text)
         return outcomes
@@ -384,6 +406,19 @@ class _Loading:
         self.is_done = True
         with suppress(OSError):  # the process is ending: the pipe is closed
             os.write(self._wake_writer, _LOADED)
+
+
+def _on_gpu(config: ServerConfig, segments: Segments, arithmetic: Arithmetic) -> GpuParameters | None:
+    """The variables on a GPU; None where they lie in the machine's memory."""
+    if not config.parameter_device.startswith("gpu:"):
+        return None
+    from .devices import GpuParameters  # a server without a GPU has nothing to do with one
+
+    journal = None
+    if config.recovery:
+        reservation = _JOURNAL * -(-config.machine_nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
+        journal = Journal(segments.make(names.JOURNAL, reservation, ""))
+    return GpuParameters(config.parameter_device, config.replicas, segments, arithmetic, journal)
 
 
 def _connected(config: ServerConfig, stack: ExitStack) -> Segments:

@@ -251,6 +251,8 @@ class Tally:
     committing: int = 0
     #: Bytes that may still be touched, as last told; -1 before.
     available_nbytes: int = -1
+    #: Those of the GPU where variables lie; -1 where they lie on none.
+    device_nbytes: int = -1
     seen: list[float] = field(default_factory=list)
     replica_runs: list[int] = field(default_factory=list)
     points: list[int] = field(default_factory=list)

@@ -22,7 +22,6 @@ def test_help(program: tuple[str, ...]) -> None:
         ((), 2, "--run-directory"),
         (("--run-directory", "/tmp", *OPTIONS, "--replicas", "two"), 2, "invalid int value: 'two'"),
         (("--run-directory", "tmp", *OPTIONS), 2, "ConfigurationError: run directory 'tmp' must be an absolute path"),
-        (("--run-directory", "/tmp", *OPTIONS, "--parameter-device", "gpu:0"), 2, "choose the parameter device cpu:0"),
         (("--run-directory", "/nowhere", *OPTIONS), 1, "LaunchError: no supervisor listens at /nowhere/supervisor"),
     ],
 )
