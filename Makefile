@@ -13,7 +13,7 @@ export PIP_ROOT_USER_ACTION = ignore
 export PIP_QUIET = 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo setup test test-interop test-containers soak lint fmt bench clean
+.PHONY: help demo setup test test-interop test-containers soak lint fmt bench bench-quick clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -45,8 +45,11 @@ fmt: $(VENV)/.installed-dev  ## put the style right where a tool can
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-bench: $(VENV)/.installed-dev  ## measure on this machine; prints a table and writes benchmarks/results.json
+bench: $(VENV)/.installed-dev  ## measure beside others, in environments of their own: benchmarks/results.json, .svg; up to 40 minutes
 	@$(BIN)/python benchmarks/bench.py
+
+bench-quick: $(VENV)/.installed-dev  ## measure the service and the floors: about two minutes
+	@$(BIN)/python benchmarks/bench.py --quick
 
 clean:  ## remove all that was made here, the virtual environment too
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache benchmarks/results.json

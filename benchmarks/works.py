@@ -178,7 +178,7 @@ WORKS: dict[str, Work] = {
 def loss_and_gradients(
     x: np.ndarray, y: np.ndarray, rows: int, parameters: list[np.ndarray], out: list[np.ndarray]
 ) -> float:
-    """The digits by hand: what these rows add to the mean loss of a batch of ``rows``; their gradients go to ``out``."""
+    """The digits by hand: what these rows add to the mean loss of a batch of ``rows``; gradients go to ``out``."""
     w1, b1, w2, b2 = parameters
     hidden = np.maximum(x @ w1 + b1, 0)
     chances = hidden @ w2 + b2

@@ -1,48 +1,99 @@
-"""The benchmark still runs: every case once, with no word about how fast."""
+"""The benchmark measures, notices wrong results and says what came of it; how fast anything is, is nobody's test."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from tests.harness.processes import ROOT, run
 
-import central_storage as cs
-
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The modules of benchmarks/ that need no other package."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
     import bench
+    import report
+    import works
+    from peers import numpy_one_process
 
-    monkeypatch.setattr(bench, "REPEATS", 5)
+    monkeypatch.setattr(bench, "MOST", 3)
+    monkeypatch.setenv(works.DIGITS, "")  # prepare() sets it
+    bench.prepare()
+    return SimpleNamespace(bench=bench, report=report, works=works, plain=numpy_one_process)
 
-    return bench
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("number", range(5))
+def test_our_own_peers_compute_what_numpy_does(benchmark: Any, number: int) -> None:
+    peer = benchmark.bench.OWN[number]
+    asked = [work for work in ("adam-1MB", "read-1MBx1", "digits", "embedding-1e5") if work in peer.works]
+    bench = benchmark.bench.Bench()
+    measured = dict(bench.run(peer, dict.fromkeys(asked, 2)))
+    assert not bench.failures
+    assert list(measured) == asked
+    assert all(seconds > 0 for seconds in measured.values())
 
 
-def test_every_case_gives_figures_and_all_are_kept(
-    bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with cs.CentralStorageStrategy(bench.DEVICES) as strategy:
-        cases = [
-            bench.digits_step(strategy),
-            bench.empty_run(strategy),
-            bench.adam_step(strategy, 1),
-            bench.cold_start(),
-        ]
-        bench.measure(cases, rounds=1)
-        processes = bench.memory(strategy)
-    bench.show(cases, processes, rounds=1)
-    bench.save(cases, processes, tmp_path / "results.json")
+@pytest.mark.parametrize("name", ["sgd-1MB", "adam-1MB", "digits", "embedding-1e5"])
+def test_a_wrong_result_is_noticed(benchmark: Any, name: str) -> None:
+    work = benchmark.works.WORKS[name]
+    with benchmark.plain.opened(work, 4) as trial:
+        trial.run(3)
+        trial.check()
+        if name == "digits":
+            results, said = trial.weights, [3, 4]
+        elif name == "embedding-1e5":
+            results, said = trial.rule.table, [trial.ids[:3], trial.ids]
+        else:
+            results, said = trial.rule.weight, [3, 4]
+        work.check(results, said[0])
+        with pytest.raises(AssertionError, match="wrong by"):
+            work.check(results, said[1])  # a step is missing
+        wrong = results[0] if name == "digits" else results
+        wrong[trial.ids[0, 0, 0] if name == "embedding-1e5" else 7] += np.float32(0.01)
+        with pytest.raises(AssertionError, match="wrong by"):
+            trial.check()
+
+
+def test_what_is_read_must_be_what_was_written_last(benchmark: Any) -> None:
+    work = benchmark.works.WORKS["read-1MBx1"]
+    work.check([array + 1 for array in work.initial()])
+    with pytest.raises(AssertionError):
+        work.check(work.initial())
+
+
+def test_a_peer_that_fails_is_named_and_the_others_go_on(benchmark: Any) -> None:
+    nobody = benchmark.bench.Peer("nobody", "nobody", ("sgd-1MB",))
+    floor = benchmark.bench.Peer("numpy-one-process", "numpy_one_process", ("sgd-1MB",))
+    bench = benchmark.bench.Bench()
+    bench.measure((nobody, floor), ["sgd-1MB"], rounds=1)
+    assert list(bench.figures) == [("sgd-1MB", "numpy-one-process")]
+    [failure] = bench.failures
+    assert failure.startswith("nobody failed at sgd-1MB (exit code 1)")
+    assert "No module named peers.nobody" in failure
+
+
+def test_rows_are_shown_written_and_drawn(benchmark: Any, tmp_path: Path) -> None:
+    report = benchmark.report
+    rows = report.rows_of({("adam-1MB", "central-storage"): [2e-3, 1e-3, 4e-3], ("adam-1MB", "ray-ps"): [1.0, 3.0]})
+    shown = report.table(rows).splitlines()
+    assert shown[2].split() == ["central-storage", "2.00", "ms", "1.00", "ms", "…", "4.00", "ms", "1.00"]
+    assert shown[3].split() == ["ray-ps", "2.00", "s", "1.00", "s", "…", "3.00", "s", "1000.00"]
+    report.save(rows, report.machine(), tmp_path)
     results = json.loads((tmp_path / "results.json").read_text())
-    assert [case["title"] for case in results["cases"]] == [case.title for case in cases]
-    assert all(side["rounds"][0] > 0 for case in results["cases"] for side in case["sides"])
-    assert len(results["memory"]) == 5
-    shown = capsys.readouterr().out
-    assert all(case.title in shown for case in cases)
+    assert results["machine"]["cpus"]
+    first = {"work": "adam-1MB", "peer": "central-storage", "seconds": 2e-3, "lo": 1e-3, "hi": 4e-3, "rounds": 3}
+    assert results["rows"][0] == first
+    drawing = ElementTree.parse(tmp_path / "results.svg").getroot()
+    bars = [float(bar.get("width", "")) for bar in drawing.iter("{http://www.w3.org/2000/svg}rect") if bar.get("x")]
+    assert len(bars) == 2
+    assert bars[1] - bars[0] == pytest.approx(560 * 3 / 4, abs=0.2)  # three powers of ten apart, on an axis of four
 
 
 def test_too_few_rounds_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""central-storage: this service, with all its protections; ``SERVER_RECOVERY=off`` in the environment takes one away."""
+"""central-storage: this service, with all its protections; ``SERVER_RECOVERY=off`` in the environment takes one off."""
 
 from __future__ import annotations
 

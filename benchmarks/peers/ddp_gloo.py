@@ -26,12 +26,12 @@ class Given(torch.autograd.Function):
     """A loss whose gradient is there already: what is measured is what comes after the backward pass."""
 
     @staticmethod
-    def forward(ctx, weight, gradient):  # noqa: ANN001, ANN205
+    def forward(ctx, weight, gradient):
         ctx.gradient = gradient
         return weight.new_zeros(())
 
     @staticmethod
-    def backward(ctx, _):  # noqa: ANN001, ANN205
+    def backward(ctx, _):
         return ctx.gradient.detach(), None
 
 

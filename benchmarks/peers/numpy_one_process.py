@@ -22,31 +22,26 @@ from works import (
 )
 
 
-class ApplyTrial:
-    """The rule as one writes it in NumPy, without needless copies."""
+class Rule:
+    """SGD or Adam as one writes it in NumPy, without needless copies."""
 
-    def __init__(self, work: Apply, steps: int) -> None:
-        self.work, self.done = work, 0
-        self.weight, self.gradient = work.initial(), work.gradients_sum()
-        self.first, self.second = np.empty_like(self.weight), np.empty_like(self.weight)
-        if work.rule == "adam":
-            self.mean, self.square = np.zeros_like(self.weight), np.zeros_like(self.weight)
+    def __init__(self, name: str, weight: np.ndarray) -> None:
+        self.name, self.weight, self.done = name, weight, 0
+        self.first = np.empty_like(weight)
+        if name == "adam":
+            self.second, self.mean, self.square = np.empty_like(weight), np.zeros_like(weight), np.zeros_like(weight)
 
-    def run(self, steps: int) -> None:
-        for _ in range(steps):
-            self.done += 1
-            if self.work.rule == "sgd":
-                np.multiply(self.gradient, RATES["sgd"], out=self.first)
-                self.weight -= self.first
-            else:
-                self._adam()
-
-    def _adam(self) -> None:
+    def apply(self, gradient: np.ndarray) -> None:
+        self.done += 1
+        if self.name == "sgd":
+            np.multiply(gradient, RATES["sgd"], out=self.first)
+            self.weight -= self.first
+            return
         self.mean *= BETA_1
-        np.multiply(self.gradient, 1 - BETA_1, out=self.first)
+        np.multiply(gradient, 1 - BETA_1, out=self.first)
         self.mean += self.first
         self.square *= BETA_2
-        np.multiply(self.gradient, self.gradient, out=self.first)
+        np.multiply(gradient, gradient, out=self.first)
         self.first *= 1 - BETA_2
         self.square += self.first
         rate = RATES["adam"] * np.sqrt(1 - BETA_2**self.done) / (1 - BETA_1**self.done)
@@ -56,8 +51,35 @@ class ApplyTrial:
         self.second /= self.first
         self.weight -= self.second
 
+
+class SparseAdagrad:
+    """Gradients of equal rows are summed by sorting them."""
+
+    def __init__(self, table: np.ndarray) -> None:
+        self.table, self.sums = table, np.full_like(table, ACCUMULATOR)
+
+    def apply(self, ids: np.ndarray, gradients: np.ndarray) -> None:
+        order = np.argsort(ids)
+        rows, starts = np.unique(ids[order], return_index=True)
+        gradient = np.add.reduceat(gradients[order], starts)
+        sums = self.sums[rows] + gradient * gradient
+        self.sums[rows] = sums
+        self.table[rows] -= RATES["adagrad"] * gradient / np.sqrt(sums)
+
+
+class ApplyTrial:
+    """The sum of both gradients is there already."""
+
+    def __init__(self, work: Apply, steps: int) -> None:
+        self.work, self.gradient = work, work.gradients_sum()
+        self.rule = Rule(work.rule, work.initial())
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.rule.apply(self.gradient)
+
     def check(self) -> None:
-        self.work.check(self.weight, self.done)
+        self.work.check(self.rule.weight, self.rule.done)
 
 
 class DigitsTrial:
@@ -82,26 +104,20 @@ class DigitsTrial:
 
 
 class EmbeddingTrial:
-    """Equal rows are summed by sorting them."""
+    """Both replicas' rows at once."""
 
     def __init__(self, work: Embedding, steps: int) -> None:
         self.work, self.done, self.ids = work, 0, work.ids(steps)
-        self.table = work.initial()
-        self.sums = np.full_like(self.table, ACCUMULATOR)
+        self.rule = SparseAdagrad(work.initial())
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
             drawn = self.ids[self.done].ravel()
-            order = np.argsort(drawn)
-            rows, starts = np.unique(drawn[order], return_index=True)
-            gradient = np.add.reduceat(self.table[drawn[order]], starts)
-            sums = self.sums[rows] + gradient * gradient
-            self.sums[rows] = sums
-            self.table[rows] -= RATES["adagrad"] * gradient / np.sqrt(sums)
+            self.rule.apply(drawn, self.rule.table[drawn])
             self.done += 1
 
     def check(self) -> None:
-        self.work.check(self.table, self.ids[: self.done])
+        self.work.check(self.rule.table, self.ids[: self.done])
 
 
 TRIALS: dict[type[Work], Callable[..., Trial]] = {Apply: ApplyTrial, Digits: DigitsTrial, Embedding: EmbeddingTrial}

@@ -29,8 +29,10 @@ def network(work: Digits) -> torch.nn.Sequential:
 
 def weights_of(layers: torch.nn.Module) -> list:
     """The weights as the work has them."""
-    return [parameter.detach().T.numpy() if parameter.ndim > 1 else parameter.detach().numpy()
-            for parameter in layers.parameters()]
+    return [
+        parameter.detach().T.numpy() if parameter.ndim > 1 else parameter.detach().numpy()
+        for parameter in layers.parameters()
+    ]
 
 
 def table_of(work: Embedding) -> torch.nn.Embedding:
