@@ -12,6 +12,9 @@ SIGSEGV to the process itself; ``exit0`` is its immediate end with code 0; ``rai
 once, in whichever process comes first, and a file with its text tells that it did; ``note`` leaves a file with the
 name of the place. Without it, what kills a process kills those that are started in its place as well.
 
+``CS_SABOTAGE`` names guarantees that are not kept, separated by commas: a test of the guarantee must fail then, or it
+would not notice either if the guarantee were gone. :func:`sabotaged` is False unless it is set.
+
 Only tests set these variables.
 """
 
@@ -23,7 +26,7 @@ import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-__all__ = ["FAILPOINTS", "FailpointError", "failpoint", "failpoints_of"]
+__all__ = ["FAILPOINTS", "SABOTAGES", "FailpointError", "failpoint", "failpoints_of", "sabotaged", "sabotages_of"]
 
 #: Every place, by the role whose process comes there.
 FAILPOINTS = (
@@ -31,6 +34,8 @@ FAILPOINTS = (
     "server.heard",  # a message has been decoded; nothing follows from it yet
     "server.decided",  # the engine has recorded an event; no command of it has been carried out
     "server.commit",  # the commit counter is odd, no byte of a variable has changed
+    "server.kept",  # the old values of a piece of a commit are kept, nothing of it is overwritten
+    "server.phase",  # a phase of a commit is done, and not noted
     "server.committed",  # all bytes have changed, the engine has not heard of it
     "server.send",  # before a message is sent
     # worker
@@ -38,6 +43,13 @@ FAILPOINTS = (
     "worker.ask",  # before a question is sent
     "worker.return",  # the function has returned; nothing has been sent
     "worker.returned",  # the return has been sent
+)
+
+#: Every guarantee that can be switched off, and what then happens.
+SABOTAGES = (
+    "no-dedup",  # the server acts on a request of a client as often as it comes
+    "no-undo",  # a server that is started again begins the commit at hand anew
+    "no-fence",  # the server acts on messages of a worker that has been replaced
 )
 
 _ITEM = re.compile(
@@ -92,6 +104,14 @@ def failpoints_of(spec: str, directory: str = "", rank: str = "") -> Callable[[s
     return reached
 
 
+def sabotages_of(spec: str) -> Callable[[str], bool]:
+    """What :func:`sabotaged` is where the environment says ``spec``. Raises ValueError for a name that is not there."""
+    chosen = set(filter(None, (name.strip() for name in spec.split(","))))
+    if unknown := chosen - set(SABOTAGES):
+        raise ValueError(f"sabotage {', '.join(sorted(unknown))}: there are only {_listed(SABOTAGES)}")
+    return chosen.__contains__
+
+
 def _item(text: str) -> tuple[_Item, str | None]:
     """The item and the rank it is for, None for all."""
     found = _ITEM.fullmatch(text)
@@ -135,3 +155,12 @@ else:
 
     def failpoint(name: str) -> None:
         """The process has come to the place ``name``, one of :data:`FAILPOINTS`."""
+
+
+if spec := os.environ.get("CS_SABOTAGE"):
+    sabotaged = sabotages_of(spec)
+else:
+
+    def sabotaged(name: str) -> bool:
+        """Whether the guarantee ``name``, one of :data:`SABOTAGES`, is not to be kept."""
+        return False

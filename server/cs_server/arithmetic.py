@@ -21,6 +21,7 @@ import numpy as np
 from cs_proto import reduction
 from cs_proto.arrays import Array, array_of
 from cs_proto.errors import InvalidArgumentError
+from cs_proto.failpoints import failpoint
 from cs_proto.messages import WriteOp
 from cs_proto.optimizers import Hyperparameters
 from cs_proto.writing import write
@@ -224,6 +225,7 @@ class Arithmetic:
         count = self._undo.lanes
         lanes = [self._undo.lane(which) for which in range(min(count, len(items)))]
         self._spread(len(lanes), lambda which: work(items[which::count], lanes[which]))
+        failpoint("server.phase")
         self._undo.close()
 
     def _spread(self, count: int, share: Callable[[int], None]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cs_proto.errors import CentralStorageError, ContextError, PeerProtocolError
+from cs_proto.failpoints import sabotaged
 from cs_proto.failures import error_of
 from cs_proto.messages import (
     Assign,
@@ -66,7 +67,7 @@ class Requests:
         """Act on a write once. A refusal is a reply like any other: repeated, it stays one."""
         key = (self._is_token_of(peer, record), record.client)
         known = self._tables.requests.get(key)
-        if known is not None and record.sequence <= known.sequence:
+        if known is not None and record.sequence <= known.sequence and not sabotaged("no-dedup"):
             if record.sequence < known.sequence:
                 raise PeerProtocolError(
                     f"request {record.sequence} of {record.client!r:.80} was followed by {known.sequence}; only the "

@@ -19,6 +19,8 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from cs_proto.failpoints import failpoint, sabotaged
+
 from .updates import Array
 
 __all__ = ["KEPT_NBYTES", "LANES", "UNDO_NBYTES", "Lane", "Place", "Undo", "used_nbytes"]
@@ -110,6 +112,7 @@ class Lane:
             self._area[first : first + old.nbytes].view(old.dtype).reshape(old.shape)[...] = old
             first += old.nbytes
         _say(self._words, _PROGRESS, 2 * self.done + 1)
+        failpoint("server.kept")
 
     def give_back(self, places: Sequence[Place]) -> bool:
         """Put the old values that are kept back to ``places``; False where none are kept."""
@@ -144,7 +147,7 @@ class Undo:
     def begin(self, ticket: int) -> None:
         """A commit begins, or is taken up. Tickets grow from 1 and are never used again."""
         self._ticket, self._phase = ticket, 0
-        if self._memory is None or self._head[_TAG] // _PHASES != ticket:
+        if self._memory is None or self._head[_TAG] // _PHASES != ticket or sabotaged("no-undo"):
             _say(self._head, _COUNT, self._limit)
             _say(self._head, _TAG, self._tag)
 

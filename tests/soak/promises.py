@@ -7,13 +7,18 @@ have to be run more than once.
 
 from __future__ import annotations
 
+import json
 import random
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tests.soak import leaving
+from tests.harness.processes import ROOT
+from tests.soak import leaving, losing
 from tests.soak.history import check
+from tests.soak.lossy import Faults
 from tests.soak.sessions import Session, Stuck, session
 
 from cs_proto.failpoints import FAILPOINTS
@@ -22,6 +27,7 @@ __all__ = ["PROMISES", "Attempt", "Promise"]
 
 #: No session may be given up for having too many deaths: back-off and its end have tests of their own.
 _NEVER_GIVES_UP = {"--max-restarts": "100000"}
+_NETWORK = Faults(dropped=0.0)
 _DEATHS = (signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV)
 # Hits of a place since its process began: a replay passes the first few again, and a replica may not die twice in a
 # run.
@@ -148,6 +154,41 @@ def _pauses(attempt: Attempt) -> None:
             attempt.violations.append(attacked.tail())
 
 
+def _lossy(attempt: Attempt) -> None:
+    done = 0
+
+    def on_updates(count: int) -> None:
+        nonlocal done
+        done += count
+        while attempt.tried < min(done, attempt.trials):
+            attempt.tried_once()
+
+    attempt.violations += losing.train(attempt.random, attempt.trials, _NETWORK, on_updates)
+    on_updates(attempt.trials - done)
+
+
+def _reads(attempt: Attempt) -> None:
+    """8 MiB and 4 MiB, while they are updated as fast as it goes."""
+    with session("--elements", str(1 << 20), launched=attempt.random.random() < 0.5) as trained:
+        trained.wait_for_steps(1)
+        address = next(line["address"] for line in trained.history if line["op"] == "address")
+        command = [sys.executable, "-m", "tests.soak.reader", address, str(attempt.trials)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as reader:
+            while reader.poll() is None:
+                trained.watch(0.5)
+            said, errors = reader.communicate()
+        if reader.returncode:
+            attempt.violations.append(f"the reader ended with code {reader.returncode}:\n{errors}")
+        else:
+            seen = json.loads(said)
+            attempt.violations += seen["wrong"]
+            if not seen["steps"]:
+                attempt.violations.append("nothing was updated while the reader read: nothing was tried")
+            for _ in range(seen["reads"]):
+                attempt.tried_once()
+        attempt.violations += check(trained.history, trained.finish())
+
+
 def _one_by_one(what: Callable[[random.Random], list[str]]) -> Callable[[Attempt], None]:
     def attack(attempt: Attempt) -> None:
         while attempt.tried < attempt.trials:
@@ -169,6 +210,8 @@ PROMISES = {
         Promise("P1", "a worker dies: no update lost, none twice, same bits", "deaths", 1000, 20, _worker_deaths),
         Promise("P2", "the server dies: no update lost, none twice, same bits", "deaths", 500, 20, _server_deaths),
         Promise("P4", "a process is paused: no update twice", "pauses", 200, 20, _pauses),
+        Promise("P5", "messages are lost, doubled, delayed: no update twice", "updates", 1_000_000, 50_000, _lossy),
+        Promise("P7", "reads from outside are never torn", "reads", 100_000, 5_000, _reads),
         Promise("P16", "whatever is killed, nothing is left behind", "kills", 500, 1, _one_by_one(leaving.killed)),
         Promise("P17", "launches at once do not meet", "launches", 100, 20, _launches),
         Promise("P18", "Ctrl-C at any moment ends it", "Ctrl-Cs", 100, 1, _one_by_one(leaving.interrupted)),

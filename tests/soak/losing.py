@@ -1,0 +1,66 @@
+"""P5: a training in this process over a network that drops, doubles and delays messages."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+from tests.soak.lossy import Faults, lossy_service
+
+import central_storage as cs
+
+__all__ = ["UPDATES", "train"]
+
+_ASSIGNS = 5
+REPLICAS = 2
+#: Updates of one step: what each replica brings to each of its merge points that change something, and its mark.
+UPDATES = REPLICAS * (_ASSIGNS + 1)
+
+
+def train(rng: random.Random, updates: int, faults: Faults, on_updates: Callable[[int], None]) -> list[str]:
+    """Make about ``updates`` updates while messages are lost; what is wrong with the variables, in words."""
+    steps = -(-updates // UPDATES)
+    found: list[str] = []
+    with (
+        lossy_service(rng.getrandbits(32), faults) as network,
+        cs.CentralStorageStrategy(["cpu:0"] * REPLICAS, in_process=True) as strategy,
+    ):
+        with strategy.scope():
+            total, ledger, marks = (
+                cs.Variable(np.zeros(size), aggregation=cs.VariableAggregation.SUM) for size in (3, 3, steps * REPLICAS)
+            )
+
+        @cs.function
+        def step(k: int) -> float:
+            context = cs.get_replica_context()
+            assert context is not None
+            replica = int(context.replica_id_in_sync_group)
+            for _ in range(_ASSIGNS):
+                total.assign_add(np.ones(3))
+            marks.scatter_add(cs.IndexedSlices(np.ones(1), np.array([k * REPLICAS + replica])))
+            return float(context.all_reduce("SUM", np.array(k + 0.5 * replica)))
+
+        strategy.run(step, args=(0,))
+        network().begin()
+        for k in range(1, steps):
+            met = strategy.experimental_local_results(strategy.run(step, args=(k,)))
+            if met != (2 * k + 0.5,) * REPLICAS:
+                found.append(f"step {k}: the replicas met at {met}")
+            if k % 2 == 0:
+                ledger.assign_add(np.ones(3))
+            on_updates(UPDATES)
+        network().end()
+        for name, variable, right in (
+            ("total", total, float(steps * _ASSIGNS * REPLICAS)),
+            ("ledger", ledger, float((steps - 1) // 2)),
+            ("marks", marks, 1.0),
+        ):
+            values = variable.numpy()
+            if not (values == right).all():
+                wrong = np.flatnonzero(values != right)[:5]
+                found.append(f"{name} is {values[wrong]} at {wrong}, not {right:g}")
+        lossy = network()
+        if faults.doubled and not lossy.doubled:
+            found.append("no message was doubled: nothing was tried")
+    return found

@@ -1,0 +1,48 @@
+"""An observer that reads the workload's variables over and over, and tells what it saw of them.
+
+A value is right where it is the same in every element, no smaller than the one before, and what some number of steps
+makes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+
+import numpy as np
+
+import central_storage as cs
+
+__all__ = ["steps_behind"]
+
+
+def steps_behind(plain: float) -> int | None:
+    """After how many steps ``plain`` holds that; None where after none."""
+    steps = (math.isqrt(1 + 8 * round(plain / 3)) - 1) // 2
+    return steps if plain == 3 * steps * (steps + 1) / 2 else None
+
+
+def main(address: str, count: int) -> None:
+    """Read ``count`` times, each variable in turn."""
+    wrong: list[str] = []
+    last = {"plain": 0, "twin": 0}
+    with cs.connect(address, timeout=60.0) as observer:
+        for number in range(count):
+            name = ("plain", "twin")[number % 2]
+            value = observer.get(name)
+            first = float(value[0])
+            steps = steps_behind(first) if name == "plain" else int(first) // 2
+            if not (value == first).all():
+                wrong.append(f"read {number} of {name} is torn: {np.unique(value)[:5]}")
+            elif steps is None or first % 2 * (name == "twin"):
+                wrong.append(f"read {number} of {name} is {first:g}, which no number of steps makes")
+            elif steps < last[name]:
+                wrong.append(f"read {number} of {name} is of step {steps}, the one before of step {last[name]}")
+            else:
+                last[name] = steps
+    print(json.dumps({"reads": count, "wrong": wrong[:20], "steps": last["plain"]}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

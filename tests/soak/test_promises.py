@@ -1,0 +1,45 @@
+"""The short tier: a session of each promise with few trials, every place of the failpoints, and sabotage.
+
+Where a guarantee is switched off (``CS_SABOTAGE``), the trials of its promise must find that; a session that passes
+then would pass without the guarantee, too.
+"""
+
+from __future__ import annotations
+
+import pytest
+from tests.harness.processes import run
+from tests.harness.timing import unit
+from tests.soak.history import check
+from tests.soak.promises import PROMISES
+from tests.soak.sessions import session
+
+from cs_proto.failpoints import FAILPOINTS
+
+TRIALS = {"P5": 6000, "P7": 200}
+#: The guarantee that is switched off, and what the trials of a promise find then.
+SABOTAGED = {"P5": ("no-dedup", "ledger is ")}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", TRIALS)
+def test_a_promise_is_kept(name: str) -> None:
+    attempt = PROMISES[name].session(1, TRIALS[name])
+    assert attempt.violations == []
+    assert attempt.tried == TRIALS[name]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", SABOTAGED)
+def test_a_promise_that_is_broken_is_found_broken(name: str) -> None:
+    sabotage, words = SABOTAGED[name]
+    arguments = ("-m", "tests.soak.run", "--promise", name, "--seed", "1", "--trials", str(TRIALS[name]))
+    ended = run("python", *arguments, environment={"CS_SABOTAGE": sabotage}, timeout=unit(120))
+    assert ended.code == 1, ended
+    assert words in ended.out, ended
+
+
+def test_training_comes_to_every_failpoint() -> None:
+    with session("--own-reads", environment={"CS_FAILPOINTS": "*=note"}) as trained:
+        trained.wait_for_steps(30)
+        assert check(trained.history, trained.finish()) == []
+        assert trained.fired == set(FAILPOINTS)
