@@ -1,4 +1,4 @@
-"""Handwritten digits, two layers in NumPy, trained by one parameter process and one worker per device.
+"""Handwritten digits, two layers in NumPy or CuPy, trained by one parameter process and one worker per device.
 
 cs-launch --devices cpu:0,cpu:1 examples/digits.py        # the launcher starts the service
 python examples/digits.py --devices cpu:0,cpu:1           # the script starts it itself
@@ -41,24 +41,25 @@ def loss_and_gradients(
     x: np.ndarray, y: np.ndarray, weights: np.ndarray, parameters: list[np.ndarray], out: list[np.ndarray]
 ) -> np.float32:
     """Summed cross-entropy of this share; the gradients of the batch's mean, as far as due to it, go to ``out``."""
+    xp = cs.get_array_module()
     w1, b1, w2, b2 = parameters
-    hidden = np.maximum(x @ w1 + b1, 0)
+    hidden = xp.maximum(x @ w1 + b1, 0)
     scores = hidden @ w2 + b2
-    scores -= scores.max(axis=1, keepdims=True, initial=-np.inf)
-    chances = np.exp(scores)
+    scores -= scores.max(axis=1, keepdims=True)
+    chances = xp.exp(scores)
     chances /= chances.sum(axis=1, keepdims=True)
-    picked = chances[np.arange(len(y)), y]
-    loss = -np.log(picked).sum(dtype=np.float32)
+    picked = chances[xp.arange(len(y)), y]
+    loss = -xp.log(picked).sum(dtype=np.float32)
 
-    chances[np.arange(len(y)), y] -= 1
+    chances[xp.arange(len(y)), y] -= 1
     chances *= weights[:, np.newaxis]
-    np.matmul(hidden.T, chances, out=out[2])
+    xp.matmul(hidden.T, chances, out=out[2])
     chances.sum(axis=0, out=out[3])
     back = chances @ w2.T
     back[hidden <= 0] = 0
-    np.matmul(x.T, back, out=out[0])
+    xp.matmul(x.T, back, out=out[0])
     back.sum(axis=0, out=out[1])
-    return np.float32(loss)
+    return loss
 
 
 def main() -> None:
@@ -86,7 +87,8 @@ def main() -> None:
     @cs.function
     def step(batch: tuple[np.ndarray, np.ndarray, np.ndarray]) -> np.float32:
         gradients = cs.gradient_buffers(parameters)
-        loss = loss_and_gradients(*batch, [np.asarray(p) for p in parameters], gradients)
+        xp = cs.get_array_module()
+        loss = loss_and_gradients(*batch, [xp.asarray(p) for p in parameters], gradients)
         optimizer.apply_gradients(zip(gradients, parameters, strict=True))
         return loss
 

@@ -1,7 +1,12 @@
 """A table of which each step touches a few rows: sparse gradients, a schedule, a metric, many steps ahead.
 
 Learns one number for each of 10,000 users and items from their noisy sums.
+
+python examples/embedding.py                  # two workers on CPUs
+python examples/embedding.py gpu:0,gpu:1      # on two GPUs; the tables stay with the server
 """
+
+import sys
 
 import numpy as np
 
@@ -13,7 +18,8 @@ user_truth, item_truth = random.normal(size=USERS), random.normal(size=ITEMS)
 users, items = random.integers(USERS, size=RATINGS), random.integers(ITEMS, size=RATINGS)
 ratings = (user_truth[users] + item_truth[items]).astype(np.float32)
 
-strategy = cs.CentralStorageStrategy(["cpu:0", "cpu:1"])
+devices = sys.argv[1] if len(sys.argv) > 1 else "cpu:0,cpu:1"
+strategy = cs.CentralStorageStrategy(devices.split(","), "cpu:0")
 with strategy.scope():
     user_table = cs.Variable(np.zeros((USERS, 1), np.float32), name="users")
     item_table = cs.Variable(np.zeros((ITEMS, 1), np.float32), name="items")

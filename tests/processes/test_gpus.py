@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from tests.harness.processes import run
 from tests.harness.stand_in_gpus import StandInGpus, stand_in_gpus
 
 import central_storage as cs
@@ -164,6 +165,15 @@ def test_the_names_of_devices(two: cs.CentralStorageStrategy) -> None:
     assert list(two.extended.parameter_devices) == names[2:]
     seen = two.run(lambda: cs.get_replica_context().devices)  # type: ignore[union-attr]
     assert two.experimental_local_results(seen) == ((names[0],), (names[1],))
+
+
+def test_the_demonstration_learns_the_same_on_gpus(gpus: StandInGpus) -> None:
+    def said(devices: str) -> list[str]:
+        lines = run("examples/digits.py", "--epochs", "2", "--devices", devices).ok().lines
+        return [line for line in lines if line.startswith(("epoch", "test accuracy"))]
+
+    on_gpus = said("gpu:0,gpu:1")
+    assert on_gpus == said("cpu:0,cpu:1") != []
 
 
 def test_a_context_only_where_one_is_needed(gpus: StandInGpus, two: cs.CentralStorageStrategy) -> None:
