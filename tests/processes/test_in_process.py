@@ -349,7 +349,9 @@ def test_a_breakpoint_in_a_replica_function(tmp_path: Path) -> None:
     script = tmp_path / "debugged.py"
     script.write_text(DEBUGGED)
     # Replica 0 stops, steps over the merge point into which replica 1 has to come, and goes on when that has.
-    commands = ["p ('replica', number, secret)", "n", "p ('replica', number, secret)", "c", "p ('sum', total)", "c"]
+    begin = ["n"] if sys.version_info >= (3, 13) else []  # from then on the debugger stops in the very line
+    here = [*begin, "p ('replica', number, secret)"]
+    commands = [*here, "n", *here, "c", "p ('sum', total)", "c"]
     ended = subprocess.run(
         [sys.executable, script], input="\n".join(commands) + "\n", capture_output=True, text=True, timeout=unit(30)
     )
