@@ -14,7 +14,9 @@ RUN set -e; cd /src; \
     if ls /wheels/*.whl >/dev/null 2>&1; then export PIP_NO_INDEX=1 PIP_FIND_LINKS=/wheels; fi; \
     python3 -m venv /opt/central-storage; \
     /opt/central-storage/bin/pip wheel --quiet --no-cache-dir --no-deps --wheel-dir /dist .; \
-    /opt/central-storage/bin/pip install --quiet --no-cache-dir --only-binary=:all: "$(ls /dist/*.whl)[${EXTRAS}]"
+    /opt/central-storage/bin/pip install --quiet --no-cache-dir --no-compile --only-binary=:all: \
+        "$(ls /dist/*.whl)[${EXTRAS}]"; \
+    /opt/central-storage/bin/python -m compileall -q -j 0 /opt/central-storage/lib >/dev/null || true
 
 FROM ${BASE}
 ARG UID=10001
@@ -30,5 +32,5 @@ USER cs
 # Compiled now, so that no container compiles at its start. As a volume it stays writable where the rest is read-only.
 RUN python -c "from cs_server import kernels; print(kernels.load())"
 VOLUME /home/cs/.cache
-HEALTHCHECK --interval=5s --timeout=10s --start-period=20s --retries=3 CMD ["cs-launch", "--health"]
+HEALTHCHECK --interval=10s --timeout=10s --start-period=20s --retries=3 CMD ["cs-launch", "--health"]
 CMD ["cs-launch", "--help"]

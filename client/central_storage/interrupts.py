@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -26,6 +28,7 @@ class Interrupts:
         self._installed = False
         self._depth = 0
         self._closed = False
+        self._deferred = False
         self._reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     @property
@@ -39,10 +42,23 @@ class Interrupts:
 
     def raise_pending(self) -> None:
         """Raise KeyboardInterrupt for a Ctrl-C that has not been raised yet."""
-        if self.count > self._taken:
+        if self.count > self._taken and not self._deferred:
             self._taken = self.count
-            os.read(self._reader, 64)
+            self._drain()
             raise KeyboardInterrupt
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Nothing is raised, and :meth:`fileno` wakes nobody, for the length of the block, which does what would take
+        no time if memory were shared. Not to be nested."""
+        self._deferred = True
+        self._drain()
+        try:
+            yield
+        finally:
+            self._deferred = False
+            if self.count > self._taken:
+                self._wake()
 
     def close(self) -> None:
         """Close the descriptors."""
@@ -69,12 +85,20 @@ class Interrupts:
             self._installed = False
             pending, self.count, self._taken = self.count > self._taken, 0, 0
             if pending:
-                if not self._closed:
-                    os.read(self._reader, 64)
+                self._drain()
                 if error is None:
                     raise KeyboardInterrupt
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
+        if not self._deferred:
+            self._wake()
+
+    def _wake(self) -> None:
         if not self._closed:
             os.write(self._writer, b"!")
+
+    def _drain(self) -> None:
+        if not self._closed:
+            with suppress(BlockingIOError):
+                os.read(self._reader, 64)

@@ -11,16 +11,22 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
+from cs_proto.carried import Carried, Carry
 from cs_proto.codec import decode, encode
 from cs_proto.errors import LaunchError, ShutdownError, replica_exception_class
 from cs_proto.messages import Introduce, OpenSegment, Role, Segment, SegmentRefused
 from cs_proto.records import Record
 from cs_proto.segments import Mapping
 
-__all__ = ["PACKET_NBYTES", "Lifeline", "connect"]
+__all__ = ["CARRIED", "PACKET_NBYTES", "Lifeline", "connect"]
 
+R = TypeVar("R", bound=Record)
+
+#: The transport of a process that maps no memory, in words.
+CARRIED = "ipc + bytes in frames"
 #: Largest packet on the supervisor's socket.
 PACKET_NBYTES = 128 * 1024
 # The supervisor answers from one loop that never waits; an answer this late means that it is stopped or gone.
@@ -47,7 +53,11 @@ class Lifeline:
         """Introduce this process over ``link``, which is owned from here on."""
         self._link = link
         self._waiting: deque[Record] = deque()
-        self._mappings: dict[str, Mapping] = {}
+        self._mappings: dict[str, Mapping | Carried] = {}
+        #: How this process asks the server; said by its owner before it opens a segment that it may have to carry.
+        self.carry: Carry = _no_way
+        #: Why the bytes of segments travel in frames; empty where they are mapped.
+        self.carried_because = ""
         try:
             self.send(Introduce(role, rank, incarnation, os.getpid()))
         except ShutdownError:
@@ -84,8 +94,9 @@ class Lifeline:
             if record is not None:
                 yield record
 
-    def segment(self, name: str) -> Mapping:
-        """The segment called ``name``, mapped with the access the supervisor grants this process; mapped once."""
+    def segment(self, name: str) -> Mapping | Carried:
+        """The segment called ``name``, mapped once, with the access the supervisor grants this process. Where that
+        fails, this segment and those opened later are carried."""
         mapping = self._mappings.get(name)
         if mapping is None:
             mapping = self._mappings[name] = self._open(name)
@@ -96,17 +107,29 @@ class Lifeline:
         self._link.close()
         self._mappings.clear()
 
-    def _open(self, name: str) -> Mapping:
+    def _open(self, name: str) -> Mapping | Carried:
         self.send(OpenSegment(name))
         deadline = time.monotonic() + _ANSWER_TIMEOUT
         while select.select([self._link], [], [], max(0.0, deadline - time.monotonic()))[0]:
             record, descriptors = self._read()
             if isinstance(record, Segment) and record.segment == name:
-                return Mapping(name, descriptors[0], record.reservation, writable=record.writable)
+                return self._mapped(record, descriptors)
             if isinstance(record, SegmentRefused) and record.segment == name:
                 raise replica_exception_class(record.error.exception)(record.error.message)
             self._waiting.append(record)
         raise ShutdownError(f"the supervisor did not hand out segment {name} within {_ANSWER_TIMEOUT:.0f} s")
+
+    def _mapped(self, segment: Segment, descriptors: list[int]) -> Mapping | Carried:
+        if not descriptors:
+            self.carried_because = self.carried_because or "the service shares no memory with this process"
+        elif self.carried_because:
+            os.close(descriptors[0])
+        else:
+            try:
+                return Mapping(segment.segment, descriptors[0], segment.reservation, writable=segment.writable)
+            except OSError as error:
+                self.carried_because = f"the service's memory cannot be mapped here ({error.strerror})"
+        return Carried(segment.segment, segment.reservation, lambda *asked: self.carry(*asked))
 
     def _read(self) -> tuple[Record, list[int]]:
         try:
@@ -118,3 +141,7 @@ class Lifeline:
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
         return decode([packet]), descriptors
+
+
+def _no_way(request: Callable[[int], Record], answer: type[R]) -> R:
+    raise ShutdownError("a process that cannot map the service's memory has not reached its server yet")

@@ -41,7 +41,7 @@ from .function import Function, Pickled
 from .handles import Handle
 from .inputs import Inputs
 from .interrupts import Interrupts
-from .lifeline import Lifeline
+from .lifeline import CARRIED, Lifeline
 from .listener import IdleListener
 from .series import Arguments, Sent, Series
 from .shipping import Adopt, digest, dump_arguments, dump_function
@@ -119,6 +119,7 @@ class ServiceLink:
         self._poller = zmq.Poller()
         self._poller.register(lifeline.fileno(), zmq.POLLIN)
         self._poller.register(self._interrupts.fileno(), zmq.POLLIN)
+        lifeline.carry = self._carry
         self._server = self._connect(serving.endpoint)
         self._send(self._server, messages.Hello(messages.PROTOCOL, "controller", self._client, os.getpid()))
         welcome = self._wait("the server's welcome", lambda r: r if isinstance(r, messages.Welcome) else None)
@@ -128,6 +129,10 @@ class ServiceLink:
         self.server_pid = welcome.server_pid
         self.address = serving.run_directory
         self.workers = welcome.workers
+        lifeline.segment(segments.controller_arena())
+        #: Whether this process maps no memory of the service, and how they talk, in words.
+        self.carries = bool(lifeline.carried_because)
+        self.transport = f"{CARRIED}: {lifeline.carried_because}" if self.carries else serving.transport
         self._worker_sockets = [self._connect(worker.endpoint) for worker in welcome.workers]
         self._held = [Recent(HELD_FUNCTIONS) for _ in welcome.workers]
         self._frozen: set[bytes] = set()
@@ -206,13 +211,14 @@ class ServiceLink:
     def read(self, number: int) -> np.ndarray:
         """A copy of the variable's current value."""
         with self._operation():
-            return np.array(self._look(number))
+            return self._copy(self._place(number))
 
     def read_rows(self, number: int, rows: np.ndarray) -> np.ndarray:
         """A copy of these rows of the variable's current value."""
         with self._operation():
-            copied: np.ndarray = self._look(number)[rows]
-            return copied
+            array = self._place(number)
+            assert isinstance(array.place, Location)
+            return self._lifeline.segment(array.place.segment).rows(array, rows)
 
     def forget(self, number: int) -> None:
         """Free the variable before the next operation, unless somebody got a handle of it again."""
@@ -278,11 +284,13 @@ class ServiceLink:
             return self._describe_optimizer(optimizer).slotted[0]
 
     def carrier(self) -> Carriage:
-        """What copies an array to where all workers read it; plain memory where the service has ended. Beside replicas
+        """What copies an array to where all workers read it; plain memory where there is none. Beside replicas
         in this process no thread reads: a data set that draws random numbers would draw theirs."""
-        if self._inputs is None:
+        if self._inputs is None and not self.carries:
             with suppress(ShutdownError), self._operation():
-                self._inputs = Inputs(self._lifeline.segment(segments.inputs()))
+                shared = self._lifeline.segment(segments.inputs())
+                if isinstance(shared, segments.Mapping):
+                    self._inputs = Inputs(shared)
         return Carriage(np.copy if self._inputs is None else self._inputs.carry, in_thread=self._threads is None)
 
     def _find_input(self, data: np.ndarray) -> Array | None:
@@ -584,9 +592,14 @@ class ServiceLink:
     def _inline(self, value: np.ndarray) -> Array | None:
         return self._arena.place(value) if value.nbytes <= INLINE_NBYTES else None
 
-    def _look(self, number: int) -> np.ndarray:
+    def _carry(self, request: Callable[[int], Record], answer: type[R]) -> R:
+        with self._interrupts.deferred():
+            sequence = self._next_sequence()
+            return self._ask(request(sequence), sequence, answer)
+
+    def _place(self, number: int) -> Array:
         sequence = self._next_sequence()
-        return self._view(self._ask(messages.Get(sequence, (number,), (), False), sequence, messages.Got).arrays[0])
+        return self._ask(messages.Get(sequence, (number,), (), False), sequence, messages.Got).arrays[0]
 
     def _copy(self, array: Array) -> np.ndarray:
         return np.array(self._view(array))

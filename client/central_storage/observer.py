@@ -23,6 +23,8 @@ from cs_proto.errors import ConfigurationError, LaunchError, NoAnswerError, Shut
 from cs_proto.records import Record
 from cs_proto.segments import frame_view
 
+from .lifeline import CARRIED
+
 __all__ = ["LOOK_EVERY", "Observer", "Question", "Session", "connect"]
 
 T = TypeVar("T")
@@ -54,7 +56,7 @@ class Session:
     """What an observer says and hears, whoever waits."""
 
     #: How it gets its bytes, in words: it need not share memory with the service.
-    transport = "ipc + bytes in frames"
+    transport = CARRIED
 
     def __init__(self, address: str | None, timeout: float) -> None:
         address = address or os.environ.get("CS_ADDRESS")

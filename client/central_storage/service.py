@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from cs_proto.errors import DeviceError
 
 from . import devices, lifeline
-from .diagnosis import configure_logging, dump_stacks_on_signal
+from .diagnosis import configure_logging, dump_stacks_on_signal, show
 from .failure import note_uncaught
 from .gpus import require_cupy, visible_gpus
 from .lifeline import Lifeline
@@ -85,6 +85,12 @@ def _attach(
         raise DeviceError(
             f"this script runs under cs-launch with parameters on {link.parameter_device}, but parameter_device is "
             f"{parameter_device!r}"
+        )
+    if os.environ.get("CS_ROLE") != "script" or link.carries:  # else the launcher has said it
+        show(
+            "stderr",
+            f"[central-storage] {link.replicas} replicas ({', '.join(link.compute_devices)}), parameters on "
+            f"{link.parameter_device}, transport {link.transport}\n",
         )
     return link
 

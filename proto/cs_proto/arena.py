@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from .arrays import INLINE_NBYTES, Array, Location, array_of, bytes_array, dtype_name
+from .carried import Carried
 from .errors import MemoryPlanError
 from .records import Buffer
 from .segments import Mapping
@@ -30,7 +31,7 @@ class Arena:
 
     def __init__(
         self,
-        open_segment: Callable[[], Mapping],
+        open_segment: Callable[[], Mapping | Carried],
         used: int = 0,
         find: Callable[[np.ndarray], Array | None] | None = None,
     ) -> None:
@@ -38,7 +39,7 @@ class Arena:
         lies in another segment, if it does."""
         self._find = find
         self._open = open_segment
-        self._mapping: Mapping | None = None
+        self._mapping: Mapping | Carried | None = None
         self._part, self._parts = 0, 1
         self._used = used  # of the part in use
         # How many bytes are touched, by where the part begins.
@@ -51,8 +52,13 @@ class Arena:
         if value.nbytes <= INLINE_NBYTES or value.dtype.hasobject:
             return array_of(value)
         native = value.dtype.newbyteorder("=")
-        target = self.new(dtype_name(native), value.shape)
-        self.view(target)[...] = value
+        return self.put(dtype_name(native), value)
+
+    def put(self, dtype: str, value: np.ndarray) -> Array:
+        """A copy of ``value`` in the arena, however small. Raises :class:`MemoryPlanError` as :meth:`new` does."""
+        target = self.new(dtype, value.shape)
+        assert self._mapping is not None
+        self._mapping.write(target, value)
         return target
 
     def new(self, dtype: str, shape: tuple[int, ...]) -> Array:
@@ -89,8 +95,7 @@ class Arena:
         if key not in self._shared:
             target = None if self._find is None else self._find(source)
             if target is None:
-                target = self.new("uint8", source.shape)
-                self.view(target)[...] = source
+                target = self.put("uint8", source)
             self._shared[key] = (source, target)
         return self._shared[key][1]
 

@@ -317,6 +317,37 @@ class AssignSlot(Record):
     value: Array
 
 
+@record(40)
+class Fetch(Record):
+    """The bytes of an array, or of the ``rows`` (int64) of it, for a peer that cannot map the segment it lies in."""
+
+    request: int
+    array: Array
+    rows: Array | None
+
+    def check(self) -> None:
+        if not isinstance(self.array.place, Location):
+            self.refuse("what is fetched lies in a segment")
+        if self.rows is not None and (self.rows.dtype != "int64" or len(self.rows.shape) != 1 or not self.array.shape):
+            self.refuse("rows are numbers int64[n] of an array that has rows")
+
+
+@record(41)
+class Put(Record):
+    """The bytes ``value`` belong into ``array`` (uint8[n]), where their sender may write and cannot map. Without a
+    value the whole pages of ``array`` are given back."""
+
+    request: int
+    array: Array
+    value: Array | None
+
+    def check(self) -> None:
+        if not isinstance(self.array.place, Location) or self.array.dtype != "uint8" or len(self.array.shape) != 1:
+            self.refuse("bytes uint8[n] are put into a segment")
+        if self.value is not None and (self.value.dtype, self.value.shape) != (self.array.dtype, self.array.shape):
+            self.refuse(f"{self.value.shape} bytes do not fit into {self.array.shape}")
+
+
 # --- what a replica brings: merge points, alone or as notes that travel with the next question or the return --------
 
 
@@ -501,7 +532,7 @@ class MergeCallReturn(_OfRun):
 @record(70)
 class Done(Record):
     """Reply to Assign, AssignSlot, Configure: the number of the thing written, and its version or iterations; to Free:
-    how many variables are gone, and 0."""
+    how many variables are gone, and 0; to Put: 0 and 0."""
 
     sequence: int
     number: int
@@ -580,6 +611,14 @@ class Slots(Record):
     request: int
     names: tuple[str, ...]
     arrays: tuple[Array, ...]
+
+
+@record(78)
+class Fetched(Record):
+    """Reply to Fetch: the array in a frame, or its rows one after the other."""
+
+    request: int
+    array: Array
 
 
 @record(80)

@@ -150,6 +150,15 @@ class Mapping:
             raise LocalProtocolError(f"{array} ends at byte {end}, but segment {self.name} has {self.nbytes}")
         return view_of(array, self.memory[array.place.offset : end])
 
+    def rows(self, array: Array, rows: np.ndarray) -> np.ndarray:
+        """A copy of these rows of the array; ``rows`` is int64 of any shape, within the array."""
+        copy: np.ndarray = self.view(array)[rows]
+        return copy
+
+    def write(self, array: Array, value: np.ndarray) -> None:
+        """Write ``value`` where the array lies."""
+        self.view(array)[...] = value
+
     def elements(self, dtype: str) -> np.ndarray:
         """The whole segment as a 1-D array of ``dtype``."""
         return np.frombuffer(self.memory, dtype)

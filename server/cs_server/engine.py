@@ -118,6 +118,10 @@ class Engine:
         commands += [self._progress.compute(ticket) for ticket in sorted(self._tables.computations)]
         return commands
 
+    def writer(self, peer: bytes) -> str:
+        """As :meth:`.sessions.Sessions.writer`."""
+        return self._sessions.writer(peer)
+
     @property
     def results_nbytes(self) -> int:
         """How much of the server's arena the recorded outcomes need: a server that takes up must leave it alone."""

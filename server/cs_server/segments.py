@@ -36,6 +36,7 @@ class Segments:
     def __init__(self, run_directory: str, incarnation: int) -> None:
         """Connect and introduce this process. Raises :class:`LaunchError` where no supervisor listens."""
         self._mappings: dict[str, Mapping] = {}
+        self._writers: dict[str, str] = {}
         self._elements: dict[tuple[str, str], np.ndarray] = {}
         self._kept: deque[Record] = deque()
         self._link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -80,6 +81,7 @@ class Segments:
 
     def make(self, name: str, reservation: int, writer: str) -> Mapping:
         """The segment of that name, made where it does not exist. Raises what the supervisor refuses it with."""
+        self._writers[name] = writer
         if name not in self._mappings:
             self._map(MakeSegment(name, reservation, writer))
         return self._mappings[name]
@@ -92,6 +94,10 @@ class Segments:
         if name not in self._mappings:
             self._map(OpenSegment(name))
         return self._mappings[name]
+
+    def writer(self, name: str) -> str:
+        """Who beside the server may write the segment of that name: ``controller``, ``w0``, or empty for nobody."""
+        return self._writers.get(name, "")
 
     def view(self, array: Array) -> np.ndarray:
         """The array behind a descriptor: of a frame read-only, of a segment what lies there now."""

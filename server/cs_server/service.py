@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,7 +42,9 @@ from cs_proto.messages import (
     CreatePoint,
     DescribeSlots,
     Died,
+    Fetch,
     GatherPoint,
+    Put,
     ReducePoint,
     Refused,
     Return,
@@ -52,6 +55,7 @@ from cs_proto.records import Record
 
 from . import kernels, machine, undo
 from .arithmetic import Arithmetic
+from .carrying import carry
 from .config import ServerConfig
 from .control import ControlLog
 from .engine import Config, Engine
@@ -265,7 +269,10 @@ class Service:
                     peer, *parts = self._router.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:
                     break
-                if (heard := self._heard(peer, parts)) is not None:
+                heard = self._heard(peer, parts)
+                if isinstance(heard, Fetch | Put):
+                    self._send(peer, carry(heard, partial(self._engine.writer, peer), self._segments))
+                elif heard is not None:
                     yield Received(peer, heard)
         if self._segments.has_kept or self._segments.fileno() in ready:
             yield from self._notices()

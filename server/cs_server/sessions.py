@@ -101,6 +101,22 @@ class Sessions:
         """Whether a registered worker speaks."""
         return any(session.peer == peer for session in self._tables.workers.values())
 
+    def writer(self, peer: bytes) -> str:
+        """Under which name segments may be written by ``peer``: ``w0``, ``controller``.
+
+        Raises PeerProtocolError for a stranger and for the worker of an earlier incarnation, ContextError for an
+        observer.
+        """
+        for replica in self._tables.workers:
+            if peer == self.worker_peer(replica):
+                return f"w{replica}"
+        client = self.client(peer)
+        if client is None:
+            raise PeerProtocolError(f"{peer!r:.80} has not said hello, or has been replaced")
+        if client.role == "observer":
+            raise ContextError("observers may only get variables")
+        return "controller"
+
     def title(self, replica: int) -> str:
         """``replica 1 (pid 43, w1.2)``, for people."""
         known, died = self._tables.workers.get(replica), self._tables.deaths.get(replica)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 import subprocess
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from tests.containers.conftest import Project, docker
-from tests.harness.processes import run
+from tests.containers.conftest import COMPOSES, Project, docker
+from tests.harness.processes import ROOT, run
 from tests.harness.timing import unit
 
 pytestmark = pytest.mark.timeout(180)
 
 Make = Callable[..., Project]
+
+IMAGE = os.environ.get("CS_IMAGE", "central-storage")
+SECCOMP = ROOT / "tests/containers/no_shared_memory.json"
 
 TRAIN = """
 import hashlib, runpy, sys
@@ -68,10 +72,50 @@ def trained(ended: subprocess.CompletedProcess[str]) -> str:
 
 
 def wait_for(project: Project, pattern: str) -> None:
-    deadline = time.monotonic() + unit(30)
+    deadline = time.monotonic() + unit(60)
     while not re.search(pattern, project.logs(), re.DOTALL):
         assert time.monotonic() < deadline, project.logs()
-        time.sleep(0.2)
+        time.sleep(0.5)
+
+
+class Blocked:
+    """A script that is in the midst of a step, in a container of its own."""
+
+    def __init__(self, project: Project, code: str) -> None:
+        self._ended: list[subprocess.CompletedProcess[str]] = []
+        self._thread = threading.Thread(target=lambda: self._ended.append(project.run(code)))
+        self._thread.start()
+        wait_for(project, "at work.*at work")
+
+    def end(self) -> subprocess.CompletedProcess[str]:
+        self._thread.join(unit(60))
+        assert self._ended, "it hangs"
+        return self._ended[0]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
+    """What TRAIN prints outside containers, by the number of replicas."""
+    script = tmp_path_factory.mktemp("outside") / "train.py"
+    script.write_text(TRAIN)
+
+    @functools.cache
+    def outside(replicas: int) -> str:
+        devices = ",".join(f"cpu:{number}" for number in range(replicas))
+        return run("cs-launch", "--devices", devices, script, "examples/digits.py").ok().lines[-1]
+
+    return outside
+
+
+@pytest.mark.parametrize("command", COMPOSES, ids=" ".join)
+@pytest.mark.parametrize("overlays", [(), ("docker-compose.gpu.yml",)], ids=["plain", "gpu"])
+def test_the_files_are_valid(project: Make, command: tuple[str, ...], overlays: tuple[str, ...]) -> None:
+    checked = project(*overlays).compose("config", command=command)
+    assert checked.returncode == 0, checked.stderr
+    reserved = re.findall(r"device_ids:\s*- '?\"?(\d)", checked.stdout)
+    assert reserved == (["0", "1"] if overlays else [])
+    assert checked.stdout.count("no-new-privileges:true") == (4 if overlays else 3)
+    assert checked.stdout.count("read_only: true") >= (4 if overlays else 3)
 
 
 def test_up_trains_to_the_accuracy_and_everything_stops_in_time(project: Make) -> None:
@@ -81,46 +125,68 @@ def test_up_trains_to_the_accuracy_and_everything_stops_in_time(project: Make) -
     found = re.search(r"test accuracy (0\.\d+)", ended.stdout)
     assert found is not None, ended.stdout
     assert float(found[1]) >= 0.97
-    assert "transport ipc + shared memory (files in the run directory)" in ended.stdout
-    states = docker(
-        *("ps", "-a", "--filter", f"label=com.docker.compose.project={made.name}", "--format", "{{.Names}} {{.Status}}")
-    )
+    words = r"transport ipc \+ shared memory \(files in the run directory\)"
+    for who in (r"server_1 +\| \[supervisor\]", r"worker_1 +\| ", r"worker_2 +\| ", r"train_1 +\| \[central-storage\]"):
+        assert re.search(rf"(?m)^{who}.*{words}", ended.stdout.replace("-1  |", "_1  |")), ended.stdout
+    mine = f"label=com.docker.compose.project={made.name}"
+    states = docker("ps", "-a", "--filter", mine, "--format", "{{.Names}} {{.Status}}")
     assert len(states.splitlines()) == 4
     assert "(137)" not in states, states  # that is SIGKILL: the grace time was over
 
 
-def test_the_same_weights_as_outside_and_what_an_observer_sees(project: Make, tmp_path: Path) -> None:
-    made = project()
-    made.up()
-    script = tmp_path / "train.py"
-    script.write_text(TRAIN)
-    outside = run("cs-launch", "--devices", "cpu:0,cpu:1", script, "examples/digits.py").ok()
-    assert trained(made.run(TRAIN)) == outside.lines[-1]
+def test_all_are_healthy_within_20_seconds(service: Project) -> None:
+    service.wait_until_healthy(20)
+
+
+def test_the_same_weights_as_outside_and_what_an_observer_sees(service: Project, weights: Callable[[int], str]) -> None:
+    assert trained(service.run(TRAIN)) == weights(2)
     seen = "2 ipc + bytes in frames [(64, 32), (32,), (32, 10), (10,)]"
-    assert trained(made.run(OBSERVE)) == seen
-    # Where the volume cannot even be written, no memory of the run can be shared: bytes in frames.
-    volume = f"{made.name}_run:/run/central-storage:ro"
-    assert docker("run", "--rm", "--read-only", "-v", volume, "central-storage:test", "python", "-c", OBSERVE) == seen
+    assert trained(service.run(OBSERVE)) == seen
+    # Where the volume cannot even be written, an observer gets its bytes all the same.
+    volume = f"{service.name}_run:/run/central-storage:ro"
+    assert docker("run", "--rm", "--read-only", "-v", volume, IMAGE, "python", "-c", OBSERVE) == seen
+
+
+def test_a_script_that_cannot_share_memory_says_so_and_trains_the_same(
+    service: Project, weights: Callable[[int], str]
+) -> None:
+    ended = subprocess.run(
+        [
+            *("docker", "run", "--rm", "--read-only", "--security-opt", f"seccomp={SECCOMP}"),
+            *("-v", f"{service.name}_run:/run/central-storage", IMAGE, "python", "-c", TRAIN),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=unit(90),
+    )
+    assert trained(ended) == weights(2)
+    assert ended.stderr.splitlines() == [
+        "[central-storage] 2 replicas (cpu:0, cpu:1), parameters on cpu:0, transport ipc + bytes in frames: "
+        "the service's memory cannot be mapped here (Operation not permitted)"
+    ]
+
+
+def test_three_workers_that_cannot_share_memory_beside_another_project(
+    service: Project, project: Make, weights: Callable[[int], str]
+) -> None:
+    second = project("tests/containers/no_shared_memory.yml", CS_WORKERS="3").up()
+    ended = second.run(TRAIN)
+    assert trained(ended) == weights(3)
+    assert "3 replicas (cpu:0, cpu:0, cpu:0), parameters on cpu:0, transport ipc + shared memory" in ended.stderr
+    said = r"transport ipc \+ bytes in frames: the service's memory cannot be mapped here \(Operation not permitted\)"
+    assert len(re.findall(rf"\[w[012]\] .*{said}", second.logs())) == 3
+    assert trained(second.run(OBSERVE)).startswith("3 ")
+    second.close()
+    assert trained(service.run(OBSERVE)).startswith("2 ")
 
 
 def test_nothing_is_compiled_in_a_new_container_and_nobody_is_root() -> None:
     code = "import os; from cs_server import kernels; print(os.getuid(), kernels.load().compiled)"
-    assert docker("run", "--rm", "--read-only", "central-storage:test", "python", "-c", code) == "10001 0"
-
-
-def test_two_projects_side_by_side_one_with_three_workers(project: Make) -> None:
-    first, second = project(), project(CS_WORKERS="3")
-    first.up()
-    second.up()
-    assert trained(first.run(TRAIN)).startswith("2 ")
-    assert trained(second.run(TRAIN)).startswith("3 ")
-    first.close()
-    assert trained(second.run(OBSERVE)).startswith("3 ")
+    assert docker("run", "--rm", "--read-only", IMAGE, "python", "-c", code) == "10001 0"
 
 
 def test_a_volume_that_is_too_small_is_refused_with_both_numbers(project: Make) -> None:
-    made = project(CS_MEMORY="8m")
-    made.up()
+    made = project(CS_MEMORY="8m").up()
     ended = made.run(
         "import numpy as np, central_storage as cs\n"
         "strategy = cs.CentralStorageStrategy()\n"
@@ -135,40 +201,41 @@ def test_a_volume_that_is_too_small_is_refused_with_both_numbers(project: Make) 
     )
     assert trained(ended) == "[3.0, 3.0, 3.0, 3.0]"
     assert re.search(r"refused: .*'large'.* \d+ bytes planned .* \d{7} bytes available", ended.stdout), ended.stdout
-    assert made.is_healthy()
+    for container in made.containers():  # no SIGBUS
+        assert docker("exec", container, "cs-launch", "--health").startswith("serving 2 replicas, ")
 
 
-def test_a_worker_container_that_is_killed_ends_the_training_with_the_reason(project: Make) -> None:
-    made = project()
-    made.up()
-    ended: list[subprocess.CompletedProcess[str]] = []
-    thread = threading.Thread(target=lambda: ended.append(made.run(BLOCK)))
-    thread.start()
-    wait_for(made, "at work.*at work")
+def test_a_container_that_is_killed_ends_the_training_with_the_reason(project: Make) -> None:
+    made = project(CS_SERVE="--max-restarts 0").up()
+    blocked = Blocked(made, BLOCK)
     docker("kill", made.containers("worker")[0])
-    thread.join(unit(60))
-    assert ended
-    assert ended[0].returncode != 0
-    said = ended[0].stdout + ended[0].stderr
+    ended = blocked.end()
+    assert ended.returncode != 0
+    said = ended.stdout + ended.stderr
     assert re.search(r"ReplicaLostError: replica \d \(worker w\d, pid \d+\) ended by the end of its connection", said)
+    made.close()
 
-
-def test_a_stop_in_the_midst_of_training_needs_no_kill_and_leaves_no_zombies(project: Make) -> None:
-    made = project()
     made.up()
-    thread = threading.Thread(target=lambda: made.run(ORPHANS))
-    thread.start()
-    wait_for(made, "at work.*at work")
-    for container in made.containers():
+    blocked = Blocked(made, BLOCK)
+    docker("kill", *made.containers("server"))
+    ended = blocked.end()
+    assert ended.returncode != 0
+    assert re.search("ShutdownError: the supervisor is gone, and the service with it", ended.stderr)
+    workers = made.containers("worker")
+    assert docker("wait", *workers).split() == ["4", "4"], made.logs()
+
+
+def test_a_stop_in_the_midst_of_training_needs_no_kill_and_leaves_no_zombies(service: Project) -> None:
+    blocked = Blocked(service, ORPHANS)
+    containers = service.containers()
+    assert len(containers) == 3
+    for container in containers:
         states = docker("exec", container, "python", "-c", STATES)
         assert "Z" not in states.split(), states
-    containers = made.containers()
-    assert len(containers) == 3
-    made.compose("stop", "-t", "10", "worker", "server")
+    service.compose("stop", "-t", "10", "worker", "server")
     codes = [docker("inspect", "-f", "{{.State.ExitCode}}", each) for each in containers]
     assert "137" not in codes, codes
-    thread.join(unit(60))
-    assert not thread.is_alive()
+    assert blocked.end().returncode != 0
 
 
 ORPHANS = """

@@ -271,6 +271,10 @@ class Playbook:
         """What the recorded outcomes need of the server's arena."""
         return self._engine.results_nbytes
 
+    def writer(self, peer: bytes) -> str:
+        """Under which name ``peer`` may write segments."""
+        return self._engine.writer(peer)
+
     def computed(self, *arrays: Array, error: Error | None = None) -> Computed:
         """The last computation has this outcome."""
         tickets = [command.ticket for command in self.commands if isinstance(command, Compute)]

@@ -17,7 +17,18 @@ from hypothesis.extra import numpy as npst
 
 from cs_proto.arrays import Array, Location, array_of, bytes_array
 from cs_proto.errors import LocalProtocolError
-from cs_proto.messages import ApplyPoint, Configure, Joined, MakeSegment, Return, Run, SparseGradient, VariableSpec
+from cs_proto.messages import (
+    ApplyPoint,
+    Configure,
+    Fetch,
+    Joined,
+    MakeSegment,
+    Put,
+    Return,
+    Run,
+    SparseGradient,
+    VariableSpec,
+)
 from cs_proto.records import RECORDS, Frame, Record
 from cs_proto.schedules import FIELDS, Kind, Schedule
 
@@ -132,6 +143,24 @@ def _rows() -> st.SearchStrategy[Any]:
     return st.tuples(COUNTS, arrays).map(lambda drawn: SparseGradient(drawn[0], *drawn[1]))
 
 
+def _fetches() -> st.SearchStrategy[Any]:
+    def of_rows(array: Array, numbers: Array) -> tuple[Array, Array | None]:
+        return array, numbers if array.shape else None
+
+    rows = st.integers(0, 1 << 10).flatmap(
+        lambda count: st.builds(Array, st.just("int64"), st.just((count,)), records(Location))
+    )
+    arrays = st.one_of(st.tuples(ARRAYS_IN_SEGMENTS, st.none()), st.builds(of_rows, ARRAYS_IN_SEGMENTS, rows))
+    return st.tuples(COUNTS, arrays).map(lambda drawn: Fetch(drawn[0], *drawn[1]))
+
+
+def _puts() -> st.SearchStrategy[Any]:
+    def fitting(number: int, value: Array, place: Location, has_value: bool) -> Put:
+        return Put(number, Array("uint8", value.shape, place), value if has_value else None)
+
+    return st.builds(fitting, COUNTS, _pickles(), records(Location), st.booleans())
+
+
 def _schedules() -> st.SearchStrategy[Any]:
     finite = st.floats(allow_nan=False, allow_infinity=False)
     steps = st.floats(0, exclude_min=True, allow_infinity=False)
@@ -189,6 +218,8 @@ _SPECIAL: Mapping[type[Record], Callable[[], st.SearchStrategy[Any]]] = {
     ApplyPoint: _applies,
     Configure: lambda: _built(Configure, iterations=st.integers(-1, 1 << 60)),
     SparseGradient: _rows,
+    Fetch: _fetches,
+    Put: _puts,
     Schedule: _schedules,
     Return: _returns,
     Run: lambda: _built(Run, function=st.one_of(st.none(), _pickles()), arguments=_pickles()),

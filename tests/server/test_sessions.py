@@ -24,6 +24,7 @@ from tests.harness.playbook import (
     worker,
 )
 
+from cs_proto.errors import ContextError, PeerProtocolError
 from cs_proto.messages import (
     PROTOCOL,
     Ask,
@@ -171,6 +172,24 @@ def test_a_replaced_worker_is_fenced() -> None:
     book.on(returns(0, 0), to(w(0), Refused, "cs.Fenced", "w0.1 has been replaced"))
     book.on(hears(w(0), register(0, 1)), to(w(0), Refused, "cs.Fenced", "w0.1 has been replaced; 2 is expected"))
     book.on(dies(0, 1))  # known
+
+
+def test_bytes_are_written_under_the_name_of_who_lives() -> None:
+    book = Playbook(2).begin()
+    writer = book.writer
+    assert (writer(w(0)), writer(w(1)), writer(CONTROLLER)) == ("w0", "w1", "controller")
+    book.does(hears(OBSERVER, Hello(PROTOCOL, "observer", "o", 8)))
+    with pytest.raises(ContextError, match="observers may only get"):
+        writer(OBSERVER)
+    with pytest.raises(PeerProtocolError, match="b'x' has not said hello"):
+        writer(b"x")
+    book.does(dies(0))
+    with pytest.raises(PeerProtocolError, match="has been replaced"):
+        writer(w(0))
+    book.does(hears(w(0, 2), register(0, 2)))
+    assert writer(w(0, 2)) == "w0"
+    with pytest.raises(PeerProtocolError, match="has been replaced"):
+        writer(w(0))
 
 
 def test_a_dead_worker_is_not_heard_before_its_replacement_comes() -> None:

@@ -14,7 +14,7 @@ from cs_proto import messages
 from cs_proto.arrays import bytes_array
 from cs_proto.errors import PeerProtocolError, ReplicaLostError
 from cs_proto.failures import error_of
-from cs_proto.messages import Cancel, Committed, Died, Forget, Prepare, Refused, Run, RunId, StepFinished
+from cs_proto.messages import Cancel, Committed, Died, Done, Forget, Prepare, Refused, Run, RunId, StepFinished
 from cs_proto.records import Record
 from cs_worker.conversation import Conversation, path_text
 from cs_worker.interrupts import Interrupts
@@ -181,6 +181,22 @@ def test_cancel_ends_the_wait_of_its_run(played: Played) -> None:
     played.conversation.begin_run(CONTROLLER, run(2))
     played.comes((SERVER, Committed((2,), 0)))
     played.wait((2,), 0)
+
+
+def test_bytes_are_waited_for_whatever_becomes_of_the_run(played: Played) -> None:
+    def wanted(record: Record) -> Record | None:
+        return record if record == Done(9, 0, 0) else None
+
+    played.conversation.begin_run(CONTROLLER, run(1))
+    waits = played.conversation.waits
+    played.comes((CONTROLLER, Cancel((1,))), (SERVER, Committed((1,), 0)), (SERVER, Done(9, 0, 0)))
+    assert played.conversation.wait_for_bytes("a test", wanted) == Done(9, 0, 0)
+    assert played.conversation.waits == waits, "nothing can have been committed"
+    with pytest.raises(KeyboardInterrupt):
+        played.wait((1,), 1)
+    assert played.conversation.waits == waits + 1
+    played.conversation.begin_run(CONTROLLER, run(2))
+    assert played.conversation.waits == waits + 2
 
 
 def test_cancel_of_a_queued_run_meets_it_when_it_begins(played: Played) -> None:

@@ -8,7 +8,7 @@ loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -18,9 +18,10 @@ from central_storage.variable import Variable
 from central_storage.vocabulary import to_exception
 from cs_proto import messages, segments
 from cs_proto.arrays import Array, Location
+from cs_proto.carried import Carried, aligned
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.records import Record
-from cs_proto.segments import frame_view
+from cs_proto.segments import Mapping, frame_view
 
 from .conversation import Conversation
 from .device import Device
@@ -44,6 +45,7 @@ class Catalogue:
         self._versions: np.ndarray | None = None
         self._known: dict[int, messages.Variable] = {}
         self._views: dict[int, np.ndarray] = {}
+        self._carried_at = 0  # the count of waits when what of the views cannot be mapped was asked for
         self._gradients: dict[tuple[int, int], np.ndarray] = {}
         self._handles: dict[tuple[str, int], object] = {}
         self._missed_in: object = None
@@ -92,10 +94,19 @@ class Catalogue:
         return self.place(number).spec.name
 
     def version(self, number: int) -> int:
-        """A number that changes with every commit that changes the variable; of nobody asked."""
+        """A number that changes with every commit that changes the variable; of nobody asked. Where that cannot be
+        looked up it changes whenever the variable may have."""
         if self._versions is None:
-            self._versions = self._lifeline.segment(segments.versions()).elements("uint64")
+            segment = self._lifeline.segment(segments.versions())
+            if isinstance(segment, Carried):
+                return self._conversation.waits
+            self._versions = segment.elements("uint64")
         return int(self._versions[number])
+
+    @property
+    def carries(self) -> bool:
+        """Whether this process cannot map the server's memory."""
+        return bool(self._lifeline.carried_because)
 
     def learn(self, record: messages.Variable) -> messages.Variable:
         """Remember a record that came with another answer."""
@@ -133,12 +144,16 @@ class Catalogue:
         return self.copy(found.arrays[found.names.index(slot)])
 
     def view(self, number: int) -> np.ndarray:
-        """The variable's value: the server's own memory, read-only, one object for ever."""
+        """The variable's value: the server's own memory, read-only, one object for ever. Where that cannot be mapped, a
+        copy of the bytes, one object until this replica next waits."""
+        if self.carries and self._carried_at != self._conversation.waits:
+            self._views.clear()
+            self._carried_at = self._conversation.waits
         view = self._views.get(number)
         if view is None:
             record = self.place(number)
             view = self._views[number] = self.map(record.array)
-            if not self._device.is_host:
+            if not self._device.is_host and not self.carries:
                 self._lock_slab(record.place.segment)
         return view
 
@@ -149,13 +164,19 @@ class Catalogue:
                 self._views[number] = self.map(record.array)
         self._device.lock([self._views[n] for n, record in self._known.items() if record.place.segment == segment])
 
+    def rows(self, number: int, rows: np.ndarray) -> np.ndarray:
+        """A copy of these rows of the variable's value; ``rows`` is int64 of any shape, within the variable."""
+        record = self.place(number)
+        return self._lifeline.segment(record.place.segment).rows(record.array, rows)
+
     def gradients(self, numbers: Sequence[int], buffers: int) -> list[np.ndarray]:
         """The places of several variables in a set of gradient buffers, as :meth:`gradient` gives them; page-locked
         for a GPU."""
         if all((number, buffers) in self._gradients for number in numbers):
             return [self._gradients[number, buffers] for number in numbers]
         places = [self.gradient(number, buffers) for number in numbers]
-        self._device.lock(places)
+        if not self.carries:
+            self._device.lock(places)
         return places
 
     def gradient(self, number: int, buffers: int) -> np.ndarray:
@@ -170,14 +191,34 @@ class Catalogue:
                 raise InvalidArgumentError(
                     f"variable {record.spec.name} is {record.spec.dtype}; only floating-point variables have gradients"
                 )
-            segment = segments.gradients(self._replica, buffers, record.spec.dtype)
-            array = Array(record.spec.dtype, record.spec.shape, Location(segment, record.place.offset))
-            self._lifeline.segment(segment).reserve(record.place.offset, record.place.offset + array.nbytes)
-            view = self._gradients[number, buffers] = self.map(array)
+            array, segment = self._gradient(record, buffers)
+            if isinstance(segment, Carried):
+                view = aligned(record.spec.dtype, record.spec.shape)
+            else:
+                segment.reserve(record.place.offset, record.place.offset + array.nbytes)
+                view = segment.view(array)
+            self._gradients[number, buffers] = view
         return view
 
+    def deliver(self, numbers: Iterable[int], buffers: int) -> None:
+        """Let the server have these variables' gradients in a set of buffers, where it does not see them itself.
+
+        Raises MemoryPlanError where there is no room for them.
+        """
+        if self.carries:
+            self._device.settle()
+        for number in numbers if self.carries else ():
+            array, segment = self._gradient(self.place(number), buffers)
+            if isinstance(segment, Carried):
+                segment.write(array, self._gradients[number, buffers])
+
+    def _gradient(self, record: messages.Variable, buffers: int) -> tuple[Array, Mapping | Carried]:
+        segment = segments.gradients(self._replica, buffers, record.spec.dtype)
+        array = Array(record.spec.dtype, record.spec.shape, Location(segment, record.place.offset))
+        return array, self._lifeline.segment(segment)
+
     def map(self, array: Array) -> np.ndarray:
-        """The array where it lies, in a segment or in a frame; no copy."""
+        """The array where it lies, in a segment or in a frame; a copy only where the segment cannot be mapped."""
         if isinstance(array.place, Location):
             return self._lifeline.segment(array.place.segment).view(array)
         return frame_view(array)
@@ -189,6 +230,16 @@ class Catalogue:
     def ask(self, request: Record, number: int, answer: type[R]) -> R:
         """Send a request to the server and wait for its answer. Raises what the server refuses it with."""
 
+        self._conversation.link.send_server(request)
+        return self._conversation.wait(_answer_to(request), self._claim(number, answer))
+
+    def carry(self, request: Callable[[int], Record], answer: type[R]) -> R:
+        """The :class:`cs_proto.carried.Carry` of this worker."""
+        number = self._conversation.next_request()
+        self._conversation.link.send_server(asked := request(number))
+        return self._conversation.wait_for_bytes(_answer_to(asked), self._claim(number, answer))
+
+    def _claim(self, number: int, answer: type[R]) -> Callable[[Record], R | None]:
         def wanted(record: Record) -> R | None:
             if isinstance(record, messages.Refused) and record.number == number:
                 raise to_exception(record.error, self.copy, self.resolve)
@@ -196,5 +247,8 @@ class Catalogue:
                 return record
             return None
 
-        self._conversation.link.send_server(request)
-        return self._conversation.wait(f"the server's answer to {type(request).__name__}", wanted)
+        return wanted
+
+
+def _answer_to(request: Record) -> str:
+    return f"the server's answer to {type(request).__name__}"

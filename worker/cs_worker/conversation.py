@@ -53,6 +53,8 @@ class Conversation:
         self._cancels = 0
         self._dead_server: messages.Died | None = None
         self._requests = 0
+        #: Counts what variables may have changed at: begins of runs, and waits for anything but bytes.
+        self.waits = 0
         interrupts.attend_to(self.is_cancelled, self._fetch_cancel)
 
     def next_work(self) -> tuple[bytes, Forget | Prepare | Run]:
@@ -79,6 +81,7 @@ class Conversation:
 
     def begin_run(self, controller: bytes, run: Run) -> None:
         """A run of the controller begins, so the one before it is over."""
+        self.waits += 1
         self._run = (controller, run.run)
         self._step = (controller, run) if run.series else None
         self._unclaimed.clear()
@@ -110,16 +113,30 @@ class Conversation:
         At a ``merge_point`` (run, k), the runs nested in it are carried out meanwhile. Raises KeyboardInterrupt where
         the run is cancelled and ReplicaLostError where the server has died. ``what`` names the wait.
         """
+        self.waits += 1
         with self._interrupts.own_code():  # what is half-done here must not be torn apart
             return self._wait(what, wanted, merge_point)
 
-    def _wait(self, what: str, wanted: Callable[[Record], T | None], merge_point: tuple[RunId, int] | None) -> T:
+    def wait_for_bytes(self, what: str, wanted: Callable[[Record], T | None]) -> T:
+        """As :meth:`wait`, for what another process would have read or written without asking: a run that is cancelled
+        meanwhile goes on to its next wait."""
+        with self._interrupts.own_code():
+            return self._wait(what, wanted, None, heeds_cancel=False)
+
+    def _wait(
+        self,
+        what: str,
+        wanted: Callable[[Record], T | None],
+        merge_point: tuple[RunId, int] | None,
+        *,
+        heeds_cancel: bool = True,
+    ) -> T:
         _log.debug("waiting for %s", what)
         if (found := self._claim(wanted)) is not None:
             return found
         started = time.monotonic()
         while True:
-            if self.is_cancelled():
+            if heeds_cancel and self.is_cancelled():
                 raise KeyboardInterrupt
             if self._dead_server is not None:
                 died = self._dead_server

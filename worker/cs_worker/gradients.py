@@ -44,16 +44,17 @@ class GradientBuffers:
     def fill(self, pairs: Sequence[tuple[np.ndarray, int]], commit: Callable[[], None]) -> int:
         """Bring the gradients of variables into the current set and say which it is. One that was computed there is
         not copied, but from a GPU, from where all are there after the device has settled. Raises InvalidArgumentError
-        for a gradient that does not fit, before anything is written."""
+        for a gradient that does not fit, before anything is written, and MemoryPlanError where there is no room for
+        them."""
         for gradient, number in pairs:
             self._check(gradient, number)
         current = self._current(commit)
+        elsewhere = [pair for pair in pairs if self._handed_out.get(id(pair[0]), _NOTHING)[1] != pair[1]]
         if not self._device.is_host:
             self._fetch(pairs, current)
-            return current
-        elsewhere = [pair for pair in pairs if self._handed_out.get(id(pair[0]), _NOTHING)[1] != pair[1]]
-        if elsewhere:
+        elif elsewhere:
             self._bring(elsewhere, pairs, current)
+        self._catalogue.deliver([number for _, number in pairs], current)
         return current
 
     def note(self) -> None:

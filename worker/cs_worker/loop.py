@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from central_storage import context, nest
-from central_storage.lifeline import Lifeline
+from central_storage.lifeline import CARRIED, Lifeline
 from central_storage.shipping import load_arguments
 from central_storage.vocabulary import to_value
 from cs_proto import messages, segments
@@ -62,7 +62,11 @@ class Loop:
     ) -> None:
         conversation = Conversation(link, interrupts, self._execute)
         catalogue = Catalogue(conversation, lifeline, config.replica, device)
-        arena = Arena(lambda: lifeline.segment(segments.arena(config.replica)))
+        lifeline.carry = catalogue.carry
+        own = lifeline.segment(segments.arena(config.replica))
+        if lifeline.carried_because:
+            _log.warning("transport %s: %s", CARRIED, lifeline.carried_because)
+        arena = Arena(lambda: own)
         controller = TokenController(config, registered, conversation, catalogue, arena, interrupts, self._execute)
         self._shop = Workshop(
             config,

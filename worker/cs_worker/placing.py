@@ -39,7 +39,5 @@ class Placing:
         if value.nbytes <= INLINE_NBYTES and self._count <= FRAMES:
             return array_of(value)
         if id(value) not in self._in_arena:
-            placed = self._arena.new(name, value.shape)
-            self._arena.view(placed)[...] = value
-            self._in_arena[id(value)] = value, placed
+            self._in_arena[id(value)] = value, self._arena.put(name, value)
         return self._in_arena[id(value)][1]

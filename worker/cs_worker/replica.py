@@ -121,14 +121,16 @@ class Replica:
         self._commit_writes_of(number)
         notes = self._unseen_of(number)
         value: np.ndarray
-        if not notes:
+        if not notes and not self._shop.catalogue.carries:
             value = self._shop.device.rows(number, rows, self._shop.catalogue)
             return value
-        if number in self._overlaid:
+        if not notes:
+            value = self._shop.catalogue.rows(number, rows)
+        elif number in self._overlaid:
             value = self._overlaid[number][rows]
         else:  # of a large table only these
             named, places = np.unique(rows, return_inverse=True)
-            own = self._shop.catalogue.view(number)[named]
+            own = self._shop.catalogue.rows(number, named)
             for note in notes:
                 self._overlay(own, note, named)
             value = own[places.reshape(rows.shape)]
@@ -390,12 +392,16 @@ class Replica:
 
     def _placed(self, value: np.ndarray) -> Array:
         """The array in the arena, where it stays until the run is over: a note is read later than it is made."""
-        arena = self._shop.arena
-        placed = arena.new(value.dtype.name, value.shape)
+        arena, device = self._shop.arena, self._shop.device
         if isinstance(value, np.ndarray):
-            arena.view(placed)[...] = value
-        else:
-            self._shop.device.fetch([(value, arena.view(placed))], may_change=True)
+            return arena.put(value.dtype.name, value)
+        if self._shop.catalogue.carries:
+            host = np.empty(value.shape, value.dtype.name)
+            device.fetch([(value, host)], may_change=True)
+            device.settle()
+            return arena.put(host.dtype.name, host)
+        placed = arena.new(value.dtype.name, value.shape)
+        device.fetch([(value, arena.view(placed))], may_change=True)
         return placed
 
     def _commit_writes_of(self, number: int) -> None:

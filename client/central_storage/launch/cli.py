@@ -24,7 +24,7 @@ from .cores import Machine, core_count, machine
 from .foreground import START_FAILED, run
 from .health import health
 from .join import join
-from .memory import Files, Medium, Memfd
+from .memory import Files, Medium, Memfd, Unshared
 from .output import LogFiles
 from .packages import python_path
 from .plan import Command, Options, script_command, service_commands
@@ -220,7 +220,9 @@ def _address() -> str:
 
 
 def _medium(options: argparse.Namespace, run_directory: str) -> Medium:
-    return Files(run_directory) if options.memory == "files" else Memfd()
+    if options.memory == "files":
+        return Files(run_directory)
+    return Memfd() if options.memory == "memfd" else Unshared()
 
 
 def _recovery(options: argparse.Namespace) -> Recovery:
@@ -344,10 +346,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--memory",
-        choices=("memfd", "files"),
+        choices=("memfd", "files", "frames"),
         default="memfd",
-        help="where the variables' memory is: the kernel's own, or files in the run directory, which is then on a "
-        "tmpfs (default: memfd)",
+        help="where the variables' memory is: shared memory of the kernel's own, or files in the run directory, which "
+        "is then on a tmpfs; or not shared at all: every byte is sent in a message (default: memfd)",
     )
     parser.add_argument("--serve", type=int, metavar="N", help="no script: a server for N workers from elsewhere")
     parser.add_argument("--join", action="store_true", help="no script: one worker of a service elsewhere")

@@ -3,6 +3,7 @@
 Contents live as long as the supervisor, whoever else is killed. A segment is a memfd of its full reservation, of
 which only touched pages take memory. A reader gets a descriptor opened read-only. :class:`Memfd` is the usual
 medium; :class:`Files` keeps the segments where other containers can see that they are, and outlives this one.
+:class:`Unshared` is for the server alone.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Protocol
 from cs_proto.errors import ContextError, InvalidArgumentError, MemoryPlanError
 from cs_proto.messages import MakeSegment, Segment
 
-__all__ = ["Files", "Medium", "Memfd", "Memory"]
+__all__ = ["Files", "Medium", "Memfd", "Memory", "Unshared"]
 
 _WRITER = re.compile(r"|controller|w(0|[1-9][0-9]{0,4})")
 
@@ -27,6 +28,8 @@ class Medium(Protocol):
 
     #: What is printed as the transport of bulk data.
     title: str
+    #: Whether workers and clients map segments, too; otherwise the server alone does, and their bytes travel in frames.
+    is_shared: bool
 
     def make(self, name: str, nbytes: int) -> int:
         """A descriptor, open for reading and writing, of new zeroed memory of ``nbytes``. Raises OSError."""
@@ -40,6 +43,7 @@ class Memfd:
     so nobody can take pages away under another's mapping."""
 
     title = "shared memory (memfd)"
+    is_shared = True
 
     def make(self, name: str, nbytes: int) -> int:
         """As :meth:`Medium.make`; ``name`` shows in ``/proc/<pid>/maps``."""
@@ -66,6 +70,7 @@ class Files:
     """
 
     title = "shared memory (files in the run directory)"
+    is_shared = True
 
     def __init__(self, directory: str) -> None:
         """``directory`` is the run directory."""
@@ -88,6 +93,13 @@ class Files:
         return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
 
+class Unshared(Memfd):
+    """Memory of the server alone."""
+
+    title = "bytes in frames"
+    is_shared = False
+
+
 @dataclass(frozen=True)
 class _Kept:
     reservation: int
@@ -104,7 +116,7 @@ class Memory:
         self._run = run
         self._kept: dict[str, _Kept] = {}
 
-    def make(self, asker: str, request: MakeSegment) -> tuple[Segment, int]:
+    def make(self, asker: str, request: MakeSegment) -> tuple[Segment, int | None]:
         """Make a segment, or find it where a server that was started again asks for the same one.
 
         ``asker`` is ``server``, ``w0``, ``controller`` or anything else. The answer, and a descriptor that the caller
@@ -125,17 +137,19 @@ class Memory:
             )
         return self.open(asker, request.segment)
 
-    def open(self, asker: str, name: str) -> tuple[Segment, int]:
+    def open(self, asker: str, name: str) -> tuple[Segment, int | None]:
         """A segment for ``asker``: writable for the server and its named writer, read-only for everybody else.
 
-        The answer, and a descriptor that the caller closes when it is sent. Raises InvalidArgumentError for an
-        unknown name, MemoryPlanError where the kernel refuses.
+        The answer, and a descriptor that the caller closes when it is sent; None where the medium is not shared with
+        ``asker``. Raises InvalidArgumentError for an unknown name, MemoryPlanError where the kernel refuses.
         """
         kept = self._kept.get(name)
         if kept is None:
             known = ", ".join(list(self._kept)[:20]) or "none at all"
             raise InvalidArgumentError(f"there is no segment {name!r:.120}; there are {known}")
         writable = asker == "server" or asker == kept.writer
+        if asker != "server" and not self.medium.is_shared:
+            return Segment(name, kept.reservation, writable), None
         try:
             descriptor = os.dup(kept.descriptor) if writable else self.medium.open_reader(kept.descriptor)
         except OSError as error:

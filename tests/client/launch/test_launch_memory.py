@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from central_storage.launch.memory import Files, Medium, Memfd, Memory
+from central_storage.launch.memory import Files, Medium, Memfd, Memory, Unshared
 from cs_proto.errors import ContextError, InvalidArgumentError, MemoryPlanError
-from cs_proto.messages import MakeSegment
+from cs_proto.messages import MakeSegment, Segment
 
 NBYTES = 1 << 20
 
@@ -131,3 +131,14 @@ def test_what_the_kernel_refuses_says_how_much_and_why(number: int, words: str) 
         memory.make("server", MakeSegment("control", NBYTES, ""))
     with pytest.raises(InvalidArgumentError):
         memory.open("server", "control")
+
+
+def test_memory_that_is_not_shared_is_the_servers_alone() -> None:
+    memory = Memory("01234567", Unshared())
+    segment, descriptor = memory.make("server", MakeSegment("arena/0", NBYTES, "w0"))
+    assert segment.writable
+    assert descriptor is not None
+    os.close(descriptor)
+    for asker, writable in (("w0", True), ("w1", False), ("controller", False)):
+        assert memory.open(asker, "arena/0") == (Segment("arena/0", NBYTES, writable), None)
+    memory.close()
