@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.harness.processes import Child, run, start
+from tests.harness.stand_in_gpus import stand_in_gpus
 
 DIGITS = ("examples/digits.py", "--epochs", "2")
 SERVE = ("--memory", "files", "--max-restarts", "0")
@@ -39,6 +40,24 @@ try:
 except BaseException as error:
     print(type(error).__name__, error, flush=True)
 print("read", v.numpy().tolist(), strategy.num_replicas_in_sync)
+"""
+ON_GPUS = """
+import numpy as np
+import central_storage as cs
+
+strategy = cs.CentralStorageStrategy()
+with strategy.scope():
+    v = cs.Variable(np.zeros(3, np.float32))
+    sgd = cs.optimizers.SGD(1.0)
+
+def step():
+    (gradient,) = cs.gradient_buffers([v])
+    assert type(gradient).__module__.startswith("cupy")
+    gradient[...] = -1
+    sgd.apply_gradients([(gradient, v)])
+
+strategy.run(step)
+print([replica.device for replica in strategy.statistics().replicas], v.numpy().tolist())
 """
 
 
@@ -88,6 +107,26 @@ def test_scripts_one_after_the_other_are_served_until_it_is_told_to_end(elsewher
     assert [child.wait().code for child in (elsewhere.server, *elsewhere.workers)] == [0, 0, 0]
     assert not os.path.exists(elsewhere.directory)
     assert elsewhere.health()[0] == 1
+
+
+def test_the_gpu_of_every_container_has_the_same_name(tmp_path: Path) -> None:
+    program = tmp_path / "script.py"
+    program.write_text(ON_GPUS)
+    with stand_in_gpus(1), tempfile.TemporaryDirectory(dir="/dev/shm", prefix="elsewhere-") as parent:
+        alone = run("cs-launch", "--devices", "gpu:0", program).ok()
+        with ExitStack() as stack:
+            environment = {"CS_ADDRESS": os.path.join(parent, "run")}
+            serve = ("cs-launch", "--serve", "2", "--memory", "files")
+            server = stack.enter_context(start(*serve, environment=environment))
+            for number in range(2):
+                join = ("cs-launch", "--join", "--devices", "gpu:0")
+                worker = stack.enter_context(start(*join, environment=environment))
+                worker.wait_for(f"worker w{number} of 2 on gpu:0", stream="err")
+            ended = run(program, environment=environment).ok()
+            server.signal(signal.SIGTERM)
+            assert server.wait().code == 0
+    assert alone.out == "['gpu:0'] [1.0, 1.0, 1.0]\n"
+    assert ended.out == "['gpu:0', 'gpu:0'] [2.0, 2.0, 2.0]\n"
 
 
 def test_one_worker_too_many_is_turned_away(elsewhere: Elsewhere) -> None:
