@@ -19,7 +19,7 @@ import numpy as np
 
 from cs_proto import segments
 from cs_proto.arrays import Array, Location
-from cs_proto.errors import InvalidArgumentError, MemoryPlanError
+from cs_proto.errors import DeviceMemoryError, InvalidArgumentError, MemoryPlanError
 from cs_proto.messages import ApplyPoint, Optimizer, ReduceOpName, Variable, VariableSpec, WriteOp
 from cs_proto.optimizers import CLIPS, SLOTS, check_change, rule_of
 from cs_proto.schedules import Schedule, rate
@@ -467,10 +467,10 @@ class Catalogue:
         ``device_nbytes`` lie on a GPU, too, and there is room in the journal for each of them."""
         free = self._tables.tally.device_nbytes
         if 0 <= free < device_nbytes:
-            raise MemoryPlanError(
-                f"{what}: {device_nbytes} bytes planned on {self._device} {purpose}, {free} bytes of it available; use "
-                "smaller or fewer variables, end what else uses it, or keep the variables in the machine's memory "
-                "(parameter_device='cpu:0')"
+            raise DeviceMemoryError(
+                f"{what}: {device_nbytes} bytes planned{in_units(device_nbytes)} on {self._device} {purpose}, {free} "
+                f"bytes of it available{in_units(free)}; use smaller or fewer variables, end what else uses it, or "
+                "keep the variables in the machine's memory (parameter_device='cpu:0')"
             )
         nbytes += device_nbytes
         available = self._tables.tally.available_nbytes

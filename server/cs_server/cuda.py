@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from cs_proto.errors import DeviceError, MemoryPlanError
+from cs_proto.errors import DeviceError, DeviceMemoryError
 
 from .translate import THREADS
 
@@ -75,12 +75,12 @@ class Gpu:
         return int(self._runtime.memGetInfo()[0])
 
     def allocate(self, nbytes: int) -> Block:
-        """New memory, which is given back when nobody holds the block. Raises :class:`MemoryPlanError`."""
+        """New memory, which is given back when nobody holds the block. Raises :class:`DeviceMemoryError`."""
         out_of_memory = (self._cupy.cuda.memory.OutOfMemoryError, self._runtime.CUDARuntimeError)
         try:
             return Block(self._cupy.cuda.Memory(nbytes))
         except out_of_memory as error:
-            raise MemoryPlanError(
+            raise DeviceMemoryError(
                 f"{nbytes} bytes planned on {self.name}, {self.available_nbytes()} bytes of it available ({error})"
             ) from error
 

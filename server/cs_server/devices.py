@@ -87,7 +87,7 @@ class DeviceMemory:
         self._exported: dict[int, tuple[Block, bytes]] = {}
 
     def make(self, segment: str, start: int, stop: int) -> None:
-        """Bytes ``start`` to ``stop``, which hold anything afterwards. Raises MemoryPlanError, and nothing changed."""
+        """Bytes ``start`` to ``stop``, which hold anything afterwards. Raises DeviceMemoryError and changes nothing."""
         if stop <= start:
             return
         extents = self._extents.setdefault(segment, [])
@@ -201,7 +201,7 @@ class GpuParameters:
     ) -> None:
         """``arithmetic`` does the part of a commit that concerns no GPU. The mirror gets what the journal holds.
 
-        Raises DeviceError for a GPU that cannot be used, MemoryPlanError for one that is full.
+        Raises DeviceError for a GPU that cannot be used, DeviceMemoryError for one that is full.
         """
         self._gpu = gpu = Gpu(name)
         self._memory, self._arithmetic, self._journal = memory, arithmetic, journal
@@ -231,7 +231,7 @@ class GpuParameters:
         """Memory for a variable or slot, at bytes ``start`` to ``stop`` of a segment: zeros or, with ``load``, what the
         mirror holds. Whatever does not belong on the GPU is passed over.
 
-        Raises MemoryPlanError where GPU or machine have no such memory left.
+        Raises DeviceMemoryError where the GPU has no such memory left, MemoryPlanError where the machine has not.
         """
         if not is_on_device(segment) or stop <= start:
             return

@@ -28,5 +28,6 @@ def _is_left_out(item: pytest.Item) -> bool:
     case = parameters.get("case")
     if not isinstance(case, Case) or "gpus" not in str(parameters.get("pool")):
         return False
-    is_drawn = zlib.crc32(case.id.encode()) % _ONE_IN == 0 or "CS_ALL_PROGRAMS" in os.environ
+    number = zlib.crc32(f"{case.id}, {parameters['pool']}".encode())
+    is_drawn = number % _ONE_IN == 0 or "CS_ALL_PROGRAMS" in os.environ
     return case.id in NAME_CPUS or not is_drawn

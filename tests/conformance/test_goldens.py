@@ -12,6 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 import pytest
+from tests.harness.cupy_stand_in.c_kernels import COMPILER
 from tests.harness.stand_in_gpus import stand_in_gpus
 
 import central_storage as cs
@@ -25,11 +26,14 @@ MODES: dict[str, dict[str, Any]] = {
     "processes": {},
     "threads": {"in_process": True},
     "gpus": {},  # stand-ins for them; the variables are on a CPU
+    "gpus, variables too": {},
+    "cpus, variables on one of the gpus": {},
 }
-#: Programs that say the names of CPUs.
+#: Programs that say the names of CPUs, or that there is no GPU.
 NAME_CPUS = {
     "context/devices",
     "devices/default_no_gpu",
+    "devices/gpu_missing",
     "devices/parameter_only",
     "extended/full_name",
     "extended/wdbr",
@@ -88,12 +92,13 @@ class Pool:
 
     def __init__(self, mode: str, cases: Iterable[Case], stack: ExitStack) -> None:
         self.make = partial(cs.CentralStorageStrategy, **MODES[mode])
-        kind = "gpu" if mode == "gpus" else "cpu"
+        kind = "gpu" if mode.startswith("gpus") else "cpu"
+        owner = "gpu:0" if "variables" in mode else "cpu:0"
         needed: Counter[int] = Counter()
         for case in cases:
             needed |= Counter(case.strategies)
         self._strategies = {
-            n: [stack.enter_context(self.make([f"{kind}:{i}" for i in range(n)], "cpu:0")) for _ in range(count)]
+            n: [stack.enter_context(self.make([f"{kind}:{i}" for i in range(n)], owner)) for _ in range(count)]
             for n, count in needed.items()
         }
         for strategy in chain.from_iterable(self._strategies.values()):
@@ -121,7 +126,9 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
     ]
     cases = [p["case"] for p in parameters if p.get("pool") == request.param and isinstance(p.get("case"), Case)]
     with ExitStack() as stack:
-        if request.param == "gpus":
+        if "gpus" in request.param:
+            if "variables" in request.param and COMPILER is None:
+                pytest.skip("no gcc here to run kernels without a GPU")
             stack.enter_context(stand_in_gpus(max((n for case in cases for n in case.strategies), default=0)))
         yield Pool(request.param, cases, stack)
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from tests.harness.playbook import MACHINE_NBYTES, allocates, array, lies, scalar, spec
 
 from cs_proto.arrays import Array, Location, array_of
-from cs_proto.errors import InvalidArgumentError, MemoryPlanError
+from cs_proto.errors import DeviceMemoryError, InvalidArgumentError, MemoryPlanError
 from cs_proto.messages import ApplyPoint, Optimizer, Schedule, SparseGradient, VariableSpec
 from cs_server.catalogue import SLACK_NBYTES, Catalogue
 from cs_server.control import ControlMemory
-from cs_server.events import Allocate, Apply, Command, Dense, Discard, Rows, Write
+from cs_server.events import Allocate, Apply, Command, Dense, Discard, Load, Rows, Write
 from cs_server.tables import SlotFill, Tables
 
 SGD = {"learning_rate": 0.1, "momentum": 0.0, "nesterov": 0.0}
@@ -41,16 +41,17 @@ def block(dtype: str, *shape: int) -> Array:
 class Book:
     """A catalogue over a store of its own."""
 
-    def __init__(self, replicas: int = 2, machine_nbytes: int = MACHINE_NBYTES) -> None:
+    def __init__(self, replicas: int = 2, machine_nbytes: int = MACHINE_NBYTES, device: str = "cpu:0") -> None:
         self.control = ControlMemory()
         self.replicas = replicas
         self.machine_nbytes = machine_nbytes
+        self.device = device
         self.reopen()
 
     def reopen(self) -> None:
         self.tables = Tables(self.control, self.replicas)
         self.out: list[Command] = []
-        self.catalogue = Catalogue(self.tables, self.out, self.replicas, self.machine_nbytes)
+        self.catalogue = Catalogue(self.tables, self.out, self.replicas, self.machine_nbytes, self.device)
 
     def make(self, name: str, shape: tuple[int, ...] = (), dtype: str = "float32", trainable: bool = True) -> int:
         made, _ = self.catalogue.create(VariableSpec(name, dtype, shape, trainable, 0, 0), None)
@@ -206,6 +207,36 @@ def test_slots_count_when_they_are_made(book: Book) -> None:
     assert book.out == []
     book.tables.tally.available_nbytes = 800
     assert book.catalogue.variable_set(1, (1,))[0] == 1
+
+
+def test_what_lies_on_a_gpu_must_fit_there_and_mirror_and_journal_beside() -> None:
+    book = Book(device="gpu:1")
+    book.tables.tally.available_nbytes, book.tables.tally.device_nbytes = 1599, 399
+    with pytest.raises(DeviceMemoryError, match=r"variable 'w': 400 bytes planned on gpu:1 for its .* 399 bytes of it"):
+        book.make("w", (100,))
+    book.tables.tally.device_nbytes = 400
+    with pytest.raises(MemoryPlanError, match="variable 'w': 1600 bytes planned"):
+        book.make("w", (100,))
+    assert book.out == []
+    book.tables.tally.available_nbytes = 1600
+    book.make("w", (100,))
+    book.tables.tally.available_nbytes, book.tables.tally.device_nbytes = 1600, 799
+    book.make("n", (100,), "int64")
+    book.catalogue.configure(0, "Adam", ADAM)
+    with pytest.raises(DeviceMemoryError, match=r"optimizer 1 \(Adam\): 800 bytes planned on gpu:1 for the slots m, v"):
+        book.catalogue.variable_set(1, (1,))
+    book.tables.tally.device_nbytes = 800
+    book.catalogue.variable_set(1, (1,))
+    assert book.catalogue.loads() == [
+        Load("parameters/float32", 0, 400),
+        Load("slots/1/m/float32", 0, 400),
+        Load("slots/1/v/float32", 0, 400),
+    ]
+
+
+def test_nothing_is_loaded_where_variables_lie_in_the_machines_memory(book: Book) -> None:
+    book.make("w", (100,))
+    assert book.catalogue.loads() == []
 
 
 def test_a_slab_never_outgrows_its_reservation() -> None:

@@ -12,7 +12,7 @@ from tests.harness.cupy_stand_in.c_kernels import COMPILER
 from tests.harness.stand_in_gpus import StandInGpus, stand_in_gpus
 
 from cs_proto.arrays import Array, Location, array_of
-from cs_proto.errors import DeviceError, MemoryPlanError
+from cs_proto.errors import DeviceError, DeviceMemoryError
 from cs_proto.segments import JOURNAL, Mapping, frame_view
 from cs_server import devices, kernels
 from cs_server.arithmetic import Arithmetic
@@ -532,7 +532,7 @@ def test_page_locks_go_before_the_pages(gpus: StandInGpus) -> None:
 def test_a_full_gpu_says_what_was_planned() -> None:
     with stand_in_gpus(1, nbytes=64 << 20):
         both = Both()
-        with pytest.raises(MemoryPlanError, match=r"67108864 bytes planned on gpu:0, \d+ bytes of it available"):
+        with pytest.raises(DeviceMemoryError, match=r"67108864 bytes planned on gpu:0, \d+ bytes of it available"):
             both.gpu.make("parameters/float32", 0, 64 << 20)
         both.make("parameters/float32", 0, np.ones(9, "float32"))
         both.assert_same()

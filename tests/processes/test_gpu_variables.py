@@ -1,0 +1,151 @@
+"""Variables on a GPU: the whole service, over stand-ins for GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from tests.harness.cupy_stand_in.c_kernels import COMPILER
+from tests.harness.stand_in_gpus import StandInGpus, stand_in_gpus
+
+import central_storage as cs
+from central_storage import errors
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no gcc here to run kernels without a GPU")
+
+F32 = np.float32
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[StandInGpus]:
+    with stand_in_gpus(2, nbytes=64 << 20) as gpus:  # of which 48 MiB are the server's from the start
+        yield gpus
+
+
+@pytest.fixture(scope="module")
+def two(gpus: StandInGpus) -> Iterator[cs.CentralStorageStrategy]:
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], "gpu:1") as strategy:
+        strategy.run(lambda: None)
+        yield strategy
+
+
+def train(strategy: cs.CentralStorageStrategy, **optimizer_arguments: Any) -> list[np.ndarray]:
+    """A dense variable, a table, and a count; what they and a slot are in the end."""
+    with strategy.scope():
+        w = cs.Variable(np.linspace(-1, 1, 300, dtype=F32).reshape(30, 10))
+        table = cs.Variable(np.ones((50, 10), F32))
+        count = cs.Variable(0, dtype="int64", aggregation=cs.VariableAggregation.SUM)
+        optimizer = cs.optimizers.Adam(0.1, **optimizer_arguments)
+
+    def step(x: Any, ids: Any) -> float:
+        rows = cs.nn.embedding_lookup(table, ids)
+        error = x @ w - rows
+        optimizer.apply_gradients([(x.T @ error, w), (cs.IndexedSlices(-error, ids, table.shape), table)])
+        count.assign_add(np.array(len(ids)))
+        return float((error**2).sum())
+
+    losses = []
+    for number in range(4):
+        random = np.random.default_rng(number)
+        x = cs.PerReplica(list(random.normal(size=(2, 5, 30)).astype(F32)))
+        ids = cs.PerReplica(list(random.integers(0, 50, (2, 5))))
+        losses.append(strategy.reduce("SUM", strategy.run(step, args=(x, ids)), axis=None))
+        w.assign_add(np.full((30, 10), 0.5, F32))
+    slot = optimizer.get_slot(table, "v")
+    assert slot is not None
+    return [w.numpy(), table.numpy(), count.numpy(), slot.numpy(), np.array(losses)]
+
+
+@pytest.mark.parametrize("bound", [{}, {"clipnorm": 0.1}])
+def test_training_gives_what_it_gives_on_a_cpu(two: cs.CentralStorageStrategy, bound: dict[str, float]) -> None:
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], "cpu:0") as on_cpu:
+        expected = train(on_cpu, **bound)
+    for ours, theirs in zip(train(two, **bound), expected, strict=True):
+        if bound:  # a norm is added up in another order
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+        else:
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_one_context_and_that_is_the_servers(gpus: StandInGpus, two: cs.CentralStorageStrategy) -> None:
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        command = process.cmdline()
+        found[next((name for name in ("cs_server", "cs_worker") if name in command), "")] = gpus.counts(process.pid)
+    assert found["cs_worker"] is None
+    assert found["cs_server"] is not None
+    assert found["cs_server"]["contexts"] == 0b10
+    assert two.extended.parameter_devices == ("/job:localhost/replica:0/task:0/device:GPU:1",)
+
+
+def test_a_checkpoint_and_an_observer_read_what_they_always_read(
+    two: cs.CentralStorageStrategy, tmp_path: Path
+) -> None:
+    with two.scope():
+        v = cs.Variable(np.arange(5, dtype=F32), name="observed")
+    path = cs.train.Checkpoint(v=v).save(str(tmp_path / "checkpoint"))
+    v.assign(np.zeros(5, F32))
+    with cs.connect(two.address) as observer:
+        assert observer.get("observed").tolist() == [0] * 5
+    cs.train.Checkpoint(v=v).restore(path)
+    assert v.numpy().tolist() == [0, 1, 2, 3, 4]
+
+
+def test_what_does_not_fit_the_gpu_is_refused_before_anything_has_changed(two: cs.CentralStorageStrategy) -> None:
+    with two.scope(), pytest.raises(errors.DeviceMemoryError, match=r"planned.* on gpu:1 for its value .* available"):
+        cs.Variable(np.zeros(5 << 20, F32), name="large")
+    with two.scope():
+        v = cs.Variable(np.zeros(1 << 20, F32), name="fits")
+        optimizer = cs.optimizers.Adam(1.0, amsgrad=True)
+        small = cs.optimizers.SGD(1.0)
+
+    def step(optimizer: cs.optimizers.Optimizer) -> None:
+        optimizer.apply_gradients([(np.full(1 << 20, -1, F32), v)])
+
+    with pytest.raises(MemoryError, match=r"optimizer .* planned.* on gpu:1 for the slots m, v, vhat of 1 variables"):
+        two.run(step, args=(optimizer,))
+    assert not v.numpy().any()
+    two.run(step, args=(small,))
+    assert v.numpy()[:2].tolist() == [2, 2]
+
+
+def test_freed_variables_give_their_memory_back(gpus: StandInGpus, two: cs.CentralStorageStrategy) -> None:
+    def allocated() -> int:
+        counts = gpus.counts(two.statistics().pid)
+        assert counts is not None
+        return counts["allocated_nbytes"]
+
+    for value in (1.0, 2.0, 3.0):
+        with two.scope():
+            v = cs.Variable(np.full(1 << 20, value, F32))
+        before = allocated()
+        assert v.numpy().sum() == value * (1 << 20)
+        del v
+        with two.scope():
+            cs.Variable(0.0)  # the freed ones go with the next request
+    assert allocated() <= before
+
+
+@pytest.mark.parametrize("devices", [["gpu:0", "gpu:1"], ["gpu:1"]])
+def test_replicas_on_gpus_too(gpus: StandInGpus, devices: list[str]) -> None:
+    with cs.CentralStorageStrategy(devices, "gpu:0" if len(devices) > 1 else None, in_process=True) as strategy:
+        assert strategy.extended.parameter_devices[0][-1] == ("0" if len(devices) > 1 else "1")
+        with strategy.scope():
+            w = cs.Variable(np.zeros(9, F32))
+            optimizer = cs.optimizers.SGD(1.0)
+
+        def step() -> float:
+            xp = cs.get_array_module()
+            optimizer.apply_gradients([(xp.full(9, F32(-1)) - xp.asarray(w), w)])
+            return float(xp.asarray(w).sum())
+
+        for _ in range(3):
+            strategy.run(step)
+        expected = 0.0
+        for _ in range(3):
+            expected += len(devices) * (1 + expected)
+        assert w.numpy().tolist() == [expected] * 9
