@@ -49,7 +49,10 @@ QUICK = ("sgd-1MB", "adam-1MB", "adam-16MB", "adam-400MB", "read-1MBx1", "read-4
 QUICK += ("digits", "digits-many-steps", "embedding", FIRST_STEP)
 
 ALL = tuple(WORKS)
+LARGEST = "embedding-1e7"  # 5 GB or more a peer: making them is most of its time, so it is for few
+SMALLER = tuple(name for name in ALL if name != LARGEST)
 NO_READS = tuple(name for name, work in WORKS.items() if not isinstance(work, Read))
+NO_READS_SMALLER = tuple(name for name in NO_READS if name != LARGEST)
 RECOVERY = ("digits", "digits-many-steps", "adam-1MB", "adam-16MB", "adam-100MB", "adam-400MB")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -69,14 +72,14 @@ OWN = (
     Peer("central-storage", "central_storage_itself"),
     Peer("central-storage-recovery-off", "central_storage_itself", RECOVERY, environment={"SERVER_RECOVERY": "off"}),
     Peer("reference", "reference", tuple(name for name in ALL if name != FIRST_STEP), environment=ONE_THREAD),
-    Peer("numpy-one-process", "numpy_one_process", NO_READS),
+    Peer("numpy-one-process", "numpy_one_process", NO_READS_SMALLER),
     Peer("pyzmq-echo", "pyzmq_echo", ("sgd-1MB", "read-1MBx1", "digits")),
 )
 OTHERS = (
     Peer("torch-one-process", "torch_one_process", NO_READS, "torch"),
-    Peer("ddp-gloo", "ddp_gloo", family="torch", environment=ONE_THREAD),
-    Peer("ray-ps", "ray_ps", family="torch", environment={"RULE": "numpy"}),
-    Peer("ray-ps", "ray_ps", family="torch", environment={"RULE": "torch"}),
+    Peer("ddp-gloo", "ddp_gloo", SMALLER, family="torch", environment=ONE_THREAD),
+    Peer("ray-ps", "ray_ps", SMALLER, family="torch", environment={"RULE": "numpy"}),
+    Peer("ray-ps", "ray_ps", SMALLER, family="torch", environment={"RULE": "torch"}),
     Peer("tf-central-storage", "tf_central_storage", family="tensorflow"),
 )
 
