@@ -1,0 +1,43 @@
+"""What is said of GPUs without CUDA is what CUDA says."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+import central_storage as cs
+from central_storage.gpus import gpu_count, visible_gpus
+
+pytestmark = pytest.mark.gpu
+
+
+def _uuid(number: int) -> str:
+    import cupy
+
+    text = bytes(cupy.cuda.runtime.getDeviceProperties(number)["uuid"][:16]).hex()
+    return f"GPU-{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
+
+
+def test_gpus_are_counted_and_ordered_as_by_cuda() -> None:
+    import cupy
+
+    assert gpu_count() == cupy.cuda.runtime.getDeviceCount()
+    for number, gpu in enumerate(visible_gpus()):
+        assert gpu.uuid in ("", _uuid(number))  # none: an instance of a divided GPU, or unlike GPUs in CUDA's order
+
+
+def test_a_worker_sees_its_gpu_alone() -> None:
+    last = gpu_count() - 1
+    uuid = _uuid(last)
+
+    def look() -> tuple[int, str, str]:
+        import cupy
+
+        properties = cupy.cuda.runtime.getDeviceProperties(0)
+        return cupy.cuda.runtime.getDeviceCount(), properties["uuid"][:16].hex(), os.environ["CUDA_VISIBLE_DEVICES"]
+
+    with cs.CentralStorageStrategy([f"gpu:{last}"], parameter_device="cpu:0") as strategy:
+        count, seen, visible = strategy.run(look)
+    assert (count, seen) == (1, uuid.removeprefix("GPU-").replace("-", ""))
+    assert visible == visible_gpus()[last].entry
