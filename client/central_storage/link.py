@@ -103,6 +103,9 @@ class ServiceLink:
         self._process = os.getpid()
         self._sequence = 0
         self._runs = 0
+        self._answered = 0  # the last run whose end is known
+        self._hello = messages.Hello(messages.PROTOCOL, "controller", self._client, os.getpid())
+        self._asked: list[Record] = []  # what another server is asked again
         self._ended: str | None = None
         self._died: dict[int, Died] = {}
         #: The death that matters: the first for good, else the last.
@@ -121,7 +124,7 @@ class ServiceLink:
         self._poller.register(self._interrupts.fileno(), zmq.POLLIN)
         lifeline.carry = self._carry
         self._server = self._connect(serving.endpoint)
-        self._send(self._server, messages.Hello(messages.PROTOCOL, "controller", self._client, os.getpid()))
+        self._send(self._server, self._hello)
         welcome = self._wait("the server's welcome", lambda r: r if isinstance(r, messages.Welcome) else None)
         self.replicas = welcome.replicas
         self.parameter_device = welcome.parameter_device
@@ -349,6 +352,9 @@ class ServiceLink:
             if self.last_death is None or self.last_death.restarts:
                 self.last_death = record
             self._note_death(record)
+        elif isinstance(record, Serving):  # another server, which may not have heard what the one before it was told
+            for asked in (self._hello, *self._asked):
+                self._send(self._server, asked)
         return record
 
     def _listen(self) -> bool:
@@ -385,8 +391,10 @@ class ServiceLink:
             record = self.receive(_NAME_WAIT_EVERY if lost is None else min(_NAME_WAIT_EVERY, lost()))
             if record is not None and (found := wanted(record)) is not None:
                 return found
-            if isinstance(record, RunFinished):  # of a step after the one whose results are being read
+            if isinstance(record, RunFinished) and record.run > (self._answered,):  # of a step after the one at hand
                 self._early[record.run] = record
+            if isinstance(record, messages.Welcome):
+                self.server_pid = record.server_pid
             if isinstance(record, messages.Refused) and record.number == 0:  # a message that has no number of its own
                 raise to_exception(record.error, self._copy, self._resolve)
             now = time.monotonic()
@@ -403,7 +411,11 @@ class ServiceLink:
             return None
 
         self._send(self._server, request)
-        return self._wait(f"the server's answer to {type(request).__name__}", wanted)  # type: ignore[return-value]
+        self._asked.append(request)
+        try:
+            return self._wait(f"the server's answer to {type(request).__name__}", wanted)  # type: ignore[return-value]
+        finally:
+            self._asked.remove(request)
 
     def _send(self, socket: zmq.Socket[bytes], record: Record) -> None:
         if _log.isEnabledFor(logging.DEBUG):
@@ -464,6 +476,12 @@ class ServiceLink:
         The server hears of a Ctrl-C first, and the replicas when it has: if their interrupted returns came before the
         Cancel, it would commit what they agreed on.
         """
+        try:
+            self._wait_for_runs(series, left, cancel)
+        finally:
+            self._asked.clear()  # nobody is to hear of a Cancel again
+
+    def _wait_for_runs(self, series: Series, left: int, cancel: bool) -> None:
         heard = 0  # number of the question whose answer says that the server has got the Cancel
         if cancel and series.unanswered:
             heard = self._cancel(series)
@@ -495,6 +513,7 @@ class ServiceLink:
 
     def _record(self, series: Series, finished: RunFinished) -> None:
         """What came of the first unanswered run of ``series``, copied: the memory in which it lies is used again."""
+        self._answered = finished.run[0]
         self._latest = None  # a handle among the results may be asked for in an operation that waits for no step
         try:
             outcome = self._read_outcome(finished)
@@ -521,8 +540,9 @@ class ServiceLink:
     def _cancel(self, series: Series) -> int:
         """Tell the server to give up what is not over; the number of a question that it answers when it has heard."""
         heard = self._next_sequence()
-        self._send(self._server, _cancel_of(series))
-        self._send(self._server, messages.Statistics(heard))
+        self._asked = [_cancel_of(series), messages.Statistics(heard)]
+        for asked in self._asked:
+            self._send(self._server, asked)
         return heard
 
     def _interrupt_workers(self, series: Series) -> None:
@@ -643,6 +663,8 @@ class ServiceLink:
             )
 
     def _note_death(self, died: Died) -> None:
+        if died.role == "server" and died.restarts:
+            return  # the supervisor has said so to everybody
         if died.role == "server":
             cause = self._end(f"the server (pid {died.pid}) ended by {died.cause}")
             raise ReplicaLostError(
@@ -698,6 +720,7 @@ class ServiceLink:
         socket.setsockopt(zmq.LINGER, 100)
         socket.setsockopt(zmq.IDENTITY, f"c{self._client}".encode())
         socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RECONNECT_IVL, 10)  # the peer may be being started again
         socket.connect(endpoint)
         self._poller.register(socket, zmq.POLLIN)
         return socket

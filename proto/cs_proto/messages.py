@@ -499,7 +499,8 @@ class Ask(_OfStep):
 @record(61)
 class Return(_OfStep):
     """Replica to server: the function returned or raised, after ``count`` merge points. One of a step of a ``series``
-    is answered with :class:`StepFinished`."""
+    is answered with :class:`StepFinished`; the controller has the answers of the steps before the last ``lookahead``.
+    """
 
     run: RunId
     replica: int
@@ -509,6 +510,7 @@ class Return(_OfStep):
     value: Value | None
     error: Error | None
     series: int = 0
+    lookahead: int = 0
 
     def check(self) -> None:
         super().check()

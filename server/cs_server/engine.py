@@ -229,7 +229,8 @@ class Engine:
                 if replaced is not None:
                     self._runs.lost(replaced)
             case Hello():
-                self._sessions.hello(peer, record, now)
+                if self._sessions.hello(peer, record, now):
+                    self._runs.finish_again()
             case Goodbye():
                 if self._sessions.goodbye(peer, record):
                     self._runs.cancel_all(now)

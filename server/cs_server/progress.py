@@ -68,6 +68,8 @@ class Progress:
             self._advance(run)
 
     def _advance(self, run: RunId) -> None:
+        if self._tables.runs[run].is_finished and not self._waiting(run):
+            return
         if self._commits.is_busy or self._runs.is_deferred(run):
             return
         self._agree(run)

@@ -74,7 +74,7 @@ class Runs:
             over = error_of(ContextError(f"{name(run)} is over"), replica, point.k)
             self._out.append(Send(peer, PointFailed(run, point.k, over, True)))
             return
-        self._begin(run, now)
+        self._begin(run, now, record.series)
         for note in record.notes:
             self._note(run, replica, note)
         known = self._tables.stands[run, replica]
@@ -109,7 +109,7 @@ class Runs:
         if self._is_over(run, record.series):
             self._out.append(Log(f"replica {replica} returned from {name(run)}, which is over"))
             return
-        self._begin(run, now)
+        self._begin(run, now, record.series)
         stand = self._tables.stands[run, replica]
         if stand.returned is not None:
             if self._tables.runs[run].is_finished:
@@ -128,6 +128,9 @@ class Runs:
             stand, since=now, waiting=-1, read=None, returned=replace(record, notes=())
         )
         self._tables.tally.replica_runs[replica] += 1
+        for other in self._siblings(run):
+            if record.series and other[0] < run[0] - record.lookahead and not self.blocks(other):
+                self.drop(other)
         state = self._tables.runs[run]
         if state.is_finished and record.series:  # a replica was dead before it began
             self._out.append(Send(peer, StepFinished(run, True)))
@@ -250,28 +253,40 @@ class Runs:
 
     def drop(self, run: RunId) -> None:
         """Forget everything about ``run`` and those nested in it."""
+        self._forget_points(run)
+        for other in self._tables.runs:
+            if other[: len(run)] == run:
+                for replica in self._replicas:
+                    del self._tables.stands[other, replica]
+                del self._tables.runs[other]
+        for key, request in self._tables.requests.items():
+            if len(run) == 1 and request.run == run[0] and request.reply is not None:
+                del self._tables.requests[key]
+
+    def _forget_points(self, run: RunId) -> None:
+        """Forget what was brought to ``run`` and those nested in it, and keep how they ended."""
         has_results = False
         for other, state in self._tables.runs.items():
             if other[: len(run)] != run:
                 continue
             for replica in self._replicas:
-                for k in range(self._tables.stands[other, replica].count):
+                stand = self._tables.stands[other, replica]
+                for k in range(stand.count):
                     del self._tables.points[other, replica, k]
-                for number in range(self._tables.stands[other, replica].writes):
+                for number in range(stand.writes):
                     self._tables.writes.discard((other, replica, number))
-                del self._tables.stands[other, replica]
+                if stand.count or stand.writes:
+                    self._tables.stands[other, replica] = replace(stand, count=0, writes=0)
             for k in range(state.agreed):
                 has_results |= lies_in_arena(self._tables.outcomes.get((other, k)))
                 self._tables.outcomes.discard((other, k))
             for ticket, computation in self._tables.computations.items():
                 if computation.run == other:
                     del self._tables.computations[ticket]
-            del self._tables.runs[other]
+            if state.agreed:
+                self._tables.runs[other] = replace(state, agreed=0, committed=0)
         if has_results and len(run) == 1:
             self._out.append(FreeResults())
-        for key, request in self._tables.requests.items():
-            if len(run) == 1 and request.run == run[0] and request.reply is not None:
-                del self._tables.requests[key]
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
@@ -306,6 +321,12 @@ class Runs:
         values = () if error else tuple(r.value for r in returns if r is not None and r.value is not None)
         self._out.append(Send(peer, RunFinished(run, values, error, state.commits)))
 
+    def finish_again(self) -> None:
+        """The controller may not have heard how its runs ended: say it of those that are kept."""
+        for run, state in sorted(self._tables.runs.items()):
+            if len(run) == 1 and state.is_finished:
+                self.finish(run, state)
+
     def _token(self, run: RunId, k: int) -> Token:
         points = [self._tables.points[run, replica, k] for replica in self._replicas]
         return Token(run, k, tuple(point.arguments for point in points if isinstance(point, MergeCallPoint)))
@@ -329,15 +350,20 @@ class Runs:
 
     def _has_failed_in(self, series: int, run: RunId) -> bool:
         state = self._tables.runs[run]
-        is_step = any(returned and returned.series == series for returned in self._returns(run))
-        return is_step and state.is_finished and self._verdict(run, state) is not None
+        return self._is_step(run, series) and self._verdict(run, state) is not None
+
+    def _is_step(self, run: RunId, series: int) -> bool:
+        """Whether ``run`` is a step of ``series`` that is over."""
+        is_finished = self._tables.runs[run].is_finished
+        return is_finished and any(returned and returned.series == series for returned in self._returns(run))
 
     def _siblings(self, run: RunId) -> list[RunId]:
         """The other runs of the same controller: the client's, or those nested in the same run."""
         return [o for o in self._tables.runs if len(o) == len(run) and o[:-2] == run[:-2] and o != run]
 
-    def _begin(self, run: RunId, now: float) -> None:
-        """Make the records of ``run`` where there are none, and drop those of runs before it."""
+    def _begin(self, run: RunId, now: float, series: int = 0) -> None:
+        """Make the records of ``run`` where there are none, and drop those of runs before it; of a step of the same
+        ``series`` it is kept how it ended, which the controller may not have heard."""
         if run in self._tables.runs:
             return
         if len(run) > 1:
@@ -345,7 +371,9 @@ class Runs:
             if parent is None or parent.token != run[-2]:
                 raise PeerProtocolError(f"{name(run)} is nested in a merge_call whose token is not out")
         for other in self._siblings(run):
-            if not self.blocks(other):
+            if series and self._is_step(other, series):
+                self._forget_points(other)
+            elif not self.blocks(other):
                 self.drop(other)
         failure = None
         for replica in self._replicas:

@@ -18,7 +18,7 @@ import numpy as np
 from cs_proto.arrays import Array, Location
 from cs_proto.codec import decode, encode
 from cs_proto.errors import LaunchError, MemoryPlanError, ShutdownError, replica_exception_class
-from cs_proto.messages import Introduce, MakeSegment, OpenSegment, Ready, Segment, SegmentRefused
+from cs_proto.messages import Introduce, MakeSegment, OpenSegment, Ready, Segment, SegmentRefused, Worked
 from cs_proto.records import Record
 from cs_proto.segments import Mapping, frame_view
 
@@ -39,6 +39,8 @@ class Segments:
         self._writers: dict[str, str] = {}
         self._elements: dict[tuple[str, str], np.ndarray] = {}
         self._kept: deque[Record] = deque()
+        self._incarnation = incarnation
+        self._has_worked = False
         self._link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = os.path.join(run_directory, "supervisor")
         try:
@@ -62,6 +64,12 @@ class Segments:
     def ready(self, endpoint: str) -> None:
         """Tell the supervisor that this server listens."""
         self._send(Ready(endpoint))
+
+    def worked(self) -> None:
+        """Tell the supervisor, once, that this server has done what it is for."""
+        if not self._has_worked:
+            self._has_worked = True
+            self._send(Worked(self._incarnation))
 
     @property
     def has_kept(self) -> bool:

@@ -337,6 +337,7 @@ class Service:
                     failpoint("server.committed")
                     self._commits[0] += np.uint64(1)
                     outcomes.append(Finished(ticket))
+                    self._segments.worked()
                 case Compute():
                     outcomes.append(self._computed(command))
                 case Discard(segment, start, stop):

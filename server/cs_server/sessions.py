@@ -134,8 +134,9 @@ class Sessions:
 
     # --- clients ------------------------------------------------------------------------------------------------------
 
-    def hello(self, peer: bytes, record: Hello, now: float) -> None:
-        """A client introduces itself. Observers are welcome at once; a controller when everything is ready."""
+    def hello(self, peer: bytes, record: Hello, now: float) -> bool:
+        """A client introduces itself. Observers are welcome at once; a controller when everything is ready. True where
+        it is a controller that was welcome before, and may not have heard what a server before this one said."""
         self._check_protocol(record.protocol, "client")
         if record.role == "controller":
             for other, session in self._tables.clients.items():
@@ -146,14 +147,16 @@ class Sessions:
                     )
                 if session.hello.client == record.client and other != peer:
                     del self._tables.clients[other]  # the same client over a new socket
-            if self._tables.deaths:
-                raise self._lost()
         known = self._tables.clients.get(peer)
+        is_back = known is not None and known.hello == record and known.is_welcome
+        if record.role == "controller" and self._tables.deaths and not is_back:
+            raise self._lost()
         if known is None or known.hello != record:
             is_welcome = record.role == "observer"
             self._tables.clients[peer] = known = ClientSession(record, is_welcome, now, now)
         if known.is_welcome:
             self._welcome(peer)
+        return is_back and record.role == "controller"
 
     def welcome_waiting(self) -> None:
         """Welcome the controller that waits, if all workers have registered and its predecessor's runs are over."""

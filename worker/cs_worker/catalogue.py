@@ -231,13 +231,13 @@ class Catalogue:
         """Send a request to the server and wait for its answer. Raises what the server refuses it with."""
 
         self._conversation.link.send_server(request)
-        return self._conversation.wait(_answer_to(request), self._claim(number, answer))
+        return self._conversation.wait(_answer_to(request), self._claim(number, answer), asked=request)
 
     def carry(self, request: Callable[[int], Record], answer: type[R]) -> R:
         """The :class:`cs_proto.carried.Carry` of this worker."""
         number = self._conversation.next_request()
         self._conversation.link.send_server(asked := request(number))
-        return self._conversation.wait_for_bytes(_answer_to(asked), self._claim(number, answer))
+        return self._conversation.wait_for_bytes(_answer_to(asked), self._claim(number, answer), asked)
 
     def _claim(self, number: int, answer: type[R]) -> Callable[[Record], R | None]:
         def wanted(record: Record) -> R | None:

@@ -3,7 +3,7 @@
 Everything that arrives comes through here: work of the controller is queued while a run is under way, and a step of a
 series until the server has said that the one before it is over; Cancels are remembered, answers of the server go to
 whoever waits for them, a nested run is carried out only while this worker waits at exactly the merge_call it belongs
-to. Whatever else arrives is refused: a logged line, and a ``Refused`` to the sender. Called by the loop, the replica,
+to. Where another server takes the place of one that died, it is told once more what may not have been heard. Whatever else arrives is refused: a logged line, and a ``Refused`` to the sender. Called by the loop, the replica,
 the token holder and the catalogue; which function a run names and what an answer means is theirs.
 """
 
@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from cs_proto import messages
@@ -52,6 +53,9 @@ class Conversation:
         self._failed: tuple[bytes, int] | None = None
         self._cancels = 0
         self._dead_server: messages.Died | None = None
+        # What another server is told again: what this run has said without waiting, and the questions, outermost first.
+        self._said: list[Record] = []
+        self._asked: list[Record] = []
         self._requests = 0
         #: Counts what variables may have changed at: begins of runs, and waits for anything but bytes.
         self.waits = 0
@@ -85,6 +89,7 @@ class Conversation:
         self._run = (controller, run.run)
         self._step = (controller, run) if run.series else None
         self._unclaimed.clear()
+        self._said.clear()
         if not self.is_cancelled():  # else its SIGINT may still be on its way: a step can be cancelled before it begins
             self._interrupts.begin_run()
 
@@ -107,21 +112,43 @@ class Conversation:
         self._requests += 1
         return self._requests
 
-    def wait(self, what: str, wanted: Callable[[Record], T | None], merge_point: tuple[RunId, int] | None = None) -> T:
-        """What ``wanted`` makes of the first answer of the server of which it makes something (it may raise).
+    def say(self, record: Record) -> None:
+        """Send to the server what it does not answer. Raises LocalProtocolError where it is too large to travel."""
+        self.link.send_server(record)
+        self._said.append(record)
+
+    def wait(
+        self,
+        what: str,
+        wanted: Callable[[Record], T | None],
+        merge_point: tuple[RunId, int] | None = None,
+        asked: Record | None = None,
+    ) -> T:
+        """What ``wanted`` makes of the first answer of the server of which it makes something (it may raise). ``asked``
+        is the question, which has been sent.
 
         At a ``merge_point`` (run, k), the runs nested in it are carried out meanwhile. Raises KeyboardInterrupt where
         the run is cancelled and ReplicaLostError where the server has died. ``what`` names the wait.
         """
         self.waits += 1
-        with self._interrupts.own_code():  # what is half-done here must not be torn apart
+        with self._interrupts.own_code(), self._asking(asked):  # what is half-done here must not be torn apart
             return self._wait(what, wanted, merge_point)
 
-    def wait_for_bytes(self, what: str, wanted: Callable[[Record], T | None]) -> T:
+    def wait_for_bytes(self, what: str, wanted: Callable[[Record], T | None], asked: Record) -> T:
         """As :meth:`wait`, for what another process would have read or written without asking: a run that is cancelled
         meanwhile goes on to its next wait."""
-        with self._interrupts.own_code():
+        with self._interrupts.own_code(), self._asking(asked):
             return self._wait(what, wanted, None, heeds_cancel=False)
+
+    @contextmanager
+    def _asking(self, asked: Record | None) -> Iterator[None]:
+        if asked is not None:
+            self._asked.append(asked)
+        try:
+            yield
+        finally:
+            if asked is not None:
+                self._asked.pop()
 
     def _wait(
         self,
@@ -181,11 +208,15 @@ class Conversation:
             if isinstance(record, messages.StepFinished) and self._step and record.run == self._step[1].run:
                 sender, step = self._step
                 self._step, self._failed = None, (sender, step.series) if record.failed else self._failed
+                self._said.clear()
             else:
                 _log.debug("nobody waits for %.300r", record)
         elif sender == SUPERVISOR:
-            if isinstance(record, messages.Died) and record.role == "server":
+            if isinstance(record, messages.Died) and record.role == "server" and not record.restarts:
                 self._dead_server = record
+            elif isinstance(record, messages.Serving):
+                for said in (*self._said, *self._asked):
+                    self.link.send_server(said)
         elif sender[:1] == b"c" and isinstance(record, messages.Cancel):
             self._cancelled = (sender, record)
             self._cancels += 1

@@ -172,13 +172,18 @@ def register(link: Link, config: Config, device: str) -> messages.Registered:
     Raises :class:`ConfigurationError` where the server refuses. There is no time limit here: the supervisor has one.
     """
     worker = messages.Worker(config.replica, config.incarnation, os.getpid(), device, config.endpoint)
-    link.send_server(messages.Register(messages.PROTOCOL, worker))
+    register = messages.Register(messages.PROTOCOL, worker)
+    link.send_server(register)
     _log.debug("%s waits for the server to register it", config.name)
     while True:
         received = link.receive(None)
-        if received is None or received[0] != SERVER:
+        if received is None:
             continue
-        record = received[1]
+        sender, record = received
+        if sender == SUPERVISOR and isinstance(record, messages.Serving):  # another server, which may not have heard it
+            link.send_server(register)
+        if sender != SERVER:
+            continue
         if isinstance(record, messages.Refused):
             raise ConfigurationError(f"the server refuses worker {config.name}: {record.error.message}")
         if isinstance(record, messages.Registered):

@@ -77,6 +77,7 @@ class Replica:
         self._run = run.run
         self._seed = run.seed
         self._series = run.series
+        self._step = (run.series, run.lookahead)
         self._thread = threading.get_ident()
         self._notes: list[Note] = []
         # Its write notes that no commit can have taken in, because it has not waited since; and the values of their
@@ -288,16 +289,16 @@ class Replica:
 
     def send_return(self, value: Value | None, error: Error | None) -> None:
         """Say that the function has returned or raised, with the notes it leaves."""
-        link, shop = self._shop.conversation.link, self._shop
+        shop = self._shop
         shop.device.settle()  # where that fails this process must end: what it noted is not there
         head = (self._run, self.replica, shop.config.incarnation, tuple(self._notes), self.count)
         failpoint("worker.return")
         try:
-            link.send_server(messages.Return(*head, value, error, self._series))
+            shop.conversation.say(messages.Return(*head, value, error, *self._step))
         except LocalProtocolError as refused:
             too_large = ResultError(f"the result of the replica function is too large to travel: {refused}")
             failed = error_of(too_large, self.replica, self.count)
-            link.send_server(messages.Return(*head, None, failed, self._series))
+            shop.conversation.say(messages.Return(*head, None, failed, *self._step))
         failpoint("worker.returned")
 
     # --- how it is done -----------------------------------------------------------------------------------------
@@ -348,7 +349,7 @@ class Replica:
             return record if isinstance(record, answers) else None
 
         what = f"{type(point).__name__} {k} of run {path_text(self._run)} at {point.site}"
-        answer = shop.conversation.wait(what, wanted, (self._run, k) if is_merge_call else None)
+        answer = shop.conversation.wait(what, wanted, (self._run, k) if is_merge_call else None, ask)
         if self.count > k:
             shop.turns.pass_point(self._run, k)
         return answer

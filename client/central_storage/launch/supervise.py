@@ -357,6 +357,10 @@ class Service:
             self._refuse(peer, f"process {peer.pid} says it is {who.role} {who.rank}, but it was not started as that")
         else:
             peer.introduction = who
+            if who.role == "server":  # it may be another: of these it has not heard, or the one before it had not
+                for died in self._deaths.values():
+                    if died.role == "worker":
+                        peer.send(died)
             self._greet(peer)
 
     def _join(self, peer: Peer, request: Join) -> None:
