@@ -9,7 +9,6 @@ Cancelling a question leaves the observer usable: the answer, when it comes, is 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Generator
 from types import TracebackType
 from typing import Any, TypeVar
@@ -20,7 +19,7 @@ import zmq.asyncio
 from cs_proto import messages
 from cs_proto.codec import encode
 
-from .observer import LOOK_EVERY, Question, Session
+from .observer import Patience, Question, Session
 
 __all__ = ["Connecting", "Observer", "connect"]
 
@@ -111,16 +110,17 @@ class Observer:
         async with self._turn:
             self._check_open()
             await self._socket.send_multipart(encode(question.request))
-            deadline = time.monotonic() + self._session.timeout
+            patience = Patience(self._session.timeout)
             while True:
-                left = min(deadline - time.monotonic(), LOOK_EVERY)
                 # Polled, and then received without waiting: a time-out or cancellation takes no message along.
                 try:
-                    ready = await self._socket.poll(int(max(0.0, left) * 1000) + 1)
+                    ready = await self._socket.poll(patience.milliseconds)
                 finally:
                     self._check_open()
                 if not ready:
-                    self._session.check_waiting(deadline)
+                    self._session.check_waiting(patience.deadline)
+                    if patience.asks_again():
+                        await self._socket.send_multipart(encode(question.request))
                 elif found := self._session.answer(question, await self._socket.recv_multipart(copy=False)):
                     return found[0]
 

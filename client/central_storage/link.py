@@ -668,7 +668,8 @@ class ServiceLink:
         if died.role == "server":
             cause = self._end(f"the server (pid {died.pid}) ended by {died.cause}")
             raise ReplicaLostError(
-                f"{cause}; its variables are gone with it. Make a new CentralStorageStrategy{_tail(died)}"
+                f"{cause} and is not started again (server_recovery is off, or max_restarts are used up); its "
+                f"variables are gone with it. Make a new CentralStorageStrategy{_tail(died)}"
             )
         self._died[died.rank] = died
         self._lost_deadline = time.monotonic() + _LOST_TIMEOUT

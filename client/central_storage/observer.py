@@ -25,12 +25,15 @@ from cs_proto.segments import frame_view
 
 from .lifeline import CARRIED
 
-__all__ = ["LOOK_EVERY", "Observer", "Question", "Session", "connect"]
+__all__ = ["LOOK_EVERY", "Observer", "Patience", "Question", "Session", "connect"]
 
 T = TypeVar("T")
 
 #: A wait looks this often (seconds) whether the service is still there.
 LOOK_EVERY = 0.2
+# A question without an answer is asked again after this long, and then after twice as long each time: the server may
+# have died with it.
+_ASK_AGAIN = 1.0
 
 
 def connect(address: str | None = None, timeout: float = 10.0) -> Observer:
@@ -135,6 +138,28 @@ class Session:
         return self._requests
 
 
+class Patience:
+    """When a question that was just sent is looked after, sent again and given up."""
+
+    def __init__(self, timeout: float) -> None:
+        self.deadline = time.monotonic() + timeout
+        self._pause = _ASK_AGAIN
+        self._again = time.monotonic() + self._pause
+
+    @property
+    def milliseconds(self) -> int:
+        """How long to wait before the next look."""
+        return int(max(0.0, min(self.deadline - time.monotonic(), LOOK_EVERY)) * 1000) + 1
+
+    def asks_again(self) -> bool:
+        """Whether it is time to send the question again."""
+        if time.monotonic() < self._again:
+            return False
+        self._pause *= 2
+        self._again = time.monotonic() + self._pause
+        return True
+
+
 class Observer:
     """A read-only session with a service. Every question raises NoAnswerError (a TimeoutError) where the answer does
     not come in time, ShutdownError (a RuntimeError) where the service has ended or the observer was closed."""
@@ -185,10 +210,11 @@ class Observer:
         if self._context.closed:
             raise self._session.closed()
         self._socket.send_multipart(encode(question.request))
-        deadline = time.monotonic() + self._session.timeout
+        patience = Patience(self._session.timeout)
         while True:
-            left = min(deadline - time.monotonic(), LOOK_EVERY)
-            if not self._socket.poll(int(max(0.0, left) * 1000) + 1):
-                self._session.check_waiting(deadline)
+            if not self._socket.poll(patience.milliseconds):
+                self._session.check_waiting(patience.deadline)
+                if patience.asks_again():
+                    self._socket.send_multipart(encode(question.request))
             elif found := self._session.answer(question, self._socket.recv_multipart(copy=False)):
                 return found[0]

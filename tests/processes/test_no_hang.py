@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +91,15 @@ def test_a_worker_is_killed_between_runs(own: cs.CentralStorageStrategy) -> None
         run_until_it_is_known()
 
 
+@pytest.fixture
+def unprotected() -> Iterator[cs.CentralStorageStrategy]:
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], server_recovery=False) as strategy:
+        yield strategy
+
+
 @pytest.mark.parametrize("moment", ["in a run", "between runs"])
-def test_the_server_is_killed(own: cs.CentralStorageStrategy, moment: str) -> None:
+def test_the_server_is_killed_without_recovery(unprotected: cs.CentralStorageStrategy, moment: str) -> None:
+    own = unprotected
     pid = own.statistics().pid
 
     def step() -> None:
@@ -105,7 +112,7 @@ def test_the_server_is_killed(own: cs.CentralStorageStrategy, moment: str) -> No
         own.statistics()
 
     begun = time.monotonic()
-    with pytest.raises(errors.ReplicaLostError, match=rf"the server \(pid {pid}\) ended by SIGKILL"):
+    with pytest.raises(errors.ReplicaLostError, match=rf"the server \(pid {pid}\) ended by SIGKILL and is not"):
         own.run(step) if moment == "in a run" else ask()
     assert time.monotonic() - begun < unit(SOON)
     with pytest.raises(errors.ShutdownError, match="make a new CentralStorageStrategy"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.harness.playbook import (
     CONTROLLER,
@@ -277,6 +279,24 @@ def test_replicas_hear_that_a_step_is_over_when_it_is_committed(replicas: int) -
             book.on(returns(replica, 1, (applies(0),), run=(run,), series=2))
         book.on(returns(0, 1, (applies(0),), run=(run,), series=2), commits(steps(run, ((0, 1),), (0,) * replicas)))
         book.on(book.finished(), *over(run, replicas=replicas), to(CONTROLLER, RunFinished, run=(run,), commits=1))
+    book.repeat_all()
+
+
+def test_a_controller_that_is_back_hears_again_how_its_runs_ended() -> None:
+    book = training(1)
+    hello = hears(CONTROLLER, Hello(PROTOCOL, "controller", "c", 7))
+    ends = {run: to(CONTROLLER, RunFinished, run=(run,)) for run in range(2, 8)}
+    book.on(returns(0, 0, run=(2,)), ends[2])
+    book.on(hello, to(CONTROLLER, Welcome), ends[2])
+    for run in (3, 4, 5):  # with a lookahead of 1 it has had the answers of those before the last
+        step = returns(0, 0, run=(run,), series=3).record
+        assert isinstance(step, Return)
+        step = replace(step, lookahead=1)
+        book.on(hears(w(0), step), *over(run, replicas=1), ends[run])
+    repeated = [command for run in (4, 5) for command in (*over(run, replicas=1), ends[run])]
+    book.on(hello, to(CONTROLLER, Welcome), *repeated)
+    book.does(asks(0, reduces(0, scalar(1)), run=(6,)))
+    book.on(hello, to(CONTROLLER, Welcome))  # it has those of the series, since this is none of it
     book.repeat_all()
 
 

@@ -14,7 +14,22 @@ from cs_proto import messages
 from cs_proto.arrays import bytes_array
 from cs_proto.errors import PeerProtocolError, ReplicaLostError
 from cs_proto.failures import error_of
-from cs_proto.messages import Cancel, Committed, Died, Done, Forget, Prepare, Refused, Run, RunId, StepFinished
+from cs_proto.messages import (
+    Cancel,
+    Committed,
+    Describe,
+    Died,
+    Done,
+    Forget,
+    Prepare,
+    Refused,
+    Return,
+    Run,
+    RunId,
+    Serving,
+    StepFinished,
+    Value,
+)
 from cs_proto.records import Record
 from cs_worker.conversation import Conversation, path_text
 from cs_worker.interrupts import Interrupts
@@ -32,6 +47,7 @@ class PlayedLink:
     def __init__(self) -> None:
         self.coming: deque[tuple[bytes, Record] | None] = deque()
         self.to_peers: list[tuple[bytes, Record]] = []
+        self.to_server: list[Record] = []
         self.timeouts: list[float | None] = []
 
     def receive(self, timeout: float | None) -> tuple[bytes, Record] | None:
@@ -39,6 +55,9 @@ class PlayedLink:
         if not self.coming:
             raise KeyError("nothing comes any more")
         return self.coming.popleft()
+
+    def send_server(self, record: Record) -> None:
+        self.to_server.append(record)
 
     def send_peer(self, identity: bytes, record: Record) -> None:
         self.to_peers.append((identity, record))
@@ -342,6 +361,32 @@ def test_a_dead_server_ends_waits(played: Played) -> None:
     played.comes((SUPERVISOR, Died("worker", 1, 1, 4712, "SIGKILL", "")), (SUPERVISOR, died))
     with pytest.raises(ReplicaLostError, match=r"the server \(pid 4711\) ended by SIGKILL during a test"):
         played.wait((1,), 0)
+
+
+def test_a_server_in_the_place_of_a_dead_one_is_told_again_what_it_may_not_have_heard(played: Played) -> None:
+    serving = Serving("ipc:///run/server", "/run", "")
+    died = Died("server", 0, 1, 4711, "SIGKILL", "", restarts=True)
+    question = Describe(1, (1,), ())
+    said = [Return((number,), 0, 1, (), 0, Value(b"", ()), None) for number in (1, 2)]
+    for number in (1, 2):
+        played.conversation.begin_run(CONTROLLER, run(number))
+        played.conversation.say(said[number - 1])
+    played.link.to_server.clear()
+    played.comes((SUPERVISOR, died), (SUPERVISOR, serving), (SERVER, Committed((2,), 0)), (SUPERVISOR, serving))
+    played.conversation.wait("a test", lambda r: r if isinstance(r, Committed) else None, asked=question)
+    assert played.link.to_server == [said[1], question]
+    with pytest.raises(KeyError):
+        played.conversation.next_work()
+    assert played.link.to_server == [said[1], question, said[1]]
+
+
+def test_what_was_said_of_a_step_that_is_over_is_not_said_again(played: Played) -> None:
+    played.conversation.begin_run(CONTROLLER, step(1, 1))
+    played.conversation.say(Return((1,), 0, 1, (), 0, Value(b"", ()), None, 1, 2))
+    played.comes((SERVER, StepFinished((1,), False)), (SUPERVISOR, Serving("ipc:///run/server", "/run", "")))
+    with pytest.raises(KeyError):
+        played.conversation.next_work()
+    assert len(played.link.to_server) == 1
 
 
 def test_a_colleague_that_refuses_ends_the_wait(played: Played) -> None:

@@ -3,8 +3,9 @@
 Everything that arrives comes through here: work of the controller is queued while a run is under way, and a step of a
 series until the server has said that the one before it is over; Cancels are remembered, answers of the server go to
 whoever waits for them, a nested run is carried out only while this worker waits at exactly the merge_call it belongs
-to. Where another server takes the place of one that died, it is told once more what may not have been heard. Whatever else arrives is refused: a logged line, and a ``Refused`` to the sender. Called by the loop, the replica,
-the token holder and the catalogue; which function a run names and what an answer means is theirs.
+to. A server in the place of one that died is told once more what may not have been heard. Whatever else arrives is
+refused: a logged line, and a ``Refused`` to the sender. Called by the loop, the replica, the token holder and the
+catalogue; which function a run names and what an answer means is theirs.
 """
 
 from __future__ import annotations

@@ -1,0 +1,141 @@
+"""A server is killed at every place it has, and at random instants: training ends with the bits of an undisturbed one,
+losses included."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import central_storage as cs
+from central_storage import aio
+from cs_proto.failpoints import FAILPOINTS
+
+PLACES = [name for name in FAILPOINTS if name.startswith(("server.", "commit."))]
+SIZE = 1000
+
+
+class Model:
+    """Everything that a step can bring."""
+
+    def __init__(self, strategy: cs.CentralStorageStrategy) -> None:
+        total = cs.VariableAggregation.SUM
+        with strategy.scope():
+            self.weights = cs.Variable(np.linspace(-1, 1, SIZE, dtype=np.float32), name="weights")
+            self.half = cs.Variable(np.linspace(-1, 1, SIZE).astype(np.float16), name="half")
+            self.table = cs.Variable(np.ones((50, 8), np.float32), name="table")
+            self.count = cs.Variable(np.zeros(3), name="count", aggregation=total)
+            self.rows = cs.Variable(np.zeros((6, 2)), name="rows", aggregation=total)
+            self.adam = cs.optimizers.Adam(0.01)
+            self.adagrad = cs.optimizers.Adagrad(0.1, clipnorm=1.0)
+            self.sgd = cs.optimizers.SGD(0.01, momentum=0.9)
+
+    def add(self, strategy: cs.CentralStorageStrategy, value: Any) -> None:
+        self.count.assign_add(strategy.reduce("SUM", value, axis=None))
+
+    def step(self, k: Any) -> float:
+        context = cs.get_replica_context()
+        assert context is not None
+        k, replica = int(np.ravel(k)[0]), int(context.replica_id_in_sync_group)
+        random = np.random.default_rng([k, replica])
+        (gradient,) = cs.gradient_buffers([self.weights])
+        gradient[:] = random.standard_normal(SIZE)
+        self.adam.apply_gradients([(gradient, self.weights)])
+        self.sgd.apply_gradients([(random.standard_normal(SIZE).astype(np.float16), self.half)])
+        rows = cs.IndexedSlices(random.standard_normal((5, 8)).astype(np.float32), random.integers(0, 50, 5))
+        self.adagrad.apply_gradients([(rows, self.table)])
+        self.rows.scatter_add(cs.IndexedSlices(np.full((3, 2), k + replica + 0.5), np.array([0, k % 6, 0])))
+        self.count.assign_add(np.full(3, replica + 1.0))
+        total = context.all_reduce("SUM", random.standard_normal(20_000 if k % 3 else 4))
+        if k % 4 == 1:
+            context.merge_call(self.add, (total[:3],))
+        return float(np.asarray(self.weights)[0]) + float(total[0])
+
+
+def trained(strategy: cs.CentralStorageStrategy) -> dict[str, bytes]:
+    """The bits of variables, slots and answers after some steps and what the controller writes between them."""
+    model, said = Model(strategy), []
+    local = strategy.experimental_local_results
+    for k in range(STEPS):
+        said += local(strategy.run(model.step, args=(k,)))
+        if k % 5 == 2:
+            model.count.assign_add(np.ones(3))
+            said.append(model.count.numpy().tolist())
+    elements = strategy.experimental_distribute_dataset([np.full(2, k) for k in range(STEPS, 2 * STEPS)])
+    for result in strategy.run_steps(model.step, elements):
+        said += local(result)
+    with strategy.scope():
+        said.append(cs.Variable(model.weights.numpy() * 2, name="last").numpy()[-1])
+    values = {v.name: v.numpy() for v in (model.weights, model.half, model.table, model.count, model.rows)}
+    kept = ((model.adam, model.weights, "m"), (model.adam, model.weights, "v"), (model.sgd, model.half, "momentum"))
+    for optimizer, variable, slot in (*kept, (model.adagrad, model.table, "accumulator")):
+        values[slot] = np.asarray(optimizer.get_slot(variable, slot))
+    return {name: value.tobytes() for name, value in values.items()} | {"said": repr(said).encode()}
+
+
+STEPS = 15
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, bytes]:
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:
+        return trained(strategy)
+
+
+@pytest.fixture
+def protected() -> Iterator[cs.CentralStorageStrategy]:
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], max_restarts=1000) as strategy:
+        yield strategy
+
+
+def test_killed_at_every_place(undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    items = [f"{place}=kill@{3 + 7 * number}" for number, place in enumerate(PLACES)]
+    monkeypatch.setenv("CS_FAILPOINTS", ";".join(items))
+    monkeypatch.setenv("CS_FAILPOINTS_DIR", str(tmp_path))
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], max_restarts=1000) as strategy:
+        assert trained(strategy) == undisturbed
+    assert {path.name for path in tmp_path.iterdir()} == set(items)
+
+
+def test_killed_at_random_instants(undisturbed: dict[str, bytes], protected: cs.CentralStorageStrategy) -> None:
+    kills, over = 0, threading.Event()
+
+    def kill() -> None:
+        nonlocal kills
+        random = np.random.default_rng(4)
+        with cs.connect(protected.address, timeout=60) as observer:
+            while kills < 4 and not over.wait(random.uniform(0.05, 0.5)):
+                os.kill(observer.statistics().pid, signal.SIGKILL)
+                kills += 1
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        found = trained(protected)
+    finally:
+        over.set()
+        killer.join()
+    assert found == undisturbed
+    assert kills
+
+
+@pytest.mark.asyncio
+async def test_observers_ask_again(protected: cs.CentralStorageStrategy) -> None:
+    with protected.scope():
+        variable = cs.Variable(np.arange(5.0), name="seen")
+    first = protected.statistics().pid
+    with cs.connect(protected.address, timeout=60) as observer:
+        async with aio.connect(protected.address, timeout=60) as other:
+            os.kill(first, signal.SIGKILL)
+            assert observer.get("seen").tolist() == variable.numpy().tolist()
+            second = observer.statistics().pid
+            assert second != first
+            os.kill(second, signal.SIGKILL)
+            assert (await other.get("seen")).tolist() == variable.numpy().tolist()
+            assert (await other.statistics()).pid not in (first, second)
