@@ -209,7 +209,7 @@ def test_bytes_are_waited_for_whatever_becomes_of_the_run(played: Played) -> Non
     played.conversation.begin_run(CONTROLLER, run(1))
     waits = played.conversation.waits
     played.comes((CONTROLLER, Cancel((1,))), (SERVER, Committed((1,), 0)), (SERVER, Done(9, 0, 0)))
-    assert played.conversation.wait_for_bytes("a test", wanted) == Done(9, 0, 0)
+    assert played.conversation.wait_for_bytes("a test", wanted, Describe(9, (), ())) == Done(9, 0, 0)
     assert played.conversation.waits == waits, "nothing can have been committed"
     with pytest.raises(KeyboardInterrupt):
         played.wait((1,), 1)
