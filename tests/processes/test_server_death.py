@@ -17,6 +17,8 @@ import central_storage as cs
 from central_storage import aio
 from cs_proto.failpoints import FAILPOINTS
 
+pytestmark = pytest.mark.timeout(300)  # each death costs the start of a server
+
 PLACES = [name for name in FAILPOINTS if name.startswith(("server.", "commit."))]
 SIZE = 1000
 
