@@ -97,7 +97,7 @@ def protected() -> Iterator[cs.CentralStorageStrategy]:
 
 
 def test_killed_at_every_place(undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    items = [f"{place}=kill@{3 + 7 * number}" for number, place in enumerate(PLACES)]
+    items = [f"{place}=kill@{3 + 2 * number}" for number, place in enumerate(PLACES)]
     monkeypatch.setenv("CS_FAILPOINTS", ";".join(items))
     monkeypatch.setenv("CS_FAILPOINTS_DIR", str(tmp_path))
     with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], max_restarts=1000) as strategy:
