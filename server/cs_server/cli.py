@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from cs_proto.errors import ConfigurationError, DeviceError, LaunchError
+from cs_proto.errors import ConfigurationError, DeviceError, LaunchError, MemoryPlanError
 
 from . import machine
 from .config import ServerConfig
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         serve(config)
-    except (ConfigurationError, LaunchError) as error:
+    except (ConfigurationError, LaunchError, MemoryPlanError) as error:
         print(f"{parser.prog}: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
         return 1
     return 0

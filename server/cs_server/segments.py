@@ -136,9 +136,14 @@ class Segments:
         while select.select([self._link], [], [], max(0.0, deadline - time.monotonic()))[0]:
             record, descriptors = self._read()
             if isinstance(record, Segment) and record.segment == request.segment and descriptors:
-                self._mappings[request.segment] = Mapping(
-                    request.segment, descriptors[0], record.reservation, writable=record.writable
-                )
+                name, nbytes = request.segment, record.reservation
+                try:
+                    self._mappings[name] = Mapping(name, descriptors[0], nbytes, writable=record.writable)
+                except OSError as error:
+                    raise MemoryPlanError(
+                        f"the server cannot map segment {name} of {nbytes} bytes ({error.strerror}): shared mappings "
+                        "must be allowed, and address space must not be limited (ulimit -v)"
+                    ) from error
                 return
             for descriptor in descriptors:
                 os.close(descriptor)

@@ -17,6 +17,7 @@ from tests.harness.timing import unit
 from cs_proto.arrays import Array, Location, array_of
 from cs_proto.errors import InvalidArgumentError, LaunchError, LocalProtocolError, MemoryPlanError, ShutdownError
 from cs_proto.messages import Died, Introduce, Ready
+from cs_proto.segments import Mapping
 from cs_server import segments
 from cs_server.segments import Segments
 
@@ -76,6 +77,18 @@ def test_a_refusal_is_raised_as_what_it_says(supervisor: StandInSupervisor, conn
     with pytest.raises(InvalidArgumentError, match="there is no segment 'arena/8'"):
         connected.make("arena/8", PAGE, "")
     assert connected.make("arena/9", PAGE, "").nbytes == PAGE
+
+
+def test_memory_that_cannot_be_mapped_is_said_with_what_to_do(
+    connected: Segments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(name: str, descriptor: int, nbytes: int, *, writable: bool) -> Mapping:
+        os.close(descriptor)
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("cs_server.segments.Mapping", refuses)
+    with pytest.raises(MemoryPlanError, match=r"cannot map segment arena/0 of 4096 bytes \(Operation not permitted\)"):
+        connected.make("arena/0", 4096, "w0")
 
 
 def test_what_comes_before_an_answer_is_kept_in_order(supervisor: StandInSupervisor, connected: Segments) -> None:
