@@ -348,6 +348,14 @@ class Put(Record):
             self.refuse(f"{self.value.shape} bytes do not fit into {self.array.shape}")
 
 
+@record(42)
+class Locate(Record):
+    """A worker on a GPU asks where variables lie on the GPU of the variables."""
+
+    request: int
+    variables: tuple[int, ...]
+
+
 # --- what a replica brings: merge points, alone or as notes that travel with the next question or the return --------
 
 
@@ -621,6 +629,30 @@ class Fetched(Record):
 
     request: int
     array: Array
+
+
+@record(15)
+class DevicePlace(Record):
+    """Where an array lies on a GPU: the CUDA IPC ``handle`` of a block of its memory and the byte ``offset`` in it. No
+    handle: not there."""
+
+    handle: bytes
+    offset: int
+
+    def check(self) -> None:
+        if len(self.handle) not in (0, 64) or not 0 <= self.offset < 1 << 62:
+            self.refuse(f"a handle of {len(self.handle)} bytes, and offset {self.offset}")
+
+
+@record(79)
+class Located(Record):
+    """Reply to Locate: the variables' arrays in segments and, where they are kept on a GPU, the ``uuid`` of that and
+    their places there; a server that dies takes these along."""
+
+    request: int
+    uuid: bytes
+    arrays: tuple[Array, ...]
+    places: tuple[DevicePlace, ...]
 
 
 @record(80)

@@ -87,8 +87,8 @@ def inputs() -> str:
 
 
 def versions() -> str:
-    """A uint64 for each variable, at its number, that changes with every commit that changes the variable. Not the
-    version that records tell."""
+    """A uint64 for each variable, at its number, that changes with every commit that changes the variable, and at 0 one
+    that changes with every start of the server. Not the version that records tell."""
     return "versions"
 
 

@@ -223,6 +223,14 @@ class GpuParameters:
         """Sixteen bytes that name the GPU on every machine."""
         return self._gpu.uuid
 
+    def export(self, array: Array) -> tuple[bytes, int]:
+        """What another process opens the memory of a variable with, and where in it the variable lies; no handle for
+        one that is not on the GPU."""
+        assert isinstance(array.place, Location)
+        if not array.nbytes or not is_on_device(array.place.segment):
+            return b"", 0
+        return self._on_device.export(array.place.segment, array.place.offset)
+
     def available_nbytes(self) -> int:
         """Bytes of the GPU that variables and slots may still take."""
         return self._gpu.available_nbytes()

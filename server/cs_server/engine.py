@@ -26,6 +26,7 @@ from cs_proto.messages import (
     Get,
     Goodbye,
     Hello,
+    Locate,
     MergeCallReturn,
     PointFailed,
     Reduced,
@@ -212,6 +213,8 @@ class Engine:
                 self._runs.merge_call_returned(peer, record)
             case Create() | Assign() | AssignSlot() | Configure() | Free():
                 self._requests.write(peer, record)
+            case Locate():
+                self._requests.locate(peer, record)
             case DescribeSlots():
                 self._requests.describe_slots(peer, record)
             case Get():
@@ -268,7 +271,7 @@ def _refused(event: Received, error: CentralStorageError) -> _Refusal:
     match event.record:
         case Create() | Assign() | AssignSlot() | Configure() | Free():
             number = event.record.sequence
-        case Get() | Describe() | DescribeSlots() | Statistics():
+        case Get() | Describe() | DescribeSlots() | Locate() | Statistics():
             number = event.record.request
         case _:
             number = 0

@@ -25,6 +25,8 @@ from cs_proto.messages import (
     Free,
     Get,
     Got,
+    Locate,
+    Located,
     Refused,
     ReplicaStatistics,
     Slots,
@@ -204,6 +206,13 @@ class Requests:
         optimizers = tuple(map(self._catalogue.optimizer, record.optimizers))
         slotted = tuple(map(self._catalogue.slotted, record.optimizers))
         self._out.append(Send(peer, Described(record.request, variables, optimizers, slotted)))
+
+    def locate(self, peer: bytes, record: Locate) -> None:
+        """Say where variables lie. What is told of a GPU's memory lets a peer write there, so only workers may ask."""
+        if not self._sessions.is_worker(peer):
+            raise PeerProtocolError("a Locate is a worker's")
+        arrays = tuple(self._catalogue.variable(number).array for number in record.variables)
+        self._out.append(Send(peer, Located(record.request, b"", arrays, ())))
 
     def describe_slots(self, peer: bytes, record: DescribeSlots) -> None:
         """Say where slots lie, as soon as they are made."""

@@ -41,9 +41,11 @@ from cs_proto.messages import (
     Create,
     CreatePoint,
     DescribeSlots,
+    DevicePlace,
     Died,
     Fetch,
     GatherPoint,
+    Located,
     Put,
     ReducePoint,
     Refused,
@@ -328,6 +330,9 @@ class Service:
                 case Send(peer, record, inline):
                     if self._gpu and isinstance(record, Slots):
                         self._gpu.mirror(record.arrays)
+                    if self._gpu and isinstance(record, Located):
+                        places = tuple(DevicePlace(*self._gpu.export(array)) for array in record.arrays)
+                        record = replace(record, uuid=self._gpu.uuid, places=places)
                     self._send(peer, self._inlined(record) if inline else record)
                 case Commit(ticket):
                     self._commits[0] |= np.uint64(1)  # odd from here, also where a server before this one was killed

@@ -1,5 +1,6 @@
 """The segment by which a worker knows, without asking, which variables have changed since it last copied them.
 
+At 0 it counts the starts of the server, with each of which a GPU's memory is another.
 Counted in the middle of a commit, so a commit that is done again after a crash counts once more, which costs its
 readers a copy and nothing else. Called by the service.
 """
@@ -28,6 +29,8 @@ class Versions:
         self._segment = segment
         self._versions = segment.elements("uint64")
         self._reserved = 0
+        self._reserve(0)
+        self._versions[0] += np.uint64(1)  # variables are numbered from 1
 
     def count(self, commit: Commit) -> None:
         """Every variable that ``commit`` changes has another number from now on.

@@ -76,6 +76,30 @@ def test_training_gives_what_it_gives_on_cpus(either: cs.CentralStorageStrategy)
         assert np.array_equal(ours, theirs)
 
 
+def test_variables_on_the_same_gpu_are_read_where_they_lie(gpus: StandInGpus) -> None:
+    with cs.CentralStorageStrategy(["gpu:0", "gpu:1"], "gpu:0") as strategy:
+        with strategy.scope():
+            w, count = cs.Variable(np.ones((50, 10), F32)), cs.Variable(0, aggregation=cs.VariableAggregation.SUM)
+            optimizer = cs.optimizers.SGD(1.0)
+
+        def step() -> tuple[float, float, float, int, int]:
+            xp = cs.get_array_module()
+            seen, rows = float((w + 0).sum()), float(cs.nn.embedding_lookup(w, xp.asarray([3, 3])).sum())
+            optimizer.apply_gradients([(xp.full(w.shape, F32(-1)), w)])
+            count.assign_add(1)
+            after = float(xp.asarray(w).sum())  # the same memory, another value
+            counts = counted()
+            return seen, rows, after, counts["opened"], counts["host_to_device_nbytes"]
+
+        first, second, third = (strategy.experimental_local_results(strategy.run(step)) for _ in range(3))
+        assert [values[:3] for values in (*first, *second)] == [(500, 20, 1500)] * 2 + [(1500, 60, 2500)] * 2
+        assert (w.numpy()[0, 0], int(count)) == (7, 6)
+        assert [values[3] for values in third] == [1, 0]
+        copied = [values[4] - before[4] for values, before in zip(third, second, strict=True)]
+        assert copied[0] < 100  # row numbers
+        assert copied[1] > 2000
+
+
 def test_only_what_has_changed_is_copied(two: cs.CentralStorageStrategy) -> None:
     with two.scope():
         changing, constant = cs.Variable(np.zeros(1000, F32)), cs.Variable(np.ones(100_000, F32))

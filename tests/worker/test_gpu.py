@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from tests.harness.stand_in_gpus import StandInGpus, stand_in_gpus
 
 from cs_proto.errors import DeviceMemoryError
+from cs_proto.messages import DevicePlace
 from cs_worker.device import Device, open_device
 
 F32 = np.float32
@@ -22,6 +25,7 @@ class Shared:
     def __init__(self, *values: Any) -> None:
         self.values: dict[int, np.ndarray] = {}
         self.versions: dict[int, int] = {}
+        self.places: dict[int, DevicePlace] = {}
         for number, value in enumerate(values, 1):
             array = np.asarray(value, F32)
             memory = mmap.mmap(-1, max(array.nbytes, 1))
@@ -41,6 +45,9 @@ class Shared:
 
     def name(self, number: int) -> str:
         return f"v{number}"
+
+    def on_device(self, number: int) -> DevicePlace | None:
+        return self.places.get(number)
 
 
 @pytest.fixture
@@ -207,6 +214,67 @@ def test_a_gradient_from_another_device_of_the_replica(gpus: StandInGpus) -> Non
     device.settle()
     assert target.tolist() == [4, 4, 4]
     device.close()
+
+
+# --- the server's memory on the same device ---------------------------------------------------------------------------
+
+EXPORT = """
+import sys
+import numpy as np
+import cupy as cp
+start = cp.cuda.runtime.malloc(4096)
+array = cp.ndarray((3,), np.float32, cp.cuda.MemoryPointer(cp.cuda.UnownedMemory(start, 4096, None, 0), 64))
+for line in sys.stdin:
+    array[...] = float(line)
+    cp.cuda.Device().synchronize()
+    print(cp.cuda.runtime.ipcGetMemHandle(start).hex(), flush=True)
+"""
+
+
+def test_variables_on_the_same_device_are_not_copied(gpus: StandInGpus, device: Device) -> None:
+    shared = Shared([1, 2, 3], [7, 7, 7])
+    with subprocess.Popen([sys.executable, "-c", EXPORT], stdin=-1, stdout=-1, text=True, bufsize=1) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+
+        def commit(value: float) -> bytes:
+            print(value, file=server.stdin)
+            return bytes.fromhex(server.stdout.readline())  # type: ignore[union-attr]
+
+        shared.places[1] = DevicePlace(commit(5), 64)
+        device.begin_run(shared)
+        view = device.view(1, shared)
+        assert view.tolist() == device.rows(1, np.arange(3), shared).tolist() == [5, 5, 5]
+        device.settle()
+        commit(6)
+        assert device.view(1, shared).tolist() == [6, 6, 6]
+        assert device.view(2, shared).tolist() == [7, 7, 7]
+        assert (copied(gpus)[0], gpus.cupy.counts()["opened"]) == (2, 1)  # row numbers, and what lies elsewhere
+
+        device.close_imports()  # the server is another now
+        assert view.tolist() == [6, 6, 6]  # whoever still holds it
+        shared.places.clear()
+        shared.write(1, [1, 2, 3])
+        assert device.view(1, shared).tolist() == [1, 2, 3]
+        device.settle()
+        device.begin_run(shared)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            view.tolist()
+
+
+def test_variables_that_cannot_be_opened_are_copied(
+    gpus: StandInGpus, device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared = Shared([1, 2, 3])
+    shared.places[1] = DevicePlace(bytes(64), 0)
+    device.begin_run(shared)
+    with caplog.at_level("INFO", "central_storage.worker"):
+        assert device.view(1, shared).tolist() == device.view(1, shared).tolist() == [1, 2, 3]
+    assert [record.message for record in caplog.records] == [
+        "variables on gpu:0 cannot be opened (cudaErrorInvalidValue: invalid argument): they are copied"
+    ]
+    assert copied(gpus)[0] == 1
+    device.settle()
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

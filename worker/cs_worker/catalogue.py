@@ -8,6 +8,7 @@ loop.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -31,18 +32,26 @@ if TYPE_CHECKING:
 
 __all__ = ["Catalogue"]
 
+_log = logging.getLogger("central_storage.worker")
+
 R = TypeVar("R", bound=Record)
 
 
 class Catalogue:
     """Records by number, and mapped arrays."""
 
-    def __init__(self, conversation: Conversation, lifeline: Lifeline, replica: int, device: Device) -> None:
+    def __init__(
+        self, conversation: Conversation, lifeline: Lifeline, replica: int, device: Device, parameter_device: str
+    ) -> None:
         self._conversation = conversation
         self._lifeline = lifeline
         self._replica = replica
         self._device = device
         self._versions: np.ndarray | None = None
+        # Where variables lie on the GPU that the server keeps them on, if it does, since the start of it at hand.
+        self._may_be_located = parameter_device.startswith("gpu:") and not device.is_host
+        self._located: dict[int, messages.DevicePlace] = {}
+        self._located_at = 0
         self._known: dict[int, messages.Variable] = {}
         self._views: dict[int, np.ndarray] = {}
         self._carried_at = 0  # the count of waits when what of the views cannot be mapped was asked for
@@ -80,6 +89,7 @@ class Catalogue:
         gone: list[np.ndarray | None] = []
         for number in numbers:
             self._known.pop(number, None)
+            self._located.pop(number, None)
             gone.append(self._views.pop(number, None))
             self._handles.pop(("variable", number), None)
             gone += (self._gradients.pop((number, buffers), None) for buffers in range(2))
@@ -107,6 +117,32 @@ class Catalogue:
     def carries(self) -> bool:
         """Whether this process cannot map the server's memory."""
         return bool(self._lifeline.carried_because)
+
+    def on_device(self, number: int) -> messages.DevicePlace | None:
+        """Where the variable lies on the device of this replica, if the server keeps it there."""
+        if not self._may_be_located or self.carries:
+            return None
+        if (start := self.version(0)) != self._located_at:
+            self._located.clear()
+            self._located_at = start
+            self._device.close_imports()
+        if number not in self._located:
+            self._locate(number)
+        place = self._located[number]
+        return place if place.handle else None
+
+    def _locate(self, number: int) -> None:
+        self.place(number)
+        numbers = tuple(known for known in self._known if known not in self._located)
+        request = self._conversation.next_request()
+        found = self.ask(messages.Locate(request, numbers), request, messages.Located)
+        if found.uuid == self._device.uuid:
+            self._located.update(zip(numbers, found.places, strict=True))
+        else:
+            self._may_be_located = False
+            self._located = {}
+            _log.info("variables are on another GPU: they are read through the machine's memory")
+            self._located[number] = messages.DevicePlace(b"", 0)
 
     def learn(self, record: messages.Variable) -> messages.Variable:
         """Remember a record that came with another answer."""

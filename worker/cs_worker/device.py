@@ -22,12 +22,14 @@ __all__ = ["Device", "open_device", "place"]
 
 class Device(Protocol):
     """What a replica computes on: ``name`` as ``cpu:0`` (``cpu:0+cpu:1`` for several), the ``full_names`` of its
-    devices as TensorFlow writes them, NumPy or CuPy. ``is_host``: its arrays are those of host memory."""
+    devices as TensorFlow writes them, NumPy or CuPy. ``is_host``: its arrays are those of host memory. ``uuid`` names a
+    GPU on every machine."""
 
     name: str
     full_names: tuple[str, ...]
     array_module: Any
     is_host: bool
+    uuid: bytes
 
     def begin_run(self, parameters: gpu.Parameters) -> None:
         """A run begins. What the one before it read is brought up to date meanwhile."""
@@ -63,6 +65,9 @@ class Device(Protocol):
     def forget(self, numbers: Sequence[int], arrays: Sequence[np.ndarray]) -> None:
         """These variables are gone, and the memory of these host arrays with them."""
 
+    def close_imports(self) -> None:
+        """What was opened of the server's device is gone with it."""
+
     def close(self) -> None:
         """Let go of all host memory. To be called once, in the thread that used the device."""
 
@@ -72,6 +77,7 @@ class _Host:
 
     def __init__(self, name: str, full_names: tuple[str, ...]) -> None:
         self.is_host = True
+        self.uuid = b""
         self.array_module: Any = np
         self.name = name
         self.full_names = full_names
@@ -109,6 +115,9 @@ class _Host:
         pass
 
     def forget(self, numbers: Sequence[int], arrays: Sequence[np.ndarray]) -> None:
+        pass
+
+    def close_imports(self) -> None:
         pass
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ until a message is to leave after which others may write what is still read here
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,10 +18,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from cs_proto.errors import DeviceMemoryError
+from cs_proto.messages import DevicePlace
 
 from .locking import PageLocks
 
 __all__ = ["Gpu", "Parameters", "can_be_on", "place"]
+
+
+_log = logging.getLogger("central_storage.worker")
 
 
 class Parameters(Protocol):
@@ -34,6 +39,9 @@ class Parameters(Protocol):
 
     def name(self, number: int) -> str:
         """The variable's name."""
+
+    def on_device(self, number: int) -> DevicePlace | None:
+        """Where the value lies on this very device, in memory of the server's."""
 
 
 @dataclass
@@ -57,6 +65,7 @@ class Gpu:
         self._numbers = numbers
         self._home = cupy.cuda.Device(numbers[0])
         self._home.use()
+        self.uuid = bytes(cupy.cuda.runtime.getDeviceProperties(numbers[0])["uuid"])
         self._copying = cupy.cuda.Stream(non_blocking=True)
         self._locks = PageLocks(cupy, self._wait)
         # Kernels read page-locked memory under the address that the host has for it; not every machine can.
@@ -70,6 +79,12 @@ class Gpu:
         self._in_flight: list[Any] = []
         # After the last kernel that reads shared memory.
         self._reading: Any = None
+        # Blocks of the server's device memory by handle, opened; those that are closed when this run is over; variables
+        # in them; whether this run has been shown any, which any kernel of it may still read.
+        self._opened: dict[bytes, int] = {}
+        self._closing: list[int] = []
+        self._imports: dict[int, Any] = {}
+        self._shows_imports = False
 
     def begin_run(self, parameters: Parameters) -> None:
         """Be current again, whatever the function before did, and bring up to date what it read."""
@@ -77,6 +92,9 @@ class Gpu:
         self.array_module.cuda.Stream.null.use()
         used, self._used = self._used, set()
         self._superseded.clear()
+        self._shows_imports = False
+        while self._closing:
+            self.array_module.cuda.runtime.ipcCloseMemHandle(self._closing.pop())
         for number in used & self._copies.keys():
             if self._copies[number].version != parameters.version(number):
                 del self._copies[number]  # its memory may be what the new one takes
@@ -116,6 +134,8 @@ class Gpu:
             return self.array_module.asarray(array)
 
     def view(self, number: int, parameters: Parameters) -> Any:
+        if (imported := self._import(number, parameters)) is not None:
+            return imported
         self._used.add(number)
         copy = self._copies.get(number)
         if copy is None or copy.version != parameters.version(number):
@@ -126,7 +146,9 @@ class Gpu:
         cupy = self.array_module
         copy = self._copies.get(number)
         with self._home:
-            if copy is not None and copy.version == parameters.version(number):
+            if (table := self._import(number, parameters)) is not None:
+                pass
+            elif copy is not None and copy.version == parameters.version(number):
                 table = self._ready(copy)
             else:
                 host = parameters.view(number)
@@ -139,6 +161,37 @@ class Gpu:
                 found = table[cupy.asarray(rows)]
             self._reading = cupy.cuda.get_current_stream().record(self._reading)
             return found
+
+    def _import(self, number: int, parameters: Parameters) -> Any:
+        """The variable where the server has it on this device; None where it does not, or it cannot be opened."""
+        place = parameters.on_device(number)
+        if place is None:
+            return None
+        found = self._imports.get(number)
+        if found is None:
+            cupy, host = self.array_module, parameters.view(number)
+            start = self._open(place.handle)
+            if not start:
+                return None
+            memory = cupy.cuda.UnownedMemory(start + place.offset, host.nbytes, self, self._home.id)
+            found = cupy.ndarray(host.shape, host.dtype, cupy.cuda.MemoryPointer(memory, 0))
+            self._imports[number] = found
+        self._shows_imports = True
+        return found
+
+    def _open(self, handle: bytes) -> int:
+        """Where the block behind a handle begins here; 0 where it cannot be opened."""
+        if handle not in self._opened:
+            runtime = self.array_module.cuda.runtime
+            try:
+                with self._home:
+                    self._opened[handle] = runtime.ipcOpenMemHandle(handle)
+            except runtime.CUDARuntimeError as error:
+                self._opened[handle] = 0
+                _log.info("variables on %s cannot be opened (%s): they are copied", self.name, error)
+            else:
+                _log.info("variables on %s are read where they lie (CUDA IPC)", self.name)
+        return self._opened[handle]
 
     def _ready(self, copy: _Copy) -> Any:
         """The array, which what is computed from now on waits for."""
@@ -207,6 +260,8 @@ class Gpu:
             self._wait()
         if self._reading is not None:
             self._reading.synchronize()
+        if self._shows_imports:
+            self._home.synchronize()
 
     def _wait(self) -> None:
         self._copying.synchronize()
@@ -223,11 +278,20 @@ class Gpu:
     def forget(self, numbers: Sequence[int], arrays: Sequence[np.ndarray]) -> None:
         for number in numbers:
             self._copies.pop(number, None)
+            self._imports.pop(number, None)
         with self._home:
             self._locks.unlock(arrays)
 
+    def close_imports(self) -> None:
+        self._imports.clear()
+        self._closing += filter(None, self._opened.values())
+        self._opened.clear()
+
     def close(self) -> None:
         with self._home:
+            self.close_imports()
+            while self._closing:
+                self.array_module.cuda.runtime.ipcCloseMemHandle(self._closing.pop())
             self._wait()
             self._locks.close()
 

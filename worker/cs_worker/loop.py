@@ -61,7 +61,7 @@ class Loop:
         turns: Turns,
     ) -> None:
         conversation = Conversation(link, interrupts, self._execute)
-        catalogue = Catalogue(conversation, lifeline, config.replica, device)
+        catalogue = Catalogue(conversation, lifeline, config.replica, device, registered.parameter_device)
         lifeline.carry = catalogue.carry
         own = lifeline.segment(segments.arena(config.replica))
         if lifeline.carried_because:
