@@ -132,6 +132,19 @@ class Worker(Record):
     endpoint: str
 
 
+@record(9)
+class DevicePlace(Record):
+    """Where an array lies on a GPU: the CUDA IPC ``handle`` of a block of its memory and the byte ``offset`` in it. No
+    handle: not there."""
+
+    handle: bytes
+    offset: int
+
+    def check(self) -> None:
+        if len(self.handle) not in (0, 64) or not 0 <= self.offset < 1 << 62:
+            self.refuse(f"a handle of {len(self.handle)} bytes, and offset {self.offset}")
+
+
 # --- sessions -----------------------------------------------------------------------------------------------------
 
 
@@ -629,19 +642,6 @@ class Fetched(Record):
 
     request: int
     array: Array
-
-
-@record(15)
-class DevicePlace(Record):
-    """Where an array lies on a GPU: the CUDA IPC ``handle`` of a block of its memory and the byte ``offset`` in it. No
-    handle: not there."""
-
-    handle: bytes
-    offset: int
-
-    def check(self) -> None:
-        if len(self.handle) not in (0, 64) or not 0 <= self.offset < 1 << 62:
-            self.refuse(f"a handle of {len(self.handle)} bytes, and offset {self.offset}")
 
 
 @record(79)
