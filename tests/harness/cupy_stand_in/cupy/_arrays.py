@@ -94,7 +94,8 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801
         with cuda.Device(self.data.device_id):
             queue = _machine.current() if stream is None else stream.queue
             source = self if self._array.flags.c_contiguous else self._contiguous()
-        _machine.memory_at(source.data.ptr, source.nbytes)  # refuses what is none of the device's any more
+        if source.nbytes:
+            _machine.memory_at(source.data.ptr, source.nbytes)  # refuses what is none of the device's any more
         target = np.empty(self.shape, self.dtype) if out is None else out
         if target.shape != self.shape or target.dtype != self.dtype or not target.flags.c_contiguous:
             raise ValueError("out does not fit")

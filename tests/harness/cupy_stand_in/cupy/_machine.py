@@ -308,7 +308,7 @@ def block_at(address: int, nbytes: int = 0) -> Block | None:
         if place < 0:
             return None
         block = _blocks[_starts[place]]
-        return block if address + nbytes <= block.start + max(block.nbytes, 1) else None
+        return block if address + max(nbytes, 1) <= block.start + max(block.nbytes, 1) else None
 
 
 def locked_at(address: int, nbytes: int) -> tuple[int, int] | None:
