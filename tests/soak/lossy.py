@@ -154,8 +154,7 @@ def lossy_service(seed: int, faults: Faults) -> Iterator[Callable[[], Lossy]]:
 
         def _tell_again(self) -> None:
             if made and made[0].take_dropped() and self._state == "serving":
-                for peer in list(self._peers):
-                    self.say_serving(peer)
+                self._tell_all(self._serving())
             self._loop.call_later(_TELL_EVERY, self._tell_again)
 
     with mock.patch.object(service, "_bound", bound), mock.patch.object(in_process, "Service", Telling):

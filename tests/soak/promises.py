@@ -27,11 +27,11 @@ __all__ = ["PROMISES", "Attempt", "Promise"]
 
 #: No session may be given up for having too many deaths: back-off and its end have tests of their own.
 _NEVER_GIVES_UP = {"--max-restarts": "100000"}
-_NETWORK = Faults(dropped=0.0)
 _DEATHS = (signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV)
 # Hits of a place since its process began: a replay passes the first few again, and a replica may not die twice in a
-# run.
+# run. Where the server comes with every message and tick, none may be hit before it serves.
 _HITS = (6, 30)
+_HITS_BEFORE = dict.fromkeys(("server.heard", "server.decided", "server.send"), 60)
 
 
 @dataclass
@@ -87,8 +87,9 @@ def _kind_of_training(rng: random.Random) -> list[str]:
 def _places(roles: Sequence[str], rng: random.Random, count: int, ranks: Sequence[str]) -> list[str]:
     """``count`` items for CS_FAILPOINTS: places of processes of these roles, each with its own hit."""
     places = [name for name in FAILPOINTS if name.partition(".")[0] in roles]
-    chosen = [f"{rng.choice(places)}{rng.choice(ranks)}=kill@{rng.randint(*_HITS)}" for _ in range(count)]
-    return list(dict.fromkeys(chosen))
+    chosen = [(rng.choice(places), rng.choice(ranks), rng.randint(*_HITS)) for _ in range(count)]
+    items = [f"{name}{rank}=kill@{hit + _HITS_BEFORE.get(name, 0)}" for name, rank, hit in chosen]
+    return list(dict.fromkeys(items))
 
 
 def _deaths(
@@ -163,7 +164,7 @@ def _lossy(attempt: Attempt) -> None:
         while attempt.tried < min(done, attempt.trials):
             attempt.tried_once()
 
-    attempt.violations += losing.train(attempt.random, attempt.trials, _NETWORK, on_updates)
+    attempt.violations += losing.train(attempt.random, attempt.trials, Faults(), on_updates)
     on_updates(attempt.trials - done)
 
 

@@ -33,6 +33,7 @@ def seeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
         monkeypatch.setenv(name, str(tmp_path))  # the command sets them for good: put back at the end
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setattr(run, "PROMISES", promises)
+    monkeypatch.setattr(run, "_compile", lambda: None)
     monkeypatch.setattr(run, "STATE", tmp_path / "build" / "soak.json")
     return noted
 
