@@ -15,9 +15,9 @@ from tests.soak.sessions import session
 
 from cs_proto.failpoints import FAILPOINTS
 
-TRIALS = {"P5": 6000, "P7": 200}
+TRIALS = {"P2": 4, "P5": 6000, "P7": 200}
 #: The guarantee that is switched off, and what the trials of a promise find then.
-SABOTAGED = {"P5": ("no-dedup", "ledger is ")}
+SABOTAGED = {"P2": ("no-undo", "stood"), "P5": ("no-dedup", "ledger is ")}
 
 
 @pytest.mark.timeout(300)
