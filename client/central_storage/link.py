@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -110,6 +111,8 @@ class ServiceLink:
         self._died: dict[int, Died] = {}
         #: The death that matters: the first for good, else the last.
         self.last_death: Died | None = None
+        self._restarting: dict[int, Died] = {}
+        self.workers: tuple[messages.Worker, ...] = ()
         self._optimizers: dict[int, messages.Optimizer] = {}
         self._resolve: Callable[[str, int], object] = _nothing_known
         self._adopt: Adopt = _nothing_adopted
@@ -138,9 +141,11 @@ class ServiceLink:
         self.transport = f"{CARRIED}: {lifeline.carried_because}" if self.carries else serving.transport
         self._worker_sockets = [self._connect(worker.endpoint) for worker in welcome.workers]
         self._held = [Recent(HELD_FUNCTIONS) for _ in welcome.workers]
-        self._frozen: set[bytes] = set()
+        self._frozen: list[set[bytes]] = [set() for _ in welcome.workers]
         self._prepared: messages.Prepare | None = None
         self._latest: Series | None = None  # the one of which runs may be unanswered
+        self._sent: deque[Sent] = deque()  # its unanswered ones
+        self._cancelling: Series | None = None  # the one whose replicas have been told to give up
         self._early: dict[messages.RunId, RunFinished] = {}
         # A launcher shows what its service prints itself.
         self._listener = None if stop is None else IdleListener(lifeline.fileno(), self._lock, self._listen)
@@ -389,6 +394,9 @@ class ServiceLink:
         started = named = time.monotonic()
         while True:
             record = self.receive(_NAME_WAIT_EVERY if lost is None else min(_NAME_WAIT_EVERY, lost()))
+            if isinstance(record, messages.WorkerRestarted):
+                self._take_up(record)
+                continue
             if record is not None and (found := wanted(record)) is not None:
                 return found
             if isinstance(record, RunFinished) and record.run > (self._answered,):  # of a step after the one at hand
@@ -400,7 +408,14 @@ class ServiceLink:
             now = time.monotonic()
             if now - named >= _NAME_WAIT_EVERY:
                 named = now
-                name(now - started, what)
+                name(now - started, what + self._restarts_named())
+
+    def _restarts_named(self) -> str:
+        """Who is being started again, which is what the wait is for."""
+        return "".join(
+            f"; worker w{replica} (pid {died.pid}) ended by {died.cause} and is being started again"
+            for replica, died in self._restarting.items()
+        )
 
     def _ask(self, request: Record, number: int, answer: type[R]) -> R:
         def wanted(record: Record) -> Record | None:
@@ -449,25 +464,63 @@ class ServiceLink:
         series.number = series.number or run[0]
         self._arena.reset((run[0] - series.number) % parts, parts)
         kept = [buffer for _, buffers in pickles for buffer in buffers]
-        step, sent = (0, 0), Sent(run, kept, [], set())
+        step = (series.number, series.lookahead) if series.lookahead else (0, 0)
+        sent = Sent(run, [], data, kept, [], [])
         if series.lookahead:
-            step = (series.number, series.lookahead)
-            sent = Sent(run, kept, list(map(copy, self._held)), set(self._frozen))
+            sent = Sent(run, [], data, kept, list(map(copy, self._held)), list(map(copy, self._frozen)))
         frozen = isinstance(function, Function)
         prepare = messages.Prepare(tuple(map(str, sys.path)), os.getcwd())
         for replica, (socket, (pickled, buffers)) in enumerate(zip(self._worker_sockets, pickles, strict=True)):
             if prepare != self._prepared and self._threads is None:  # threads have the script's own path
                 self._send(socket, prepare)
-            is_held = name in self._frozen if frozen else self._held[replica].touch(name)
-            carried = None if is_held else self._arena.share(data)
+            carried = None if self._is_function_held(replica, name, frozen) else self._arena.share(data)
             placed = tuple(map(self._arena.share, buffers))
             what = (name, carried, frozen, self._arena.share(pickled), placed)
-            self._send(socket, messages.Run(run, replica, self._seed, *what, *step))
+            sent.messages.append(messages.Run(run, replica, self._seed, *what, *step))
+            self._send(socket, sent.messages[-1])
         self._prepared = prepare
-        if frozen:
-            self._frozen.add(name)
         series.unanswered.append(sent)
-        self._latest = series
+        self._latest, self._sent = series, series.unanswered
+
+    def _is_function_held(self, replica: int, name: bytes, frozen: bool) -> bool:
+        """Whether a worker has the bytes of a function already; it has them from now on."""
+        if not frozen:
+            return self._held[replica].touch(name)
+        is_held = name in self._frozen[replica]
+        self._frozen[replica].add(name)
+        return is_held
+
+    def _take_up(self, restarted: messages.WorkerRestarted) -> None:
+        """A worker is in the place of one that died: send it what it has to carry out yet, from the run on that the
+        server names. Arguments still lie where they were; it holds no function."""
+        worker = restarted.worker
+        replica = worker.replica
+        if worker.incarnation <= self.workers[replica].incarnation:
+            return
+        _log.info("worker w%d (pid %d) takes the place of one that died", replica, worker.pid)
+        self._restarting.pop(replica, None)
+        self.workers = (*self.workers[:replica], worker, *self.workers[replica + 1 :])
+        self._poller.unregister(self._worker_sockets[replica])
+        self._worker_sockets[replica].close(linger=0)
+        socket = self._worker_sockets[replica] = self._connect(worker.endpoint)
+        self._held[replica], self._frozen[replica] = Recent(HELD_FUNCTIONS), set()
+        if self._prepared is not None and self._threads is None:
+            self._send(socket, self._prepared)
+        is_first = True
+        for sent in self._sent:
+            if sent.held:
+                sent.held[replica], sent.frozen[replica] = copy(self._held[replica]), copy(self._frozen[replica])
+            if sent.run < restarted.run:
+                continue
+            if is_first:
+                self._send(self._server, messages.Resent(sent.run, replica))
+            is_first = False
+            run = sent.messages[replica]
+            is_held = self._is_function_held(replica, run.digest, run.frozen)
+            self._send(socket, replace(run, function=None if is_held else self._arena.share(sent.function)))
+        if self._cancelling is not None and self._cancelling.unanswered:
+            self._send(socket, _cancel_of(self._cancelling))
+            self._lifeline.send(messages.Interrupt(replica))
 
     def _settle(self, series: Series, left: int = 0, *, cancel: bool = False) -> None:
         """Wait until at most ``left`` runs of ``series`` are unanswered. Ctrl-C cancels the first of them and waits for
@@ -508,6 +561,7 @@ class ServiceLink:
                     self._record(series, answer)
                 else:
                     self._interrupt_workers(series)
+        self._cancelling = None
         if heard and not cancel:
             raise KeyboardInterrupt
 
@@ -546,10 +600,11 @@ class ServiceLink:
         return heard
 
     def _interrupt_workers(self, series: Series) -> None:
+        self._cancelling = series
         for socket in self._worker_sockets:
             self._send(socket, _cancel_of(series))
         for worker in self.workers:
-            if worker.replica in self._died:
+            if worker.replica in self._died or worker.replica in self._restarting:
                 continue
             if self._threads is not None:
                 self._threads.interrupt(worker.replica)
@@ -671,6 +726,12 @@ class ServiceLink:
                 f"{cause} and is not started again (server_recovery is off, or max_restarts are used up); its "
                 f"variables are gone with it. Make a new CentralStorageStrategy{_tail(died)}"
             )
+        if died.restarts:
+            known = next((worker for worker in self.workers if worker.replica == died.rank), None)
+            if known is None or known.incarnation <= died.incarnation:  # else the server was quicker
+                self._restarting[died.rank] = died
+            return
+        self._restarting.pop(died.rank, None)
         self._died[died.rank] = died
         self._lost_deadline = time.monotonic() + _LOST_TIMEOUT
 

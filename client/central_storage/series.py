@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from cs_proto.messages import RunId
+from cs_proto.messages import Run, RunId
 from cs_proto.recent import Recent
 
 __all__ = ["Arguments", "Carrier", "Sent", "Series"]
@@ -23,13 +23,16 @@ Arguments = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Sent:
-    """A run that was sent and has not been answered. ``buffers`` of its arguments are kept until then. ``held``, by
-    replica, and ``frozen``: which functions workers held before."""
+    """A run that was sent and has not been answered. ``messages`` by replica, and the pickled ``function``, with which
+    it can be sent again; ``buffers`` of its arguments are kept until then. ``held`` and ``frozen``, by replica, of a
+    step: which functions workers held before."""
 
     run: RunId
+    messages: list[Run]
+    function: bytes
     buffers: list[memoryview]
     held: list[Recent]
-    frozen: set[bytes]
+    frozen: list[set[bytes]]
 
 
 class Carrier(Protocol):

@@ -369,6 +369,15 @@ class Locate(Record):
     variables: tuple[int, ...]
 
 
+@record(43)
+class Resent(_OfRun):
+    """Controller to server: the worker of ``replica`` died, and the one in its place has been sent ``run`` again. Not
+    answered. By it the server knows of a run that kills its worker before anything of it is heard."""
+
+    run: RunId
+    replica: int
+
+
 # --- what a replica brings: merge points, alone or as notes that travel with the next question or the return --------
 
 
@@ -735,6 +744,16 @@ class StepFinished(_OfRun):
 
     run: RunId
     failed: bool
+
+
+@record(89)
+class WorkerRestarted(_OfRun):
+    """Server to the controller: this worker is in the place of one that died, and needs ``run`` and those after it that
+    have been sent. To the holder of a token, when that worker waits at the merge_call again: ``run`` is nested in it.
+    """
+
+    run: RunId
+    worker: Worker
 
 
 # --- client to worker (and, during a merge_call, token holder to worker) --------------------------------------------

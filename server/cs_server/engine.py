@@ -32,6 +32,7 @@ from cs_proto.messages import (
     Reduced,
     Refused,
     Register,
+    Resent,
     Return,
     Statistics,
 )
@@ -45,6 +46,7 @@ from .events import (
     Computed,
     Event,
     Fill,
+    Fingerprinted,
     Finished,
     MemoryAvailable,
     ProcessDied,
@@ -53,6 +55,8 @@ from .events import (
     Tick,
 )
 from .progress import Progress
+from .recollection import Recollection
+from .replays import Replays
 from .requests import Requests
 from .runs import Runs
 from .sessions import Sessions
@@ -65,13 +69,15 @@ __all__ = ["Config", "Engine"]
 @dataclass(frozen=True)
 class Config:
     """What does not change while a server runs: ``machine_nbytes`` is the memory of the machine, from which the slabs'
-    address ranges follow; ``started`` the time, on the clock of ``now``, at which the server began."""
+    address ranges follow; ``started`` the time, on the clock of ``now``, at which the server began. A replica for which
+    others wait and that was not heard for ``step_timeout`` seconds is ended; None never."""
 
     replicas: int
     parameter_device: str
     machine_nbytes: int
     pid: int
     started: float
+    step_timeout: float | None = None
 
 
 class Engine:
@@ -89,10 +95,14 @@ class Engine:
         self._sessions = Sessions(tables, out, n, config.parameter_device, config.pid)
         self._catalogue = Catalogue(tables, out, n, config.machine_nbytes, config.parameter_device)
         self._commits = Commits(tables, out, self._operations)
-        self._runs = Runs(tables, out, self._sessions, self._catalogue, self._commits, n)
+        self._recollection = Recollection(tables, out, self._catalogue)
+        self._runs = Runs(tables, out, self._sessions, self._catalogue, self._commits, self._recollection, n)
+        self._replays = Replays(tables, out, self._sessions, self._commits, self._runs, self._recollection)
         self._requests = Requests(tables, out, self._sessions, self._catalogue, self._commits, self._runs)
-        self._progress = Progress(tables, out, self._sessions, self._catalogue, self._commits, self._runs, n)
-        self._waits = Waits(tables, out, self._sessions, n)
+        self._progress = Progress(
+            tables, out, self._sessions, self._catalogue, self._commits, self._runs, self._recollection, n
+        )
+        self._waits = Waits(tables, out, self._sessions, n, config.step_timeout)
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """What follows from ``event``; ``now`` in seconds of a clock that survives a restart of the server.
@@ -117,6 +127,7 @@ class Engine:
         if self._tables.tally.committing:
             commands.append(self._commits.command(self._tables.tally.committing))
         commands += [self._progress.compute(ticket) for ticket in sorted(self._tables.computations)]
+        commands += [self._recollection.command(ticket) for ticket in sorted(self._tables.checks)]
         return commands
 
     def writer(self, peer: bytes) -> str:
@@ -169,12 +180,14 @@ class Engine:
 
     def _settle(self) -> None:
         """Everything that may have become possible."""
+        self._runs.give_up_absent()
         self._progress.advance()
         if not self._commits.is_busy:
             self._requests.answer_held()
         if self._sessions.controller_peer() is None:
             self._runs.forget_left()
             self._sessions.welcome_waiting()
+        self._replays.announce()
         self._commits.start()
 
     def _hear(self, event: Event | _Refusal, now: float) -> None:
@@ -187,12 +200,14 @@ class Engine:
                 self._out.append(answer)
             case ProcessDied(died):
                 if self._sessions.died(died):
-                    self._runs.lost(died)
+                    self._replays.died(died)
             case MemoryAvailable(nbytes, device_nbytes):
                 self._tables.tally.available_nbytes = nbytes
                 self._tables.tally.device_nbytes = device_nbytes
             case Computed():
                 self._progress.computed(event)
+            case Fingerprinted():
+                self._replays.fingerprinted(event)
             case Finished(ticket):
                 job = self._commits.finished(ticket)
                 if job is not None:
@@ -201,6 +216,8 @@ class Engine:
                 self._waits.tick(now)
 
     def _receive(self, peer: bytes, record: Record, now: float) -> None:
+        if not isinstance(record, Ask | Return) and (replica := self._sessions.replica_at(peer)) is not None:
+            self._tables.tally.seen[replica] = now  # the holder of a token is at work
         match record:
             case Ask() | Return():
                 self._sessions.check_replica(peer, record.replica, record.incarnation)
@@ -226,14 +243,18 @@ class Engine:
             case Cancel():
                 self._sessions.check_controller(peer, record)
                 self._runs.cancel(record, now)
+            case Resent():
+                self._sessions.check_controller(peer, record)
+                self._replays.resent(record, now)
             case Register():
                 replaced = self._sessions.register(peer, record)
                 self._tables.tally.seen[record.worker.replica] = now
                 if replaced is not None:
-                    self._runs.lost(replaced)
+                    self._replays.died(replaced)
             case Hello():
                 if self._sessions.hello(peer, record, now):
                     self._runs.finish_again()
+                    self._replays.announce_again()
             case Goodbye():
                 if self._sessions.goodbye(peer, record):
                     self._runs.cancel_all(now)

@@ -56,11 +56,19 @@ class Finished:
 
 
 @dataclass(frozen=True)
+class Fingerprinted:
+    """What :class:`Fingerprint` asked for: equal for equal bytes."""
+
+    ticket: int
+    digest: bytes
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time passes. Once a second, so that waits can be named."""
 
 
-Event = Received | ProcessDied | MemoryAvailable | Computed | Finished | Tick
+Event = Received | ProcessDied | MemoryAvailable | Computed | Fingerprinted | Finished | Tick
 
 # --- commands -------------------------------------------------------------------------------------------------------
 
@@ -178,6 +186,23 @@ class Commit:
 
 
 @dataclass(frozen=True)
+class Fingerprint:
+    """A digest of what lies behind these arrays now. Answered by :class:`Fingerprinted`."""
+
+    ticket: int
+    arrays: tuple[Array, ...]
+
+
+@dataclass(frozen=True)
+class EndWorker:
+    """Have the supervisor kill this worker, which starts it again."""
+
+    replica: int
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Log:
     """Say a line. ``slow`` where it names a wait."""
 
@@ -209,4 +234,4 @@ class FreeResults:
     """What :class:`Compute` commands before this one brought is not needed any more."""
 
 
-Command = Send | Allocate | Load | Compute | Discard | FreeResults | Commit | Log
+Command = Send | Allocate | Load | Compute | Fingerprint | Discard | FreeResults | Commit | EndWorker | Log

@@ -31,6 +31,7 @@ from . import merge
 from .catalogue import Catalogue
 from .commits import Commits
 from .events import Apply, Command, Compute, Computed, Send, Write
+from .recollection import Recollection
 from .runs import Runs
 from .sessions import Sessions
 from .tables import Computation, Failure, Job, Point, RunState, SlotFill, Stand, Tables
@@ -52,6 +53,7 @@ class Progress:
         catalogue: Catalogue,
         commits: Commits,
         runs: Runs,
+        recollection: Recollection,
         replicas: int,
     ) -> None:
         self._tables = tables
@@ -60,6 +62,7 @@ class Progress:
         self._catalogue = catalogue
         self._commits = commits
         self._runs = runs
+        self._recollection = recollection
         self._replicas = range(replicas)
 
     def advance(self) -> None:
@@ -70,7 +73,7 @@ class Progress:
     def _advance(self, run: RunId) -> None:
         if self._tables.runs[run].is_finished and not self._waiting(run):
             return
-        if self._commits.is_busy or self._runs.is_deferred(run):
+        if self._commits.is_busy or self._runs.is_deferred(run) or self._recollection.is_checking(run):
             return
         self._agree(run)
         if self._commits.is_busy:
@@ -102,7 +105,7 @@ class Progress:
         """Accept merge points, in order, as far as all replicas have brought them and they fit each other."""
         while (state := self._tables.runs[run]).failure is None:
             k = state.agreed
-            points = [p for r in self._replicas if (p := self._tables.points.get((run, r, k))) is not None]
+            points = [self._tables.points[run, r, k] for r in self._replicas if k < self._tables.stands[run, r].again]
             if len(points) < len(self._replicas):
                 return
             if len({merge.kind_of(point, self._catalogue.known_set) for point in points}) > 1:

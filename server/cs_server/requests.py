@@ -209,7 +209,7 @@ class Requests:
 
     def locate(self, peer: bytes, record: Locate) -> None:
         """Say where variables lie. What is told of a GPU's memory lets a peer write there, so only workers may ask."""
-        if not self._sessions.is_worker(peer):
+        if self._sessions.replica_at(peer) is None:
             raise PeerProtocolError("a Locate is a worker's")
         arrays = tuple(self._catalogue.variable(number).array for number in record.variables)
         self._out.append(Send(peer, Located(record.request, b"", arrays, ())))
@@ -273,5 +273,5 @@ class Requests:
         return Got(record.request, self._tables.tally.commits, variables, arrays)
 
     def _check_known(self, peer: bytes, record: Record) -> None:
-        if self._sessions.client(peer) is None and not self._sessions.is_worker(peer):
+        if self._sessions.client(peer) is None and self._sessions.replica_at(peer) is None:
             raise PeerProtocolError(f"{type(record).__name__} from {peer!r:.80}, which has not said hello")

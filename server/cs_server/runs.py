@@ -13,6 +13,7 @@ from cs_proto.arrays import Location
 from cs_proto.errors import ContextError, PeerProtocolError, ReplicaLostError
 from cs_proto.failures import error_of
 from cs_proto.messages import (
+    Accepted,
     ApplyPoint,
     Ask,
     AssignPoint,
@@ -32,6 +33,7 @@ from cs_proto.messages import (
     RunId,
     StepFinished,
     Token,
+    WorkerRestarted,
     WriteNote,
 )
 from cs_proto.records import Record
@@ -40,6 +42,7 @@ from . import merge
 from .catalogue import Catalogue
 from .commits import Commits
 from .events import Command, FreeResults, Log, Send
+from .recollection import Diverged, Recollection
 from .sessions import Sessions
 from .tables import Failure, Point, RunState, Stand, Tables
 
@@ -56,6 +59,7 @@ class Runs:
         sessions: Sessions,
         catalogue: Catalogue,
         commits: Commits,
+        recollection: Recollection,
         replicas: int,
     ) -> None:
         self._tables = tables
@@ -63,6 +67,7 @@ class Runs:
         self._sessions = sessions
         self._catalogue = catalogue
         self._commits = commits
+        self._recollection = recollection
         self._replicas = range(replicas)
 
     # --- what replicas send -------------------------------------------------------------------------------------------
@@ -75,33 +80,59 @@ class Runs:
             self._out.append(Send(peer, PointFailed(run, point.k, over, True)))
             return
         self._begin(run, now, record.series)
+        try:
+            self._ask(peer, record, now)
+        except Diverged as diverged:
+            self.diverged(run, replica, diverged)
+            self._out.append(Send(peer, PointFailed(run, point.k, error_of(diverged, replica, point.k), True)))
+
+    def _ask(self, peer: bytes, record: Ask, now: float) -> None:
+        run, replica, point = record.run, record.replica, record.point
+        known = self._tables.stands[run, replica]
         for note in record.notes:
             self._note(run, replica, note)
-        known = self._tables.stands[run, replica]
         reads = isinstance(point, ReadPoint)
         if isinstance(point, ReadPoint):
-            if point.k > known.count:
-                raise PeerProtocolError(
-                    f"replica {replica} reads after {point.k} merge points but brought {known.count}"
-                )
+            brought = self._tables.stands[run, replica].again
+            if point.k > brought:
+                raise PeerProtocolError(f"replica {replica} reads after {point.k} merge points but brought {brought}")
         else:
             self._bring(run, replica, point)
         stand = self._tables.stands[run, replica]
         if (reads and stand.read == point) or (not reads and stand.waiting == point.k):
+            if not reads and stand.deaths and self._tables.runs[run].token == point.k:
+                self._tell_holder(run, replica)  # who may not have heard it from a server before this one
             return  # it waits for just this
-        is_new = stand.count > known.count or (reads and stand.returned is None)
+        is_new = stand.again > known.again or (reads and stand.returned is None)
         answer = self.answer(run, replica, point.k, reads)
         must_wait = self._commits.is_busy or self.is_deferred(run)
         if answer is not None and not (is_new and must_wait):
             self._out.append(Send(peer, answer))
         elif is_new:
-            if replica == 0 and self._tables.runs[run].token >= 0:
+            inside = self._tables.runs[run].token
+            if replica == 0 and inside >= 0 and point.k > inside:
                 raise PeerProtocolError(f"replica 0 of {name(run)} asks at {merge.title(point)} inside its merge_call")
             if stand.is_waiting:
                 raise PeerProtocolError(f"replica {replica} of {name(run)} asks at {merge.title(point)} while it waits")
+            if stand.is_replaying and answer is None:
+                raise self._gone_on(stand, f"waits at {merge.title(point)}")
             self._tables.stands[run, replica] = replace(
                 stand, since=now, waiting=-1 if reads else point.k, read=point if isinstance(point, ReadPoint) else None
             )
+            if inside == point.k and not reads:
+                self._tell_holder(run, replica)
+
+    def _tell_holder(self, run: RunId, replica: int) -> None:
+        """A replica comes to a merge_call whose token is out, so its worker is another than when it was handed out:
+        the holder may have to send it the nested run that is open."""
+        holder, session = self._sessions.worker_peer(0), self._tables.workers.get(replica)
+        if holder is None or session is None or replica == 0:
+            return
+        nested = sorted(other for other in self._tables.runs if other[:-1] == (*run, self._tables.runs[run].token))
+        owed = [other for other in nested if self._tables.stands[other, replica].returned is None]
+        first = owed[0][-1] if owed else (nested[-1][-1] + 1 if nested else 0)
+        record = WorkerRestarted((*run, self._tables.runs[run].token, first), session.worker)
+        self._out.append(Send(holder, record))
 
     def returned(self, peer: bytes, record: Return, now: float) -> None:
         """Note a replica's result. Of a run that is finished the answer is repeated."""
@@ -115,8 +146,15 @@ class Runs:
             if self._tables.runs[run].is_finished:
                 self.finish(run, self._tables.runs[run])
             return
-        for note in record.notes:
-            self._note(run, replica, note)
+        try:
+            for note in record.notes:
+                self._note(run, replica, note)
+            stand = self._tables.stands[run, replica]
+            if stand.is_replaying and self._tables.runs[run].failure is None:
+                raise self._gone_on(stand, f"returned after {merge.counted(record.count)}")
+        except Diverged as diverged:
+            self.diverged(run, replica, diverged)
+            record = replace(record, count=stand.count)
         stand = self._tables.stands[run, replica]
         # One that was refused or interrupted at a merge point counts as it likes: it returns an error anyway.
         if record.error is None and record.count != stand.count:
@@ -178,6 +216,18 @@ class Runs:
                 error = error_of(KeyboardInterrupt(f"{name(run)} was cancelled"), merge_index=state.agreed)
                 self._tables.runs[run] = replace(state, token=-1, failure=Failure("cancelled", -1, error))
 
+    def give_up_absent(self) -> None:
+        """Of a run that cannot go on, nobody carries out the part of a replica whose worker is dead, or is new and has
+        not been sent it."""
+        for replica in self._replicas:
+            session = self._tables.workers.get(replica)
+            if session is not None and session.is_announced and replica not in self._tables.deaths:
+                continue
+            for run, state in self._tables.runs.items():
+                stand = self._tables.stands[run, replica]
+                if state.failure is not None and stand.returned is None and not stand.is_lost:
+                    self._tables.stands[run, replica] = replace(stand, waiting=-1, read=None, is_lost=True)
+
     def _to_cancel(self, record: Cancel) -> RunId | None:
         for number in range(record.run[0], record.run[0] + record.later + 1):
             run = (number, *record.run[1:])
@@ -208,23 +258,39 @@ class Runs:
                 if all(stand.returned is not None or stand.is_lost for stand in stands):
                     self.drop(run)
 
-    def lost(self, died: Died) -> None:
-        """A worker is dead: the runs from which it has not returned cannot go on."""
-        for run, state in self._tables.runs.items():
-            stand = self._tables.stands[run, died.rank]
-            if stand.returned is not None or stand.is_lost:
-                continue
-            self._tables.stands[run, died.rank] = replace(stand, waiting=-1, read=None, is_lost=True)
-            if state.failure is None or state.failure.cause == "mismatch":
-                stands = self._standing_commits(run, state)
-                lost = ReplicaLostError(
-                    f"replica {died.rank} (pid {died.pid}, w{died.rank}.{died.incarnation}) was lost in {name(run)}: "
-                    f"{died.cause}. {stands} commit{'s' * (stands != 1)} of this run stand{'s' * (stands == 1)}, the "
-                    f"rest was dropped; make a new CentralStorageStrategy to train on{_last_lines(died)}"
-                )
-                failure = Failure("lost", died.rank, error_of(lost, died.rank, stand.count))
-                state = replace(state, failure=failure)
-            self._tables.runs[run] = replace(state, token=-1 if died.rank == 0 else state.token)
+    def lost(self, run: RunId, died: Died, then: str) -> None:
+        """A worker is dead and ``run``, from which it has not returned, cannot go on; ``then`` says what now."""
+        state, stand = self._tables.runs[run], self._tables.stands[run, died.rank]
+        if stand.returned is not None or stand.is_lost:
+            return
+        self._tables.stands[run, died.rank] = replace(stand, waiting=-1, read=None, is_lost=True)
+        if state.failure is None or state.failure.cause == "mismatch":
+            stands = self.standing_commits(run)
+            lost = ReplicaLostError(
+                f"replica {died.rank} (pid {died.pid}, w{died.rank}.{died.incarnation}) was lost in {name(run)}: "
+                f"{died.cause}. {stands} commit{'s' * (stands != 1)} of this run stand{'s' * (stands == 1)}, the "
+                f"rest was dropped; {then}{_last_lines(died)}"
+            )
+            state = replace(state, failure=Failure("lost", died.rank, error_of(lost, died.rank, stand.count)))
+        self._tables.runs[run] = replace(state, token=-1 if died.rank == 0 else state.token)
+
+    def diverged(self, run: RunId, replica: int, diverged: Diverged) -> None:
+        """What a replica brings after its worker's death is not what it brought before: the run cannot go on."""
+        state = self._tables.runs[run]
+        if state.failure is None:
+            lost = ReplicaLostError(
+                f"replica {replica} was lost in {name(run)}: {diverged}. Nothing of this run is committed. The "
+                "function depends on something that a new worker does not share (time, a file, kept state); the next "
+                "run works"
+            )
+            at = self._tables.stands[run, replica].again
+            self._tables.runs[run] = replace(state, failure=Failure("lost", replica, error_of(lost, replica, at)))
+
+    def _gone_on(self, stand: Stand, what: str) -> Diverged:
+        return Diverged(
+            f"replay diverged: it {what}, but had brought {merge.counted(stand.count)} and {stand.writes} write notes "
+            "before its worker died"
+        )
 
     # --- what is open -------------------------------------------------------------------------------------------------
 
@@ -276,10 +342,11 @@ class Runs:
                 for number in range(stand.writes):
                     self._tables.writes.discard((other, replica, number))
                 if stand.count or stand.writes:
-                    self._tables.stands[other, replica] = replace(stand, count=0, writes=0)
+                    self._tables.stands[other, replica] = replace(stand, count=0, writes=0, again=0, writes_again=0)
             for k in range(state.agreed):
                 has_results |= lies_in_arena(self._tables.outcomes.get((other, k)))
                 self._tables.outcomes.discard((other, k))
+            self._recollection.forget(other)
             for ticket, computation in self._tables.computations.items():
                 if computation.run == other:
                     del self._tables.computations[ticket]
@@ -299,12 +366,18 @@ class Runs:
         else:
             outcome = self._tables.outcomes.get((run, k))
             if isinstance(outcome, MergeCallReturn):
-                return Merged(run, k, outcome.values[replica]) if replica else self._token(run, k)
+                is_replay = self._tables.stands[run, replica].deaths > 0  # the merge function is over
+                return Merged(run, k, outcome.values[replica]) if replica or is_replay else self._token(run, k)
             if outcome is not None:
                 return outcome
             if state.token == k and replica == 0:
                 return self._token(run, k)
-        return PointFailed(run, k, state.failure.error, True) if state.failure is not None else None
+        if state.failure is not None:
+            return PointFailed(run, k, state.failure.error, True)
+        point = None if reads else self._tables.points.get((run, replica, k))
+        if isinstance(point, ApplyPoint) and point.variable_set:  # a new worker asks for the number of a known set
+            return Accepted(run, k, point.variable_set)
+        return None
 
     def finish(self, run: RunId, state: RunState) -> None:
         """Tell the controller of ``run`` how it ended, and of a step those who wait for its end; said again, it is the
@@ -378,6 +451,7 @@ class Runs:
         failure = None
         for replica in self._replicas:
             died = self._tables.deaths.get(replica)
+            died = None if died is not None and died.restarts else died
             self._tables.stands[run, replica] = Stand(0, 0.0, -1, None, None, died is not None)
             if died is not None and failure is None:
                 lost = ReplicaLostError(
@@ -390,6 +464,18 @@ class Runs:
         if failure is not None:
             self._tables.tally.runs += 1
             self.finish(run, state)
+
+    def begin_again(self, run: RunId, now: float) -> bool:
+        """Make the records of a run of which nothing may have been heard. False where it is over."""
+        if self._is_over(run):
+            return False
+        self._begin(run, now)
+        return True
+
+    def has_large_results(self, run: RunId) -> bool:
+        """Whether a replica returned what lies in its arena."""
+        values = (returned.value for returned in self._returns(run) if returned is not None)
+        return any(isinstance(a.place, Location) for value in values if value is not None for a in value.arrays)
 
     def _note(self, run: RunId, replica: int, note: Note) -> None:
         if isinstance(note, WriteNote):
@@ -404,7 +490,11 @@ class Runs:
         """Record a write that needs no agreement: the next one, or once more one of before. Raises where it does not
         fit its variable."""
         stand = self._tables.stands[run, replica]
-        if note.number < stand.writes:
+        if note.number < stand.writes_again:
+            return
+        if note.number == stand.writes_again < stand.writes:
+            self._recollection.write(run, replica, note)
+            self._tables.stands[run, replica] = replace(stand, writes_again=note.number + 1)
             return
         if note.number > stand.writes or note.k != stand.count or stand.returned is not None:
             raise PeerProtocolError(
@@ -413,21 +503,25 @@ class Runs:
             )
         self._catalogue.write(note.variable, note.op, None, (note.value,), note.indices)
         self._tables.writes[run, replica, note.number] = note
-        self._tables.stands[run, replica] = replace(stand, writes=stand.writes + 1)
+        self._tables.stands[run, replica] = replace(stand, writes=stand.writes + 1, writes_again=stand.writes_again + 1)
 
     def _bring(self, run: RunId, replica: int, point: Point) -> None:
         """Record a merge point of a replica: the next one, or once more the same."""
         stand = self._tables.stands[run, replica]
-        if point.k < stand.count:
+        if point.k == stand.again < stand.count:
+            self._tables.points[run, replica, point.k] = self._recollection.point(run, replica, point)
+            self._tables.stands[run, replica] = replace(stand, again=stand.again + 1)
+            return
+        if point.k < stand.again:
             if self._tables.points[run, replica, point.k] != point:
                 raise PeerProtocolError(
                     f"replica {replica} brings {merge.title(point)} as merge point {point.k} of {name(run)}, but "
                     f"brought {merge.title(self._tables.points[run, replica, point.k])} before"
                 )
             return
-        if point.k > stand.count:
+        if point.k > stand.again:
             raise PeerProtocolError(
-                f"replica {replica} brings merge point {point.k} of {name(run)}, but {stand.count} is the next one"
+                f"replica {replica} brings merge point {point.k} of {name(run)}, but {stand.again} is the next one"
             )
         if stand.returned is not None:
             raise PeerProtocolError(f"replica {replica} has returned from {name(run)} and brings {merge.title(point)}")
@@ -438,10 +532,11 @@ class Runs:
             self._tables.tally.applies[replica] += 1
         self._tables.tally.points[replica] += 1
         self._tables.points[run, replica, point.k] = point
-        self._tables.stands[run, replica] = replace(stand, count=stand.count + 1)
+        self._tables.stands[run, replica] = replace(stand, count=stand.count + 1, again=stand.again + 1)
 
-    def _standing_commits(self, run: RunId, state: RunState) -> int:
+    def standing_commits(self, run: RunId) -> int:
         """How many commits of ``run`` there will have been once those under way are finished."""
+        state = self._tables.runs[run]
         decided = max((job.k for job in self._tables.jobs.values() if job.kind == "run" and job.run == run), default=0)
         writes = sum(note.k < decided for _, note in self.writes(run))
         return state.commits + writes + sum(self.changes(run, k) for k in range(state.committed, decided))

@@ -52,7 +52,7 @@ class Segments:
                 "that makes a CentralStorageStrategy"
             ) from error
         try:
-            self._send(Introduce("server", 0, incarnation, os.getpid()))
+            self.send(Introduce("server", 0, incarnation, os.getpid()))
         except ShutdownError:
             self._link.close()
             raise
@@ -63,13 +63,20 @@ class Segments:
 
     def ready(self, endpoint: str) -> None:
         """Tell the supervisor that this server listens."""
-        self._send(Ready(endpoint))
+        self.send(Ready(endpoint))
+
+    def send(self, record: Record) -> None:
+        """Tell the supervisor something. Raises :class:`ShutdownError` where it is gone."""
+        try:
+            self._link.sendall(b"".join(encode(record)))
+        except OSError as error:
+            raise _gone() from error
 
     def worked(self) -> None:
         """Tell the supervisor, once, that this server has done what it is for."""
         if not self._has_worked:
             self._has_worked = True
-            self._send(Worked(self._incarnation))
+            self.send(Worked(self._incarnation))
 
     @property
     def has_kept(self) -> bool:
@@ -131,7 +138,7 @@ class Segments:
         self._elements.clear()
 
     def _map(self, request: MakeSegment | OpenSegment) -> None:
-        self._send(request)
+        self.send(request)
         deadline = time.monotonic() + _ANSWER_TIMEOUT
         while select.select([self._link], [], [], max(0.0, deadline - time.monotonic()))[0]:
             record, descriptors = self._read()
@@ -153,12 +160,6 @@ class Segments:
         raise MemoryPlanError(
             f"the supervisor did not hand out segment {request.segment} within {_ANSWER_TIMEOUT:.0f} s; is it stopped?"
         )
-
-    def _send(self, record: Record) -> None:
-        try:
-            self._link.sendall(b"".join(encode(record)))
-        except OSError as error:
-            raise _gone() from error
 
     def _read(self) -> tuple[Record, list[int]]:
         try:

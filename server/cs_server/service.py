@@ -8,6 +8,7 @@ decided here. Started by the command line; ends when SIGTERM comes or the superv
 from __future__ import annotations
 
 import gc
+import hashlib
 import logging
 import math
 import os
@@ -29,7 +30,14 @@ from cs_proto import segments as names
 from cs_proto.arena import Arena
 from cs_proto.arrays import Array, Location, array_of
 from cs_proto.codec import BULK_LIMITS, LIMITS, decode, encode
-from cs_proto.errors import CentralStorageError, ConfigurationError, PeerProtocolError, ShutdownError
+from cs_proto.errors import (
+    CentralStorageError,
+    ConfigurationError,
+    Fenced,
+    PeerProtocolError,
+    ShutdownError,
+    code_of,
+)
 from cs_proto.failpoints import failpoint
 from cs_proto.failures import error_of
 from cs_proto.messages import (
@@ -45,6 +53,7 @@ from cs_proto.messages import (
     Died,
     Fetch,
     GatherPoint,
+    Kill,
     Located,
     Put,
     ReducePoint,
@@ -68,7 +77,10 @@ from .events import (
     Compute,
     Computed,
     Discard,
+    EndWorker,
     Event,
+    Fingerprint,
+    Fingerprinted,
     Finished,
     FreeResults,
     Load,
@@ -102,6 +114,7 @@ _BATCH = 64
 _TICK = 1.0
 # Answers that are being sent when the process ends get this long to leave, in milliseconds.
 _LINGER = 200
+_FENCED = code_of(Fenced)
 _LOADED = b"\0"  # on the wake-up pipe, on which a signal is its number
 
 
@@ -202,7 +215,14 @@ class Service:
         control = self._control.elements("uint8")
         self._commits = control[:8].view(np.uint64)
         self._engine = Engine(
-            Config(config.replicas, config.parameter_device, config.machine_nbytes, os.getpid(), time.monotonic()),
+            Config(
+                config.replicas,
+                config.parameter_device,
+                config.machine_nbytes,
+                os.getpid(),
+                time.monotonic(),
+                config.step_timeout,
+            ),
             ControlLog(control[names.CONTROL_HEADER_NBYTES :], reserve=self._reserve_control),
         )
         nbytes = self._arena_nbytes = -(-config.machine_nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
@@ -345,6 +365,10 @@ class Service:
                     self._segments.worked()
                 case Compute():
                     outcomes.append(self._computed(command))
+                case Fingerprint(ticket, arrays):
+                    outcomes.append(Fingerprinted(ticket, self._digest(arrays)))
+                case EndWorker(replica, incarnation, reason):
+                    self._segments.send(Kill(replica, incarnation, reason))
                 case Discard(segment, start, stop):
                     if self._gpu:
                         self._gpu.discard(segment, start, stop)
@@ -362,6 +386,12 @@ class Service:
                 case Log(text, slow):
                     _log.log(logging.WARNING if slow else logging.INFO, "%s", text)
         return outcomes
+
+    def _digest(self, arrays: Iterable[Array]) -> bytes:
+        made = hashlib.blake2b(digest_size=16)
+        for array in arrays:
+            made.update(np.ascontiguousarray(self._segments.view(array)).reshape(-1).view(np.uint8).data)
+        return made.digest()
 
     def _computed(self, command: Compute) -> Computed:
         try:

@@ -46,10 +46,13 @@ class Sessions:
             raise Fenced(f"worker w{worker.replica}.{worker.incarnation} has been replaced; {latest} is expected")
         replaced = None
         if known is not None and died is None and known.worker.incarnation < worker.incarnation:
-            replaced = Died(
-                "worker", worker.replica, known.worker.incarnation, known.worker.pid, "its replacement came", ""
-            )
-        self._tables.workers[worker.replica] = WorkerSession(peer, worker)
+            gone = (worker.replica, known.worker.incarnation, known.worker.pid)
+            replaced = Died("worker", *gone, "its replacement came", "", True)
+        # Whoever was welcomed already knows the workers of then.
+        is_known = known is not None and known.worker == worker
+        is_first = worker.incarnation == 1 or self.controller_peer() is None
+        is_announced = known.is_announced if known is not None and is_known else is_first
+        self._tables.workers[worker.replica] = WorkerSession(peer, worker, is_announced)
         self._tables.deaths.discard(worker.replica)
         self._tell_workers()
         return replaced
@@ -58,7 +61,9 @@ class Sessions:
         """Once all have registered, and again when one is replaced: who the workers are."""
         if len(self._tables.workers) == self._replicas:
             registered = Registered(self._replicas, self._parameter_device, self._workers())
-            self._out.extend(Send(session.peer, registered) for session in self._tables.workers.values())
+            for replica, session in self._tables.workers.items():
+                if replica not in self._tables.deaths:
+                    self._out.append(Send(session.peer, registered))
 
     def _workers(self) -> tuple[Worker, ...]:
         return tuple(self._tables.workers[replica].worker for replica in sorted(self._tables.workers))
@@ -75,7 +80,7 @@ class Sessions:
         self._tables.deaths[died.rank] = died
         self._out.append(Log(f"{self.title(died.rank)} died: {died.cause}"))
         for peer, session in self._tables.clients.items():
-            if not session.is_welcome:
+            if not session.is_welcome and not died.restarts:
                 self._out.append(Send(peer, Refused(0, error_of(self._lost(), died.rank))))
                 del self._tables.clients[peer]
         return True
@@ -97,9 +102,9 @@ class Sessions:
         known = self._tables.workers.get(replica)
         return known.peer if known and replica not in self._tables.deaths else None
 
-    def is_worker(self, peer: bytes) -> bool:
-        """Whether a registered worker speaks."""
-        return any(session.peer == peer for session in self._tables.workers.values())
+    def replica_at(self, peer: bytes) -> int | None:
+        """The replica whose registered worker speaks; None where none does."""
+        return next((r for r, session in self._tables.workers.items() if session.peer == peer), None)
 
     def writer(self, peer: bytes) -> str:
         """Under which name segments may be written by ``peer``: ``w0``, ``controller``.
@@ -149,7 +154,8 @@ class Sessions:
                     del self._tables.clients[other]  # the same client over a new socket
         known = self._tables.clients.get(peer)
         is_back = known is not None and known.hello == record and known.is_welcome
-        if record.role == "controller" and self._tables.deaths and not is_back:
+        is_lost = not all(died.restarts for died in self._tables.deaths.values())
+        if record.role == "controller" and is_lost and not is_back:
             raise self._lost()
         if known is None or known.hello != record:
             is_welcome = record.role == "observer"
@@ -160,8 +166,9 @@ class Sessions:
 
     def welcome_waiting(self) -> None:
         """Welcome the controller that waits, if all workers have registered and its predecessor's runs are over."""
+        is_complete = len(self._tables.workers) == self._replicas and not len(self._tables.deaths)
         for peer, session in self._tables.clients.items():
-            if not session.is_welcome and len(self._tables.workers) == self._replicas and not self._tables.runs:
+            if not session.is_welcome and is_complete and not self._tables.runs:
                 self._tables.clients[peer] = replace(session, is_welcome=True)
                 self._welcome(peer)
 

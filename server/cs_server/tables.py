@@ -65,10 +65,11 @@ class _Row(Record):
 
 @record(200)
 class WorkerSession(_Row):
-    """A registered worker and the identity of its socket."""
+    """A registered worker and the identity of its socket. ``is_announced``: whoever sends it runs knows of it."""
 
     peer: bytes
     worker: Worker
+    is_announced: bool = True
 
 
 @record(201)
@@ -171,7 +172,8 @@ class RunState(_Row):
 class Stand(_Row):
     """Where one replica of a run stands: it has brought ``count`` merge points and ``writes`` write notes and,
     ``since`` then, it waits at merge point ``waiting`` (-1: it does not), or to ``read`` what it wrote, or has
-    ``returned``, or its worker is lost."""
+    ``returned``, or its worker is lost. After one of ``deaths`` of its worker the run is replayed: of what is recorded
+    the worker in its place has brought ``again`` merge points and ``writes_again`` write notes."""
 
     count: int
     since: float
@@ -180,6 +182,14 @@ class Stand(_Row):
     returned: Return | None
     is_lost: bool
     writes: int = 0
+    again: int = 0
+    writes_again: int = 0
+    deaths: int = 0
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether it has still to bring what it brought before its worker died."""
+        return self.again < self.count or self.writes_again < self.writes
 
     @property
     def is_waiting(self) -> bool:
@@ -229,6 +239,23 @@ class Computation(_Row):
 
     run: RunId
     k: int
+
+
+@record(215)
+class Digest(_Row):
+    """Of the bytes that a replica brought at a merge point or with a write note, when its worker had died."""
+
+    digest: bytes
+
+
+@record(216)
+class Check(_Row):
+    """A digest that was asked for: of merge point ``k``, or of write note ``number`` where ``k`` is -1."""
+
+    run: RunId
+    replica: int
+    k: int
+    number: int
 
 
 Point = ApplyPoint | AssignPoint | CreatePoint | ReducePoint | GatherPoint | MergeCallPoint
@@ -374,6 +401,10 @@ class Tables:
         #: By ticket.
         self.jobs: Table[int, Job] = Table()
         self.computations: Table[int, Computation] = Table()
+        #: By (run, replica, k, number), as in a Check.
+        self.digests: Table[tuple[RunId, int, int, int], Digest] = Table()
+        #: By ticket.
+        self.checks: Table[int, Check] = Table()
         self.tally = _new_tally(replicas)
         # In the store a key begins with its table's letter. Letters are never used again for something else.
         self._tables = {
@@ -398,6 +429,8 @@ class Tables:
                 b"u": self.outcomes,
                 b"j": self.jobs,
                 b"m": self.computations,
+                b"g": self.digests,
+                b"k": self.checks,
             }.items()
         }
         self._replicas = replicas

@@ -1,6 +1,6 @@
-"""Names whatever has been waiting for long: who waits, where, and for whom.
+"""Names whatever has been waiting for long: who waits, where, and for whom; and ends who is awaited for too long.
 
-Owns the sentences and their pace. It changes nothing else; ``engine`` calls it once a tick.
+Owns the sentences and their pace, and the step timeout. It changes nothing else; ``engine`` calls it once a tick.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 from cs_proto.messages import RunId
 
 from . import merge
-from .events import Command, Log
+from .events import Command, EndWorker, Log
 from .runs import name
 from .sessions import Sessions
 from .tables import RunState, Stand, Tables
@@ -24,21 +24,27 @@ NAME_EVERY = 10.0
 class Waits:
     """Looks for waits that last."""
 
-    def __init__(self, tables: Tables, out: list[Command], sessions: Sessions, replicas: int) -> None:
+    def __init__(
+        self, tables: Tables, out: list[Command], sessions: Sessions, replicas: int, step_timeout: float | None
+    ) -> None:
         self._tables = tables
         self._out = out
         self._sessions = sessions
         self._replicas = range(replicas)
+        self._step_timeout = step_timeout
 
     def tick(self, now: float) -> None:
         """Say what has waited for NAME_EVERY seconds since it began or was last named."""
         for run, state in self._tables.runs.items():
             if not state.is_finished:
                 self._tick_run(run, state, now)
+                has_nested = any(o[:-2] == run and not s.is_finished for o, s in self._tables.runs.items())
+                if self._step_timeout is not None and not has_nested:
+                    self._end_silent(run, now, self._step_timeout)
         for peer, session in self._tables.clients.items():
             if not session.is_welcome and now - session.named >= NAME_EVERY:
                 self._tables.clients[peer] = replace(session, named=now)
-                missing = [self._sessions.title(r) for r in self._replicas if r not in self._tables.workers]
+                missing = [self._sessions.title(r) for r in self._replicas if self._sessions.worker_peer(r) is None]
                 what = f"{' and '.join(missing)} to register" if missing else "the runs of the client before it to end"
                 client = f"client {session.hello.client} (pid {session.hello.pid})"
                 self._out.append(Log(f"{client}: waiting {now - session.since:.0f} s for {what}", slow=True))
@@ -51,7 +57,11 @@ class Waits:
         self._tables.runs[run] = replace(state, named=now)
         working = [replica for replica, stand in enumerate(stands) if not stand.is_stopped]
         seen = self._tables.tally.seen
-        awaited = [f"{self._sessions.title(r)}, last seen {now - seen[r]:.0f} s ago" for r in working]
+        awaited = [
+            f"{self._sessions.title(r)}, {'being started again' if r in self._tables.deaths else 'last seen'}"
+            + f" {now - seen[r]:.0f} s ago" * (r not in self._tables.deaths)
+            for r in working
+        ]
         if state.token >= 0:
             awaited.append(f"the merge function of {merge.title(self._tables.points[run, 0, state.token])}")
         if not working:
@@ -61,6 +71,21 @@ class Waits:
         self._out.append(
             Log(f"{name(run)}: waiting {since} for {' and '.join(awaited)}; {'; '.join(where)}", slow=True)
         )
+
+    def _end_silent(self, run: RunId, now: float, timeout: float) -> None:
+        """Have the workers ended that others wait for, and of which nothing was heard for ``timeout`` seconds."""
+        stands = [self._tables.stands[run, replica] for replica in self._replicas]
+        waiting = [stand.since for stand in stands if stand.is_stopped and not stand.is_lost]
+        for replica, stand in enumerate(stands):
+            session = self._tables.workers.get(replica)
+            if stand.is_stopped or not waiting or session is None or replica in self._tables.deaths:
+                continue
+            seen = self._tables.tally.seen
+            if now - max(seen[replica], min(waiting)) > timeout:
+                seen[replica] = now
+                reason = f"it did not come to its next merge point within {timeout:g} s in {name(run)}"
+                self._out.append(Log(f"{self._sessions.title(replica)} is ended: {reason}", slow=True))
+                self._out.append(EndWorker(replica, session.worker.incarnation, reason))
 
     def _where(self, run: RunId, replica: int, stand: Stand) -> str:
         if stand.read is not None:

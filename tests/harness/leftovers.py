@@ -1,7 +1,8 @@
 """What a test left behind: processes, threads, descriptors, run directories, files in /dev/shm.
 
 A snapshot is taken before a test and compared afterwards, so that what a fixture of a larger scope keeps is left in
-peace. Processes are found by the mark of this test session and by descent; nobody else's are looked at.
+peace, also where it was renewed meanwhile: a service may start its processes again, and is then connected to them by
+another socket. Processes are found by the mark of this test session and by descent; nobody else's are looked at.
 """
 
 from __future__ import annotations
@@ -82,9 +83,9 @@ def since(before: Snapshot, timeout: float | None = None) -> Leftovers:
 
 def _compare(before: Snapshot) -> Leftovers:
     return Leftovers(
-        [process for process in _processes() if process not in before.processes],
+        [process for process in _processes() if process not in before.processes and not _is_restarted(process, before)],
         [thread for thread in threading.enumerate() if thread not in before.threads and _counts(thread)],
-        sorted(link for link in (Counter(_descriptors()) - before.descriptors).elements() if not _kept(link, before)),
+        _new_descriptors(before),
         sorted(_files() - before.files),
     )
 
@@ -100,6 +101,20 @@ def _processes() -> set[psutil.Process]:
 
 def _counts(thread: threading.Thread) -> bool:
     return not thread.daemon or thread.name.startswith("cs-")
+
+
+def _is_restarted(process: psutil.Process, before: Snapshot) -> bool:
+    """Whether it was started by a service that was there before."""
+    with suppress(psutil.Error):
+        return Path(process.environ().get("CS_RUN_DIRECTORY", "")) in before.files
+    return False
+
+
+def _new_descriptors(before: Snapshot) -> list[str]:
+    now = Counter(_descriptors())
+    new = sorted(link for link in (now - before.descriptors).elements() if not _kept(link, before))
+    renewed = sum(link.startswith("socket:") for link in (before.descriptors - now).elements())
+    return [link for link in new if not link.startswith("socket:") or (renewed := renewed - 1) < 0]
 
 
 def _kept(link: str, before: Snapshot) -> bool:

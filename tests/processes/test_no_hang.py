@@ -58,16 +58,14 @@ def test_a_worker_is_killed_in_a_run(
             meet()
 
     own.run(lambda: total.assign_add(np.ones(2)))
-    pid = own.statistics().replicas[victim].pid
     begun = time.monotonic()
     with pytest.raises(errors.ReplicaLostError) as caught:
         own.run(step)
     assert time.monotonic() - begun < unit(SOON)
-    for word in (f"replica {victim}", f"pid {pid}", "SIGKILL", "make a new CentralStorageStrategy"):
+    for word in (f"replica {victim}", f"w{victim}.2", "SIGKILL", "it was the second worker of this replica"):
         assert word in str(caught.value)
-    np.testing.assert_array_equal(total.numpy(), [2, 2])  # what was committed stands and can be read
-    with pytest.raises(errors.ReplicaLostError):
-        own.run(replica)
+    np.testing.assert_array_equal(total.numpy(), [2, 2])
+    assert own.experimental_local_results(own.run(replica)) == (0, 1)  # by a third worker
 
 
 def test_a_worker_that_exits_in_a_run_tells_its_last_lines(own: cs.CentralStorageStrategy) -> None:
@@ -77,18 +75,6 @@ def test_a_worker_that_exits_in_a_run_tells_its_last_lines(own: cs.CentralStorag
 
     with pytest.raises(errors.ReplicaLostError, match=r"(?s)exit code 3.*these are my last words"):
         own.run(step)
-
-
-def test_a_worker_is_killed_between_runs(own: cs.CentralStorageStrategy) -> None:
-    os.kill(own.statistics().replicas[1].pid, signal.SIGKILL)
-
-    def run_until_it_is_known() -> None:
-        begun = time.monotonic()
-        while time.monotonic() - begun < unit(SOON):
-            own.run(replica)
-
-    with pytest.raises(errors.ReplicaLostError, match="replica 1"):
-        run_until_it_is_known()
 
 
 @pytest.fixture

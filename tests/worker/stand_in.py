@@ -54,6 +54,8 @@ class Service:
         self.seed = 7
         #: How many times workers have asked what stands behind numbers.
         self.asked_about = 0
+        #: The replicas whose workers have told the supervisor that they have worked.
+        self.worked: list[int] = []
         self._environment = dict(environment or {})
         self._device = device
         self._mappings: dict[str, Segment] = {}
@@ -374,6 +376,9 @@ class Service:
 
     def _hand_out(self, link: socket.socket) -> None:
         asked = decode([link.recv(1 << 16)])
+        if isinstance(asked, messages.Worked):
+            self.worked.append(self.lifelines.index(link))
+            return
         assert isinstance(asked, messages.OpenSegment), asked
         replica = self.lifelines.index(link)
         writable = asked.segment.startswith((f"gradients/{replica}/", f"arena/{replica}"))

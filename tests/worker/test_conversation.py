@@ -12,7 +12,7 @@ import pytest
 
 from cs_proto import messages
 from cs_proto.arrays import bytes_array
-from cs_proto.errors import PeerProtocolError, ReplicaLostError
+from cs_proto.errors import Fenced, PeerProtocolError, ReplicaLostError
 from cs_proto.failures import error_of
 from cs_proto.messages import (
     Cancel,
@@ -61,6 +61,9 @@ class PlayedLink:
 
     def send_peer(self, identity: bytes, record: Record) -> None:
         self.to_peers.append((identity, record))
+
+    def give_up(self, reason: str) -> None:
+        raise SystemExit(reason)
 
 
 class Played:
@@ -397,3 +400,35 @@ def test_a_colleague_that_refuses_ends_the_wait(played: Played) -> None:
 
 def test_path_text() -> None:
     assert path_text((5, 2, 0)) == "5.2.0"
+
+
+def test_a_nested_run_that_comes_again_from_another_holder_is_taken_once(played: Played) -> None:
+    played.conversation.begin_run(CONTROLLER, run(1))
+    twice = [(HOLDER, run(1, 0, 0)), (b"t0.2", run(1, 0, 0))]
+    played.comes(*twice, (SERVER, Committed((1,), 0)), (b"t0.2", run(1, 0, 0)), (SERVER, Committed((1,), 1)))
+    played.wait((1,), 0, at_merge_call=True)
+    played.wait((1,), 1)
+    played.comes((b"t0.2", run(1, 0, 0)), (CONTROLLER, PREPARE))
+    assert played.conversation.next_work() == (CONTROLLER, PREPARE)
+    assert played.executed == [(HOLDER, (1, 0, 0))]
+    assert refusals(played) == []
+
+
+def test_what_the_server_says_of_workers_is_nobodys_answer(played: Played) -> None:
+    heard: list[Record] = []
+    played.conversation.hear_of_workers = heard.append
+    worker = messages.Worker(1, 2, 8, "cpu:1", "ipc:///w1.2")
+    told = [messages.Registered(2, "cpu:0", (worker, worker)), messages.WorkerRestarted((1, 0, 0), worker)]
+    played.conversation.begin_run(CONTROLLER, run(1))
+    played.comes((SERVER, told[0]), (SERVER, told[1]), (SERVER, Committed((1,), 0)))
+    played.wait((1,), 0)
+    played.comes((SERVER, told[0]), (CONTROLLER, PREPARE))
+    played.conversation.next_work()
+    assert heard == [*told, told[0]]
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_a_worker_that_has_been_replaced_ends(played: Played, is_idle: bool) -> None:
+    played.comes((SERVER, Refused(0, error_of(Fenced("w0.1 has been replaced")))))
+    with pytest.raises(SystemExit, match=r"w0\.1 has been replaced"):
+        played.conversation.next_work() if is_idle else played.wait((1,), 0)

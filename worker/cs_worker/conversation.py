@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from cs_proto import messages
-from cs_proto.errors import PeerProtocolError, ReplicaLostError
+from cs_proto.errors import Fenced, PeerProtocolError, ReplicaLostError, code_of
 from cs_proto.failures import error_of
 from cs_proto.messages import Forget, Prepare, Run, RunId
 from cs_proto.records import Record
@@ -34,6 +34,7 @@ T = TypeVar("T")
 
 # A wait this long is named, and again after as long.
 _NAME_WAIT_EVERY = 10.0
+_FENCED = code_of(Fenced)
 
 
 class Conversation:
@@ -41,6 +42,8 @@ class Conversation:
 
     def __init__(self, link: Link, interrupts: Interrupts, execute: Callable[[bytes, Run], None]) -> None:
         """``execute`` carries out a nested run and sends its Return."""
+        #: Told of workers that take the place of others, which may happen at any time.
+        self.hear_of_workers: Callable[[messages.Registered | messages.WorkerRestarted], None] = _ignored
         self.link = link
         self._interrupts = interrupts
         self._execute = execute
@@ -60,6 +63,8 @@ class Conversation:
         self._requests = 0
         #: Counts what variables may have changed at: begins of runs, and waits for anything but bytes.
         self.waits = 0
+        # Those of the run under way that were taken: another holder of the same token sends them once more.
+        self._nested: set[RunId] = set()
         interrupts.attend_to(self.is_cancelled, self._fetch_cancel)
 
     def next_work(self) -> tuple[bytes, Forget | Prepare | Run]:
@@ -91,6 +96,7 @@ class Conversation:
         self._step = (controller, run) if run.series else None
         self._unclaimed.clear()
         self._said.clear()
+        self._nested.clear()
         if not self.is_cancelled():  # else its SIGINT may still be on its way: a step can be cancelled before it begins
             self._interrupts.begin_run()
 
@@ -175,15 +181,16 @@ class Conversation:
                 continue
             sender, record = received
             if sender == SERVER:
-                self._unclaimed.append(record)
+                self._keep_answer(record)
                 if (found := self._claim(wanted)) is not None:
                     return found
             elif sender == COLLEAGUE and isinstance(record, messages.Refused):
                 raise PeerProtocolError(f"another worker refuses a nested run: {record.error.message}")
-            elif isinstance(record, Run) and len(record.run) > 1:
+            elif isinstance(record, Run) and len(record.run) > 1 and record.run not in self._nested:
                 if merge_point is None or sender[:1] != b"t" or record.run[:-1] != (*merge_point[0], merge_point[1]):
                     self._refuse(sender, record, "a nested run is taken only while its merge_call waits here")
                 else:
+                    self._nested.add(record.run)
                     self._execute(sender, record)
                     if (found := self._claim(wanted)) is not None:  # it came while the nested run waited
                         return found
@@ -210,7 +217,7 @@ class Conversation:
                 sender, step = self._step
                 self._step, self._failed = None, (sender, step.series) if record.failed else self._failed
                 self._said.clear()
-            else:
+            elif not self._is_for_worker(record):
                 _log.debug("nobody waits for %.300r", record)
         elif sender == SUPERVISOR:
             if isinstance(record, messages.Died) and record.role == "server" and not record.restarts:
@@ -226,10 +233,27 @@ class Conversation:
             isinstance(record, Forget | Prepare) or (isinstance(record, Run) and len(record.run) == 1)
         ):
             self._work.append((sender, record))
+        elif isinstance(record, Run) and record.run in self._nested:
+            _log.debug("run %s was taken already", path_text(record.run))
         elif isinstance(record, Run):
             self._refuse(sender, record, "runs come from the controller, nested ones from the holder of a token")
         else:
             self._refuse(sender, record, "a worker takes Prepare, Run, Cancel and Forget")
+
+    def _keep_answer(self, record: Record) -> None:
+        """Put away what the server says for whoever waits for it."""
+        if not self._is_for_worker(record):
+            self._unclaimed.append(record)
+
+    def _is_for_worker(self, record: Record) -> bool:
+        """Whether the server speaks to the worker itself and not to whoever waits. Does not return where it says that
+        another has taken this worker's place."""
+        if isinstance(record, messages.Registered | messages.WorkerRestarted):
+            self.hear_of_workers(record)
+            return True
+        if isinstance(record, messages.Refused) and record.error.exception == _FENCED:
+            self.link.give_up(record.error.message)
+        return False
 
     def _refuse(self, sender: bytes, record: Record, why: str) -> None:
         what = f"run {path_text(record.run)}" if isinstance(record, Run) else f"a {type(record).__name__}"
@@ -247,9 +271,13 @@ class Conversation:
             if received is None:
                 return
             if received[0] == SERVER:
-                self._unclaimed.append(received[1])
+                self._keep_answer(received[1])
             else:
                 self._sort(*received)
+
+
+def _ignored(record: messages.Registered | messages.WorkerRestarted) -> None:
+    pass
 
 
 def path_text(run: RunId) -> str:

@@ -114,6 +114,18 @@ class Link:
             socket = self._colleagues[endpoint] = self._connect(self._config.holder_identity, endpoint)
         self._send(socket, [], record)
 
+    def forget_worker(self, endpoint: str) -> None:
+        """Another worker is gone, and what was to be sent to it with it."""
+        socket = self._colleagues.pop(endpoint, None)
+        if socket is not None:
+            self._poller.unregister(socket)
+            socket.close(linger=0)
+
+    def give_up(self, reason: str) -> NoReturn:
+        """End this worker at once: another has its place."""
+        _log.error("%s ends: %s", self._config.name, reason)
+        self._gone()
+
     def send_supervisor(self, record: Record) -> None:
         """Send to the supervisor."""
         try:

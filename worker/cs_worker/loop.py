@@ -83,6 +83,7 @@ class Loop:
         self._programs = Programs(catalogue.map)
         self._own_path = list(sys.path)
         self._under_way: list[Replica] = []
+        self._has_worked = False
 
     def serve(self) -> None:
         """Work until the process ends."""
@@ -104,6 +105,9 @@ class Loop:
             with self._shop.turns.taken(work.run):
                 said = self._carry_out(controller, work)
             said()  # after the turn: what the script does next is not this replica's
+            if not self._has_worked:
+                self._has_worked = True
+                self._shop.conversation.link.send_supervisor(messages.Worked(self._shop.config.incarnation))
 
     def _prepare(self, prepare: Prepare) -> None:
         """Find modules and files where the script finds them; what only this process needs stays behind that."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,10 @@ class TokenController:
         self._thread = threading.get_ident()
         self._tokens: list[_Held] = []
         self._recent = [Recent(HELD_FUNCTIONS) for _ in registered.workers]
-        self._frozen: set[bytes] = set()
+        self._frozen: list[set[bytes]] = [set() for _ in registered.workers]
+        # The nested runs that are not over, innermost last: what was sent, and the pickled function.
+        self._open: list[tuple[list[Run], bytes]] = []
+        conversation.hear_of_workers = self._hear_of_workers
         self._strategy = CentralStorageStrategy.from_backend(self, self.compute_devices, self.parameter_device)
         catalogue.strategy = self._strategy
 
@@ -266,18 +270,48 @@ class TokenController:
         run = (*token.point, token.runs)
         token.runs += 1
         data, name, _ = pickled
-        own: Run | None = None
+        records = []
         for worker, (arguments, buffers) in zip(self._workers, pickles, strict=True):
-            held = name in self._frozen if frozen else self._recent[worker.replica].touch(name)
-            function = None if held else self._arena.share(data)
+            function = None if self._is_held(worker.replica, name, frozen) else self._arena.share(data)
             record = Run(run, worker.replica, token.seed, name, function, frozen, self._arena.share(arguments), buffers)
-            if worker.replica == self._config.replica:
-                own = record
-            else:
+            records.append(record)
+            if worker.replica != self._config.replica:
                 self._conversation.link.send_worker(worker.endpoint, record)
-        if frozen:
-            self._frozen.add(name)
-        assert own is not None
+        self._open.append((records, data))
+        try:
+            return self._wait_for(run, records[self._config.replica])
+        finally:
+            self._open.pop()
+
+    def _is_held(self, replica: int, name: bytes, frozen: bool) -> bool:
+        """Whether a worker has the bytes of a function already; it has them from now on."""
+        if not frozen:
+            return self._recent[replica].touch(name)
+        is_held = name in self._frozen[replica]
+        self._frozen[replica].add(name)
+        return is_held
+
+    def _hear_of_workers(self, record: messages.Registered | messages.WorkerRestarted) -> None:
+        """A worker is in the place of one that died. It holds no function, and once it waits where a nested run is
+        taken it is sent the one that it owes."""
+        for worker in record.workers if isinstance(record, messages.Registered) else (record.worker,):
+            known = self._workers[worker.replica]
+            if worker.incarnation > known.incarnation:
+                self._conversation.link.forget_worker(known.endpoint)
+                self._workers = (*self._workers[: worker.replica], worker, *self._workers[worker.replica + 1 :])
+                self._recent[worker.replica], self._frozen[worker.replica] = Recent(HELD_FUNCTIONS), set()
+        if isinstance(record, messages.WorkerRestarted):
+            self._send_again(record.run, record.worker)
+
+    def _send_again(self, owed: messages.RunId, worker: messages.Worker) -> None:
+        for records, data in self._open:
+            run = records[worker.replica]
+            if run.run[:-1] == owed[:-1] and run.run >= owed:
+                held = self._is_held(worker.replica, run.digest, run.frozen)
+                again = replace(run, function=None if held else self._arena.share(data))
+                self._conversation.link.send_worker(worker.endpoint, again)
+
+    def _wait_for(self, run: messages.RunId, own: Run) -> list[Any]:
         self._execute(self._config.holder_identity, own)
 
         def wanted(record: Record) -> messages.RunFinished | None:

@@ -93,6 +93,7 @@ def service_commands(
     kept["CS_RUN_DIRECTORY"] = options.run_directory
     kept.setdefault("PYTHONUNBUFFERED", "1")  # lines appear when they are printed, and a killed process loses none
     kept.setdefault("PYTHONFAULTHANDLER", "1")  # a crash in native code leaves a Python stack in the log
+    kept.setdefault("PYTHONHASHSEED", "0")  # a worker goes over a set as the one before it did
     if python_path:
         kept["PYTHONPATH"] = python_path
     # -P: the user's directory must not shadow what the services import; workers get the script's path by message.

@@ -1,0 +1,494 @@
+"""A worker dies, somewhere and somehow: it is started again, and training ends with the bits that it would have ended
+with, losses included; or an error says what stands, and the next run works."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.harness.processes import start
+
+import central_storage as cs
+from central_storage import errors
+from cs_proto.failpoints import FAILPOINTS
+
+
+def context() -> cs.ReplicaContext:
+    found = cs.get_replica_context()
+    assert found is not None
+    return found
+
+
+def replica() -> int:
+    return context().replica_id_in_sync_group
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def crash() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def leave() -> None:
+    os._exit(0)
+
+
+def use_up() -> None:
+    """Run into a limit of memory, in code that cannot raise for it."""
+    import ctypes
+
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20))
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    ctypes.memset(libc.malloc(1 << 30), 1, 1 << 30)  # which is at NULL
+
+
+def once(flag: Path, deed: Callable[[], None]) -> None:
+    """Do it in the first worker that comes here."""
+    try:
+        os.close(os.open(flag, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    deed()
+
+
+@pytest.fixture(scope="module")
+def mortal() -> Iterator[cs.CentralStorageStrategy]:
+    """A strategy of two replicas whose workers may die as often as a test likes."""
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], max_restarts=1000) as strategy:
+        yield strategy
+
+
+class Training:
+    """A small training with everything in it that a death could break."""
+
+    def __init__(self, strategy: cs.CentralStorageStrategy) -> None:
+        self.strategy = strategy
+        with strategy.scope():
+            self.weights = cs.Variable(np.linspace(-1, 1, 20_000), name="weights")
+            self.table = cs.Variable(np.ones((50, 3), np.float32), name="table")
+            self.count = cs.Variable(np.zeros(3), aggregation=cs.VariableAggregation.SUM)
+            self.optimizer = cs.optimizers.Adam(0.1)
+
+    def step(self, batch: np.ndarray, die: Callable[[str], None]) -> float:
+        die("begin")
+        noise = np.random.rand(20_000)
+        loss = float(((np.asarray(self.weights) - noise * batch.sum()) ** 2).mean())
+        rows = cs.IndexedSlices(np.full((2, 3), np.random.rand(), np.float32), np.array([replica(), 7]))
+        self.optimizer.apply_gradients([(noise * loss, self.weights), (rows, self.table)])
+        die("noted")
+        total = context().all_reduce("SUM", np.full(20_000, loss))
+        die("between")
+        self.count.assign_add(np.ones(3) * (1 + replica()))
+        mean = context().all_reduce("MEAN", np.array(loss))
+        die("end")
+        return float(total[5] + mean)
+
+    def bits(self) -> list[bytes]:
+        moments = [self.optimizer.get_slot(self.weights, slot) for slot in self.optimizer.slot_names]
+        return [np.asarray(value).tobytes() for value in (self.weights, self.table, self.count, *moments)]
+
+
+def batches() -> list[np.ndarray]:
+    return [np.arange(8, dtype=np.float64) + k for k in range(4)]
+
+
+def by_runs(strategy: cs.CentralStorageStrategy, die: Callable[[str, int], None]) -> tuple[list[Any], list[bytes]]:
+    training = Training(strategy)
+    losses = []
+    for number, batch in enumerate(batches()):
+
+        def step(batch: np.ndarray = batch, number: int = number) -> float:
+            return training.step(batch, lambda place: die(place, number))
+
+        losses.append(strategy.experimental_local_results(strategy.run(step)))
+    return losses, training.bits()
+
+
+def by_steps(strategy: cs.CentralStorageStrategy, die: Callable[[str, int], None]) -> tuple[list[Any], list[bytes]]:
+    training = Training(strategy)
+
+    def step(element: tuple[np.ndarray, np.ndarray]) -> float:
+        number = int(element[0][0])
+        return training.step(batches()[number], lambda place: die(place, number))
+
+    numbers = cs.data.Dataset.from_tensor_slices((np.repeat(np.arange(4), 2),)).batch(2)
+    found = strategy.run_steps(step, strategy.experimental_distribute_dataset(numbers))
+    return [strategy.experimental_local_results(each) for each in found], training.bits()
+
+
+WAYS = {"runs": by_runs, "steps": by_steps}
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Callable[[str], tuple[list[Any], list[bytes]]]:
+    """What each way of training ends with, in a service of its own: random numbers follow from a run's number."""
+    made: dict[str, tuple[list[Any], list[bytes]]] = {}
+
+    def find(way: str) -> tuple[list[Any], list[bytes]]:
+        if way not in made:
+            with cs.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:
+                made[way] = WAYS[way](strategy, lambda place, number: None)
+        return made[way]
+
+    return find
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_deaths_in_every_phase_change_no_bit(
+    way: str, undisturbed: Callable[[str], tuple[list[Any], list[bytes]]], tmp_path: Path
+) -> None:
+    """One death in each step, another replica, another place, another kind each time."""
+    plan = {("begin", 0): (0, kill), ("noted", 1): (1, crash), ("between", 2): (0, leave), ("end", 3): (1, use_up)}
+
+    def die(place: str, number: int) -> None:
+        victim, deed = plan.get((place, number), (-1, kill))
+        if replica() == victim:
+            once(tmp_path / f"{place}{number}", deed)
+
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], max_restarts=4) as strategy:
+        assert WAYS[way](strategy, die) == undisturbed(way)
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+# --- one place at a time --------------------------------------------------------------------------------------------
+
+
+def meet(value: float = 1.0) -> float:
+    return float(context().all_reduce("SUM", np.full(2, value))[0])
+
+
+def local(strategy: cs.CentralStorageStrategy, function: Callable[..., Any], *args: Any) -> tuple[Any, ...]:
+    found: tuple[Any, ...] = strategy.experimental_local_results(strategy.run(function, args))
+    return found
+
+
+def counter(strategy: cs.CentralStorageStrategy) -> cs.Variable:
+    with strategy.scope():
+        return cs.Variable(np.zeros(2), aggregation=cs.VariableAggregation.SUM)
+
+
+class Explosive:
+    """Ends the worker that unpickles it, once."""
+
+    def __init__(self, flag: Path) -> None:
+        self.flag = flag
+
+    def __reduce__(self) -> Any:
+        return _explode, (str(self.flag),)
+
+
+def _explode(flag: str) -> str:
+    once(Path(flag), kill)
+    return flag
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_worker_that_dies_idle(mortal: cs.CentralStorageStrategy, victim: int) -> None:
+    total = counter(mortal)
+    mortal.run(lambda: total.assign_add(np.ones(2)))
+    pids = [replica.pid for replica in mortal.statistics().replicas]
+    os.kill(pids[victim], signal.SIGKILL)
+    mortal.run(lambda: total.assign_add(np.ones(2)))
+    assert total.numpy().tolist() == [4, 4]
+    then = [replica.pid for replica in mortal.statistics().replicas]
+    assert [pid == before for pid, before in zip(then, pids, strict=True)] == [victim != 0, victim != 1]
+
+
+def test_a_worker_that_dies_while_it_unpickles(mortal: cs.CentralStorageStrategy, tmp_path: Path) -> None:
+    explosive = Explosive(tmp_path / "flag")
+    assert local(mortal, lambda: (meet(), str(explosive))) == ((2.0, str(explosive.flag)),) * 2
+
+
+@pytest.mark.parametrize("name", [name for name in FAILPOINTS if name.startswith("worker.")])
+def test_a_worker_that_dies_at_a_failpoint(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CS_FAILPOINTS", f"{name}[1]=kill@2")
+    monkeypatch.setenv("CS_FAILPOINTS_DIR", str(tmp_path))
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], max_restarts=1) as strategy:
+        total = counter(strategy)
+
+        def step() -> float:
+            total.assign_add(np.ones(2))
+            return meet() + meet()
+
+        assert [local(strategy, step) for _ in range(3)] == [(4.0, 4.0)] * 3
+        assert total.numpy().tolist() == [6, 6]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_variable_made_in_the_run_is_there_once(mortal: cs.CentralStorageStrategy, tmp_path: Path) -> None:
+    def step() -> tuple[int, list[float]]:
+        made = cs.Variable(np.arange(3.0) + replica(), aggregation=cs.VariableAggregation.SUM)
+        seen = np.array(made).tolist()
+        if replica() == 0:
+            once(tmp_path / "flag", kill)
+        made.assign_add(np.ones(3))
+        return len(cs.get_strategy().variables), seen
+
+    before = len(mortal.variables)
+    assert local(mortal, step) == ((before + 1, [0, 1, 2]),) * 2
+    assert mortal.variables[-1].numpy().tolist() == [2, 3, 4]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("place", ["before", "nested", "after"])
+def test_a_death_around_a_merge_call(
+    mortal: cs.CentralStorageStrategy, victim: int, place: str, tmp_path: Path
+) -> None:
+    def die(here: str) -> None:
+        if (place, victim) == (here, replica()):
+            once(tmp_path / "flag", kill)
+
+    def inside(value: float) -> float:
+        die("nested")
+        return meet(value) + replica()
+
+    def merge(strategy: cs.CentralStorageStrategy, values: Any) -> Any:
+        return strategy.run(inside, (values,))
+
+    def step() -> float:
+        seen = meet(3.0)
+        die("before")
+        shared = context().merge_call(merge, (seen + replica(),))
+        die("after")
+        return float(shared + meet())
+
+    assert local(mortal, step) == (15.0, 16.0)
+    assert (tmp_path / "flag").exists()
+
+
+def test_a_holder_that_dies_in_its_merge_function(mortal: cs.CentralStorageStrategy, tmp_path: Path) -> None:
+    def merge(strategy: cs.CentralStorageStrategy, values: Any) -> float:
+        once(tmp_path / "flag", kill)
+        return sum(strategy.experimental_local_results(values))
+
+    assert float(local(mortal, lambda: context().merge_call(merge, (1.5 + replica(),)))[0]) == 4.0
+    assert (tmp_path / "flag").exists()
+
+
+def test_many_deaths_at_instants_that_nobody_chose(mortal: cs.CentralStorageStrategy) -> None:
+    """Another thread kills workers while steps are sent ahead; every step counts once."""
+    total = counter(mortal)
+    over = threading.Event()
+
+    def step(element: np.ndarray) -> float:
+        total.assign_add(np.ones(2))
+        return meet(float(element[0]))
+
+    def nemesis() -> None:
+        random = np.random.default_rng(5)
+        while not over.wait(random.uniform(0.2, 1.2)):
+            workers = [child for child in _children() if f"--replica {random.integers(2)} " in child[1] + " "]
+            for pid, _ in workers[:1]:
+                os.kill(pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=nemesis)
+    thread.start()
+    steps, failed, done = 0, [], []
+    try:
+        begun = time.monotonic()
+        while time.monotonic() - begun < 12:
+            numbers = cs.data.Dataset.from_tensor_slices((np.arange(64.0),)).batch(2)
+            generator = mortal.run_steps(step, mortal.experimental_distribute_dataset(numbers))
+            try:
+                done += [mortal.experimental_local_results(each)[0] for each in generator]
+            except errors.ReplicaLostError as error:  # one came twice to the same step
+                failed.append(str(error))
+            steps += generator.steps
+    finally:
+        over.set()
+        thread.join()
+    assert total.numpy().tolist() == [2 * steps, 2 * steps]
+    assert all("second worker" in message for message in failed)
+    assert len(done) > 30
+
+
+def _children() -> list[tuple[int, str]]:
+    """The workers of this process's services: pid and command line."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal():
+            try:
+                command = Path("/proc", entry, "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            if "cs_worker" in command and str(os.getpid()) in Path(f"/proc/{entry}/environ").read_text():
+                found.append((int(entry), command))
+    return found
+
+
+# --- what cannot be made good, and what is too long -----------------------------------------------------------------
+
+
+def test_a_run_that_has_read_its_own_update_says_what_stands(mortal: cs.CentralStorageStrategy, tmp_path: Path) -> None:
+    total = counter(mortal)
+
+    def step() -> float:
+        total.assign_add(np.ones(2))
+        seen = float(np.asarray(total)[0])
+        if replica() == 1:
+            once(tmp_path / "flag", kill)
+        total.assign_add(np.ones(2))
+        return seen
+
+    with pytest.raises(errors.ReplicaLostError, match=r"1 commit of this run stands, the rest.*the next run"):
+        mortal.run(step)
+    assert total.numpy().tolist() == [2, 2]
+    assert local(mortal, step) == (4.0, 4.0)
+
+
+def test_a_function_that_kills_each_worker_it_gets(mortal: cs.CentralStorageStrategy) -> None:
+    def step() -> None:
+        print("these are its last words")
+        if replica() == 0:
+            leave()
+
+    with pytest.raises(errors.ReplicaLostError, match=r"(?s)exit code 0.*second worker of this replica.*last words"):
+        mortal.run(step)
+    assert local(mortal, meet) == (2.0, 2.0)
+
+
+def test_a_function_that_kills_its_only_worker_before_anything_is_heard_of_it() -> None:
+    with cs.CentralStorageStrategy(["cpu:0"]) as strategy:
+        with pytest.raises(errors.ReplicaLostError, match=r"SIGSEGV.*second worker"):
+            strategy.run(crash)
+        assert strategy.run(lambda: 5) == 5
+
+
+def test_a_replay_that_is_another(mortal: cs.CentralStorageStrategy, tmp_path: Path) -> None:
+    total = counter(mortal)
+
+    def step() -> None:
+        total.assign_add(np.ones(2))
+        meet(os.getpid())
+        once(tmp_path / "flag", kill)
+
+    with pytest.raises(errors.ReplicaLostError, match=r"replay diverged at all_reduce SUM \(.*\.py:\d+\)"):
+        mortal.run(step)
+    assert total.numpy().tolist() == [0, 0]
+    assert local(mortal, meet) == (2.0, 2.0)
+
+
+def test_no_restart_is_left() -> None:
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], max_restarts=0) as strategy:
+        total = counter(strategy)
+        strategy.run(lambda: total.assign_add(np.ones(2)))
+        with pytest.raises(errors.ReplicaLostError, match=r"replica 1 .*make a new CentralStorageStrategy"):
+            strategy.run(lambda: kill() if replica() == 1 else meet())
+        with pytest.raises(errors.ReplicaLostError, match="make a new CentralStorageStrategy"):
+            strategy.run(meet)
+        assert total.numpy().tolist() == [2, 2]  # what was committed can still be read
+
+
+@pytest.mark.parametrize("deed", ["is stopped", "computes for ever"])
+def test_a_silent_worker_is_killed_and_its_stack_shown(deed: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(SILENT)
+    with start(str(program), tmp_path / "again", deed) as child:
+        ended = child.wait().ok()
+    assert ended.lines == ["(2.0, 2.0)"]
+    assert (
+        "ended by SIGKILL by the supervisor: it did not come to its next merge point within 1 s in run 1" in ended.err
+    )
+    assert ("in loop_for_ever" in ended.err) == (deed == "computes for ever")
+
+
+SILENT = """
+import os, signal, sys
+import numpy as np
+import central_storage as cs
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+def loop_for_ever():
+    while True:
+        pass
+
+def step(flag, deed):
+    context = cs.get_replica_context()
+    if context.replica_id_in_sync_group == 1 and not os.path.exists(flag):
+        open(flag, "w").close()
+        stop() if deed == "is stopped" else loop_for_ever()
+    return float(context.all_reduce("SUM", np.ones(1))[0])
+
+strategy = cs.CentralStorageStrategy(["cpu:0", "cpu:1"], step_timeout=1)
+print(strategy.experimental_local_results(strategy.run(step, sys.argv[1:])))
+"""
+
+
+def test_ctrl_c_while_a_worker_is_started_again(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(INTERRUPTED)
+    with start(str(program), tmp_path / "flag") as child:
+        child.wait_for("ended by SIGKILL; restart 1", stream="err")
+        child.press_ctrl_c()
+        child.wait_for("interrupted")
+        ended = child.wait().ok()
+    assert ended.lines[-1] == "(2.0, 2.0) [0.0, 0.0]"
+
+
+INTERRUPTED = """
+import os, signal, sys
+import numpy as np
+import central_storage as cs
+
+strategy = cs.CentralStorageStrategy(["cpu:0", "cpu:1"])
+with strategy.scope():
+    total = cs.Variable(np.zeros(2), aggregation=cs.VariableAggregation.SUM)
+
+def meet():
+    return float(cs.get_replica_context().all_reduce("SUM", np.ones(1))[0])
+
+def step(flag):
+    total.assign_add(np.ones(2))
+    if cs.get_replica_context().replica_id_in_sync_group == 1:
+        while os.path.exists(flag):
+            pass  # until it is interrupted
+        open(flag, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    meet()
+
+try:
+    strategy.run(step, (sys.argv[1],))
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+print(strategy.experimental_local_results(strategy.run(meet)), total.numpy().tolist())
+"""
+
+
+def test_under_cs_launch_with_its_own_options(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(LAUNCHED)
+    options = ("--devices", "cpu:0,cpu:1", "--max-restarts", "1")
+    with start("cs-launch", *options, program, tmp_path / "flag") as child:
+        ended = child.wait().ok()
+    assert ended.lines.count("[w1] I run") == 2  # what a replica prints may appear twice
+    assert "[supervisor] worker w1 (pid" in ended.err
+    assert "ended by SIGKILL; restart 1 of 1" in ended.err
+    assert "first failure" not in ended.err
+
+
+LAUNCHED = """
+import os, signal, sys
+import central_storage as cs
+
+def step(flag):
+    if cs.get_replica_context().replica_id_in_sync_group == 1:
+        print("I run", flush=True)
+        if not os.path.exists(flag):
+            open(flag, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+cs.CentralStorageStrategy().run(step, (sys.argv[1],))
+"""
