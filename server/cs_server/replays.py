@@ -88,6 +88,9 @@ class Replays:
         for replica, session in self._tables.workers.items():
             if controller is not None and session.is_announced and session.worker.incarnation > 1:
                 self._out.append(Send(controller, WorkerRestarted((self._owes_from(replica),), session.worker)))
+                for run, state in self._tables.runs.items():
+                    if state.token >= 0 and self._tables.stands[run, replica].waiting == state.token:
+                        self._runs.tell_holder(run, replica)
 
     # --- parts --------------------------------------------------------------------------------------------------------
 

@@ -100,8 +100,6 @@ class Runs:
             self._bring(run, replica, point)
         stand = self._tables.stands[run, replica]
         if (reads and stand.read == point) or (not reads and stand.waiting == point.k):
-            if not reads and stand.deaths and self._tables.runs[run].token == point.k:
-                self._tell_holder(run, replica)  # who may not have heard it from a server before this one
             return  # it waits for just this
         is_new = stand.again > known.again or (reads and stand.returned is None)
         answer = self.answer(run, replica, point.k, reads)
@@ -120,9 +118,9 @@ class Runs:
                 stand, since=now, waiting=-1 if reads else point.k, read=point if isinstance(point, ReadPoint) else None
             )
             if inside == point.k and not reads:
-                self._tell_holder(run, replica)
+                self.tell_holder(run, replica)
 
-    def _tell_holder(self, run: RunId, replica: int) -> None:
+    def tell_holder(self, run: RunId, replica: int) -> None:
         """A replica comes to a merge_call whose token is out, so its worker is another than when it was handed out:
         the holder may have to send it the nested run that is open."""
         holder, session = self._sessions.worker_peer(0), self._tables.workers.get(replica)

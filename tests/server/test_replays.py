@@ -546,6 +546,17 @@ def test_a_replica_that_comes_to_a_merge_call_again_is_named_to_the_holder() -> 
     assert isinstance(computed, Compute)
 
 
+def test_a_server_in_the_place_of_another_says_again_who_came() -> None:
+    book = with_token()
+    replaced(book, 1, owes=1)
+    book.does(asked(1, merge_calls(0)))
+    told = book.does(hears(CONTROLLER, Hello(1, "controller", "c", 7)))
+    assert told[1:] == [
+        Send(CONTROLLER, WorkerRestarted((1,), worker(1, 2))),
+        Send(w(0), WorkerRestarted(NESTED, worker(1, 2))),
+    ]
+
+
 def test_a_holder_that_dies_gets_the_token_again_and_the_nested_run_goes_on() -> None:
     book = with_token()
     book.does(asked(1, reduces(0, scalar(2)), incarnation=1, run=NESTED))
