@@ -16,7 +16,9 @@ import msgpack
 import numpy as np
 import pytest
 import zmq
+from tests.harness.cupy_stand_in.c_kernels import COMPILER
 from tests.harness.processes import Child, start
+from tests.harness.stand_in_gpus import stand_in_gpus
 from tests.harness.stand_in_supervisor import StandInSupervisor
 from tests.harness.timing import unit
 
@@ -25,6 +27,7 @@ from cs_proto.arrays import Array, Location, array_of
 from cs_proto.codec import BULK_LIMITS, LIMITS, decode, encode
 from cs_proto.records import RECORDS, Record
 from cs_proto.segments import frame_view
+from cs_server.updates import RULES, reference
 
 R = TypeVar("R", bound=Record)
 
@@ -84,6 +87,7 @@ class Service:
     supervisor: StandInSupervisor
     context: zmq.Context[zmq.Socket[bytes]]
     replicas: int = 2
+    device: str = "cpu:0"
     peers: list[Peer] = field(default_factory=list)
     workers: list[Peer] = field(default_factory=list)
     _controller: Peer | None = None
@@ -97,7 +101,7 @@ class Service:
     def server(self, *program: str, environment: dict[str, str | None] | None = None) -> Iterator[Child]:
         """A server process that has said that it is ready."""
         arguments = [
-            *("--run-directory", str(self.directory), "--parameter-device", "cpu:0"),
+            *("--run-directory", str(self.directory), "--parameter-device", self.device),
             *("--replicas", str(self.replicas), "--threads", "2"),
         ]
         with start(*(program or ("cs-server",)), *arguments, environment=environment) as child:
@@ -116,7 +120,7 @@ class Service:
         self.workers = [self.register(replica) for replica in range(self.replicas)]
         for worker in self.workers:
             registered = worker.hear(m.Registered)
-            assert (registered.replicas, registered.parameter_device) == (self.replicas, "cpu:0")
+            assert (registered.replicas, registered.parameter_device) == (self.replicas, self.device)
         self._controller = Peer(self, "c01")
         welcome = self.controller.ask(m.Hello(m.PROTOCOL, "controller", "01", os.getpid()), m.Welcome)
         assert [worker.replica for worker in welcome.workers] == list(range(self.replicas))
@@ -444,6 +448,39 @@ def test_a_server_started_again_goes_on_where_the_killed_one_was(service: Servic
         assert frame_view(reduced.arrays[0]).tolist() == [2, 2]
         child.signal(signal.SIGTERM)
         assert child.wait().code == 0
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no gcc here to run kernels without a GPU")
+@pytest.mark.parametrize("where", ["server.commit", "server.committed"])
+def test_with_variables_on_a_gpu_too(service: Service, where: str) -> None:
+    """The server is killed before the third commit, the first of an update, or when it is done and nobody knows."""
+    service.device, service.replicas = "gpu:0", 1
+    adam = {"learning_rate": 0.5, "beta_1": 0.5, "beta_2": 0.5, "epsilon": 0.5, "amsgrad": 0.0}
+    expected, slots = np.arange(4, dtype=np.float32), (np.zeros(4, np.float32), np.zeros(4, np.float32))
+    for t in (1, 2):
+        reference(RULES["adam"], expected, [np.full(4, 2, np.float32)], slots, adam, t)
+
+    with stand_in_gpus(1):
+        with service.server(environment={"CS_FAILPOINTS": f"{where}=kill@3"}) as child:
+            service.connect()
+            variable = create(service, "kept", np.arange(4, dtype=np.float32))
+            bring_gradient(service, 0, variable, 2)
+            configure = m.Configure("01", next(_sequence), 0, "Adam", tuple(adam.items()), None, -1)
+            assert service.controller.ask(configure, m.Done).number == 1
+            first = m.ApplyPoint(0, "train.py:8", 1, 0, (variable.number,), 0)
+            accepted = service.workers[0].ask(m.Ask((1,), 0, 1, (), first), m.Accepted)
+            service.workers[0].say(m.Return((1,), 0, 1, (), 1, m.Value(b"", ()), None))
+            assert child.wait().code == -signal.SIGKILL
+        with service.server() as child:
+            note = m.ApplyPoint(0, "train.py:8", 1, accepted.variable_set, (), 0)
+            service.workers[0].say(m.Return((2,), 0, 1, (note,), 1, m.Value(b"", ()), None))
+            finished = service.controller.hear(m.RunFinished)
+            if finished.run == (1,):  # or nobody had connected again when it was sent
+                finished = service.controller.hear(m.RunFinished)
+            assert (finished.run, finished.error) == ((2,), None)
+            assert value_of(service.controller, variable.number).tolist() == expected.tolist()
+            child.signal(signal.SIGTERM)
+            assert child.wait().code == 0
 
 
 def test_deaths_that_come_between_question_and_answer_are_heard(service: Service) -> None:

@@ -407,7 +407,7 @@ class _End:
         self._address, self._nbytes, self._queue = address, nbytes, queue
         self.block = block_at(address, nbytes)
         self.is_pageable = self.block is None and locked_at(address, nbytes) is None
-        ends_outside = self.block is None and block_at(address) is not None
+        ends_outside = self.block is None and block_at(address, 1) is not None
         if ends_outside or (self.is_pageable and _touches_locked(address, nbytes)):
             raise CUDARuntimeError(INVALID_VALUE)
 
