@@ -59,7 +59,7 @@ class Gpu:
             self._kernels_stream = cupy.cuda.Stream(non_blocking=True)
             self._copies_stream = cupy.cuda.Stream(non_blocking=True)
             #: Sixteen bytes that no other GPU has.
-            self.uuid: bytes = bytes(self._runtime.getDeviceProperties(number)["uuid"])
+            self.uuid: bytes = bytes(self._runtime.getDeviceProperties(number)["uuid"][:16])
             self._maps_host = bool(
                 self._runtime.deviceGetAttribute(self._runtime.cudaDevAttrCanUseHostPointerForRegisteredMem, number)
             )
