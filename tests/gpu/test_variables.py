@@ -13,8 +13,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from tests.harness.processes import ROOT
+from tests.processes.test_gpu_variables import train
 from tests.server.test_devices import Both, apply, table, variables
 
+import central_storage as cs
 from cs_proto.arrays import Array, Location, array_of
 from cs_proto.errors import DeviceMemoryError
 from cs_server import devices
@@ -106,6 +108,16 @@ def test_what_does_not_fit_is_a_typed_error(both: Both) -> None:
         both.gpu._gpu.allocate(both.gpu.available_nbytes() + (1 << 30))
     both.make("parameters/float32", 0, np.ones(9, "float32"))
     both.assert_same()
+
+
+@pytest.mark.parametrize("bound", [{}, {"global_clipnorm": 1.0}])
+def test_training_gives_what_it_gives_on_a_cpu(bound: dict[str, float]) -> None:
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], "cpu:0") as on_cpu:
+        expected = train(on_cpu, **bound)
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], "gpu:0") as on_gpu:
+        found = train(on_gpu, **bound)
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5 if bound else 0)
 
 
 _SERVER = """

@@ -105,7 +105,9 @@ class Service:
             *("--replicas", str(self.replicas), "--threads", "2"),
         ]
         with start(*(program or ("cs-server",)), *arguments, environment=environment) as child:
-            assert self.supervisor.next() == m.Introduce("server", 0, 1, child.pid)
+            while isinstance(said := self.supervisor.next(), m.Worked):  # of a server before this one
+                pass
+            assert said == m.Introduce("server", 0, 1, child.pid)
             assert self.supervisor.next() == m.Ready(f"ipc://{self.directory}/server")
             yield child
 
