@@ -105,11 +105,15 @@ class Service:
             *("--replicas", str(self.replicas), "--threads", "2"),
         ]
         with start(*(program or ("cs-server",)), *arguments, environment=environment) as child:
-            while isinstance(said := self.supervisor.next(), m.Worked):  # of a server before this one
-                pass
-            assert said == m.Introduce("server", 0, 1, child.pid)
-            assert self.supervisor.next() == m.Ready(f"ipc://{self.directory}/server")
+            assert self._said() == m.Introduce("server", 0, 1, child.pid)
+            assert self._said() == m.Ready(f"ipc://{self.directory}/server")
             yield child
+
+    def _said(self) -> Record:
+        """What a server says next, but for that it has done something, which one that takes up says, too."""
+        while isinstance(said := self.supervisor.next(), m.Worked):
+            pass
+        return said
 
     def register(self, replica: int, incarnation: int = 1) -> Peer:
         peer = Peer(self, f"w{replica}.{incarnation}")
