@@ -188,7 +188,8 @@ class Gpu:
                     self._opened[handle] = runtime.ipcOpenMemHandle(handle)
             except runtime.CUDARuntimeError as error:
                 self._opened[handle] = 0
-                _log.info("variables on %s cannot be opened (%s): they are copied", self.name, error)
+                # The text alone: an error that a log keeps would keep the service's memory by its frames.
+                _log.info("variables on %s cannot be opened (%s): they are copied", self.name, str(error))
             else:
                 _log.info("variables on %s are read where they lie (CUDA IPC)", self.name)
         return self._opened[handle]
