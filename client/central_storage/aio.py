@@ -9,7 +9,7 @@ Cancelling a question leaves the observer usable: the answer, when it comes, is 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -92,6 +92,11 @@ class Observer:
     async def get(self, name: str) -> np.ndarray:
         """A copy of a variable's value as of one commit. Raises InvalidArgumentError for an unknown name."""
         return await self._ask(self._session.get(name))
+
+    async def get_all(self, names: Sequence[str]) -> list[np.ndarray]:
+        """Copies of several variables' values, all as of the same commit, in the order of ``names``. Raises
+        InvalidArgumentError for an unknown name, or none."""
+        return await self._ask(self._session.get_all(names))
 
     async def statistics(self) -> messages.Counters:
         """The server's counters."""

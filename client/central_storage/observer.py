@@ -19,7 +19,14 @@ import zmq
 
 from cs_proto import messages
 from cs_proto.codec import BULK_LIMITS, decode, encode
-from cs_proto.errors import ConfigurationError, LaunchError, NoAnswerError, ShutdownError, replica_exception_class
+from cs_proto.errors import (
+    ConfigurationError,
+    InvalidArgumentError,
+    LaunchError,
+    NoAnswerError,
+    ShutdownError,
+    replica_exception_class,
+)
 from cs_proto.records import Record
 from cs_proto.segments import frame_view
 
@@ -99,6 +106,16 @@ class Session:
         number = self._next()
         request = messages.Get(number, (), (name,), True)
         return Question(request, number, messages.Got, lambda got: np.array(frame_view(got.arrays[0])))
+
+    def get_all(self, names: Sequence[str]) -> Question[list[np.ndarray]]:
+        """The values of several variables; at least one."""
+        if not names or isinstance(names, str):
+            raise InvalidArgumentError(f"get_all needs the names of the variables, in a list; not {names!r}")
+        number = self._next()
+        request = messages.Get(number, (), tuple(names), True)
+        return Question(
+            request, number, messages.Got, lambda got: [np.array(frame_view(array)) for array in got.arrays]
+        )
 
     def statistics(self) -> Question[messages.Counters]:
         """The server's counters."""
@@ -184,6 +201,11 @@ class Observer:
     def get(self, name: str) -> np.ndarray:
         """A copy of a variable's value as of one commit. Raises InvalidArgumentError for an unknown name."""
         return self._ask(self._session.get(name))
+
+    def get_all(self, names: Sequence[str]) -> list[np.ndarray]:
+        """Copies of several variables' values, all as of the same commit, in the order of ``names``. Raises
+        InvalidArgumentError for an unknown name, or none."""
+        return self._ask(self._session.get_all(names))
 
     def statistics(self) -> messages.Counters:
         """The server's counters."""

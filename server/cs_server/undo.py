@@ -86,7 +86,7 @@ class Lane:
 
     def enter(self, tag: int) -> None:
         """Begin a phase, or go on with it where a server before this one ended in the midst of it."""
-        if self._words.size and self._words[_LANE_TAG] != tag:
+        if self._words.size and (self._words[_LANE_TAG] != tag or sabotaged("no-undo")):
             _say(self._words, _PROGRESS, 0)
             _say(self._words, _LANE_TAG, tag)
 

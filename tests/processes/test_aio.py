@@ -38,6 +38,7 @@ async def test_questions(two: cs.CentralStorageStrategy, watched: cs.Variable) -
         assert observer.replicas == 2
         with pytest.raises(errors.InvalidArgumentError, match="no_such_variable"):
             await observer.get("no_such_variable")
+        assert [set(value) for value in await observer.get_all(["watched", "watched"])] == [{7.0}] * 2
         assert set(await observer.get("watched")) == {7.0}  # an error leaves it usable
     with pytest.raises(errors.ShutdownError, match="closed"):
         await observer.get("watched")

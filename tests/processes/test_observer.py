@@ -73,6 +73,20 @@ def test_what_is_read_while_a_training_writes_is_of_one_commit(
         child.wait().ok()
 
 
+def test_several_variables_at_once(own: cs.CentralStorageStrategy, watched: cs.Variable) -> None:
+    with own.scope():
+        other = cs.Variable(np.arange(3), name="other")
+    with cs.connect() as observer:
+        first, second = observer.get_all(["other", "watched"])
+        assert first.tolist() == other.numpy().tolist()
+        assert second.tobytes() == watched.numpy().tobytes()
+        for wrong in ([], "watched"):
+            with pytest.raises(errors.InvalidArgumentError, match="in a list"):
+                observer.get_all(wrong)
+        with pytest.raises(errors.InvalidArgumentError, match="no_such_variable"):
+            observer.get_all(["watched", "no_such_variable"])
+
+
 def test_an_unknown_name(own: cs.CentralStorageStrategy, watched: cs.Variable) -> None:
     with cs.connect() as observer, pytest.raises(errors.InvalidArgumentError, match="no_such_variable"):
         observer.get("no_such_variable")

@@ -169,14 +169,17 @@ def _lossy(attempt: Attempt) -> None:
 
 
 def _reads(attempt: Attempt) -> None:
-    """8 MiB and 4 MiB, while they are updated as fast as it goes."""
-    with session("--elements", str(1 << 20), launched=attempt.random.random() < 0.5) as trained:
+    """8 MiB and 4 MiB, while they are updated as fast as it goes and the server is killed now and then."""
+    rng = attempt.random
+    with session("--elements", str(1 << 20), launched=rng.random() < 0.5, options=_NEVER_GIVES_UP) as trained:
         trained.wait_for_steps(1)
         address = next(line["address"] for line in trained.history if line["op"] == "address")
         command = [sys.executable, "-m", "tests.soak.reader", address, str(attempt.trials)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as reader:
             while reader.poll() is None:
                 trained.watch(0.5)
+                if rng.random() < 0.05:
+                    trained.hit("server", signal.SIGKILL)
             said, errors = reader.communicate()
         if reader.returncode:
             attempt.violations.append(f"the reader ended with code {reader.returncode}:\n{errors}")

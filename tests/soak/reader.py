@@ -1,7 +1,7 @@
 """An observer that reads the workload's variables over and over, and tells what it saw of them.
 
 A value is right where it is the same in every element, no smaller than the one before, and what some number of steps
-makes.
+makes. Every third time both are read at once, and must be of the same step: one apply changes them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,17 @@ def steps_behind(plain: float) -> int | None:
 
 
 def main(address: str, count: int) -> None:
-    """Read ``count`` times, each variable in turn."""
+    """Read ``count`` times, each variable in turn and then both."""
     wrong: list[str] = []
     last = {"plain": 0, "twin": 0}
     with cs.connect(address, timeout=60.0) as observer:
         for number in range(count):
-            name = ("plain", "twin")[number % 2]
+            if number % 3 == 2:
+                plain, twin = observer.get_all(["plain", "twin"])
+                if steps_behind(float(plain[0])) != float(twin[0]) / 2 or (plain[1:] != plain[0]).any():
+                    wrong.append(f"read {number} of both is {plain[0]:g} and {twin[0]:g}, of different steps")
+                continue
+            name = ("plain", "twin")[number % 3]
             value = observer.get(name)
             first = float(value[0])
             steps = steps_behind(first) if name == "plain" else int(first) // 2
