@@ -44,14 +44,14 @@ def slide(w: Any, a: Any, b: Any, addresses: Any, numbers: Any, chunk: int, down
         number = k if down else count - 1 - k
         start = number * chunk
         stop = min(start + chunk, length)
-        g = fused._summed(addresses, w, scratch, start, stop)
+        g = fused._summed(addresses, w, scratch, start, stop)  # noqa: SLF001  (what the kernels do, too)
         old = chunk if down else 0
         new = chunk - old
         ow, oa, ob = w[start + old : stop + old], a[start + old : stop + old], b[start + old : stop + old]
         nw, na, nb = w[start + new : stop + new], a[start + new : stop + new], b[start + new : stop + new]
         for i in range(ow.shape[0]):
             nw[i], na[i], nb[i] = _step(ow[i], g[i], oa[i], ob[i], *numbers)
-        fused._tell(progress, k + 1)
+        fused._tell(progress, k + 1)  # noqa: SLF001
 
 
 def shared(count: int) -> np.ndarray:
