@@ -49,7 +49,7 @@ FAILPOINTS = (
 SABOTAGES = (
     "no-dedup",  # the server acts on a request of a client as often as it comes
     "no-undo",  # a server that is started again begins the commit at hand anew
-    "no-fence",  # the server acts on messages of a worker that has been replaced
+    "replay-committed",  # a run is replayed although something of it is committed
 )
 
 _ITEM = re.compile(

@@ -84,11 +84,13 @@ def _kind_of_training(rng: random.Random) -> list[str]:
     return ["--elements", rng.choice(["1024", "65536", "262144"]), "--ahead", rng.choice(["0", "2"])]
 
 
-def _places(roles: Sequence[str], rng: random.Random, count: int, ranks: Sequence[str]) -> list[str]:
+def _places(
+    roles: Sequence[str], rng: random.Random, count: int, ranks: Sequence[str], action: str = "kill"
+) -> list[str]:
     """``count`` items for CS_FAILPOINTS: places of processes of these roles, each with its own hit."""
     places = [name for name in FAILPOINTS if name.partition(".")[0] in roles]
     chosen = [(rng.choice(places), rng.choice(ranks), rng.randint(*_HITS)) for _ in range(count)]
-    items = [f"{name}{rank}=kill@{hit + _HITS_BEFORE.get(name, 0)}" for name, rank, hit in chosen]
+    items = [f"{name}{rank}={action}@{hit + _HITS_BEFORE.get(name, 0)}" for name, rank, hit in chosen]
     return list(dict.fromkeys(items))
 
 
@@ -141,8 +143,12 @@ def _pauses(attempt: Attempt) -> None:
     """SIGSTOP for up to three times the time-out, after which a worker has been killed and its place taken."""
     rng, timeout = attempt.random, 0.5
     options = {**_NEVER_GIVES_UP, "--step-timeout": str(timeout)}
-    with session(*_kind_of_training(rng), launched=rng.random() < 0.5, options=options) as attacked:
+    items = _places(("worker",), rng, attempt.trials // 2, ("[0]", "[1]"), "stop")
+    environment = {"CS_FAILPOINTS": ";".join(items)}
+    arguments = (*_kind_of_training(rng), "--own-reads")
+    with session(*arguments, launched=rng.random() < 0.5, options=options, environment=environment) as attacked:
         attacked.wait_for_steps(1)
+        _wait_for_places(attempt, attacked, items)
         while attempt.tried < attempt.trials:
             attacked.watch(rng.uniform(0.0, 0.2))
             victim = rng.choice(["server", "server", "w0", "w1", "supervisor"])
@@ -150,7 +156,7 @@ def _pauses(attempt: Attempt) -> None:
                 attacked.watch(rng.uniform(0.0, 3 * timeout))
                 attacked.hit(victim, signal.SIGCONT)
                 attempt.tried_once(attacked.wait_for_steps(3))
-        attempt.violations += check(attacked.history, attacked.finish())
+        attempt.violations += check(attacked.history, attacked.finish(), may_lose=True)
         if attempt.violations:
             attempt.violations.append(attacked.tail())
 

@@ -15,25 +15,32 @@ from tests.soak.sessions import session
 
 from cs_proto.failpoints import FAILPOINTS
 
-TRIALS = {"P2": 4, "P5": 6000, "P7": 200}
+#: Of each promise the seed of the session that is tried, and the number of trials.
+TRIALS = {"P1": (303, 4), "P2": (1, 4), "P4": (124, 4), "P5": (1, 6000), "P7": (1, 200)}
 #: The guarantee that is switched off, and what the trials of a promise find then.
-SABOTAGED = {"P2": ("no-undo", "stood"), "P5": ("no-dedup", "ledger is ")}
+SABOTAGED = {
+    "P1": ("replay-committed", "began with"),
+    "P2": ("no-undo", "stood"),
+    "P4": ("replay-committed", "began with"),
+    "P5": ("no-dedup", "ledger is "),
+}
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", TRIALS)
 def test_a_promise_is_kept(name: str) -> None:
-    attempt = PROMISES[name].session(1, TRIALS[name])
+    seed, trials = TRIALS[name]
+    attempt = PROMISES[name].session(seed, trials)
     assert attempt.violations == []
-    assert attempt.tried == TRIALS[name]
+    assert attempt.tried == trials
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", SABOTAGED)
 def test_a_promise_that_is_broken_is_found_broken(name: str) -> None:
-    sabotage, words = SABOTAGED[name]
-    arguments = ("-m", "tests.soak.run", "--promise", name, "--seed", "1", "--trials", str(TRIALS[name]))
-    ended = run("python", *arguments, environment={"CS_SABOTAGE": sabotage}, timeout=unit(120))
+    (seed, trials), (sabotage, words) = TRIALS[name], SABOTAGED[name]
+    arguments = ("-m", "tests.soak.run", "--promise", name, "--seed", str(seed), "--trials", str(trials))
+    ended = run("python", *arguments, environment={"CS_SABOTAGE": sabotage}, timeout=unit(200))
     assert ended.code == 1, ended
     assert words in ended.out, ended
 

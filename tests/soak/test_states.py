@@ -161,7 +161,7 @@ def strategy() -> Iterator[cs.CentralStorageStrategy]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("victims", "examples"), [((), 15), (("server",), 6)], ids=["undisturbed", "killed"])
+@pytest.mark.parametrize(("victims", "examples"), [((), 15), ((0, 1, "server"), 6)], ids=["undisturbed", "killed"])
 def test_variables_are_what_a_dictionary_of_arrays_is(
     strategy: cs.CentralStorageStrategy, victims: tuple[str | int, ...], examples: int
 ) -> None:

@@ -179,7 +179,7 @@ class _Foreground:
         elif self.failure is not None:
             report = ("" if self.failure.kind == "start" else "first failure: ") + described(self.failure)
         elif died is not None:  # others have gone on without it
-            report = f"first failure: {described(died_failure(died))}"
+            report = f"the run went on after this: {described(died_failure(died))}"
         else:
             report = ""
         if self._logs is not None and self._keeps_logs:
