@@ -12,7 +12,7 @@ from .test_goldens import NAME_CPUS
 
 #: Of the modes on stand-ins for GPUs one program in so many is run, unless CS_ALL_PROGRAMS is set: NumPy's arithmetic
 #: behind a Python class is slow, and what such a mode has of its own is in every program.
-_ONE_IN = 8
+_ONE_IN = 16
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
