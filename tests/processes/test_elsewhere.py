@@ -16,7 +16,7 @@ from tests.harness.processes import Child, run, start
 from tests.harness.stand_in_gpus import stand_in_gpus
 
 DIGITS = ("examples/digits.py", "--epochs", "2")
-SERVE = ("--memory", "files", "--max-restarts", "0")
+SERVE = ("--memory", "files")
 SCRIPT = """
 import os, time
 import numpy as np
@@ -64,10 +64,12 @@ print([replica.device for replica in strategy.statistics().replicas], v.numpy().
 class Elsewhere:
     """A server and its two workers, started apart."""
 
-    def __init__(self, stack: ExitStack, directory: str) -> None:
+    def __init__(self, stack: ExitStack, directory: str, *options: str) -> None:
         self.directory = directory
         self.environment = {"CS_ADDRESS": directory}
-        self.server = stack.enter_context(start("cs-launch", "--serve", "2", *SERVE, environment=self.environment))
+        self.server = stack.enter_context(
+            start("cs-launch", "--serve", "2", *SERVE, *options, environment=self.environment)
+        )
         self.workers = [self.joined(stack, number) for number in range(2)]
 
     def joined(self, stack: ExitStack, number: int) -> Child:
@@ -83,7 +85,7 @@ class Elsewhere:
 @pytest.fixture
 def elsewhere() -> Iterator[Elsewhere]:
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="elsewhere-") as parent, ExitStack() as stack:
-        yield Elsewhere(stack, os.path.join(parent, "run"))
+        yield Elsewhere(stack, os.path.join(parent, "run"), "--max-restarts", "0")
 
 
 def script(elsewhere: Elsewhere, *, blocks: bool) -> tuple[str, ...]:
@@ -148,6 +150,46 @@ def test_a_worker_that_is_killed_ends_the_run_with_the_reason(elsewhere: Elsewhe
     assert "read [0.0, 0.0, 0.0]" in ended.out
     assert elsewhere.server.wait().code == 4
     assert [worker.wait().code for worker in elsewhere.workers] == [0, -9 if victim == "the launcher" else 4]
+
+
+SURVIVED = """
+import os, signal, sys
+import numpy as np
+import central_storage as cs
+
+strategy = cs.CentralStorageStrategy()
+with strategy.scope():
+    v = cs.Variable(np.zeros(3), aggregation=cs.VariableAggregation.SUM)
+
+def step(flag):
+    v.assign_add(np.ones(3))
+    context = cs.get_replica_context()
+    if context.replica_id_in_sync_group == 1 and not os.path.exists(flag):
+        open(flag, "w").close()
+        os.kill(os.getppid() if LAUNCHER else os.getpid(), signal.SIGKILL)
+        signal.pause()
+    context.all_reduce("SUM", np.ones(1))
+
+for _ in range(3):
+    strategy.run(step, (sys.argv[1],))
+print("read", v.numpy().tolist())
+"""
+
+
+@pytest.mark.parametrize("victim", ["the launcher", "the worker"])
+def test_another_takes_the_place_of_a_worker_that_is_killed(victim: str) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="elsewhere-") as parent, ExitStack() as stack:
+        elsewhere = Elsewhere(stack, os.path.join(parent, "run"))
+        program = Path(parent, "script.py")
+        program.write_text(SURVIVED.replace("LAUNCHER", str(victim == "the launcher")))
+        with start(str(program), os.path.join(parent, "flag"), environment=elsewhere.environment) as child:
+            elsewhere.server.wait_for(r"ended by .*; restart 1 of 3", stream="err")
+            if victim == "the launcher":
+                elsewhere.workers[1] = elsewhere.joined(stack, 1)
+            ended = child.wait().ok()
+        assert ended.out == "read [6.0, 6.0, 6.0]\n"
+        elsewhere.server.signal(signal.SIGTERM)
+        assert [process.wait().code for process in (elsewhere.server, *elsewhere.workers)] == [0, 0, 0]
 
 
 def test_ctrl_c_reaches_workers_whose_pids_mean_nothing_here(elsewhere: Elsewhere) -> None:
