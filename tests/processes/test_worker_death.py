@@ -14,10 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zmq
 from tests.harness.processes import start
 
 import central_storage as cs
 from central_storage import errors
+from cs_proto import messages
+from cs_proto.arrays import array_of
+from cs_proto.codec import decode, encode
 from cs_proto.failpoints import FAILPOINTS
 
 
@@ -323,6 +327,45 @@ def _workers(strategy: cs.CentralStorageStrategy, rank: int) -> list[int]:
             if entry.isdecimal() and wanted <= set(Path("/proc", entry, "environ").read_bytes().split(b"\0")):
                 found.append(int(entry))
     return found
+
+
+@pytest.mark.parametrize("victims", [(1,), (0, 1)], ids=["one worker", "both workers"])
+def test_the_server_dies_with_workers(
+    mortal: cs.CentralStorageStrategy, victims: tuple[int, ...], tmp_path: Path
+) -> None:
+    total = counter(mortal)
+    server = mortal.statistics().pid
+
+    def end_both() -> None:
+        with suppress(ProcessLookupError):
+            os.kill(server, signal.SIGKILL)
+        kill()
+
+    def step() -> float:
+        total.assign_add(np.ones(2))
+        seen = meet()
+        if replica() in victims:
+            once(tmp_path / f"flag{replica()}", end_both)
+        return seen + meet()
+
+    assert [local(mortal, step) for _ in range(3)] == [(4.0, 4.0)] * 3
+    assert total.numpy().tolist() == [6, 6]
+
+
+def test_a_late_message_of_a_worker_that_was_replaced_is_refused(mortal: cs.CentralStorageStrategy) -> None:
+    total = counter(mortal)
+    (pid,) = _workers(mortal, 1)
+    os.kill(pid, signal.SIGKILL)
+    assert local(mortal, meet) == (2.0, 2.0)
+    with zmq.Context() as sockets, sockets.socket(zmq.DEALER) as late:
+        late.setsockopt(zmq.IDENTITY, b"w1.1")
+        late.connect(f"ipc://{mortal.controller.address}/server")
+        point = messages.AssignPoint(0, "late.py:1", 1, "assign_add", array_of(np.ones(2)), False)
+        late.send_multipart(encode(messages.Return((10**6,), 1, 1, (point,), 1, messages.Value(b"\xc0", ()), None)))
+        refused = decode(late.recv_multipart())
+    assert isinstance(refused, messages.Refused)
+    assert refused.error.exception == "cs.Fenced"
+    assert total.numpy().tolist() == [0, 0]
 
 
 # --- what cannot be made good, and what is too long -----------------------------------------------------------------
