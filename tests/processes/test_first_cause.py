@@ -72,7 +72,7 @@ CASES = {
         "pass", r"DeviceError: .*gpu:77.*", 2, "usage", "launcher", None, "", ("--devices", "cpu:0,gpu:77")
     ),
     "server error": Case(
-        "pass", r"exit code 1", 5, "death", "server", None, "FailpointError", failpoints="server.decided=raise@12"
+        "pass", r"exit code 1", 5, "death", "server", None, "FailpointError", failpoints="server.heard=raise@4"
     ),
 }
 
