@@ -148,3 +148,29 @@ def test_a_lock_taken_between_making_and_locking_is_not_shared(runtime: Path, mo
     assert len(list(runtime.iterdir())) == 2
     directory.remove()
     os.close(taken[0])
+
+
+def test_twenty_starts_at_once_neither_meet_nor_clean_each_other_up(runtime: Path) -> None:
+    for number in range(5):
+        dead(runtime, f"cs-0000000{number}")
+    code = (
+        "import sys; from central_storage.launch.run_directory import RunDirectory; sys.stdin.readline(); "
+        "made = RunDirectory(); print(made.path, flush=True); sys.stdin.readline(); made.remove()"
+    )
+    environment = {**os.environ, "PYTHONPATH": python_path(os.environ)}
+    command = [sys.executable, "-c", code]
+    starts = [
+        subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        for _ in range(20)
+    ]
+    try:
+        for start in starts:
+            print(file=start.stdin, flush=True)
+        paths = [start.stdout.readline().strip() for start in starts]
+        assert sorted(map(str, runtime.iterdir())) == sorted(paths)
+        assert len(set(paths)) == 20
+        assert [Path(path, "lock").read_text() for path in paths] == [f"{start.pid}\n" for start in starts]
+    finally:
+        for start in starts:
+            start.communicate("\n")
+    assert list(runtime.iterdir()) == []
