@@ -11,6 +11,7 @@ import os
 import platform
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -45,6 +46,8 @@ _NEEDS_KERNELS = {"conformance", "interop", "processes", "seeds", "server"}
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give this session its directory and its mark; everything it starts inherits both."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell starts what it runs behind; Ctrl-C is tested
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     directory = Path(tempfile.mkdtemp(prefix="cst-"))
     config.stash[_directory] = directory
     for name in ("run", "tmp", "logs"):
