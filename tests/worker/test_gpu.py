@@ -295,6 +295,10 @@ def test_too_little_memory_names_device_numbers_and_plan(gpus: StandInGpus, devi
         device.buffers([shared.view(1), shared.view(2)])
     with pytest.raises(DeviceMemoryError, match=r"gpu:0: .* an array float32\[262144\]"):
         device.bring(np.zeros(1 << 18, F32))
+    across = device.bring(np.zeros((2, 75_000), F32)).T
+    with pytest.raises(DeviceMemoryError, match="600000 bytes wanted for contiguous copies of 1 arrays"):
+        device.fetch([(across, np.empty(across.shape, F32))], may_change=True)
+    del across
     assert device.rows(3, np.array([3]), shared).tolist() == [[0, 0]]
 
 

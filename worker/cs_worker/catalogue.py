@@ -141,7 +141,7 @@ class Catalogue:
         else:
             self._may_be_located = False
             self._located = {}
-            _log.info("variables are on another GPU: they are read through the machine's memory")
+            _log.warning("variables are on another GPU: they are read through the machine's memory")
             self._located[number] = messages.DevicePlace(b"", 0)
 
     def learn(self, record: messages.Variable) -> messages.Variable:

@@ -65,7 +65,8 @@ class Gpu:
         self._numbers = numbers
         self._home = cupy.cuda.Device(numbers[0])
         self._home.use()
-        self.uuid = bytes(cupy.cuda.runtime.getDeviceProperties(numbers[0])["uuid"])
+        # CuPy reads a C string: what stands behind the sixteen bytes may follow, and a zero ends it.
+        self.uuid = bytes(cupy.cuda.runtime.getDeviceProperties(numbers[0])["uuid"][:16])
         self._copying = cupy.cuda.Stream(non_blocking=True)
         self._locks = PageLocks(cupy, self._wait)
         # Kernels read page-locked memory under the address that the host has for it; not every machine can.
@@ -189,9 +190,9 @@ class Gpu:
             except runtime.CUDARuntimeError as error:
                 self._opened[handle] = 0
                 # The text alone: an error that a log keeps would keep the service's memory by its frames.
-                _log.info("variables on %s cannot be opened (%s): they are copied", self.name, str(error))
+                _log.warning("variables on %s cannot be opened (%s): they are copied", self.name, str(error))
             else:
-                _log.info("variables on %s are read where they lie (CUDA IPC)", self.name)
+                _log.warning("transport CUDA IPC: variables on %s are read where they lie", self.name)
         return self._opened[handle]
 
     def _ready(self, copy: _Copy) -> Any:
@@ -242,8 +243,10 @@ class Gpu:
 
     def fetch(self, pairs: Sequence[tuple[Any, np.ndarray]], *, may_change: bool) -> None:
         cupy = self.array_module
+        nbytes = sum(source.nbytes for source, _ in pairs)
         with self._home:
-            found = [(cupy.ascontiguousarray(self._at_home(source)), target) for source, target in pairs]
+            with self._memory(nbytes, f"contiguous copies of {len(pairs)} arrays on their way to the server"):
+                found = [(cupy.ascontiguousarray(self._at_home(source)), target) for source, target in pairs]
             current = cupy.cuda.get_current_stream()
             self._copying.wait_event(current.record())
             for array, target in found:
@@ -290,10 +293,10 @@ class Gpu:
 
     def close(self) -> None:
         with self._home:
+            self.settle()
             self.close_imports()
             while self._closing:
                 self.array_module.cuda.runtime.ipcCloseMemHandle(self._closing.pop())
-            self._wait()
             self._locks.close()
 
     @contextmanager

@@ -70,7 +70,7 @@ class PageLocks:
             self._runtime.hostRegister(start, stop - start, flags)
         except self._runtime.CUDARuntimeError as error:
             self._refused.add(flags)
-            _log.info("shared memory cannot be page-locked (%s): copies to and from the GPU are slower", error)
+            _log.warning("shared memory cannot be page-locked (%s): copies to and from the GPU are slower", error)
             return
         place = bisect.bisect(self._starts, start)
         self._starts.insert(place, start)

@@ -153,6 +153,7 @@ def _serve(options: argparse.Namespace) -> int:
         medium = _medium(options, run_directory.path)
         # Which devices they have is for the workers to say.
         plan = Options(("elsewhere",) * options.serve, parameters, run_directory.path, _recovery(options))
+        _warn([parameters], here)
         return serve(
             run_directory,
             _commands(plan, here),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from cupy import _machine
@@ -32,6 +33,7 @@ def setDevice(device: int) -> None:  # noqa: N802
 def getDeviceProperties(device: int) -> dict[str, Any]:  # noqa: N802
     found = _machine._find(device)
     uuid = bytes.fromhex(found.uuid.removeprefix("GPU-").replace("-", ""))
+    uuid += os.urandom(3)  # CuPy reads a C string, into what stands behind
     return {"name": b"Stand-in", "uuid": uuid, "totalGlobalMem": found.nbytes, "major": 9, "minor": 0}
 
 
