@@ -49,6 +49,7 @@ FAILPOINTS = (
 SABOTAGES = (
     "no-dedup",  # the server acts on a request of a client as often as it comes
     "no-undo",  # a server that is started again begins the commit at hand anew
+    "unguarded-read",  # the reader of the soak looks at the memory of a variable instead of asking the server
     "replay-committed",  # a run is replayed although something of it is committed
 )
 

@@ -121,9 +121,9 @@ def _wait_for_places(attempt: Attempt, attacked: Session, items: Sequence[str]) 
     """Let the training come to every place that was named."""
     fired: set[str] = set()
     for _ in range(20 * len(items)):
-        seconds = attacked.wait_for_steps(_HITS[1])
+        attacked.wait_for_steps(_HITS[1])
         for _ in attacked.fired - fired:
-            attempt.tried_once(seconds)
+            attempt.tried_once()
         fired = attacked.fired
         if len(fired) == len(items):
             return
@@ -180,12 +180,15 @@ def _reads(attempt: Attempt) -> None:
     with session("--elements", str(1 << 20), launched=rng.random() < 0.5, options=_NEVER_GIVES_UP) as trained:
         trained.wait_for_steps(1)
         address = next(line["address"] for line in trained.history if line["op"] == "address")
+        next_kill = trained.steps + 10
         command = [sys.executable, "-m", "tests.soak.reader", address, str(attempt.trials)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as reader:
             while reader.poll() is None:
                 trained.watch(0.5)
-                if rng.random() < 0.05:
+                # What is killed before it has worked is started again ever later.
+                if trained.steps >= next_kill and rng.random() < 0.1:
                     trained.hit("server", signal.SIGKILL)
+                    next_kill = trained.steps + 30
             said, errors = reader.communicate()
         if reader.returncode:
             attempt.violations.append(f"the reader ended with code {reader.returncode}:\n{errors}")

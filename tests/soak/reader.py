@@ -9,10 +9,14 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Callable
 
 import numpy as np
 
 import central_storage as cs
+from central_storage import lifeline
+from central_storage.lifeline import Lifeline
+from cs_proto.failpoints import sabotaged
 
 __all__ = ["steps_behind"]
 
@@ -23,11 +27,24 @@ def steps_behind(plain: float) -> int | None:
     return steps if plain == 3 * steps * (steps + 1) / 2 else None
 
 
+def unguarded(observer: cs.observer.Observer) -> Callable[[str], np.ndarray]:
+    """What reads a variable where it lies, whatever is being done to it."""
+    arrays = {variable.spec.name: variable.array for variable in observer.variables()}
+    supervisor = Lifeline(lifeline.connect(observer.address), "observer")
+
+    def read(name: str) -> np.ndarray:
+        array = arrays[name]
+        return np.array(supervisor.segment(array.place.segment).view(array))
+
+    return read
+
+
 def main(address: str, count: int) -> None:
     """Read ``count`` times, each variable in turn and then both."""
     wrong: list[str] = []
     last = {"plain": 0, "twin": 0}
     with cs.connect(address, timeout=60.0) as observer:
+        read = unguarded(observer) if sabotaged("unguarded-read") else observer.get
         for number in range(count):
             if number % 3 == 2:
                 plain, twin = observer.get_all(["plain", "twin"])
@@ -35,7 +52,7 @@ def main(address: str, count: int) -> None:
                     wrong.append(f"read {number} of both is {plain[0]:g} and {twin[0]:g}, of different steps")
                 continue
             name = ("plain", "twin")[number % 3]
-            value = observer.get(name)
+            value = read(name)
             first = float(value[0])
             steps = steps_behind(first) if name == "plain" else int(first) // 2
             if not (value == first).all():

@@ -23,6 +23,7 @@ SABOTAGED = {
     "P2": ("no-undo", "stood"),
     "P4": ("replay-committed", "began with"),
     "P5": ("no-dedup", "ledger is "),
+    "P7": ("unguarded-read", "is torn"),
 }
 
 
