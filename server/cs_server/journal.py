@@ -15,6 +15,7 @@ from dataclasses import astuple, dataclass
 import msgpack
 import numpy as np
 
+from cs_proto.errors import MemoryPlanError
 from cs_proto.segments import Mapping
 
 from .updates import Array
@@ -82,10 +83,14 @@ class Journal:
         """Make sure that a commit that changes so many bytes finds memory. Raises MemoryPlanError."""
         wanted = _HEAD_NBYTES + nbytes
         if wanted > self._nbytes:
-            # In few steps, so that what is page-locked is not in small parts.
-            wanted = -(-max(wanted, self._nbytes * 9 // 8) // _STEP_NBYTES) * _STEP_NBYTES
-            self._mapping.populate(self._nbytes, wanted)
-            self._nbytes = wanted
+            # In few steps, so that what is page-locked is not in small parts. What the plan allows is less.
+            ample = -(-max(wanted, self._nbytes * 9 // 8) // _STEP_NBYTES) * _STEP_NBYTES
+            try:
+                self._mapping.populate(self._nbytes, ample)
+            except MemoryPlanError:
+                ample = wanted
+                self._mapping.populate(self._nbytes, wanted)
+            self._nbytes = ample
 
     def begin(self) -> None:
         """A commit begins: nothing is written down any more."""
