@@ -516,7 +516,8 @@ class _OfStep(_OfRun):
 
 @record(60)
 class Ask(_OfStep):
-    """Replica to server: my notes since the last message, and a point whose answer I wait for."""
+    """Replica to server: my notes since the last message, and a point whose answer I wait for. ``client`` is the one
+    whose run it is: another counts its runs from 1 again."""
 
     run: RunId
     replica: int
@@ -524,12 +525,14 @@ class Ask(_OfStep):
     notes: tuple[ApplyPoint | AssignPoint | WriteNote, ...]
     point: ApplyPoint | AssignPoint | CreatePoint | ReducePoint | GatherPoint | MergeCallPoint | ReadPoint
     series: int = 0
+    client: str = ""
 
 
 @record(61)
 class Return(_OfStep):
     """Replica to server: the function returned or raised, after ``count`` merge points. One of a step of a ``series``
     is answered with :class:`StepFinished`; the controller has the answers of the steps before the last ``lookahead``.
+    ``client`` as in :class:`Ask`.
     """
 
     run: RunId
@@ -541,6 +544,7 @@ class Return(_OfStep):
     error: Error | None
     series: int = 0
     lookahead: int = 0
+    client: str = ""
 
     def check(self) -> None:
         super().check()

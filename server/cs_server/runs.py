@@ -75,7 +75,7 @@ class Runs:
     def ask(self, peer: bytes, record: Ask, now: float) -> None:
         """Note what a replica brings and that it waits; what was asked and answered before is answered again."""
         run, replica, point = record.run, record.replica, record.point
-        if self._is_over(run, record.series):
+        if self._is_of_another(run, record.client) or self._is_over(run, record.series):
             over = error_of(ContextError(f"{name(run)} is over"), replica, point.k)
             self._out.append(Send(peer, PointFailed(run, point.k, over, True)))
             return
@@ -135,7 +135,7 @@ class Runs:
     def returned(self, peer: bytes, record: Return, now: float) -> None:
         """Note a replica's result. Of a run that is finished the answer is repeated."""
         run, replica = record.run, record.replica
-        if self._is_over(run, record.series):
+        if self._is_of_another(run, record.client) or self._is_over(run, record.series):
             self._out.append(Log(f"replica {replica} returned from {name(run)}, which is over"))
             return
         self._begin(run, now, record.series)
@@ -418,6 +418,15 @@ class Runs:
         if any(other > run for other in siblings) or (len(run) > 1 and self._is_over(run[:-2])):
             return True
         return series > 0 and any(self._has_failed_in(series, other) for other in siblings)
+
+    def _is_of_another(self, run: RunId, client: str) -> bool:
+        """Whether ``run`` is one of a client that has left and that is over. The server knows nothing of it any more,
+        but a worker says its last words again to a server in the place of one that died."""
+        peer = self._sessions.controller_peer()
+        controller = None if peer is None else self._sessions.client(peer)
+        if controller is None:
+            return client != "" and run not in self._tables.runs
+        return client not in ("", controller.client)
 
     def _has_failed_in(self, series: int, run: RunId) -> bool:
         state = self._tables.runs[run]

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.harness.processes import run
 
 import central_storage as cs
 from central_storage import aio
@@ -141,3 +142,37 @@ async def test_observers_ask_again(protected: cs.CentralStorageStrategy) -> None
             os.kill(second, signal.SIGKILL)
             assert (await other.get("seen")).tolist() == variable.numpy().tolist()
             assert (await other.statistics()).pid not in (first, second)
+
+
+TWO_CLIENTS = """
+import os, signal, subprocess, sys
+import numpy as np
+import central_storage as cs
+
+def step():
+    count.assign_add(np.ones(2))
+
+def another_server():
+    before = observer.statistics().pid
+    os.kill(before, signal.SIGKILL)
+    while observer.statistics().pid == before:
+        pass
+
+with cs.CentralStorageStrategy() as strategy:
+    observer = cs.connect(timeout=60)
+    if len(sys.argv) > 1:  # the second: a server after the one that welcomed it hears from replicas, too
+        another_server()
+    with strategy.scope():
+        count = cs.Variable(np.zeros(2), name=f"count{len(sys.argv)}", aggregation=cs.VariableAggregation.SUM)
+    strategy.run(step)
+if len(sys.argv) == 1:
+    another_server()
+    subprocess.run([sys.executable, __file__, "second"], check=True)
+    print(observer.get_all(["count1", "count2"]))
+"""
+
+
+def test_what_replicas_of_a_client_that_has_left_say_again_is_not_acted_on(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TWO_CLIENTS)
+    ended = run("cs-launch", "--devices", "cpu:0,cpu:1", str(tmp_path / "train.py")).ok()
+    assert "[array([2., 2.]), array([2., 2.])]" in ended.out

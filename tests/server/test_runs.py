@@ -241,6 +241,30 @@ def test_a_controller_that_leaves_cancels_its_runs_and_the_next_one_waits_for_th
     book.on(returns(1, 0), to(b"c2", RunFinished, run=(1,)))
 
 
+def test_the_last_words_of_a_run_of_a_client_that_has_left_do_nothing() -> None:
+    book = training()
+
+    def says(event: Received, client: str) -> Received:
+        assert isinstance(event.record, Ask | Return)
+        return replace(event, record=replace(event.record, client=client))
+
+    for replica in (0, 1):
+        book.does(says(returns(replica, 1, (applies(0),), run=(2,)), "c"))
+    book.does(book.finished())
+    book.does(hears(CONTROLLER, Goodbye("c")))
+    book.repeats = False
+    for _ in range(2):  # no client is there, then another
+        for replica in (0, 1):
+            last = says(returns(replica, 1, (applies(0),), run=(2,)), "c")
+            book.on(last, Says(f"replica {replica} returned from run 2, which is over"))
+        asked = says(asks(0, reads(1), (applies(0),), run=(2,)), "c")
+        book.on(asked, to(w(0), PointFailed, "cs.ContextError", "run 2 is over", ends_run=True))
+        book.does(hears(b"c2", Hello(PROTOCOL, "controller", "d", 9)))
+    for replica in (0, 1):  # its second run is one of its own
+        book.does(says(returns(replica, 1, (applies(0),), run=(2,)), "d"))
+    book.on(book.finished(), to(b"c2", RunFinished, run=(2,), commits=1))
+
+
 def test_a_run_that_nobody_has_heard_of_does_not_keep_the_next_controller_waiting() -> None:
     book = Playbook(2).begin()
     book.does(hears(CONTROLLER, Cancel((1,))))

@@ -105,6 +105,11 @@ class Conversation:
         """The controller's run that is carried out now."""
         return self._run[1] if self._run is not None else None
 
+    @property
+    def client(self) -> str:
+        """Whose run is carried out now: as the client calls itself."""
+        return self._run[0][1:].decode(errors="replace") if self._run is not None else ""
+
     def is_cancelled(self) -> bool:
         """Whether the controller has given up the run under way."""
         if self._cancelled is None or self._run is None:

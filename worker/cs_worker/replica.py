@@ -294,11 +294,11 @@ class Replica:
         head = (self._run, self.replica, shop.config.incarnation, tuple(self._notes), self.count)
         failpoint("worker.return")
         try:
-            shop.conversation.say(messages.Return(*head, value, error, *self._step))
+            shop.conversation.say(messages.Return(*head, value, error, *self._step, shop.conversation.client))
         except LocalProtocolError as refused:
             too_large = ResultError(f"the result of the replica function is too large to travel: {refused}")
             failed = error_of(too_large, self.replica, self.count)
-            shop.conversation.say(messages.Return(*head, None, failed, *self._step))
+            shop.conversation.say(messages.Return(*head, None, failed, *self._step, shop.conversation.client))
         failpoint("worker.returned")
 
     # --- how it is done -----------------------------------------------------------------------------------------
@@ -330,7 +330,8 @@ class Replica:
         self._refuse_after_failure()
         shop, k = self._shop, point.k
         shop.device.settle()
-        ask = messages.Ask(self._run, self.replica, shop.config.incarnation, tuple(self._notes), point, self._series)
+        head = (self._run, self.replica, shop.config.incarnation, tuple(self._notes))
+        ask = messages.Ask(*head, point, self._series, shop.conversation.client)
         failpoint("worker.ask")
         shop.conversation.link.send_server(ask)
         self._notes.clear()
