@@ -75,6 +75,11 @@ class Lifeline:
         except OSError as error:
             raise ShutdownError("the supervisor is gone, and the service with it") from error
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether records came while a segment was awaited: polling the descriptor does not show them."""
+        return bool(self._waiting)
+
     def receive_nowait(self) -> Record | None:
         """The next record, or None where none waits. Raises :class:`ShutdownError` at end-of-file."""
         if self._waiting:

@@ -336,9 +336,10 @@ class ServiceLink:
         Raises KeyboardInterrupt for a Ctrl-C, ShutdownError where the service is gone, ReplicaLostError where the
         server died.
         """
-        ready = dict(self._poller.poll(int(max(0.0, timeout) * 1000) + 1))
+        has_waiting = self._lifeline.has_waiting
+        ready = dict(self._poller.poll(0 if has_waiting else int(max(0.0, timeout) * 1000) + 1))
         self._interrupts.raise_pending()
-        if self._lifeline.fileno() in ready:
+        if has_waiting or self._lifeline.fileno() in ready:
             try:
                 return self._hear()
             except ShutdownError as error:

@@ -76,15 +76,17 @@ class Link:
         Bytes that are no record are dropped with a logged line. Does not return where the supervisor is gone.
         """
         while True:
+            has_waiting = self._lifeline.has_waiting
+            pause = 0.0 if has_waiting else timeout
             with self._turns.paused():
-                ready = dict(self._poller.poll(None if timeout is None else round(max(0.0, timeout) * 1000)))
-            if not ready:
+                ready = dict(self._poller.poll(None if pause is None else round(max(0.0, pause) * 1000)))
+            if not ready and not has_waiting:
                 return None
             if ready.pop(self._doorbell, None):
                 os.read(self._doorbell, 64)
                 if not ready:
                     continue
-            if self._lifeline.fileno() in ready:
+            if has_waiting or self._lifeline.fileno() in ready:
                 try:
                     record = self._lifeline.receive_nowait()
                 except ShutdownError:
