@@ -38,9 +38,9 @@ T = TypeVar("T")
 
 #: A wait looks this often (seconds) whether the service is still there.
 LOOK_EVERY = 0.2
-# A question without an answer is asked again after this long, and then after twice as long each time: the server may
-# have died with it.
-_ASK_AGAIN = 1.0
+# A question without an answer is asked again after this long, and then after twice as long each time up to the second
+# number: the server may have died with it, or be at work on a large answer.
+_ASK_AGAIN = (1.0, 4.0)
 
 
 def connect(address: str | None = None, timeout: float = 10.0) -> Observer:
@@ -160,7 +160,7 @@ class Patience:
 
     def __init__(self, timeout: float) -> None:
         self.deadline = time.monotonic() + timeout
-        self._pause = _ASK_AGAIN
+        self._pause = _ASK_AGAIN[0]
         self._again = time.monotonic() + self._pause
 
     @property
@@ -172,7 +172,7 @@ class Patience:
         """Whether it is time to send the question again."""
         if time.monotonic() < self._again:
             return False
-        self._pause *= 2
+        self._pause = min(2 * self._pause, _ASK_AGAIN[1])
         self._again = time.monotonic() + self._pause
         return True
 
