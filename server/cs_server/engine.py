@@ -48,6 +48,7 @@ from .events import (
     Fill,
     Fingerprinted,
     Finished,
+    Listening,
     MemoryAvailable,
     ProcessDied,
     Received,
@@ -214,6 +215,8 @@ class Engine:
                     self._finished(job)
             case Tick():
                 self._waits.tick(now)
+            case Listening():  # nobody has been silent yet
+                self._tables.tally.seen = [now] * self._config.replicas
 
     def _receive(self, peer: bytes, record: Record, now: float) -> None:
         if not isinstance(record, Ask | Return) and (replica := self._sessions.replica_at(peer)) is not None:

@@ -68,7 +68,12 @@ class Tick:
     """Time passes. Once a second, so that waits can be named."""
 
 
-Event = Received | ProcessDied | MemoryAvailable | Computed | Fingerprinted | Finished | Tick
+@dataclass(frozen=True)
+class Listening:
+    """From now on peers are heard; what they said to a server before this one may not have been."""
+
+
+Event = Received | ProcessDied | MemoryAvailable | Computed | Fingerprinted | Finished | Tick | Listening
 
 # --- commands -------------------------------------------------------------------------------------------------------
 

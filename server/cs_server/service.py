@@ -83,6 +83,7 @@ from .events import (
     Fingerprinted,
     Finished,
     FreeResults,
+    Listening,
     Load,
     Log,
     MemoryAvailable,
@@ -206,6 +207,7 @@ class Service:
     ) -> None:
         """``router`` is bound; ``wake`` is a descriptor from which signal numbers are read."""
         self.is_told_to_end = False
+        self._listens = False
         self._config = config
         self._segments = segments
         self._router = router
@@ -262,6 +264,8 @@ class Service:
     def listen(self) -> None:
         """Begin to hear workers and clients."""
         self._poller.register(self._router, zmq.POLLIN)
+        self._listens = True
+        self._settle([Listening()])
 
     def turn(self) -> None:
         """Wait for what comes next, and do all that follows from it."""
@@ -300,7 +304,8 @@ class Service:
             yield from self._notices()
         if time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + _TICK
-            yield Tick()
+            if self._listens:  # else whoever is silent may have spoken
+                yield Tick()
 
     def _notices(self) -> Iterator[Event]:
         """What the supervisor says unasked."""

@@ -149,8 +149,10 @@ def computes(*components: tuple[Array, ...], reduce: Any = None, axis: int = 0) 
 class Playbook:
     """One service seen from outside."""
 
-    def __init__(self, replicas: int = 2, *, machine_nbytes: int = MACHINE_NBYTES) -> None:
-        self.config = Config(replicas, "CPU:0", machine_nbytes, pid=1, started=0.0)
+    def __init__(
+        self, replicas: int = 2, *, machine_nbytes: int = MACHINE_NBYTES, step_timeout: float | None = None
+    ) -> None:
+        self.config = Config(replicas, "CPU:0", machine_nbytes, pid=1, started=0.0, step_timeout=step_timeout)
         self.now = 100.0
         self.transcript: list[str] = []
         self.commands: list[Command] = []

@@ -21,7 +21,7 @@ from tests.harness.playbook import (
 )
 
 from cs_proto.messages import PROTOCOL, Cancel, Goodbye, Hello
-from cs_server.events import Log, Tick
+from cs_server.events import EndWorker, Listening, Log, Tick
 
 
 def ticks(book: Playbook, seconds: int, *expected: Log | Says) -> None:
@@ -31,6 +31,19 @@ def ticks(book: Playbook, seconds: int, *expected: Log | Says) -> None:
         book.on(Tick())
     book.now += 1
     book.on(Tick(), *expected)
+
+
+def test_a_replica_is_ended_that_lets_others_wait_and_was_not_heard_by_a_server_that_listened() -> None:
+    book = Playbook(2, step_timeout=5.0).begin()
+    book.does(asks(0, reduces(0)))
+    book.now += 60  # the server was dead, and another was started
+    book.on(Listening())
+    book.now += 5
+    book.does(Tick())
+    assert not [command for command in book.commands if isinstance(command, EndWorker)]
+    book.now += 1
+    reason = "it did not come to its next merge point within 5 s in run 1"
+    book.on(Tick(), Says(reason, slow=True), EndWorker(1, 1, reason))
 
 
 def test_a_replica_that_lets_another_wait_is_named_every_ten_seconds() -> None:
