@@ -6,6 +6,8 @@ then would pass without the guarantee, too.
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from tests.harness.processes import run
 from tests.harness.timing import unit
@@ -41,7 +43,7 @@ def test_a_promise_is_kept(name: str) -> None:
 def test_a_promise_that_is_broken_is_found_broken(name: str) -> None:
     (seed, trials), (sabotage, words) = TRIALS[name], SABOTAGED[name]
     arguments = ("-m", "tests.soak.run", "--promise", name, "--seed", str(seed), "--trials", str(trials))
-    ended = run("python", *arguments, environment={"CS_SABOTAGE": sabotage}, timeout=unit(200))
+    ended = run(sys.executable, *arguments, environment={"CS_SABOTAGE": sabotage}, timeout=unit(200))
     assert ended.code == 1, ended
     assert words in ended.out, ended
 

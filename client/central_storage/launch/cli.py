@@ -326,7 +326,7 @@ def _parser() -> argparse.ArgumentParser:
         "--server-recovery",
         choices=("on", "off"),
         default="on",
-        help="whether the death of the server is survived, at a small price for each update (default: on)",
+        help="whether the death of the server is survived, which makes large dense updates slower (default: on)",
     )
     parser.add_argument(
         "--log-dir",

@@ -15,6 +15,7 @@ from functools import partial
 
 from central_storage.failure import Failure, died_failure, read, write
 from central_storage.recovery import Recovery
+from cs_proto.errors import ReplicaLostError
 
 from .children import Child, reap_adopted
 from .loop import Loop, Signals
@@ -164,6 +165,9 @@ class _Foreground:
         if self._signal is not None or not self._script_code():
             return None
         if (said := read(error_file(self._directory.path))) is not None:
+            if died is not None and said.kind == "exception" and said.cause.startswith(ReplicaLostError.__name__):
+                # The server's answer was there before the supervisor's notice of the death.
+                return replace(died_failure(died), message=said.message, traceback=said.traceback)
             return replace(said, log=said.log or self._service.last_lines(said.role, said.rank))
         if died is not None:
             return died_failure(died)
