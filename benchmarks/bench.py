@@ -131,9 +131,9 @@ class Bench:
                 os.killpg(process.pid, signal.SIGKILL)
                 out, err = process.communicate()
                 err += f"ended after {LIMIT:.0f} s"
-            except BaseException:
-                os.killpg(process.pid, signal.SIGKILL)
-                raise
+            finally:
+                if process.poll() is None:  # Ctrl-C: nobody would end it
+                    os.killpg(process.pid, signal.SIGKILL)
         lines = [json.loads(line) for line in out.splitlines() if line.startswith('{"work"')]
         if process.returncode:
             missing = ", ".join(list(steps)[len(lines) :])

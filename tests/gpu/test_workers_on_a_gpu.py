@@ -263,7 +263,7 @@ def test_random_numbers_are_a_function_of_seed_run_and_replica() -> None:
 
 def test_replicas_with_several_gpus() -> None:
     if gpu_count() < 2:
-        pytest.skip("one GPU only")
+        pytest.skip("needs two GPUs, and this machine has one")
     with cs.CentralStorageStrategy([("gpu:0", "gpu:1")], "cpu:0") as strategy:
         with strategy.scope():
             v = cs.Variable(np.zeros(1000, F32))
@@ -298,9 +298,11 @@ def test_the_embedding_is_learned() -> None:
 
 
 def test_torch_reads_parameters_without_a_copy(pair: cs.CentralStorageStrategy) -> None:
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip(
+        "torch", reason="torch is not installed beside CuPy; pip install a build of it for CUDA"
+    )
     if not torch.cuda.is_available():
-        pytest.skip("torch without CUDA")
+        pytest.skip("this torch was built without CUDA, so it can have no GPU")
     with pair.scope():
         w = cs.Variable(np.arange(6, dtype=F32).reshape(2, 3))
         optimizer = cs.optimizers.SGD(1.0)
