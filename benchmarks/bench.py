@@ -23,10 +23,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import environments
+import memory
 import numpy as np
 import report
 from sklearn.datasets import load_digits
-from works import DIGITS, FIRST_STEP, WORKS, Embedding, Read
+from works import DIGITS, EMPTY, FIRST_STEP, WORKS, Embedding, Read
 
 HERE = Path(__file__).resolve().parent
 
@@ -43,15 +44,15 @@ GROUPS = (
     ("digits", "digits-many-steps"),
     ("embedding-1e5", "embedding"),
     ("embedding-1e7",),
-    (FIRST_STEP,),
+    (FIRST_STEP, EMPTY),
 )
 QUICK = ("sgd-1MB", "adam-1MB", "adam-16MB", "adam-400MB", "read-1MBx1", "read-400MBx1000")
-QUICK += ("digits", "digits-many-steps", "embedding", FIRST_STEP)
+QUICK += ("digits", "digits-many-steps", "embedding", FIRST_STEP, EMPTY)
 
-ALL = tuple(WORKS)
+ALL = tuple(name for name in WORKS if name != EMPTY)  # nobody else has runs
 LARGEST = "embedding-1e7"  # 5 GB or more a peer: making them is most of its time, so it is for few
 SMALLER = tuple(name for name in ALL if name != LARGEST)
-NO_READS = tuple(name for name, work in WORKS.items() if not isinstance(work, Read))
+NO_READS = tuple(name for name in ALL if not isinstance(WORKS[name], Read))
 NO_READS_SMALLER = tuple(name for name in NO_READS if name != LARGEST)
 RECOVERY = ("digits", "digits-many-steps", "adam-1MB", "adam-16MB", "adam-100MB", "adam-400MB")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -69,11 +70,11 @@ class Peer:
 
 
 OWN = (
-    Peer("central-storage", "central_storage_itself"),
+    Peer("central-storage", "central_storage_itself", tuple(WORKS)),
     Peer("central-storage-recovery-off", "central_storage_itself", RECOVERY, environment={"SERVER_RECOVERY": "off"}),
     Peer("reference", "reference", tuple(name for name in ALL if name != FIRST_STEP), environment=ONE_THREAD),
     Peer("numpy-one-process", "numpy_one_process", NO_READS_SMALLER),
-    Peer("pyzmq-echo", "pyzmq_echo", ("sgd-1MB", "read-1MBx1", "digits")),
+    Peer("pyzmq-echo", "pyzmq_echo", ("sgd-1MB", "read-1MBx1", "digits", EMPTY)),
 )
 OTHERS = (
     Peer("torch-one-process", "torch_one_process", NO_READS, "torch"),
@@ -171,7 +172,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count, at least 5 (default: 5)")
     parser.add_argument("--quick", action="store_true", help="the service and the floors, 2 rounds, nothing written")
-    parser.add_argument("--works", nargs="+", choices=ALL, metavar="WORK", help=f"only these of: {' '.join(ALL)}")
+    names = tuple(WORKS)
+    parser.add_argument("--works", nargs="+", choices=names, metavar="WORK", help=f"only these of: {' '.join(names)}")
     parser.add_argument("--results", type=Path, default=HERE, help="the directory of results.json and results.svg")
     options = parser.parse_args()
     if options.rounds < 5:
@@ -183,11 +185,12 @@ def main() -> None:
             environments.make(family)
             machine["versions"] |= environments.versions(family)
     bench, rounds = Bench(), 2 if options.quick else options.rounds
-    works = options.works or (QUICK if options.quick else ALL)
+    works = options.works or (QUICK if options.quick else tuple(WORKS))
     bench.measure(OWN if options.quick else OWN + OTHERS, works, rounds)
     rows = report.rows_of(bench.figures)
     print(f"\nmedian and spread of {rounds} rounds; one step, one read or one start; / ours: times our median")
     print(report.table(rows))
+    print(f"\n{memory.table()}")
     if not options.quick and rows:
         report.save(rows, machine, options.results)
         print(f"\nwritten to {options.results}/results.json and results.svg")

@@ -18,6 +18,7 @@ RATES = {"sgd": 0.01, "adam": 0.002, "adagrad": 0.05}
 BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-7
 ACCUMULATOR = 0.1  # what Adagrad's begins at
 FIRST_STEP = "first-step"
+EMPTY = "empty-run"
 #: Where the driver puts the digits, for environments that have no scikit-learn.
 DIGITS = "BENCHMARK_DIGITS"
 
@@ -153,7 +154,16 @@ class Embedding:
         assert np.array_equal(table[others], initial[others % len(initial)]), "a row changed that was never drawn"
 
 
-Work = Apply | Read | Digits | Embedding
+@dataclass(frozen=True)
+class Empty:
+    """A run in which a replica says its number and nothing else."""
+
+    def check(self, said: list[int]) -> None:
+        """Raise AssertionError unless this is what the replicas say."""
+        assert said == list(range(REPLICAS)), said
+
+
+Work = Apply | Read | Digits | Embedding | Empty
 
 WORKS: dict[str, Work] = {
     "sgd-1MB": Apply("sgd", 1_000_000),
@@ -172,6 +182,7 @@ WORKS: dict[str, Work] = {
     "embedding-1e5": Embedding(100_000),
     "embedding-1e7": Embedding(10_000_000),
     FIRST_STEP: Apply("adam", 4_000),
+    EMPTY: Empty(),
 }
 
 

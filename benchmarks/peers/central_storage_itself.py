@@ -19,6 +19,7 @@ from works import (
     Apply,
     Digits,
     Embedding,
+    Empty,
     Read,
     Work,
     loss_and_gradients,
@@ -149,11 +150,27 @@ class EmbeddingTrial:
         self.work.check(self.table.numpy(), self.ids[: self.done])
 
 
+class EmptyTrial:
+    """``run`` of a function that returns at once."""
+
+    def __init__(self, strategy: cs.CentralStorageStrategy, work: Empty, steps: int) -> None:
+        self.strategy, self.work = strategy, work
+        self.say = cs.function(lambda: cs.get_replica_context().replica_id_in_sync_group)
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.said = self.strategy.run(self.say)
+
+    def check(self) -> None:
+        self.work.check(list(self.strategy.experimental_local_results(self.said)))
+
+
 TRIALS: dict[type[Work], Callable[..., Trial]] = {
     Apply: ApplyTrial,
     Read: ReadTrial,
     Digits: DigitsTrial,
     Embedding: EmbeddingTrial,
+    Empty: EmptyTrial,
 }
 
 
