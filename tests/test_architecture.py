@@ -118,8 +118,8 @@ def test_a_server_module_in_no_layer_is_seen(tmp_path: Path) -> None:
             "zmq",
             {
                 "central_storage.aio",
-                "central_storage.link",
                 "central_storage.observer",
+                "central_storage.seam",
                 "cs_server.service",
                 "cs_worker.link",
             },

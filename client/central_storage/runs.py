@@ -1,0 +1,257 @@
+"""Runs on their way: what is pickled and sent to the workers, and what comes of it.
+
+Of all that a link does this is the hot path. Of a series several may be unanswered at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import deque
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from cs_proto import messages
+from cs_proto.errors import ContextError
+from cs_proto.messages import Counters, RunFinished, Serving
+from cs_proto.recent import HELD_FUNCTIONS, Recent
+from cs_proto.records import Record
+
+from .composites import Composite
+from .function import Function, Pickled
+from .handles import Handle
+from .lifeline import Lifeline
+from .seam import Seam, Threads, log, name_wait
+from .series import Arguments, Sent, Series
+from .shipping import Adopt, digest, dump_arguments, dump_function
+from .vocabulary import from_value, to_exception
+
+__all__ = ["Runs"]
+
+
+class Runs(Seam):
+    """The conversation with what it takes to send runs and to wait for their end."""
+
+    def __init__(
+        self, lifeline: Lifeline, serving: Serving, seed: int, stop: Callable[[], None] | None, threads: Threads | None
+    ) -> None:
+        self._seed = seed
+        self._adopt: Adopt = _nothing_adopted
+        self._runs = 0
+        self._answered = 0  # the last run whose end is known
+        self._prepared: messages.Prepare | None = None
+        self._latest: Series | None = None  # the one of which runs may be unanswered
+        self._sent: deque[Sent] = deque()  # its unanswered ones
+        self._cancelling: Series | None = None  # the one whose replicas have been told to give up
+        self._early: dict[messages.RunId, RunFinished] = {}
+        super().__init__(lifeline, serving, stop, threads)
+        self._held = [Recent(HELD_FUNCTIONS) for _ in self.workers]
+        self._frozen: list[set[bytes]] = [set() for _ in self.workers]
+
+    def _pickle(self, function: Callable[..., Any]) -> Pickled:
+        if isinstance(function, Function):
+            return function.pickle_for(self, self._pickle)
+        handles: dict[int, object] = {}
+        data = dump_function(function, partial(self._adopt_into, handles))
+        return Pickled(data, digest(data), handles)
+
+    def _adopt_into(self, handles: dict[int, object], handle: Handle | Composite) -> tuple[str, int]:
+        handles[id(handle)] = handle
+        return self._adopt(handle)
+
+    def _send_run(self, series: Series, function: Callable[..., Any], arguments: Arguments) -> None:
+        self._deaths.refuse()
+        data, name, handles = self._pickle(function)
+        # A frozen function lives on in the workers, where it may keep what it is given.
+        adopt = partial(self._adopt_into, handles) if isinstance(function, Function) else self._adopt
+        # Placed when all is pickled: what is adopted meanwhile may be brought by way of the arena, too.
+        pickles = [dump_arguments(args, kwargs, adopt, _in_place) for args, kwargs in arguments]
+        self._runs += 1
+        run, parts = (self._runs,), series.lookahead + 1
+        series.number = series.number or run[0]
+        self._arena.reset((run[0] - series.number) % parts, parts)
+        kept = [buffer for _, buffers in pickles for buffer in buffers]
+        step = (series.number, series.lookahead) if series.lookahead else (0, 0)
+        sent = Sent(run, [], data, kept, [], [])
+        if series.lookahead:
+            sent = Sent(run, [], data, kept, list(map(copy, self._held)), list(map(copy, self._frozen)))
+        frozen = isinstance(function, Function)
+        prepare = messages.Prepare(tuple(map(str, sys.path)), os.getcwd())
+        for replica, (socket, (pickled, buffers)) in enumerate(zip(self._worker_sockets, pickles, strict=True)):
+            if prepare != self._prepared and self._threads is None:  # threads have the script's own path
+                self._send(socket, prepare)
+            carried = None if self._is_function_held(replica, name, frozen) else self._arena.share(data)
+            placed = tuple(map(self._arena.share, buffers))
+            what = (name, carried, frozen, self._arena.share(pickled), placed)
+            sent.messages.append(messages.Run(run, replica, self._seed, *what, *step))
+            self._send(socket, sent.messages[-1])
+        self._prepared = prepare
+        series.unanswered.append(sent)
+        self._latest, self._sent = series, series.unanswered
+
+    def _is_function_held(self, replica: int, name: bytes, frozen: bool) -> bool:
+        """Whether a worker has the bytes of a function already; it has them from now on."""
+        if not frozen:
+            return self._held[replica].touch(name)
+        is_held = name in self._frozen[replica]
+        self._frozen[replica].add(name)
+        return is_held
+
+    def _take_up(self, restarted: messages.WorkerRestarted) -> None:
+        """A worker is in the place of one that died: send it what it has to carry out yet, from the run on that the
+        server names. Arguments still lie where they were; it holds no function."""
+        worker = restarted.worker
+        replica = worker.replica
+        if worker.incarnation <= self.workers[replica].incarnation:
+            return
+        log.info("worker w%d (pid %d) takes the place of one that died", replica, worker.pid)
+        self._deaths.took_place(replica)
+        self.workers = (*self.workers[:replica], worker, *self.workers[replica + 1 :])
+        self._poller.unregister(self._worker_sockets[replica])
+        self._worker_sockets[replica].close(linger=0)
+        socket = self._worker_sockets[replica] = self._connect(worker.endpoint)
+        self._held[replica], self._frozen[replica] = Recent(HELD_FUNCTIONS), set()
+        if self._prepared is not None and self._threads is None:
+            self._send(socket, self._prepared)
+        is_first = True
+        for sent in self._sent:
+            if sent.held:
+                sent.held[replica], sent.frozen[replica] = copy(self._held[replica]), copy(self._frozen[replica])
+            if sent.run < restarted.run:
+                continue
+            if is_first:
+                self._send(self._server, messages.Resent(sent.run, replica))
+            is_first = False
+            run = sent.messages[replica]
+            is_held = self._is_function_held(replica, run.digest, run.frozen)
+            self._send(socket, replace(run, function=None if is_held else self._arena.share(sent.function)))
+        if self._cancelling is not None and self._cancelling.unanswered:
+            self._send(socket, _cancel_of(self._cancelling))
+            self._lifeline.send(messages.Interrupt(replica))
+
+    def _settle(self, series: Series, left: int = 0, *, cancel: bool = False) -> None:
+        """Wait until at most ``left`` runs of ``series`` are unanswered. Ctrl-C cancels the first of them and waits for
+        all; a second one ends the service.
+
+        The server hears of a Ctrl-C first, and the replicas when it has: if their interrupted returns came before the
+        Cancel, it would commit what they agreed on.
+        """
+        try:
+            self._wait_for_runs(series, left, cancel)
+        finally:
+            self._asked.clear()  # nobody is to hear of a Cancel again
+
+    def _wait_for_runs(self, series: Series, left: int, cancel: bool) -> None:
+        heard = 0  # number of the question whose answer says that the server has got the Cancel
+        if cancel and series.unanswered:
+            heard = self._cancel(series)
+        while len(series.unanswered) > (0 if heard else left):
+            run = series.unanswered[0].run
+            answer: Record | None
+            try:
+                answer = self._early.pop(run, None)
+                if answer is None:
+                    named = name_wait if self._threads is None else self._name_hanging
+                    wanted = partial(_ends_or_answers, run, heard)
+                    answer = self._wait(f"run {run[0]}", wanted, self._deaths.patience, named)
+            except KeyboardInterrupt:
+                if heard:
+                    self._end("a second Ctrl-C shut it down")
+                    raise
+                heard, cancel = self._cancel(series), False
+            except Exception as error:
+                series.failed(error)
+                if self._ended is not None:
+                    raise
+            else:
+                if isinstance(answer, RunFinished):
+                    self._record(series, answer)
+                else:
+                    self._interrupt_workers(series)
+        self._cancelling = None
+        if heard and not cancel:
+            raise KeyboardInterrupt
+
+    def _record(self, series: Series, finished: RunFinished) -> None:
+        """What came of the first unanswered run of ``series``, copied: the memory in which it lies is used again."""
+        self._answered = finished.run[0]
+        self._latest = None  # a handle among the results may be asked for in an operation that waits for no step
+        try:
+            outcome = self._read_outcome(finished)
+        finally:
+            self._latest = series
+        if finished.error is None:
+            series.answered(outcome)
+            return
+        assert isinstance(outcome, BaseException)
+        for sent in series.failed(outcome)[:1]:  # workers drop it and the rest, with the functions these brought
+            self._held, self._frozen = sent.held, sent.frozen
+
+    def _read_outcome(self, finished: RunFinished) -> list[Any] | BaseException:
+        """The results, or what to raise in their place."""
+        try:
+            if finished.error is None:
+                return [from_value(value, self._copy, self._resolve) for value in finished.values]
+            if finished.error.exception == "SystemExit":  # uncaught, it ends the script without a word
+                log.warning("replica %d left run %d by sys.exit", finished.error.replica, finished.run[0])
+            return to_exception(finished.error, self._copy, self._resolve)
+        except Exception as error:  # noqa: BLE001  (raised where the results would have come)
+            return error
+
+    def _cancel(self, series: Series) -> int:
+        """Tell the server to give up what is not over; the number of a question that it answers when it has heard."""
+        heard = self._next_sequence()
+        self._asked = [_cancel_of(series), messages.Statistics(heard)]
+        for asked in self._asked:
+            self._send(self._server, asked)
+        return heard
+
+    def _interrupt_workers(self, series: Series) -> None:
+        self._cancelling = series
+        for socket in self._worker_sockets:
+            self._send(socket, _cancel_of(series))
+        for worker in self.workers:
+            if not self._deaths.has_worker(worker.replica):
+                continue
+            if self._threads is not None:
+                self._threads.interrupt(worker.replica)
+                continue
+            self._lifeline.send(messages.Interrupt(worker.replica))  # who started it can signal it, wherever it runs
+
+    def _name_hanging(self, seconds: float, what: str) -> None:
+        """Of replicas in this process: a wait for one at a debugger's prompt must not write to it, but who does not
+        hear Ctrl-C is named."""
+        assert self._threads is not None
+        for replica, place in self._threads.hanging:
+            log.warning(
+                "replica %d does not react to Ctrl-C: it is at %s, in code that does not come back to Python. Press "
+                "Ctrl-C again to shut down",
+                replica,
+                place,
+            )
+        log.info("waiting %.0f s for %s", seconds, what)
+
+    def _keep(self, record: Record) -> None:
+        if isinstance(record, RunFinished) and record.run > (self._answered,):  # of a step after the one at hand
+            self._early[record.run] = record
+
+
+def _cancel_of(series: Series) -> messages.Cancel:
+    return messages.Cancel(series.unanswered[0].run, len(series.unanswered) - 1)
+
+
+def _in_place(data: memoryview) -> memoryview:
+    return data
+
+
+def _ends_or_answers(run: messages.RunId, number: int, record: Record) -> RunFinished | Counters | None:
+    if isinstance(record, RunFinished) and record.run == run:
+        return record
+    return record if isinstance(record, Counters) and record.request == number else None
+
+
+def _nothing_adopted(handle: Handle | Composite) -> tuple[str, int]:
+    raise ContextError(f"{handle!r} cannot be sent before its strategy is made")

@@ -1,0 +1,340 @@
+"""What a client hears and says: sockets, life-line and the one place where it waits.
+
+This is the only module of the link that imports zmq; what is said, and what an answer means, is known in the modules
+over it (``runs.py``, ``link.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol, TypeVar
+
+import numpy as np
+import zmq
+
+from cs_proto import messages, segments
+from cs_proto.arena import Arena
+from cs_proto.arrays import Array, Location
+from cs_proto.codec import BULK_LIMITS, decode, encode
+from cs_proto.errors import LaunchError, PeerProtocolError, ReplicaLostError, ShutdownError
+from cs_proto.messages import Died, Output, Serving
+from cs_proto.records import Record
+from cs_proto.segments import frame_view
+
+from .deaths import Deaths, last_lines
+from .diagnosis import show
+from .inputs import Inputs
+from .interrupts import Interrupts
+from .lifeline import CARRIED, Lifeline
+from .listener import IdleListener
+from .vocabulary import to_exception
+
+__all__ = ["Seam", "Threads", "log", "name_wait", "wait_until_serving"]
+
+#: Named after the whole link, whichever part of it speaks.
+log = logging.getLogger("central_storage.link")
+
+R = TypeVar("R", bound=Record)
+
+# A wait this long is named, and again after as long.
+_NAME_WAIT_EVERY = 10.0
+# The supervisor gets this long to say who was not ready in time.
+_SAY_SO = 5.0
+# The supervisor kills what has not ended 3 s after it was asked to, and hangs up then.
+_LAST_WORDS = 5.0
+
+
+def name_wait(seconds: float, what: str) -> None:
+    """Say on stderr what has been waited for, for so long."""
+    log.warning("waiting %.0f s for %s", seconds, what)
+
+
+class Threads(Protocol):
+    """A service of this process, whose replicas are threads."""
+
+    def interrupt(self, replica: int) -> None:
+        """What SIGINT is to a process."""
+
+    @property
+    def hanging(self) -> list[tuple[int, str]]:
+        """The replicas that were interrupted or told to end and have not heard it, with ``file:line`` of each."""
+
+
+class Seam(ABC):
+    """The conversation of one controller with its service, from the server's welcome to the end."""
+
+    def __init__(
+        self,
+        lifeline: Lifeline,
+        serving: Serving,
+        stop: Callable[[], None] | None,
+        threads: Threads | None,
+    ) -> None:
+        """Say hello to the server behind ``serving``. ``stop`` and ``threads`` as in :class:`ServiceLink`."""
+        self._lifeline = lifeline
+        self._threads = threads
+        self._stop = stop
+        self._client = secrets.token_hex(4)
+        self._lock = threading.RLock()  # adopting an optimizer while a function is pickled is an operation in another
+        self._process = os.getpid()
+        self._sequence = 0
+        self._hello = messages.Hello(messages.PROTOCOL, "controller", self._client, os.getpid())
+        self._asked: list[Record] = []  # what another server is asked again
+        self._ended: str | None = None
+        self._deaths = Deaths()
+        self.workers: tuple[messages.Worker, ...] = ()
+        self._resolve: Callable[[str, int], object] = _nothing_known
+        self._inputs: Inputs | None = None
+        self._arena = Arena(lambda: lifeline.segment(segments.controller_arena()), find=self._find_input)
+        self._interrupts = Interrupts()
+        self._context = zmq.Context()
+        self._poller = zmq.Poller()
+        self._poller.register(lifeline.fileno(), zmq.POLLIN)
+        self._poller.register(self._interrupts.fileno(), zmq.POLLIN)
+        lifeline.carry = self._carry
+        self._server = self._connect(serving.endpoint)
+        self._send(self._server, self._hello)
+        welcome = self._wait("the server's welcome", lambda r: r if isinstance(r, messages.Welcome) else None)
+        self.replicas = welcome.replicas
+        self.parameter_device = welcome.parameter_device
+        self.compute_devices = tuple(worker.device for worker in welcome.workers)
+        self.server_pid = welcome.server_pid
+        self.address = serving.run_directory
+        self.workers = welcome.workers
+        lifeline.segment(segments.controller_arena())
+        #: Whether this process maps no memory of the service, and how they talk, in words.
+        self.carries = bool(lifeline.carried_because)
+        self.transport = f"{CARRIED}: {lifeline.carried_because}" if self.carries else serving.transport
+        self._worker_sockets = [self._connect(worker.endpoint) for worker in welcome.workers]
+        # A launcher shows what its service prints itself.
+        self._listener = None if stop is None else IdleListener(lifeline.fileno(), self._lock, self._listen)
+
+    @abstractmethod
+    def _take_up(self, restarted: messages.WorkerRestarted) -> None:
+        """A worker is in the place of one that died."""
+
+    @abstractmethod
+    def _keep(self, record: Record) -> None:
+        """Take note of what nobody waited for."""
+
+    @property
+    def last_death(self) -> Died | None:
+        """The death that matters: the first for good, else the last."""
+        return self._deaths.last
+
+    # --- the receive seam -----------------------------------------------------------------------------------------
+
+    def receive(self, timeout: float) -> Record | None:
+        """The next record for this client, whatever carried it, or None after ``timeout`` seconds.
+
+        Raises KeyboardInterrupt for a Ctrl-C, ShutdownError where the service is gone, ReplicaLostError where the
+        server died.
+        """
+        has_waiting = self._lifeline.has_waiting
+        ready = dict(self._poller.poll(0 if has_waiting else int(max(0.0, timeout) * 1000) + 1))
+        self._interrupts.raise_pending()
+        if has_waiting or self._lifeline.fileno() in ready:
+            try:
+                return self._hear()
+            except ShutdownError as error:
+                raise ShutdownError(self._end(f"{error}; {self._deaths.first()}")) from error
+        for socket in ready:
+            if isinstance(socket, zmq.Socket):
+                return self._read(socket)
+        return None
+
+    def _hear(self) -> Record | None:
+        """What the supervisor says next; lines of output are shown and deaths noted here."""
+        record = self._lifeline.receive_nowait()
+        if isinstance(record, Output):
+            show(record.stream, record.text)
+        elif isinstance(record, Died):
+            self._deaths.hear(record)
+            self._note_death(record)
+        elif isinstance(record, Serving):  # another server, which may not have heard what the one before it was told
+            for asked in (self._hello, *self._asked):
+                self._send(self._server, asked)
+        return record
+
+    def _listen(self) -> bool:
+        """Between operations: as in one, but what is wrong is for the next operation to raise."""
+        if self._ended is None:
+            try:
+                self._hear()
+            except ShutdownError as error:
+                self._end(f"{error}; {self._deaths.first()}")
+            except ReplicaLostError:
+                return False  # the server is dead, which ends this link
+        return self._ended is None
+
+    def _read(self, socket: zmq.Socket[bytes]) -> Record | None:
+        frames = socket.recv_multipart(copy=False)
+        try:
+            record = decode([frames[0].bytes, *(frame.buffer for frame in frames[1:])], BULK_LIMITS)
+        except PeerProtocolError as error:
+            log.error("dropped a malformed message: %s", error)
+            return None
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("received %.300r", record)
+        return record
+
+    def _wait(
+        self,
+        what: str,
+        wanted: Callable[[Record], R | None],
+        lost: Callable[[], float] | None = None,
+        name: Callable[[float, str], None] = name_wait,
+    ) -> R:
+        started = named = time.monotonic()
+        while True:
+            record = self.receive(_NAME_WAIT_EVERY if lost is None else min(_NAME_WAIT_EVERY, lost()))
+            if isinstance(record, messages.WorkerRestarted):
+                self._take_up(record)
+                continue
+            if record is not None and (found := wanted(record)) is not None:
+                return found
+            if record is not None:
+                self._keep(record)
+            if isinstance(record, messages.Welcome):
+                self.server_pid = record.server_pid
+            if isinstance(record, messages.Refused) and record.number == 0:  # a message that has no number of its own
+                raise to_exception(record.error, self._copy, self._resolve)
+            now = time.monotonic()
+            if now - named >= _NAME_WAIT_EVERY:
+                named = now
+                name(now - started, what + self._deaths.restarts_named())
+
+    def _ask(self, request: Record, number: int, answer: type[R]) -> R:
+        def wanted(record: Record) -> Record | None:
+            if isinstance(record, messages.Refused) and record.number == number:
+                raise to_exception(record.error, self._copy, self._resolve)
+            if isinstance(record, answer) and getattr(record, "sequence", getattr(record, "request", None)) == number:
+                return record
+            return None
+
+        self._send(self._server, request)
+        self._asked.append(request)
+        try:
+            return self._wait(f"the server's answer to {type(request).__name__}", wanted)  # type: ignore[return-value]
+        finally:
+            self._asked.remove(request)
+
+    def _send(self, socket: zmq.Socket[bytes], record: Record) -> None:
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("send %.300r", record)
+        # Copied: without that pyzmq starts a thread and a context of its own for frames from 64 KiB on, and the user's
+        # arrays behind a frame may change. Large ones are in the arena.
+        socket.send_multipart(encode(record))
+
+    def _carry(self, request: Callable[[int], Record], answer: type[R]) -> R:
+        with self._interrupts.deferred():
+            sequence = self._next_sequence()
+            return self._ask(request(sequence), sequence, answer)
+
+    def _copy(self, array: Array) -> np.ndarray:
+        return np.array(self._view(array))
+
+    def _view(self, array: Array) -> np.ndarray:
+        place = array.place
+        return self._lifeline.segment(place.segment).view(array) if isinstance(place, Location) else frame_view(array)
+
+    def _next_sequence(self) -> int:
+        self._sequence += 1
+        return self._sequence
+
+    def _find_input(self, data: np.ndarray) -> Array | None:
+        return None if self._inputs is None else self._inputs.find(data)
+
+    # --- life and death -------------------------------------------------------------------------------------------
+
+    def _why_ended(self) -> str:
+        return f"{self._ended}; make a new CentralStorageStrategy"
+
+    def _note_death(self, died: Died) -> None:
+        if died.role == "server" and died.restarts:
+            return  # the supervisor has said so to everybody
+        if died.role == "server":
+            cause = self._end(f"the server (pid {died.pid}) ended by {died.cause}")
+            raise ReplicaLostError(
+                f"{cause} and is not started again (server_recovery is off, or max_restarts are used up); its "
+                f"variables are gone with it. Make a new CentralStorageStrategy{last_lines(died)}"
+            )
+        self._deaths.of_worker(died, self.workers)
+
+    def _end(self, reason: str) -> str:
+        """Mark the link as ended because of ``reason`` and let go of everything; returns the reason."""
+        self._ended = f"its service has ended: {reason}"
+        self._release()
+        for replica, place in self._threads.hanging if self._threads is not None else ():
+            self._ended += f"; replica {replica} still hangs in a thread of this script, at {place}"
+        return reason
+
+    def _release(self) -> None:
+        if not self._context.closed:
+            self._context.destroy(linger=100)
+            if self._listener is not None:
+                self._listener.stop()
+            try:
+                if self._stop is not None:
+                    self._hear_last_words()
+            finally:
+                self._lifeline.close()
+                self._arena.close()
+                self._inputs = None
+                self._interrupts.close()
+                if self._stop is not None:
+                    self._stop()
+
+    def _hear_last_words(self) -> None:
+        """Ask for the end of the service, and show what its processes print until then."""
+        with suppress(ShutdownError):
+            self._lifeline.send(messages.Shutdown(self._ended or "shut down"))
+            for record in self._lifeline.until_end(_LAST_WORDS):
+                if isinstance(record, Output):
+                    show(record.stream, record.text)
+
+    def forget_in_child(self) -> None:
+        """In a forked child: close the life-line, so that the parent's death is seen at once."""
+        self._lifeline.close()
+        self._inputs = None  # the parent says what lies there
+
+    def _connect(self, endpoint: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 100)
+        socket.setsockopt(zmq.IDENTITY, f"c{self._client}".encode())
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RECONNECT_IVL, 10)  # the peer may be being started again
+        socket.connect(endpoint)
+        self._poller.register(socket, zmq.POLLIN)
+        return socket
+
+
+def _nothing_known(kind: str, number: int) -> object:
+    raise PeerProtocolError(f"{kind} {number} is not known here")
+
+
+def wait_until_serving(lifeline: Lifeline, timeout: float) -> Serving:
+    """The supervisor's word that the service is up. Raises :class:`LaunchError` with the reason where it is not.
+
+    The supervisor keeps to the same ``timeout`` (seconds) and can say who is late, so it is given a little longer.
+    """
+    poller = zmq.Poller()
+    poller.register(lifeline.fileno(), zmq.POLLIN)
+    deadline = time.monotonic() + timeout + _SAY_SO
+    while poller.poll(int(max(0.0, deadline - time.monotonic()) * 1000)):
+        try:
+            record = lifeline.receive_nowait()
+        except ShutdownError as error:
+            raise LaunchError("the supervisor ended before the service was up") from error
+        if isinstance(record, Serving):
+            return record
+        if isinstance(record, messages.StartFailed):
+            raise to_exception(record.error, frame_view, _nothing_known)
+    raise LaunchError(f"the service was not up within {timeout:.0f} s; raise start_timeout, or see CS_LOG=debug")
