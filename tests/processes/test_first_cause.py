@@ -51,7 +51,9 @@ CASES = {
     "segmentation fault": Case("os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV", 4, log='train.py", line 12 in step'),
     "killed": Case("os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL", 4),
     "memory limit": Case(
-        "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 34, -1)); np.ones(1 << 32)",
+        # Threads of a process whose limit it has passed already could not go on.
+        "import psutil, resource; limit = psutil.Process().memory_info().vms + (1 << 34); "
+        "resource.setrlimit(resource.RLIMIT_AS, (limit, -1)); np.ones(1 << 32)",
         r"(numpy\._core\._exceptions\._Array|_Array)?MemoryError: Unable to allocate 32\.0 GiB.*",
         1,
         "exception",
