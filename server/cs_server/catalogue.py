@@ -19,12 +19,13 @@ import numpy as np
 
 from cs_proto import segments
 from cs_proto.arrays import Array, Location
-from cs_proto.errors import DeviceMemoryError, InvalidArgumentError, MemoryPlanError
-from cs_proto.messages import ApplyPoint, Optimizer, ReduceOpName, Variable, VariableSpec, WriteOp
+from cs_proto.errors import DeviceMemoryError, InvalidArgumentError, MemoryPlanError, replica_exception_class
+from cs_proto.messages import ApplyPoint, Error, Optimizer, ReduceOpName, Variable, VariableSpec, WriteOp
 from cs_proto.optimizers import CLIPS, SLOTS, check_change, rule_of
 from cs_proto.schedules import Schedule, rate
 from cs_proto.sizes import in_units
 
+from . import versions
 from .events import Allocate, Apply, Command, Dense, Discard, Load, Rows, Write
 from .tables import Hole, Slab, SlotFill, SlotNames, Steps, Tables, VariableSet
 from .translate import DTYPES
@@ -52,6 +53,8 @@ class Catalogue:
         self._out = out
         self._replicas = replicas
         self._device = device
+        #: What was refused to the event at hand: whoever needs it fails with that.
+        self.refused: dict[Allocate, Error] = {}
         self._reservation = -(-_RESERVATION * machine_nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
         self.forget()
 
@@ -116,11 +119,14 @@ class Catalogue:
                 f"{slab.reservation - slab.tail} are available"
             )
         place = Location(segments.parameters(spec.dtype), slab.tail if hole is None else hole)
+        needed = []
         if spec.dtype not in self._tables.slabs:
-            for segment, writer in self._segments_of_slab(spec.dtype):
-                self._out.append(Allocate(segment, slab.reservation, writer))
+            needed += [Allocate(name, slab.reservation, writer) for name, writer in self._segments_of_slab(spec.dtype)]
         if nbytes:
-            self._out.append(Allocate(place.segment, slab.reservation, "", place.offset, place.offset + nbytes))
+            needed.append(Allocate(place.segment, slab.reservation, "", place.offset, place.offset + nbytes))
+        if (page := versions.page_of(self._tables.tally.variables + 1)) is not None:
+            needed.append(Allocate(segments.versions(), versions.NBYTES, "", *page, is_lazy=True))
+        self._allocate(f"variable {name!r}", needed)
         self._tables.slabs[spec.dtype] = Slab(
             slab.reservation, end, slab.nbytes + nbytes, slab.idle_nbytes + may_be_idle
         )
@@ -436,25 +442,35 @@ class Catalogue:
             touched_nbytes=sum(variable.array.nbytes for variable in idle),
             device_nbytes=sum(len(slots) * self._on_device(v.spec.dtype, v.array.nbytes) for v in missing),
         )
-        for variable in idle:
-            slab = self._tables.slabs[variable.spec.dtype]
-            self._tables.slabs[variable.spec.dtype] = replace(
-                slab, idle_nbytes=slab.idle_nbytes - variable.array.nbytes
-            )
         initial = RULES[optimizer.rule].initial(dict(optimizer.hyperparameters))
         fills: list[SlotFill] = []
+        needed: list[Allocate] = []
         for variable in missing:
             dtype, nbytes, offset = variable.spec.dtype, variable.array.nbytes, variable.place.offset
             reservation = self._tables.slabs[dtype].reservation
             for slot, value in zip(slots, initial, strict=True):
                 segment = segments.slots(optimizer.number, slot, dtype)
                 is_lazy = variable.number in sparse and value == 0
-                self._out.append(Allocate(segment, reservation, "", offset, offset + nbytes, is_lazy))
+                needed.append(Allocate(segment, reservation, "", offset, offset + nbytes, is_lazy))
                 if nbytes:
                     first, last = _elements(variable)
                     fills.append(SlotFill(segment, dtype, first, last, float(value), is_lazy))
+        self._allocate(f"the slots of optimizer {optimizer.number} ({optimizer.kind})", needed)
+        for variable in idle:
+            slab = self._tables.slabs[variable.spec.dtype]
+            self._tables.slabs[variable.spec.dtype] = replace(
+                slab, idle_nbytes=slab.idle_nbytes - variable.array.nbytes
+            )
+        for variable in missing:
             self._tables.slots[optimizer.number, variable.number] = SlotNames(slots)
         return tuple(fills)
+
+    def _allocate(self, what: str, needed: Sequence[Allocate]) -> None:
+        """Have these made. Raises, as the one that was refused says, where the plan allowed what cannot be had."""
+        for allocation in needed:
+            if (error := self.refused.get(allocation)) is not None:
+                raise replica_exception_class(error.exception)(f"{what}: {error.message}")
+        self._out += needed
 
     def _on_device(self, dtype: str, nbytes: int) -> int:
         """How many of ``nbytes`` lie on a GPU."""

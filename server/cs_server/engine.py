@@ -42,8 +42,10 @@ from .catalogue import Catalogue
 from .commits import Commits, Operations
 from .control import Control
 from .events import (
+    Allocate,
     Command,
     Computed,
+    Discard,
     Event,
     Fill,
     Fingerprinted,
@@ -52,6 +54,8 @@ from .events import (
     MemoryAvailable,
     ProcessDied,
     Received,
+    Reserve,
+    Reserved,
     Send,
     Tick,
 )
@@ -108,19 +112,22 @@ class Engine:
     def handle(self, event: Event, now: float) -> list[Command]:
         """What follows from ``event``; ``now`` in seconds of a clock that survives a restart of the server.
 
-        Whatever a peer says wrongly is answered with an error and changes nothing else. Raises
-        :class:`~cs_server.control.ControlFull` where not even that can be written down.
+        An event that needs memory is not acted on before it has that, or is refused it: Reserve asks, and the event
+        comes again in its answer. Whatever a peer says wrongly is answered with an error and changes nothing else.
+        Raises :class:`~cs_server.control.ControlFull` where not even that can be written down.
         """
+        asked = event if isinstance(event, Reserved) else Reserved(event)
+        event = asked.event
         try:
-            return self._attempt(event, now)
+            return self._attempt(asked, now)
         except CentralStorageError as error:
             instead = self._instead(event, error)
         try:
-            return self._attempt(instead, now)
+            return self._attempt(replace(asked, event=instead), now)
         except CentralStorageError as error:
             if not isinstance(event, Received) or isinstance(instead, _Refusal):
                 raise
-            return self._attempt(_refused(event, error), now)
+            return self._attempt(replace(asked, event=_refused(event, error)), now)
 
     def resume(self) -> list[Command]:
         """What a server that was restarted has to do first: segments opened, and what was under way done again."""
@@ -142,20 +149,33 @@ class Engine:
         arrays = (array for arrays in recorded for array in arrays)
         return max((a.place.offset + a.nbytes for a in arrays if isinstance(a.place, Location)), default=0)
 
-    def _attempt(self, event: Event | _Refusal, now: float) -> list[Command]:
-        """Handle one event whole or not at all."""
+    def _attempt(self, asked: Reserved, now: float) -> list[Command]:
+        """Handle one event whole or not at all; a Reserve where it needs memory that it has not been given."""
+        self._catalogue.refused = dict(asked.refused)
         try:
-            self._hear(event, now)
+            self._hear(asked.event, now)
             self._settle()
+            wanted = [command for command in self._out if isinstance(command, Allocate)]
+            missing = tuple(allocation for allocation in wanted if allocation not in asked.granted)
+            if missing:
+                self._undo()
+                return [Reserve(missing, asked)]
             self._tables.flush()
         except BaseException:  # whatever it is, half an event is not written down
-            self._tables.rollback()
-            self._catalogue.forget()
-            self._out.clear()
+            self._undo()
             raise
-        commands = list(self._out)
+        commands: list[Command] = [command for command in self._out if not isinstance(command, Allocate)]
+        # What was allocated for an operation that is refused the rest.
+        commands += [Discard(a.segment, a.start, a.stop) for a in asked.granted if a not in wanted and a.stop > a.start]
         self._out.clear()
         return commands
+
+    def _undo(self) -> None:
+        is_stale = self._tables.variables.is_changed or self._tables.sets.is_changed
+        self._tables.rollback()
+        if is_stale:
+            self._catalogue.forget()
+        self._out.clear()
 
     def _instead(self, event: Event, error: CentralStorageError) -> Event | _Refusal:
         """What is heard in the place of an event that is wrong, or too large for the store.

@@ -7,6 +7,7 @@ here opens, waits or computes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from cs_proto.arrays import Array
 from cs_proto.messages import Died, Error, ReduceOpName, WriteOp
@@ -49,6 +50,15 @@ class Computed:
 
 
 @dataclass(frozen=True)
+class Reserved:
+    """``event`` again, which needs memory: what of it is allocated by now, and what was refused, why."""
+
+    event: Any
+    granted: tuple[Allocate, ...] = ()
+    refused: tuple[tuple[Allocate, Error], ...] = ()
+
+
+@dataclass(frozen=True)
 class Finished:
     """A :class:`Commit` has been carried out whole."""
 
@@ -73,7 +83,7 @@ class Listening:
     """From now on peers are heard; what they said to a server before this one may not have been."""
 
 
-Event = Received | ProcessDied | MemoryAvailable | Computed | Fingerprinted | Finished | Tick | Listening
+Event = Received | ProcessDied | MemoryAvailable | Computed | Reserved | Fingerprinted | Finished | Tick | Listening
 
 # --- commands -------------------------------------------------------------------------------------------------------
 
@@ -98,6 +108,15 @@ class Allocate:
     start: int = 0
     stop: int = 0
     is_lazy: bool = False
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """Carry out ``allocations``, which an event needs; nothing of that event has happened yet. Answered by ``asked``,
+    with what came of it added: at the first that is refused no more are tried."""
+
+    allocations: tuple[Allocate, ...]
+    asked: Reserved
 
 
 @dataclass(frozen=True)
@@ -239,4 +258,4 @@ class FreeResults:
     """What :class:`Compute` commands before this one brought is not needed any more."""
 
 
-Command = Send | Allocate | Load | Compute | Fingerprint | Discard | FreeResults | Commit | EndWorker | Log
+Command = Send | Allocate | Reserve | Load | Compute | Fingerprint | Discard | FreeResults | Commit | EndWorker | Log

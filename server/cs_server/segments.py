@@ -110,6 +110,10 @@ class Segments:
             self._map(OpenSegment(name))
         return self._mappings[name]
 
+    def __contains__(self, name: str) -> bool:
+        """Whether a segment of that name is mapped."""
+        return name in self._mappings
+
     def writer(self, name: str) -> str:
         """Who beside the server may write the segment of that name: ``controller``, ``w0``, or empty for nobody."""
         return self._writers.get(name, "")

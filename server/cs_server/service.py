@@ -89,6 +89,8 @@ from .events import (
     MemoryAvailable,
     ProcessDied,
     Received,
+    Reserve,
+    Reserved,
     Send,
     Tick,
 )
@@ -375,22 +377,46 @@ class Service:
                 case EndWorker(replica, incarnation, reason):
                     self._segments.send(Kill(replica, incarnation, reason))
                 case Discard(segment, start, stop):
-                    if self._gpu:
-                        self._gpu.discard(segment, start, stop)
-                    self._segments.get(segment).discard(start, stop)
+                    self._discard(segment, start, stop)
                 case FreeResults():
                     self._results.reset()
-                case Allocate(segment, reservation, writer, start, stop, is_lazy):
-                    made = self._segments.make(segment, reservation, writer)
-                    (made.reserve if is_lazy else made.populate)(start, stop)
-                    if self._gpu:
-                        self._gpu.make(segment, start, stop)
+                case Allocate():
+                    self._allocate(command)
+                case Reserve(allocations, asked):
+                    outcomes.append(self._reserved(allocations, asked))
                 case Load(segment, start, stop):
                     if self._gpu:
                         self._gpu.make(segment, start, stop, load=True)
                 case Log(text, slow):
                     _log.log(logging.WARNING if slow else logging.INFO, "%s", text)
         return outcomes
+
+    def _allocate(self, command: Allocate) -> None:
+        made = self._segments.make(command.segment, command.reservation, command.writer)
+        (made.reserve if command.is_lazy else made.populate)(command.start, command.stop)
+        if self._gpu:
+            self._gpu.make(command.segment, command.start, command.stop)
+
+    def _reserved(self, allocations: Iterable[Allocate], asked: Reserved) -> Reserved:
+        """Allocate what an event needs, or undo what cannot be done whole: others may have taken the memory since it
+        was planned."""
+        for each in allocations:
+            try:
+                self._allocate(each)
+            except ShutdownError:
+                raise
+            except CentralStorageError as error:
+                _log.warning("%s", error)
+                if each.segment in self._segments:
+                    self._discard(each.segment, each.start, each.stop)
+                return replace(asked, refused=(*asked.refused, (each, error_of(error))))
+            asked = replace(asked, granted=(*asked.granted, each))
+        return asked
+
+    def _discard(self, segment: str, start: int, stop: int) -> None:
+        if self._gpu:
+            self._gpu.discard(segment, start, stop)
+        self._segments.discard(segment, start, stop)
 
     def _digest(self, arrays: Iterable[Array]) -> bytes:
         made = hashlib.blake2b(digest_size=16)

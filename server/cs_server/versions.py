@@ -15,40 +15,34 @@ from cs_proto.segments import Mapping
 
 from .events import Commit, Fill
 
-__all__ = ["NBYTES", "Versions"]
+__all__ = ["NBYTES", "Versions", "page_of"]
 
 #: Address range of the segment: a uint64 for each variable that there ever was, of which touched pages take memory.
 NBYTES = 8 << 30
 _PAGE_NBYTES = 4096
+_NUMBER_NBYTES = 8
 
 
 class Versions:
     """What changes, by variable number."""
 
     def __init__(self, segment: Mapping) -> None:
-        self._segment = segment
         self._versions = segment.elements("uint64")
-        self._reserved = 0
-        self._reserve(0)
+        segment.reserve(0, _PAGE_NBYTES)
         self._versions[0] += np.uint64(1)  # variables are numbered from 1
 
     def count(self, commit: Commit) -> None:
-        """Every variable that ``commit`` changes has another number from now on.
-
-        Raises MemoryPlanError where what the segment lies in has no room left.
-        """
+        """Every variable that ``commit`` changes has another number from now on."""
         for operation in commit.operations:
             if not isinstance(operation, Fill) and operation.variables:
-                places = _places(operation.variables)
-                self._reserve(int(places[-1]))
-                self._versions[places] += np.uint64(1)
+                self._versions[_places(operation.variables)] += np.uint64(1)
 
-    def _reserve(self, place: int) -> None:
-        stop = (place + 1) * self._versions.itemsize
-        if stop > self._reserved:
-            stop = -(-stop // _PAGE_NBYTES) * _PAGE_NBYTES
-            self._segment.reserve(self._reserved, stop)
-            self._reserved = stop
+
+def page_of(number: int) -> tuple[int, int] | None:
+    """Bytes from and to that must find memory before the variable of that number is made; None where they did for an
+    earlier one."""
+    start = number * _NUMBER_NBYTES
+    return None if start % _PAGE_NBYTES else (start, start + _PAGE_NBYTES)
 
 
 @lru_cache(maxsize=256)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,7 @@ from cs_server.events import (
     MemoryAvailable,
     ProcessDied,
     Received,
+    Reserve,
     Send,
     Write,
 )
@@ -164,6 +166,8 @@ class Playbook:
         self._heard: list[Received] = []
         self._sequence = 0
         self._finished: set[int] = set()
+        #: What no memory is found for, with what the service says of it.
+        self.refuses: dict[Allocate, Error] = {}
 
     def on(self, event: Event, *expected: Expected) -> list[Command]:
         """Give ``event``; exactly ``expected`` must follow, in order."""
@@ -173,7 +177,17 @@ class Playbook:
         return commands
 
     def does(self, event: Event) -> list[Command]:
-        """Give ``event`` to both engines, and once more to a copy; what the engine answers."""
+        """Give ``event`` to both engines, and once more to a copy; what the engine answers. It is given the memory that
+        it asks for, as far as this is not among ``refuses``; those allocations come first."""
+        commands = handled(self._both, event, self.refuses)
+        self.commands += commands
+        is_once_only = isinstance(event, Received) and isinstance(event.record, _ONCE_ONLY)
+        if is_once_only and self.repeats and not any(map(_is_refusal, commands)):
+            self._heard.append(event)
+            self.repeat(event)
+        return commands
+
+    def _both(self, event: Event) -> list[Command]:
         commands = self._engine.handle(event, self.now)
         log = ControlLog(self._buffer, turnover=16 << 10)
         rebuilt = Engine(self.config, log).handle(event, self.now)
@@ -183,11 +197,6 @@ class Playbook:
         if (steady := dict(self.memory.items())) != (logged := dict(log.items())):
             changed = {key for key in steady.keys() | logged.keys() if steady.get(key) != logged.get(key)}
             raise AssertionError(f"the stores differ in {sorted(changed)}\n" + self._difference(commands, commands))
-        self.commands += commands
-        is_once_only = isinstance(event, Received) and isinstance(event.record, _ONCE_ONLY)
-        if is_once_only and self.repeats and not any(map(_is_refusal, commands)):
-            self._heard.append(event)
-            self.repeat(event)
         return commands
 
     def repeat(self, event: Received) -> None:
@@ -195,7 +204,8 @@ class Playbook:
         copy = ControlMemory()
         copy.write(dict(self.memory.items()))
         before = {key: value for key, value in copy.items() if key != b"tally"}
-        again = Engine(self.config, copy).handle(event, self.now)
+        engine = Engine(self.config, copy)
+        again = handled(lambda event: engine.handle(event, self.now), event, self.refuses)
         after = {key: value for key, value in copy.items() if key != b"tally"}
         acted = [c for c in again if not isinstance(c, Log) and c not in self.commands and not _is_refusal(c)]
         if acted or before != after:
@@ -301,6 +311,26 @@ class Playbook:
     def _difference(self, expected: Iterable[object], commands: Iterable[object]) -> str:
         lines = difflib.ndiff([_short(item) for item in expected], [_short(item) for item in commands])
         return "\n".join(["the conversation:", *self.transcript[-24:], "expected (-), happened (+):", *lines])
+
+
+def handled(
+    handle: Callable[[Event], list[Command]], event: Event, refuses: Mapping[Allocate, Error] = MappingProxyType({})
+) -> list[Command]:
+    """What follows from ``event`` when the memory that it needs is allocated as by the service: that first."""
+    allocations: list[Command] = []
+    commands = handle(event)
+    while any(isinstance(command, Reserve) for command in commands):
+        (reserve,) = commands
+        assert isinstance(reserve, Reserve)
+        asked = reserve.asked
+        for each in reserve.allocations:
+            if each in refuses:
+                asked = replace(asked, refused=(*asked.refused, (each, refuses[each])))
+                break
+            asked = replace(asked, granted=(*asked.granted, each))
+            allocations.append(each)
+        commands = handle(asked)
+    return allocations + commands
 
 
 def fits(expected: Iterable[Expected], commands: list[Command]) -> bool:

@@ -15,6 +15,7 @@ from tests.harness.playbook import MACHINE_NBYTES, allocates, array, lies, scala
 from cs_proto.arrays import Array, Location, array_of
 from cs_proto.errors import DeviceMemoryError, InvalidArgumentError, MemoryPlanError
 from cs_proto.messages import ApplyPoint, Optimizer, Schedule, SparseGradient, VariableSpec
+from cs_server import versions
 from cs_server.catalogue import SLACK_NBYTES, Catalogue
 from cs_server.control import ControlMemory
 from cs_server.events import Allocate, Apply, Command, Dense, Discard, Load, Rows, Write
@@ -120,6 +121,15 @@ def test_a_reservation_is_whole_pages() -> None:
     allocation = book.out[0]
     assert isinstance(allocation, Allocate)
     assert allocation.reservation == 2 * (2 << 20)
+
+
+def test_each_page_of_versions_is_made_with_its_first_variable(book: Book) -> None:
+    book.make("before", (0,))
+    book.tables.tally.variables = 510
+    book.make("last", (0,))
+    book.out.clear()
+    book.make("first", (0,))
+    assert book.out == [Allocate("versions", versions.NBYTES, "", 4096, 8192, is_lazy=True)]
 
 
 def test_unknown_variables_and_optimizers_are_named_with_what_there_is(book: Book) -> None:

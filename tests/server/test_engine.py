@@ -6,6 +6,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from tests.harness.playbook import (
     fault,
     first_apply,
     gathers,
+    handled,
     hears,
     makes,
     merge_calls,
@@ -70,6 +72,7 @@ from cs_server.events import (
     Commit,
     Compute,
     Computed,
+    Discard,
     Event,
     Fill,
     Finished,
@@ -292,7 +295,7 @@ class Narrow:
             self.handle(event)
 
     def handle(self, event: Event) -> list[Command]:
-        return Engine(self.config, ControlLog(self.buffer)).handle(event, 1.0)
+        return handled(lambda event: Engine(self.config, ControlLog(self.buffer)).handle(event, 1.0), event)
 
 
 BULK = array_of(np.ones(6000, np.uint8))
@@ -325,9 +328,9 @@ def test_a_merge_call_whose_results_are_too_large_fails_at_all() -> None:
 def test_a_request_that_is_too_large_is_refused() -> None:
     engine = Narrow()
     create = Create("c", 3, spec("w", (6000,), "uint8"), BULK)
-    assert to(CONTROLLER, Refused, "cs.MemoryPlanError", "full", number=3).fits(
-        engine.handle(hears(CONTROLLER, create))[0]
-    )
+    *_, refused, given_back = engine.handle(hears(CONTROLLER, create))
+    assert to(CONTROLLER, Refused, "cs.MemoryPlanError", "full", number=3).fits(refused)
+    assert given_back == Discard("parameters/uint8", 0, 6000)
     (got,) = engine.handle(hears(OBSERVER, Get(1, (), (), False)))
     assert got.record.variables == ()  # type: ignore[union-attr]
 
@@ -335,10 +338,11 @@ def test_a_request_that_is_too_large_is_refused() -> None:
 def test_what_was_refused_leaves_its_name_free() -> None:
     # One engine all through: what it has derived from the tables must be forgotten as well.
     engine = Engine(Playbook(1).config, ControlLog(np.zeros(2 * 6144, np.uint8)))
+    handle = partial(handled, lambda event: engine.handle(event, 1.0))
     for event in Playbook(1).begin_events():
-        engine.handle(event, 1.0)
-    engine.handle(hears(CONTROLLER, Create("c", 1, spec("w", (6000,), "uint8"), BULK)), 1.0)
-    created = engine.handle(hears(CONTROLLER, Create("c", 2, spec("w"), None)), 1.0)[-1]
+        handle(event)
+    handle(hears(CONTROLLER, Create("c", 1, spec("w", (6000,), "uint8"), BULK)))
+    created = handle(hears(CONTROLLER, Create("c", 2, spec("w"), None)))[-1]
     assert created.record.variable.spec.name == "w"  # type: ignore[union-attr]
 
 

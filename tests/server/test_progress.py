@@ -53,7 +53,7 @@ from cs_proto.messages import (
     Value,
     Variable,
 )
-from cs_server.events import Apply, Commit, Fill, MemoryAvailable, Send
+from cs_server.events import Apply, Commit, Discard, Fill, MemoryAvailable, Send
 
 W = lies("parameters/float32", 0)
 NONE, SUM, MEAN, ONLY_FIRST = range(4)
@@ -682,3 +682,27 @@ def test_a_run_that_is_ahead_waits_for_the_one_before_it() -> None:
     book.on(asks(1, reduces(0, scalar(2)), run=(3,)))
     book.on(book.finished(), finished(commits=1), Send(w(0), Committed((3,), 0)))
     book.on(asks(0, reduces(0, scalar(1)), run=(3,)), computes((scalar(1),), (scalar(2),), reduce="SUM"))
+
+
+# --- memory that others have taken since it was planned -------------------------------------------------------------
+
+
+def test_slots_and_variables_that_find_no_memory_fail_at_their_merge_point_and_the_run_goes_on() -> None:
+    book = Playbook(2).begin().has(spec("w", (2,))).has_optimizer("Adam")
+    first, second = (allocates(f"slots/1/{slot}/float32", 0, 8) for slot in "mv")
+    third = allocates("parameters/float32", 128, 132)
+    book.refuses = {each: fault("cs.DeviceMemoryError") for each in (second, third)}
+    book.on(asks(0, first_apply(0, 1)))
+    refused = [to(w(r), PointFailed, "cs.DeviceMemoryError", "the slots of optimizer 1", k=0) for r in (0, 1)]
+    book.on(asks(1, first_apply(0, 1)), first, *refused, Discard("slots/1/m/float32", 0, 8))
+    book.on(asks(0, makes(1, spec("b"), scalar(2))))
+    refused = [to(w(r), PointFailed, "cs.DeviceMemoryError", "variable 'b'", k=1) for r in (0, 1)]
+    book.on(asks(1, makes(1, spec("b"), scalar(2))), *refused)
+    book.refuses = {}
+    book.on(asks(0, first_apply(2, 1)))
+    assert book.does(asks(1, first_apply(2, 1)))[:2] == [first, second]
+    book.settle()
+    for replica in (0, 1):
+        book.does(returns(replica, 3))
+    book.on(book.finished(), finished(commits=1))
+    book.repeat_all()

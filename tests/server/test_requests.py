@@ -36,6 +36,7 @@ from cs_proto.messages import (
     Described,
     DescribeSlots,
     Done,
+    Error,
     Free,
     Get,
     Goodbye,
@@ -353,3 +354,47 @@ def test_the_counters_count() -> None:
         ),
     )
     book.on(hears(OBSERVER, Statistics(4)), Send(OBSERVER, counters))
+
+
+# --- memory that others have taken since it was planned -----------------------------------------------------------
+
+
+def full(segment: str) -> Error:
+    return Error("cs.DeviceMemoryError", f"no room in {segment} of gpu:0", None, "", -1, 0, "")
+
+
+@pytest.mark.parametrize("value", [None, array(3, 4)])
+def test_a_variable_that_finds_no_memory_is_refused_and_nothing_has_changed(value: Array | None) -> None:
+    book = Playbook(1).begin()
+    before = dict(book.memory.items())
+    segment = allocates("parameters/float32", 0, 8)
+    others = [allocates("parameters/float32"), *(allocates(f"gradients/0/{b}/float32", writer="w0") for b in (0, 1))]
+    book.refuses = {segment: full("parameters/float32")}
+    create = hears(CONTROLLER, Create("c", book.sequence(), spec("w", (2,)), value))
+    no_room = to(CONTROLLER, Refused, "cs.DeviceMemoryError", "variable 'w': no room in parameters/float32 of gpu:0")
+    book.on(create, *others, no_room)
+    book.on(create, no_room)
+    ours = (b"tally", b"q")  # what was heard, and the reply
+    assert {k for k, v in book.memory.items() if before.get(k) != v and not k.startswith(ours)} == set()
+    assert book.resume() == []
+    book.refuses = {}
+    again = hears(CONTROLLER, Create("c", book.sequence(), spec("w", (2,)), None))
+    book.on(again, *others, segment, to(CONTROLLER, Created, variable=variable(1, "w", W)))
+    book.repeat_all()
+
+
+def test_what_was_allocated_for_slots_that_are_refused_is_given_back() -> None:
+    book = Playbook(1).begin().has(spec("w", (2,))).has_optimizer("Adam")
+    first, second = (allocates(f"slots/1/{slot}/float32", 0, 8) for slot in "mv")
+    book.refuses = {second: full("slots")}
+    describe = hears(CONTROLLER, DescribeSlots(9, 1, 1))
+    pattern = r"the slots of optimizer 1 \(Adam\): no room in slots of gpu:0"
+    book.on(
+        describe,
+        first,
+        to(CONTROLLER, Refused, "cs.DeviceMemoryError", pattern, number=9),
+        Discard("slots/1/m/float32", 0, 8),
+    )
+    book.refuses = {}
+    assert first in book.does(describe)
+    book.settle()

@@ -224,6 +224,14 @@ def test_create_assign_and_get(running: Service) -> None:
     assert running.supervisor.mapping(variable.place.segment).view(array).tolist() == [0.5, 1.5, 2.5, 3.5]
 
 
+def test_a_variable_whose_memory_cannot_be_had_is_refused_and_all_else_goes_on(running: Service) -> None:
+    wanted = m.Create("01", next(_sequence), spec("nowhere", "int16"), None)
+    running.supervisor.refused.add("parameters/int16")
+    refused = running.controller.ask(wanted, m.Refused)
+    assert refused.error.message == "variable 'nowhere': there is no segment 'parameters/int16'"
+    assert create(running, "nowhere", np.ones(2, np.float32)).spec.name == "nowhere"
+
+
 def test_a_value_larger_than_a_frame_comes_by_the_arena(running: Service) -> None:
     value = np.arange(100_000, dtype=np.int64)
     variable = running.controller.ask(
