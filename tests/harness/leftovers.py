@@ -2,7 +2,8 @@
 
 A snapshot is taken before a test and compared afterwards, so that what a fixture of a larger scope keeps is left in
 peace, also where it was renewed meanwhile: a service may start its processes again, and is then connected to them by
-another socket. Processes are found by the mark of this test session and by descent; nobody else's are looked at.
+another socket. Processes are found by the mark of this test session and by descent; nobody else's are looked at, and
+those only where the machine has a process that it did not have before: there are thousands of tests.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +33,7 @@ _KINDS_OF_DESCRIPTOR = ("socket:", "/memfd:", "anon_inode:")
 class Snapshot:
     """What there was at one moment."""
 
-    processes: frozenset[psutil.Process]
+    pids: frozenset[int]
     threads: frozenset[threading.Thread]
     descriptors: Counter[str]
     files: frozenset[Path]
@@ -64,7 +66,7 @@ class Leftovers:
 def take() -> Snapshot:
     """The state of this process, of everything it started and of the places where the project makes files."""
     return Snapshot(
-        frozenset(_processes()), frozenset(threading.enumerate()), Counter(_descriptors()), frozenset(_files())
+        frozenset(psutil.pids()), frozenset(threading.enumerate()), Counter(_descriptors()), frozenset(_files())
     )
 
 
@@ -83,20 +85,23 @@ def since(before: Snapshot, timeout: float | None = None) -> Leftovers:
 
 def _compare(before: Snapshot) -> Leftovers:
     return Leftovers(
-        [process for process in _processes() if process not in before.processes and not _is_restarted(process, before)],
+        [process for process in _processes(before.pids) if not _is_restarted(process, before)],
         [thread for thread in threading.enumerate() if thread not in before.threads and _counts(thread)],
         _new_descriptors(before),
         sorted(_files() - before.files),
     )
 
 
-def _processes() -> set[psutil.Process]:
+def _processes(known: frozenset[int]) -> set[psutil.Process]:
+    """Ours that live and are not among the ``known``."""
+    if known.issuperset(psutil.pids()):
+        return set()
     found = set(marked(os.environ[MARK])) if MARK in os.environ else set()
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             if child.status() != psutil.STATUS_ZOMBIE:
                 found.add(child)
-    return found
+    return {process for process in found if process.pid not in known}
 
 
 def _counts(thread: threading.Thread) -> bool:
@@ -136,7 +141,14 @@ def _files() -> set[Path]:
     """Run directories, and shared memory with names like ours or like those of ``multiprocessing``."""
     found: set[Path] = set()
     for directory in {tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR", tempfile.gettempdir())}:
-        found.update(Path(directory).glob("cs-*"))
-    for pattern in ("cs-*", "psm_*", "sem.mp-*"):
-        found.update(path for path in Path("/dev/shm").glob(pattern) if path.stat().st_uid == os.getuid())
+        found.update(_named(directory, "cs-"))
+    for path in _named("/dev/shm", "cs-", "psm_", "sem.mp-"):
+        with suppress(FileNotFoundError):
+            if path.stat().st_uid == os.getuid():
+                found.add(path)
     return found
+
+
+def _named(directory: str, *beginnings: str) -> Iterator[Path]:
+    with suppress(FileNotFoundError):
+        yield from (Path(directory, name) for name in os.listdir(directory) if name.startswith(beginnings))
