@@ -6,9 +6,13 @@ The Strategy API of ``tf.distribute.experimental.CentralStorageStrategy`` as a s
 variables, one worker process per device runs the replica function.
 """
 
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
+from typing import Any as _Any
+
 from cs_proto.messages import Counters
 
-from . import aio, data, errors, metrics, nest, nn, optimizers, train
+from . import data, errors, metrics, nest, nn, optimizers, train
 from .buffers import gradient_buffers
 from .context import (
     ReplicaContext,
@@ -43,6 +47,9 @@ from .values import (
     VariableSynchronization,
 )
 from .variable import Variable
+
+if TYPE_CHECKING:
+    from . import aio
 
 __all__ = [
     "CentralStorageStrategy",
@@ -86,6 +93,12 @@ __all__ = [
     "optimizers",
     "train",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    if name == "aio":  # asyncio is a seventh of what a process needs to start, and few programs use it
+        return _import_module(".aio", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
