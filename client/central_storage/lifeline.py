@@ -7,6 +7,7 @@ Used by workers and clients. One thread at a time. The owner polls :meth:`fileno
 from __future__ import annotations
 
 import os
+import secrets
 import select
 import socket
 import time
@@ -52,6 +53,8 @@ class Lifeline:
     def __init__(self, link: socket.socket, role: Role, rank: int = 0, incarnation: int = 1) -> None:
         """Introduce this process over ``link``, which is owned from here on."""
         self._link = link
+        #: What a controller calls itself.
+        self.client = secrets.token_hex(4) if role == "controller" else ""
         self._waiting: deque[Record] = deque()
         self._mappings: dict[str, Mapping | Carried] = {}
         #: How this process asks the server; said by its owner before it opens a segment that it may have to carry.
@@ -59,7 +62,7 @@ class Lifeline:
         #: Why the bytes of segments travel in frames; empty where they are mapped.
         self.carried_because = ""
         try:
-            self.send(Introduce(role, rank, incarnation, os.getpid()))
+            self.send(Introduce(role, rank, incarnation, os.getpid(), self.client))
         except ShutdownError:
             link.close()
             raise

@@ -18,6 +18,7 @@ from cs_proto import messages, segments
 from cs_proto.arrays import INLINE_NBYTES, Array, Location
 from cs_proto.errors import ReplicaLostError, ShutdownError
 from cs_proto.messages import AssignOp, Counters, Serving, VariableSpec, WriteOp
+from cs_proto.records import Record
 from cs_proto.schedules import Schedule
 
 from .ahead import Carriage
@@ -105,7 +106,11 @@ class ServiceLink(Runs):
             request = messages.Create(self._client, sequence, spec, inline)
             record = self._ask(request, sequence, messages.Created).variable
             if inline is None:
-                self._assign(record.number, "assign", value)
+                try:
+                    self._assign(record.number, "assign", value)
+                except BaseException:  # nobody gets to know it
+                    self._forgotten.append(record.number)
+                    raise
             return record
 
     def assign(self, number: int, op: AssignOp, value: np.ndarray, site: str, *, scalar: bool) -> None:
@@ -214,6 +219,7 @@ class ServiceLink(Runs):
         if os.getpid() != self._process:
             return
         with self._lock:
+            self._left_off = None
             try:
                 if self._ended is None:
                     with suppress(ReplicaLostError, ShutdownError), self._operation():
@@ -252,8 +258,20 @@ class ServiceLink(Runs):
         if numbers:
             sequence = self._next_sequence()
             self._ask(messages.Free(self._client, sequence, tuple(numbers)), sequence, messages.Done)
-            for socket in self._worker_sockets:
-                self._send(socket, messages.Forget(tuple(numbers)))
+            self._tell_freed(tuple(numbers))
+
+    def _tell_freed(self, numbers: tuple[int, ...]) -> None:
+        for socket in self._worker_sockets:
+            self._send(socket, messages.Forget(numbers))
+
+    def _finish_write(self, request: Record, number: int, answer: type[Record]) -> None:
+        """Wait for the answer to a write that Ctrl-C has left: until it comes the server may read what the write names,
+        and takes no other. What it was refused with is nobody's."""
+        found = self._wait_for_answer(request, number, answer)
+        if isinstance(found, messages.Created):
+            self._forgotten.append(found.variable.number)
+        elif isinstance(request, messages.Free):
+            self._tell_freed(request.variables)
 
     def _describe_optimizer(self, number: int) -> messages.Described:
         sequence = self._next_sequence()
@@ -277,6 +295,8 @@ class ServiceLink(Runs):
             if self._ended is not None:
                 raise ShutdownError(self._why_ended())
             with self._interrupts:
+                if self._left_off is not None:
+                    self._finish_write(*self._left_off)
                 if self._latest is not None and self._latest is not series:
                     self._settle(self._latest)
                 if self._forgotten and series is None:

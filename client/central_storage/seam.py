@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -81,12 +80,14 @@ class Seam(ABC):
         self._lifeline = lifeline
         self._threads = threads
         self._stop = stop
-        self._client = secrets.token_hex(4)
+        self._client = lifeline.client
         self._lock = threading.RLock()  # adopting an optimizer while a function is pickled is an operation in another
         self._process = os.getpid()
         self._sequence = 0
         self._hello = messages.Hello(messages.PROTOCOL, "controller", self._client, os.getpid())
         self._asked: list[Record] = []  # what another server is asked again
+        # A write that Ctrl-C left unanswered, its number and the kind of its answer.
+        self._left_off: tuple[Record, int, type[Record]] | None = None
         self._ended: str | None = None
         self._deaths = Deaths()
         self.workers: tuple[messages.Worker, ...] = ()
@@ -212,19 +213,31 @@ class Seam(ABC):
                 name(now - started, what + self._deaths.restarts_named())
 
     def _ask(self, request: Record, number: int, answer: type[R]) -> R:
-        def wanted(record: Record) -> Record | None:
+        self._send(self._server, request)
+        self._asked.append(request)
+        found = self._wait_for_answer(request, number, answer)
+        if isinstance(found, messages.Refused):
+            raise to_exception(found.error, self._copy, self._resolve)
+        return found
+
+    def _wait_for_answer(self, request: Record, number: int, answer: type[R]) -> R | messages.Refused:
+        def wanted(record: Record) -> R | messages.Refused | None:
             if isinstance(record, messages.Refused) and record.number == number:
-                raise to_exception(record.error, self._copy, self._resolve)
+                return record
             if isinstance(record, answer) and getattr(record, "sequence", getattr(record, "request", None)) == number:
                 return record
             return None
 
-        self._send(self._server, request)
-        self._asked.append(request)
+        self._left_off = None
         try:
-            return self._wait(f"the server's answer to {type(request).__name__}", wanted)  # type: ignore[return-value]
+            return self._wait(f"the server's answer to {type(request).__name__}", wanted)
+        except KeyboardInterrupt:
+            if hasattr(request, "sequence"):
+                self._left_off = (request, number, answer)
+            raise
         finally:
-            self._asked.remove(request)
+            if self._left_off is None:
+                self._asked.remove(request)
 
     def _send(self, socket: zmq.Socket[bytes], record: Record) -> None:
         if log.isEnabledFor(logging.DEBUG):

@@ -824,12 +824,14 @@ class Forget(Record):
 
 @record(110)
 class Introduce(Record):
-    """First packet of every process that connects to the supervisor."""
+    """First packet of every process that connects to the supervisor. ``client``: what a controller calls itself in its
+    Hello."""
 
     role: Role
     rank: int
     incarnation: int
     pid: int
+    client: str = ""
 
 
 @record(111)
@@ -971,3 +973,11 @@ class Kill(Record):
     replica: int
     incarnation: int
     reason: str
+
+
+@record(126)
+class Left(Record):
+    """Supervisor to server: this controller's connection has ended, with or without Goodbye. The same back to the
+    supervisor: its runs are given up. Supervisor to workers, which get a SIGINT as well: carry out none of them."""
+
+    client: str

@@ -43,6 +43,7 @@ from .commits import Commits, Operations
 from .control import Control
 from .events import (
     Allocate,
+    ClientLeft,
     Command,
     Computed,
     Discard,
@@ -222,6 +223,9 @@ class Engine:
             case ProcessDied(died):
                 if self._sessions.died(died):
                     self._replays.died(died)
+            case ClientLeft(client):
+                if self._sessions.left(client):
+                    self._runs.cancel_all(now)
             case MemoryAvailable(nbytes, device_nbytes):
                 self._tables.tally.available_nbytes = nbytes
                 self._tables.tally.device_nbytes = device_nbytes

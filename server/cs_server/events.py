@@ -32,6 +32,13 @@ class ProcessDied:
 
 
 @dataclass(frozen=True)
+class ClientLeft:
+    """The supervisor says that a controller is gone."""
+
+    client: str
+
+
+@dataclass(frozen=True)
 class MemoryAvailable:
     """Bytes that may still be touched, of the machine's memory and of the GPU where variables lie (-1: they lie on
     none); told before every record that could plan memory."""
@@ -83,7 +90,18 @@ class Listening:
     """From now on peers are heard; what they said to a server before this one may not have been."""
 
 
-Event = Received | ProcessDied | MemoryAvailable | Computed | Reserved | Fingerprinted | Finished | Tick | Listening
+Event = (
+    Received
+    | ProcessDied
+    | ClientLeft
+    | MemoryAvailable
+    | Computed
+    | Reserved
+    | Fingerprinted
+    | Finished
+    | Tick
+    | Listening
+)
 
 # --- commands -------------------------------------------------------------------------------------------------------
 
@@ -227,6 +245,13 @@ class EndWorker:
 
 
 @dataclass(frozen=True)
+class Dismiss:
+    """The runs of a client that has gone are given up: have its workers told."""
+
+    client: str
+
+
+@dataclass(frozen=True)
 class Log:
     """Say a line. ``slow`` where it names a wait."""
 
@@ -258,4 +283,17 @@ class FreeResults:
     """What :class:`Compute` commands before this one brought is not needed any more."""
 
 
-Command = Send | Allocate | Reserve | Load | Compute | Fingerprint | Discard | FreeResults | Commit | EndWorker | Log
+Command = (
+    Send
+    | Allocate
+    | Reserve
+    | Load
+    | Compute
+    | Fingerprint
+    | Discard
+    | FreeResults
+    | Commit
+    | EndWorker
+    | Dismiss
+    | Log
+)

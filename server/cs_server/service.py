@@ -54,7 +54,9 @@ from cs_proto.messages import (
     Died,
     Fetch,
     GatherPoint,
+    Hello,
     Kill,
+    Left,
     Located,
     Put,
     ReducePoint,
@@ -73,11 +75,13 @@ from .control import ControlLog
 from .engine import Config, Engine
 from .events import (
     Allocate,
+    ClientLeft,
     Command,
     Commit,
     Compute,
     Computed,
     Discard,
+    Dismiss,
     EndWorker,
     Event,
     Fingerprint,
@@ -301,6 +305,8 @@ class Service:
                 except zmq.Again:
                     break
                 heard = self._heard(peer, parts)
+                if isinstance(heard, Hello):
+                    yield from self._notices()  # of whoever left before it came
                 if isinstance(heard, Fetch | Put):
                     self._send(peer, carry(heard, partial(self._engine.writer, peer), self._segments))
                 elif heard is not None:
@@ -318,6 +324,8 @@ class Service:
             _log.debug("from the supervisor: %.300r", record)
             if isinstance(record, Died):
                 yield ProcessDied(record)
+            elif isinstance(record, Left):
+                yield ClientLeft(record.client)
 
     def _heard(self, peer: bytes, parts: Sequence[bytes]) -> Record | None:
         """The record in ``parts``; None where there is none, which the peer is told."""
@@ -379,6 +387,8 @@ class Service:
                     outcomes.append(Fingerprinted(ticket, self._digest(arrays)))
                 case EndWorker(replica, incarnation, reason):
                     self._segments.send(Kill(replica, incarnation, reason))
+                case Dismiss(client):
+                    self._segments.send(Left(client))
                 case Discard(segment, start, stop):
                     self._discard(segment, start, stop)
                 case FreeResults():

@@ -13,10 +13,13 @@ from cs_proto.failures import error_of
 from cs_proto.messages import PROTOCOL, Died, Goodbye, Hello, Refused, Register, Registered, Welcome, Worker
 from cs_proto.records import Record
 
-from .events import Command, Log, Send
-from .tables import ClientSession, Tables, WorkerSession
+from .events import Command, Dismiss, Log, Send
+from .tables import ClientSession, Departure, Tables, WorkerSession
 
 __all__ = ["Sessions"]
+
+# So many controllers that have gone are remembered; the first words of one come right after its end, if they are late.
+_DEPARTURES = 8
 
 
 class Sessions:
@@ -141,6 +144,8 @@ class Sessions:
         it is a controller that was welcome before, and may not have heard what a server before this one said."""
         self._check_protocol(record.protocol, "client")
         if record.role == "controller":
+            if any(gone.client == record.client for gone in self._tables.departures.values()):
+                raise ContextError(f"client {record.client} has gone")
             for other, session in self._tables.clients.items():
                 if session.hello.role == "controller" and session.hello.client != record.client:
                     raise ContextError(
@@ -174,10 +179,28 @@ class Sessions:
         session = self._tables.clients.get(peer)
         if session is None or session.hello.client != record.client:
             raise PeerProtocolError(f"client {record.client!r:.80} has not said hello from {peer!r:.80}")
+        return self._end(peer, session)
+
+    def left(self, client: str) -> bool:
+        """A controller has gone, with or without goodbye. True where its runs have to be given up."""
+        self._out.append(Dismiss(client))
+        if any(gone.client == client for gone in self._tables.departures.values()):
+            return False
+        self._tables.departures[self._tables.next_ticket()] = Departure(client)
+        for ticket in sorted(self._tables.departures)[:-_DEPARTURES]:
+            del self._tables.departures[ticket]
+        for peer, session in self._tables.clients.items():
+            if session.hello.client == client:
+                self._out.append(Log(f"client {client} (pid {session.hello.pid}) has gone"))
+                return self._end(peer, session)
+        return False
+
+    def _end(self, peer: bytes, session: ClientSession) -> bool:
         del self._tables.clients[peer]
-        request = self._tables.requests.get((False, record.client))
+        client = session.hello.client
+        request = self._tables.requests.get((False, client))
         if request is not None and request.reply is not None:  # else its commit is under way, and still reads it
-            del self._tables.requests[False, record.client]
+            del self._tables.requests[False, client]
         return session.hello.role == "controller"
 
     def controller_peer(self) -> bytes | None:

@@ -258,6 +258,13 @@ class Check(_Row):
     number: int
 
 
+@record(217)
+class Departure(_Row):
+    """A controller that has gone: what it said before may come after."""
+
+    client: str
+
+
 Point = ApplyPoint | AssignPoint | CreatePoint | ReducePoint | GatherPoint | MergeCallPoint
 Outcome = Accepted | CreatedInRun | Reduced | PointFailed | MergeCallReturn
 
@@ -376,6 +383,8 @@ class Tables:
         #: By replica, where the latest known incarnation is dead.
         self.deaths: Table[int, Died] = Table()
         self.clients: Table[bytes, ClientSession] = Table()
+        #: By ticket, the last few.
+        self.departures: Table[int, Departure] = Table()
         #: By (made under a token, client).
         self.requests: Table[tuple[bool, str], Request] = Table()
         self.held: Table[int, HeldGet] = Table()
@@ -413,6 +422,7 @@ class Tables:
                 b"w": self.workers,
                 b"d": self.deaths,
                 b"c": self.clients,
+                b"x": self.departures,
                 b"q": self.requests,
                 b"h": self.held,
                 b"v": self.variables,

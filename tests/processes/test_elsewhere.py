@@ -192,6 +192,17 @@ def test_another_takes_the_place_of_a_worker_that_is_killed(victim: str) -> None
         assert [process.wait().code for process in (elsewhere.server, *elsewhere.workers)] == [0, 0, 0]
 
 
+def test_the_next_script_starts_at_once_after_one_that_is_killed(elsewhere: Elsewhere) -> None:
+    with start(*script(elsewhere, blocks=True), environment=elsewhere.environment) as child:
+        for worker in elsewhere.workers:
+            worker.wait_for("at work")
+        child.signal(signal.SIGKILL)
+        assert child.wait().code == -9
+    again = run(*script(elsewhere, blocks=False), environment=elsewhere.environment).ok()
+    assert again.out == "read [4.0, 4.0, 4.0] 2\n"  # of what the first one did nothing was committed
+    assert elsewhere.health()[0] == 0
+
+
 def test_ctrl_c_reaches_workers_whose_pids_mean_nothing_here(elsewhere: Elsewhere) -> None:
     with start(*script(elsewhere, blocks=True), environment=elsewhere.environment) as child:
         for worker in elsewhere.workers:

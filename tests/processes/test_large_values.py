@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from typing import Any
 
 import numpy as np
@@ -82,3 +85,53 @@ def test_nothing_large_is_in_a_frame_and_what_replicas_share_is_placed_once(
     assert first.function.place == second.function.place
     assert [buffer.place for buffer in first.buffers] == [buffer.place for buffer in second.buffers]
     assert len({buffer.place for buffer in first.buffers}) == 1
+
+
+def test_what_a_write_names_stays_until_it_is_answered_also_where_ctrl_c_leaves_it(
+    two: cs.CentralStorageStrategy,
+) -> None:
+    with two.scope():
+        first, second = (cs.Variable(np.zeros(ROWS, np.float32)) for _ in range(2))
+    server, link, goes_on = two.statistics().pid, two._backend, threading.Event()
+
+    def interrupt() -> None:
+        while not link._asked:
+            pass
+        os.kill(os.getpid(), signal.SIGINT)
+        goes_on.wait()
+        while not link._asked:
+            pass
+        os.kill(server, signal.SIGCONT)
+
+    os.kill(server, signal.SIGSTOP)
+    helper = threading.Thread(target=interrupt)
+    helper.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            first.assign(np.full(ROWS, 1, np.float32))
+        goes_on.set()
+        second.assign(np.full(ROWS, 2, np.float32))
+    finally:
+        goes_on.set()
+        helper.join()
+    assert (first.numpy() == 1).all()
+    assert (second.numpy() == 2).all()
+
+
+def test_a_variable_that_ctrl_c_kept_from_being_known_is_freed(two: cs.CentralStorageStrategy) -> None:
+    server, link, known = two.statistics().pid, two._backend, len(two._backend.variables())
+
+    def interrupt() -> None:
+        while not link._asked:
+            pass
+        os.kill(os.getpid(), signal.SIGINT)
+
+    os.kill(server, signal.SIGSTOP)
+    helper = threading.Thread(target=interrupt)
+    helper.start()
+    with pytest.raises(KeyboardInterrupt), two.scope():
+        cs.Variable(np.zeros(3))
+    helper.join()
+    os.kill(server, signal.SIGCONT)
+    two.statistics()  # the answer comes first, and then it is freed
+    assert len(link.variables()) == known

@@ -9,6 +9,7 @@ from tests.harness.playbook import (
     Playbook,
     Says,
     asks,
+    assigns,
     computes,
     dies,
     first_apply,
@@ -50,7 +51,7 @@ from cs_proto.messages import (
     WorkerRestarted,
 )
 from cs_proto.records import Record
-from cs_server.events import ProcessDied, Send
+from cs_server.events import ClientLeft, Dismiss, ProcessDied, Send
 
 HELLO = Hello(PROTOCOL, "controller", "c", 7)
 
@@ -159,6 +160,34 @@ def test_only_registered_workers_bring_merge_points(peer: bytes) -> None:
 def test_what_is_not_for_the_server_is_refused() -> None:
     book = Playbook(2).begin()
     book.on(hears(OBSERVER, Ready("x")), to(OBSERVER, Refused, "cs.PeerProtocolError", "a Ready is not for the server"))
+
+
+# --- scripts that are killed --------------------------------------------------------------------------------------
+
+
+def test_the_runs_of_a_controller_that_has_gone_are_given_up_and_the_next_one_is_welcome() -> None:
+    book = Playbook(2).begin().has(spec("w"))
+    book.repeats = False
+    book.on(asks(0, reduces(1, scalar(1)), (assigns(0, scalar(1)),)))
+    interrupted = to(w(0), PointFailed, "KeyboardInterrupt", "was cancelled", ends_run=True)
+    book.on(ClientLeft("c"), Dismiss("c"), Says("client c .pid 7. has gone"), interrupted)
+    second = Hello(PROTOCOL, "controller", "d", 9)
+    book.on(hears(b"c2", second))
+    book.does(returns(0, 2, raises="KeyboardInterrupt"))
+    book.on(returns(1, 0, raises="KeyboardInterrupt"), Send(b"c2", welcome(0, 1)))
+    assert book.version(1) == 0
+    book.on(ClientLeft("c"), Dismiss("c"))  # a server before this one had heard it
+
+
+def test_what_a_controller_that_has_gone_said_before_may_come_late() -> None:
+    book = Playbook(2).begin()
+    book.on(hears(CONTROLLER, Goodbye("c")))
+    book.on(ClientLeft("c"), Dismiss("c"))
+    book.on(hears(CONTROLLER, HELLO), to(CONTROLLER, Refused, "cs.ContextError", "client c has gone"))
+    for number in range(20):
+        book.on(ClientLeft(f"d{number}"), Dismiss(f"d{number}"))
+    book.on(hears(b"c2", Hello(PROTOCOL, "controller", "d19", 9)), to(b"c2", Refused, "cs.ContextError", "has gone"))
+    book.on(hears(b"c2", Hello(PROTOCOL, "controller", "e", 9)), Send(b"c2", welcome(0, 1)))
 
 
 # --- incarnations -------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from cs_proto.messages import (
     Died,
     Done,
     Forget,
+    Left,
     Prepare,
     Refused,
     Return,
@@ -203,6 +204,17 @@ def test_cancel_ends_the_wait_of_its_run(played: Played) -> None:
     played.conversation.begin_run(CONTROLLER, run(2))
     played.comes((SERVER, Committed((2,), 0)))
     played.wait((2,), 0)
+
+
+def test_the_runs_of_a_controller_that_has_gone_are_not_carried_out(played: Played) -> None:
+    played.conversation.begin_run(CONTROLLER, run(1))
+    played.comes((CONTROLLER, run(2)), (SUPERVISOR, Left("afe")))
+    with pytest.raises(KeyboardInterrupt):
+        played.wait((1,), 0)
+    played.comes((CONTROLLER, run(3)), (b"cbeef", run(1)))  # the first was on its way
+    assert played.conversation.next_work() == (b"cbeef", run(1))
+    played.conversation.begin_run(b"cbeef", run(1))
+    assert not played.conversation.is_cancelled()
 
 
 def test_bytes_are_waited_for_whatever_becomes_of_the_run(played: Played) -> None:

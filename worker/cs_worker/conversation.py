@@ -56,6 +56,7 @@ class Conversation:
         self._step: tuple[bytes, Run] | None = None
         self._failed: tuple[bytes, int] | None = None
         self._cancels = 0
+        self._left = b""  # the controller that has gone
         self._dead_server: messages.Died | None = None
         # What another server is told again: what this run has said without waiting, and the questions, outermost first.
         self._said: list[Record] = []
@@ -112,6 +113,8 @@ class Conversation:
 
     def is_cancelled(self) -> bool:
         """Whether the controller has given up the run under way."""
+        if self._run is not None and self._run[0] == self._left:
+            return True
         if self._cancelled is None or self._run is None:
             return False
         (sender, cancel), (controller, run) = self._cancelled, self._run
@@ -227,23 +230,31 @@ class Conversation:
         elif sender == SUPERVISOR:
             if isinstance(record, messages.Died) and record.role == "server" and not record.restarts:
                 self._dead_server = record
+            elif isinstance(record, messages.Left):
+                self._left = b"c" + record.client.encode()
+                self._work = deque(work for work in self._work if work[0] != self._left)
+                self._note_cancel()
             elif isinstance(record, messages.Serving):
                 for said in (*self._said, *self._asked):
                     self.link.send_server(said)
         elif sender[:1] == b"c" and isinstance(record, messages.Cancel):
             self._cancelled = (sender, record)
-            self._cancels += 1
-            self._interrupts.note_cancel()
+            self._note_cancel()
         elif sender[:1] == b"c" and (
             isinstance(record, Forget | Prepare) or (isinstance(record, Run) and len(record.run) == 1)
         ):
-            self._work.append((sender, record))
+            if sender != self._left:
+                self._work.append((sender, record))
         elif isinstance(record, Run) and record.run in self._nested:
             _log.debug("run %s was taken already", path_text(record.run))
         elif isinstance(record, Run):
             self._refuse(sender, record, "runs come from the controller, nested ones from the holder of a token")
         else:
             self._refuse(sender, record, "a worker takes Prepare, Run, Cancel and Forget")
+
+    def _note_cancel(self) -> None:
+        self._cancels += 1
+        self._interrupts.note_cancel()
 
     def _keep_answer(self, record: Record) -> None:
         """Put away what the server says for whoever waits for it."""

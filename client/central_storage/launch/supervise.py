@@ -26,6 +26,7 @@ from cs_proto.messages import (
     Join,
     Joined,
     Kill,
+    Left,
     MakeSegment,
     OpenSegment,
     Ready,
@@ -109,6 +110,8 @@ class Service:
         self._restarts = Restarts(self._recovery.max_restarts)
         #: Of each process the last incarnation that ended unasked, as long as nothing in its place is ready.
         self._deaths: dict[tuple[str, int], Died] = {}
+        #: Controllers that have gone, until a server says that it has heard it.
+        self._left: list[str] = []
         self._timers: list[Timer] = []
         self._elsewhere: dict[Peer, Elsewhere] = {}
         self._memory = Memory(os.path.basename(run_directory).removeprefix("cs-"), medium or Memfd())
@@ -317,9 +320,13 @@ class Service:
         self._peers.remove(peer)
         if peer in self._elsewhere:
             self._elsewhere.pop(peer).leave()
-        if peer is self._owner and self._state != "stopping":
-            _log.debug("the owner's connection has ended")
-            self.stop()
+        if peer is self._owner:
+            if self._state != "stopping":
+                _log.debug("the owner's connection has ended")
+                self.stop()
+        elif peer.introduction is not None and peer.introduction.client:
+            self._left.append(peer.introduction.client)
+            self._tell("server", Left(peer.introduction.client))
 
     def _record(self, peer: Peer, record: Record) -> None:
         if isinstance(record, Introduce):
@@ -340,6 +347,8 @@ class Service:
             for child in self._children:
                 if _identity(child.command) == ("worker", record.replica, record.incarnation):
                     child.kill(record.reason)
+        elif isinstance(record, Left) and peer.introduction.role == "server":
+            self._give_up(record)
         elif isinstance(record, Worked) and (worked := self._child_of(peer, peer.introduction)) is not None:
             self._has_worked(worked)
         elif isinstance(record, Died) and peer in self._elsewhere:
@@ -361,6 +370,8 @@ class Service:
                 for died in self._deaths.values():
                     if died.role == "worker":
                         peer.send(died)
+                for client in self._left:
+                    peer.send(Left(client))
             self._greet(peer)
 
     def _join(self, peer: Peer, request: Join) -> None:
@@ -465,6 +476,21 @@ class Service:
             peer.send(SegmentRefused(request.segment, _error(error)))
         else:
             peer.send(segment, descriptor)
+
+    def _give_up(self, left: Left) -> None:
+        """The server has given up the runs of a controller that has gone: have the workers do so, too."""
+        if left.client not in self._left:
+            return
+        self._left.remove(left.client)
+        self._tell("worker", left)
+        for child in self._children:
+            if child.command.role == "worker" and child.ready_since is not None:
+                child.interrupt()
+
+    def _tell(self, role: Role, record: Record) -> None:
+        for peer in list(self._peers):
+            if peer.introduction is not None and peer.introduction.role == role:
+                peer.send(record)
 
     def _tell_all(self, record: Record) -> None:
         for peer in list(self._peers):

@@ -100,14 +100,14 @@ class ListSink:
 class Client:
     """A client in the test's thread: while it waits, the supervisor's loop turns."""
 
-    def __init__(self, world: World, role: str = "controller") -> None:
+    def __init__(self, world: World, role: str = "controller", name: str = "") -> None:
         self.world = world
         self.descriptors: list[int] = []
         self.link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.link.connect(os.path.join(world.directory.path, "supervisor"))
         self.link.setblocking(False)
         if role:
-            self.send(Introduce(role, 0, 1, os.getpid()))
+            self.send(Introduce(role, 0, 1, os.getpid(), name))
 
     def send(self, record: Record) -> None:
         self.link.send(packet(record))
@@ -152,8 +152,8 @@ class World:
         self.service.start()
         return self.service
 
-    def client(self, role: str = "controller") -> Client:
-        client = Client(self, role)
+    def client(self, role: str = "controller", name: str = "") -> Client:
+        client = Client(self, role, name)
         self.clients.append(client)
         return client
 

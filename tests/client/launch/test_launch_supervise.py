@@ -26,6 +26,7 @@ from cs_proto.messages import (
     Died,
     Introduce,
     Kill,
+    Left,
     MakeSegment,
     OpenSegment,
     Output,
@@ -284,6 +285,24 @@ def test_a_server_that_died_is_started_again_over_the_same_memory_and_all_are_to
     world.until(lambda: re.search(r"\[w0\] heard \d+ \d+", world.sink.text) is not None)  # the death, and Serving
     assert isinstance(ask(client, OpenSegment("parameters/float32")), Segment)
     assert len(world.service.living_pids) == 2
+
+
+def test_a_controller_that_has_gone_is_told_to_servers_until_one_has_heard_it_and_then_to_workers(
+    world: World,
+) -> None:
+    hears = """
+signal.signal(signal.SIGINT, lambda *_: print("interrupted"))
+while link.recv(1 << 17) != bytes.fromhex("{}"):
+    pass
+print("it has gone")
+"""
+    dies = "link.send(worked); left = link.recv(1 << 17); incarnation == 1 and os._exit(1); link.send(left)"
+    world.start(server_READY=dies, w0_READY=hears.format(packet(Left("cafe")).hex()))
+    client = world.client(name="cafe")
+    assert isinstance(client.receive(), Serving)
+    client.link.close()
+    world.until(lambda: "it has gone" in world.sink.text and "interrupted" in world.sink.text)
+    assert [child.command.incarnation for child in world.service._children] == [2, 1]
 
 
 def test_one_that_cannot_be_started_again_is_lost(world: World, tmp_path: Path) -> None:
