@@ -21,6 +21,7 @@ class Deaths:
     def __init__(self) -> None:
         self._died: dict[int, Died] = {}
         self._restarting: dict[int, Died] = {}
+        self._server: Died | None = None
         self._deadline = 0.0
         #: The death that matters: the first for good, else the last.
         self.last: Died | None = None
@@ -40,6 +41,14 @@ class Deaths:
         self._restarting.pop(died.rank, None)
         self._died[died.rank] = died
         self._deadline = time.monotonic() + _LOST_TIMEOUT
+
+    def of_server(self, died: Died) -> None:
+        """Take note of the death of a server in whose place another is being started."""
+        self._server = died
+
+    def server_serves(self) -> None:
+        """Another server is in its place."""
+        self._server = None
 
     def took_place(self, replica: int) -> None:
         """Another worker is in the place of one that died."""
@@ -75,10 +84,10 @@ class Deaths:
 
     def restarts_named(self) -> str:
         """Who is being started again, which is what a wait is for."""
-        return "".join(
-            f"; worker w{replica} (pid {died.pid}) ended by {died.cause} and is being started again"
-            for replica, died in self._restarting.items()
-        )
+        dead = [(f"worker w{replica}", died) for replica, died in self._restarting.items()]
+        if self._server is not None:
+            dead.append(("the server", self._server))
+        return "".join(f"; {who} (pid {d.pid}) ended by {d.cause} and is being started again" for who, d in dead)
 
 
 def last_lines(died: Died) -> str:

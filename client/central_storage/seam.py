@@ -160,6 +160,7 @@ class Seam(ABC):
             self._deaths.hear(record)
             self._note_death(record)
         elif isinstance(record, Serving):  # another server, which may not have heard what the one before it was told
+            self._deaths.server_serves()
             for asked in (self._hello, *self._asked):
                 self._send(self._server, asked)
         return record
@@ -225,7 +226,7 @@ class Seam(ABC):
             if isinstance(record, messages.Refused) and record.number == number:
                 return record
             if isinstance(record, answer) and getattr(record, "sequence", getattr(record, "request", None)) == number:
-                return record
+                return record  # type: ignore[return-value]
             return None
 
         self._left_off = None
@@ -272,7 +273,8 @@ class Seam(ABC):
 
     def _note_death(self, died: Died) -> None:
         if died.role == "server" and died.restarts:
-            return  # the supervisor has said so to everybody
+            self._deaths.of_server(died)
+            return
         if died.role == "server":
             cause = self._end(f"the server (pid {died.pid}) ended by {died.cause}")
             raise ReplicaLostError(
