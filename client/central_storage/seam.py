@@ -222,16 +222,16 @@ class Seam(ABC):
         return found
 
     def _wait_for_answer(self, request: Record, number: int, answer: type[R]) -> R | messages.Refused:
-        def wanted(record: Record) -> R | messages.Refused | None:
+        def wanted(record: Record) -> Record | None:
             if isinstance(record, messages.Refused) and record.number == number:
                 return record
             if isinstance(record, answer) and getattr(record, "sequence", getattr(record, "request", None)) == number:
-                return record  # type: ignore[return-value]
+                return record
             return None
 
         self._left_off = None
         try:
-            return self._wait(f"the server's answer to {type(request).__name__}", wanted)
+            return self._wait(f"the server's answer to {type(request).__name__}", wanted)  # type: ignore[return-value]
         except KeyboardInterrupt:
             if hasattr(request, "sequence"):
                 self._left_off = (request, number, answer)
