@@ -96,6 +96,17 @@ def test_rows_are_shown_written_and_drawn(benchmark: Any, tmp_path: Path) -> Non
     assert bars[1] - bars[0] == pytest.approx(560 * 3 / 4, abs=0.2)  # three powers of ten apart, on an axis of four
 
 
+def test_growth_is_shown_and_drawn(benchmark: Any) -> None:
+    import scaling
+
+    axis = scaling.Axis("Bytes", "bytes", (1_000, 10_000_000), {"step": [1e-3, 1.0], "limit": [1e-4, 1e-2]})
+    assert scaling.table(axis).splitlines()[4].split() == ["10,000,000", "1.00", "s", "10.0", "ms"]
+    drawing = ElementTree.fromstring(scaling.drawing([axis]))
+    [step, limit] = [path.get("d") for path in drawing.iter("{http://www.w3.org/2000/svg}path") if path.get("fill")]
+    assert step == "M70.0 205.0L320.0 40.0"  # from one power of ten above the lowest to the highest of four
+    assert limit == "M70.0 260.0L320.0 150.0"
+
+
 def test_too_few_rounds_are_refused() -> None:
     ended = run("benchmarks/bench.py", "--rounds", "2")
     assert ended.code == 2
