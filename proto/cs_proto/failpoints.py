@@ -51,6 +51,8 @@ SABOTAGES = (
     "no-undo",  # a server that is started again begins the commit at hand anew
     "unguarded-read",  # the reader of the soak looks at the memory of a variable instead of asking the server
     "replay-committed",  # a run is replayed although something of it is committed
+    "no-fence",  # the server acts on what a worker says whose place has been taken
+    "naive-retry",  # the training of the soak asks for a step once more, as a new one, where the answer is late
 )
 
 _ITEM = re.compile(

@@ -8,7 +8,7 @@ checker knows nothing of the service; it can be given any history.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,11 +91,17 @@ class _Model:
         }
 
 
-def check(history: Iterable[Line], final: Mapping[str, np.ndarray] | None, *, may_lose: bool = False) -> list[str]:
+def _never(k: int) -> bool:
+    return False
+
+
+def check(
+    history: Iterable[Line], final: Mapping[str, np.ndarray] | None, *, may_lose: Callable[[int], bool] = _never
+) -> list[str]:
     """What is wrong with a history, in words; [] where nothing is.
 
     ``final``: the variables at the end by name; None where nobody could read them, which is a violation itself.
-    ``may_lose``: steps may be given up with ReplicaLostError, all of their first parts standing or none.
+    ``may_lose``: which steps may be given up with ReplicaLostError, any number of their first parts standing.
     """
     model, found = _Model(), []
     lost: int | None = None
@@ -109,7 +115,7 @@ def check(history: Iterable[Line], final: Mapping[str, np.ndarray] | None, *, ma
             expected = line["k"] + 1
         elif op == "lost":
             found += _gap(line["k"], expected)
-            if not may_lose:
+            if not may_lose(line["k"]):
                 found.append(f"step {line['k']} was given up: {line['error']}: {line['message']}")
             lost, expected = line["k"], line["k"] + 1
         elif op == "add":

@@ -75,7 +75,7 @@ def killed(rng: random.Random) -> list[str]:
     return found
 
 
-def launches(count: int, limit: float = 300.0) -> list[str]:
+def launches(_: random.Random, count: int, limit: float = 300.0) -> list[str]:
     """``count`` launches at once, each of a script that trains one step; which of them went wrong, in words."""
     before = leftovers.take()
     mark = f"{os.environ.get(MARK, os.getpid())}/launches"

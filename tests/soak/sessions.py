@@ -24,11 +24,12 @@ import psutil
 from tests.harness.processes import MARK, ROOT, marked, reap
 from tests.harness.timing import unit
 
-__all__ = ["LAUNCH", "Session", "Stuck", "role_of", "session"]
+__all__ = ["LAUNCH", "LAUNCHER", "Session", "Stuck", "role_of", "session"]
 
 #: How long a step may take with a restart before it, seconds; it takes about one.
 PATIENCE = 60.0
-LAUNCH = (sys.executable, "-m", "central_storage.launch.cli", "--devices", "cpu:0,cpu:1")
+LAUNCHER = "central_storage.launch.cli"
+LAUNCH = (sys.executable, "-m", LAUNCHER, "--devices", "cpu:0,cpu:1")
 
 
 class Stuck(Exception):
@@ -45,6 +46,7 @@ class Session:
         launched: bool,
         environment: Mapping[str, str],
         options: Mapping[str, str],
+        launcher: str,
     ) -> None:
         self.directory = directory
         self.history: list[dict[str, Any]] = []
@@ -56,9 +58,10 @@ class Session:
         self._rest = b""
         of_service = [word for pair in options.items() for word in pair]
         module = ["-m", "tests.soak.workload", str(directory), *arguments]
+        launch = [launcher if word == LAUNCHER else word for word in LAUNCH]
         with (directory / "out").open("wb") as out, (directory / "err").open("wb") as err:
             self.process = subprocess.Popen(
-                [*LAUNCH, *of_service, *module] if launched else [sys.executable, *module, *of_service],
+                [*launch, *of_service, *module] if launched else [sys.executable, *module, *of_service],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
@@ -127,6 +130,11 @@ class Session:
             return True
         return False
 
+    @property
+    def said(self) -> str:
+        """What the processes printed on standard error."""
+        return (self.directory / "err").read_text(errors="replace")
+
     def tail(self, lines: int = 40) -> str:
         """The end of what the processes printed."""
         parts = []
@@ -176,7 +184,7 @@ def role_of(process: psutil.Process) -> str | None:
         return "server"
     if "cs_worker" in command:
         return f"w{command[command.index('--replica') + 1]}"
-    if "central_storage.launch.background" in command or "central_storage.launch.cli" in command:
+    if {"central_storage.launch.background", LAUNCHER, "tests.soak.late"} & set(command):
         return "supervisor"
     return "script" if "tests.soak.workload" in command else None
 
@@ -187,11 +195,12 @@ def session(
     launched: bool = False,
     environment: Mapping[str, str] | None = None,
     options: Mapping[str, str] | None = None,
+    launcher: str = LAUNCHER,
 ) -> Iterator[Session]:
-    """A workload for the length of a block; ``launched``: by ``cs-launch``, to which the service's ``options`` go
-    then."""
+    """A workload for the length of a block; ``launched``: by ``cs-launch``, or a module in its place, to which the
+    service's ``options`` go then."""
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:
-        made = Session(Path(directory), arguments, launched, environment or {}, options or {})
+        made = Session(Path(directory), arguments, launched, environment or {}, options or {}, launcher)
         try:
             yield made
         finally:

@@ -19,4 +19,4 @@ def test_ctrl_c_at_any_moment_ends_it(seed: int) -> None:
 
 
 def test_launches_at_once_do_not_meet() -> None:
-    assert leaving.launches(3) == []
+    assert leaving.launches(random.Random(0), 3) == []

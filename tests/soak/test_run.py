@@ -34,6 +34,8 @@ def seeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setattr(run, "PROMISES", promises)
     monkeypatch.setattr(run, "_compile", lambda: None)
+    monkeypatch.setattr(run, "_apart", lambda promise, seed, trials, on_done, soak: promise.session(seed, trials))
+    monkeypatch.setattr("os.cpu_count", lambda: 1)  # one after the other
     monkeypatch.setattr(run, "STATE", tmp_path / "build" / "soak.json")
     return noted
 

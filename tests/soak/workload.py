@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from tests.soak.history import MARKS, MOVING, REPLICAS, ROWS, mark_of, meets, no
 
 import central_storage as cs
 from central_storage import errors
+from cs_proto.failpoints import sabotaged
 
 _READ_EVERY = 25
+#: After how many seconds a client that is sabotaged asks again.
+_NAIVE_PATIENCE = 0.2
 
 
 class Training:
@@ -105,14 +109,29 @@ def main() -> None:
         training.save(directory / "final.npz")
 
 
+def _run(strategy: cs.CentralStorageStrategy, training: Training, k: int) -> Any:
+    return strategy.run(training.step, args=(k,))
+
+
+def _naive_run(strategy: cs.CentralStorageStrategy, training: Training, k: int) -> Any:
+    """What a client without numbers for its requests would do: where the answer is late, ask once more."""
+    with ThreadPoolExecutor(2) as askers:
+        asked = askers.submit(_run, strategy, training, k)
+        try:
+            return asked.result(_NAIVE_PATIENCE)
+        except TimeoutError:
+            return askers.submit(_run, strategy, training, k).result()
+
+
 def _answers(
     strategy: cs.CentralStorageStrategy, training: Training, first: int, ahead: int, stop: Path
 ) -> Iterator[list[Any]]:
     """What the replicas say of some steps, from ``first`` on."""
     steps = range(first, min(first + _READ_EVERY, MARKS))
-    if not ahead:
+    run = _naive_run if sabotaged("naive-retry") else _run
+    if not ahead or sabotaged("naive-retry"):
         for k in steps:
-            yield list(strategy.experimental_local_results(strategy.run(training.step, args=(k,))))
+            yield list(strategy.experimental_local_results(run(strategy, training, k)))
             if stop.exists():
                 return
     else:
