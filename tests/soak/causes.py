@@ -10,7 +10,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.harness.processes import Ended, run
+from tests.harness.processes import run
 
 __all__ = ["CASES", "any_failed", "failed"]
 
@@ -113,15 +113,11 @@ def failed(name: str, rank: int = 1, good: int = 0, launched: bool = True) -> li
         found.append(f"the last lines are {record['log']!r}")
     if not isinstance(record["pid"], int):
         found.append(f"the pid is {record['pid']!r}")
-    found += _on_the_terminal(ended, record, launched and kind != "usage")
+    if not (launched and case.kind == "usage"):
+        last = ended.err.rpartition("cs-launch")[2] if launched else ended.err
+        words = [record["cause"].partition(":")[0], *([f"(pid {record['pid']})"] if launched else [])]
+        found += [f"the terminal does not say {word!r}" for word in words if word not in last]
     return [f"{name}: {what}\n{ended}" for what in found]
-
-
-def _on_the_terminal(ended: Ended, record: dict[str, object], has_launcher: bool) -> list[str]:
-    cause = str(record["cause"]).partition(":")[0]
-    last = ended.err.rpartition("cs-launch")[2] if has_launcher else ended.err
-    found = [] if cause in last else [f"the terminal does not name {cause}"]
-    return found + (["the terminal names no pid"] if has_launcher and f"(pid {record['pid']})" not in last else [])
 
 
 def any_failed(rng: random.Random) -> list[str]:

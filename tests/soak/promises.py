@@ -32,6 +32,8 @@ __all__ = ["PROMISES", "Attempt", "Promise"]
 _NEVER_GIVES_UP = {"--max-restarts": "100000"}
 #: After which a worker for which others wait is replaced, seconds.
 _STEP_TIMEOUT = 0.5
+#: How long a late worker that was continued may live, seconds.
+_REFUSED_WITHIN = 5.0
 _DEATHS = (signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV)
 # Hits of a place since its process began: a replay passes the first few again, and a replica may not die twice in a
 # run. Where the server comes with every message and tick, none may be hit before it serves.
@@ -180,7 +182,7 @@ def _late_messages(attempt: Attempt) -> None:
     with session(
         *_kind_of_training(rng), launched=True, launcher="tests.soak.late", options=options, environment=environment
     ) as attacked:
-        while attempt.tried < attempt.trials:
+        while attempt.tried < attempt.trials and not attempt.violations:
             attacked.wait_for_steps(3)
             for process in [process for process in marked(attacked.mark) if process.status() == psutil.STATUS_STOPPED]:
                 attempt.violations += _continue_late(attacked, process)
@@ -195,7 +197,7 @@ def _continue_late(attacked: Session, process: psutil.Process) -> list[str]:
     name = f"w{command[command.index('--replica') + 1]}.{command[command.index('--incarnation') + 1]}"
     took = attacked.wait_for_steps(3)  # another has its place
     process.send_signal(signal.SIGCONT)
-    deadline = time.monotonic() + unit(10)
+    deadline = time.monotonic() + unit(_REFUSED_WITHIN)
     while process.is_running() and time.monotonic() < deadline:
         attacked.watch(0.05)
     if process.is_running():

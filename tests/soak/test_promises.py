@@ -18,13 +18,14 @@ from tests.soak.sessions import session
 from cs_proto.failpoints import FAILPOINTS
 
 #: Of each promise the seed of the session that is tried, and the number of trials.
-TRIALS = {"P1": (303, 4), "P2": (1, 4), "P4": (124, 4), "P5": (1, 6000), "P7": (1, 200)}
+TRIALS = {"P1": (303, 4), "P2": (1, 4), "P4": (124, 4), "P5": (1, 6000), "P6": (1, 2), "P7": (1, 200)}
 #: The guarantee that is switched off, and what the trials of a promise find then.
 SABOTAGED = {
     "P1": ("replay-committed", "began with"),
     "P2": ("no-undo", "stood"),
-    "P4": ("replay-committed", "began with"),
+    "P4": ("naive-retry", "began with"),
     "P5": ("no-dedup", "ledger is "),
+    "P6": ("no-fence", "and goes on"),
     "P7": ("unguarded-read", "is torn"),
 }
 
