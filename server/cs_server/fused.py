@@ -115,10 +115,11 @@ def _pointer(context: Any, address: Any, like: Any) -> Any:
 
 @intrinsic
 def _fence(context: Any) -> Any:
-    """Stores stay on their side of it: in the compiled code, and as other processors see them."""
+    """The compiler keeps stores on their side of it. No instruction: what a killed process has stored is what it stored
+    up to some instruction, so no processor needs to wait for another."""
 
     def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.fence("seq_cst")
+        builder.fence("seq_cst", "singlethread")
         return target.get_dummy_value()
 
     return types.void(), generate
@@ -133,29 +134,39 @@ def _tell(progress: Array, value: int) -> None:
 
 
 @numba.njit(error_model="numpy")
-def _keep(values: Array, area: Array, position: int) -> None:
-    """Copy the old values of one array of a piece to its place in the lane's area."""
-    first = position * values.shape[0]
-    kept = area[first : first + values.shape[0]]
-    for i in range(values.shape[0]):
-        kept[i] = values[i]
+def _done(progress: Array) -> int:
+    """How many pieces a server before this one has done."""
+    return progress[0] >> 1 if progress.shape[0] > 0 else 0
 
 
 @numba.njit(error_model="numpy")
-def _summed(addresses: Array, like: Array, scratch: Array, start: int, stop: int) -> Array:
-    """Elements start to stop of the gradients' sum, in replica order; a single gradient is not copied."""
+def _scratch(chunk: int, like: Array) -> Array:
+    """Memory for `_addends`. Adding -0.0 changes no number, not even the sign of a zero."""
+    scratch = np.empty(chunk, like.dtype)
+    for i in range(chunk):
+        scratch[i] = -0.0
+    return scratch
+
+
+@numba.njit(error_model="numpy")
+def _addends(addresses: Array, like: Array, scratch: Array, start: int, stop: int) -> tuple[Array, Array]:
+    """Two arrays whose sum is that of elements start to stop of the gradients, added in replica order."""
+    last = addresses.shape[0] - 1
+    final = numba.carray(_pointer(addresses[last], like), like.shape)[start:stop]
+    if last == 0:
+        return scratch[: stop - start], final
     first = numba.carray(_pointer(addresses[0], like), like.shape)[start:stop]
-    if addresses.shape[0] == 1:
-        return first
+    if last == 1:
+        return first, final
     second = numba.carray(_pointer(addresses[1], like), like.shape)[start:stop]
     total = scratch[: stop - start]
     for i in range(total.shape[0]):
         total[i] = first[i] + second[i]
-    for replica in range(2, addresses.shape[0]):
+    for replica in range(2, last):
         further = numba.carray(_pointer(addresses[replica], like), like.shape)[start:stop]
         for i in range(total.shape[0]):
             total[i] += further[i]
-    return total
+    return total, final
 
 
 def _no_slot(
@@ -167,21 +178,23 @@ def _no_slot(
     progress: Array,
     area: Array,
 ) -> None:
-    scratch = np.empty(chunk, parameters.dtype)
-    number = 0
+    scratch, done, number = _scratch(chunk, parameters), _done(progress), 0
     for r in range(ranges.shape[0]):
         for start in range(ranges[r, 0], ranges[r, 1], chunk):
             number += 1
-            if progress.shape[0] > 0 and number <= progress[0] >> 1:
+            if number <= done:
                 continue
             stop = min(start + chunk, ranges[r, 1])
-            g = _summed(addresses, parameters, scratch, start, stop)
+            size = stop - start
+            g, h = _addends(addresses, parameters, scratch, start, stop)
             w = parameters[start:stop]
             if progress.shape[0] > 0:
-                _keep(w, area, 0)
+                kept_w = area[:size]
+                for i in range(size):
+                    kept_w[i] = w[i]
                 _tell(progress, 2 * number - 1)
             for i in range(w.shape[0]):
-                (w[i],) = step(w[i], g[i], *numbers)
+                (w[i],) = step(w[i], g[i] + h[i], *numbers)
             if progress.shape[0] > 0:
                 _tell(progress, 2 * number)
 
@@ -196,23 +209,25 @@ def _one_slot(
     progress: Array,
     area: Array,
 ) -> None:
-    scratch = np.empty(chunk, parameters.dtype)
-    number = 0
+    scratch, done, number = _scratch(chunk, parameters), _done(progress), 0
     for r in range(ranges.shape[0]):
         for start in range(ranges[r, 0], ranges[r, 1], chunk):
             number += 1
-            if progress.shape[0] > 0 and number <= progress[0] >> 1:
+            if number <= done:
                 continue
             stop = min(start + chunk, ranges[r, 1])
-            g = _summed(addresses, parameters, scratch, start, stop)
+            size = stop - start
+            g, h = _addends(addresses, parameters, scratch, start, stop)
             w = parameters[start:stop]
             a = slot_a[start:stop]
             if progress.shape[0] > 0:
-                _keep(w, area, 0)
-                _keep(a, area, 1)
+                kept_w = area[:size]
+                kept_a = area[size : 2 * size]
+                for i in range(size):
+                    kept_w[i], kept_a[i] = w[i], a[i]
                 _tell(progress, 2 * number - 1)
             for i in range(w.shape[0]):
-                w[i], a[i] = step(w[i], g[i], a[i], *numbers)
+                w[i], a[i] = step(w[i], g[i] + h[i], a[i], *numbers)
             if progress.shape[0] > 0:
                 _tell(progress, 2 * number)
 
@@ -228,25 +243,27 @@ def _two_slots(
     progress: Array,
     area: Array,
 ) -> None:
-    scratch = np.empty(chunk, parameters.dtype)
-    number = 0
+    scratch, done, number = _scratch(chunk, parameters), _done(progress), 0
     for r in range(ranges.shape[0]):
         for start in range(ranges[r, 0], ranges[r, 1], chunk):
             number += 1
-            if progress.shape[0] > 0 and number <= progress[0] >> 1:
+            if number <= done:
                 continue
             stop = min(start + chunk, ranges[r, 1])
-            g = _summed(addresses, parameters, scratch, start, stop)
+            size = stop - start
+            g, h = _addends(addresses, parameters, scratch, start, stop)
             w = parameters[start:stop]
             a = slot_a[start:stop]
             b = slot_b[start:stop]
             if progress.shape[0] > 0:
-                _keep(w, area, 0)
-                _keep(a, area, 1)
-                _keep(b, area, 2)
+                kept_w = area[:size]
+                kept_a = area[size : 2 * size]
+                kept_b = area[2 * size : 3 * size]
+                for i in range(size):
+                    kept_w[i], kept_a[i], kept_b[i] = w[i], a[i], b[i]
                 _tell(progress, 2 * number - 1)
             for i in range(w.shape[0]):
-                w[i], a[i], b[i] = step(w[i], g[i], a[i], b[i], *numbers)
+                w[i], a[i], b[i] = step(w[i], g[i] + h[i], a[i], b[i], *numbers)
             if progress.shape[0] > 0:
                 _tell(progress, 2 * number)
 
@@ -263,27 +280,29 @@ def _three_slots(
     progress: Array,
     area: Array,
 ) -> None:
-    scratch = np.empty(chunk, parameters.dtype)
-    number = 0
+    scratch, done, number = _scratch(chunk, parameters), _done(progress), 0
     for r in range(ranges.shape[0]):
         for start in range(ranges[r, 0], ranges[r, 1], chunk):
             number += 1
-            if progress.shape[0] > 0 and number <= progress[0] >> 1:
+            if number <= done:
                 continue
             stop = min(start + chunk, ranges[r, 1])
-            g = _summed(addresses, parameters, scratch, start, stop)
+            size = stop - start
+            g, h = _addends(addresses, parameters, scratch, start, stop)
             w = parameters[start:stop]
             a = slot_a[start:stop]
             b = slot_b[start:stop]
             c = slot_c[start:stop]
             if progress.shape[0] > 0:
-                _keep(w, area, 0)
-                _keep(a, area, 1)
-                _keep(b, area, 2)
-                _keep(c, area, 3)
+                kept_w = area[:size]
+                kept_a = area[size : 2 * size]
+                kept_b = area[2 * size : 3 * size]
+                kept_c = area[3 * size : 4 * size]
+                for i in range(size):
+                    kept_w[i], kept_a[i], kept_b[i], kept_c[i] = w[i], a[i], b[i], c[i]
                 _tell(progress, 2 * number - 1)
             for i in range(w.shape[0]):
-                w[i], a[i], b[i], c[i] = step(w[i], g[i], a[i], b[i], c[i], *numbers)
+                w[i], a[i], b[i], c[i] = step(w[i], g[i] + h[i], a[i], b[i], c[i], *numbers)
             if progress.shape[0] > 0:
                 _tell(progress, 2 * number)
 

@@ -38,8 +38,15 @@ ALWAYS = (("sgd", "float32"), ("adam", "float32"))
 would take half a minute the first time on a machine; each is less than a second for the update that needs it first."""
 
 CHUNK_NBYTES = 256 * 1024 - 192
-"""What an update does at a time of each array: the sum of the gradients is still in the cache when the rule reads it.
-Not a multiple of 4 KiB: a load that agrees with an earlier store in its low address bits waits for it."""
+"""What the reference does at a time of each array: the sum of the gradients is still in the cache when the rule reads
+it."""
+
+BLOCK_NBYTES = 4096
+"""What compiled code does at a time of each array."""
+
+KEPT_BLOCK_NBYTES = 1024
+"""The same where it keeps what it overwrites: the copy never leaves the innermost cache, and the next block is on its
+way from memory while this one is computed. Four times as much costs a third of the update (`benchmarks/undo.py`)."""
 
 _KEEPS_NOTHING = Lane()
 _logger = logging.getLogger(__name__)
@@ -70,14 +77,14 @@ def apply_dense(
     numbers = scalars(rule, hyperparameters, t, parameters.dtype)
     kernel = _kernel(rule, parameters.dtype)
     written = (parameters, *slots)
-    chunk = CHUNK_NBYTES // parameters.itemsize
     if kernel is not None:
+        block = (KEPT_BLOCK_NBYTES if lane.progress.size else BLOCK_NBYTES) // parameters.itemsize
         if lane.is_kept:
-            part = next(islice(_chunks(ranges, chunk), lane.done, None))
+            part = next(islice(_chunks(ranges, block), lane.done, None))
             lane.give_back([(array, part) for array in written])
-        kernel(ranges, parameters, *slots, addresses, numbers, chunk, lane.progress, lane.area(parameters.dtype))
+        kernel(ranges, parameters, *slots, addresses, numbers, block, lane.progress, lane.area(parameters.dtype))
         return
-    for part in lane.rest(list(_chunks(ranges, chunk))):
+    for part in lane.rest(list(_chunks(ranges, CHUNK_NBYTES // parameters.itemsize))):
         lane.keep([(array, part) for array in written])
         reference(
             rule,

@@ -78,6 +78,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(arithmetic, "_ELEMENTS_PER_THREAD", 1)
     monkeypatch.setattr(arithmetic, "_ELEMENTS_PER_CUT", 4)
     monkeypatch.setattr(kernels, "CHUNK_NBYTES", SMALL)
+    monkeypatch.setattr(kernels, "KEPT_BLOCK_NBYTES", SMALL)
     monkeypatch.setattr(arithmetic, "KEPT_NBYTES", SMALL)
     monkeypatch.setattr(rows, "KEPT_NBYTES", SMALL)
     arithmetic._shares.cache_clear()
@@ -93,17 +94,17 @@ def in_python(rule: Rule, fuse: Fuse, say: Callable[..., None]) -> Callable[...,
         with np.errstate(all="ignore"):
             return rule.step(*values)
 
-    def summed(addresses: Any, like: Any, scratch: Any, start: int, stop: int) -> Any:
+    def addends(addresses: Any, like: Any, scratch: Any, start: int, stop: int) -> Any:
         arrays = [
             np.frombuffer((ctypes.c_char * like.nbytes).from_address(int(address)), like.dtype)[start:stop]
             for address in addresses
         ]
-        total = arrays[0].copy()
-        for array in arrays[1:]:
+        total = np.full(stop - start, -0.0, like.dtype)
+        for array in arrays[:-1]:
             total += array
-        return total
+        return total, arrays[-1]
 
-    replaced = {"step": step, "_summed": summed, "_keep": fused._keep.py_func}
+    replaced = {"step": step, "_addends": addends, "_done": fused._done.py_func, "_scratch": fused._scratch.py_func}
     replaced["_tell"] = lambda progress, value: say(progress, 0, value)
     return FunctionType(fused._LOOPS[len(rule.slots)].__code__, vars(fused) | replaced)
 
