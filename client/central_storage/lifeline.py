@@ -1,15 +1,18 @@
 """A process's connection to its supervisor: life-line, descriptors of segments, notices of deaths.
 
-Used by workers and clients. One thread at a time. The owner polls :meth:`fileno` at its receive seam and calls
-:meth:`receive_nowait`; end-of-file there means that the supervisor is gone and the service with it.
+Used by workers and clients. One thread at a time, :meth:`Lifeline.mend` apart. The owner polls :meth:`fileno` at its
+receive seam and calls :meth:`receive_nowait`; end-of-file there means that the supervisor is gone and the service with
+it, unless its memory outlives it (:mod:`.run_file`): then the connection waits for the next supervisor.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import select
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -22,7 +25,11 @@ from cs_proto.messages import Introduce, OpenSegment, Role, Segment, SegmentRefu
 from cs_proto.records import Record
 from cs_proto.segments import Mapping
 
+from .run_file import RunFile
+
 __all__ = ["CARRIED", "PACKET_NBYTES", "Lifeline", "connect"]
+
+_log = logging.getLogger("central_storage.lifeline")
 
 R = TypeVar("R", bound=Record)
 
@@ -32,6 +39,11 @@ CARRIED = "ipc + bytes in frames"
 PACKET_NBYTES = 128 * 1024
 # The supervisor answers from one loop that never waits; an answer this late means that it is stopped or gone.
 _ANSWER_TIMEOUT = 30.0
+# Between two looks whether another supervisor is there, seconds.
+_LOOK_EVERY = 0.1
+# A wait this long is named, and again after as long.
+_NAME_WAIT_EVERY = 10.0
+_GONE = "the supervisor is gone, and the service with it"
 
 
 def connect(run_directory: str) -> socket.socket:
@@ -50,11 +62,23 @@ def connect(run_directory: str) -> socket.socket:
 class Lifeline:
     """The connection, with the segments it has opened."""
 
-    def __init__(self, link: socket.socket, role: Role, rank: int = 0, incarnation: int = 1) -> None:
-        """Introduce this process over ``link``, which is owned from here on."""
+    def __init__(
+        self, link: socket.socket, role: Role, rank: int = 0, incarnation: int = 1, run_directory: str | None = None
+    ) -> None:
+        """Introduce this process over ``link``, which is owned from here on. With a ``run_directory`` the next
+        supervisor there is waited for when this one is killed, where there may be one."""
         self._link = link
         #: What a controller calls itself.
         self.client = secrets.token_hex(4) if role == "controller" else ""
+        self._introduction = Introduce(role, rank, incarnation, os.getpid(), self.client)
+        self._run_directory = run_directory or ""
+        self._run = RunFile.read(run_directory) if run_directory else None
+        self._mending = threading.Lock()
+        self._lost_since: float | None = None
+        self._named = 0.0
+        self._mended = 0
+        #: Called again and again while another supervisor is waited for; what it raises ends the wait.
+        self.while_waiting: Callable[[], None] = _nothing
         self._waiting: deque[Record] = deque()
         self._mappings: dict[str, Mapping | Carried] = {}
         #: How this process asks the server; said by its owner before it opens a segment that it may have to carry.
@@ -62,10 +86,10 @@ class Lifeline:
         #: Why the bytes of segments travel in frames; empty where they are mapped.
         self.carried_because = ""
         try:
-            self.send(Introduce(role, rank, incarnation, os.getpid(), self.client))
-        except ShutdownError:
+            self._link.sendall(b"".join(encode(self._introduction)))
+        except OSError as error:
             link.close()
-            raise
+            raise ShutdownError(_GONE) from error
 
     def fileno(self) -> int:
         """The descriptor to poll for reading; -1 once closed."""
@@ -73,10 +97,15 @@ class Lifeline:
 
     def send(self, record: Record) -> None:
         """Send one packet. Raises :class:`ShutdownError` where the supervisor is gone."""
-        try:
-            self._link.sendall(b"".join(encode(record)))
-        except OSError as error:
-            raise ShutdownError("the supervisor is gone, and the service with it") from error
+        packet = b"".join(encode(record))
+        while True:
+            mended = self._mended
+            try:
+                self._link.sendall(packet)
+            except OSError as error:
+                self._mend_since(mended, error)
+            else:
+                return
 
     @property
     def has_waiting(self) -> bool:
@@ -89,10 +118,37 @@ class Lifeline:
             return self._waiting.popleft()
         if not select.select([self._link], [], [], 0)[0]:
             return None
-        record, descriptors = self._read()
+        read = self._read()
+        if read is None:
+            return None
+        record, descriptors = read
         for descriptor in descriptors:  # a segment nobody asked for
             os.close(descriptor)
         return record
+
+    def mend(self) -> None:
+        """The supervisor is gone: wait for the next one and introduce this process to it. Does nothing where another
+        thread has done so meanwhile. :meth:`fileno` stays what it was.
+
+        Raises :class:`ShutdownError` where none will come, or none has come in time.
+        """
+        with self._mending:
+            poller = select.poll()
+            poller.register(self._link, 0)
+            if not poller.poll(0):
+                return
+            if self._run is None:
+                raise ShutdownError(_GONE)
+            if self._lost_since is None:
+                self._lost_since = self._named = time.monotonic()
+                limit = f"it has {self._run.return_timeout:g} s to come back"
+                _log.warning("the supervisor of the service in %s is gone; %s", self._run_directory, limit)
+            link = self._next_supervisor(self._run, self._lost_since)
+            with link:
+                os.dup2(link.fileno(), self._link.fileno(), inheritable=False)
+            self._lost_since = None
+            self._mended += 1
+            _log.warning("the service in %s is back", self._run_directory)
 
     def until_end(self, timeout: float) -> Iterator[Record]:
         """Every record until the supervisor hangs up (:class:`ShutdownError`) or ``timeout`` seconds have passed."""
@@ -116,15 +172,21 @@ class Lifeline:
         self._mappings.clear()
 
     def _open(self, name: str) -> Mapping | Carried:
+        mended = self._mended
         self.send(OpenSegment(name))
         deadline = time.monotonic() + _ANSWER_TIMEOUT
-        while select.select([self._link], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            record, descriptors = self._read()
-            if isinstance(record, Segment) and record.segment == name:
-                return self._mapped(record, descriptors)
-            if isinstance(record, SegmentRefused) and record.segment == name:
-                raise replica_exception_class(record.error.exception)(record.error.message)
-            self._waiting.append(record)
+        while time.monotonic() < deadline:
+            is_readable = select.select([self._link], [], [], _LOOK_EVERY)[0]
+            if is_readable and (read := self._read()) is not None:
+                record, descriptors = read
+                if isinstance(record, Segment) and record.segment == name:
+                    return self._mapped(record, descriptors)
+                if isinstance(record, SegmentRefused) and record.segment == name:
+                    raise replica_exception_class(record.error.exception)(record.error.message)
+                self._waiting.append(record)
+            if mended != self._mended:  # the supervisor that was asked may be gone
+                mended = self._mended
+                self.send(OpenSegment(name))
         raise ShutdownError(f"the supervisor did not hand out segment {name} within {_ANSWER_TIMEOUT:.0f} s")
 
     def _mapped(self, segment: Segment, descriptors: list[int]) -> Mapping | Carried:
@@ -139,16 +201,89 @@ class Lifeline:
                 self.carried_because = f"the service's memory cannot be mapped here ({error.strerror})"
         return Carried(segment.segment, segment.reservation, lambda *asked: self.carry(*asked))
 
-    def _read(self) -> tuple[Record, list[int]]:
+    def _read(self) -> tuple[Record, list[int]] | None:
+        """What the supervisor says; None where there is another one now."""
+        mended, cause = self._mended, None
         try:
             packet, descriptors, _, _ = socket.recv_fds(self._link, PACKET_NBYTES, 1)
         except OSError as error:
-            raise ShutdownError("the supervisor is gone, and the service with it") from error
+            packet, descriptors, cause = b"", [], error
         if not packet:
-            raise ShutdownError("the supervisor is gone, and the service with it")
+            self._mend_since(mended, cause)
+            return None
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
         return decode([packet]), descriptors
+
+    def _mend_since(self, mended: int, cause: OSError | None) -> None:
+        """Mend the connection, which has failed and had been mended so often before."""
+        if self.fileno() >= 0:
+            self.mend()
+        if mended == self._mended:
+            raise ShutdownError(_GONE) from cause
+
+    def _next_supervisor(self, run: RunFile, since: float) -> socket.socket:
+        """A connection to the supervisor after the one that is gone ``since`` then. It has spoken, so it has taken this
+        process up and its server is ready."""
+        where = f"the service in {self._run_directory}"
+        link: socket.socket | None = None
+        try:
+            while True:
+                found = RunFile.read(self._run_directory)
+                if found is None:
+                    raise ShutdownError(_GONE)
+                if found.run != run.run:
+                    raise ShutdownError(f"{where} is another one now; the one that this process belonged to is gone")
+                link = link or self._introduced()
+                if link is None:
+                    time.sleep(_LOOK_EVERY)
+                elif (spoken := _has_spoken(link, _LOOK_EVERY)) is not None:
+                    if spoken:
+                        return link
+                    link.close()
+                    link = None
+                    time.sleep(_LOOK_EVERY)
+                self.while_waiting()
+                now = time.monotonic()
+                if now - since >= run.return_timeout:
+                    raise ShutdownError(
+                        f"{where} has not come back within {run.return_timeout:g} s after its supervisor was killed; "
+                        "start its container again sooner, or the server with a larger --return-timeout"
+                    )
+                if now - self._named >= _NAME_WAIT_EVERY:
+                    self._named = now
+                    _log.warning("waiting %.0f s for %s to come back", now - since, where)
+        except BaseException:
+            if link is not None:
+                link.close()
+            raise
+
+    def _introduced(self) -> socket.socket | None:
+        try:
+            link = connect(self._run_directory)
+        except LaunchError:
+            return None
+        try:
+            link.sendall(b"".join(encode(self._introduction)))
+        except OSError:
+            link.close()
+            return None
+        return link
+
+
+def _has_spoken(link: socket.socket, timeout: float) -> bool | None:
+    """Whether the other end has sent something, False where it has hung up; None where neither within ``timeout``
+    seconds."""
+    if not select.select([link], [], [], timeout)[0]:
+        return None
+    try:
+        return bool(link.recv(1, socket.MSG_PEEK))
+    except OSError:
+        return False
+
+
+def _nothing() -> None:
+    pass
 
 
 def _no_way(request: Callable[[int], Record], answer: type[R]) -> R:

@@ -100,6 +100,7 @@ class Seam(ABC):
         self._poller.register(lifeline.fileno(), zmq.POLLIN)
         self._poller.register(self._interrupts.fileno(), zmq.POLLIN)
         lifeline.carry = self._carry
+        lifeline.while_waiting = self._interrupts.raise_pending
         self._server = self._connect(serving.endpoint)
         self._send(self._server, self._hello)
         welcome = self._wait("the server's welcome", lambda r: r if isinstance(r, messages.Welcome) else None)

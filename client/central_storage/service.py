@@ -70,7 +70,7 @@ def _attach(
     asked = None if compute_devices is None else [devices.of_replica(d) for d in devices.as_list(compute_devices)]
     asked_owner = None if parameter_device is None else devices.canonical(parameter_device)
     with ExitStack() as undo:
-        connection = Lifeline(lifeline.connect(address), "controller")
+        connection = Lifeline(lifeline.connect(address), "controller", run_directory=address)
         undo.callback(connection.close)
         link = ServiceLink(connection, wait_until_serving(connection, start_timeout), seed=seed, stop=None)
         undo.pop_all()

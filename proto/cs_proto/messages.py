@@ -930,14 +930,18 @@ class Shutdown(Record):
 
 @record(121)
 class Join(Record):
-    """First packet of a launcher that would run one of the service's workers elsewhere, in a container of its own."""
+    """First packet of a launcher that would run one of the service's workers elsewhere, in a container of its own.
+    ``incarnation`` from 1: it runs, or ran last, this one of worker ``rank`` for the supervisor before this one."""
 
     pid: int
+    rank: int = 0
+    incarnation: int = 0
 
 
 @record(122)
 class Joined(Record):
-    """Supervisor's answer to :class:`Join`: the worker to run. ``transport`` says how the service talks."""
+    """Supervisor's answer to :class:`Join`: the worker to run, or to go on running. ``transport`` says how the service
+    talks."""
 
     rank: int
     incarnation: int

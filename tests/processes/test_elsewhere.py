@@ -67,10 +67,14 @@ class Elsewhere:
     def __init__(self, stack: ExitStack, directory: str, *options: str) -> None:
         self.directory = directory
         self.environment = {"CS_ADDRESS": directory}
-        self.server = stack.enter_context(
-            start("cs-launch", "--serve", "2", *SERVE, *options, environment=self.environment)
-        )
+        self._stack, self._options = stack, options
+        self.server = self.serve()
         self.workers = [self.joined(stack, number) for number in range(2)]
+
+    def serve(self) -> Child:
+        """The server, and the one after it that was killed."""
+        command = ("cs-launch", "--serve", "2", *SERVE, *self._options)
+        return self._stack.enter_context(start(*command, environment=self.environment))
 
     def joined(self, stack: ExitStack, number: int) -> Child:
         worker = stack.enter_context(start("cs-launch", "--join", environment=self.environment))
@@ -201,6 +205,80 @@ def test_the_next_script_starts_at_once_after_one_that_is_killed(elsewhere: Else
     again = run(*script(elsewhere, blocks=False), environment=elsewhere.environment).ok()
     assert again.out == "read [4.0, 4.0, 4.0] 2\n"  # of what the first one did nothing was committed
     assert elsewhere.health()[0] == 0
+
+
+TAKEN_UP = """
+import os, sys, time
+import numpy as np
+import central_storage as cs
+
+strategy = cs.CentralStorageStrategy()
+with strategy.scope():
+    v = cs.Variable(np.linspace(0, 1, 5), aggregation=cs.VariableAggregation.SUM)
+    w = cs.Variable(np.linspace(-1, 1, 7))
+    adam = cs.optimizers.Adam(0.1)
+
+def step(k, door):
+    context = cs.get_replica_context()
+    replica = context.replica_id_in_sync_group
+    adam.apply_gradients([(np.sin(np.asarray(w) + k + replica), w)])
+    v.assign_add(np.full(5, np.asarray(w)[0]))
+    read = np.asarray(v)[0] if k % 2 else 0.0  # its own update: this run could not be repeated
+    if k == 3 and replica == 1:
+        print("at the door", flush=True)
+        while not os.path.exists(door):
+            time.sleep(0.01)
+    return float(context.all_reduce("SUM", np.full(1, read + k))[0])
+
+losses = []
+for k in range(8):
+    losses.append(strategy.experimental_local_results(strategy.run(step, (k, sys.argv[1]))))
+print("read", w.numpy().tobytes().hex(), v.numpy().tobytes().hex(), losses)
+"""
+
+
+def test_the_run_of_a_supervisor_that_was_killed_is_taken_up_by_the_next() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="elsewhere-") as parent, ExitStack() as stack:
+        elsewhere = Elsewhere(stack, os.path.join(parent, "run"))
+        program, door = Path(parent, "script.py"), Path(parent, "door")
+        program.write_text(TAKEN_UP)
+        with start(str(program), str(door), environment=elsewhere.environment) as child:
+            elsewhere.workers[1].wait_for("at the door")
+            elsewhere.server.signal(signal.SIGKILL)
+            elsewhere.server.wait()
+            for worker in elsewhere.workers:
+                worker.wait_for("it has 60 s to come back", stream="err")
+            server = elsewhere.serve()
+            server.wait_for("it goes on with what the supervisor before it has left", stream="err")
+            for worker in elsewhere.workers:
+                worker.wait_for(r"the service is back, worker w\d goes on", stream="err")
+            door.touch()
+            ended = child.wait().ok()
+        assert elsewhere.health()[0] == 0
+        undisturbed = run(str(program), str(door), environment=elsewhere.environment).ok()
+        assert ended.out == undisturbed.out
+        assert "the service in" in ended.err
+        server.signal(signal.SIGTERM)
+        assert [process.wait().code for process in (server, *elsewhere.workers)] == [0, 0, 0]
+        assert os.listdir(elsewhere.directory) == []
+
+
+def test_a_supervisor_that_does_not_come_back_ends_everything_with_its_name() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="elsewhere-") as parent, ExitStack() as stack:
+        elsewhere = Elsewhere(stack, os.path.join(parent, "run"), "--return-timeout", "0.5")
+        program = Path(parent, "script.py")
+        program.write_text(SCRIPT.replace("BLOCKS", "True"))
+        with start(str(program), environment=elsewhere.environment) as child:
+            elsewhere.workers[1].wait_for("at work")
+            elsewhere.server.signal(signal.SIGKILL)
+            ended = child.wait()
+        assert re.search(r"ShutdownError .*the service in \S+/run has not come back within 0.5 s", ended.out), str(
+            ended
+        )
+        for worker in elsewhere.workers:
+            said = worker.wait()
+            assert said.code == 4
+            assert f"the service in {elsewhere.directory} has not come back within 0.5 s" in said.err
 
 
 def test_ctrl_c_reaches_workers_whose_pids_mean_nothing_here(elsewhere: Elsewhere) -> None:

@@ -15,7 +15,7 @@ from typing import NoReturn
 from central_storage import context, lifeline
 from central_storage.diagnosis import configure_logging, dump_stacks_on_signal
 from central_storage.lifeline import Lifeline
-from cs_proto.errors import CentralStorageError, ContextError
+from cs_proto.errors import CentralStorageError, ContextError, ShutdownError
 
 from .config import Config
 from .device import open_device
@@ -45,7 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = Config(options.run_directory, options.replica, options.incarnation, options.device)
         device = open_device(config.device)
-        connection = Lifeline(lifeline.connect(config.run_directory), "worker", config.replica, config.incarnation)
+        link_to_supervisor = lifeline.connect(config.run_directory)
+        connection = Lifeline(
+            link_to_supervisor, "worker", config.replica, config.incarnation, run_directory=config.run_directory
+        )
         _end_with(connection)
         # What the user's code forks is not a worker.
         os.register_at_fork(after_in_child=connection.close)
@@ -83,12 +86,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _end_with(connection: Lifeline) -> None:
-    """End this process as soon as the supervisor is gone, also in the middle of a long computation."""
+    """End this process as soon as the supervisor is gone for good, also in the middle of a long computation, in which
+    it introduces itself to the next one."""
     poller = select.poll()
     poller.register(connection.fileno(), 0)  # hang-up alone: records are read at the receive seam
 
     def watch() -> None:
-        poller.poll()
+        with suppress(ShutdownError):
+            while True:
+                poller.poll()
+                connection.mend()
         _end()
 
     threading.Thread(target=watch, name="cs-lifeline", daemon=True).start()

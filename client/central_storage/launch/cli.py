@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import NoReturn
@@ -16,6 +18,7 @@ from central_storage.diagnosis import configure_logging, dump_stacks_on_signal
 from central_storage.failure import ENVIRONMENT, Failure, Kind, write
 from central_storage.gpus import require_cupy
 from central_storage.recovery import Recovery
+from central_storage.run_file import RunFile
 from cs_proto.errors import ConfigurationError, DeviceError, LaunchError, NoAnswerError, ShutdownError
 from cs_proto.messages import Joined
 
@@ -27,7 +30,7 @@ from .join import join
 from .memory import Files, Medium, Memfd, Unshared
 from .output import LogFiles
 from .packages import python_path
-from .plan import Command, Options, script_command, service_commands
+from .plan import Command, Options, of_incarnation, script_command, service_commands
 from .run_directory import RunDirectory
 from .serve import serve
 from .supervise import transport_of
@@ -124,7 +127,7 @@ def _launch(options: argparse.Namespace) -> int:
     try:
         plan = Options(tuple(compute), parameters, run_directory.path, _recovery(options))
         commands = _commands(plan, here)
-        medium = _medium(options, run_directory.path)
+        medium = _medium(options, run_directory)
         workers = f"{len(compute)} worker{'s' if len(compute) > 1 else ''}"
         _warn([*compute, parameters], here)
         return run(
@@ -148,25 +151,56 @@ def _serve(options: argparse.Namespace) -> int:
     parameters = devices.parameter_device(options.parameter_device, ["cpu:0"])
     require_cupy([parameters])
     here = machine()
-    run_directory = RunDirectory(options.run_directory or _address(), keep=options.keep_run_directory)
+    # Where the memory outlives this process, another one may take up what it leaves.
+    begun = RunFile(secrets.token_hex(8), options.serve, parameters, options.return_timeout, 1, (1,) * options.serve)
+    is_kept = options.memory == "files" and options.server_recovery == "on"
+    run_directory = RunDirectory(
+        options.run_directory or _address(),
+        keep=options.keep_run_directory,
+        is_taken_up=lambda directory: is_kept and _goes_on(directory, begun),
+    )
     try:
-        medium = _medium(options, run_directory.path)
+        before = RunFile.read(run_directory.path)
+        medium = _medium(options, run_directory)
         # Which devices they have is for the workers to say.
         plan = Options(("elsewhere",) * options.serve, parameters, run_directory.path, _recovery(options))
         _warn([parameters], here)
+        commands, again = _commands(plan, here), ""
+        if before is not None:
+            numbers = (before.server + 1, *before.workers)
+            commands = [of_incarnation(command, number) for command, number in zip(commands, numbers, strict=True)]
+            again = "; it goes on with what the supervisor before it has left"
         return serve(
             run_directory,
-            _commands(plan, here),
+            commands,
             banner=f"run {run_directory.name}: {options.serve} workers from elsewhere, parameters on {parameters}, "
-            f"transport {transport_of(medium)}, directory {run_directory.path}",
+            f"transport {transport_of(medium)}, directory {run_directory.path}{again}",
             start_timeout=options.start_timeout,
             logs=LogFiles.under(options.log_directory, run_directory.path) if options.log_directory else None,
             medium=medium,
             recovery=plan.recovery,
+            run_file=replace(before, return_timeout=begun.return_timeout) if before else begun if is_kept else None,
             error_path=options.error_file,
         )
+    except OSError as error:
+        raise LaunchError(f"what lies in {run_directory.path} cannot be used: {error.strerror}") from error
     finally:
         run_directory.remove()
+
+
+def _goes_on(directory: str, begun: RunFile) -> bool:
+    """Whether the run that was left in ``directory`` can go on as the one that was to begin there."""
+    left = RunFile.read(directory)
+    if left is None or not left.serves:
+        return False
+    if (left.replicas, left.parameter_device) == (begun.replicas, begun.parameter_device):
+        return True
+    print(
+        f"cs-launch: warning: a run of {left.replicas} workers with parameters on {left.parameter_device} was killed "
+        f"in {directory}; it is dropped, since this one is of {begun.replicas} and on {begun.parameter_device}",
+        file=sys.stderr,
+    )
+    return False
 
 
 def _join(options: argparse.Namespace) -> int:
@@ -208,6 +242,10 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigurationError(
             f"--start-timeout must be more than 0 seconds, less than 1e6, not {options.start_timeout:g}"
         )
+    if not 0 < options.return_timeout < 1e6:
+        raise ConfigurationError(
+            f"--return-timeout must be more than 0 seconds, less than 1e6, not {options.return_timeout:g}"
+        )
     _recovery(options)
     if options.serve is not None and not 1 <= options.serve <= 1024:
         raise ConfigurationError(f"--serve {options.serve}: there are between 1 and 1024 workers")
@@ -220,10 +258,10 @@ def _address() -> str:
     return address
 
 
-def _medium(options: argparse.Namespace, run_directory: str) -> Medium:
+def _medium(options: argparse.Namespace, run_directory: RunDirectory) -> Medium:
     if options.memory == "files":
-        return Files(run_directory)
-    return Memfd() if options.memory == "memfd" else Unshared()
+        return Files(run_directory.path)
+    return Memfd(run_directory.name) if options.memory == "memfd" else Unshared()
 
 
 def _recovery(options: argparse.Namespace) -> Recovery:
@@ -353,6 +391,14 @@ def _parser() -> argparse.ArgumentParser:
         "is then on a tmpfs; or not shared at all: every byte is sent in a message (default: memfd)",
     )
     parser.add_argument("--serve", type=int, metavar="N", help="no script: a server for N workers from elsewhere")
+    parser.add_argument(
+        "--return-timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="with --serve --memory files: how long workers and script wait for this launcher to be started again "
+        "after it was killed, with its container or alone (default: 60)",
+    )
     parser.add_argument("--join", action="store_true", help="no script: one worker of a service elsewhere")
     parser.add_argument("--health", action="store_true", help="no script: ask whether the service serves")
     parser.add_argument(

@@ -20,7 +20,7 @@ __all__ = ["Elsewhere"]
 
 
 class Elsewhere:
-    """The place of one worker: free, taken or over."""
+    """The place of one worker: free, awaited back, taken or over."""
 
     is_here = False
 
@@ -46,6 +46,8 @@ class Elsewhere:
         #: Who runs it, or ran it last.
         self.launcher: Peer | None = None
         self._worker: Peer | None = None
+        #: Whether it was run when the supervisor before this one was killed, and its launcher has not come back yet.
+        self.is_awaited = False
 
     @property
     def name(self) -> str:
@@ -55,15 +57,16 @@ class Elsewhere:
     @property
     def is_free(self) -> bool:
         """Whether nobody runs it."""
-        return self.launcher is None and self.returncode is None
+        return self.launcher is None and self.returncode is None and not self.is_awaited
 
     def take(self, launcher: Peer, pid: int) -> None:
         """``launcher``, a process with that pid in its own container, runs it from now on."""
-        self.launcher, self.pid = launcher, pid
+        self.launcher, self.pid, self.is_awaited = launcher, pid, False
 
     def end(self, cause: str, log: str = "") -> None:
         """It has ended by ``cause``, with ``log`` as its last lines. Idempotent."""
         if self.returncode is None:
+            self.is_awaited = False
             self.returncode, self.cause = 1, cause
             self.tail.add(log.splitlines())
             self._on_end(self)
@@ -101,6 +104,6 @@ class Elsewhere:
 
     def is_run_by(self, peer: Peer) -> bool:
         """The first to say so after the place was taken: it is a process of this user, which nobody here can see."""
-        if self._worker is None and self.launcher is not None:
+        if self._worker is None and (self.launcher is not None or self.is_awaited):
             self._worker = peer
         return self._worker is peer

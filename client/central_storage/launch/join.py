@@ -1,19 +1,22 @@
 """``cs-launch --join``: one worker of a service that another container's ``cs-launch --serve`` keeps.
 
 Waits for the service, asks it which worker to be, and runs that one as a child: what only this container can see or
-do (how the child ends, its last lines, a signal to it) goes over the connection. ``cli`` calls :func:`join`.
+do (how the child ends, its last lines, a signal to it) goes over the connection. When the service's supervisor is
+killed and its memory outlives it, both wait for the next one. ``cli`` calls :func:`join`.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 
 from central_storage import lifeline
+from central_storage.run_file import RunFile
 from cs_proto.errors import LaunchError
 from cs_proto.messages import Died, Interrupt, Join, Joined, Kill, Shutdown, StartFailed
 from cs_proto.records import Record
@@ -23,7 +26,7 @@ from .connections import Peer
 from .foreground import START_FAILED, WORKER_FAILED
 from .loop import Loop, Signals
 from .output import Console, Stream, prefixed
-from .plan import Command, next_incarnation
+from .plan import Command, of_incarnation
 from .supervise import STOP_GRACE
 
 __all__ = ["join"]
@@ -56,6 +59,11 @@ class _Joining:
         self._worker: Child | None = None
         self._told = False  # to end, by a signal or by the service
         self._has_failed = False  # the worker has died, and none runs in its place
+        self._died: Died | None = None  # of which the service may not have heard
+        self._is_waiting = False  # for the next supervisor
+        self._run: RunFile | None = None  # which another supervisor may take up
+        self._command: Command | None = None  # of the worker that was started last
+        self._next: Joined | None = None  # to be started when the one that runs has ended
         self._code: int | None = None
 
     def run(self) -> int:
@@ -76,12 +84,47 @@ class _Joining:
                 raise
             self._loop.call_later(_TRY_EVERY, self._connect)
             return
+        self._run = RunFile.read(self._run_directory)
+        self._meet(link, Join(os.getpid()))
+
+    def _meet(self, link: socket.socket, join: Join) -> None:
         self._service = Peer(self._loop, link, self._heard, self._gone)
-        self._service.send(Join(os.getpid()))
+        self._service.send(join)
+
+    def _may_come_back(self) -> bool:
+        left = RunFile.read(self._run_directory)
+        is_same = left is not None and self._run is not None and left.run == self._run.run
+        return is_same and self._command is not None and not self._told
+
+    def _come_back(self) -> None:
+        """To the supervisor after the one that was killed, once it is there."""
+        assert self._run is not None
+        assert self._command is not None
+        if not self._may_come_back():
+            self._service_is_over("the service is gone")
+        elif time.monotonic() > self._deadline:
+            limit = f"within {self._run.return_timeout:g} s after its supervisor was killed"
+            self._service_is_over(f"the service in {self._run_directory} has not come back {limit}")
+        else:
+            try:
+                link = lifeline.connect(self._run_directory)
+            except LaunchError:
+                self._loop.call_later(_TRY_EVERY, self._come_back)
+                return
+            self._meet(link, Join(os.getpid(), self._command.rank, self._command.incarnation))
+            if self._died is not None and self._service is not None:
+                self._service.send(self._died)
 
     def _heard(self, service: Peer, record: Record) -> None:
         if isinstance(record, Joined) and not self._told:
-            self._start(record)
+            self._is_waiting = False
+            if self._worker is None:
+                self._start(record)
+            elif self._worker.command.incarnation < record.incarnation:
+                self._next = record
+                self._worker.signal(signal.SIGKILL)
+            else:
+                self._say(f"the service is back, worker w{record.rank} goes on")
         elif isinstance(record, StartFailed):
             self._say(record.error.message)
             self._code = START_FAILED
@@ -94,10 +137,8 @@ class _Joining:
             self._end()
 
     def _start(self, joined: Joined) -> None:
-        self._has_failed = False
-        command = self._command_of(joined)
-        while command.incarnation < joined.incarnation:
-            command = next_incarnation(command)
+        self._has_failed, self._died, self._next = False, None, None
+        self._command = command = of_incarnation(self._command_of(joined), joined.incarnation)
         device = command.argv[command.argv.index("--device") + 1]
         self._say(f"worker {command.label} of {joined.replicas} on {device}, transport {joined.transport}")
         try:
@@ -117,20 +158,35 @@ class _Joining:
             self._code = WORKER_FAILED if self._has_failed else 0
             return
         self._say(f"{worker.name} ended by {worker.cause}")
+        if self._next is not None:
+            self._start(self._next)
+            return
         self._has_failed = True
-        if self._service is None or self._service.closed:
+        who = (command.role, command.rank, command.incarnation)
+        self._died = Died(*who, worker.pid, worker.cause, worker.tail.text())
+        if self._service is not None and not self._service.closed:  # which says whether to start another
+            self._service.send(self._died)
+        elif not self._is_waiting:
             self._code = WORKER_FAILED
-        else:  # which says whether to start another
-            who = (command.role, command.rank, command.incarnation)
-            self._service.send(Died(*who, worker.pid, worker.cause, worker.tail.text()))
 
     def _gone(self, service: Peer) -> None:
-        """The service is over, or its container; the worker sees it, too, and ends."""
+        """The supervisor has ended, or its container. The worker sees it, too, and does likewise."""
+        if self._run is None or not self._may_come_back():
+            self._service_is_over("the service is gone")
+            return
+        if not self._is_waiting:
+            self._is_waiting = True
+            self._deadline = time.monotonic() + self._run.return_timeout
+            self._say(f"the supervisor of the service is gone; it has {self._run.return_timeout:g} s to come back")
+        self._loop.call_later(_TRY_EVERY, self._come_back)
+
+    def _service_is_over(self, why: str) -> None:
+        self._is_waiting = False
         if self._worker is None:
             failed = WORKER_FAILED if self._has_failed else START_FAILED
             self._code = 0 if self._told else failed
         elif not self._told:
-            self._say("the service is gone")
+            self._say(why)
             self._worker.asked = True
             self._loop.call_later(STOP_GRACE, self._kill)
 

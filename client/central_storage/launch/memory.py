@@ -2,7 +2,7 @@
 
 Contents live as long as the supervisor, whoever else is killed. A segment is a memfd of its full reservation, of
 which only touched pages take memory. A reader gets a descriptor opened read-only. :class:`Memfd` is the usual
-medium; :class:`Files` keeps the segments where other containers can see that they are, and outlives this one.
+medium; :class:`Files` keeps the segments where another supervisor finds them when this one was killed.
 :class:`Unshared` is for the server alone.
 """
 
@@ -20,6 +20,8 @@ from cs_proto.messages import MakeSegment, Segment
 
 __all__ = ["Files", "Medium", "Memfd", "Memory", "Unshared"]
 
+# In the place of a writer in a file's name, where there is none beside the server.
+_NOBODY = "server"
 _WRITER = re.compile(r"|controller|w(0|[1-9][0-9]{0,4})")
 
 
@@ -31,8 +33,11 @@ class Medium(Protocol):
     #: Whether workers and clients map segments, too; otherwise the server alone does, and their bytes travel in frames.
     is_shared: bool
 
-    def make(self, name: str, nbytes: int) -> int:
+    def make(self, name: str, nbytes: int, writer: str) -> int:
         """A descriptor, open for reading and writing, of new zeroed memory of ``nbytes``. Raises OSError."""
+
+    def found(self) -> list[tuple[str, int, str, int]]:
+        """Name, bytes, writer and descriptor of each segment that a supervisor before this one has left."""
 
     def open_reader(self, descriptor: int) -> int:
         """Another descriptor of the same memory that cannot be mapped for writing. Raises OSError."""
@@ -45,9 +50,13 @@ class Memfd:
     title = "shared memory (memfd)"
     is_shared = True
 
-    def make(self, name: str, nbytes: int) -> int:
-        """As :meth:`Medium.make`; ``name`` shows in ``/proc/<pid>/maps``."""
-        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    def __init__(self, run: str = "") -> None:
+        """``run`` names the run in ``/proc/<pid>/maps``."""
+        self._run = run
+
+    def make(self, name: str, nbytes: int, writer: str) -> int:
+        """As :meth:`Medium.make`."""
+        descriptor = os.memfd_create(f"cs-{self._run}-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(descriptor, nbytes)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
@@ -56,6 +65,10 @@ class Memfd:
             os.close(descriptor)
             raise
         return descriptor
+
+    def found(self) -> list[tuple[str, int, str, int]]:
+        """As :meth:`Medium.found`: it goes with its supervisor."""
+        return []
 
     def open_reader(self, descriptor: int) -> int:
         """As :meth:`Medium.open_reader`."""
@@ -76,9 +89,9 @@ class Files:
         """``directory`` is the run directory."""
         self._directory = directory
 
-    def make(self, name: str, nbytes: int) -> int:
-        """As :meth:`Medium.make`; the file is called ``segment.<name>``, with dots for the slashes."""
-        path = os.path.join(self._directory, f"segment.{name.replace('/', '.')}")
+    def make(self, name: str, nbytes: int, writer: str) -> int:
+        """As :meth:`Medium.make`; the file is called ``segment.<writer>.<name>``, with commas for the slashes."""
+        path = os.path.join(self._directory, f"segment.{writer or _NOBODY}.{name.replace('/', ',')}")
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o400)
         try:
             os.ftruncate(descriptor, nbytes)
@@ -87,6 +100,25 @@ class Files:
             os.unlink(path)
             raise
         return descriptor
+
+    def found(self) -> list[tuple[str, int, str, int]]:
+        """As :meth:`Medium.found`. Raises OSError where one of them cannot be opened."""
+        segments = []
+        for file in sorted(os.listdir(self._directory)):
+            if not file.startswith("segment."):
+                continue
+            _, writer, name = file.split(".", 2)
+            path = os.path.join(self._directory, file)
+            os.chmod(path, 0o600, follow_symlinks=False)
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            os.fchmod(descriptor, 0o400)
+            nbytes = os.fstat(descriptor).st_size
+            if nbytes:
+                segments.append((name.replace(",", "/"), nbytes, "" if writer == _NOBODY else writer, descriptor))
+            else:  # the supervisor was killed while it made it
+                os.close(descriptor)
+                os.unlink(path)
+        return segments
 
     def open_reader(self, descriptor: int) -> int:
         """As :meth:`Medium.open_reader`."""
@@ -110,11 +142,11 @@ class _Kept:
 class Memory:
     """The segments of one run by name."""
 
-    def __init__(self, run: str, medium: Medium) -> None:
-        """``run`` names the run in the segments' names as the kernel shows them."""
+    def __init__(self, medium: Medium) -> None:
+        """What a supervisor before this one has left in ``medium`` is there at once. Raises OSError where it cannot be
+        opened."""
         self.medium = medium
-        self._run = run
-        self._kept: dict[str, _Kept] = {}
+        self._kept = {name: _Kept(nbytes, writer, opened) for name, nbytes, writer, opened in medium.found()}
 
     def make(self, asker: str, request: MakeSegment) -> tuple[Segment, int | None]:
         """Make a segment, or find it where a server that was started again asks for the same one.
@@ -164,7 +196,7 @@ class Memory:
 
     def _new(self, request: MakeSegment) -> _Kept:
         try:
-            descriptor = self.medium.make(f"cs-{self._run}-{request.segment}", request.reservation)
+            descriptor = self.medium.make(request.segment, request.reservation, request.writer)
         except OSError as error:
             raise _refusal(request.segment, request.reservation, error) from error
         return _Kept(request.reservation, request.writer, descriptor)

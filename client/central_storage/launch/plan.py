@@ -17,7 +17,16 @@ from cs_proto.messages import Role
 
 from .cores import Machine, Share, shares
 
-__all__ = ["Command", "Options", "error_file", "label", "next_incarnation", "script_command", "service_commands"]
+__all__ = [
+    "Command",
+    "Options",
+    "error_file",
+    "label",
+    "next_incarnation",
+    "of_incarnation",
+    "script_command",
+    "service_commands",
+]
 
 # Each of these libraries starts as many threads as there are cores in every process, unless told otherwise.
 _THREADS = (
@@ -69,6 +78,13 @@ def next_incarnation(command: Command) -> Command:
     if "--incarnation" in argv:
         argv[argv.index("--incarnation") + 1] = str(number)
     return replace(command, argv=tuple(argv), incarnation=number)
+
+
+def of_incarnation(command: Command, number: int) -> Command:
+    """The command of a later incarnation; ``number`` is no lower than that of ``command``."""
+    while command.incarnation < number:
+        command = next_incarnation(command)
+    return command
 
 
 def label(role: str, rank: int) -> str:

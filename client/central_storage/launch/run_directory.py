@@ -15,7 +15,7 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,7 +27,9 @@ _log = logging.getLogger("central_storage.launch")
 
 _NAME = re.compile(r"cs-[0-9a-f]{8}")
 # What a run puts into its directory, log files apart.
-_CONTENT = re.compile(r"lock|server|supervisor|error|w[0-9]+\.[0-9]+|segment\..+")
+_CONTENT = re.compile(r"lock|server|supervisor|error|run|run\.draft|w[0-9]+\.[0-9]+|segment\..+")
+# Of a run that is taken up: the sockets of those who were killed.
+_STALE = re.compile(r"server|supervisor")
 # sockaddr_un holds 107 bytes of path, of which the longest name of a socket here may take 20, like its processes say.
 _PATH_NBYTES = 107
 _LONGEST_NAME = 20
@@ -36,12 +38,19 @@ _LONGEST_NAME = 20
 class RunDirectory:
     """A directory of mode 0700, held by this process until :meth:`remove`."""
 
-    def __init__(self, path: str | None = None, *, keep: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | None = None,
+        *,
+        keep: bool = False,
+        is_taken_up: Callable[[str], bool] | None = None,
+    ) -> None:
         """Make and hold ``path``, or a fresh directory in a place for run-time files.
 
-        ``keep`` leaves what lies in it (log files) when the run ends. Raises LaunchError where another living process
-        holds ``path`` and where no place will do, ConfigurationError where ``path`` is not a private directory of
-        ours or is too long.
+        ``keep`` leaves what lies in it (log files) when the run ends. ``is_taken_up`` says, once nobody else holds
+        ``path``, whether the run of which the supervisor was killed goes on; else what it left is removed. Raises
+        LaunchError where another living process holds ``path`` and where no place will do, ConfigurationError where
+        ``path`` is not a private directory of ours or is too long.
         """
         self.keep = keep
         clean_up()
@@ -51,7 +60,7 @@ class RunDirectory:
         else:
             self.path = os.path.abspath(path)
             self._ours = not os.path.exists(self.path)
-            self._lock = _take(self.path)
+            self._lock = _take(self.path, is_taken_up or _never)
         self.name = os.path.basename(self.path).removeprefix("cs-")
 
     def remove(self) -> None:
@@ -96,7 +105,11 @@ def _fresh() -> tuple[str, int]:
     )
 
 
-def _take(path: str) -> int:
+def _never(path: str) -> bool:
+    return False
+
+
+def _take(path: str, is_taken_up: Callable[[str], bool]) -> int:
     if len(os.fsencode(path)) + _LONGEST_NAME > _PATH_NBYTES:
         raise ConfigurationError(
             f"the run directory {path} is too long: a socket's path has at most {_PATH_NBYTES} bytes"
@@ -115,7 +128,7 @@ def _take(path: str) -> int:
         raise LaunchError(
             f"the run directory {path} is held by another run (supervisor pid {holder}); choose another one"
         )
-    _remove_content(path, but="lock")  # of a run that was killed
+    _remove_content(path, _STALE if is_taken_up(path) else _CONTENT, but="lock")  # of a run that was killed
     return lock
 
 
@@ -155,9 +168,9 @@ def _remove_if_dead(path: str) -> None:
         os.close(lock)
 
 
-def _remove_content(path: str, but: str = "") -> None:
+def _remove_content(path: str, what: re.Pattern[str] = _CONTENT, but: str = "") -> None:
     for entry in _scan(path):
-        if _CONTENT.fullmatch(entry.name) and entry.name != but:
+        if what.fullmatch(entry.name) and entry.name != but:
             os.unlink(entry)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from central_storage.failure import Failure, died_failure, write
 from central_storage.recovery import Recovery
+from central_storage.run_file import RunFile
 
 from .children import Child, Running, reap_adopted
 from .elsewhere import Elsewhere
@@ -40,6 +41,7 @@ def serve(
     logs: LogFiles | None,
     medium: Medium,
     recovery: Recovery,
+    run_file: RunFile | None,
     error_path: str | None,
 ) -> int:
     """Serve until SIGTERM or Ctrl-C; the exit code: 0, or 3, 4 or 5 where the service did not start, a worker or the
@@ -57,6 +59,7 @@ def serve(
         start_child=_start_child,
         medium=medium,
         recovery=recovery,
+        run_file=run_file,
     )
     told: list[int] = []
 

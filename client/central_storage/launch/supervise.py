@@ -13,10 +13,12 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
 from central_storage.recovery import Recovery
+from central_storage.run_file import RunFile
 from cs_proto.errors import CentralStorageError, LaunchError, code_of
 from cs_proto.messages import (
     Died,
@@ -83,6 +85,7 @@ class Service:
         start_child: Callable[..., Running] = Child,
         medium: Medium | None = None,
         recovery: Recovery | None = None,
+        run_file: RunFile | None = None,
     ) -> None:
         """Nothing is started yet. ``start_timeout`` (seconds) limits the time until every process is ready; workers
         that come from elsewhere have no limit. ``start_child`` starts what a command stands for, with the arguments of
@@ -100,7 +103,9 @@ class Service:
         self._sink = sink
         self._start_timeout = start_timeout
         self._logs = logs
-        self._state: State = "starting"
+        self._run_file = run_file
+        self._takes_up = run_file is not None and run_file.serves
+        self._state: State = "recovering" if self._takes_up else "starting"
         self._start_child = start_child
         self._children: list[Running] = []
         self._peers: list[Peer] = []
@@ -114,7 +119,8 @@ class Service:
         self._left: list[str] = []
         self._timers: list[Timer] = []
         self._elsewhere: dict[Peer, Elsewhere] = {}
-        self._memory = Memory(os.path.basename(run_directory).removeprefix("cs-"), medium or Memfd())
+        self._queue: list[tuple[Peer, int]] = []  # launchers for which there may be a place, with their pids
+        self._memory = Memory(medium or Memfd(os.path.basename(run_directory).removeprefix("cs-")))
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sink.on_room = self._listen_to_children
 
@@ -136,6 +142,41 @@ class Service:
                 self._fail_start(f"{command.label} could not be started ({command.argv[0]}: {error.strerror})")
                 return
             self._children.append(child)
+            if self._takes_up:
+                self._take_up(child)
+        self._write_down()
+
+    def _take_up(self, child: Running) -> None:
+        """A process of the service that the supervisor before this one kept: the server is a new one, and launchers
+        elsewhere get some time to come back with their workers."""
+        assert self._run_file is not None
+        if isinstance(child, Elsewhere):
+            child.is_awaited = True
+            timeout = self._run_file.return_timeout
+            self._timers.append(self._loop.call_later(timeout, partial(self._stop_awaiting, child, timeout)))
+        else:
+            self._timers.append(self._loop.call_later(self._start_timeout, partial(self._restart_deadline, child)))
+
+    def _stop_awaiting(self, place: Elsewhere, timeout: float) -> None:
+        if place.is_awaited:
+            place.end(f"not coming back within {timeout:g} s after the supervisor was killed")
+
+    def _write_down(self, *, serves: bool = False) -> None:
+        """Keep the run file up to date."""
+        if self._run_file is not None:
+            serves = serves or self._run_file.serves
+            started = [child.command.incarnation for child in self._children]
+            self._run_file = replace(self._run_file, server=started[0], workers=tuple(started[1:]), serves=serves)
+            try:
+                self._run_file.write(self.run_directory)
+            except OSError as error:  # the volume is full
+                self.say(f"the run file cannot be written ({error.strerror}): nobody will take this run up")
+                self._forget_run_file()
+
+    def _forget_run_file(self) -> None:
+        if self._run_file is not None:
+            RunFile.remove(self.run_directory)
+            self._run_file = None
 
     def own(self, link: socket.socket) -> Peer:
         """Take the owner's connection. When it ends, or says :class:`Shutdown`, the service stops."""
@@ -223,6 +264,7 @@ class Service:
             self._timers.append(self._loop.call_later(pause, partial(self._start_again, child)))
         elif isinstance(child, Elsewhere) and child.launcher is not None:
             child.launcher.send(Shutdown("its worker is not started again"))
+        self._seat()
 
     def _pause_after(self, child: Running) -> float | None:
         """Seconds until another is started in the place of one that has died; None where none is."""
@@ -258,8 +300,10 @@ class Service:
             self._tell_death(Died(*_identity(command), ended.pid, cause, ""), command.label, None)
             return
         self._children[self._children.index(ended)] = child
+        self._write_down()
         if isinstance(ended, Elsewhere) and isinstance(child, Elsewhere):
             self._hand_on(ended, child)
+            self._seat()
         if child.is_here:
             self._timers.append(self._loop.call_later(self._start_timeout, partial(self._restart_deadline, child)))
 
@@ -283,6 +327,7 @@ class Service:
         self._end_children(STOP_GRACE)
 
     def _end_children(self, grace: float) -> None:
+        self._forget_run_file()
         self._listen_to_children()  # a process whose output nobody reads could not end
         for child in self._children:
             if not child.asked:
@@ -318,6 +363,7 @@ class Service:
 
     def _peer_ended(self, peer: Peer) -> None:
         self._peers.remove(peer)
+        self._queue = [(launcher, pid) for launcher, pid in self._queue if launcher is not peer]
         if peer in self._elsewhere:
             self._elsewhere.pop(peer).leave()
         if peer is self._owner:
@@ -352,7 +398,8 @@ class Service:
         elif isinstance(record, Worked) and (worked := self._child_of(peer, peer.introduction)) is not None:
             self._has_worked(worked)
         elif isinstance(record, Died) and peer in self._elsewhere:
-            self._elsewhere[peer].end(record.cause, record.log)
+            if record.incarnation == self._elsewhere[peer].command.incarnation:
+                self._elsewhere[peer].end(record.cause, record.log)
         elif isinstance(record, Shutdown) and peer is self._owner:
             _log.debug("shut down: %s", record.reason)
             self.stop()
@@ -373,23 +420,50 @@ class Service:
                 for client in self._left:
                     peer.send(Left(client))
             self._greet(peer)
+            if who.role == "worker" and self._takes_up and self._state == "serving":
+                peer.send(self._serving())  # it may have come back, and have told the server before this one
 
     def _join(self, peer: Peer, request: Join) -> None:
         """Give a launcher elsewhere one of the workers that nobody runs yet."""
         places = [child for child in self._children if isinstance(child, Elsewhere)]
-        place = next((child for child in places if child.is_free), None)
-        if place is None or self._state not in ("starting", "serving", "recovering"):
-            why = (
-                f"all {len(places)} workers of this service run already; tell its server of more (cs-launch --serve N)"
-                if places
-                else "this service runs its workers itself; only one that was started by cs-launch --serve takes others"
-            )
-            peer.send(StartFailed(_error(LaunchError(self.start_failure or why))))
-            return
+        if self._state not in ("starting", "serving", "recovering") or not places:
+            itself = "this service runs its workers itself; only one that was started by cs-launch --serve takes others"
+            why = self.start_failure or ("the service ends" if places else itself)
+            peer.send(StartFailed(_error(LaunchError(why))))
+        elif request.incarnation and request.rank < len(places) and places[request.rank].is_awaited:
+            self._come_back(places[request.rank], peer, request)
+        else:
+            self._queue.append((peer, request.pid))
+        self._seat()
+
+    def _come_back(self, place: Elsewhere, peer: Peer, request: Join) -> None:
+        """A launcher has come back that the supervisor before this one knew. Its worker may have died meanwhile, which
+        it says next, or the one after it was to be started, which it is told."""
+        if request.incarnation == place.command.incarnation:
+            place.ready_since = time.monotonic()
         self._give(place, peer, request.pid)
-        waiting = sum(child.is_free for child in places)
-        joined = f"worker w{place.command.rank} of {len(places)} has joined"
-        self.say(joined + (f", {waiting} to come" if waiting else ""))
+        self.say(f"worker w{place.command.rank} is back")
+
+    def _seat(self) -> None:
+        """Give the places that are free to the launchers that wait, and turn away those for which there is none."""
+        places = [child for child in self._children if isinstance(child, Elsewhere)]
+        for peer, pid in list(self._queue):
+            place = next((child for child in places if child.is_free), None)
+            if place is not None:
+                self._give(place, peer, pid)
+                waiting = sum(child.is_free for child in places)
+                joined = f"worker w{place.command.rank} of {len(places)} has joined"
+                self.say(joined + (f", {waiting} to come" if waiting else ""))
+            elif not any(child.is_awaited or self._is_started_again(child) for child in places):
+                why = f"all {len(places)} workers of this service run already"
+                peer.send(StartFailed(_error(LaunchError(f"{why}; tell its server of more (cs-launch --serve N)"))))
+            else:
+                continue
+            self._queue.remove((peer, pid))
+
+    def _is_started_again(self, child: Running) -> bool:
+        died = self._deaths.get((child.command.role, child.command.rank))
+        return child.returncode is not None and died is not None and died.restarts
 
     def _give(self, place: Elsewhere, launcher: Peer, pid: int) -> None:
         command = place.command
@@ -448,6 +522,7 @@ class Service:
             self._endpoint = ready.endpoint
         if self._state == "starting" and all(other.ready_since is not None for other in self._children):
             self._state = "serving"
+            self._write_down(serves=True)
             for other_peer in list(self._peers):
                 self._greet(other_peer)
         elif self._state == "recovering" and role == "server":

@@ -25,7 +25,7 @@ def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Medium:
 
 @pytest.fixture
 def memory(medium: Medium) -> Iterator[Memory]:
-    made = Memory("01234567", medium)
+    made = Memory(medium)
     yield made
     made.close()
 
@@ -118,7 +118,7 @@ class Refusing(Memfd):
     def __init__(self, error: int) -> None:
         self.error = error
 
-    def make(self, name: str, nbytes: int) -> int:
+    def make(self, name: str, nbytes: int, writer: str) -> int:
         raise OSError(self.error, os.strerror(self.error))
 
 
@@ -126,7 +126,7 @@ class Refusing(Memfd):
     ("number", "words"), [(errno.ENOMEM, "memory"), (errno.EMFILE, r"raise the limit \(ulimit -n\)")]
 )
 def test_what_the_kernel_refuses_says_how_much_and_why(number: int, words: str) -> None:
-    memory = Memory("01234567", Refusing(number))
+    memory = Memory(Refusing(number))
     with pytest.raises(MemoryPlanError, match=f"segment control of {NBYTES} bytes: .*{words}"):
         memory.make("server", MakeSegment("control", NBYTES, ""))
     with pytest.raises(InvalidArgumentError):
@@ -134,7 +134,7 @@ def test_what_the_kernel_refuses_says_how_much_and_why(number: int, words: str) 
 
 
 def test_memory_that_is_not_shared_is_the_servers_alone() -> None:
-    memory = Memory("01234567", Unshared())
+    memory = Memory(Unshared())
     segment, descriptor = memory.make("server", MakeSegment("arena/0", NBYTES, "w0"))
     assert segment.writable
     assert descriptor is not None
@@ -142,3 +142,25 @@ def test_memory_that_is_not_shared_is_the_servers_alone() -> None:
     for asker, writable in (("w0", True), ("w1", False), ("controller", False)):
         assert memory.open(asker, "arena/0") == (Segment("arena/0", NBYTES, writable), None)
     memory.close()
+
+
+def test_files_are_taken_up_by_the_memory_after_the_one_that_was_killed(tmp_path: Path) -> None:
+    killed = Memory(Files(str(tmp_path)))
+    for name, writer in (("gradients/0/1/float32", "w0"), ("slots/1/m.v/float32", ""), ("inputs", "controller")):
+        _, descriptor = killed.make("server", MakeSegment(name, NBYTES, writer))
+        os.pwrite(descriptor, name.encode(), 0)
+        os.close(descriptor)
+    (tmp_path / "segment.server.half-made").touch()
+    memory = Memory(Files(str(tmp_path)))
+    for name, writer in (("gradients/0/1/float32", "w0"), ("slots/1/m.v/float32", ""), ("inputs", "controller")):
+        for asker in ("w0", "controller"):  # who may ask before the server does
+            writable, descriptor = hand_out(memory, asker, name)
+            assert writable == (asker == writer)
+            assert os.pread(descriptor, len(name), 0) == name.encode()
+            os.close(descriptor)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o400}
+    with pytest.raises(InvalidArgumentError, match="half-made"):
+        memory.open("server", "half-made")
+    assert not (tmp_path / "segment.server.half-made").exists()
+    memory.close()
+    killed.close()
