@@ -13,10 +13,8 @@ COPY client /src/client
 RUN set -e; cd /src; \
     if ls /wheels/*.whl >/dev/null 2>&1; then export PIP_NO_INDEX=1 PIP_FIND_LINKS=/wheels; fi; \
     python3 -m venv /opt/central-storage; \
-    /opt/central-storage/bin/pip wheel --quiet --no-cache-dir --no-deps --wheel-dir /dist .; \
-    /opt/central-storage/bin/pip install --quiet --no-cache-dir --no-compile --only-binary=:all: \
-        "$(ls /dist/*.whl)[${EXTRAS}]"; \
-    /opt/central-storage/bin/python -m compileall -q -j 0 /opt/central-storage/lib >/dev/null || true
+    /opt/central-storage/bin/pip install --quiet --no-cache-dir --no-compile --only-binary=:all: ".[${EXTRAS}]"; \
+    /opt/central-storage/bin/python -m compileall -q -j 0 -x '/(pip|tests)/' /opt/central-storage/lib >/dev/null || true
 
 FROM ${BASE}
 ARG UID=10001

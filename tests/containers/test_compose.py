@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
-from tests.containers.conftest import COMPOSES, Project, docker
+from tests.containers.conftest import COMPOSES, IMAGE, Project, Script, docker, wait_for
 from tests.harness.processes import ROOT, run
 from tests.harness.timing import unit
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(unit(240))
 
 Make = Callable[..., Project]
 
-IMAGE = os.environ.get("CS_IMAGE", "central-storage")
 SECCOMP = ROOT / "tests/containers/no_shared_memory.json"
 
+# With a number as its second argument it stops at so many doors, in the midst of a step: replica 0 computes until the
+# file is there, the others wait for it at a merge point.
 TRAIN = """
-import hashlib, runpy, sys
+import hashlib, os, runpy, sys, time
 import numpy as np
 import central_storage as cs
 
-digits = runpy.run_path(sys.argv[1] if len(sys.argv) > 1 else "/examples/digits.py")
+digits = runpy.run_path(sys.argv[1])
+doors = int(sys.argv[2]) if len(sys.argv) > 2 else 0
 x, y, _, _ = digits["split_digits"]()
 strategy = cs.CentralStorageStrategy()
 rng = np.random.default_rng(1)
@@ -36,61 +37,41 @@ with strategy.scope():
     parameters = [cs.Variable(rng.normal(0, 0.1, shape).astype(np.float32)) for shape in shapes]
     optimizer = cs.optimizers.Adam(learning_rate=0.002)
 
-def step(x, y):
+def step(x, y, door):
+    context = cs.get_replica_context()
     gradients = [np.empty_like(p) for p in map(np.asarray, parameters)]
     weights = np.full(len(y), 1 / 64, np.float32)
-    digits["loss_and_gradients"](x, y, weights, list(map(np.asarray, parameters)), gradients)
+    loss = digits["loss_and_gradients"](x, y, weights, list(map(np.asarray, parameters)), gradients)
     optimizer.apply_gradients(zip(gradients, parameters, strict=True))
+    if door and context.replica_id_in_sync_group == 0:
+        print("at", door, flush=True)
+        while not os.path.exists(door):
+            time.sleep(0.02)
+    return context.all_reduce("SUM", np.float64(loss))
 
+losses = []
 batches = cs.data.Dataset.from_tensor_slices((x, y)).batch(64)
-for batch in strategy.experimental_distribute_dataset(batches):
-    strategy.run(step, args=batch)
+for number, (x, y) in enumerate(strategy.experimental_distribute_dataset(batches)):
+    is_door = number % 4 == 3 and number // 4 < doors
+    door = f"/run/central-storage/door.{number // 4}" if is_door else ""
+    losses += strategy.experimental_local_results(strategy.run(step, args=(x, y, door)))
 weights = b"".join(p.numpy().tobytes() for p in parameters)
-print(strategy.num_replicas_in_sync, hashlib.sha256(weights).hexdigest())
+print(strategy.num_replicas_in_sync, hashlib.sha256(weights + repr(losses).encode()).hexdigest())
 """
+DIGITS = "/examples/digits.py"
 OBSERVE = """
 import central_storage as cs
 with cs.connect() as service:
     names = [variable.spec.name for variable in service.variables()]
     print(service.replicas, service.transport, [service.get(name).shape for name in names])
 """
-BLOCK = """
-import time
-import central_storage as cs
-
-def step():
-    print("at work", flush=True)
-    time.sleep(600)
-
-cs.CentralStorageStrategy().run(step)
+KILL = """
+import os, signal, sys
+for pid in filter(str.isdecimal, os.listdir("/proc")):
+    if f"\\0-m\\0{sys.argv[1]}\\0".encode() in open(f"/proc/{pid}/cmdline", "rb").read():
+        os.kill(int(pid), signal.SIGKILL)
+        print("killed", pid)
 """
-
-
-def trained(ended: subprocess.CompletedProcess[str]) -> str:
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout.splitlines()[-1]
-
-
-def wait_for(project: Project, pattern: str) -> None:
-    deadline = time.monotonic() + unit(60)
-    while not re.search(pattern, project.logs(), re.DOTALL):
-        assert time.monotonic() < deadline, project.logs()
-        time.sleep(0.5)
-
-
-class Blocked:
-    """A script that is in the midst of a step, in a container of its own."""
-
-    def __init__(self, project: Project, code: str) -> None:
-        self._ended: list[subprocess.CompletedProcess[str]] = []
-        self._thread = threading.Thread(target=lambda: self._ended.append(project.run(code)))
-        self._thread.start()
-        wait_for(project, "at work.*at work")
-
-    def end(self) -> subprocess.CompletedProcess[str]:
-        self._thread.join(unit(60))
-        assert self._ended, "it hangs"
-        return self._ended[0]
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +88,27 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
     return outside
 
 
+@pytest.fixture(scope="module", autouse=True)
+def demonstration() -> Iterator[tuple[Project, Callable[[], subprocess.CompletedProcess[str]]]]:
+    """What a user types first, and the wait for its end. It begins with the first test here: until the engine has found
+    the server healthy, which takes ten seconds, there is nothing to compute."""
+    made = Project()
+    ended: list[subprocess.CompletedProcess[str]] = []
+    up = ("up", "--no-build", "--no-color", "--exit-code-from", "train")
+    thread = threading.Thread(target=lambda: ended.append(made.compose(*up)), name="docker-compose up")
+    thread.start()
+
+    def wait() -> subprocess.CompletedProcess[str]:
+        thread.join(unit(120))
+        return ended[0]
+
+    try:
+        yield made, wait
+    finally:
+        made.close()
+        thread.join()
+
+
 @pytest.mark.parametrize("command", COMPOSES, ids=" ".join)
 @pytest.mark.parametrize("overlays", [(), ("docker-compose.gpu.yml",)], ids=["plain", "gpu"])
 def test_the_files_are_valid(project: Make, command: tuple[str, ...], overlays: tuple[str, ...]) -> None:
@@ -116,11 +118,154 @@ def test_the_files_are_valid(project: Make, command: tuple[str, ...], overlays: 
     assert reserved == (["0", "1"] if overlays else [])
     assert checked.stdout.count("no-new-privileges:true") == (4 if overlays else 3)
     assert checked.stdout.count("read_only: true") >= (4 if overlays else 3)
+    assert checked.stdout.count("restart: unless-stopped") == (3 if overlays else 2)
 
 
-def test_up_trains_to_the_accuracy_and_everything_stops_in_time(project: Make) -> None:
-    made = project()
-    ended = made.compose("up", "--no-build", "--no-color", "--exit-code-from", "train")
+def test_the_same_weights_as_outside_and_what_an_observer_sees(service: Project, weights: Callable[[int], str]) -> None:
+    assert service.run("-c", TRAIN, DIGITS).last == weights(2)
+    seen = "2 ipc + bytes in frames [(64, 32), (32,), (32, 10), (10,)]"
+    observed = service.compose("run", "--rm", "--no-deps", "-T", "train", "python", "-c", OBSERVE)
+    assert observed.stdout.splitlines() == [seen], observed.stderr
+    # Where the volume cannot even be written, an observer gets its bytes all the same.
+    volume = f"{service.name}_run:/run/central-storage:ro"
+    assert docker("run", "--rm", "--read-only", "-v", volume, IMAGE, "python", "-c", OBSERVE) == seen
+
+
+def test_a_script_that_cannot_share_memory_says_so_and_trains_the_same(
+    service: Project, weights: Callable[[int], str]
+) -> None:
+    options = ("--read-only", "--security-opt", f"seccomp={SECCOMP}")
+    ended = Script(service, "-c", TRAIN, DIGITS, options=options).end()
+    assert ended.last == weights(2)
+    said = [line for line in ended.err.splitlines() if line.startswith("[central-storage]")]
+    assert said == [
+        "[central-storage] 2 replicas (cpu:0, cpu:1), parameters on cpu:0, transport ipc + bytes in frames: "
+        "the service's memory cannot be mapped here (Operation not permitted)"
+    ]
+
+
+def test_all_are_healthy_within_20_seconds(service: Project) -> None:
+    service.wait_until_healthy(20)
+
+
+def test_processes_and_containers_die_in_the_midst_of_training_and_the_weights_are_the_same(
+    service: Project, weights: Callable[[int], str]
+) -> None:
+    server, first, second = service.server, service.worker(0), service.worker(1)
+    script = Script(service, "-c", TRAIN, DIGITS, "5")
+
+    def at(door: int, times: int = 1) -> None:
+        wait_for(first, rf"(at /run/central-storage/door.{door}\n.*){{{times}}}")
+
+    def open_door(door: int) -> None:
+        docker("exec", first, "touch", f"/run/central-storage/door.{door}")
+
+    at(0)  # a worker's process
+    assert docker("exec", first, "python", "-c", KILL, "cs_worker").startswith("killed ")
+    wait_for(server, r"worker w0 .* ended by SIGKILL; restart 1 of 3")
+    at(0, times=2)
+    open_door(0)
+
+    at(1)  # the server's process
+    assert docker("exec", server, "python", "-c", KILL, "cs_server").startswith("killed ")
+    wait_for(server, r"the server .* ended by SIGKILL; restart 2 of 3.*serves in its place")
+    open_door(1)
+
+    at(2)  # the server stands still for ten seconds
+    docker("pause", server)
+    open_door(2)
+    time.sleep(10)
+    script.wait_for("waiting .* s for run 12")
+    docker("unpause", server)
+
+    at(3)  # the server's container
+    docker("kill", server)
+    open_door(3)
+    wait_for(second, "the supervisor of the service is gone; it has 60 s to come back")
+    docker("start", server)
+    wait_for(server, "it goes on with what the supervisor before it has left")
+
+    at(4)  # a worker's container, while the first replica computes
+    docker("kill", second)
+    wait_for(server, "worker w1 .* ended by the end of its connection .*; restart 1 of 3")
+    docker("start", second)
+    wait_for(server, "worker w1 .* works in its place")
+    open_door(4)
+
+    ended = script.end()
+    assert ended.last == weights(2)
+    assert "the service in /run/central-storage is back" in ended.err
+
+
+def test_three_workers_that_cannot_share_memory_beside_another_project(
+    service: Project, project: Make, weights: Callable[[int], str]
+) -> None:
+    second = project("tests/containers/no_shared_memory.yml", CS_WORKERS="3").up()
+    ended = second.run("-c", TRAIN, DIGITS)
+    assert ended.last == weights(3)
+    assert "3 replicas (cpu:0, cpu:0, cpu:0), parameters on cpu:0, transport ipc + shared memory" in ended.err
+    said = r"transport ipc \+ bytes in frames: the service's memory cannot be mapped here \(Operation not permitted\)"
+    assert len(re.findall(rf"\[w[012]\] .*{said}", second.logs())) == 3
+    assert second.run("-c", OBSERVE).last.startswith("3 ")
+    second.close()
+    assert service.run("-c", OBSERVE).last.startswith("2 ")
+
+
+def test_nothing_is_compiled_in_a_new_container_and_nobody_is_root() -> None:
+    code = "import os; from cs_server import kernels; print(os.getuid(), kernels.load().compiled)"
+    assert docker("run", "--rm", "--read-only", IMAGE, "python", "-c", code) == "10001 0"
+
+
+def test_a_volume_that_is_too_small_is_refused_with_both_numbers_and_a_server_that_stays_away_is_named(
+    project: Make,
+) -> None:
+    made = project(CS_MEMORY="8m", CS_SERVE="--return-timeout 2").up()
+    script = Script(made, "-c", TOO_LARGE)
+    script.wait_for("trained on")
+    for container in made.containers():  # no SIGBUS
+        assert docker("exec", container, "cs-launch", "--health").startswith("serving 2 replicas, ")
+    for worker in made.containers("worker"):
+        wait_for(worker, "at work")
+
+    docker("kill", made.server)
+    ended = script.end()
+    assert ended.code != 0
+    assert re.search(r"refused: .*'large'.* \d+ bytes planned .* \d{7} bytes available", ended.out), ended.out
+    assert "trained on [3.0, 3.0, 3.0, 3.0]" in ended.out
+    away = r"the service in /run/central-storage has not come back within 2 s after its supervisor was killed"
+    assert re.search(f"ShutdownError: {away}", ended.err), ended.err
+    for worker in made.containers("worker"):  # which the engine starts again
+        wait_for(worker, away)
+
+
+TOO_LARGE = """
+import time
+import numpy as np
+import central_storage as cs
+
+strategy = cs.CentralStorageStrategy()
+with strategy.scope():
+    try:
+        cs.Variable(np.ones(4 << 20, np.float32), name="large")
+    except MemoryError as error:
+        print("refused:", error)
+    small = cs.Variable(np.ones(4, np.float32), aggregation=cs.VariableAggregation.SUM)
+strategy.run(lambda: small.assign_add(small))
+print("trained on", small.numpy().tolist(), flush=True)
+
+def step():
+    print("at work", flush=True)
+    time.sleep(600)
+
+strategy.run(step)
+"""
+
+
+def test_up_trains_to_the_accuracy_and_everything_stops_in_time(
+    demonstration: tuple[Project, Callable[[], subprocess.CompletedProcess[str]]],
+) -> None:
+    made, wait = demonstration
+    ended = wait()
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = re.search(r"test accuracy (0\.\d+)", ended.stdout)
     assert found is not None, ended.stdout
@@ -134,109 +279,20 @@ def test_up_trains_to_the_accuracy_and_everything_stops_in_time(project: Make) -
     assert "(137)" not in states, states  # that is SIGKILL: the grace time was over
 
 
-def test_all_are_healthy_within_20_seconds(service: Project) -> None:
-    service.wait_until_healthy(20)
-
-
-def test_the_same_weights_as_outside_and_what_an_observer_sees(service: Project, weights: Callable[[int], str]) -> None:
-    assert trained(service.run(TRAIN)) == weights(2)
-    seen = "2 ipc + bytes in frames [(64, 32), (32,), (32, 10), (10,)]"
-    assert trained(service.run(OBSERVE)) == seen
-    # Where the volume cannot even be written, an observer gets its bytes all the same.
-    volume = f"{service.name}_run:/run/central-storage:ro"
-    assert docker("run", "--rm", "--read-only", "-v", volume, IMAGE, "python", "-c", OBSERVE) == seen
-
-
-def test_a_script_that_cannot_share_memory_says_so_and_trains_the_same(
-    service: Project, weights: Callable[[int], str]
-) -> None:
-    ended = subprocess.run(
-        [
-            *("docker", "run", "--rm", "--read-only", "--security-opt", f"seccomp={SECCOMP}"),
-            *("-v", f"{service.name}_run:/run/central-storage", IMAGE, "python", "-c", TRAIN),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=unit(90),
-    )
-    assert trained(ended) == weights(2)
-    said = [line for line in ended.stderr.splitlines() if line.startswith("[central-storage]")]
-    assert said == [
-        "[central-storage] 2 replicas (cpu:0, cpu:1), parameters on cpu:0, transport ipc + bytes in frames: "
-        "the service's memory cannot be mapped here (Operation not permitted)"
-    ]
-
-
-def test_three_workers_that_cannot_share_memory_beside_another_project(
-    service: Project, project: Make, weights: Callable[[int], str]
-) -> None:
-    second = project("tests/containers/no_shared_memory.yml", CS_WORKERS="3").up()
-    ended = second.run(TRAIN)
-    assert trained(ended) == weights(3)
-    assert "3 replicas (cpu:0, cpu:0, cpu:0), parameters on cpu:0, transport ipc + shared memory" in ended.stderr
-    said = r"transport ipc \+ bytes in frames: the service's memory cannot be mapped here \(Operation not permitted\)"
-    assert len(re.findall(rf"\[w[012]\] .*{said}", second.logs())) == 3
-    assert trained(second.run(OBSERVE)).startswith("3 ")
-    second.close()
-    assert trained(service.run(OBSERVE)).startswith("2 ")
-
-
-def test_nothing_is_compiled_in_a_new_container_and_nobody_is_root() -> None:
-    code = "import os; from cs_server import kernels; print(os.getuid(), kernels.load().compiled)"
-    assert docker("run", "--rm", "--read-only", IMAGE, "python", "-c", code) == "10001 0"
-
-
-def test_a_volume_that_is_too_small_is_refused_with_both_numbers(project: Make) -> None:
-    made = project(CS_MEMORY="8m").up()
-    ended = made.run(
-        "import numpy as np, central_storage as cs\n"
-        "strategy = cs.CentralStorageStrategy()\n"
-        "with strategy.scope():\n"
-        "    try:\n"
-        "        cs.Variable(np.ones(4 << 20, np.float32), name='large')\n"
-        "    except MemoryError as error:\n"
-        "        print('refused:', error)\n"
-        "    small = cs.Variable(np.ones(4, np.float32), aggregation=cs.VariableAggregation.SUM)\n"
-        "strategy.run(lambda: small.assign_add(small))\n"
-        "print(small.numpy().tolist())\n"
-    )
-    assert trained(ended) == "[3.0, 3.0, 3.0, 3.0]"
-    assert re.search(r"refused: .*'large'.* \d+ bytes planned .* \d{7} bytes available", ended.stdout), ended.stdout
-    for container in made.containers():  # no SIGBUS
-        assert docker("exec", container, "cs-launch", "--health").startswith("serving 2 replicas, ")
-
-
-def test_a_container_that_is_killed_ends_the_training_with_the_reason(project: Make) -> None:
-    made = project(CS_SERVE="--max-restarts 0").up()
-    blocked = Blocked(made, BLOCK)
-    docker("kill", made.containers("worker")[0])
-    ended = blocked.end()
-    assert ended.returncode != 0
-    said = ended.stdout + ended.stderr
-    assert re.search(r"ReplicaLostError: replica \d \(worker w\d, pid \d+\) ended by the end of its connection", said)
-    made.close()
-
-    made.up()
-    blocked = Blocked(made, BLOCK)
-    docker("kill", *made.containers("server"))
-    ended = blocked.end()
-    assert ended.returncode != 0
-    assert re.search("ShutdownError: the supervisor is gone, and the service with it", ended.stderr)
-    workers = made.containers("worker")
-    assert docker("wait", *workers).split() == ["4", "4"], made.logs()
-
-
 def test_a_stop_in_the_midst_of_training_needs_no_kill_and_leaves_no_zombies(service: Project) -> None:
-    blocked = Blocked(service, ORPHANS)
+    script = Script(service, "-c", ORPHANS)
     containers = service.containers()
     assert len(containers) == 3
+    for worker in service.containers("worker"):
+        wait_for(worker, "with children")
+    deadline = time.monotonic() + unit(10)
     for container in containers:
-        states = docker("exec", container, "python", "-c", STATES)
-        assert "Z" not in states.split(), states
+        while "Z" in (states := docker("exec", container, "python", "-c", STATES).split()):
+            assert time.monotonic() < deadline, states
     service.compose("stop", "-t", "10", "worker", "server")
-    codes = [docker("inspect", "-f", "{{.State.ExitCode}}", each) for each in containers]
+    codes = docker("inspect", "-f", "{{.State.ExitCode}}", *containers).split()
     assert "137" not in codes, codes
-    assert blocked.end().returncode != 0
+    assert script.end().code != 0
 
 
 ORPHANS = """
@@ -244,10 +300,10 @@ import subprocess, time
 import central_storage as cs
 
 def step():
-    for _ in range(5):
-        subprocess.run(["sh", "-c", "sleep 0.1 &"], check=True)
-    time.sleep(1)
-    print("at work", flush=True)
+    children = [subprocess.Popen(["sh", "-c", "sleep 0.1 & echo $!"], stdout=subprocess.PIPE) for _ in range(5)]
+    for child in children:
+        child.communicate()  # until the orphan has closed it, too
+    print("with children", flush=True)
     time.sleep(600)
 
 cs.CentralStorageStrategy().run(step)

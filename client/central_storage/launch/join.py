@@ -181,12 +181,13 @@ class _Joining:
         self._loop.call_later(_TRY_EVERY, self._come_back)
 
     def _service_is_over(self, why: str) -> None:
-        self._is_waiting = False
+        was_waiting, self._is_waiting = self._is_waiting, False
+        if not self._told and (was_waiting or self._worker is not None):
+            self._say(why)
         if self._worker is None:
             failed = WORKER_FAILED if self._has_failed else START_FAILED
             self._code = 0 if self._told else failed
         elif not self._told:
-            self._say(why)
             self._worker.asked = True
             self._loop.call_later(STOP_GRACE, self._kill)
 

@@ -126,6 +126,7 @@ class Service:
 
     def start(self) -> None:
         """Listen, and start every process. A process that cannot be started is a failed start like any other."""
+        self._write_down()  # before anybody can connect
         try:
             self._listener.bind(os.path.join(self.run_directory, "supervisor"))
         except OSError as error:
@@ -144,7 +145,6 @@ class Service:
             self._children.append(child)
             if self._takes_up:
                 self._take_up(child)
-        self._write_down()
 
     def _take_up(self, child: Running) -> None:
         """A process of the service that the supervisor before this one kept: the server is a new one, and launchers
@@ -165,7 +165,8 @@ class Service:
         """Keep the run file up to date."""
         if self._run_file is not None:
             serves = serves or self._run_file.serves
-            started = [child.command.incarnation for child in self._children]
+            commands = [child.command for child in self._children] or self._commands
+            started = [command.incarnation for command in commands]
             self._run_file = replace(self._run_file, server=started[0], workers=tuple(started[1:]), serves=serves)
             try:
                 self._run_file.write(self.run_directory)

@@ -1,0 +1,157 @@
+"""The supervisor after one that was killed: who comes back goes on, who does not has died; and what is written down."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.client.launch.standins import LIMIT, Client, World, standin_command, standin_environment
+
+from central_storage.launch.memory import Files
+from central_storage.launch.plan import of_incarnation
+from central_storage.launch.run_directory import RunDirectory
+from central_storage.launch.serve import _start_child
+from central_storage.launch.supervise import Service
+from central_storage.run_file import RunFile
+from cs_proto.messages import Died, Introduce, Join, Joined, Ready, Serving, StartFailed
+
+KILLED = RunFile("a run", 2, "cpu:0", LIMIT, server=2, workers=(1, 3), serves=True)
+FRESH = RunFile("a run", 2, "cpu:0", LIMIT, server=1, workers=(1, 1))
+
+
+def serve(world: World, run_file: RunFile) -> Service:
+    """A service of two workers from elsewhere, whose server is a stand-in."""
+    directory, environment = world.directory.path, standin_environment()
+    run_file.write(directory)
+    roles = [("server", 0), ("worker", 0), ("worker", 1)]
+    numbers = (run_file.server + run_file.serves, *run_file.workers)
+    world.service = Service(
+        world.loop,
+        directory,
+        [
+            of_incarnation(standin_command(*role, directory, environment), number)
+            for role, number in zip(roles, numbers, strict=True)
+        ],
+        world.sink,
+        start_timeout=LIMIT,
+        start_child=_start_child,
+        medium=Files(directory),
+        run_file=run_file,
+    )
+    world.service.start()
+    return world.service
+
+
+def joins(world: World, *known: int) -> Client:
+    """A launcher; ``known``: rank and incarnation of the worker that it runs already."""
+    launcher = world.client(role="")
+    launcher.send(Join(17, *known))
+    return launcher
+
+
+def joined(launcher: Client) -> tuple[int, int]:
+    while not isinstance(answer := launcher.receive(), Joined):
+        assert not isinstance(answer, StartFailed), answer
+        assert answer is not None
+    return answer.rank, answer.incarnation
+
+
+def introduced(world: World, rank: int, incarnation: int) -> Client:
+    worker = world.client(role="")
+    worker.send(Introduce("worker", rank, incarnation, 18))
+    return worker
+
+
+def test_who_comes_back_goes_on(world: World) -> None:
+    service = serve(world, KILLED)
+    early = introduced(world, 1, 3)  # before its launcher
+    assert isinstance(early.receive(), Serving)
+    assert joined(joins(world, 1, 3)) == (1, 3)
+    assert joined(joins(world, 0, 1)) == (0, 1)
+    assert isinstance(introduced(world, 0, 1).receive(), Serving)
+    assert isinstance(world.client().receive(), Serving)
+    assert RunFile.read(world.directory.path) == replace(KILLED, server=3)
+    assert not service.has_lost
+    late = joins(world)
+    assert isinstance(late.receive(), StartFailed)
+
+
+def test_a_worker_that_died_meanwhile_is_replaced_where_it_ran(world: World) -> None:
+    serve(world, KILLED)
+    joins(world, 0, 1)
+    launcher = joins(world, 1, 3)
+    launcher.send(Died("worker", 1, 3, 18, "SIGSEGV", "its last words"))
+    assert [joined(launcher), joined(launcher)] == [(1, 3), (1, 4)]
+    world.until(lambda: "ended by SIGSEGV; restart 1 of 3" in world.sink.text)
+    assert RunFile.read(world.directory.path).workers == (1, 4)
+
+
+def test_a_launcher_that_had_not_heard_of_the_next_worker_is_told(world: World) -> None:
+    serve(world, KILLED)
+    launcher = joins(world, 1, 2)
+    launcher.send(Died("worker", 1, 2, 18, "SIGSEGV", ""))  # which the supervisor before had acted on
+    assert joined(launcher) == (1, 3)
+    joins(world, 0, 1)
+    world.until(lambda: "worker w0 is back" in world.sink.text)
+    assert "SIGSEGV" not in world.sink.text
+
+
+def test_the_place_of_one_that_does_not_come_back_goes_to_another_that_waits(world: World) -> None:
+    serve(world, replace(KILLED, return_timeout=0.05))
+    others = [joins(world), joins(world)]
+    assert sorted(map(joined, others)) == [(0, 2), (1, 4)]
+    assert "not coming back within 0.05 s after the supervisor was killed; restart 1 of 3" in world.sink.text
+
+
+def test_what_is_written_down(world: World) -> None:
+    directory = world.directory.path
+    service = serve(world, FRESH)
+    for rank in range(2):
+        launcher = joins(world)
+        assert joined(launcher) == (rank, 1)
+        assert RunFile.read(directory) == FRESH  # there is nothing to take up yet
+        introduced(world, rank, 1).send(Ready("ipc:///run/w"))
+    assert isinstance(world.client().receive(), Serving)
+    assert RunFile.read(directory) == replace(FRESH, serves=True)
+    launcher.send(Died("worker", 1, 1, 18, "SIGSEGV", ""))
+    assert joined(launcher) == (1, 2)
+    assert RunFile.read(directory) == replace(FRESH, serves=True, workers=(1, 2))
+    service.stop(0.0)
+    assert RunFile.read(directory) is None
+
+
+def test_a_full_volume_is_said_and_ends_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: RunFile, directory: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    serve(world, FRESH)
+    launcher = joins(world)
+    assert joined(launcher) == (0, 1)
+    monkeypatch.setattr(RunFile, "write", full)
+    for rank in range(2):
+        introduced(world, rank, 1).send(Ready("ipc:///run/w"))
+        if rank == 0:
+            assert joined(joins(world)) == (1, 1)
+    assert isinstance(world.client().receive(), Serving)
+    assert "the run file cannot be written (No space left on device)" in world.sink.text
+    assert RunFile.read(world.directory.path) is None
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"workers": 3}', '{"run": "r", "workers": [1], "more": 1}'])
+def test_what_is_no_run_file_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run").write_text(text)
+    assert RunFile.read(str(tmp_path)) is None
+
+
+def test_a_directory_keeps_what_is_taken_up_and_loses_the_sockets_of_the_dead(tmp_path: Path) -> None:
+    names = {"lock", "server", "supervisor", "run", "w0.1", "segment.server.control", "mine"}
+    for name in names:
+        (tmp_path / name).touch()
+    tmp_path.chmod(0o700)
+    taken = RunDirectory(str(tmp_path), is_taken_up=lambda path: path == str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == names - {"server", "supervisor"}
+    taken.remove()
+    assert {path.name for path in tmp_path.iterdir()} == {"mine"}
