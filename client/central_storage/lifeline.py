@@ -108,6 +108,11 @@ class Lifeline:
                 return
 
     @property
+    def may_return(self) -> bool:
+        """Whether another supervisor may take the place of this one."""
+        return self._run is not None
+
+    @property
     def has_waiting(self) -> bool:
         """Whether records came while a segment was awaited: polling the descriptor does not show them."""
         return bool(self._waiting)

@@ -21,7 +21,8 @@ _DRAFT = "run.draft"
 class RunFile:
     """``run`` tells apart the runs that lie in one directory one after the other. ``return_timeout`` (seconds): how
     long those who were connected wait for the next supervisor. ``server`` and ``workers`` are the incarnations that
-    were started last. ``serves``: all of them have been ready, so there is something to take up."""
+    were started last, ``clients`` the controllers of whose end the server has not heard, as they call themselves.
+    ``serves``: all processes have been ready, so there is something to take up."""
 
     run: str
     replicas: int
@@ -29,6 +30,7 @@ class RunFile:
     return_timeout: float
     server: int
     workers: tuple[int, ...]
+    clients: tuple[str, ...] = ()
     serves: bool = False
 
     @classmethod
@@ -37,7 +39,7 @@ class RunFile:
         try:
             with open(os.path.join(directory, _NAME), encoding="utf-8") as file:
                 found = json.load(file)
-            return cls(**{**found, "workers": tuple(found["workers"])})
+            return cls(**{**found, "workers": tuple(found["workers"]), "clients": tuple(found["clients"])})
         except (OSError, ValueError, TypeError, KeyError):
             return None
 

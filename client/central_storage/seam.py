@@ -115,8 +115,9 @@ class Seam(ABC):
         self.carries = bool(lifeline.carried_because)
         self.transport = f"{CARRIED}: {lifeline.carried_because}" if self.carries else serving.transport
         self._worker_sockets = [self._connect(worker.endpoint) for worker in welcome.workers]
-        # A launcher shows what its service prints itself.
-        self._listener = None if stop is None else IdleListener(lifeline.fileno(), self._lock, self._listen)
+        # A launcher shows what its service prints itself. The supervisor after it wants to be met in time.
+        listens = stop is not None or lifeline.may_return
+        self._listener = IdleListener(lifeline.fileno(), self._lock, self._listen) if listens else None
 
     @abstractmethod
     def _take_up(self, restarted: messages.WorkerRestarted) -> None:

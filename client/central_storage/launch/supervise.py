@@ -105,6 +105,8 @@ class Service:
         self._logs = logs
         self._run_file = run_file
         self._takes_up = run_file is not None and run_file.serves
+        #: Controllers that were connected to the supervisor before this one and have not come back yet.
+        self._awaited = set(run_file.clients) if run_file is not None and run_file.serves else set()
         self._state: State = "recovering" if self._takes_up else "starting"
         self._start_child = start_child
         self._children: list[Running] = []
@@ -156,6 +158,17 @@ class Service:
             self._timers.append(self._loop.call_later(timeout, partial(self._stop_awaiting, child, timeout)))
         else:
             self._timers.append(self._loop.call_later(self._start_timeout, partial(self._restart_deadline, child)))
+            self._timers.append(self._loop.call_later(self._run_file.return_timeout, self._stop_awaiting_clients))
+
+    def _stop_awaiting_clients(self) -> None:
+        for client in self._awaited:
+            self._has_left(client)
+        self._awaited.clear()
+
+    def _has_left(self, client: str) -> None:
+        """A controller has gone, which the server says that it has heard."""
+        self._left.append(client)
+        self._tell("server", Left(client))
 
     def _stop_awaiting(self, place: Elsewhere, timeout: float) -> None:
         if place.is_awaited:
@@ -167,7 +180,14 @@ class Service:
             serves = serves or self._run_file.serves
             commands = [child.command for child in self._children] or self._commands
             started = [command.incarnation for command in commands]
-            self._run_file = replace(self._run_file, server=started[0], workers=tuple(started[1:]), serves=serves)
+            here = {peer.introduction.client for peer in self._peers if peer.introduction is not None} - {""}
+            self._run_file = replace(
+                self._run_file,
+                server=started[0],
+                workers=tuple(started[1:]),
+                clients=tuple(sorted(here | self._awaited | set(self._left))),
+                serves=serves,
+            )
             try:
                 self._run_file.write(self.run_directory)
             except OSError as error:  # the volume is full
@@ -372,8 +392,8 @@ class Service:
                 _log.debug("the owner's connection has ended")
                 self.stop()
         elif peer.introduction is not None and peer.introduction.client:
-            self._left.append(peer.introduction.client)
-            self._tell("server", Left(peer.introduction.client))
+            self._has_left(peer.introduction.client)
+            self._write_down()
 
     def _record(self, peer: Peer, record: Record) -> None:
         if isinstance(record, Introduce):
@@ -414,6 +434,9 @@ class Service:
             self._refuse(peer, f"process {peer.pid} says it is {who.role} {who.rank}, but it was not started as that")
         else:
             peer.introduction = who
+            if who.client:
+                self._awaited.discard(who.client)
+                self._write_down()
             if who.role == "server":  # it may be another: of these it has not heard, or the one before it had not
                 for died in self._deaths.values():
                     if died.role == "worker":
@@ -558,6 +581,7 @@ class Service:
         if left.client not in self._left:
             return
         self._left.remove(left.client)
+        self._write_down()
         self._tell("worker", left)
         for child in self._children:
             if child.command.role == "worker" and child.ready_since is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.client.launch.standins import LIMIT, Client, World, standin_command, standin_environment
+from tests.harness.timing import unit
 
 from central_storage.launch.memory import Files
 from central_storage.launch.plan import of_incarnation
@@ -16,7 +17,7 @@ from central_storage.launch.run_directory import RunDirectory
 from central_storage.launch.serve import _start_child
 from central_storage.launch.supervise import Service
 from central_storage.run_file import RunFile
-from cs_proto.messages import Died, Introduce, Join, Joined, Ready, Serving, StartFailed
+from cs_proto.messages import Died, Introduce, Join, Joined, Left, Ready, Serving, StartFailed
 
 KILLED = RunFile("a run", 2, "cpu:0", LIMIT, server=2, workers=(1, 3), serves=True)
 FRESH = RunFile("a run", 2, "cpu:0", LIMIT, server=1, workers=(1, 1))
@@ -121,6 +122,21 @@ def test_what_is_written_down(world: World) -> None:
     assert RunFile.read(directory) == replace(FRESH, serves=True, workers=(1, 2))
     service.stop(0.0)
     assert RunFile.read(directory) is None
+
+
+def test_a_script_that_does_not_come_back_has_left(world: World) -> None:
+    directory = world.directory.path
+    serve(world, replace(KILLED, return_timeout=unit(0.5), clients=("gone", "here")))
+    script = world.client(role="")
+    script.send(Introduce("controller", 0, 1, 17, "here"))
+    assert isinstance(script.receive(), Serving)
+    assert RunFile.read(directory).clients == ("gone", "here")
+    world.until(lambda: world.service._left == ["gone"])  # to be told to the server, which says when it has heard it
+    script.link.close()
+    world.until(lambda: world.service._left == ["gone", "here"])
+    assert RunFile.read(directory).clients == ("gone", "here")
+    world.service._give_up(Left("here"))
+    assert RunFile.read(directory).clients == ("gone",)
 
 
 def test_a_full_volume_is_said_and_ends_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
