@@ -196,16 +196,19 @@ class _Soak:
                 self._add(promise, attempt, time.monotonic() - begun)
 
     def _next(self) -> tuple[Promise, int, int] | None:
+        """A session of the promise of which the least is done: interrupted, something is known of each."""
         with self._lock:
-            for name in self._names:
-                promise, tally = PROMISES[name], self._tallies[name]
-                under_way = sum(trials for (other, _), trials in self._running.items() if other == name)
-                trials = min(promise.per_session, self._wanted[name] - tally.tried - under_way)
-                if trials > 0 and not self.is_interrupted:
-                    seed = next(n for n in count() if n not in tally.seeds and (name, n) not in self._running)
-                    self._running[name, seed] = trials
-                    return promise, seed, trials
-        return None
+            given = Counter({name: self._tallies[name].tried for name in self._names})
+            for (name, _), trials in self._running.items():
+                given[name] += trials
+            name = min(self._names, key=lambda name: given[name] / self._wanted[name])
+            promise, left = PROMISES[name], self._wanted[name] - given[name]
+            if left <= 0 or self.is_interrupted:
+                return None
+            used = self._tallies[name].seeds
+            seed = next(n for n in count() if n not in used and (name, n) not in self._running)
+            trials = self._running[name, seed] = min(promise.per_session, left)
+            return promise, seed, trials
 
     def _add(self, promise: Promise, attempt: Attempt, seconds: float) -> None:
         with self._lock:
