@@ -7,22 +7,17 @@ CUDA_VISIBLE_DEVICES of its own, which shows only the GPUs it uses; there ``CS_G
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cs_proto.errors import DeviceError
+from cs_proto.gpus import driver_directory
 
-__all__ = ["Gpu", "gpu_count", "local_number", "require_cupy", "shown", "user_visible", "visible_gpus"]
+__all__ = ["Gpu", "gpu_count", "shown", "user_visible", "visible_gpus"]
 
-_DRIVER = "/proc/driver/nvidia/gpus"
 _DEVICES = Path("/dev")
-_VERSION = re.compile(r"NVRM version:.*?\s([0-9]{3,})\.([0-9.]+)\s")
-# From which driver on a major version of CUDA works, newest first.
-_CUDA = ((580, 13), (525, 12))
 
 
 @dataclass(frozen=True)
@@ -52,7 +47,7 @@ def visible_gpus(
     GPUs CUDA shows a process the first; here they all count, since each process gets its own.
     """
     environment = os.environ if environment is None else environment
-    gpus = _gpus(driver or _driver(), nodes)
+    gpus = _gpus(driver or driver_directory(), nodes)
     visible = user_visible(environment)
     if visible is None or not gpus:
         return [_by_index(gpus, str(number), environment) for number in range(len(gpus))]
@@ -93,47 +88,6 @@ def shown(device: str, gpus: Sequence[Gpu]) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": ",".join(gpu.entry for gpu in chosen),
         "CS_GPUS": ",".join(map(str, numbers)),
     }
-
-
-def local_number(device: str) -> int:
-    """The number that CUDA has in this process for ``device`` (``gpu:n`` as the user counts).
-
-    Raises DeviceError where this process does not see it.
-    """
-    numbers = os.environ.get("CS_GPUS")
-    number = int(device.partition(":")[2])
-    if numbers is None:
-        return number
-    own = [int(text) for text in numbers.split(",") if text]
-    if number not in own:
-        names = ", ".join(f"gpu:{n}" for n in own) or "no GPU"
-        raise DeviceError(f"{device} is not one of this replica's devices: its process sees {names}")
-    return own.index(number)
-
-
-def require_cupy(devices: Iterable[str], driver: Path | None = None) -> None:
-    """Raise DeviceError, which says what to install, where ``devices`` (short form) need CuPy and there is none."""
-    names = [name for device in devices for name in device.split("+") if name.startswith("gpu:")]
-    if not names or importlib.util.find_spec("cupy") is not None:
-        return
-    try:
-        match = _VERSION.search(((driver or _driver()).parent / "version").read_text())
-    except OSError:
-        match = None
-    if match is None:
-        remedy = "pip install 'central-storage[cuda12]' or, with a driver from 580 on, 'central-storage[cuda13]'"
-    else:
-        version = f"{match[1]}.{match[2]}"
-        major = next((major for oldest, major in _CUDA if int(match[1]) >= oldest), None)
-        if major is None:
-            remedy = f"the driver, {version}, is too old for any that fits; install 525 or later"
-        else:
-            remedy = f"pip install 'central-storage[cuda{major}]' (the driver, {version}, offers CUDA {major})"
-    raise DeviceError(f"{names[0]} needs CuPy: {remedy}")
-
-
-def _driver() -> Path:
-    return Path(os.environ.get("CS_NVIDIA_DRIVER", _DRIVER))
 
 
 @dataclass(frozen=True)

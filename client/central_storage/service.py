@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from cs_proto.errors import DeviceError
+from cs_proto.gpus import require_cupy
 
 from . import devices, lifeline
 from .diagnosis import configure_logging, dump_stacks_on_signal, show
 from .failure import note_uncaught
-from .gpus import require_cupy, visible_gpus
+from .gpus import visible_gpus
 from .lifeline import Lifeline
 from .link import ServiceLink, wait_until_serving
 from .recovery import Recovery

@@ -134,15 +134,17 @@ class Worker(Record):
 
 @record(9)
 class DevicePlace(Record):
-    """Where an array lies on a GPU: the CUDA IPC ``handle`` of a block of its memory and the byte ``offset`` in it. No
-    handle: not there."""
+    """Where an array lies on a GPU: the CUDA IPC ``handle`` of a block of its memory, the byte ``offset`` in it, and
+    the ``mark`` with which the block begins, by which whoever opens it knows that it is the one. No handle: not
+    there."""
 
     handle: bytes
     offset: int
+    mark: bytes
 
     def check(self) -> None:
-        if len(self.handle) not in (0, 64) or not 0 <= self.offset < 1 << 62:
-            self.refuse(f"a handle of {len(self.handle)} bytes, and offset {self.offset}")
+        if (len(self.handle), len(self.mark)) not in ((0, 0), (64, 16)) or not 0 <= self.offset < 1 << 62:
+            self.refuse(f"a handle of {len(self.handle)} bytes, a mark of {len(self.mark)}, and offset {self.offset}")
 
 
 # --- sessions -----------------------------------------------------------------------------------------------------
@@ -363,10 +365,16 @@ class Put(Record):
 
 @record(42)
 class Locate(Record):
-    """A worker on a GPU asks where variables lie on the GPU of the variables."""
+    """A worker on a GPU asks where variables lie on the GPU of the variables or, with ``buffers`` (0 or 1, else -1),
+    where its gradients of them may be computed there: in the buffers that an apply calls ``buffers`` + 2."""
 
     request: int
     variables: tuple[int, ...]
+    buffers: int
+
+    def check(self) -> None:
+        if self.buffers not in (-1, 0, 1):
+            self.refuse("buffers 0 or 1, or -1 for the variables themselves")
 
 
 @record(43)
@@ -394,8 +402,9 @@ class _Point(Record):
 
 @record(50)
 class ApplyPoint(_Point):
-    """Gradients of a set of variables lie in gradient buffers ``buffers`` (0 or 1), at the variables' offsets, but for
-    those of ``sparse`` (ascending by variable), which lie elsewhere.
+    """Gradients of a set of variables lie in gradient buffers ``buffers`` (0 or 1; 2 or 3: those on the GPU of the
+    variables, as far as they have a place there), at the variables' offsets, but for those of ``sparse`` (ascending by
+    variable), which lie elsewhere.
 
     The first of an (optimizer, set of variables) is *checked*: ``variable_set`` is 0, ``variables`` names the set,
     and it is waited for; the answer is the set's number, which is all that later ones carry.
@@ -414,8 +423,8 @@ class ApplyPoint(_Point):
         numbers = [gradient.variable for gradient in self.sparse]
         if any(later <= earlier for earlier, later in pairwise(numbers)):
             self.refuse("sparse gradients ascend by variable")
-        if (self.variable_set == 0) == (not self.variables) or self.buffers not in (0, 1):
-            self.refuse("either variables or the number of their set; buffers 0 or 1")
+        if (self.variable_set == 0) == (not self.variables) or self.buffers not in range(4):
+            self.refuse("either variables or the number of their set; buffers 0 to 3")
 
 
 @record(51)
@@ -659,13 +668,15 @@ class Fetched(Record):
 
 @record(79)
 class Located(Record):
-    """Reply to Locate: the variables' arrays in segments and, where they are kept on a GPU, the ``uuid`` of that and
-    their places there; a server that dies takes these along."""
+    """Reply to Locate: the arrays by the names of segments and, where variables are kept on a GPU, the ``uuid`` of that
+    and the arrays' places there. A server that dies takes these along; ``keeps``: another takes its place then, which
+    needs the gradients in their segments, too."""
 
     request: int
     uuid: bytes
     arrays: tuple[Array, ...]
     places: tuple[DevicePlace, ...]
+    keeps: bool
 
 
 @record(80)

@@ -28,9 +28,12 @@ __all__ = [
     "Mapping",
     "arena",
     "controller_arena",
+    "device_gradients",
     "frame_view",
     "gradients",
+    "host_gradients",
     "inputs",
+    "is_device_gradients",
     "parameters",
     "server_arena",
     "slots",
@@ -62,8 +65,30 @@ def slots(optimizer: int, slot: str, dtype: str) -> str:
 
 
 def gradients(replica: int, buffers: int, dtype: str) -> str:
-    """One of the two sets of dense gradient buffers of a replica, at the same offsets as the slab of ``dtype``."""
+    """One of the two sets of dense gradient buffers of a replica (0 and 1), at the same offsets as the slab of
+    ``dtype``; or of those that it has, on the GPU of the variables, beside them (2 and 3), which is no segment."""
     return f"gradients/{replica}/{buffers}/{dtype.lower()}"
+
+
+def is_device_gradients(name: str) -> bool:
+    """Whether this is a set of gradient buffers on a GPU."""
+    kind, *rest = name.split("/")
+    return kind == "gradients" and int(rest[1]) >= 2
+
+
+def device_gradients(name: str) -> str:
+    """The set of gradient buffers on the GPU beside the set in a segment of that name, or itself."""
+    return _gradients_of(name, 2)
+
+
+def host_gradients(name: str) -> str:
+    """The set of gradient buffers in a segment beside the set on the GPU of that name, or itself."""
+    return _gradients_of(name, 0)
+
+
+def _gradients_of(name: str, first: int) -> str:
+    kind, replica, buffers, dtype = name.split("/")
+    return f"{kind}/{replica}/{first + int(buffers) % 2}/{dtype}"
 
 
 def arena(replica: int) -> str:

@@ -321,7 +321,7 @@ class Catalogue:
                 ranges=ranges,
                 parameters=segments.parameters(dtype),
                 slots=self._slot_segments(optimizer, dtype),
-                gradients=tuple(segments.gradients(r, point.buffers, dtype) for r, point in enumerate(points)),
+                gradients=tuple(self._gradients(r, point.buffers, dtype) for r, point in enumerate(points)),
             )
             for dtype, ranges in self._ranges_of(number, sparse, is_clipped)
         )
@@ -342,6 +342,14 @@ class Catalogue:
             )
         variables = self._tables.sets[number].variables
         return Apply(optimizer.rule, _at(step, optimizer), step + 1, dense, tuple(rows), variables)
+
+    def gradient(self, replica: int, buffers: int, variable: Array) -> Array:
+        """The place of a variable's gradient in a set of buffers."""
+        return replace(variable, place=Location(self._gradients(replica, buffers, variable.dtype), _offset(variable)))
+
+    def _gradients(self, replica: int, buffers: int, dtype: str) -> str:
+        """Of a set on a GPU (``buffers`` 2 and 3) there is only what concerns variables that lie there."""
+        return segments.gradients(replica, buffers if self._on_device(dtype, 1) else buffers % 2, dtype)
 
     def _slot_segments(self, optimizer: Optimizer, dtype: str) -> tuple[str, ...]:
         return tuple(segments.slots(optimizer.number, slot, dtype) for slot in SLOTS[optimizer.rule])

@@ -9,22 +9,25 @@ from it follows on the other, behind a :meth:`Gpu.mark` of the first, so that it
 
 from __future__ import annotations
 
-import bisect
-import os
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+import logging
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from cs_proto.errors import DeviceError, DeviceMemoryError
+from cs_proto.gpus import local_number, require_cupy
+from cs_proto.page_locks import PageLocks
 
 from .translate import THREADS
 
 __all__ = ["Block", "Gpu"]
 
-# cudaHostRegisterPortable and cudaHostRegisterMapped, for which CuPy has no names.
-_REGISTER = 1 | 2
+_log = logging.getLogger("cs_server.service")
+
+# Memory that is not there yet is asked for again after so many seconds.
+_PAUSE = 0.1
 
 
 class Block:
@@ -48,12 +51,11 @@ class Gpu:
         try:
             import cupy
         except ImportError as error:
-            raise DeviceError(
-                f"variables on {name} need CuPy: pip install 'central-storage[cuda12]' or 'central-storage[cuda13]'"
-            ) from error
+            require_cupy([name])
+            raise DeviceError(f"CuPy, which {name} needs, cannot be imported: {error}") from error
         self.name = name
         self._cupy, self._runtime = cupy, cupy.cuda.runtime
-        number = _number_here(name)
+        number = local_number(name)
         try:
             cupy.cuda.Device(number).use()
             self._kernels_stream = cupy.cuda.Stream(non_blocking=True)
@@ -66,7 +68,7 @@ class Gpu:
         except self._runtime.CUDARuntimeError as error:
             raise DeviceError(f"variables cannot lie on {name}: {error}") from error
         self._modules: dict[str, Any] = {}
-        self._locked: list[tuple[int, int]] = []  # addresses from and to, ascending
+        self._locks = PageLocks(self._runtime, self.wait, self._say_refusal)
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
@@ -74,15 +76,20 @@ class Gpu:
         """Bytes of the GPU that nobody has."""
         return int(self._runtime.memGetInfo()[0])
 
-    def allocate(self, nbytes: int) -> Block:
-        """New memory, which is given back when nobody holds the block. Raises :class:`DeviceMemoryError`."""
+    def allocate(self, nbytes: int, until: float = 0.0) -> Block:
+        """New memory, which is given back when nobody holds the block. Where there is too little it is tried again
+        until that time of :func:`time.monotonic`. Raises :class:`DeviceMemoryError`."""
         out_of_memory = (self._cupy.cuda.memory.OutOfMemoryError, self._runtime.CUDARuntimeError)
-        try:
-            return Block(self._cupy.cuda.Memory(nbytes))
-        except out_of_memory as error:
-            raise DeviceMemoryError(
-                f"{nbytes} bytes planned on {self.name}, {self.available_nbytes()} bytes of it available ({error})"
-            ) from error
+        while True:
+            try:
+                return Block(self._cupy.cuda.Memory(nbytes))
+            except out_of_memory as error:
+                if time.monotonic() >= until:
+                    raise DeviceMemoryError(
+                        f"{nbytes} bytes planned on {self.name}, {self.available_nbytes()} bytes of it available "
+                        f"({error})"
+                    ) from error
+            time.sleep(_PAUSE)
 
     def handle(self, block: Block) -> bytes:
         """What another process opens the block with."""
@@ -99,7 +106,7 @@ class Gpu:
         """Copy a contiguous array to the GPU; it must stay as it is until :meth:`wait` where it is page-locked."""
         kind, stream = self._runtime.memcpyHostToDevice, self._kernels_stream.ptr
         source = values.ctypes.data
-        for start, stop in self._parts(source, values.nbytes):
+        for start, stop in self._locks.parts(source, values.nbytes):
             self._runtime.memcpyAsync(address + start, source + start, stop - start, kind, stream)
 
     def take(self, values: np.ndarray, address: int, mark: Any) -> None:
@@ -107,7 +114,7 @@ class Gpu:
         kind, stream = self._runtime.memcpyDeviceToHost, self._copies_stream
         stream.wait_event(mark)
         target = values.ctypes.data
-        for start, stop in self._parts(target, values.nbytes):
+        for start, stop in self._locks.parts(target, values.nbytes):
             self._runtime.memcpyAsync(target + start, address + start, stop - start, kind, stream.ptr)
 
     def mark(self) -> Any:
@@ -124,36 +131,15 @@ class Gpu:
     # --- page-locked memory -------------------------------------------------------------------------------------------
 
     def page_lock(self, start: int, stop: int) -> bool:
-        """Page-lock the machine's memory between two addresses, page boundaries; whether it is now, and a kernel may
-        read it where it lies."""
-        begin = start
-        for first, last in [each for each in self._locked if each[1] > start and each[0] < stop] + [(stop, stop)]:
-            if first > begin:
-                try:
-                    self._runtime.hostRegister(begin, first - begin, _REGISTER)
-                except self._runtime.CUDARuntimeError:
-                    return False
-                bisect.insort(self._locked, (begin, first))
-            begin = max(begin, last)
-        return self._maps_host
+        """Page-lock the machine's memory between two addresses; whether a kernel may now read it where it lies."""
+        return self._locks.lock([(start, stop)]) and self._maps_host
 
     def page_unlock(self, start: int, stop: int) -> None:
         """Undo it for whatever overlaps these addresses: the pages are about to be given back."""
-        for first, last in [each for each in self._locked if each[1] > start and each[0] < stop]:
-            self._locked.remove((first, last))
-            self._runtime.hostUnregister(first)
+        self._locks.unlock(start, stop)
 
-    def _parts(self, address: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Bytes from and to, between the borders of page-locked ranges: no copy may cross one."""
-        end = address + nbytes
-        place = bisect.bisect(self._locked, (address, 0))
-        borders = {address, end}
-        for first, last in self._locked[max(0, place - 1) :]:
-            if first >= end:
-                break
-            borders.update(border for border in (first, last) if address < border < end)
-        cuts = sorted(borders)
-        return ((start - address, stop - address) for start, stop in pairwise(cuts))
+    def _say_refusal(self, reason: str) -> None:
+        _log.warning("transport pageable memory: %s; copies to and from %s are slower", reason, self.name)
 
     # --- kernels ------------------------------------------------------------------------------------------------------
 
@@ -174,16 +160,4 @@ class Gpu:
     def close(self) -> None:
         """Wait for what is under way and unlock the machine's memory."""
         self.wait()
-        for first, _ in self._locked:
-            self._runtime.hostUnregister(first)
-        self._locked.clear()
-
-
-def _number_here(name: str) -> int:
-    """Which of the GPUs that this process sees is the one that the user calls ``gpu:n``: CS_GPUS has their numbers."""
-    number, shown = name.partition(":")[2], os.environ.get("CS_GPUS")
-    if shown is None:
-        return int(number)
-    if number not in shown.split(","):
-        raise DeviceError(f"variables cannot lie on {name}: this process sees the GPUs {shown or 'of nobody'}")
-    return shown.split(",").index(number)
+        self._locks.close()

@@ -18,39 +18,16 @@ import numpy as np
 from cs_proto.errors import MemoryPlanError
 from cs_proto.segments import Mapping
 
+from .changes import Change
 from .updates import Array
 
-__all__ = ["Change", "Journal"]
+__all__ = ["Journal"]
 
 # The ticket of the commit that is written down whole, or 0; where the index is and how long.
 _HEAD = struct.Struct("<QQQ")
 _HEAD_NBYTES = 4096
 _ALIGNMENT = 64
 _STEP_NBYTES = 1 << 20
-
-
-@dataclass(frozen=True, eq=False)
-class Change:
-    """Elements of a segment: ``width`` from ``first`` on or, of the table that begins there, the ``rows``."""
-
-    segment: str
-    first: int
-    width: int
-    rows: Array | None = None
-
-    @property
-    def size(self) -> int:
-        """How many elements."""
-        return self.width * (1 if self.rows is None else len(self.rows))
-
-    def put(self, elements: Array, values: Array) -> None:
-        """Write the new values, 1-D, into the whole segment."""
-        if self.rows is None:
-            elements[self.first : self.first + self.width] = values
-            return
-        height = (len(elements) - self.first) // self.width
-        table = elements[self.first : self.first + height * self.width].reshape(height, self.width)
-        table[self.rows] = values.reshape(len(self.rows), self.width)
 
 
 class Journal:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from cs_proto import segments
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import ReplicaLostError
 from cs_proto.messages import (
@@ -149,8 +148,7 @@ class Recollection:
         for number in self._members(point):
             known = self._tables.variables.get(number)
             if number not in sparse and known is not None:
-                segment = segments.gradients(replica, point.buffers, known.spec.dtype)
-                arrays.append(replace(known.array, place=Location(segment, known.place.offset)))
+                arrays.append(self._catalogue.gradient(replica, point.buffers, known.array))
         return _located(arrays)
 
 

@@ -208,11 +208,15 @@ class Requests:
         self._out.append(Send(peer, Described(record.request, variables, optimizers, slotted)))
 
     def locate(self, peer: bytes, record: Locate) -> None:
-        """Say where variables lie. What is told of a GPU's memory lets a peer write there, so only workers may ask."""
-        if self._sessions.replica_at(peer) is None:
+        """Say where variables lie, or gradients of the replica that asks. What is told of a GPU's memory lets a peer
+        write there, so only workers may ask."""
+        replica = self._sessions.replica_at(peer)
+        if replica is None:
             raise PeerProtocolError("a Locate is a worker's")
-        arrays = tuple(self._catalogue.variable(number).array for number in record.variables)
-        self._out.append(Send(peer, Located(record.request, b"", arrays, ())))
+        arrays = [self._catalogue.variable(number).array for number in record.variables]
+        if record.buffers >= 0:
+            arrays = [self._catalogue.gradient(replica, record.buffers + 2, array) for array in arrays]
+        self._out.append(Send(peer, Located(record.request, b"", tuple(arrays), (), False)))
 
     def describe_slots(self, peer: bytes, record: DescribeSlots) -> None:
         """Say where slots lie, as soon as they are made."""

@@ -50,7 +50,6 @@ from cs_proto.messages import (
     Create,
     CreatePoint,
     DescribeSlots,
-    DevicePlace,
     Died,
     Fetch,
     GatherPoint,
@@ -117,6 +116,9 @@ _CONTROL_NBYTES = 8 << 30
 _PAGE_NBYTES = 2 << 20
 # The journal's, in multiples of the machine's memory.
 _JOURNAL = 4
+# A server that takes another's place waits so long, in seconds, for the memory of the GPU that the driver has not taken
+# back from that one.
+_PATIENCE = 30.0
 # Messages taken from the socket before the clock and the supervisor are looked at again.
 _BATCH = 64
 _TICK = 1.0
@@ -369,8 +371,8 @@ class Service:
                     if self._gpu and isinstance(record, Slots):
                         self._gpu.mirror(record.arrays)
                     if self._gpu and isinstance(record, Located):
-                        places = tuple(DevicePlace(*self._gpu.export(array)) for array in record.arrays)
-                        record = replace(record, uuid=self._gpu.uuid, places=places)
+                        places = tuple(map(self._gpu.export, record.arrays))
+                        record = replace(record, uuid=self._gpu.uuid, places=places, keeps=self._gpu.keeps)
                     self._send(peer, self._inlined(record) if inline else record)
                 case Commit(ticket):
                     self._commits[0] |= np.uint64(1)  # odd from here, also where a server before this one was killed
@@ -434,7 +436,7 @@ class Service:
     def _digest(self, arrays: Iterable[Array]) -> bytes:
         made = hashlib.blake2b(digest_size=16)
         for array in arrays:
-            made.update(np.ascontiguousarray(self._segments.view(array)).reshape(-1).view(np.uint8).data)
+            made.update(np.ascontiguousarray((self._gpu or self._segments).view(array)).reshape(-1).view(np.uint8).data)
         return made.digest()
 
     def _computed(self, command: Compute) -> Computed:
@@ -505,7 +507,8 @@ def _on_gpu(config: ServerConfig, segments: Segments, arithmetic: Arithmetic) ->
     if config.recovery:
         reservation = _JOURNAL * -(-config.machine_nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
         journal = Journal(segments.make(names.JOURNAL, reservation, ""))
-    return GpuParameters(config.parameter_device, config.replicas, segments, arithmetic, journal)
+    patience = _PATIENCE if config.incarnation > 1 else 0.0
+    return GpuParameters(config.parameter_device, config.replicas, segments, arithmetic, journal, patience)
 
 
 def _connected(config: ServerConfig, stack: ExitStack) -> Segments:

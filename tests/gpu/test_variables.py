@@ -19,8 +19,8 @@ from tests.server.test_devices import Both, apply, table, variables
 import central_storage as cs
 from cs_proto.arrays import Array, Location, array_of
 from cs_proto.errors import DeviceMemoryError
-from cs_server import devices
-from cs_server.events import Fill, Write
+from cs_server import device_updates, pieces
+from cs_server.events import Dense, Fill, Write
 from cs_server.updates import RULES
 
 pytestmark = pytest.mark.gpu
@@ -81,14 +81,14 @@ def test_writes_and_fills(both: Both) -> None:
 
 
 def test_long_ranges_take_several_launches(both: Both) -> None:
-    size = devices._PIECE * (devices._LAUNCH + 3) // 64 + 5
+    size = pieces.PIECE * (device_updates._LAUNCH + 3) // 64 + 5
     random = np.random.default_rng(1)
     for replica in range(2):
         both.brings(f"gradients/{replica}/0/float32", 0, random.standard_normal(size).astype("float32"))
     both.make("parameters/float32", 0, random.standard_normal(size).astype("float32"))
     both.make("slots/1/momentum/float32", 0, np.zeros(size, "float32"))
     names = ("gradients/0/0/float32", "gradients/1/0/float32")
-    part = devices.Dense("float32", ((0, size),), "parameters/float32", ("slots/1/momentum/float32",), names)
+    part = Dense("float32", ((0, size),), "parameters/float32", ("slots/1/momentum/float32",), names)
     both.commit(apply("sgd_momentum", [part]))
     both.assert_same()
 
@@ -124,7 +124,7 @@ _SERVER = """
 import sys
 import numpy as np
 from cs_server.cuda import Gpu
-from cs_server.devices import DeviceMemory
+from cs_server.device_memory import DeviceMemory
 
 gpu = Gpu("gpu:0")
 memory = DeviceMemory(gpu)
@@ -133,8 +133,8 @@ memory.make("parameters/float32", 4096, 8192)
 (_, _, address), = memory.spans("parameters/float32", 4096, 8192)
 gpu.bring(address, np.arange(1024, dtype=np.float32))
 gpu.wait()
-handle, offset = memory.export("parameters/float32", 4096)
-print(handle.hex(), offset, gpu.uuid.hex(), flush=True)
+place = memory.export("parameters/float32", 4096)
+print(place.handle.hex(), place.offset, place.mark.hex(), gpu.uuid.hex(), flush=True)
 sys.stdin.read()
 """
 
@@ -146,10 +146,12 @@ def test_another_process_opens_a_variable_where_it_lies() -> None:
         [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
     ) as server:
         assert server.stdout is not None
-        handle, offset, uuid = server.stdout.readline().split()
+        handle, offset, mark, uuid = server.stdout.readline().split()
         assert int(offset) >= 4096
         assert bytes(cupy.cuda.runtime.getDeviceProperties(0)["uuid"][:16]).hex() == uuid
         base = cupy.cuda.runtime.ipcOpenMemHandle(bytes.fromhex(handle))
+        begins = cupy.cuda.UnownedMemory(base, 16, None, 0)
+        assert cupy.ndarray(16, np.uint8, cupy.cuda.MemoryPointer(begins, 0)).get().tobytes().hex() == mark
         memory = cupy.cuda.UnownedMemory(base + int(offset), 4096, None, 0)
         found = cupy.ndarray((1024,), np.float32, cupy.cuda.MemoryPointer(memory, 0)).get()
         cupy.cuda.runtime.ipcCloseMemHandle(base)

@@ -20,8 +20,10 @@ from cs_proto.errors import LocalProtocolError
 from cs_proto.messages import (
     ApplyPoint,
     Configure,
+    DevicePlace,
     Fetch,
     Joined,
+    Locate,
     MakeSegment,
     Put,
     Return,
@@ -178,7 +180,7 @@ def _schedules() -> st.SearchStrategy[Any]:
 
 
 def _applies() -> st.SearchStrategy[Any]:
-    buffers = st.sampled_from([0, 1])
+    buffers = st.integers(0, 3)
     sparse = st.lists(_rows(), max_size=2, unique_by=lambda gradient: gradient.variable).map(
         lambda rows: tuple(sorted(rows, key=lambda gradient: gradient.variable))
     )
@@ -218,6 +220,11 @@ _SPECIAL: Mapping[type[Record], Callable[[], st.SearchStrategy[Any]]] = {
     ApplyPoint: _applies,
     Configure: lambda: _built(Configure, iterations=st.integers(-1, 1 << 60)),
     SparseGradient: _rows,
+    DevicePlace: lambda: st.one_of(
+        st.just(DevicePlace(b"", 0, b"")),
+        st.builds(DevicePlace, st.binary(min_size=64, max_size=64), COUNTS, st.binary(min_size=16, max_size=16)),
+    ),
+    Locate: lambda: _built(Locate, buffers=st.integers(-1, 1)),
     Fetch: _fetches,
     Put: _puts,
     Schedule: _schedules,

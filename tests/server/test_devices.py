@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 from tests.harness.cupy_stand_in.c_kernels import COMPILER
 from tests.harness.stand_in_gpus import StandInGpus, stand_in_gpus
+from tests.harness.updates import HYPERPARAMETERS
 
 from cs_proto.arrays import Array, Location, array_of
 from cs_proto.errors import DeviceError, DeviceMemoryError
 from cs_proto.segments import JOURNAL, Mapping, frame_view
-from cs_server import devices, kernels
+from cs_server import device_memory, device_updates, devices, kernels, pieces, staging
 from cs_server.arithmetic import Arithmetic
-from cs_server.devices import DeviceMemory, GpuParameters, is_on_device
+from cs_server.changes import Change
+from cs_server.device_memory import DeviceMemory, is_on_device
+from cs_server.devices import GpuParameters
 from cs_server.events import Apply, Commit, Dense, Fill, Rows, Write
 from cs_server.journal import Journal
 from cs_server.updates import RULES
@@ -24,21 +27,6 @@ from cs_server.updates import RULES
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no gcc here to run kernels without a GPU")
 
 NBYTES = 1 << 24
-GIVEN = {
-    "learning_rate": 0.03,
-    "momentum": 0.9,
-    "beta_1": 0.9,
-    "beta_2": 0.99,
-    "epsilon": 1e-7,
-    "rho": 0.8,
-    "weight_decay": 0.01,
-    "initial_accumulator_value": 0.1,
-    "learning_rate_power": -0.4,
-    "l1_regularization_strength": 0.02,
-    "l2_regularization_strength": 0.01,
-    "l2_shrinkage_regularization_strength": 0.03,
-    "beta": 0.5,
-}
 
 
 class Segments:
@@ -83,12 +71,15 @@ def _by_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything takes several pieces, launches and stages."""
-    monkeypatch.setattr(devices, "_PIECE", 16)
-    monkeypatch.setattr(devices, "_LAUNCH", 3)
-    monkeypatch.setattr(devices, "_STAGE_NBYTES", 16 * 8 * 4)
-    monkeypatch.setattr(devices, "_TABLE_NBYTES", 1024)
-    monkeypatch.setattr(devices, "_SQUARES_NBYTES", 8 * 257 * 2)
-    monkeypatch.setattr(devices, "_BLOCK_NBYTES", 512)
+    for module in (devices, pieces, staging):
+        monkeypatch.setattr(module, "PIECE", 16)
+    for module in (device_updates, staging):
+        monkeypatch.setattr(module, "TABLE_NBYTES", 1024)
+    monkeypatch.setattr(devices, "_FILL_BLOCKS", 3)
+    monkeypatch.setattr(device_updates, "_LAUNCH", 3)
+    monkeypatch.setattr(device_updates, "_SQUARES_NBYTES", 8 * 257 * 2)
+    monkeypatch.setattr(staging, "_STAGE_NBYTES", 16 * 8 * 4)
+    monkeypatch.setattr(device_memory, "_BLOCK_NBYTES", 512)
 
 
 @pytest.fixture(params=["page-locked", "not page-locked"])
@@ -191,7 +182,7 @@ def variables(both: Both, rule: str, dtypes: Sequence[str]) -> tuple[Dense, ...]
         gradients = tuple(f"gradients/{r}/0/{dtype}" for r in range(both.replicas))
         for first, last in RANGES[dtype]:
             both.make(f"parameters/{dtype}", first, random.standard_normal(last - first).astype(dtype))
-            for name, value in zip(slots, RULES[rule].initial(GIVEN), strict=True):
+            for name, value in zip(slots, RULES[rule].initial(HYPERPARAMETERS), strict=True):
                 both.make(name, first, np.full(last - first, value, dtype))
             for name in gradients:
                 both.brings(name, first, random.standard_normal(last - first).astype(dtype))
@@ -204,7 +195,7 @@ def table(both: Both, rule: str, height: int, width: int, rows: Sequence[Sequenc
     random = np.random.default_rng(4)
     slots = tuple(f"slots/1/{slot}/float32" for slot in RULES[rule].slots)
     both.make("parameters/float32", first, random.standard_normal((height, width)).astype("float32"))
-    for name, value in zip(slots, RULES[rule].initial(GIVEN), strict=True):
+    for name, value in zip(slots, RULES[rule].initial(HYPERPARAMETERS), strict=True):
         both.make(name, first, np.full((height, width), value, "float32"))
     gradients = [
         (array_of(random.standard_normal((len(named), width)).astype("float32")), array_of(np.array(named, np.int64)))
@@ -214,7 +205,7 @@ def table(both: Both, rule: str, height: int, width: int, rows: Sequence[Sequenc
 
 
 def apply(rule: str, dense: Sequence[Dense] = (), sparse: Sequence[Rows] = (), t: int = 1, **given: float) -> Apply:
-    return Apply(rule, tuple((GIVEN | given).items()), t, tuple(dense), tuple(sparse))
+    return Apply(rule, tuple((HYPERPARAMETERS | given).items()), t, tuple(dense), tuple(sparse))
 
 
 # --- commits ----------------------------------------------------------------------------------------------------------
@@ -423,8 +414,6 @@ def test_a_commit_is_whole_or_has_not_been_wherever_the_server_ends(
     if where == "finish":
         left = 1
     if where == "replay":
-        from cs_server.journal import Change
-
         original_put = Change.put
 
         def end_in_the_midst(*_: Any) -> None:
@@ -503,12 +492,12 @@ def test_a_variable_that_takes_the_place_of_another(both: Both) -> None:
 def test_memory_that_nobody_needs_is_given_back_to_the_gpu(gpus: StandInGpus) -> None:
     both = Both()
     free = both.gpu.available_nbytes()
-    size = devices._BLOCK_NBYTES // 4 // 8
+    size = device_memory._BLOCK_NBYTES // 4 // 8
     both.make("parameters/float32", 0, np.ones(size, "float32"))
     both.make("parameters/float32", size, np.ones(size, "float32"))
-    assert both.gpu.available_nbytes() == free - devices._BLOCK_NBYTES
+    assert both.gpu.available_nbytes() == free - device_memory._BLOCK_NBYTES
     both.gpu.discard("parameters/float32", 0, 4 * size)
-    assert both.gpu.available_nbytes() == free - devices._BLOCK_NBYTES
+    assert both.gpu.available_nbytes() == free - device_memory._BLOCK_NBYTES
     both.gpu.discard("parameters/float32", 4 * size, 8 * size)
     assert both.gpu.available_nbytes() == free
     both.close()
@@ -532,7 +521,7 @@ def test_page_locks_go_before_the_pages(gpus: StandInGpus) -> None:
 def test_a_full_gpu_says_what_was_planned() -> None:
     with stand_in_gpus(1, nbytes=64 << 20):
         both = Both()
-        with pytest.raises(DeviceMemoryError, match=r"67108864 bytes planned on gpu:0, \d+ bytes of it available"):
+        with pytest.raises(DeviceMemoryError, match=r"67109120 bytes planned on gpu:0, \d+ bytes of it available"):
             both.gpu.make("parameters/float32", 0, 64 << 20)
         both.make("parameters/float32", 0, np.ones(9, "float32"))
         both.assert_same()
@@ -560,11 +549,11 @@ def test_nothing_is_dropped_twice(gpus: StandInGpus) -> None:
 
 def test_an_exported_block_stays(gpus: StandInGpus) -> None:
     both = Both()
-    size = devices._BLOCK_NBYTES // 4
+    size = device_memory._BLOCK_NBYTES // 4
     both.make("parameters/float32", 16, np.ones(size, "float32"))
     free = both.gpu.available_nbytes()
-    handle, offset = both.gpu._on_device.export("parameters/float32", 4 * 20)
-    assert (len(handle), offset) == (64, 16)
+    place = both.gpu._on_device.export("parameters/float32", 4 * 20)
+    assert (len(place.handle), place.offset) == (64, 256 + 16)
     both.gpu.discard("parameters/float32", 64, 64 + 4 * size)
     assert both.gpu.available_nbytes() == free
     both.close()

@@ -9,7 +9,8 @@ import pytest
 
 from cs_proto.errors import MemoryPlanError
 from cs_proto.segments import JOURNAL, Mapping
-from cs_server.journal import Change, Journal
+from cs_server.changes import Change
+from cs_server.journal import Journal
 
 MIB = 1 << 20
 

@@ -12,26 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.harness.updates import HYPERPARAMETERS, assert_same_bits
 
 from cs_proto.errors import InvalidArgumentError
 from cs_server.kernels import ALWAYS, KERNEL_DTYPES, apply_dense, cache_directory
 from cs_server.updates import RULES, Array, Rule, reference
 
-HYPERPARAMETERS = {
-    "learning_rate": 0.03,
-    "momentum": 0.9,
-    "beta_1": 0.9,
-    "beta_2": 0.99,
-    "epsilon": 1e-7,
-    "rho": 0.8,
-    "weight_decay": 0.01,
-    "initial_accumulator_value": 0.1,
-    "learning_rate_power": -0.4,
-    "l1_regularization_strength": 0.02,
-    "l2_regularization_strength": 0.01,
-    "l2_shrinkage_regularization_strength": 0.03,
-    "beta": 0.5,
-}
 STEPS = 20
 
 
@@ -60,13 +46,6 @@ def with_gaps(length: int) -> Array:
         return np.array([[0, length]])
     third = length // 3
     return np.array([[1, third], [third, third], [third, third + 1], [third + 2, length - 1]])
-
-
-def assert_same_bits(found: Array, expected: Array) -> None:
-    nan = np.isnan(expected)
-    np.testing.assert_array_equal(np.isnan(found), nan)
-    bits = np.dtype(f"u{expected.itemsize}")
-    np.testing.assert_array_equal(found.view(bits)[~nan], expected.view(bits)[~nan])
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.harness.updates import HYPERPARAMETERS, assert_same_bits
 
 from cs_server import rows
 from cs_server.kernels import KERNEL_DTYPES
@@ -17,21 +18,6 @@ from cs_server.rows import Merged, apply_rows, merge, merge_reference
 from cs_server.undo import Lane
 from cs_server.updates import RULES, Array, Rule, reference
 
-HYPERPARAMETERS = {
-    "learning_rate": 0.03,
-    "momentum": 0.9,
-    "beta_1": 0.9,
-    "beta_2": 0.99,
-    "epsilon": 1e-7,
-    "rho": 0.8,
-    "weight_decay": 0.01,
-    "initial_accumulator_value": 0.1,
-    "learning_rate_power": -0.4,
-    "l1_regularization_strength": 0.02,
-    "l2_regularization_strength": 0.01,
-    "l2_shrinkage_regularization_strength": 0.03,
-    "beta": 0.5,
-}
 DTYPES = [*KERNEL_DTYPES, "float16", "complex64"]
 ROWS = ("sgd", "sgd_momentum", "sgd_nesterov", "adagrad", "rmsprop_momentum", "rmsprop_centered_momentum")
 ROWS += ("adamax", "adadelta", "ftrl", "ftrl_power")
@@ -53,14 +39,6 @@ def gradients(draw: st.DrawFn, dtype: str) -> tuple[int, int, list[tuple[Array, 
         values[random.random((count, width)) < 0.1] = -0.0
         brought.append((values, random.integers(0, height, count)))
     return height, width, brought
-
-
-def assert_same_bits(found: Array, expected: Array) -> None:
-    assert found.dtype == expected.dtype
-    assert found.shape == expected.shape
-    nan = np.isnan(expected)
-    np.testing.assert_array_equal(np.isnan(found), nan)
-    assert found[~nan].tobytes() == expected[~nan].tobytes()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

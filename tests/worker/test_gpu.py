@@ -5,13 +5,15 @@ from __future__ import annotations
 import mmap
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.harness.stand_in_gpus import StandInGpus, stand_in_gpus
 
+from cs_proto.arrays import Array, Location
 from cs_proto.errors import DeviceMemoryError
 from cs_proto.messages import DevicePlace
 from cs_worker.device import Device, open_device
@@ -223,6 +225,8 @@ import sys
 import numpy as np
 import cupy as cp
 start = cp.cuda.runtime.malloc(4096)
+mark = cp.ndarray((16,), np.uint8, cp.cuda.MemoryPointer(cp.cuda.UnownedMemory(start, 4096, None, 0), 0))
+mark[...] = 1
 array = cp.ndarray((3,), np.float32, cp.cuda.MemoryPointer(cp.cuda.UnownedMemory(start, 4096, None, 0), 64))
 for line in sys.stdin:
     array[...] = float(line)
@@ -231,17 +235,28 @@ for line in sys.stdin:
 """
 
 
-def test_variables_on_the_same_device_are_not_copied(gpus: StandInGpus, device: Device) -> None:
-    shared = Shared([1, 2, 3], [7, 7, 7])
+MARK = bytes([1]) * 16
+
+
+@contextmanager
+def exporting() -> Iterator[Callable[[float], bytes]]:
+    """A server with three numbers at byte 64 of a block: what sets them and says the block's handle."""
     with subprocess.Popen([sys.executable, "-c", EXPORT], stdin=-1, stdout=-1, text=True, bufsize=1) as server:
-        assert server.stdin is not None
-        assert server.stdout is not None
 
         def commit(value: float) -> bytes:
             print(value, file=server.stdin)
-            return bytes.fromhex(server.stdout.readline())  # type: ignore[union-attr]
+            assert server.stdout is not None
+            return bytes.fromhex(server.stdout.readline())
 
-        shared.places[1] = DevicePlace(commit(5), 64)
+        yield commit
+        assert server.stdin is not None
+        server.stdin.close()
+
+
+def test_variables_and_gradients_on_the_same_device_are_not_copied(gpus: StandInGpus, device: Device) -> None:
+    shared = Shared([1, 2, 3], [7, 7, 7])
+    with exporting() as commit:
+        shared.places[1] = DevicePlace(commit(5), 64, MARK)
         device.begin_run(shared)
         view = device.view(1, shared)
         assert view.tolist() == device.rows(1, np.arange(3), shared).tolist() == [5, 5, 5]
@@ -250,6 +265,20 @@ def test_variables_on_the_same_device_are_not_copied(gpus: StandInGpus, device: 
         assert device.view(1, shared).tolist() == [6, 6, 6]
         assert device.view(2, shared).tolist() == [7, 7, 7]
         assert (copied(gpus)[0], gpus.cupy.counts()["opened"]) == (2, 1)  # row numbers, and what lies elsewhere
+
+        like = Array("float32", (3,), Location("gradients/0/2/float32", 0))
+        assert device.shared([shared.places[1], None], [like, like]) is None
+        (buffer,) = device.shared([shared.places[1]], [like]) or ()
+        gpus.cupy.multiply(buffer, F32(2), out=buffer)
+        device.put([(buffer, buffer)])
+        assert view.tolist() == [12, 12, 12]
+        later = DevicePlace(shared.places[1].handle, 68, MARK)
+        (other,) = device.shared([later], [like]) or ()
+        other[...] = gpus.cupy.asarray(np.array([1, 2, 3], F32))
+        device.put([(other, buffer), (np.array([4, 5, 6], F32), other)])  # the first is computed where the second goes
+        assert buffer.tolist()[0] == 1
+        assert other.tolist() == [4, 5, 6]
+        commit(6)
 
         device.close_imports()  # the server is another now
         assert view.tolist() == [6, 6, 6]  # whoever still holds it
@@ -266,15 +295,49 @@ def test_variables_that_cannot_be_opened_are_copied(
     gpus: StandInGpus, device: Device, caplog: pytest.LogCaptureFixture
 ) -> None:
     shared = Shared([1, 2, 3])
-    shared.places[1] = DevicePlace(bytes(64), 0)
+    shared.places[1] = DevicePlace(bytes(64), 0, MARK)
     device.begin_run(shared)
     with caplog.at_level("INFO", "central_storage.worker"):
         assert device.view(1, shared).tolist() == device.view(1, shared).tolist() == [1, 2, 3]
     assert [record.message for record in caplog.records] == [
-        "variables on gpu:0 cannot be opened (cudaErrorInvalidValue: invalid argument): they are copied"
+        "transport staging: the server's memory on gpu:0 cannot be opened (cudaErrorInvalidValue: invalid argument)"
     ]
     assert copied(gpus)[0] == 1
     device.settle()
+
+
+def test_memory_that_shows_other_bytes_than_the_server_wrote_is_not_used(
+    gpus: StandInGpus, device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared = Shared([1, 2, 3])
+    with exporting() as commit, caplog.at_level("INFO", "central_storage.worker"):
+        shared.places[1] = DevicePlace(commit(5), 64, bytes(16))
+        device.begin_run(shared)
+        assert device.view(1, shared).tolist() == device.view(1, shared).tolist() == [1, 2, 3]
+        like = Array("float32", (3,), Location("gradients/0/2/float32", 0))
+        assert device.shared([shared.places[1]], [like]) is None
+    assert [record.message for record in caplog.records] == [
+        "transport staging: the server's memory on gpu:0 shows other bytes by CUDA IPC"
+    ]
+    device.settle()
+
+
+def test_a_refused_page_lock_is_said_once(
+    gpus: StandInGpus, device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise runtime.CUDARuntimeError(801)
+
+    runtime = gpus.cupy.cuda.runtime
+    monkeypatch.setattr(runtime, "hostRegister", refuse)
+    shared = Shared([1, 2, 3], [4])
+    with caplog.at_level("INFO", "central_storage.worker"):
+        device.lock([shared.view(1)])
+        device.lock([shared.view(2)])
+    assert [record.message for record in caplog.records] == [
+        "transport pageable memory: shared memory cannot be page-locked (cudaErrorNotSupported: operation not "
+        "supported); copies to and from gpu:0 are slower"
+    ]
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

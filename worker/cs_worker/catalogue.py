@@ -50,8 +50,10 @@ class Catalogue:
         self._versions: np.ndarray | None = None
         # Where variables lie on the GPU that the server keeps them on, if it does, since the start of it at hand.
         self._may_be_located = parameter_device.startswith("gpu:") and not device.is_host
-        self._located: dict[int, messages.DevicePlace] = {}
+        self._located: dict[tuple[int, int], messages.DevicePlace] = {}  # by number and set of gradient buffers, or -1
         self._located_at = 0
+        #: Whether gradients on the server's GPU must be in their segments, too.
+        self.keeps_gradients = True
         self._known: dict[int, messages.Variable] = {}
         self._views: dict[int, np.ndarray] = {}
         self._carried_at = 0  # the count of waits when what of the views cannot be mapped was asked for
@@ -89,7 +91,8 @@ class Catalogue:
         gone: list[np.ndarray | None] = []
         for number in numbers:
             self._known.pop(number, None)
-            self._located.pop(number, None)
+            for buffers in (-1, 0, 1):
+                self._located.pop((number, buffers), None)
             gone.append(self._views.pop(number, None))
             self._handles.pop(("variable", number), None)
             gone += (self._gradients.pop((number, buffers), None) for buffers in range(2))
@@ -120,29 +123,40 @@ class Catalogue:
 
     def on_device(self, number: int) -> messages.DevicePlace | None:
         """Where the variable lies on the device of this replica, if the server keeps it there."""
+        return self._on_device((number,), -1)[0]
+
+    def gradients_on_device(self, numbers: Sequence[int], buffers: int) -> list[messages.DevicePlace | None]:
+        """Where the gradients of several variables may be computed on the device of this replica, if the server keeps
+        the variables there."""
+        return self._on_device(numbers, buffers)
+
+    def _on_device(self, numbers: Sequence[int], buffers: int) -> list[messages.DevicePlace | None]:
         if not self._may_be_located or self.carries:
-            return None
+            return [None] * len(numbers)
         if (start := self.version(0)) != self._located_at:
             self._located.clear()
             self._located_at = start
             self._device.close_imports()
-        if number not in self._located:
-            self._locate(number)
-        place = self._located[number]
-        return place if place.handle else None
+        if not all((number, buffers) in self._located for number in numbers):
+            self._locate(numbers, buffers)
+        places = [self._located[number, buffers] for number in numbers]
+        return [place if place.handle else None for place in places]
 
-    def _locate(self, number: int) -> None:
-        self.place(number)
-        numbers = tuple(known for known in self._known if known not in self._located)
+    def _locate(self, numbers: Sequence[int], buffers: int) -> None:
+        for number in numbers:
+            self.place(number)
+        # Of variables all that are known, of gradients what is needed: they take memory.
+        asked = tuple(n for n in (self._known if buffers < 0 else numbers) if (n, buffers) not in self._located)
         request = self._conversation.next_request()
-        found = self.ask(messages.Locate(request, numbers), request, messages.Located)
+        found = self.ask(messages.Locate(request, asked, buffers), request, messages.Located)
+        places = found.places
         if found.uuid == self._device.uuid:
-            self._located.update(zip(numbers, found.places, strict=True))
+            self.keeps_gradients = found.keeps
         else:
             self._may_be_located = False
-            self._located = {}
-            _log.warning("variables are on another GPU: they are read through the machine's memory")
-            self._located[number] = messages.DevicePlace(b"", 0)
+            _log.warning("transport staging: variables are on another GPU and read through the machine's memory")
+            places = (messages.DevicePlace(b"", 0, b""),) * len(asked)
+        self._located.update(((number, buffers), place) for number, place in zip(asked, places, strict=True))
 
     def learn(self, record: messages.Variable) -> messages.Variable:
         """Remember a record that came with another answer."""

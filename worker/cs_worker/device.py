@@ -12,8 +12,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from central_storage.devices import canonical, full_name, logical_devices, of_replica
-from central_storage.gpus import local_number, require_cupy
+from cs_proto.arrays import Array
 from cs_proto.errors import DeviceError
+from cs_proto.gpus import local_number, require_cupy
+from cs_proto.messages import DevicePlace
 
 from . import gpu
 
@@ -51,6 +53,12 @@ class Device(Protocol):
 
     def buffers(self, places: Sequence[np.ndarray]) -> list[Any]:
         """Arrays to compute gradients into that belong at ``places``: these themselves on a CPU."""
+
+    def shared(self, places: Sequence[DevicePlace | None], arrays: Sequence[Array]) -> list[Any] | None:
+        """Arrays like ``arrays`` at ``places`` in the server's memory on this device; None where some cannot be had."""
+
+    def put(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        """Copy gradients to the arrays that :meth:`shared` gave, where each is not that itself."""
 
     def fetch(self, pairs: Sequence[tuple[Any, np.ndarray]], *, may_change: bool) -> None:
         """Copy arrays of this device to host memory, where they are after the next :meth:`settle`. ``may_change``: the
@@ -103,6 +111,12 @@ class _Host:
 
     def buffers(self, places: Sequence[np.ndarray]) -> list[np.ndarray]:
         return [place.view() for place in places]
+
+    def shared(self, places: Sequence[DevicePlace | None], arrays: Sequence[Array]) -> None:
+        return None
+
+    def put(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        pass
 
     def fetch(self, pairs: Sequence[tuple[Any, np.ndarray]], *, may_change: bool) -> None:
         for source, target in pairs:

@@ -8,8 +8,8 @@ until a message is to leave after which others may write what is still read here
 
 from __future__ import annotations
 
-import ctypes
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from cs_proto.arrays import Array
 from cs_proto.errors import DeviceMemoryError
 from cs_proto.messages import DevicePlace
-
-from .locking import PageLocks
+from cs_proto.page_locks import PageLocks
 
 __all__ = ["Gpu", "Parameters", "can_be_on", "place"]
 
@@ -68,7 +68,7 @@ class Gpu:
         # CuPy reads a C string: what stands behind the sixteen bytes may follow, and a zero ends it.
         self.uuid = bytes(cupy.cuda.runtime.getDeviceProperties(numbers[0])["uuid"][:16])
         self._copying = cupy.cuda.Stream(non_blocking=True)
-        self._locks = PageLocks(cupy, self._wait)
+        self._locks = PageLocks(cupy.cuda.runtime, self._wait, self._say_refusal)
         # Kernels read page-locked memory under the address that the host has for it; not every machine can.
         self._reads_host = bool(self._home.attributes.get("CanUseHostPointerForRegisteredMem", 0))
         self._copies: dict[int, _Copy] = {}
@@ -80,12 +80,13 @@ class Gpu:
         self._in_flight: list[Any] = []
         # After the last kernel that reads shared memory.
         self._reading: Any = None
-        # Blocks of the server's device memory by handle, opened; those that are closed when this run is over; variables
-        # in them; whether this run has been shown any, which any kernel of it may still read.
+        # Blocks of the server's device memory by handle, opened and checked; those that are closed when this run is
+        # over; arrays in them; whether this run has been shown any, which any kernel of it may still use.
         self._opened: dict[bytes, int] = {}
         self._closing: list[int] = []
-        self._imports: dict[int, Any] = {}
+        self._imports: dict[DevicePlace, Any] = {}
         self._shows_imports = False
+        self._has_said: set[str] = set()
 
     def begin_run(self, parameters: Parameters) -> None:
         """Be current again, whatever the function before did, and bring up to date what it read."""
@@ -135,7 +136,7 @@ class Gpu:
             return self.array_module.asarray(array)
 
     def view(self, number: int, parameters: Parameters) -> Any:
-        if (imported := self._import(number, parameters)) is not None:
+        if (imported := self._variable(number, parameters)) is not None:
             return imported
         self._used.add(number)
         copy = self._copies.get(number)
@@ -147,13 +148,13 @@ class Gpu:
         cupy = self.array_module
         copy = self._copies.get(number)
         with self._home:
-            if (table := self._import(number, parameters)) is not None:
+            if (table := self._variable(number, parameters)) is not None:
                 pass
             elif copy is not None and copy.version == parameters.version(number):
                 table = self._ready(copy)
             else:
                 host = parameters.view(number)
-                if not self._reads_host or not self._locks.covers(host):
+                if not self._reads_host or not self._locks.covers(*_bounds(host)):
                     return self.bring(host[rows])
                 memory = cupy.cuda.UnownedMemory(_address(host), host.nbytes, host, self._home.id)
                 table = cupy.ndarray(host.shape, host.dtype, cupy.cuda.MemoryPointer(memory, 0))
@@ -163,37 +164,59 @@ class Gpu:
             self._reading = cupy.cuda.get_current_stream().record(self._reading)
             return found
 
-    def _import(self, number: int, parameters: Parameters) -> Any:
-        """The variable where the server has it on this device; None where it does not, or it cannot be opened."""
+    def _variable(self, number: int, parameters: Parameters) -> Any:
         place = parameters.on_device(number)
         if place is None:
             return None
-        found = self._imports.get(number)
+        host = parameters.view(number)
+        return self._import(place, host.shape, host.dtype)
+
+    def _import(self, place: DevicePlace, shape: tuple[int, ...], dtype: Any) -> Any:
+        """The array that the server has on this device; None where its memory cannot be opened."""
+        found = self._imports.get(place)
         if found is None:
-            cupy, host = self.array_module, parameters.view(number)
-            start = self._open(place.handle)
+            cupy = self.array_module
+            start = self._open(place)
             if not start:
                 return None
-            memory = cupy.cuda.UnownedMemory(start + place.offset, host.nbytes, self, self._home.id)
-            found = cupy.ndarray(host.shape, host.dtype, cupy.cuda.MemoryPointer(memory, 0))
-            self._imports[number] = found
+            nbytes = np.dtype(dtype).itemsize * math.prod(shape)
+            memory = cupy.cuda.UnownedMemory(start + place.offset, nbytes, self, self._home.id)
+            found = self._imports[place] = cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
         self._shows_imports = True
         return found
 
-    def _open(self, handle: bytes) -> int:
-        """Where the block behind a handle begins here; 0 where it cannot be opened."""
-        if handle not in self._opened:
+    def _open(self, place: DevicePlace) -> int:
+        """Where a block of the server's begins here; 0 where it cannot be opened, or shows other bytes than the server
+        has written to it."""
+        if place.handle not in self._opened:
+            self._opened[place.handle] = 0
             runtime = self.array_module.cuda.runtime
+            seen = np.empty(len(place.mark), np.uint8)
             try:
                 with self._home:
-                    self._opened[handle] = runtime.ipcOpenMemHandle(handle)
+                    start = runtime.ipcOpenMemHandle(place.handle)
+                    runtime.memcpy(_address(seen), start, seen.nbytes, runtime.memcpyDeviceToHost)
+                    if seen.tobytes() != place.mark:
+                        runtime.ipcCloseMemHandle(start)
+                        start = 0
             except runtime.CUDARuntimeError as error:
-                self._opened[handle] = 0
                 # The text alone: an error that a log keeps would keep the service's memory by its frames.
-                _log.warning("variables on %s cannot be opened (%s): they are copied", self.name, str(error))
+                self._say(f"transport staging: the server's memory on {self.name} cannot be opened ({error!s})")
             else:
-                _log.warning("transport CUDA IPC: variables on %s are read where they lie", self.name)
-        return self._opened[handle]
+                self._opened[place.handle] = start
+                if start:
+                    self._say(f"transport CUDA IPC: variables on {self.name} are read where they lie")
+                else:
+                    self._say(f"transport staging: the server's memory on {self.name} shows other bytes by CUDA IPC")
+        return self._opened[place.handle]
+
+    def _say(self, what: str) -> None:
+        if what not in self._has_said:
+            self._has_said.add(what)
+            _log.warning("%s", what)
+
+    def _say_refusal(self, reason: str) -> None:
+        self._say(f"transport pageable memory: {reason}; copies to and from {self.name} are slower")
 
     def _ready(self, copy: _Copy) -> Any:
         """The array, which what is computed from now on waits for."""
@@ -216,11 +239,19 @@ class Gpu:
             else:
                 # The memory may be that of an array which kernels of this stream still use.
                 self._copying.wait_event(self.array_module.cuda.get_current_stream().record())
-                array.data.copy_from_host_async(ctypes.c_void_p(_address(host)), host.nbytes, self._copying)
+                kind = self.array_module.cuda.runtime.memcpyHostToDevice
+                self._copy(array.data.ptr, _address(host), host, kind)
                 event = self._copying.record()
                 self._in_flight.append(array)
         copy = self._copies[number] = _Copy(version, array, event)
         return copy
+
+    def _copy(self, target: int, source: int, host: np.ndarray, kind: int) -> None:
+        """Order a copy between two addresses, of which one is that of ``host``."""
+        for start, stop in self._locks.parts(_address(host), host.nbytes):
+            self.array_module.cuda.runtime.memcpyAsync(
+                target + start, source + start, stop - start, kind, self._copying.ptr
+            )
 
     def _empty(self, like: np.ndarray) -> Any:
         cupy = self.array_module
@@ -241,6 +272,31 @@ class Gpu:
         with self._home, self._memory(nbytes, f"gradients of {len(places)} variables"):
             return [self._empty(place) for place in places]
 
+    def shared(self, places: Sequence[DevicePlace | None], arrays: Sequence[Array]) -> list[Any] | None:
+        found = []
+        for place, array in zip(places, arrays, strict=True):
+            imported = None if place is None else self._import(place, array.shape, array.dtype)
+            if imported is None:
+                return None
+            found.append(imported)
+        return found
+
+    def put(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        cupy = self.array_module
+        nbytes = sum(source.nbytes for source, target in pairs if source is not target)
+        low = min((target.data.ptr for _, target in pairs), default=0)
+        high = max((target.data.ptr + target.nbytes for _, target in pairs), default=0)
+        found = []
+        with self._home, self._memory(nbytes, f"copies of {len(pairs)} gradients on their way to the server"):
+            for source, target in pairs:
+                if source is target:
+                    continue
+                array = self._at_home(source) if isinstance(source, cupy.ndarray) else cupy.asarray(source)
+                # One that was computed into the buffer of another variable is saved before that one's gets there.
+                found.append((array.copy() if low <= array.data.ptr < high else array, target))
+            for array, target in found:
+                target[...] = array
+
     def fetch(self, pairs: Sequence[tuple[Any, np.ndarray]], *, may_change: bool) -> None:
         cupy = self.array_module
         nbytes = sum(source.nbytes for source, _ in pairs)
@@ -250,8 +306,7 @@ class Gpu:
             current = cupy.cuda.get_current_stream()
             self._copying.wait_event(current.record())
             for array, target in found:
-                if array.nbytes:
-                    array.data.copy_to_host_async(ctypes.c_void_p(_address(target)), array.nbytes, self._copying)
+                self._copy(_address(target), array.data.ptr, target, cupy.cuda.runtime.memcpyDeviceToHost)
             if may_change:
                 current.wait_event(self._copying.record())
             self._in_flight += [array for array, _ in found]
@@ -277,14 +332,17 @@ class Gpu:
 
     def lock(self, arrays: Sequence[np.ndarray]) -> None:
         with self._home:
-            self._locks.lock(arrays)
+            for writable in (True, False):
+                spans = [_bounds(array) for array in arrays if array.flags.writeable is writable]
+                self._locks.lock(spans, writable=writable)
 
     def forget(self, numbers: Sequence[int], arrays: Sequence[np.ndarray]) -> None:
         for number in numbers:
             self._copies.pop(number, None)
-            self._imports.pop(number, None)
+        self._imports.clear()
         with self._home:
-            self._locks.unlock(arrays)
+            for array in arrays:
+                self._locks.unlock(*_bounds(array))
 
     def close_imports(self) -> None:
         self._imports.clear()
@@ -352,3 +410,7 @@ def _too_small(cupy: Any, name: str, nbytes: int, what: str, plan: str) -> Devic
 
 def _address(array: np.ndarray) -> int:
     return int(array.__array_interface__["data"][0])
+
+
+def _bounds(array: np.ndarray) -> tuple[int, int]:
+    return _address(array), _address(array) + array.nbytes

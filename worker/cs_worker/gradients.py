@@ -37,24 +37,35 @@ class GradientBuffers:
     def hand_out(self, numbers: Sequence[int], commit: Callable[[], None]) -> list[np.ndarray]:
         """Writable arrays of the variables: of the current set, or on a GPU for it. ``commit`` is called where both
         sets are noted."""
-        arrays = self._device.buffers(self._catalogue.gradients(numbers, self._current(commit)))
+        current = self._current(commit)
+        arrays = self._on_device(numbers, current)
+        if arrays is None:
+            arrays = self._device.buffers(self._catalogue.gradients(numbers, current))
         self._handed_out.update((id(array), (array, number)) for array, number in zip(arrays, numbers, strict=True))
         return arrays
 
     def fill(self, pairs: Sequence[tuple[np.ndarray, int]], commit: Callable[[], None]) -> int:
-        """Bring the gradients of variables into the current set and say which it is. One that was computed there is
-        not copied, but from a GPU, from where all are there after the device has settled. Raises InvalidArgumentError
-        for a gradient that does not fit, before anything is written, and MemoryPlanError where there is no room for
-        them."""
+        """Bring the gradients of variables into the current set and say which it is; its number is 2 higher where they
+        are on the server's GPU. One that was computed there is not copied; what comes from a GPU, or lies on the
+        server's, is there after the device has settled. Raises InvalidArgumentError for a gradient that does not fit,
+        before anything is written, and MemoryPlanError where there is no room for them."""
         for gradient, number in pairs:
             self._check(gradient, number)
         current = self._current(commit)
         elsewhere = [pair for pair in pairs if self._handed_out.get(id(pair[0]), _NOTHING)[1] != pair[1]]
+        numbers = [number for _, number in pairs]
+        there = self._on_device(numbers, current)
+        if there is not None:
+            self._device.put([(gradient, array) for (gradient, _), array in zip(pairs, there, strict=True)])
+            if self._catalogue.keeps_gradients:
+                targets = self._catalogue.gradients(numbers, current)
+                self._device.fetch(list(zip(there, targets, strict=True)), may_change=False)
+            return current + 2
         if not self._device.is_host:
             self._fetch(pairs, current)
         elif elsewhere:
             self._bring(elsewhere, pairs, current)
-        self._catalogue.deliver([number for _, number in pairs], current)
+        self._catalogue.deliver(numbers, current)
         return current
 
     def note(self) -> None:
@@ -69,6 +80,18 @@ class GradientBuffers:
         """Every noted apply has been committed: its set may be used again."""
         self._free.extend(self._noted)
         self._noted.clear()
+
+    def _on_device(self, numbers: Sequence[int], current: int) -> list[Any] | None:
+        """Arrays on the server's GPU, for the gradients of all these variables; None where that is not this device."""
+        if self._device.is_host:
+            return None
+        arrays = [self._catalogue.place(number).array for number in numbers]
+        if not arrays or not all(array.nbytes for array in arrays):
+            return None
+        # No buffers are made there for one that cannot open the server's memory.
+        if self._device.shared([self._catalogue.on_device(numbers[0])], arrays[:1]) is None:
+            return None
+        return self._device.shared(self._catalogue.gradients_on_device(numbers, current), arrays)
 
     def _current(self, commit: Callable[[], None]) -> int:
         if not self._free and self._noted:

@@ -16,10 +16,10 @@ from typing import NoReturn
 from central_storage import devices
 from central_storage.diagnosis import configure_logging, dump_stacks_on_signal
 from central_storage.failure import ENVIRONMENT, Failure, Kind, write
-from central_storage.gpus import require_cupy
 from central_storage.recovery import Recovery
 from central_storage.run_file import RunFile
 from cs_proto.errors import ConfigurationError, DeviceError, LaunchError, NoAnswerError, ShutdownError
+from cs_proto.gpus import require_cupy
 from cs_proto.messages import Joined
 
 from .busy import busy

@@ -325,10 +325,14 @@ def memory_at(address: int, nbytes: int) -> np.ndarray:
     block = block_at(address, nbytes)
     if block is not None:
         return block.bytes[address - block.start : address - block.start + nbytes]
-    locked = locked_at(address, nbytes)
-    if locked is None:
-        raise CUDARuntimeError(ILLEGAL_ADDRESS)
-    return host_at(address, nbytes, writable=not locked[1] & READ_ONLY)
+    flags, stop = 0, address
+    while stop < address + max(nbytes, 1):  # across any number of ranges
+        locked = locked_at(stop, 1)
+        if locked is None:
+            raise CUDARuntimeError(ILLEGAL_ADDRESS)
+        flags |= locked[1]
+        stop = _locked[locked[0]][0]
+    return host_at(address, nbytes, writable=not flags & READ_ONLY)
 
 
 def host_at(address: int, nbytes: int, *, writable: bool) -> np.ndarray:
