@@ -19,8 +19,9 @@ _LONGEST_STEP = 1e6
 @dataclass(frozen=True)
 class Recovery:
     """``max_restarts``: how often, in all, processes of the service are started again. ``server_recovery``: the server
-    is one of them. ``step_timeout``: a replica that others wait for is killed and started again when nothing was heard
-    of it for so many seconds; None never.
+    is one of them. ``step_timeout``: a replica that others, or the script, wait for is killed and started again when
+    nothing was heard of it for so many seconds, which must be more than it needs from one merge point to the next; None
+    never.
 
     Raises ConfigurationError for values that make no sense.
     """

@@ -123,7 +123,7 @@ class Runs(Seam):
             if sent.run < restarted.run:
                 continue
             if is_first:
-                self._send(self._server, messages.Resent(sent.run, replica))
+                self._tell(messages.Resent(sent.run, replica, sent.messages[replica].series))
             is_first = False
             run = sent.messages[replica]
             is_held = self._is_function_held(replica, run.digest, run.frozen)
@@ -131,6 +131,14 @@ class Runs(Seam):
         if self._cancelling is not None and self._cancelling.unanswered:
             self._send(socket, _cancel_of(self._cancelling))
             self._lifeline.send(messages.Interrupt(replica))
+
+    def _tell_wait(self, run: messages.RunId, series: int, seconds: float) -> None:
+        self._tell(messages.Awaited(run, seconds, series))
+
+    def _tell(self, record: messages.Resent | messages.Awaited) -> None:
+        """Tell the server something about a run, and another in its place once more."""
+        self._told.append(record)
+        self._send(self._server, record)
 
     def _settle(self, series: Series, left: int = 0, *, cancel: bool = False) -> None:
         """Wait until at most ``left`` runs of ``series`` are unanswered. Ctrl-C cancels the first of them and waits for
@@ -143,6 +151,9 @@ class Runs(Seam):
             self._wait_for_runs(series, left, cancel)
         finally:
             self._asked.clear()  # nobody is to hear of a Cancel again
+            if self._told:
+                unanswered = [sent.run for sent in series.unanswered]
+                self._told = [told for told in self._told if told.run in unanswered]
 
     def _wait_for_runs(self, series: Series, left: int, cancel: bool) -> None:
         heard = 0  # number of the question whose answer says that the server has got the Cancel
@@ -156,7 +167,8 @@ class Runs(Seam):
                 if answer is None:
                     named = name_wait if self._threads is None else self._name_hanging
                     wanted = partial(_ends_or_answers, run, heard)
-                    answer = self._wait(f"run {run[0]}", wanted, self._deaths.patience, named)
+                    late = partial(self._tell_wait, run, series.unanswered[0].messages[0].series)
+                    answer = self._wait(f"run {run[0]}", wanted, self._deaths.patience, named, late)
             except KeyboardInterrupt:
                 if heard:
                     self._end("a second Ctrl-C shut it down")

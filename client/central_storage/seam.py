@@ -42,6 +42,8 @@ log = logging.getLogger("central_storage.link")
 
 R = TypeVar("R", bound=Record)
 
+# After this long the server is told of a wait for a run.
+_LATE_AFTER = 1.0
 # A wait this long is named, and again after as long.
 _NAME_WAIT_EVERY = 10.0
 # The supervisor gets this long to say who was not ready in time.
@@ -86,6 +88,8 @@ class Seam(ABC):
         self._sequence = 0
         self._hello = messages.Hello(messages.PROTOCOL, "controller", self._client, os.getpid())
         self._asked: list[Record] = []  # what another server is asked again
+        # What it is told again before that, as long as the run is unanswered.
+        self._told: list[messages.Resent | messages.Awaited] = []
         # A write that Ctrl-C left unanswered, its number and the kind of its answer.
         self._left_off: tuple[Record, int, type[Record]] | None = None
         self._ended: str | None = None
@@ -163,7 +167,7 @@ class Seam(ABC):
             self._note_death(record)
         elif isinstance(record, Serving):  # another server, which may not have heard what the one before it was told
             self._deaths.server_serves()
-            for asked in (self._hello, *self._asked):
+            for asked in (self._hello, *self._told, *self._asked):
                 self._send(self._server, asked)
         return record
 
@@ -195,10 +199,12 @@ class Seam(ABC):
         wanted: Callable[[Record], R | None],
         lost: Callable[[], float] | None = None,
         name: Callable[[float, str], None] = name_wait,
+        late: Callable[[float], None] | None = None,
     ) -> R:
         started = named = time.monotonic()
+        pause = _NAME_WAIT_EVERY if late is None else _LATE_AFTER
         while True:
-            record = self.receive(_NAME_WAIT_EVERY if lost is None else min(_NAME_WAIT_EVERY, lost()))
+            record = self.receive(pause if lost is None else min(pause, lost()))
             if isinstance(record, messages.WorkerRestarted):
                 self._take_up(record)
                 continue
@@ -211,6 +217,9 @@ class Seam(ABC):
             if isinstance(record, messages.Refused) and record.number == 0:  # a message that has no number of its own
                 raise to_exception(record.error, self._copy, self._resolve)
             now = time.monotonic()
+            if late is not None and now - started >= _LATE_AFTER:
+                late(now - started)
+                late, pause = None, _NAME_WAIT_EVERY
             if now - named >= _NAME_WAIT_EVERY:
                 named = now
                 name(now - started, what + self._deaths.restarts_named())

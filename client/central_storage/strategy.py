@@ -48,10 +48,10 @@ class CentralStorageStrategy(StrategyBase, Handle):
 
     A worker that dies is started again and the run goes on, with the same bits; so does the server, unless
     ``server_recovery`` is False, which makes updates a little cheaper. ``max_restarts`` limits how often that is done
-    in all. With ``step_timeout`` (seconds) a worker for which others wait and of which nothing was heard for so long is
-    killed and started again, too. What a replica function prints, or does to files, before its worker dies it does
-    once more. These three mean nothing ``in_process``, where nothing dies alone, and under ``cs-launch``, whose own
-    options of these names count.
+    in all. With ``step_timeout`` (seconds) a worker that is waited for and of which nothing was heard for so long is
+    killed and started again, too: it must be more than a replica needs from one merge point to the next. What a replica
+    function prints, or does to files, before its worker dies it does once more. These three mean nothing
+    ``in_process``, where nothing dies alone, and under ``cs-launch``, whose own options of these names count.
 
     Raises DeviceError (a ValueError) for a device that does not exist, ConfigurationError for an option that
     makes no sense, LaunchError where the service does not come up, ContextError inside a replica.

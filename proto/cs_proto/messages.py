@@ -40,6 +40,17 @@ class _OfRun(Record):
             self.refuse(f"{shown(self.run)} is not a run: (n,) or (n, k, j, ...)")
 
 
+class _OfStep(_OfRun):
+    """Base of the records that say which series a run is a step of: its first run's number, 0 for a run on its own."""
+
+    series: int
+
+    def check(self) -> None:
+        super().check()
+        if not 0 <= self.series <= self.run[0] or (self.series and len(self.run) > 1):
+            self.refuse(f"{shown(self.run)} is no step of a series that began with run {self.series}")
+
+
 # --- data that several messages carry -----------------------------------------------------------------------------
 
 
@@ -378,12 +389,28 @@ class Locate(Record):
 
 
 @record(43)
-class Resent(_OfRun):
+class Resent(_OfStep):
     """Controller to server: the worker of ``replica`` died, and the one in its place has been sent ``run`` again. Not
     answered. By it the server knows of a run that kills its worker before anything of it is heard."""
 
     run: RunId
     replica: int
+    series: int = 0
+
+
+@record(44)
+class Awaited(_OfStep):
+    """Controller to server: I have waited ``seconds`` for the end of ``run``. Not answered. By it the server knows of a
+    run of whose replicas none has been heard, and that each of them is waited for."""
+
+    run: RunId
+    seconds: float
+    series: int = 0
+
+    def check(self) -> None:
+        super().check()
+        if not 0 <= self.seconds < 1e9:
+            self.refuse(f"a wait of {self.seconds} s")
 
 
 # --- what a replica brings: merge points, alone or as notes that travel with the next question or the return --------
@@ -510,17 +537,6 @@ class WriteNote(_Point):
 
 
 Note = ApplyPoint | AssignPoint | WriteNote
-
-
-class _OfStep(_OfRun):
-    """Base of the records that say which series a run is a step of: its first run's number, 0 for a run on its own."""
-
-    series: int
-
-    def check(self) -> None:
-        super().check()
-        if not 0 <= self.series <= self.run[0] or (self.series and len(self.run) > 1):
-            self.refuse(f"{shown(self.run)} is no step of a series that began with run {self.series}")
 
 
 @record(60)

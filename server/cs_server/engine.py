@@ -17,6 +17,7 @@ from cs_proto.messages import (
     Ask,
     Assign,
     AssignSlot,
+    Awaited,
     Cancel,
     Configure,
     Create,
@@ -270,6 +271,9 @@ class Engine:
             case Cancel():
                 self._sessions.check_controller(peer, record)
                 self._runs.cancel(record, now)
+            case Awaited():
+                self._sessions.check_controller(peer, record)
+                self._runs.awaited(record, now)
             case Resent():
                 self._sessions.check_controller(peer, record)
                 self._replays.resent(record, now)

@@ -17,6 +17,7 @@ from cs_proto.messages import (
     ApplyPoint,
     Ask,
     AssignPoint,
+    Awaited,
     Cancel,
     Committed,
     Died,
@@ -213,6 +214,13 @@ class Runs:
             if run[: len(cancelled)] == cancelled and not state.is_finished:
                 error = error_of(KeyboardInterrupt(f"{name(run)} was cancelled"), merge_index=state.agreed)
                 self._tables.runs[run] = replace(state, token=-1, failure=Failure("cancelled", -1, error))
+
+    def awaited(self, record: Awaited, now: float) -> None:
+        """The controller has waited for the end of a run. It may not have begun."""
+        if self.begin_again(record.run, now, record.series):
+            state = self._tables.runs[record.run]
+            if not state.awaited:
+                self._tables.runs[record.run] = replace(state, awaited=now - record.seconds)
 
     def give_up_absent(self) -> None:
         """Of a run that cannot go on, nobody carries out the part of a replica whose worker is dead, or is new and has
@@ -472,11 +480,11 @@ class Runs:
             self._tables.tally.runs += 1
             self.finish(run, state)
 
-    def begin_again(self, run: RunId, now: float) -> bool:
+    def begin_again(self, run: RunId, now: float, series: int) -> bool:
         """Make the records of a run of which nothing may have been heard. False where it is over."""
-        if self._is_over(run):
+        if self._is_over(run, series):
             return False
-        self._begin(run, now)
+        self._begin(run, now, series)
         return True
 
     def has_large_results(self, run: RunId) -> bool:

@@ -157,7 +157,8 @@ class Failure(_Row):
 class RunState(_Row):
     """How far a run is. Of its merge points the first ``agreed`` were brought by all replicas and fit each other, the
     first ``committed`` are done with; ``commits`` counts those that changed a variable. ``token``: the merge point
-    whose merge function is being run, or -1. Its wait was last ``named`` then."""
+    whose merge function is being run, or -1. Its wait was last ``named`` then; the controller has waited for its end
+    since ``awaited`` (0: not for long)."""
 
     agreed: int
     committed: int
@@ -166,6 +167,7 @@ class RunState(_Row):
     failure: Failure | None
     is_finished: bool
     named: float
+    awaited: float = 0.0
 
 
 @record(209)

@@ -40,7 +40,7 @@ class Waits:
                 self._tick_run(run, state, now)
                 has_nested = any(o[:-2] == run and not s.is_finished for o, s in self._tables.runs.items())
                 if self._step_timeout is not None and not has_nested:
-                    self._end_silent(run, now, self._step_timeout)
+                    self._end_silent(run, state, now, self._step_timeout)
         for peer, session in self._tables.clients.items():
             if not session.is_welcome and now - session.named >= NAME_EVERY:
                 self._tables.clients[peer] = replace(session, named=now)
@@ -51,7 +51,7 @@ class Waits:
 
     def _tick_run(self, run: RunId, state: RunState, now: float) -> None:
         stands = [self._tables.stands[run, replica] for replica in self._replicas]
-        stopped = [stand.since for stand in stands if stand.is_stopped and not stand.is_lost]
+        stopped = self._waiting(state, stands)
         if not stopped or now - max(min(stopped), state.named) < NAME_EVERY:
             return
         self._tables.runs[run] = replace(state, named=now)
@@ -67,18 +67,25 @@ class Waits:
         if not working:
             awaited = [f"commit {self._tables.tally.committing}" if self._tables.tally.committing else "the service"]
         where = [self._where(run, replica, stand) for replica, stand in enumerate(stands) if stand.is_stopped]
+        where = where or ["no replica has come to a merge point"]
         since = f"{now - min(stopped):.0f} s"
         self._out.append(
             Log(f"{name(run)}: waiting {since} for {' and '.join(awaited)}; {'; '.join(where)}", slow=True)
         )
 
-    def _end_silent(self, run: RunId, now: float, timeout: float) -> None:
-        """Have the workers ended that others wait for, and of which nothing was heard for ``timeout`` seconds."""
+    def _waiting(self, state: RunState, stands: list[Stand]) -> list[float]:
+        """Since when replicas and the controller wait for the others."""
+        since = [stand.since for stand in stands if stand.is_stopped and not stand.is_lost]
+        return [*since, state.awaited] if state.awaited else since
+
+    def _end_silent(self, run: RunId, state: RunState, now: float, timeout: float) -> None:
+        """Have the workers ended that are waited for, and of which nothing was heard for ``timeout`` seconds."""
         stands = [self._tables.stands[run, replica] for replica in self._replicas]
-        waiting = [stand.since for stand in stands if stand.is_stopped and not stand.is_lost]
+        waiting = self._waiting(state, stands)
         for replica, stand in enumerate(stands):
             session = self._tables.workers.get(replica)
-            if stand.is_stopped or not waiting or session is None or replica in self._tables.deaths:
+            is_at_work = not stand.is_stopped or (replica == 0 and state.token >= 0)  # with the merge function
+            if not is_at_work or not waiting or session is None or replica in self._tables.deaths:
                 continue
             seen = self._tables.tally.seen
             if now - max(seen[replica], min(waiting)) > timeout:

@@ -458,9 +458,10 @@ def loop_for_ever():
 
 def step(flag, deed):
     context = cs.get_replica_context()
-    if context.replica_id_in_sync_group == 1 and not os.path.exists(flag):
-        open(flag, "w").close()
-        stop() if deed == "is stopped" else loop_for_ever()
+    replica = context.replica_id_in_sync_group
+    if (replica == 1 or deed == "computes for ever") and not os.path.exists(f"{flag}{replica}"):
+        open(f"{flag}{replica}", "w").close()
+        stop() if deed == "is stopped" else loop_for_ever()  # the latter both
     return float(context.all_reduce("SUM", np.ones(1))[0])
 
 strategy = cs.CentralStorageStrategy(["cpu:0", "cpu:1"], step_timeout=1)

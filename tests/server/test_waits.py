@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.harness.playbook import (
     CONTROLLER,
     Playbook,
@@ -20,8 +21,10 @@ from tests.harness.playbook import (
     w,
 )
 
-from cs_proto.messages import PROTOCOL, Cancel, Goodbye, Hello
-from cs_server.events import EndWorker, Listening, Log, Tick
+from cs_proto.messages import PROTOCOL, Awaited, Cancel, Goodbye, Hello
+from cs_server.events import EndWorker, Listening, Log, Send, Tick
+
+HELLO = Hello(PROTOCOL, "controller", "c", 7)
 
 
 def ticks(book: Playbook, seconds: int, *expected: Log | Says) -> None:
@@ -44,6 +47,42 @@ def test_a_replica_is_ended_that_lets_others_wait_and_was_not_heard_by_a_server_
     book.now += 1
     reason = "it did not come to its next merge point within 5 s in run 1"
     book.on(Tick(), Says(reason, slow=True), EndWorker(1, 1, reason))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_replicas_that_nobody_but_the_controller_waits_for_are_named_and_ended(replicas: int) -> None:
+    book = Playbook(replicas, step_timeout=12.0).begin()
+    book.now += 60
+    book.on(hears(CONTROLLER, Awaited((1,), 1.0)))
+    book.on(hears(CONTROLLER, Awaited((1,), 1.0)))  # said again to another server
+    book.now += 10
+    book.on(Tick(), Says("run 1: waiting 11 s for replica 0 .*; no replica has come to a merge point", slow=True))
+    book.now += 1.5
+    reason = "it did not come to its next merge point within 12 s in run 1"
+    ends = [(Says(reason, slow=True), EndWorker(replica, 1, reason)) for replica in range(replicas)]
+    book.on(Tick(), *(command for both in ends for command in both))
+    for replica in range(replicas):
+        book.does(returns(replica, 0))
+    book.on(hears(CONTROLLER, Awaited((1,), 1.0)))  # it came late
+    book.does(returns(0, 0, run=(2,)))
+    book.on(hears(CONTROLLER, Awaited((1,), 1.0)))
+    assert not [command for command in book.does(Tick()) if isinstance(command, Log)]
+
+
+def test_an_awaited_step_does_not_make_the_one_before_it_forgotten() -> None:
+    book = Playbook(1).begin()
+    finished = book.does(returns(0, 0, run=(1,), series=1))
+    book.does(hears(CONTROLLER, Awaited((2,), 1.0, 1)))
+    assert [c for c in book.does(hears(CONTROLLER, HELLO)) if isinstance(c, Send)][1:] == finished
+
+
+def test_the_holder_of_a_token_is_ended_where_its_merge_function_hangs() -> None:
+    book = Playbook(2, step_timeout=5.0).begin()
+    book.does(asks(0, merge_calls(0)))
+    book.does(asks(1, merge_calls(0)))
+    book.now += 6
+    reason = "it did not come to its next merge point within 5 s in run 1"
+    book.on(Tick(), Says(reason, slow=True), EndWorker(0, 1, reason))
 
 
 def test_a_replica_that_lets_another_wait_is_named_every_ten_seconds() -> None:

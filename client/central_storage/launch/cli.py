@@ -357,7 +357,7 @@ def _parser() -> argparse.ArgumentParser:
         "--step-timeout",
         type=float,
         metavar="SECONDS",
-        help="kill and start again a worker for which others wait and of which nothing was heard for so long "
+        help="kill and start again a worker that is waited for and of which nothing was heard for so long "
         "(default: never; a wait is named every 10 s)",
     )
     parser.add_argument(
