@@ -388,6 +388,14 @@ class Catalogue:
         }
         return made + [Allocate(name, self._tables.slabs[dtype].reservation, "") for name, dtype in sorted(names)]
 
+    def discards(self) -> list[Discard]:
+        """The bytes between variables: a server that was restarted may not have given them back."""
+        return [
+            Discard(segment, offset, offset + hole.nbytes)
+            for (dtype, offset), hole in self._tables.holes.items()
+            for segment, _ in self._segments_of_slab(dtype)
+        ]
+
     def loads(self) -> list[Load]:
         """What has to be brought to the GPU by a server that was restarted; nothing where variables lie on none."""
         places = [variable.array for variable in self._tables.variables.values()]

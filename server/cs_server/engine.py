@@ -133,7 +133,8 @@ class Engine:
 
     def resume(self) -> list[Command]:
         """What a server that was restarted has to do first: segments opened, and what was under way done again."""
-        commands: list[Command] = [*self._catalogue.allocations(), *self._catalogue.loads()]
+        catalogue = self._catalogue
+        commands: list[Command] = [*catalogue.allocations(), *catalogue.discards(), *catalogue.loads()]
         if self._tables.tally.committing:
             commands.append(self._commits.command(self._tables.tally.committing))
         commands += [self._progress.compute(ticket) for ticket in sorted(self._tables.computations)]

@@ -49,6 +49,7 @@ from cs_proto.messages import (
     Create,
     CreatePoint,
     Describe,
+    Free,
     GatherPoint,
     Get,
     MergeCallPoint,
@@ -280,6 +281,14 @@ def test_every_kind_of_commit_can_be_done_again() -> None:
     is_done_again()
     book.does(asks(0, makes(1, spec("b"), scalar(2))))
     is_done_again()
+
+
+def test_a_restarted_server_gives_back_what_may_not_have_been() -> None:
+    book = Playbook(1).begin().has(spec("a", (9,), "int32"), spec("b", (9,), "int32"))
+    given = [c for c in book.does(hears(CONTROLLER, Free("c", book.sequence(), (1,)))) if isinstance(c, Discard)]
+    again = [c for c in book.resume() if isinstance(c, Discard)]
+    assert [(c.segment, c.start) for c in again] == [(c.segment, c.start) for c in given] == [("parameters/int32", 0)]
+    assert 36 <= again[0].stop <= 128  # with the slack beside it, and not the other variable
 
 
 # --- what does not fit the store ------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import logging
 import signal
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -22,6 +23,7 @@ from cs_proto.messages import (
     Done,
     Forget,
     Left,
+    MergeCallReturn,
     Prepare,
     Refused,
     Return,
@@ -402,6 +404,23 @@ def test_what_was_said_of_a_step_that_is_over_is_not_said_again(played: Played) 
     with pytest.raises(KeyError):
         played.conversation.next_work()
     assert len(played.link.to_server) == 1
+
+
+def test_what_was_said_of_nested_runs_and_merge_calls_that_are_over_is_not_said_again(played: Played) -> None:
+    said = [Return((1, 0, j), 0, 1, (), 0, Value(b"", ()), None) for j in range(3)]
+    serving = (SUPERVISOR, Serving("ipc:///run/server", "/run", "ipc"))
+    played.conversation.begin_run(CONTROLLER, run(1))
+    for record in said:
+        played.during[record.run] = partial(played.conversation.say, record)
+    nested = [(HOLDER, run(*record.run)) for record in said]
+    played.comes(*nested, serving, nested[1], (SERVER, Committed((1,), 0)))
+    played.wait((1,), 0, at_merge_call=True)
+    assert played.link.to_server == [*said, said[-1]]
+    played.conversation.say(MergeCallReturn((1,), 1, (), error_of(ValueError("no"))))
+    played.comes(serving, (SERVER, Committed((1,), 2)), serving, (SERVER, Committed((1,), 3)))
+    played.wait((1,), 2, at_merge_call=True)
+    played.wait((1,), 3)
+    assert len(played.link.to_server) == 6  # the MergeCallReturn twice
 
 
 def test_a_colleague_that_refuses_ends_the_wait(played: Played) -> None:

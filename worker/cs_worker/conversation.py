@@ -64,8 +64,9 @@ class Conversation:
         self._requests = 0
         #: Counts what variables may have changed at: begins of runs, and waits for anything but bytes.
         self.waits = 0
-        # Those of the run under way that were taken: another holder of the same token sends them once more.
-        self._nested: set[RunId] = set()
+        # Of the run under way, by merge_call, the last nested run that was taken: another holder of the same token
+        # sends them once more.
+        self._nested: dict[RunId, int] = {}
         interrupts.attend_to(self.is_cancelled, self._fetch_cancel)
 
     def next_work(self) -> tuple[bytes, Forget | Prepare | Run]:
@@ -132,6 +133,21 @@ class Conversation:
         self.link.send_server(record)
         self._said.append(record)
 
+    def is_over(self, path: RunId) -> None:
+        """A nested run, or a merge_call, and those before it at the same place are over: the server has heard all that
+        was said of them."""
+        depth = len(path)
+
+        def is_heard(said: Record) -> bool:
+            assert isinstance(said, messages.Return | messages.MergeCallReturn)
+            where = said.run if isinstance(said, messages.Return) else (*said.run, said.k)
+            return len(where) >= depth and where[: depth - 1] == path[:-1] and where[depth - 1] <= path[-1]
+
+        self._said = [said for said in self._said if not is_heard(said)]
+
+    def _is_taken(self, run: RunId) -> bool:
+        return run[-1] <= self._nested.get(run[:-1], -1)
+
     def wait(
         self,
         what: str,
@@ -147,7 +163,13 @@ class Conversation:
         """
         self.waits += 1
         with self._interrupts.own_code(), self._asking(asked):  # what is half-done here must not be torn apart
-            return self._wait(what, wanted, merge_point)
+            found = self._wait(what, wanted, merge_point)
+        if merge_point is not None:
+            run, k = merge_point
+            self.is_over((*run, k))
+            for point in [each for each in self._nested if each[:-1] == run and each[-1] < k]:
+                del self._nested[point]
+        return found
 
     def wait_for_bytes(self, what: str, wanted: Callable[[Record], T | None], asked: Record) -> T:
         """As :meth:`wait`, for what another process would have read or written without asking: a run that is cancelled
@@ -194,11 +216,12 @@ class Conversation:
                     return found
             elif sender == COLLEAGUE and isinstance(record, messages.Refused):
                 raise PeerProtocolError(f"another worker refuses a nested run: {record.error.message}")
-            elif isinstance(record, Run) and len(record.run) > 1 and record.run not in self._nested:
+            elif isinstance(record, Run) and len(record.run) > 1 and not self._is_taken(record.run):
                 if merge_point is None or sender[:1] != b"t" or record.run[:-1] != (*merge_point[0], merge_point[1]):
                     self._refuse(sender, record, "a nested run is taken only while its merge_call waits here")
                 else:
-                    self._nested.add(record.run)
+                    self._nested[record.run[:-1]] = record.run[-1]
+                    self.is_over((*record.run[:-1], record.run[-1] - 1))
                     self._execute(sender, record)
                     if (found := self._claim(wanted)) is not None:  # it came while the nested run waited
                         return found
@@ -245,7 +268,7 @@ class Conversation:
         ):
             if sender != self._left:
                 self._work.append((sender, record))
-        elif isinstance(record, Run) and record.run in self._nested:
+        elif isinstance(record, Run) and self._is_taken(record.run):
             _log.debug("run %s was taken already", path_text(record.run))
         elif isinstance(record, Run):
             self._refuse(sender, record, "runs come from the controller, nested ones from the holder of a token")

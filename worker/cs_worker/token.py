@@ -318,6 +318,7 @@ class TokenController:
             return record if isinstance(record, messages.RunFinished) and record.run == run else None
 
         finished = self._conversation.wait(f"nested run {path_text(run)}", wanted)
+        self._conversation.is_over(run)
         if finished.error is not None:
             raise to_exception(finished.error, self._catalogue.copy, self._catalogue.resolve)
         return [self._from_value(value) for value in finished.values]
