@@ -41,7 +41,7 @@ _directory = pytest.StashKey[Path]()
 _failed = pytest.StashKey[bool]()
 _LOG_LINES = 40
 #: The folders of tests that start servers or run updates.
-_NEEDS_KERNELS = {"conformance", "interop", "processes", "seeds", "server"}
+_NEEDS_KERNELS = {"conformance", "containers", "interop", "processes", "seeds", "server"}
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -11,6 +11,7 @@ import pytest
 from tests.client.launch.standins import LIMIT, Client, World, standin_command, standin_environment
 from tests.harness.timing import unit
 
+from central_storage.launch.cli import _goes_on
 from central_storage.launch.memory import Files
 from central_storage.launch.plan import of_incarnation
 from central_storage.launch.run_directory import RunDirectory
@@ -171,3 +172,17 @@ def test_a_directory_keeps_what_is_taken_up_and_loses_the_sockets_of_the_dead(tm
     assert {path.name for path in tmp_path.iterdir()} == names - {"server", "supervisor"}
     taken.remove()
     assert {path.name for path in tmp_path.iterdir()} == {"mine"}
+
+
+def test_a_run_with_other_options_is_dropped_with_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not _goes_on(str(tmp_path), FRESH)
+    FRESH.write(str(tmp_path))
+    assert not _goes_on(str(tmp_path), FRESH)  # it never served
+    KILLED.write(str(tmp_path))
+    assert _goes_on(str(tmp_path), FRESH)
+    assert capsys.readouterr().err == ""
+    assert not _goes_on(str(tmp_path), replace(FRESH, replicas=3))
+    assert capsys.readouterr().err == (
+        f"cs-launch: warning: a run of 2 workers with parameters on cpu:0 was killed in {tmp_path}; it is dropped, "
+        "since this one is of 3 and on cpu:0\n"
+    )
