@@ -129,6 +129,8 @@ class Service:
     def start(self) -> None:
         """Listen, and start every process. A process that cannot be started is a failed start like any other."""
         self._write_down()  # before anybody can connect
+        if self._takes_up:  # two servers must never write the same memory
+            end_leftovers(self.run_directory, "server")
         try:
             self._listener.bind(os.path.join(self.run_directory, "supervisor"))
         except OSError as error:
