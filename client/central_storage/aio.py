@@ -123,7 +123,7 @@ class Observer:
                 finally:
                     self._check_open()
                 if not ready:
-                    self._session.check_waiting(patience.deadline)
+                    self._session.check_waiting(question, patience)
                     if patience.asks_again():
                         await self._socket.send_multipart(encode(question.request))
                 elif found := self._session.answer(question, await self._socket.recv_multipart(copy=False)):

@@ -6,6 +6,7 @@ how answers are known; waiting is done by :class:`Observer` here and by ``centra
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import time
@@ -41,6 +42,10 @@ LOOK_EVERY = 0.2
 # A question without an answer is asked again after this long, and then after twice as long each time up to the second
 # number: the server may have died with it, or be at work on a large answer.
 _ASK_AGAIN = (1.0, 4.0)
+# A wait this long is named, and again after as long.
+_NAME_EVERY = 10.0
+
+_log = logging.getLogger(__name__)
 
 
 def connect(address: str | None = None, timeout: float = 10.0) -> Observer:
@@ -135,12 +140,16 @@ class Session:
             return (question.meaning(record),)
         return None
 
-    def check_waiting(self, deadline: float) -> None:
-        """Raise where there is no point in waiting on: the service has ended, or it is past ``deadline``."""
+    def check_waiting(self, question: Question[Any], patience: Patience) -> None:
+        """Name a wait that lasts. Raise where there is no point in waiting on: the service has ended, or the answer is
+        late."""
         if not os.path.isdir(self.address):
             raise ShutdownError(f"the service in {self.address} has ended")
-        if time.monotonic() >= deadline:
+        if time.monotonic() >= patience.deadline:
             raise NoAnswerError(f"the server in {self.address} did not answer within {self.timeout:g} s")
+        if waited := patience.named():
+            asked = type(question.request).__name__
+            _log.warning("waiting %.0f s for the server in %s to answer a %s", waited, self.address, asked)
 
     def linger(self) -> int:
         """How long (milliseconds) the last message may take: none where nobody is left to hear it."""
@@ -159,14 +168,23 @@ class Patience:
     """When a question that was just sent is looked after, sent again and given up."""
 
     def __init__(self, timeout: float) -> None:
-        self.deadline = time.monotonic() + timeout
+        self._begun = self._named = time.monotonic()
+        self.deadline = self._begun + timeout
         self._pause = _ASK_AGAIN[0]
-        self._again = time.monotonic() + self._pause
+        self._again = self._begun + self._pause
 
     @property
     def milliseconds(self) -> int:
         """How long to wait before the next look."""
         return int(max(0.0, min(self.deadline - time.monotonic(), LOOK_EVERY)) * 1000) + 1
+
+    def named(self) -> float | None:
+        """The seconds waited where it is time to name the wait, which it is every ten; None elsewhere."""
+        now = time.monotonic()
+        if now - self._named < _NAME_EVERY:
+            return None
+        self._named = now
+        return now - self._begun
 
     def asks_again(self) -> bool:
         """Whether it is time to send the question again."""
@@ -235,7 +253,7 @@ class Observer:
         patience = Patience(self._session.timeout)
         while True:
             if not self._socket.poll(patience.milliseconds):
-                self._session.check_waiting(patience.deadline)
+                self._session.check_waiting(question, patience)
                 if patience.asks_again():
                     self._socket.send_multipart(encode(question.request))
             elif found := self._session.answer(question, self._socket.recv_multipart(copy=False)):

@@ -43,8 +43,7 @@ def returns(rng: random.Random, count: int, on_return: Callable[[float], None]) 
         def small() -> None:
             total.assign_add(np.ones(total.shape))
 
-        said = [strategy.experimental_local_results(strategy.run(step)) for _ in range(3)]
-        steps = 3
+        said, steps = [strategy.experimental_local_results(strategy.run(step))], 1
         for _ in range(count):
             for _ in range(rng.randint(1, 20)):
                 strategy.run(small)
@@ -56,11 +55,11 @@ def returns(rng: random.Random, count: int, on_return: Callable[[float], None]) 
             steps += 1
             took.append(time.monotonic() - begun)
             on_return(took[-1])
-        said += [strategy.experimental_local_results(strategy.run(step)) for _ in range(3)]
-        steps += 3
+            said.append(strategy.experimental_local_results(strategy.run(step)))  # on a machine as busy as then
+            steps += 1
         assert (total.numpy() == 2 * steps).all(), f"{steps} steps, and the total is {np.unique(total.numpy())[:5]}"
         assert all(read == sum(range(_VARIABLES)) for pairs in said for _, read in pairs), "1 GiB has changed"
-    reading = min(seconds for pairs in said for seconds, _ in pairs)
+    reading = median(seconds for pairs in said[1:] for seconds, _ in pairs)
     return [
         f"1 GiB of parameters: {count} times the next step was answered {median(took):.2f} s after the server was "
         f"killed (median; at most {max(took):.2f} s, {sum(t <= 2.0 for t in took)} times within 2 s): "

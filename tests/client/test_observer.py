@@ -1,0 +1,39 @@
+"""How long an observer waits, and what it says of that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from central_storage import observer
+from central_storage.observer import Patience, Session
+from cs_proto.errors import NoAnswerError
+
+
+@pytest.fixture
+def seconds(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The time, which goes on by a second whenever somebody looks."""
+    numbers = count()
+    monkeypatch.setattr(observer.time, "monotonic", lambda: float(next(numbers)))
+    return numbers
+
+
+def test_a_wait_is_named_every_ten_seconds_until_it_is_too_long(
+    tmp_path: Path, seconds: Iterator[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "server").touch()
+    session = Session(str(tmp_path), 45.0)
+    question, patience = session.get("weights"), Patience(session.timeout)
+
+    def look_for_ever() -> None:
+        while True:
+            session.check_waiting(question, patience)
+
+    with pytest.raises(NoAnswerError, match="did not answer within 45 s"):
+        look_for_ever()
+    waited = [record.getMessage() for record in caplog.records]
+    assert waited[0] == f"waiting 10 s for the server in {tmp_path} to answer a Get"
+    assert len(waited) == 4
