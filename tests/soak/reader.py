@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 
 import numpy as np
+from tests.harness.timing import unit
 
 import central_storage as cs
 from central_storage import lifeline
@@ -43,7 +44,7 @@ def main(address: str, count: int) -> None:
     """Read ``count`` times, each variable in turn and then both."""
     wrong: list[str] = []
     last = {"plain": 0, "twin": 0}
-    with cs.connect(address, timeout=60.0) as observer:
+    with cs.connect(address, timeout=unit(60.0)) as observer:
         read = unguarded(observer) if sabotaged("unguarded-read") else observer.get
         for number in range(count):
             if number % 3 == 2:

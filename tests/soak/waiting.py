@@ -93,7 +93,6 @@ class _Standing:
         said = self.session.said
         with suppress(FileNotFoundError):
             said += re.sub("^", "observer: ", (self.session.directory / "observer").read_text(), flags=re.M)
-            said = said.replace("\nobserver: ", "\nobserver: ")
         words = {"{pid}": str(self.stopped[0].pid), "{rank}": str(self.rank)}
         patterns = [re.sub("|".join(words), lambda found: words[found[0]], pattern) for pattern in self.wait.says]
         return [pattern for pattern in patterns if not re.search(pattern, said)]
