@@ -6,9 +6,10 @@ Owns the machine code and nothing else: it trusts its caller with addresses and 
 them, may use it. Importing this module imports numba; nothing but `kernels` imports it, and only when a kernel is
 needed.
 
-A kernel takes element ranges of one slab, the parameters, the slots, the base addresses of the replicas' gradients,
-the rule's numbers, how many elements it does at a time, and what of a `Lane` it needs to survive the server: its word
-and its area, or two empty arrays. Addresses instead of arrays make it one compiled function for any number of replicas.
+A kernel takes element ranges of one slab, where in the gradients each of them begins, the parameters, the slots, the
+base addresses of the replicas' gradients, the rule's numbers, how many elements it does at a time, and what of a `Lane`
+it needs to survive the server: its word and its area, or two empty arrays. Addresses instead of arrays make it one
+compiled function for any number of replicas.
 There is one loop for each number of slots, and each rule gets a copy of that loop in which the global `step` is its own
 step. (A closure over the step would do as well, but numba's cache would take it for a new function in every process.)
 """
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numba
 import numpy as np
+from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
@@ -37,6 +39,8 @@ IS_DISABLED = bool(numba.config.DISABLE_JIT)
 
 _configuration = threading.Lock()
 
+_AHEAD = 8  # ranges
+
 
 def build(rule: Rule, dtype: np.dtype[Any], directory: Path | None) -> tuple[Callable[..., None], bool]:
     """The kernel of this rule and dtype, and whether it had to be compiled: else it came from the directory.
@@ -50,10 +54,10 @@ def build(rule: Rule, dtype: np.dtype[Any], directory: Path | None) -> tuple[Cal
     function.__qualname__ = function.__name__
     values = types.Array(numba.from_dtype(dtype), 1, "C")
     addresses = types.Array(types.int64, 1, "C")
-    ranges = types.Array(types.int64, 2, "C")
+    ranges, places = types.Array(types.int64, 2, "C"), types.Array(types.int64, 1, "A")
     numbers = types.UniTuple(values.dtype, rule.count_of_numbers)
     signature = types.void(
-        ranges, values, *[values] * len(rule.slots), addresses, numbers, types.int64, addresses, values
+        ranges, places, values, *[values] * len(rule.slots), addresses, numbers, types.int64, addresses, values
     )
     with _cache_in(directory):
         # No fastmath: an update has the bits of the reference.
@@ -125,6 +129,33 @@ def _fence(context: Any) -> Any:
     return types.void(), generate
 
 
+@intrinsic
+def _prefetch(context: Any, array: Any, index: Any) -> Any:
+    """Have the cache line of an element come, to be written."""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = target.make_array(signature.args[0])(target, builder, arguments[0]).data
+        line = builder.bitcast(builder.gep(data, [arguments[1]]), ir.IntType(8).as_pointer())
+        number = ir.IntType(32)
+        function = builder.module.declare_intrinsic(
+            "llvm.prefetch", [line.type], ir.FunctionType(ir.VoidType(), [line.type, number, number, number])
+        )
+        builder.call(function, [line, number(1), number(3), number(1)])
+        return target.get_dummy_value()
+
+    return types.void(array, types.int64), generate
+
+
+@numba.njit(error_model="numpy")
+def _foresee(ranges: Array, r: int, values: Array, chunk: int) -> None:
+    """Have the beginning of a range that is updated soon come from memory. A row lies anywhere, so the processor cannot
+    foresee it: without this a sparse update takes twice as long."""
+    if r + _AHEAD < ranges.shape[0]:
+        start = ranges[r + _AHEAD, 0]
+        for i in range(start, min(ranges[r + _AHEAD, 1], start + chunk), 64 // values.itemsize):
+            _prefetch(values, i)
+
+
 @numba.njit(error_model="numpy")
 def _tell(progress: Array, value: int) -> None:
     """Set the lane's word."""
@@ -171,6 +202,7 @@ def _addends(addresses: Array, like: Array, scratch: Array, start: int, stop: in
 
 def _no_slot(
     ranges: Array,
+    places: Array,
     parameters: Array,
     addresses: Array,
     numbers: tuple[Any, ...],
@@ -180,13 +212,15 @@ def _no_slot(
 ) -> None:
     scratch, done, number = _scratch(chunk, parameters), _done(progress), 0
     for r in range(ranges.shape[0]):
+        shift = places[r] - ranges[r, 0]
+        _foresee(ranges, r, parameters, chunk)
         for start in range(ranges[r, 0], ranges[r, 1], chunk):
             number += 1
             if number <= done:
                 continue
             stop = min(start + chunk, ranges[r, 1])
             size = stop - start
-            g, h = _addends(addresses, parameters, scratch, start, stop)
+            g, h = _addends(addresses, parameters, scratch, start + shift, stop + shift)
             w = parameters[start:stop]
             if progress.shape[0] > 0:
                 kept_w = area[:size]
@@ -201,6 +235,7 @@ def _no_slot(
 
 def _one_slot(
     ranges: Array,
+    places: Array,
     parameters: Array,
     slot_a: Array,
     addresses: Array,
@@ -211,13 +246,16 @@ def _one_slot(
 ) -> None:
     scratch, done, number = _scratch(chunk, parameters), _done(progress), 0
     for r in range(ranges.shape[0]):
+        shift = places[r] - ranges[r, 0]
+        _foresee(ranges, r, parameters, chunk)
+        _foresee(ranges, r, slot_a, chunk)
         for start in range(ranges[r, 0], ranges[r, 1], chunk):
             number += 1
             if number <= done:
                 continue
             stop = min(start + chunk, ranges[r, 1])
             size = stop - start
-            g, h = _addends(addresses, parameters, scratch, start, stop)
+            g, h = _addends(addresses, parameters, scratch, start + shift, stop + shift)
             w = parameters[start:stop]
             a = slot_a[start:stop]
             if progress.shape[0] > 0:
@@ -234,6 +272,7 @@ def _one_slot(
 
 def _two_slots(
     ranges: Array,
+    places: Array,
     parameters: Array,
     slot_a: Array,
     slot_b: Array,
@@ -245,13 +284,17 @@ def _two_slots(
 ) -> None:
     scratch, done, number = _scratch(chunk, parameters), _done(progress), 0
     for r in range(ranges.shape[0]):
+        shift = places[r] - ranges[r, 0]
+        _foresee(ranges, r, parameters, chunk)
+        _foresee(ranges, r, slot_a, chunk)
+        _foresee(ranges, r, slot_b, chunk)
         for start in range(ranges[r, 0], ranges[r, 1], chunk):
             number += 1
             if number <= done:
                 continue
             stop = min(start + chunk, ranges[r, 1])
             size = stop - start
-            g, h = _addends(addresses, parameters, scratch, start, stop)
+            g, h = _addends(addresses, parameters, scratch, start + shift, stop + shift)
             w = parameters[start:stop]
             a = slot_a[start:stop]
             b = slot_b[start:stop]
@@ -270,6 +313,7 @@ def _two_slots(
 
 def _three_slots(
     ranges: Array,
+    places: Array,
     parameters: Array,
     slot_a: Array,
     slot_b: Array,
@@ -282,13 +326,18 @@ def _three_slots(
 ) -> None:
     scratch, done, number = _scratch(chunk, parameters), _done(progress), 0
     for r in range(ranges.shape[0]):
+        shift = places[r] - ranges[r, 0]
+        _foresee(ranges, r, parameters, chunk)
+        _foresee(ranges, r, slot_a, chunk)
+        _foresee(ranges, r, slot_b, chunk)
+        _foresee(ranges, r, slot_c, chunk)
         for start in range(ranges[r, 0], ranges[r, 1], chunk):
             number += 1
             if number <= done:
                 continue
             stop = min(start + chunk, ranges[r, 1])
             size = stop - start
-            g, h = _addends(addresses, parameters, scratch, start, stop)
+            g, h = _addends(addresses, parameters, scratch, start + shift, stop + shift)
             w = parameters[start:stop]
             a = slot_a[start:stop]
             b = slot_b[start:stop]

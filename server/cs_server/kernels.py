@@ -75,14 +75,9 @@ def apply_dense(
         raise InvalidArgumentError(f"{rule.name!r} is not a rule of the table: there are {', '.join(RULES)}")
     addresses = _checked(rule, ranges, parameters, slots, gradients)
     numbers = scalars(rule, hyperparameters, t, parameters.dtype)
-    kernel = _kernel(rule, parameters.dtype)
-    written = (parameters, *slots)
+    kernel, written = _kernel(rule, parameters.dtype), (parameters, *slots)
     if kernel is not None:
-        block = (KEPT_BLOCK_NBYTES if lane.progress.size else BLOCK_NBYTES) // parameters.itemsize
-        if lane.is_kept:
-            part = next(islice(_chunks(ranges, block), lane.done, None))
-            lane.give_back([(array, part) for array in written])
-        kernel(ranges, parameters, *slots, addresses, numbers, block, lane.progress, lane.area(parameters.dtype))
+        _call(kernel, ranges, ranges[:, 0], written, addresses, numbers, lane)
         return
     for part in lane.rest(list(_chunks(ranges, CHUNK_NBYTES // parameters.itemsize))):
         lane.keep([(array, part) for array in written])
@@ -94,6 +89,68 @@ def apply_dense(
             hyperparameters,
             t,
         )
+
+
+def has_kernel(rule: Rule, dtype: np.dtype[Any]) -> bool:
+    """Whether compiled code applies this rule to this dtype, so that `apply_named` may be called."""
+    return _kernel(rule, dtype) is not None
+
+
+def apply_named(
+    rule: Rule,
+    rows: Array,
+    places: Array,
+    parameters: Array,
+    slots: tuple[Array, ...],
+    sums: Array,
+    hyperparameters: Hyperparameters,
+    t: int,
+    lane: Lane = _KEEPS_NOTHING,
+) -> None:
+    """Apply the rule's t-th update to some rows of a table, in place; no other row is looked at.
+
+    Parameters and slots are 2-D, contiguous, of one dtype and shape [height, width]. `rows` is int64 [n], each row at
+    most once, in any order; its gradient is the row of `sums` [m, width], with m at most height, that `places` int64
+    [n] says.
+
+    Raises InvalidArgumentError before anything is changed, when something of this does not hold.
+    """
+    kernel = _kernel(rule, parameters.dtype)
+    if kernel is None:
+        raise InvalidArgumentError(f"{rule.name} is not compiled for {parameters.dtype}")
+    height, width = parameters.shape
+    flat, flat_slots = parameters.reshape(-1), tuple(slot.reshape(-1) for slot in slots)
+    if sums.shape[1:] != (width,) or len(sums) > height or rows.shape != places.shape:
+        raise InvalidArgumentError(f"sums {sums.shape} of rows {rows.shape} do not fit a table {parameters.shape}")
+    for what, array, limit in (("rows", rows, height), ("places", places, len(sums))):
+        if array.dtype != np.int64 or array.ndim != 1 or (array.size and not 0 <= array.min() <= array.max() < limit):
+            raise InvalidArgumentError(f"{what}: must be int64 [n], within [0, {limit})")
+    gradient = sums.reshape(-1)
+    written = _written(rule, flat, flat_slots)
+    addresses = np.array([_address("sums", gradient, flat[: gradient.size], False)], np.int64)
+    _check_apart(written, addresses.tolist(), flat.nbytes, gradient.nbytes)
+    ranges = np.empty((len(rows), 2), np.int64)
+    np.multiply(rows, width, out=ranges[:, 0])
+    np.add(ranges[:, 0], width, out=ranges[:, 1])
+    numbers = scalars(rule, hyperparameters, t, parameters.dtype)
+    _call(kernel, ranges, places * width, (flat, *flat_slots), addresses, numbers, lane)
+
+
+def _call(
+    kernel: Callable[..., None],
+    ranges: Array,
+    places: Array,
+    written: tuple[Array, ...],
+    addresses: Array,
+    numbers: tuple[Any, ...],
+    lane: Lane,
+) -> None:
+    dtype = written[0].dtype
+    block = (KEPT_BLOCK_NBYTES if lane.progress.size else BLOCK_NBYTES) // dtype.itemsize
+    if lane.is_kept:
+        part = next(islice(_chunks(ranges, block), lane.done, None))
+        lane.give_back([(array, part) for array in written])
+    kernel(ranges, places, *written, addresses, numbers, block, lane.progress, lane.area(dtype))
 
 
 def _chunks(ranges: Array, chunk: int) -> Iterator[slice]:
@@ -166,16 +223,21 @@ def _checked(
     rule: Rule, ranges: Array, parameters: Array, slots: tuple[Array, ...], gradients: tuple[Array, ...]
 ) -> Array:
     """The gradients' base addresses."""
-    if len(slots) != len(rule.slots):
-        raise InvalidArgumentError(f"{rule.name} has the slots {rule.slots}, {len(slots)} arrays were given for them")
+    written = _written(rule, parameters, slots)
     if not gradients:
         raise InvalidArgumentError(f"{rule.name} needs the gradient of at least one replica")
-    written = [_address("parameters", parameters, parameters, True)]
-    written += [_address(name, slot, parameters, True) for name, slot in zip(rule.slots, slots, strict=True)]
     read = [_address(f"gradient of replica {r}", g, parameters, False) for r, g in enumerate(gradients)]
-    _check_apart(written, read, parameters.nbytes)
+    _check_apart(written, read, parameters.nbytes, parameters.nbytes)
     _check_ranges(ranges, parameters.shape[0])
     return np.array(read, np.int64)
+
+
+def _written(rule: Rule, parameters: Array, slots: tuple[Array, ...]) -> list[int]:
+    """The base addresses of parameters and slots."""
+    if len(slots) != len(rule.slots):
+        raise InvalidArgumentError(f"{rule.name} has the slots {rule.slots}, {len(slots)} arrays were given for them")
+    written = [_address("parameters", parameters, parameters, True)]
+    return written + [_address(name, slot, parameters, True) for name, slot in zip(rule.slots, slots, strict=True)]
 
 
 def _address(what: str, array: Array, like: Array, is_written: bool) -> int:
@@ -195,11 +257,11 @@ def _address(what: str, array: Array, like: Array, is_written: bool) -> int:
     return address
 
 
-def _check_apart(written: list[int], read: list[int], nbytes: int) -> None:
+def _check_apart(written: list[int], read: list[int], nbytes: int, read_nbytes: int) -> None:
     """What is written overlaps nothing, or an element would be updated from a value that is already new."""
-    spans = sorted([(address, True) for address in written] + [(address, False) for address in read])
-    for (address, is_written), (following, is_following_written) in pairwise(spans):
-        if following - address < nbytes and (is_written or is_following_written):
+    spans = sorted([(address, nbytes, True) for address in written] + [(each, read_nbytes, False) for each in read])
+    for (address, size, is_written), (following, _, is_following_written) in pairwise(spans):
+        if following - address < size and (is_written or is_following_written):
             raise InvalidArgumentError("parameters and slots must not overlap each other or a gradient in memory")
 
 
@@ -283,7 +345,8 @@ def _try_out(rule: Rule, dtype: np.dtype[Any]) -> None:
         addresses = _checked(rule, np.array([[0, 2]]), parameters, slots, gradients)
         numbers = tuple(np.full(rule.count_of_numbers, 0.5, dtype))
         ranges = np.array([[0, 2]])
-        kernel(ranges, parameters, *slots, addresses, numbers, 2, _KEEPS_NOTHING.progress, _KEEPS_NOTHING.area(dtype))
+        area = _KEEPS_NOTHING.area(dtype)
+        kernel(ranges, ranges[:, 0], parameters, *slots, addresses, numbers, 2, _KEEPS_NOTHING.progress, area)
 
 
 # The cache directory.

@@ -2,8 +2,8 @@
 
 Owns the fixed order in which duplicates are added (by replica, then by position), which rows an update reads and
 writes, and how it is cut into the pieces of which a commit consists (`undo`). The rule itself is that of `kernels`,
-over pieces that fit the cache: gathered rows, or a stretch of the table whose gradient is zero but for the rows that
-are named. A rule that moves named rows only never looks at the rest.
+over pieces that fit the cache: named rows where they lie (gathered where it is not compiled), or a stretch of the table
+whose gradient is zero but for the rows that are named. A rule that moves named rows only never looks at the rest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cs_proto.messages import WriteOp
 from cs_proto.optimizers import Hyperparameters
 from cs_proto.writing import write
 
-from .kernels import apply_dense, merge_kernel
+from .kernels import apply_dense, apply_named, has_kernel, merge_kernel
 from .undo import KEPT_NBYTES, Lane
 from .updates import Array, Rule
 
@@ -95,6 +95,18 @@ def apply_rows(
         return
     arrays = (parameters, *slots)
     if rule.moves == "rows" or hyperparameters.get("lazy"):
+        if not len(gradient.rows):
+            return
+        if has_kernel(rule, parameters.dtype):
+
+            def compiled(mine: Sequence[Piece], lane: Lane) -> None:
+                places = np.concatenate([np.arange(piece.start, piece.stop) for piece, _ in mine])
+                rows = gradient.rows[places]
+                apply_named(rule, rows, places, parameters, slots, gradient.sums, hyperparameters, t, lane)
+
+            count, step, whole = len(gradient.rows), max(1, _PIECE // width), slice(0, width)
+            phase([(slice(first, min(first + step, count)), whole) for first in range(0, count, step)], compiled)
+            return
 
         def named(mine: Sequence[Piece], lane: Lane) -> None:
             for piece, columns in lane.rest(mine):

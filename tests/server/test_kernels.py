@@ -15,7 +15,7 @@ import pytest
 from tests.harness.updates import HYPERPARAMETERS, assert_same_bits
 
 from cs_proto.errors import InvalidArgumentError
-from cs_server.kernels import ALWAYS, KERNEL_DTYPES, apply_dense, cache_directory
+from cs_server.kernels import ALWAYS, KERNEL_DTYPES, apply_dense, apply_named, cache_directory
 from cs_server.updates import RULES, Array, Rule, reference
 
 STEPS = 20
@@ -199,6 +199,31 @@ def test_bad_input_is_refused_and_nothing_changed(case: str) -> None:
         apply_dense(**given | changes)
     for array, value in ((W, 1), (M, 2), (V, 3), (G, 4), (SHARED, 0)):
         np.testing.assert_array_equal(array, value)
+
+
+TABLE, SUMS, ROWS = np.ones((4, 2), "float32"), np.ones((2, 2), "float32"), np.array([3, 0])
+BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
+    "row beyond": ({"rows": np.array([1, 4])}, r"rows: must be int64 \[n\], within \[0, 4\)"),
+    "row before": ({"rows": np.array([-1, 0])}, "rows: "),
+    "rows dtype": ({"rows": ROWS.astype("i4")}, "rows: "),
+    "place beyond": ({"places": np.array([0, 2])}, r"places: must be int64 \[n\], within \[0, 2\)"),
+    "more rows than places": ({"rows": np.array([0, 1, 2])}, "do not fit"),
+    "sums of another width": ({"sums": np.ones((2, 3), "float32")}, "do not fit"),
+    "more sums than rows of the table": ({"sums": np.ones((5, 2), "float32")}, "do not fit"),
+    "sums dtype": ({"sums": SUMS.astype("float64")}, "sums: float64"),
+    "sums are parameters": ({"sums": TABLE[:2]}, "must not overlap"),
+    "slot too many": ({"slots": (TABLE.copy(),)}, "1 arrays"),
+    "dtype": ({"parameters": TABLE.astype("float16")}, "sgd is not compiled for float16"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_bad_rows_are_refused_and_nothing_changed(case: str) -> None:
+    changes, message = BAD_ROWS[case]
+    given = {"rows": ROWS, "places": np.array([0, 1]), "parameters": TABLE, "slots": (), "sums": SUMS}
+    with pytest.raises(InvalidArgumentError, match=message):
+        apply_named(rule=RULES["sgd"], hyperparameters=HYPERPARAMETERS, t=1, **given | changes)
+    np.testing.assert_array_equal(TABLE, 1)
 
 
 # The kept code. Every load below is a process of its own, as a server is.

@@ -81,6 +81,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(kernels, "KEPT_BLOCK_NBYTES", SMALL)
     monkeypatch.setattr(arithmetic, "KEPT_NBYTES", SMALL)
     monkeypatch.setattr(rows, "KEPT_NBYTES", SMALL)
+    monkeypatch.setattr(rows, "_PIECE", 16)
     arithmetic._shares.cache_clear()
     yield
     arithmetic._shares.cache_clear()
@@ -128,7 +129,7 @@ class Server:
         """Do what happens before an event; the number of events where that is None. Fill with noise what is just being
         overwritten."""
         fuse = Fuse(left)
-        at_hand: dict[int, tuple[Lane, Any]] = {}
+        at_hand: dict[int, tuple[Lane, int, Any]] = {}
         plain_say, plain_give_back, plain_enter = undo._say, Lane.give_back, Lane.enter
 
         def say(words: Any, which: int, value: int) -> None:
@@ -136,7 +137,7 @@ class Server:
             plain_say(words, which, value)
 
         def give_back(lane: Lane, places: Any) -> bool:
-            at_hand[id(lane)] = lane, places
+            at_hand[id(lane)] = lane, lane.done, places
             return plain_give_back(lane, places)
 
         def enter(lane: Lane, tag: int) -> None:
@@ -163,8 +164,8 @@ class Server:
             else:
                 raise NotCut
         noise = np.random.default_rng(left)
-        for lane, places in at_hand.values():
-            if lane.is_kept:
+        for lane, done, places in at_hand.values():
+            if lane.is_kept and lane.done == done:
                 for array, index in places:
                     array[index] = noise.standard_normal(array[index].shape).astype(array.dtype)
         return fuse.count
