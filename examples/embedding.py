@@ -1,51 +1,88 @@
-"""A table of which each step touches a few rows: sparse gradients, a schedule, a metric, many steps ahead.
+"""A matrix factorisation: two tables of which each step touches a few rows, a schedule, a metric, many steps ahead.
 
-Learns one number for each of 10,000 users and items from their noisy sums.
+Users and items have secret vectors, and a rating is the product of two of them, and noise. From some ratings the
+vectors are learned again; what counts is how well they foretell ratings that nobody has seen.
 
-python examples/embedding.py                  # two workers on CPUs
-python examples/embedding.py gpu:0,gpu:1      # on two GPUs; the tables stay with the server
+cs-launch --devices cpu:0,cpu:1 examples/embedding.py        # the launcher starts the service
+python examples/embedding.py --devices gpu:0,gpu:1           # the script does; the tables stay in the machine's memory
 """
 
-import sys
+from __future__ import annotations
+
+import argparse
 
 import numpy as np
 
 import central_storage as cs
 
-random = np.random.default_rng(0)
-USERS, ITEMS, RATINGS = 10_000, 1_000, 100_000
-user_truth, item_truth = random.normal(size=USERS), random.normal(size=ITEMS)
-users, items = random.integers(USERS, size=RATINGS), random.integers(ITEMS, size=RATINGS)
-ratings = (user_truth[users] + item_truth[items]).astype(np.float32)
-
-devices = sys.argv[1] if len(sys.argv) > 1 else "cpu:0,cpu:1"
-strategy = cs.CentralStorageStrategy(devices.split(","), "cpu:0")
-with strategy.scope():
-    user_table = cs.Variable(np.zeros((USERS, 1), np.float32), name="users")
-    item_table = cs.Variable(np.zeros((ITEMS, 1), np.float32), name="items")
-    rate = cs.optimizers.schedules.ExponentialDecay(0.5, decay_steps=200, decay_rate=0.7)
-    optimizer = cs.optimizers.Adagrad(rate)
-    mean_error = cs.metrics.Mean(name="error")
+NOISE = 0.1
 
 
-@cs.function
-def step(batch):
-    u, i, rating = batch
-    # Only these rows are read, and only they travel back.
-    error = cs.nn.embedding_lookup(user_table, u)[:, 0] + cs.nn.embedding_lookup(item_table, i)[:, 0] - rating
-    gradient = error[:, None]
-    optimizer.apply_gradients(
-        [
-            (cs.IndexedSlices(gradient, u, user_table.shape), user_table),
-            (cs.IndexedSlices(gradient, i, item_table.shape), item_table),
-        ]
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", help="one replica per device, e.g. cpu:0,cpu:1 (default: the launcher's)")
+    parser.add_argument("--users", type=int, default=10_000)
+    parser.add_argument("--items", type=int, default=1_000)
+    parser.add_argument("--rank", type=int, default=4, help="length of a vector")
+    parser.add_argument("--ratings", type=int, default=400_000)
+    parser.add_argument("--batch", type=int, default=4_000, help="ratings of a global batch")
+    parser.add_argument("--epochs", type=int, default=8)
+    options = parser.parse_args()
+
+    random = np.random.default_rng(0)
+    true_users = random.normal(size=(options.users, options.rank)).astype(np.float32)
+    true_items = random.normal(0, options.rank**-0.5, (options.items, options.rank)).astype(np.float32)
+
+    def pairs(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        users, items = random.integers(options.users, size=count), random.integers(options.items, size=count)
+        return users, items, np.einsum("nk,nk->n", true_users[users], true_items[items])
+
+    users, items, ratings = pairs(options.ratings)
+    ratings += random.normal(0, NOISE, options.ratings).astype(np.float32)
+
+    strategy = cs.CentralStorageStrategy(options.devices.split(",") if options.devices else None, "cpu:0")
+    steps = -(-options.ratings // options.batch)
+    with strategy.scope():
+        user_table = cs.Variable(random.normal(0, 0.5, true_users.shape).astype(np.float32), name="users")
+        item_table = cs.Variable(random.normal(0, 0.5, true_items.shape).astype(np.float32), name="items")
+        rate = cs.optimizers.schedules.ExponentialDecay(0.5, decay_steps=steps, decay_rate=0.8)
+        optimizer = cs.optimizers.Adagrad(rate)
+        squared_error = cs.metrics.Mean(name="error")
+
+    @cs.function
+    def step(batch: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+        users, items, ratings = batch
+        # Only these rows are read, and only they travel back.
+        u, i = cs.nn.embedding_lookup(user_table, users), cs.nn.embedding_lookup(item_table, items)
+        error = (u * i).sum(axis=1) - ratings
+        gradients = cs.IndexedSlices(error[:, None] * i, users, user_table.shape)
+        item_gradients = cs.IndexedSlices(error[:, None] * u, items, item_table.shape)
+        optimizer.apply_gradients([(gradients, user_table), (item_gradients, item_table)])
+        squared_error.update_state(error**2)
+
+    data = cs.data.Dataset.from_tensor_slices((users, items, ratings)).shuffle(options.ratings, seed=0)
+    for epoch in range(options.epochs):
+        squared_error.reset_state()
+        for _ in strategy.run_steps(step, strategy.experimental_distribute_dataset(data.batch(options.batch))):
+            pass
+        now = float(rate(optimizer.iterations))
+        print(
+            f"epoch {epoch}  rate {now:.3f}  error {float(squared_error.result()) ** 0.5:.4f} on ratings it learns from"
+        )
+
+    users, items, truth = pairs(20_000)
+    learned = np.einsum(
+        "nk,nk->n", cs.nn.embedding_lookup(user_table, users), cs.nn.embedding_lookup(item_table, items)
     )
-    mean_error.update_state(np.abs(error))
+    once = 2 * (user_table.numpy().nbytes + item_table.numpy().nbytes)  # a table, and as much beside it for Adagrad
+    replicas = strategy.num_replicas_in_sync
+    print(
+        f"memory: {once / 1e6:.1f} MB for tables and optimizer, held once; {replicas * once / 1e6:.1f} MB if each of "
+        f"{replicas} replicas held its own"
+    )
+    error, spread = np.sqrt(np.mean((learned - truth) ** 2)), np.sqrt(np.mean(truth**2))
+    print(f"ratings never seen: true to {error:.4f}, where they spread by {spread:.4f}: {error / spread:.4f}")
 
 
-data = cs.data.Dataset.from_tensor_slices((users, items, ratings)).shuffle(RATINGS, seed=0).batch(1000)
-for epoch in range(10):
-    mean_error.reset_state()
-    for _ in strategy.run_steps(step, strategy.experimental_distribute_dataset(data)):
-        pass
-    print(f"epoch {epoch}  rate {float(rate(optimizer.iterations)):.3f}  mean error {float(mean_error.result()):.4f}")
+if __name__ == "__main__":
+    main()

@@ -291,7 +291,8 @@ def test_the_digits_are_learned() -> None:
 
 def test_the_embedding_is_learned() -> None:
     on_gpus, on_cpus = (
-        run("examples/embedding.py", devices, timeout=unit(60)).ok().lines for devices in ("gpu:0,gpu:0", "cpu:0,cpu:1")
+        run("examples/embedding.py", "--devices", devices, timeout=unit(60)).ok().lines
+        for devices in ("gpu:0,gpu:0", "cpu:0,cpu:1")
     )
     errors_at_the_end = [float(lines[-1].rpartition(" ")[2]) for lines in (on_gpus, on_cpus)]
     assert errors_at_the_end[0] == pytest.approx(errors_at_the_end[1], rel=1e-2)
