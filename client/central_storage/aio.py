@@ -91,12 +91,15 @@ class Observer:
 
     async def get(self, name: str) -> np.ndarray:
         """A copy of a variable's value as of one commit. Raises InvalidArgumentError for an unknown name."""
-        return await self._ask(self._session.get(name))
+        seen = await self._see([name])
+        return await self._ask(self._session.get(name)) if seen is None else seen[0]
 
     async def get_all(self, names: Sequence[str]) -> list[np.ndarray]:
         """Copies of several variables' values, all as of the same commit, in the order of ``names``. Raises
         InvalidArgumentError for an unknown name, or none."""
-        return await self._ask(self._session.get_all(names))
+        question = self._session.get_all(names)
+        seen = await self._see(names)
+        return await self._ask(question) if seen is None else seen
 
     async def statistics(self) -> messages.Counters:
         """The server's counters."""
@@ -107,9 +110,17 @@ class Observer:
         if not self._context.closed:
             self._socket.send_multipart(self._session.goodbye())  # sent at once, so there is nothing to await
             self._context.destroy(linger=self._session.linger())
+            self._session.close()
 
     def __repr__(self) -> str:
         return f"<Observer of {self.address}{' (closed)' if self._context.closed else ''}>"
+
+    async def _see(self, names: Sequence[str]) -> list[np.ndarray] | None:
+        self._check_open()
+        question = self._session.unknown(names)
+        if question is not None:
+            await self._ask(question)
+        return self._session.seen(names)
 
     async def _ask(self, question: Question[T]) -> T:
         async with self._turn:

@@ -1,6 +1,7 @@
 """An observer: a process that may look at a running service, and nothing else.
 
-It maps no memory; bytes come in frames. Any process of the same user can be one. :class:`Session` is what is said and
+Values are read where they lie (`sight`); where that cannot be, or commits come too fast, bytes come in frames from the
+server, which copies them between commits. Any process of the same user can be one. :class:`Session` is what is said and
 how answers are known; waiting is done by :class:`Observer` here and by ``central_storage.aio`` as coroutines.
 """
 
@@ -31,7 +32,8 @@ from cs_proto.errors import (
 from cs_proto.records import Record
 from cs_proto.segments import frame_view
 
-from .lifeline import CARRIED
+from .lifeline import CARRIED, Lifeline
+from .sight import Sight, open_sight
 
 __all__ = ["LOOK_EVERY", "Observer", "Patience", "Question", "Session", "connect"]
 
@@ -70,9 +72,6 @@ class Question(Generic[T]):
 class Session:
     """What an observer says and hears, whoever waits."""
 
-    #: How it gets its bytes, in words: it need not share memory with the service.
-    transport = CARRIED
-
     def __init__(self, address: str | None, timeout: float) -> None:
         address = address or os.environ.get("CS_ADDRESS")
         if not address:
@@ -84,6 +83,11 @@ class Session:
         self._path = os.path.join(address, "server")
         self._client = secrets.token_hex(4)
         self._requests = 0
+        #: How it gets its bytes, in words: it need not share memory with the service.
+        self.transport = CARRIED
+        self._sight: Sight | None = None
+        self._lifeline: Lifeline | None = None
+        self._has_looked = False
         if not os.path.exists(self._path):
             raise LaunchError(f"no service answers in {address}; it has ended, or the address names the wrong run")
 
@@ -121,6 +125,38 @@ class Session:
         return Question(
             request, number, messages.Got, lambda got: [np.array(frame_view(array)) for array in got.arrays]
         )
+
+    def unknown(self, names: Sequence[str]) -> Question[None] | None:
+        """What has to be asked before these variables can be :meth:`seen`; None where nothing has."""
+        if not self._has_looked:
+            self._has_looked = True
+            if (found := open_sight(self.address)) is not None:
+                self._sight, self._lifeline = found
+                self.transport = f"shared memory, else {CARRIED}"
+        sight = self._sight
+        if sight is None or sight.knows(names):
+            return None
+        number, layout = self._next(), sight.layout
+        request = messages.Get(number, (), tuple(names), False)
+        return Question(request, number, messages.Got, lambda got: sight.learn(layout, got.variables))
+
+    def seen(self, names: Sequence[str]) -> list[np.ndarray] | None:
+        """Copies of values where they lie, all as of one commit; None where they have to be asked for."""
+        if self._sight is None or self._lifeline is None:
+            return None
+        try:
+            while self._lifeline.receive_nowait() is not None:
+                pass  # who died, and who serves again, changes nothing here
+            return self._sight.read(names)
+        except ShutdownError:  # the supervisor is gone, or shares no more memory
+            self.close()
+            return None
+
+    def close(self) -> None:
+        """See nothing any more. Idempotent."""
+        if self._lifeline is not None:
+            self._lifeline.close()
+        self._sight = self._lifeline = None
 
     def statistics(self) -> Question[messages.Counters]:
         """The server's counters."""
@@ -202,8 +238,6 @@ class Observer:
     def __init__(self, session: Session) -> None:
         self._session = session
         self.address = session.address
-        #: How values travel, in words.
-        self.transport = session.transport
         self._context = zmq.Context()
         self._socket = session.open(self._context)
         try:
@@ -212,18 +246,26 @@ class Observer:
             self.close()
             raise
 
+    @property
+    def transport(self) -> str:
+        """How values travel, in words."""
+        return self._session.transport
+
     def variables(self) -> tuple[messages.Variable, ...]:
         """Every variable's record, in the order of creation."""
         return self._ask(self._session.variables())
 
     def get(self, name: str) -> np.ndarray:
         """A copy of a variable's value as of one commit. Raises InvalidArgumentError for an unknown name."""
-        return self._ask(self._session.get(name))
+        seen = self._see([name])
+        return self._ask(self._session.get(name)) if seen is None else seen[0]
 
     def get_all(self, names: Sequence[str]) -> list[np.ndarray]:
         """Copies of several variables' values, all as of the same commit, in the order of ``names``. Raises
         InvalidArgumentError for an unknown name, or none."""
-        return self._ask(self._session.get_all(names))
+        question = self._session.get_all(names)
+        seen = self._see(names)
+        return self._ask(question) if seen is None else seen
 
     def statistics(self) -> messages.Counters:
         """The server's counters."""
@@ -234,6 +276,7 @@ class Observer:
         if not self._context.closed:
             self._socket.send_multipart(self._session.goodbye())
             self._context.destroy(linger=self._session.linger())
+            self._session.close()
 
     def __enter__(self) -> Self:
         return self
@@ -245,6 +288,14 @@ class Observer:
 
     def __repr__(self) -> str:
         return f"<Observer of {self.address}{' (closed)' if self._context.closed else ''}>"
+
+    def _see(self, names: Sequence[str]) -> list[np.ndarray] | None:
+        if self._context.closed:
+            raise self._session.closed()
+        question = self._session.unknown(names)
+        if question is not None:
+            self._ask(question)
+        return self._session.seen(names)
 
     def _ask(self, question: Question[T]) -> T:
         if self._context.closed:

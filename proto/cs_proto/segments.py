@@ -43,6 +43,7 @@ __all__ = [
 #: The engine's tables, from which it can be rebuilt.
 CONTROL = "control"
 #: They begin behind this many bytes. The first eight count writes to variables: an odd number while one is under way.
+#: The next eight count what may give a variable's place to another.
 CONTROL_HEADER_NBYTES = 4096
 #: What a commit changes, where variables lie on a GPU.
 JOURNAL = "journal"

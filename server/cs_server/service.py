@@ -226,7 +226,7 @@ class Service:
         self._control = segments.make(names.CONTROL, _CONTROL_NBYTES, "")
         self._control.reserve(0, 2 * names.CONTROL_HEADER_NBYTES)
         control = self._control.elements("uint8")
-        self._commits = control[:8].view(np.uint64)
+        self._commits, self._layout = control[:8].view(np.uint64), control[8:16].view(np.uint64)
         self._engine = Engine(
             Config(
                 config.replicas,
@@ -392,6 +392,7 @@ class Service:
                 case Dismiss(client):
                     self._segments.send(Left(client))
                 case Discard(segment, start, stop):
+                    self._layout[0] += np.uint64(1)
                     self._discard(segment, start, stop)
                 case FreeResults():
                     self._results.reset()

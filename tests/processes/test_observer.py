@@ -1,8 +1,10 @@
-"""An observer in another process: it sees whole commits, maps no memory, and can change nothing."""
+"""An observer in another process: it sees whole commits and can change nothing."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -71,6 +73,31 @@ def test_what_is_read_while_a_training_writes_is_of_one_commit(
             own.run(step)
         assert child.wait_for(r"torn (\d+)").group(1) == "0"
         child.wait().ok()
+
+
+def test_values_are_read_where_they_lie_whatever_the_server_does(
+    own: cs.CentralStorageStrategy, watched: cs.Variable
+) -> None:
+    with own.scope():
+        other = cs.Variable(np.arange(3), name="other")
+        gone = cs.Variable(np.zeros(100_000), name="gone")
+    with cs.connect() as observer:
+        assert observer.get_all(["other", "gone"])[0].tolist() == [0, 1, 2]
+        assert observer.transport.startswith("shared memory")
+        watched.assign(np.full(50_000, 2.0))
+        other.assign_add(np.ones(3, np.int64))
+        assert observer.get("watched")[0] == 2
+        server = observer.statistics().pid
+        os.kill(server, signal.SIGSTOP)
+        assert observer.get("other").tolist() == [1, 2, 3]
+        os.kill(server, signal.SIGKILL)
+        values = observer.get_all(["other", "watched"])
+        assert (values[0].tolist(), values[1][-1]) == ([1, 2, 3], 2)
+        del gone
+        with own.scope():
+            again = cs.Variable(np.ones(100_000), name="gone")
+        assert observer.get("gone").min() == 1
+        assert again.numpy().min() == 1
 
 
 def test_several_variables_at_once(own: cs.CentralStorageStrategy, watched: cs.Variable) -> None:
