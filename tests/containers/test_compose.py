@@ -58,6 +58,8 @@ for number, (x, y) in enumerate(strategy.experimental_distribute_dataset(batches
 weights = b"".join(p.numpy().tobytes() for p in parameters)
 print(strategy.num_replicas_in_sync, hashlib.sha256(weights + repr(losses).encode()).hexdigest())
 """
+# How long what is told to end may take, seconds: 10 s, as docker-compose.yml says, on a machine of the usual speed.
+GRACE = str(round(unit(10)))
 DIGITS = "/examples/digits.py"
 OBSERVE = """
 import central_storage as cs
@@ -94,7 +96,7 @@ def demonstration() -> Iterator[tuple[Project, Callable[[], subprocess.Completed
     the server healthy, which takes ten seconds, there is nothing to compute."""
     made = Project()
     ended: list[subprocess.CompletedProcess[str]] = []
-    up = ("up", "--no-build", "--no-color", "--exit-code-from", "train")
+    up = ("up", "--no-build", "--no-color", "--timeout", GRACE, "--exit-code-from", "train")
     thread = threading.Thread(target=lambda: ended.append(made.compose(*up)), name="docker-compose up")
     thread.start()
 
@@ -289,7 +291,7 @@ def test_a_stop_in_the_midst_of_training_needs_no_kill_and_leaves_no_zombies(ser
     for container in containers:
         while "Z" in (states := docker("exec", container, "python", "-c", STATES).split()):
             assert time.monotonic() < deadline, states
-    service.compose("stop", "-t", "10", "worker", "server")
+    service.compose("stop", "-t", GRACE, "worker", "server")
     codes = docker("inspect", "-f", "{{.State.ExitCode}}", *containers).split()
     assert "137" not in codes, codes
     assert script.end().code != 0

@@ -1,0 +1,93 @@
+"""The connection to a supervisor that is killed, and to the next one."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.harness.stand_in_supervisor import StandInSupervisor
+from tests.harness.timing import unit
+
+from central_storage import lifeline
+from central_storage.lifeline import Lifeline
+from central_storage.run_file import RunFile
+from cs_proto.errors import InvalidArgumentError, ShutdownError
+from cs_proto.messages import Introduce, Serving
+
+RUN = RunFile("a run", 1, "cpu:0", unit(50), server=1, workers=(1,), serves=True)
+SERVING = Serving("ipc:///server", "/run", "ipc")
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> Iterator[Lifeline]:
+    """A worker's connection of which the supervisor has been killed."""
+    RUN.write(str(tmp_path))
+    with StandInSupervisor(tmp_path) as first:
+        made = Lifeline(lifeline.connect(str(tmp_path)), "worker", 0, 2, run_directory=str(tmp_path))
+        assert isinstance(first.next(), Introduce)
+    (tmp_path / "supervisor").unlink()
+    yield made
+    made.close()
+
+
+def test_it_introduces_itself_to_the_next_and_keeps_its_descriptor(killed: Lifeline, tmp_path: Path) -> None:
+    before = killed.fileno()
+    with ThreadPoolExecutor(2) as pool, StandInSupervisor(tmp_path) as second:
+        mended = [pool.submit(killed.mend) for _ in range(2)]  # whoever notices it first
+        introduced = second.next()
+        assert isinstance(introduced, Introduce)
+        assert (introduced.role, introduced.incarnation) == ("worker", 2)
+        second.tell(SERVING)
+        for each in mended:
+            each.result(unit(20))
+        assert killed.fileno() == before
+        assert killed.receive_nowait() == SERVING
+        assert second.said.empty()  # it was introduced once
+
+
+def test_a_question_goes_to_the_next(killed: Lifeline, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as pool, StandInSupervisor(tmp_path) as second:
+        asked = pool.submit(killed.segment, "inputs")
+        assert isinstance(second.next(), Introduce)
+        second.tell(SERVING)
+        with pytest.raises(InvalidArgumentError, match="there is no segment 'inputs'"):
+            asked.result(unit(20))
+        assert killed.receive_nowait() == SERVING
+
+
+@pytest.mark.parametrize(
+    ("now", "reason"),
+    [
+        (None, "the supervisor is gone, and the service with it"),
+        (replace(RUN, run="another"), "is another one now"),
+    ],
+)
+def test_there_is_nothing_to_wait_for(killed: Lifeline, tmp_path: Path, now: RunFile | None, reason: str) -> None:
+    RunFile.remove(str(tmp_path)) if now is None else now.write(str(tmp_path))
+    for use in (killed.mend, killed.receive_nowait, lambda: killed.send(SERVING), lambda: killed.segment("inputs")):
+        with pytest.raises(ShutdownError, match=reason):
+            use()
+
+
+def test_nobody_comes_in_time(tmp_path: Path) -> None:
+    replace(RUN, return_timeout=0.05).write(str(tmp_path))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made = Lifeline(ours, "worker", run_directory=str(tmp_path))
+    theirs.close()
+    with pytest.raises(ShutdownError, match=f"{tmp_path} has not come back within 0.05 s after its supervisor was"):
+        made.receive_nowait()
+    made.close()
+
+
+def test_ctrl_c_ends_the_wait_and_not_the_limit(killed: Lifeline) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    killed.while_waiting = interrupt
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            killed.receive_nowait()
