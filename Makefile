@@ -13,7 +13,7 @@ export PIP_ROOT_USER_ACTION = ignore
 export PIP_QUIET = 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo setup test test-interop test-containers soak lint fmt bench bench-quick clean
+.PHONY: help demo setup test test-interop test-pythons test-containers soak lint fmt bench bench-quick clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -28,6 +28,9 @@ test: lint  ## everything that must hold: style, types, layers, tests
 
 test-interop: $(VENV)/.installed-interop  ## replica functions and data of torch, which is installed for it
 	@$(BIN)/python -m pytest tests/interop
+
+test-pythons: $(VENV)/.installed-dev  ## the wheel, installed from the index, under every other Python that is at hand
+	@CS_PYTHONS=1 $(BIN)/python -m pytest tests/pythons
 
 test-containers: $(VENV)/.installed-dev  ## docker-compose with a real engine, which is installed and started where that may be
 	@tests/containers/run $(BIN)/python $(if $(IF_POSSIBLE),--if-possible)

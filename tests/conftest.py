@@ -28,8 +28,9 @@ from tests.harness.timing import unit
 
 from central_storage.diagnosis import configure_logging
 
-#: What has a command of its own that brings what it needs: make test-containers, make test-interop.
+#: What has a command of its own that brings what it needs: make test-containers, test-pythons, test-interop.
 collect_ignore = [] if "CS_IMAGE" in os.environ else ["containers"]
+collect_ignore += [] if "CS_PYTHONS" in os.environ else ["pythons"]
 collect_ignore += ["harness/cupy_stand_in"]  # a package of its own: it is imported as cupy or not at all
 collect_ignore += [] if importlib.util.find_spec("torch") else ["interop"]
 

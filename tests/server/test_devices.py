@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from tests.harness.updates import HYPERPARAMETERS
 from cs_proto.arrays import Array, Location, array_of
 from cs_proto.errors import DeviceError, DeviceMemoryError
 from cs_proto.segments import JOURNAL, Mapping, frame_view
-from cs_server import device_memory, device_updates, devices, kernels, pieces, staging
+from cs_server import cuda, device_memory, device_updates, devices, kernels, pieces, staging
 from cs_server.arithmetic import Arithmetic
 from cs_server.changes import Change
 from cs_server.device_memory import DeviceMemory, is_on_device
@@ -467,7 +468,9 @@ def test_what_lies_on_the_gpu() -> None:
     assert is_on_device("slots/3/momentum/float64")
     assert not is_on_device("parameters/int64")
     assert not is_on_device("parameters/complex64")
+    assert is_on_device("gradients/0/2/float32")
     assert not is_on_device("gradients/0/1/float32")
+    assert not is_on_device("gradients/0/3/complex64")
     assert not is_on_device("control")
 
 
@@ -557,3 +560,90 @@ def test_an_exported_block_stays(gpus: StandInGpus) -> None:
     both.gpu.discard("parameters/float32", 64, 64 + 4 * size)
     assert both.gpu.available_nbytes() == free
     both.close()
+
+
+# --- what workers on the same GPU are shown ---------------------------------------------------------------------------
+
+
+def bytes_at(gpus: StandInGpus, both: Both, array: Array) -> np.ndarray:
+    """The memory of an array on the GPU, as a worker that opened it would have it."""
+    assert isinstance(array.place, Location)
+    start, stop = array.place.offset, array.place.offset + array.nbytes
+    ((_, _, address),) = both.gpu._on_device.spans(array.place.segment, start, stop)
+    memory = gpus.cupy.cuda.UnownedMemory(address, array.nbytes, both, 0)
+    return gpus.cupy.ndarray(array.shape, array.dtype, gpus.cupy.cuda.MemoryPointer(memory, 0))
+
+
+@pytest.mark.parametrize("bound", [{}, {"clipnorm": 0.5}])
+@pytest.mark.usefixtures("narrow")
+def test_gradients_are_read_where_they_are_on_the_gpu(gpus: StandInGpus, both: Both, bound: dict[str, float]) -> None:
+    """Those of one replica; the other's lie in the machine's memory, or on the GPU of a server that is no more."""
+    (dense,) = variables(both, "adam", ["float32"])
+    lost = replace(dense, gradients=("gradients/0/2/float32", "gradients/1/3/float32"))
+    both.brings("gradients/1/1/float32", 0, both.here.elements("gradients/1/0/float32", "float32")[:200].copy())
+    for first, last in dense.ranges:
+        array = Array("float32", (last - first,), Location("gradients/0/2/float32", 4 * first))
+        in_memory = both.here.elements("gradients/0/0/float32", "float32")[first:last]
+        assert both.gpu.view(array).tolist() == in_memory.tolist()
+        place = both.gpu.export(array)
+        assert (len(place.handle), len(place.mark)) == (64, 16)
+        assert both.gpu.export(array) == place
+        bytes_at(gpus, both, array)[...] = gpus.cupy.asarray(in_memory)
+        gpus.cupy.cuda.Device().synchronize()
+        assert both.gpu.view(array).tolist() == in_memory.tolist()
+        in_memory[:] = np.nan
+        with np.errstate(invalid="ignore"):
+            assert np.isfinite(both.gpu.view(array)).all()
+    both.ticket += 1
+    both.gpu.commit(Commit(both.ticket, (apply("adam", [lost], **bound),)))
+    both.plain.commit(Commit(both.ticket, (apply("adam", [dense], **bound),)))
+    both.assert_same(1e-6 if bound else 0.0)
+    both.gpu.discard("gradients/0/0/float32", 0, 200)
+    assert np.isnan(both.gpu.view(Array("float32", (50,), Location("gradients/0/2/float32", 0)))).all()
+
+
+def test_gradients_are_not_on_a_gpu_that_has_no_ample_memory_for_them() -> None:
+    with stand_in_gpus(1, nbytes=64 << 20):
+        both = Both()
+        array = Array("float32", (both.gpu.available_nbytes() // 6,), Location("gradients/0/2/float32", 0))
+        assert both.gpu.export(array).handle == b""
+        assert both.gpu.export(replace(array, shape=(0,))).handle == b""
+        assert both.gpu.export(replace(array, place=Location("gradients/0/2/complex64", 0))).handle == b""
+        assert both.gpu.export(replace(array, shape=(9,))).handle != b""
+        both.close()
+
+
+def test_a_server_that_takes_anothers_place_waits_for_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    with stand_in_gpus(1, nbytes=64 << 20):
+        before = Both()
+        pauses = []
+
+        def pause(seconds: float) -> None:
+            pauses.append(seconds)
+            before.close()
+
+        monkeypatch.setattr(cuda.time, "sleep", pause)
+        with pytest.raises(DeviceMemoryError):
+            Both()
+        assert not pauses
+        memory = Segments()
+        GpuParameters("gpu:0", 1, memory, Arithmetic(memory, 1), None, patience=1000.0).close()
+        assert len(pauses) == 1
+        memory.mappings.clear()
+
+
+def test_a_refused_page_lock_is_said_once(
+    gpus: StandInGpus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise runtime.CUDARuntimeError(801)
+
+    runtime = gpus.cupy.cuda.runtime
+    monkeypatch.setattr(runtime, "hostRegister", refuse)
+    both = Both()
+    both.commit(apply("sgd", variables(both, "sgd", ["float32"])))
+    both.close()
+    assert [record.message for record in caplog.records] == [
+        "transport pageable memory: shared memory cannot be page-locked (cudaErrorNotSupported: operation not "
+        "supported); copies to and from gpu:0 are slower"
+    ]
