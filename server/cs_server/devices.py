@@ -39,7 +39,7 @@ from .translate import computed_in, loops
 
 __all__ = ["GpuParameters"]
 
-#: No copy waits for more blocks of threads than this.
+#: As in `device_updates`: what follows does not wait for longer.
 _FILL_BLOCKS = 2048
 #: What the journal needs beside the bytes of a variable or slot: it is aligned, and named in the index.
 _ENTRY_NBYTES = 256
@@ -92,7 +92,7 @@ class GpuParameters:
         if not array.nbytes or not is_on_device(segment):
             return _NOWHERE
         if not self._on_device.has(segment, start, start + array.nbytes):
-            if 2 * array.nbytes > self.available_nbytes():
+            if not segments.is_device_gradients(segment) or 2 * array.nbytes > self.available_nbytes():
                 return _NOWHERE
             try:
                 self._on_device.make(segment, start, start + array.nbytes)

@@ -151,11 +151,11 @@ def training(strategy: cs.CentralStorageStrategy, steps: int = 30) -> list[np.nd
     return [w1.numpy(), w2.numpy()]
 
 
-@pytest.mark.parametrize("parameter_device", ["cpu:0", "gpu:0"])
-def test_two_workers_on_one_gpu_train_as_two_on_cpus(parameter_device: str) -> None:
+@pytest.mark.parametrize(("parameter_device", "recovers"), [("cpu:0", True), ("gpu:0", True), ("gpu:0", False)])
+def test_two_workers_on_one_gpu_train_as_two_on_cpus(parameter_device: str, recovers: bool) -> None:
     with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], "cpu:0") as strategy:
         expected = training(strategy)
-    with cs.CentralStorageStrategy(["gpu:0", "gpu:0"], parameter_device) as strategy:
+    with cs.CentralStorageStrategy(["gpu:0", "gpu:0"], parameter_device, server_recovery=recovers) as strategy:
         found = training(strategy)
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4)
@@ -179,6 +179,25 @@ def test_variables_on_the_same_gpu_are_the_servers_memory() -> None:
         for _ in range(3):
             assert strategy.run(step) == (True, True)
         assert variables[7].numpy()[3, 2] == 10
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+def test_gradients_on_the_same_gpu_are_the_servers_memory(recovers: bool) -> None:
+    with cs.CentralStorageStrategy(["gpu:0"], "gpu:0", server_recovery=recovers) as strategy:
+        with strategy.scope():
+            variables = [cs.Variable(np.zeros((100, n + 1), F32)) for n in range(20)]
+            optimizer = cs.optimizers.SGD(1.0)
+
+        def step() -> list[int]:
+            xp = cs.get_array_module()
+            buffers = cs.gradient_buffers(variables)
+            for number, buffer in enumerate(buffers):
+                xp.multiply(xp.ones(buffer.shape, F32), F32(-number), out=buffer)
+            optimizer.apply_gradients(list(zip(buffers, variables, strict=True)))
+            return [buffer.data.ptr for buffer in buffers]
+
+        assert strategy.run(step) == strategy.run(step)  # no memory of a pool's
+        assert [v.numpy()[0, 0] for v in variables] == [2 * number for number in range(20)]
 
 
 SCRIPT = """
