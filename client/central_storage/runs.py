@@ -10,7 +10,6 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from copy import copy
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from cs_proto import messages
 from cs_proto.errors import ContextError
 from cs_proto.messages import Counters, RunFinished, Serving
 from cs_proto.recent import HELD_FUNCTIONS, Recent
-from cs_proto.records import Record
+from cs_proto.records import Record, replace
 
 from .composites import Composite
 from .function import Function, Pickled

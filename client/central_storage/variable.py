@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -18,6 +17,7 @@ from cs_proto.arrays import dtype_name, is_wire_dtype
 from cs_proto.errors import ContextError, InvalidArgumentError
 from cs_proto.messages import AssignOp, VariableSpec, WriteOp
 from cs_proto.messages import Variable as VariableRecord
+from cs_proto.records import replace
 from cs_proto.writing import write
 
 from . import nest

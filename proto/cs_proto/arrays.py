@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import lru_cache
 
 import numpy as np
 
@@ -61,6 +62,11 @@ def is_wire_dtype(name: str) -> bool:
     return name in _ITEM_NBYTES or _STRING.fullmatch(name) is not None
 
 
+@lru_cache(1024)
+def _is_segment(name: str) -> bool:
+    return _SEGMENT.fullmatch(name) is not None and ".." not in name
+
+
 @record(1)
 class Location(Record):
     """A byte ``offset`` inside the segment called ``segment``."""
@@ -69,7 +75,7 @@ class Location(Record):
     offset: int
 
     def check(self) -> None:
-        if _SEGMENT.fullmatch(self.segment) is None or ".." in self.segment:
+        if not _is_segment(self.segment):
             self.refuse(f"{self.segment!r} is not a segment name")
         if not 0 <= self.offset < _MAX_NBYTES:
             self.refuse(f"offset {self.offset} is out of range")
@@ -103,6 +109,8 @@ def shape_fault(dtype: str, shape: tuple[int, ...]) -> str:
     """What is wrong with ``shape`` for elements of ``dtype``; empty where nothing is."""
     if len(shape) > _MAX_RANK or (shape and min(shape) < 0):
         return f"shape {shown(shape)} is not one"
+    if 0 < item_nbytes(dtype) * math.prod(shape) < _MAX_NBYTES:
+        return ""
     # NumPy also refuses a shape of no elements whose other lengths alone are too large.
     if item_nbytes(dtype) * math.prod(length or 1 for length in shape) >= _MAX_NBYTES:
         return f"shape {shown(shape)} is too large"

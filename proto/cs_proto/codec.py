@@ -15,9 +15,9 @@ import msgpack
 
 from . import messages  # noqa: F401  (fills the table of records)
 from .errors import LocalProtocolError, PeerProtocolError
-from .records import Buffer, Frames, Record, from_wire, to_wire
+from .records import Buffer, Frames, Record, from_wire, shown
 
-__all__ = ["BULK_LIMITS", "LIMITS", "Limits", "decode", "encode"]
+__all__ = ["BULK_LIMITS", "LIMITS", "Limits", "decode", "encode", "pack"]
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,22 @@ LIMITS = Limits()
 #: message holds what every replica returned, each of which was within :data:`LIMITS`.
 BULK_LIMITS = Limits(header_nbytes=(1 << 32) - 1, frames=1 << 22, frame_nbytes=1 << 40, items=1 << 27)
 
+# One for all, since making one costs more than most headers: what it is given it writes without calling anybody, so no
+# other thread comes in between. It keeps the room that the largest header took, so there is a limit to that.
+_packer = msgpack.Packer()
+_KEPT_NBYTES = 1 << 20
+
 # One byte of a header can become an empty list of 64: what small headers can cost is not worth counting.
 _COUNTED_NBYTES = 64 * 1024
+
+
+def pack(value: object) -> bytes:
+    """What consists of None, numbers, text, bytes, lists, tuples and dicts, in msgpack."""
+    global _packer
+    packed: bytes = _packer.pack(value)
+    if len(packed) > _KEPT_NBYTES:
+        _packer = msgpack.Packer()
+    return packed
 
 
 def encode(record: Record, limits: Limits = LIMITS) -> list[Buffer]:
@@ -51,10 +65,14 @@ def encode(record: Record, limits: Limits = LIMITS) -> list[Buffer]:
     is not Unicode.
     """
     frames: list[Buffer] = []
+    if not isinstance(record, Record):
+        raise LocalProtocolError(f"{shown(record)} is neither a record nor in one")
     try:
-        header: bytes = msgpack.packb(record, default=to_wire(frames))
+        header = pack(record.to_wire(frames))
     except UnicodeEncodeError as error:
         raise LocalProtocolError(f"a {type(record).__name__} with text that is not Unicode: {error}") from error
+    except TypeError as error:
+        raise LocalProtocolError(f"a {type(record).__name__} in which something cannot travel: {error}") from error
     if len(header) > limits.header_nbytes:
         raise LocalProtocolError(
             f"a {type(record).__name__} with a header of {len(header)} bytes; at most {limits.header_nbytes}"
@@ -67,7 +85,7 @@ def decode(parts: Sequence[Buffer], limits: Limits = LIMITS) -> Record:
     if not parts:
         raise PeerProtocolError("an empty message")
     header, *frames = parts
-    header_nbytes = memoryview(header).nbytes
+    header_nbytes = len(header) if type(header) is bytes else memoryview(header).nbytes
     if header_nbytes > limits.header_nbytes:
         raise PeerProtocolError(f"a header of {header_nbytes} bytes; at most {limits.header_nbytes}")
     if len(frames) > limits.frames:

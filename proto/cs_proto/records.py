@@ -5,13 +5,15 @@ half-valid record never exists: a wrong one is a :class:`LocalProtocolError` whe
 that into a :class:`PeerProtocolError` when the bytes came from outside. Bulk bytes are held in :class:`Frame`
 fields; on the wire a frame is its own message part and the header holds its number.
 
+Building, writing and reading are on the path of every message, so they are compiled for each class when it is defined,
+as a dataclass does it with its ``__init__``: straight through the fields, with the checks of plain types in place.
+
 The types a field may have: ``bool``, ``int``, ``float``, ``str``, ``bytes``, ``Literal[...]`` of strings,
 :class:`Frame`, a record class, ``tuple[T, ...]``, ``tuple[A, B]``, and unions of these with ``None``.
 """
 
 from __future__ import annotations
 
-import operator
 import reprlib
 import types
 import typing
@@ -21,15 +23,13 @@ from typing import Any, ClassVar, Literal, TypeVar, Union, dataclass_transform
 
 from .errors import LocalProtocolError
 
-__all__ = ["RECORDS", "Buffer", "Frame", "Frames", "Record", "from_wire", "record", "shown", "to_wire"]
+__all__ = ["RECORDS", "Buffer", "Frame", "Frames", "Record", "from_wire", "record", "replace", "shown"]
 
 Buffer = bytes | bytearray | memoryview
 
 #: Wire code -> record class, filled by :func:`record`.
 RECORDS: dict[int, type[Record]] = {}
 
-# Record class -> what reads the values of all its fields at once.
-_VALUES: dict[type[Record], Callable[[Record], tuple[object, ...]]] = {}
 # Wire integers are what msgpack can carry.
 _INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1
 
@@ -43,7 +43,12 @@ class Frame:
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return memoryview(self.data).nbytes
+        return len(self.data) if type(self.data) is bytes else memoryview(self.data).nbytes
+
+    def to_wire(self, frames: list[Buffer]) -> object:
+        """As :meth:`Record.to_wire`."""
+        frames.append(self.data)
+        return {"frame": len(frames) - 1}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Frame) and bytes(self.data) == bytes(other.data)
@@ -62,13 +67,14 @@ class Record:
 
     code: ClassVar[int]
     wire_fields: ClassVar[tuple[tuple[str, _Type], ...]]
+    #: Whether building one checks it.
+    is_checked: ClassVar[bool] = True
+    _from_wire: ClassVar[Callable[[list[Any], Frames], Record]]
 
-    def __post_init__(self) -> None:
-        for name, kind in self.wire_fields:
-            value = getattr(self, name)
-            if type(value) not in kind.classes and not kind.holds(value):
-                raise LocalProtocolError(f"{type(self).__name__}.{name} must be {kind.title}, not {shown(value)}")
-        self.check()
+    def to_wire(self, frames: list[Buffer]) -> object:
+        """What msgpack is to write: a list that begins with the code, records in it likewise, frames as
+        ``{"frame": number}``, their bytes appended to ``frames``."""
+        raise NotImplementedError
 
     def check(self) -> None:
         """Raise :class:`LocalProtocolError` where the fields do not fit each other."""
@@ -90,21 +96,58 @@ def record(code: int) -> Callable[[type[R]], type[R]]:
             raise LocalProtocolError(f"code {code} of {cls.__name__} is not between 1 and 255")
         if code in RECORDS:
             raise LocalProtocolError(f"code {code} is taken by {RECORDS[code].__name__}")
-        made = dataclass(frozen=True)(cls)
+        made = dataclass(frozen=True, init=False)(cls)
         hints = typing.get_type_hints(made)
-        names = [field.name for field in fields(made)]  # type: ignore[arg-type]
         made.code = code
-        made.wire_fields = tuple((name, _type_of(hints[name])) for name in names)
-        _VALUES[made] = _values_of(names)
+        made.wire_fields = tuple((field.name, _type_of(hints[field.name])) for field in fields(made))  # type: ignore[arg-type]
+        _compile(made)
         RECORDS[code] = made
         return made
 
     return build
 
 
-def _values_of(names: list[str]) -> Callable[[Record], tuple[object, ...]]:
-    getter = operator.attrgetter(*names)
-    return getter if len(names) > 1 else lambda record: (getter(record),)
+def replace(record: R, /, **changes: Any) -> R:
+    """A copy with other values of some fields; as :func:`dataclasses.replace`, and checked as any other."""
+    values = {**record.__dict__, **changes}
+    if len(values) > len(record.wire_fields):
+        raise TypeError(f"a {type(record).__name__} has no field {', '.join(changes.keys() - record.__dict__.keys())}")
+    if record.is_checked:
+        return type(record)(**values)
+    made = object.__new__(type(record))
+    made.__dict__.update(values)
+    return made
+
+
+def _compile(cls: type[Record]) -> None:
+    """Give a class its ``__init__``, ``to_wire`` and what reads it, each one function straight through the fields."""
+    known: dict[str, Any] = {"_cls": cls, "_wrong": _wrong}  # no field begins so
+    parameters, checks, stores, written, read = [], [], [], [str(cls.code)], []
+    for number, (name, kind) in enumerate(cls.wire_fields):
+        known |= {f"t_{name}": kind, f"c_{name}": kind.classes, f"h_{name}": kind.holds}
+        known |= {f"w_{name}": kind.write, f"r_{name}": kind.read}
+        has_default = hasattr(cls, name)
+        if has_default:
+            known[f"d_{name}"] = getattr(cls, name)
+        parameters.append(f"{name}=d_{name}" if has_default else name)
+        checks.append(f" if not ({kind.test(name)}): _wrong(_cls, {name!r}, t_{name}, {name})")
+        stores.append(f" _values[{name!r}] = {name}")
+        written.append(f"self.{name}" if kind.write is None else f"w_{name}(self.{name}, frames)")
+        read.append(f"wire[{number + 1}]" if kind.read is None else f"r_{name}(wire[{number + 1}], frames)")
+    last = [" self.check()"] if cls.is_checked and cls.check is not Record.check else []
+    lines = [f"def __init__(self, {', '.join(parameters)}):", *(checks if cls.is_checked else ())]
+    lines += [" _values = self.__dict__", *stores, *last]  # not self.x: a frozen class refuses that
+    lines += ["def to_wire(self, frames):", f" return ({', '.join(written)},)"]
+    lines += ["def from_wire(wire, frames):", f" return _cls({', '.join(read)})"]
+    exec("\n".join(lines), known)
+    for name in ("__init__", "to_wire"):
+        known[name].__qualname__ = f"{cls.__qualname__}.{name}"
+        setattr(cls, name, known[name])
+    cls._from_wire = known["from_wire"]
+
+
+def _wrong(cls: type[Record], name: str, kind: _Type, value: object) -> typing.NoReturn:
+    raise LocalProtocolError(f"{cls.__name__}.{name} must be {kind.title}, not {shown(value)}")
 
 
 class Frames:
@@ -127,21 +170,6 @@ class Frames:
         return Frame(self._parts[number])
 
 
-def to_wire(frames: list[Buffer]) -> Callable[[object], object]:
-    """How msgpack is to write what it does not know (its ``default``): records as lists that begin with their code,
-    frames as ``{"frame": number}``, their bytes appended to ``frames``. Everything else in a record it knows."""
-
-    def write(value: object) -> object:
-        if isinstance(value, Record):
-            return (value.code, *_VALUES[type(value)](value))
-        if isinstance(value, Frame):
-            frames.append(value.data)
-            return {"frame": len(frames) - 1}
-        raise LocalProtocolError(f"{shown(value)} is neither a record nor in one")
-
-    return write
-
-
 def from_wire(wire: object, frames: Frames, allowed: tuple[type[Record], ...] = ()) -> Record:
     """The record that ``wire`` spells, one of ``allowed`` where given. Raises :class:`LocalProtocolError`."""
     if type(wire) is not list or not wire or type(wire[0]) is not int:
@@ -153,11 +181,7 @@ def from_wire(wire: object, frames: Frames, allowed: tuple[type[Record], ...] = 
         raise LocalProtocolError(f"a {cls.__name__} does not belong here")
     if len(wire) - 1 != len(cls.wire_fields):
         raise LocalProtocolError(f"{cls.__name__} has {len(cls.wire_fields)} fields, not {len(wire) - 1}")
-    values = wire[1:]
-    for index, (_, kind) in enumerate(cls.wire_fields):
-        if kind.read is not None:
-            values[index] = kind.read(values[index], frames)
-    return cls(*values)
+    return cls._from_wire(wire, frames)
 
 
 def shown(value: object) -> str:
@@ -175,12 +199,23 @@ _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxtuple, _SHORT.maxl
 @dataclass(frozen=True, slots=True)
 class _Type:
     """One field type. A value is of it when its class is one of ``classes`` or when it ``holds``; ``read`` turns what
-    msgpack read into such a value where that differs, and leaves what does not fit as it is."""
+    msgpack read into such a value where that differs, and leaves what does not fit as it is; ``write`` turns a value
+    into what msgpack can write, where that differs."""
 
     title: str
     classes: frozenset[type]
     holds: Callable[[object], bool]
     read: Callable[[Any, Frames], object] | None = None
+    write: Callable[[Any, list[Buffer]], object] | None = None
+
+    def test(self, name: str) -> str:
+        """An expression: whether the field called ``name`` is of this type."""
+        if self.holds is _is_int:
+            return f"type({name}) is int and {_INT_MIN} <= {name} <= {_INT_MAX}"
+        if self.holds is not _never:
+            return f"type({name}) in c_{name} or h_{name}({name})"
+        [only] = self.classes if len(self.classes) == 1 else [None]
+        return f"type({name}) is {only.__name__}" if only in (bool, float, str, bytes) else f"type({name}) in c_{name}"
 
 
 def _never(_value: object) -> bool:
@@ -199,6 +234,11 @@ def _read_frame(wire: object, frames: Frames) -> object:
     return frames.take(wire) if type(wire) is dict else wire
 
 
+def _write_part(value: Any, frames: list[Buffer]) -> object:
+    """Of a record, a frame, or None."""
+    return None if value is None else value.to_wire(frames)
+
+
 _SCALARS: dict[object, _Type] = {
     bool: _Type("bool", frozenset({bool}), _never),
     int: _Type("int", frozenset(), _is_int),
@@ -206,7 +246,7 @@ _SCALARS: dict[object, _Type] = {
     str: _Type("str", frozenset({str}), _never),
     bytes: _Type("bytes", frozenset({bytes}), _never),
     type(None): _Type("None", frozenset({type(None)}), _never),
-    Frame: _Type("Frame", frozenset({Frame}), _never, _read_frame),
+    Frame: _Type("Frame", frozenset({Frame}), _never, _read_frame, _write_part),
 }
 
 
@@ -221,7 +261,7 @@ def _type_of(hint: Any) -> _Type:
     if origin in (Union, types.UnionType):
         return _union_type(arguments)
     if isinstance(hint, type) and issubclass(hint, Record):
-        return _Type(hint.__name__, frozenset({hint}), _never, _record_reader((hint,)))
+        return _Type(hint.__name__, frozenset({hint}), _never, _record_reader((hint,)), _write_part)
     raise TypeError(f"a record field cannot be {hint!r}")
 
 
@@ -242,21 +282,35 @@ def _tuple_type(arguments: tuple[Any, ...]) -> _Type:
             return wire
         return tuple([w if i.read is None else i.read(w, frames) for i, w in zip(items, wire, strict=True)])
 
-    return _Type(f"a tuple ({', '.join(item.title for item in items)})", frozenset(), holds, read)
+    def write(value: tuple[Any, ...], frames: list[Buffer]) -> object:
+        return [v if i.write is None else i.write(v, frames) for i, v in zip(items, value, strict=True)]
+
+    writes = any(item.write is not None for item in items)
+    title = f"a tuple ({', '.join(item.title for item in items)})"
+    return _Type(title, frozenset(), holds, read, write if writes else None)
 
 
 def _many_type(item: _Type) -> _Type:
-    classes, item_holds, item_read = item.classes, item.holds, item.read
+    classes, item_holds, item_read, item_write = item.classes, item.holds, item.read, item.write
 
     def holds(value: object) -> bool:
-        return type(value) is tuple and all(type(member) in classes or item_holds(member) for member in value)
+        if type(value) is not tuple:
+            return False
+        for member in value:  # noqa: SIM110  (a generator costs more than the few members)
+            if type(member) not in classes and not item_holds(member):
+                return False
+        return True
 
     def read(wire: object, frames: Frames) -> object:
         if type(wire) is not list:
             return wire
         return tuple(wire) if item_read is None else tuple([item_read(member, frames) for member in wire])
 
-    return _Type(f"a tuple of {item.title}", frozenset(), holds, read)
+    def write(value: tuple[Any, ...], frames: list[Buffer]) -> object:
+        assert item_write is not None
+        return [item_write(member, frames) for member in value]
+
+    return _Type(f"a tuple of {item.title}", frozenset(), holds, read, None if item_write is None else write)
 
 
 def _union_type(arguments: tuple[Any, ...]) -> _Type:
@@ -264,7 +318,7 @@ def _union_type(arguments: tuple[Any, ...]) -> _Type:
     records = tuple(a for a in arguments if isinstance(a, type) and issubclass(a, Record))
     others = tuple(m for a, m in zip(arguments, members, strict=True) if a not in records and a is not type(None))
 
-    def holds(value: object) -> bool:
+    def union_holds(value: object) -> bool:
         return any(_is_of(member, value) for member in others)
 
     def read(wire: object, frames: Frames) -> object:
@@ -276,8 +330,17 @@ def _union_type(arguments: tuple[Any, ...]) -> _Type:
                 return value
         return wire
 
-    classes = frozenset().union(*(member.classes for member in members))
-    return _Type(" or ".join(member.title for member in members), classes, holds, read)
+    def write(value: Any, frames: list[Buffer]) -> object:
+        if isinstance(value, Record | Frame):
+            return value.to_wire(frames)
+        writer = next((m.write for m in others if m.write is not None and _is_of(m, value)), None)
+        return value if writer is None else writer(value, frames)
+
+    classes: frozenset[type] = frozenset().union(*(member.classes for member in members))
+    holds = union_holds if any(member.holds is not _never for member in others) else _never
+    writes = any(member.write is not None for member in members)
+    title = " or ".join(member.title for member in members)
+    return _Type(title, classes, holds, read, write if writes else None)
 
 
 def _is_of(kind: _Type, value: object) -> bool:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from cs_proto.arrays import Array, Location
 from cs_proto.errors import DeviceMemoryError, InvalidArgumentError, MemoryPlanError, replica_exception_class
 from cs_proto.messages import ApplyPoint, Error, Optimizer, ReduceOpName, Variable, VariableSpec, WriteOp
 from cs_proto.optimizers import CLIPS, SLOTS, check_change, rule_of
+from cs_proto.records import replace
 from cs_proto.schedules import Schedule, rate
 from cs_proto.sizes import in_units
 

@@ -66,6 +66,9 @@ _HEADER_NBYTES = 64
 _RECORD = struct.Struct("<IIQ")
 _LENGTHS = struct.Struct("<IQ")
 _REMOVED = (1 << 64) - 1
+_CRC = struct.Struct("<I")
+_PADDING = tuple(bytes(-nbytes % 8) for nbytes in range(8))
+_NOWHERE = (0, 0)
 
 
 class ControlLog:
@@ -123,22 +126,25 @@ class ControlLog:
             yield key, bytes(self._memory[first : first + value_nbytes])
 
     def write(self, changes: Mapping[bytes, bytes | None]) -> None:
-        sizes = {key: _padded_nbytes(key, value) for key, value in changes.items()}
-        appended = sum(sizes.values())
-        kept = self._live_nbytes - sum(self._index[key][1] for key in changes if key in self._index)
-        live = kept + sum(sizes[key] for key, value in changes.items() if value is not None)
+        records = {key: _record(key, value) for key, value in changes.items()}
+        appended, live = 0, self._live_nbytes
+        for key, record in records.items():
+            appended += len(record)
+            live -= self._index.get(key, _NOWHERE)[1]
+            if changes[key] is not None:
+                live += len(record)
         if self._tail + appended <= min(self._half_nbytes, max(self._turnover, 4 * live)):
             start = self._base(self._active) + self._tail
             self._make_room(start, appended)
-            self._store(start, b"".join(_record(key, value) for key, value in changes.items()))
-            for key, value in changes.items():
-                self._note(key, None if value is None else (start, sizes[key]))
-                start += sizes[key]
+            self._store(start, b"".join(records.values()))
+            for key, record in records.items():
+                self._note(key, None if changes[key] is None else (start, len(record)))
+                start += len(record)
             self._tail += appended
             self._publish(_TAIL + self._active, self._tail)
         elif live <= self._half_nbytes:
             self._make_room(self._base(1 - self._active), live)
-            self._rewrite(changes, sizes)
+            self._rewrite({key: None if changes[key] is None else record for key, record in records.items()})
         else:
             raise ControlFull(
                 f"the control store is full: {live} bytes are needed, {self._half_nbytes} available; "
@@ -153,21 +159,22 @@ class ControlLog:
             except MemoryPlanError as error:
                 raise ControlFull(str(error)) from error
 
-    def _rewrite(self, changes: Mapping[bytes, bytes | None], sizes: Mapping[bytes, int]) -> None:
-        """Put what is live after ``changes`` into the other half and let that one count."""
+    def _rewrite(self, records: Mapping[bytes, bytes | None]) -> None:
+        """Put what is live after these ``records`` are set, or removed (None), into the other half and let that one
+        count."""
         other = 1 - self._active
         start = base = self._base(other)
         index: dict[bytes, tuple[int, int]] = {}
         for key, (first, nbytes) in self._index.items():
-            if key not in changes:
+            if key not in records:
                 self._store(start, self._memory[first : first + nbytes])
                 index[key] = (start, nbytes)
                 start += nbytes
-        for key, value in changes.items():
-            if value is not None:
-                self._store(start, _record(key, value))
-                index[key] = (start, sizes[key])
-                start += sizes[key]
+        for key, record in records.items():
+            if record is not None:
+                self._store(start, record)
+                index[key] = (start, len(record))
+                start += len(record)
         self._publish(_TAIL + other, start - base)
         self._publish(_ACTIVE, other)
         self._active, self._tail, self._index = other, start - base, index
@@ -207,14 +214,10 @@ class ControlLog:
 
 
 def _record(key: bytes, value: bytes | None) -> bytes:
-    nbytes = _RECORD.size + len(key) + len(value or b"")
     head = _LENGTHS.pack(len(key), _REMOVED if value is None else len(value)) + key
-    crc = zlib.crc32(value or b"", zlib.crc32(head))
-    return b"".join([crc.to_bytes(4, "little"), head, value or b"", bytes(-nbytes % 8)])
-
-
-def _padded_nbytes(key: bytes, value: bytes | None) -> int:
-    return _round_up(_RECORD.size + len(key) + len(value or b""))
+    value = value or b""
+    crc = zlib.crc32(value, zlib.crc32(head))
+    return b"".join((_CRC.pack(crc), head, value, _PADDING[(4 + len(head) + len(value)) % 8]))
 
 
 def _round_up(nbytes: int) -> int:

@@ -8,7 +8,7 @@ anew over the same store goes on as this one would have.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cs_proto.arrays import Location
 from cs_proto.errors import CentralStorageError, PeerProtocolError
@@ -37,7 +37,7 @@ from cs_proto.messages import (
     Return,
     Statistics,
 )
-from cs_proto.records import Record
+from cs_proto.records import Record, replace
 
 from .catalogue import Catalogue
 from .commits import Commits, Operations

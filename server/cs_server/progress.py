@@ -8,8 +8,6 @@ waits is let go on while a commit is under way.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from cs_proto.errors import CentralStorageError
 from cs_proto.failures import error_of
 from cs_proto.messages import (
@@ -26,6 +24,7 @@ from cs_proto.messages import (
     ReducePoint,
     RunId,
 )
+from cs_proto.records import replace
 
 from . import merge
 from .catalogue import Catalogue

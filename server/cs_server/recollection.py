@@ -9,7 +9,6 @@ message of a replay; what follows is decided by ``replays``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import ReplicaLostError
@@ -24,6 +23,7 @@ from cs_proto.messages import (
     Value,
     WriteNote,
 )
+from cs_proto.records import replace
 
 from . import merge
 from .catalogue import Catalogue

@@ -8,10 +8,9 @@ which the replica has returned is still to be committed, since variables are rea
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from cs_proto.failpoints import sabotaged
 from cs_proto.messages import CreatedInRun, Died, Resent, RunId, WorkerRestarted
+from cs_proto.records import replace
 
 from .commits import Commits
 from .events import Command, Fingerprinted, Send

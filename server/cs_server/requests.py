@@ -6,8 +6,6 @@ are the catalogue's; whether a write may happen now is asked of ``runs``.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from cs_proto.errors import CentralStorageError, ContextError, PeerProtocolError
 from cs_proto.failpoints import sabotaged
 from cs_proto.failures import error_of
@@ -32,7 +30,7 @@ from cs_proto.messages import (
     Slots,
     Statistics,
 )
-from cs_proto.records import Record
+from cs_proto.records import Record, replace
 
 from .catalogue import Catalogue
 from .commits import Commits

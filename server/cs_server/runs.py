@@ -6,7 +6,6 @@ repetition; what follows from what the replicas brought is decided by ``progress
 
 from __future__ import annotations
 
-from dataclasses import replace
 from operator import itemgetter
 
 from cs_proto.arrays import Location
@@ -37,7 +36,7 @@ from cs_proto.messages import (
     WorkerRestarted,
     WriteNote,
 )
-from cs_proto.records import Record
+from cs_proto.records import Record, replace
 
 from . import merge
 from .catalogue import Catalogue

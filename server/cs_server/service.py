@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,7 +64,7 @@ from cs_proto.messages import (
     Slots,
     WriteNote,
 )
-from cs_proto.records import Record
+from cs_proto.records import Record, replace
 
 from . import kernels, machine, undo
 from .arithmetic import Arithmetic
@@ -466,7 +466,7 @@ class Service:
             value = getattr(record, field.name)
             if isinstance(value, tuple) and any(isinstance(item, Array) for item in value):
                 changed[field.name] = tuple(map(self._in_frame, value))
-        return replace(record, **changed)  # type: ignore[type-var]
+        return replace(record, **changed)
 
     def _in_frame(self, array: Array) -> Array:
         return array_of(self._segments.view(array).copy()) if isinstance(array.place, Location) else array

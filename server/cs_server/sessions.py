@@ -6,13 +6,11 @@ and runs; ``engine`` tells ``runs`` of the deaths that are found here.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from cs_proto.errors import ContextError, Fenced, InvalidArgumentError, PeerProtocolError, ReplicaLostError
 from cs_proto.failpoints import sabotaged
 from cs_proto.failures import error_of
 from cs_proto.messages import PROTOCOL, Died, Goodbye, Hello, Refused, Register, Registered, Welcome, Worker
-from cs_proto.records import Record
+from cs_proto.records import Record, replace
 
 from .events import Command, Dismiss, Log, Send
 from .tables import ClientSession, Departure, Tables, WorkerSession

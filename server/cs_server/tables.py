@@ -8,9 +8,9 @@ same. It knows no rule; ``sessions``, ``requests``, ``runs``, ``progress``, ``co
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeVar, cast
+from typing import Any, Generic, Literal, TypeVar
 
 import msgpack
 
@@ -59,8 +59,7 @@ from .control import Control, ControlDamaged
 class _Row(Record):
     """Base of the records below. They are made by this process alone, so they are not checked field by field."""
 
-    def __post_init__(self) -> None:
-        pass
+    is_checked = False
 
 
 @record(200)
@@ -305,7 +304,10 @@ _TALLY = b"tally"
 class Table(Generic[K, V]):
     """A dictionary of records that remembers what has changed since the last ``flush`` of its owner."""
 
-    def __init__(self) -> None:
+    def __init__(self, letter: bytes, changed: list[Table[Any, Any]]) -> None:
+        """In the store its keys begin with ``letter``; when it changes it is added to ``changed``, once."""
+        self.letter = letter
+        self._changed = changed
         self._entries: dict[K, V] = {}
         self._before: dict[K, V | None] = {}
 
@@ -313,12 +315,19 @@ class Table(Generic[K, V]):
         return self._entries[key]
 
     def __setitem__(self, key: K, value: V) -> None:
-        self._before.setdefault(key, self._entries.get(key))
+        if key not in self._before:
+            self._note(key, self._entries.get(key))
         self._entries[key] = value
 
     def __delitem__(self, key: K) -> None:
-        self._before.setdefault(key, self._entries[key])
+        if key not in self._before:
+            self._note(key, self._entries[key])
         del self._entries[key]
+
+    def _note(self, key: K, before: V | None) -> None:
+        if not self._before:
+            self._changed.append(self)
+        self._before[key] = before
 
     def __contains__(self, key: object) -> bool:
         return key in self._entries
@@ -351,11 +360,6 @@ class Table(Generic[K, V]):
         """Take over an entry of the store."""
         self._entries[key] = value
 
-    @property
-    def is_changed(self) -> bool:
-        """Whether it may differ from the store."""
-        return bool(self._before)
-
     def changes(self) -> Iterator[tuple[K, V | None]]:
         """What differs from the store."""
         for key, before in self._before.items():
@@ -381,70 +385,45 @@ class Tables:
     """All tables over one store. Nothing reaches the store before ``flush``, and then all of it at once."""
 
     def __init__(self, control: Control, replicas: int) -> None:
-        self.workers: Table[int, WorkerSession] = Table()
-        #: By replica, where the latest known incarnation is dead.
-        self.deaths: Table[int, Died] = Table()
-        self.clients: Table[bytes, ClientSession] = Table()
-        #: By ticket, the last few.
-        self.departures: Table[int, Departure] = Table()
-        #: By (made under a token, client).
-        self.requests: Table[tuple[bool, str], Request] = Table()
-        self.held: Table[int, HeldGet] = Table()
-        self.variables: Table[int, Variable] = Table()
-        self.slabs: Table[str, Slab] = Table()
-        #: By (dtype, offset). No two are adjacent.
-        self.holes: Table[tuple[str, int], Hole] = Table()
-        self.optimizers: Table[int, Optimizer] = Table()
-        self.sets: Table[int, VariableSet] = Table()
-        #: By variable set, apart from it because it changes with every step.
-        self.steps: Table[int, Steps] = Table()
-        #: By (optimizer, variable).
-        self.slots: Table[tuple[int, int], SlotNames] = Table()
-        self.runs: Table[RunId, RunState] = Table()
-        #: By (run, replica).
-        self.stands: Table[tuple[RunId, int], Stand] = Table()
-        #: By (run, replica, k).
-        self.points: Table[tuple[RunId, int, int], Point] = Table()
-        #: By (run, replica, number), until they are committed.
-        self.writes: Table[tuple[RunId, int, int], WriteNote] = Table()
-        #: By (run, k).
-        self.outcomes: Table[tuple[RunId, int], Outcome] = Table()
-        #: By ticket.
-        self.jobs: Table[int, Job] = Table()
-        self.computations: Table[int, Computation] = Table()
-        #: By (run, replica, k, number), as in a Check.
-        self.digests: Table[tuple[RunId, int, int, int], Digest] = Table()
-        #: By ticket.
-        self.checks: Table[int, Check] = Table()
-        self.tally = _new_tally(replicas)
         # In the store a key begins with its table's letter. Letters are never used again for something else.
-        self._tables = {
-            letter: cast("Table[object, Record]", table)
-            for letter, table in {
-                b"w": self.workers,
-                b"d": self.deaths,
-                b"c": self.clients,
-                b"x": self.departures,
-                b"q": self.requests,
-                b"h": self.held,
-                b"v": self.variables,
-                b"a": self.slabs,
-                b"f": self.holes,
-                b"o": self.optimizers,
-                b"e": self.sets,
-                b"n": self.steps,
-                b"l": self.slots,
-                b"r": self.runs,
-                b"s": self.stands,
-                b"p": self.points,
-                b"t": self.writes,
-                b"u": self.outcomes,
-                b"j": self.jobs,
-                b"m": self.computations,
-                b"g": self.digests,
-                b"k": self.checks,
-            }.items()
-        }
+        changed = self._changed = list[Table[Any, Any]]()
+        self.workers: Table[int, WorkerSession] = Table(b"w", changed)
+        #: By replica, where the latest known incarnation is dead.
+        self.deaths: Table[int, Died] = Table(b"d", changed)
+        self.clients: Table[bytes, ClientSession] = Table(b"c", changed)
+        #: By ticket, the last few.
+        self.departures: Table[int, Departure] = Table(b"x", changed)
+        #: By (made under a token, client).
+        self.requests: Table[tuple[bool, str], Request] = Table(b"q", changed)
+        self.held: Table[int, HeldGet] = Table(b"h", changed)
+        self.variables: Table[int, Variable] = Table(b"v", changed)
+        self.slabs: Table[str, Slab] = Table(b"a", changed)
+        #: By (dtype, offset). No two are adjacent.
+        self.holes: Table[tuple[str, int], Hole] = Table(b"f", changed)
+        self.optimizers: Table[int, Optimizer] = Table(b"o", changed)
+        self.sets: Table[int, VariableSet] = Table(b"e", changed)
+        #: By variable set, apart from it because it changes with every step.
+        self.steps: Table[int, Steps] = Table(b"n", changed)
+        #: By (optimizer, variable).
+        self.slots: Table[tuple[int, int], SlotNames] = Table(b"l", changed)
+        self.runs: Table[RunId, RunState] = Table(b"r", changed)
+        #: By (run, replica).
+        self.stands: Table[tuple[RunId, int], Stand] = Table(b"s", changed)
+        #: By (run, replica, k).
+        self.points: Table[tuple[RunId, int, int], Point] = Table(b"p", changed)
+        #: By (run, replica, number), until they are committed.
+        self.writes: Table[tuple[RunId, int, int], WriteNote] = Table(b"t", changed)
+        #: By (run, k).
+        self.outcomes: Table[tuple[RunId, int], Outcome] = Table(b"u", changed)
+        #: By ticket.
+        self.jobs: Table[int, Job] = Table(b"j", changed)
+        self.computations: Table[int, Computation] = Table(b"m", changed)
+        #: By (run, replica, k, number), as in a Check.
+        self.digests: Table[tuple[RunId, int, int, int], Digest] = Table(b"g", changed)
+        #: By ticket.
+        self.checks: Table[int, Check] = Table(b"k", changed)
+        self.tally = _new_tally(replicas)
+        self._tables = {table.letter: table for table in vars(self).values() if isinstance(table, Table)}
         self._replicas = replicas
         self._control = control
         self._packed_tally = b""
@@ -459,25 +438,26 @@ class Tables:
 
     def flush(self) -> None:
         """Write what has changed. Raises ControlFull, and then nothing is written and nothing forgotten."""
-        changed = [(letter, table) for letter, table in self._tables.items() if table.is_changed]
         changes = {
-            letter + _pack_key(key): None if value is None else _pack(value)
-            for letter, table in changed
+            table.letter + codec.pack(key): None if value is None else _pack(value)
+            for table in self._changed
             for key, value in table.changes()
         }
-        packed_tally: bytes = msgpack.packb(list(vars(self.tally).values()))
+        packed_tally = codec.pack(list(vars(self.tally).values()))
         if packed_tally != self._packed_tally:
             changes[_TALLY] = packed_tally
         if changes:
             self._control.write(changes)
         self._packed_tally = packed_tally
-        for _, table in changed:
+        for table in self._changed:
             table.accept()
+        self._changed.clear()
 
     def rollback(self) -> None:
         """Return to what the store holds."""
-        for table in self._tables.values():
+        for table in self._changed:
             table.rollback()
+        self._changed.clear()
         self._restore_tally()
 
     def next_ticket(self) -> int:
@@ -505,7 +485,6 @@ def _new_tally(replicas: int) -> Tally:
     return Tally(seen=[0.0] * replicas, replica_runs=[0] * replicas, points=[0] * replicas, applies=[0] * replicas)
 
 
-_pack_key: Callable[[object], bytes] = msgpack.packb
 _COUNT = struct.Struct("<Q")
 # The store holds what this process wrote; its limits only keep damage from becoming a crash.
 _LIMITS = codec.Limits(1 << 31, 1 << 24, 1 << 48, 1 << 24, 1 << 28)

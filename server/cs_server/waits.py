@@ -5,9 +5,8 @@ Owns the sentences and their pace, and the step timeout. It changes nothing else
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from cs_proto.messages import RunId
+from cs_proto.records import replace
 
 from . import merge
 from .events import Command, EndWorker, Log
