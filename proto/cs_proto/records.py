@@ -121,7 +121,7 @@ def replace(record: R, /, **changes: Any) -> R:
 
 def _compile(cls: type[Record]) -> None:
     """Give a class its ``__init__``, ``to_wire`` and what reads it, each one function straight through the fields."""
-    known: dict[str, Any] = {"_cls": cls, "_wrong": _wrong}  # no field begins so
+    known: dict[str, Any] = {"_cls": cls, "_wrong": _wrong, "_nothing": ()}  # no field begins so
     parameters, checks, stores, written, read = [], [], [], [str(cls.code)], []
     for number, (name, kind) in enumerate(cls.wire_fields):
         known |= {f"t_{name}": kind, f"c_{name}": kind.classes, f"h_{name}": kind.holds}
@@ -132,7 +132,7 @@ def _compile(cls: type[Record]) -> None:
         parameters.append(f"{name}=d_{name}" if has_default else name)
         checks.append(f" if not ({kind.test(name)}): _wrong(_cls, {name!r}, t_{name}, {name})")
         stores.append(f" _values[{name!r}] = {name}")
-        written.append(f"self.{name}" if kind.write is None else f"w_{name}(self.{name}, frames)")
+        written.append(kind.written(f"self.{name}", f"w_{name}"))
         read.append(f"wire[{number + 1}]" if kind.read is None else f"r_{name}(wire[{number + 1}], frames)")
     last = [" self.check()"] if cls.is_checked and cls.check is not Record.check else []
     lines = [f"def __init__(self, {', '.join(parameters)}):", *(checks if cls.is_checked else ())]
@@ -200,22 +200,31 @@ _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxtuple, _SHORT.maxl
 class _Type:
     """One field type. A value is of it when its class is one of ``classes`` or when it ``holds``; ``read`` turns what
     msgpack read into such a value where that differs, and leaves what does not fit as it is; ``write`` turns a value
-    into what msgpack can write, where that differs."""
+    into what msgpack can write, where that differs. ``is_many``: tuples of any length."""
 
     title: str
     classes: frozenset[type]
     holds: Callable[[object], bool]
     read: Callable[[Any, Frames], object] | None = None
     write: Callable[[Any, list[Buffer]], object] | None = None
+    is_many: bool = False
 
     def test(self, name: str) -> str:
         """An expression: whether the field called ``name`` is of this type."""
         if self.holds is _is_int:
             return f"type({name}) is int and {_INT_MIN} <= {name} <= {_INT_MAX}"
+        if self.is_many:
+            return f"{name} is _nothing or h_{name}({name})"
         if self.holds is not _never:
             return f"type({name}) in c_{name} or h_{name}({name})"
         [only] = self.classes if len(self.classes) == 1 else [None]
         return f"type({name}) is {only.__name__}" if only in (bool, float, str, bytes) else f"type({name}) in c_{name}"
+
+    def written(self, value: str, write: str) -> str:
+        """An expression: what to write for ``value``, with ``write`` the name of the function for it."""
+        if self.write is None:
+            return value
+        return f"{write}({value}, frames) if {value} else ()" if self.is_many else f"{write}({value}, frames)"
 
 
 def _never(_value: object) -> bool:
@@ -310,7 +319,9 @@ def _many_type(item: _Type) -> _Type:
         assert item_write is not None
         return [item_write(member, frames) for member in value]
 
-    return _Type(f"a tuple of {item.title}", frozenset(), holds, read, None if item_write is None else write)
+    return _Type(
+        f"a tuple of {item.title}", frozenset(), holds, read, None if item_write is None else write, is_many=True
+    )
 
 
 def _union_type(arguments: tuple[Any, ...]) -> _Type:
@@ -339,6 +350,8 @@ def _union_type(arguments: tuple[Any, ...]) -> _Type:
     classes: frozenset[type] = frozenset().union(*(member.classes for member in members))
     holds = union_holds if any(member.holds is not _never for member in others) else _never
     writes = any(member.write is not None for member in members)
+    if writes and not others:
+        write = _write_part
     title = " or ".join(member.title for member in members)
     return _Type(title, classes, holds, read, write if writes else None)
 

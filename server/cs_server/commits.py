@@ -27,11 +27,13 @@ class Commits:
     @property
     def is_busy(self) -> bool:
         """Whether variables are being written, so that nobody may be let go on or look at them."""
-        return any(job.kind != "slots" for job in self._tables.jobs.values())
+        jobs = self._tables.jobs
+        return bool(jobs) and any(job.kind != "slots" for job in jobs.values())
 
     def concerns(self, run: tuple[int, ...]) -> bool:
         """Whether a commit of ``run``, or of one nested in it, is not finished."""
-        return any(job.run[: len(run)] == run for job in self._tables.jobs.values())
+        jobs = self._tables.jobs
+        return bool(jobs) and any(job.run[: len(run)] == run for job in jobs.values())
 
     def submit(self, job: Job) -> None:
         """Have ``job`` done when its turn comes."""
@@ -39,7 +41,7 @@ class Commits:
 
     def start(self) -> None:
         """Begin the first job where none is under way."""
-        if not self._tables.tally.committing and len(self._tables.jobs):
+        if not self._tables.tally.committing and self._tables.jobs:
             ticket = min(self._tables.jobs)
             self._tables.tally.committing = ticket
             self._out.append(self.command(ticket))

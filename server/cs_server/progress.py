@@ -340,7 +340,11 @@ class Progress:
         return [self._tables.stands[run, replica] for replica in self._replicas]
 
     def _is_stopped(self, run: RunId) -> bool:
-        return all(stand.is_stopped for stand in self._stands(run))
+        for replica in self._replicas:  # noqa: SIM110  (asked after every event: a generator costs more than a loop)
+            if not self._tables.stands[run, replica].is_stopped:
+                return False
+        return True
 
     def _waiting(self, run: RunId) -> list[int]:
-        return [replica for replica, stand in enumerate(self._stands(run)) if stand.is_waiting]
+        stands = self._tables.stands
+        return [replica for replica in self._replicas if stands[run, replica].is_waiting]

@@ -106,7 +106,8 @@ class Recollection:
 
     def is_checking(self, run: RunId) -> bool:
         """Whether a digest of something of ``run`` is being made."""
-        return any(check.run == run for check in self._tables.checks.values())
+        checks = self._tables.checks
+        return bool(checks) and any(check.run == run for check in checks.values())
 
     def command(self, ticket: int) -> Fingerprint:
         """The command for a check: the same however often it is asked for."""

@@ -206,7 +206,10 @@ class Sessions:
 
     def controller_peer(self) -> bytes | None:
         """Where the controller is reached; None where there is none."""
-        return next((p for p, s in self._tables.clients.items() if s.hello.role == "controller" and s.is_welcome), None)
+        for peer, session in self._tables.clients.items():
+            if session.is_welcome and session.hello.role == "controller":
+                return peer
+        return None
 
     def client(self, peer: bytes) -> Hello | None:
         """What the client at ``peer`` said of itself, once it is welcome."""

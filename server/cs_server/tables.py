@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgpack
 
@@ -301,69 +301,56 @@ V = TypeVar("V", bound=Record)
 _TALLY = b"tally"
 
 
-class Table(Generic[K, V]):
-    """A dictionary of records that remembers what has changed since the last ``flush`` of its owner."""
+class Table(dict[K, V]):
+    """A dictionary of records that remembers what has changed since the last ``flush`` of its owner. It is changed by
+    setting and deleting items and by nothing else, also while somebody goes through it."""
 
     def __init__(self, letter: bytes, changed: list[Table[Any, Any]]) -> None:
         """In the store its keys begin with ``letter``; when it changes it is added to ``changed``, once."""
         self.letter = letter
         self._changed = changed
-        self._entries: dict[K, V] = {}
         self._before: dict[K, V | None] = {}
-
-    def __getitem__(self, key: K) -> V:
-        return self._entries[key]
 
     def __setitem__(self, key: K, value: V) -> None:
         if key not in self._before:
-            self._note(key, self._entries.get(key))
-        self._entries[key] = value
+            self._note(key, self.get(key))
+        super().__setitem__(key, value)
 
     def __delitem__(self, key: K) -> None:
         if key not in self._before:
-            self._note(key, self._entries[key])
-        del self._entries[key]
+            self._note(key, self[key])
+        super().__delitem__(key)
 
     def _note(self, key: K, before: V | None) -> None:
         if not self._before:
             self._changed.append(self)
         self._before[key] = before
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._entries
-
     def __iter__(self) -> Iterator[K]:
-        """The keys as they are now; the table may be changed meanwhile."""
-        return iter(tuple(self._entries))
+        """The keys as they are now."""
+        return iter(tuple(super().keys()))
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def get(self, key: K) -> V | None:
-        """The record of ``key``, or None."""
-        return self._entries.get(key)
-
-    def items(self) -> list[tuple[K, V]]:
+    def items(self) -> list[tuple[K, V]]:  # type: ignore[override]
         """Keys and records as they are now."""
-        return list(self._entries.items())
+        return list(super().items())
 
-    def values(self) -> list[V]:
+    def values(self) -> list[V]:  # type: ignore[override]
         """The records as they are now."""
-        return list(self._entries.values())
+        return list(super().values())
 
     def discard(self, key: K) -> None:
         """Remove ``key`` where it is there."""
-        if key in self._entries:
+        if key in self:
             del self[key]
 
     def load(self, key: K, value: V) -> None:
         """Take over an entry of the store."""
-        self._entries[key] = value
+        super().__setitem__(key, value)
 
     def changes(self) -> Iterator[tuple[K, V | None]]:
         """What differs from the store."""
         for key, before in self._before.items():
-            value = self._entries.get(key)
+            value = self.get(key)
             if value is not before:
                 yield key, value
 
@@ -375,9 +362,9 @@ class Table(Generic[K, V]):
         """Forget the changes."""
         for key, value in self._before.items():
             if value is None:
-                self._entries.pop(key, None)
+                self.pop(key, None)
             else:
-                self._entries[key] = value
+                super().__setitem__(key, value)
         self._before.clear()
 
 
