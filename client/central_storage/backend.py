@@ -117,6 +117,12 @@ class ReplicaBackend(_Catalogue, Protocol):
         """Note one optimizer step: (gradient, variable number) pairs and (values, int64 indices, variable number)
         triples that fit their variables."""
 
+    def apply_buffers(
+        self, optimizer: int, gradients: Sequence[np.ndarray], numbers: tuple[int, ...], site: str
+    ) -> bool:
+        """As ``apply`` where ``gradients`` are just what ``gradient_buffers`` gave last, for these variables, and lie
+        where the server sees them; else nothing is done and False returned."""
+
     def gradient_buffers(self, numbers: Sequence[int]) -> list[np.ndarray]:
         """Writable arrays of the variables' shapes that lie where the server reads gradients."""
 

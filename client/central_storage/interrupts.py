@@ -8,8 +8,8 @@ where nothing is half-done.
 from __future__ import annotations
 
 import os
-import signal
 import threading
+from _signal import SIGINT, getsignal, signal  # type: ignore[import-not-found]
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
@@ -69,10 +69,11 @@ class Interrupts:
     def __enter__(self) -> Self:
         self._depth += 1
         if self._depth == 1 and threading.current_thread() is threading.main_thread():
-            previous = signal.getsignal(signal.SIGINT)
+            # Those of the module ``signal`` look handlers up in enums, where they are not: exceptions, at every run.
+            previous = getsignal(SIGINT)
             if callable(previous):  # a user who ignores Ctrl-C, or whose handler is not Python's, is left alone
                 self._previous = previous
-                signal.signal(signal.SIGINT, self._note)
+                signal(SIGINT, self._note)
                 self._installed = True
         return self
 
@@ -81,7 +82,7 @@ class Interrupts:
     ) -> None:
         self._depth -= 1
         if self._installed and self._depth == 0:
-            signal.signal(signal.SIGINT, self._previous)
+            signal(SIGINT, self._previous)
             self._installed = False
             pending, self.count, self._taken = self.count > self._taken, 0, 0
             if pending:

@@ -41,7 +41,8 @@ class Runs(Seam):
         self._adopt: Adopt = _nothing_adopted
         self._runs = 0
         self._answered = 0  # the last run whose end is known
-        self._prepared: messages.Prepare | None = None
+        self._prepared: messages.Prepare | None = None  # what workers were told last, and from what it was made
+        self._where: tuple[list[str], str] | None = None
         self._latest: Series | None = None  # the one of which runs may be unanswered
         self._sent: deque[Sent] = deque()  # its unanswered ones
         self._cancelling: Series | None = None  # the one whose replicas have been told to give up
@@ -78,16 +79,18 @@ class Runs(Seam):
         if series.lookahead:
             sent = Sent(run, [], data, kept, list(map(copy, self._held)), list(map(copy, self._frozen)))
         frozen = isinstance(function, Function)
-        prepare = messages.Prepare(tuple(map(str, sys.path)), os.getcwd())
+        where = ([*sys.path], os.getcwd())
+        if where != self._where and self._threads is None:  # threads have the script's own path
+            self._prepared = messages.Prepare(tuple(map(str, sys.path)), where[1])
+            for socket in self._worker_sockets:
+                self._send(socket, self._prepared)
+            self._where = where
         for replica, (socket, (pickled, buffers)) in enumerate(zip(self._worker_sockets, pickles, strict=True)):
-            if prepare != self._prepared and self._threads is None:  # threads have the script's own path
-                self._send(socket, prepare)
             carried = None if self._is_function_held(replica, name, frozen) else self._arena.share(data)
             placed = tuple(map(self._arena.share, buffers))
             what = (name, carried, frozen, self._arena.share(pickled), placed)
             sent.messages.append(messages.Run(run, replica, self._seed, *what, *step))
             self._send(socket, sent.messages[-1])
-        self._prepared = prepare
         series.unanswered.append(sent)
         self._latest, self._sent = series, series.unanswered
 
@@ -113,7 +116,7 @@ class Runs(Seam):
         self._worker_sockets[replica].close(linger=0)
         socket = self._worker_sockets[replica] = self._connect(worker.endpoint)
         self._held[replica], self._frozen[replica] = Recent(HELD_FUNCTIONS), set()
-        if self._prepared is not None and self._threads is None:
+        if self._prepared is not None:
             self._send(socket, self._prepared)
         is_first = True
         for sent in self._sent:

@@ -45,6 +45,8 @@ __all__ = [
 
 P = TypeVar("P")
 
+_NO_ARGUMENTS = pickle.dumps(((), {}), 5)
+
 #: What stands for a handle: (kind, number). May make the thing in the server. Of a composite, whose parts travel, only
 #: the latter counts.
 Adopt = Callable[[Handle | Composite], tuple[str, int]]
@@ -75,6 +77,8 @@ def dump_arguments(
     else has been pickled; arrays that are not contiguous become so. Raises as :func:`dump_function` does, and what
     ``place`` raises.
     """
+    if not args and not kwargs:
+        return _NO_ARGUMENTS, ()
     plan = _Plan(adopt, buffers=[])
     data = _dump((tuple(args), dict(kwargs)), plan)
     return data, tuple(place(buffer.raw()) for buffer in plan.buffers or ())

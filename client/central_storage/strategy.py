@@ -136,6 +136,11 @@ class CentralStorageStrategy(StrategyBase, Handle):
         """The devices of each replica, as full names."""
         return [[devices.full_name(device) for device in devices.logical_devices(r)] for r in self._compute_devices]
 
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas."""
+        return len(self._compute_devices)
+
     def call(
         self, function: Callable[..., Any], arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
     ) -> list[Any]:

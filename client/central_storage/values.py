@@ -253,6 +253,8 @@ def convert_to_tensor(value: Any, dtype: Any = None) -> np.ndarray:
     :class:`InvalidArgumentError` for what is no array of numbers, bools or strings (None, dicts, uneven lists, lists of
     strings and numbers, a PerReplica) and for integers that do not fit.
     """
+    if dtype is None and type(value) is np.ndarray and value.dtype.kind in "biufcUS":
+        return value
     array = _array_of(value)
     if array.dtype.kind in "US" and isinstance(value, list | tuple) and not _is_text(value):
         raise InvalidArgumentError(f"{value!r:.200} mixes strings and numbers, which no array holds")

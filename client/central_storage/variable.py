@@ -302,6 +302,8 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """A read-only view inside a replica, a copy elsewhere."""
         value = convert_to_tensor(self.current())  # from a GPU, where the replica is on one
+        if dtype is None and not copy:
+            return value
         return np.array(value, dtype) if copy else np.asarray(value, dtype)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:

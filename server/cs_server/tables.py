@@ -347,6 +347,11 @@ class Table(dict[K, V]):
         """Take over an entry of the store."""
         super().__setitem__(key, value)
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether it may differ from the store."""
+        return bool(self._before)
+
     def changes(self) -> Iterator[tuple[K, V | None]]:
         """What differs from the store."""
         for key, before in self._before.items():

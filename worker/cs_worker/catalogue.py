@@ -36,6 +36,9 @@ _log = logging.getLogger("central_storage.worker")
 
 R = TypeVar("R", bound=Record)
 
+# Of so many sets of variables the places of gradients are kept as lists.
+_SETS_KEPT = 64
+
 
 class Catalogue:
     """Records by number, and mapped arrays."""
@@ -55,9 +58,12 @@ class Catalogue:
         #: Whether gradients on the server's GPU must be in their segments, too.
         self.keeps_gradients = True
         self._known: dict[int, messages.Variable] = {}
-        self._views: dict[int, np.ndarray] = {}
+        #: Views that stay what they are: of the server's own memory, for a replica on a CPU.
+        self.mapped: dict[int, np.ndarray] = {}
+        self._views: dict[int, np.ndarray] = self.mapped if device.is_host else {}
         self._carried_at = 0  # the count of waits when what of the views cannot be mapped was asked for
         self._gradients: dict[tuple[int, int], np.ndarray] = {}
+        self._gradients_of: dict[tuple[tuple[int, ...], int], list[np.ndarray]] = {}
         self._handles: dict[tuple[str, int], object] = {}
         self._missed_in: object = None
         #: The one handle of the strategy in this worker; said once by the token's controller.
@@ -88,12 +94,14 @@ class Catalogue:
     def forget(self, numbers: Iterable[int]) -> None:
         """Know no more of these variables, whose places may be others' by now; the server refuses who asks for one."""
         numbers = list(numbers)
+        self._gradients_of.clear()
         gone: list[np.ndarray | None] = []
         for number in numbers:
             self._known.pop(number, None)
             for buffers in (-1, 0, 1):
                 self._located.pop((number, buffers), None)
             gone.append(self._views.pop(number, None))
+            self.mapped.pop(number, None)
             self._handles.pop(("variable", number), None)
             gone += (self._gradients.pop((number, buffers), None) for buffers in range(2))
         if not self._device.is_host:
@@ -197,12 +205,15 @@ class Catalogue:
         """The variable's value: the server's own memory, read-only, one object for ever. Where that cannot be mapped, a
         copy of the bytes, one object until this replica next waits."""
         if self.carries and self._carried_at != self._conversation.waits:
-            self._views.clear()
+            self._views = {}
             self._carried_at = self._conversation.waits
         view = self._views.get(number)
         if view is None:
             record = self.place(number)
-            view = self._views[number] = self.map(record.array)
+            view = self.map(record.array)
+            if self.carries and self._views is self.mapped:  # known only now: what is carried changes
+                self._views = {}
+            self._views[number] = view
             if not self._device.is_host and not self.carries:
                 self._lock_slab(record.place.segment)
         return view
@@ -222,11 +233,16 @@ class Catalogue:
     def gradients(self, numbers: Sequence[int], buffers: int) -> list[np.ndarray]:
         """The places of several variables in a set of gradient buffers, as :meth:`gradient` gives them; page-locked
         for a GPU."""
-        if all((number, buffers) in self._gradients for number in numbers):
-            return [self._gradients[number, buffers] for number in numbers]
-        places = [self.gradient(number, buffers) for number in numbers]
-        if not self.carries:
-            self._device.lock(places)
+        key = (tuple(numbers), buffers)
+        places = self._gradients_of.get(key)
+        if places is None:
+            is_new = any((number, buffers) not in self._gradients for number in numbers)
+            places = [self.gradient(number, buffers) for number in numbers]
+            if is_new and not self.carries:
+                self._device.lock(places)
+            if len(self._gradients_of) >= _SETS_KEPT:
+                self._gradients_of.clear()
+            self._gradients_of[key] = places
         return places
 
     def gradient(self, number: int, buffers: int) -> np.ndarray:

@@ -33,6 +33,7 @@ class GradientBuffers:
         self._free: deque[int] = deque((0, 1) if outer is None else outer.unused())
         self._noted: deque[int] = deque()
         self._handed_out: dict[int, tuple[np.ndarray, int]] = {}  # by identity; held, so that it stays one
+        self._last: tuple[list[int], tuple[int, ...]] = ([], ())  # identities of the last ones, and their variables
 
     def hand_out(self, numbers: Sequence[int], commit: Callable[[], None]) -> list[np.ndarray]:
         """Writable arrays of the variables: of the current set, or on a GPU for it. ``commit`` is called where both
@@ -41,8 +42,28 @@ class GradientBuffers:
         arrays = self._on_device(numbers, current)
         if arrays is None:
             arrays = self._device.buffers(self._catalogue.gradients(numbers, current))
-        self._handed_out.update((id(array), (array, number)) for array, number in zip(arrays, numbers, strict=True))
+        identities = list(map(id, arrays))
+        self._handed_out.update(zip(identities, zip(arrays, numbers, strict=True), strict=True))
+        self._last = (identities, tuple(numbers))
         return arrays
+
+    def are_handed_out(self, gradients: Sequence[np.ndarray], numbers: tuple[int, ...]) -> bool:
+        """Whether ``gradients`` are just what was handed out last, for these variables, on the host and in memory that
+        the server sees: then they lie in their places and fit."""
+        return (
+            self._device.is_host
+            and not self._catalogue.carries
+            and len(numbers) > 0
+            and self._last[1] == numbers
+            and list(map(id, gradients)) == self._last[0]
+            and len(self._handed_out) >= len(gradients)
+            and len(set(numbers)) == len(numbers)
+        )
+
+    @property
+    def current(self) -> int:
+        """The set of which arrays have been handed out."""
+        return self._free[0]
 
     def fill(self, pairs: Sequence[tuple[np.ndarray, int]], commit: Callable[[], None]) -> int:
         """Bring the gradients of variables into the current set and say which it is; its number is 2 higher where they
@@ -74,6 +95,7 @@ class GradientBuffers:
             for array, _ in self._handed_out.values():
                 array.flags.writeable = False
         self._handed_out.clear()
+        self._last = ([], ())
         self._noted.append(self._free.popleft())
 
     def committed(self) -> None:

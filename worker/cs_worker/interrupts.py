@@ -8,6 +8,7 @@ SIGTERM ends the process.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import ctypes
 import logging
 import os
@@ -45,8 +46,9 @@ class Interrupts:
 
     def install(self) -> None:
         """Handle SIGINT and SIGTERM from now on. Main thread only."""
-        signal.signal(signal.SIGINT, self._interrupt)
-        signal.signal(signal.SIGTERM, self._terminate)
+        # signal.signal looks handlers up in an enum, where these are not: exceptions, at every run.
+        _signal.signal(signal.SIGINT, self._interrupt)
+        _signal.signal(signal.SIGTERM, self._terminate)
 
     def forget(self) -> None:
         """In a forked child: signals do what they do in any Python process."""

@@ -133,7 +133,8 @@ class Loop:
         self._under_way.append(replica)
         if outer is None:
             self._shop.device.begin_run(self._shop.catalogue)
-        _log.debug("run %s begins", path_text(run.run))
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("run %s begins", path_text(run.run))
         try:
             value = self._call(sender, run, replica)
         # Whatever the user's code raises is an answer, SystemExit and KeyboardInterrupt too; the worker goes on.
@@ -146,7 +147,8 @@ class Loop:
         if restore is not None:
             restore()
         _flush()
-        _log.debug("run %s has ended", path_text(run.run))
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("run %s has ended", path_text(run.run))
         return partial(replica.send_return, value, error)
 
     def _call(self, sender: bytes, run: Run, replica: Replica) -> Value:

@@ -99,11 +99,18 @@ class Replica:
 
     # --- reading ----------------------------------------------------------------------------------------------
 
-    @_whole
     def view(self, number: int) -> np.ndarray:
         """The variable's value: read-only, no copy, current until this replica next waits. What this replica has
         brought to merge points for it is committed first; what it only noted to write is in a copy of its own. On a
         GPU a copy, made where the variable has changed since the last one; it must not be written to."""
+        if not self._unseen and number not in self._written and threading.get_ident() == self._thread:
+            mapped = self._shop.catalogue.mapped.get(number)
+            if mapped is not None:  # the server's memory, seen before: most reads, which change nothing here
+                return mapped
+        return self._view(number)
+
+    @_whole
+    def _view(self, number: int) -> np.ndarray:
         self._commit_writes_of(number)
         shop, notes = self._shop, self._unseen_of(number)
         value: np.ndarray
@@ -183,12 +190,46 @@ class Replica:
     ) -> None:
         """Note one optimizer step; the first of a set of variables is waited for, since it may not be possible."""
         self._refuse_after_failure()
-        buffers = self.buffers.fill(dense, self._commit) if dense else 0
+        self._apply(optimizer, dense, sparse, self.buffers.fill(dense, self._commit) if dense else 0, site)
+
+    @_whole
+    def apply_buffers(
+        self, optimizer: int, gradients: Sequence[np.ndarray], numbers: tuple[int, ...], site: str
+    ) -> bool:
+        """As :meth:`apply`, where ``gradients`` are what was handed out last, for these variables; else nothing is done
+        and False returned. They need no look one by one."""
+        if not self.buffers.are_handed_out(gradients, numbers):
+            return False
+        self._refuse_after_failure()
+        self._bring_apply(optimizer, tuple(sorted(numbers)), self.buffers.current, (), site)
+        self.buffers.note()
+        return True
+
+    def _apply(
+        self,
+        optimizer: int,
+        dense: Sequence[tuple[np.ndarray, int]],
+        sparse: Sequence[tuple[np.ndarray, np.ndarray, int]],
+        buffers: int,
+        site: str,
+    ) -> None:
         rows = tuple(
             messages.SparseGradient(number, self._placed(values), self._placed(indices))
             for values, indices, number in sorted(sparse, key=lambda triple: triple[2])
         )
         numbers = tuple(sorted([number for *_, number in dense] + [number for *_, number in sparse]))
+        self._bring_apply(optimizer, numbers, buffers, rows, site)
+        if dense:
+            self.buffers.note()
+
+    def _bring_apply(
+        self,
+        optimizer: int,
+        numbers: tuple[int, ...],
+        buffers: int,
+        rows: tuple[messages.SparseGradient, ...],
+        site: str,
+    ) -> None:
         variable_set = self._shop.variable_sets.get((optimizer, numbers))
         if variable_set is None:
             point = messages.ApplyPoint(self.count, site, optimizer, 0, numbers, buffers, rows)
@@ -196,8 +237,6 @@ class Replica:
             self._shop.variable_sets[optimizer, numbers] = accepted.variable_set
         else:
             self._note(messages.ApplyPoint(self.count, site, optimizer, variable_set, (), buffers, rows))
-        if dense:
-            self.buffers.note()
         self._written.update(numbers)
         self._stepped.add(optimizer)
 

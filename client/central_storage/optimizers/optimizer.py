@@ -275,6 +275,10 @@ class Optimizer(Handle):
             raise ValueError(f"{self.name}.apply_gradients: every gradient is None, so nothing is left to apply")
         numbers = [self._checked(variable) for _, variable in pairs]
         constrain = constraints_after(pairs)
+        if constrain is None and len(pairs) == len(given):  # what lies in its place needs no look one by one
+            gradients = [gradient for gradient, _ in pairs]
+            if context.backend.apply_buffers(self._number, gradients, tuple(numbers), call_site()):
+                return
         if len(set(numbers)) < len(numbers):
             raise ValueError(f"{self.name}.apply_gradients: a variable appears twice; add its gradients first")
         missing = [self._own(variable).name for gradient, variable in given if gradient is None]
