@@ -25,6 +25,7 @@ from pathlib import Path
 import environments
 import memory
 import numpy as np
+import parts
 import report
 from sklearn.datasets import load_digits
 from works import DIGITS, EMPTY, FIRST_STEP, WORKS, Embedding, Read
@@ -191,6 +192,8 @@ def main() -> None:
     print(f"\nmedian and spread of {rounds} rounds; one step, one read or one start; / ours: times our median")
     print(report.table(rows))
     print(f"\n{memory.table()}")
+    if options.quick:
+        print(f"\n{parts.table(OWN[0], bench)}")
     if not options.quick and rows:
         report.save(rows, machine, options.results)
         print(f"\nwritten to {options.results}/results.json and results.svg")

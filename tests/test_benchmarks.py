@@ -111,3 +111,48 @@ def test_too_few_rounds_are_refused() -> None:
     ended = run("benchmarks/bench.py", "--rounds", "2")
     assert ended.code == 2
     assert "fewer than 5 rounds" in ended.err
+
+
+def test_the_parts_of_a_step_are_put_together(benchmark: Any) -> None:
+    import parts  # found when benchmark/ is on the path
+
+    us = 1000
+    client = [
+        ("begun", 0),
+        ("pickled", 10),
+        ("sent", 15),
+        ("sent", 20),
+        ("woken", 200),
+        ("decoded", 203),
+        ("over", 210),
+    ]
+    worker = [("woken", 50), ("decoded", 55), ("called", 65), ("returned", 95), ("sent", 100)]
+    other = [("woken", 30), ("decoded", 36), ("called", 40), ("returned", 60), ("sent", 62)]
+    server = [("woken", 90), ("decoded", 92), ("decided", 97), ("woken", 130), ("decoded", 133), ("decided", 140)]
+    server += [("committed", 160), ("decided", 164), ("sent", 180)]
+    left = [
+        (role, [(name, step * 1000 * us + when * us) for step in range(parts.STEPS) for name, when in moments])
+        for role, moments in (("client", client), ("worker", worker), ("worker", other), ("server", server))
+    ]
+    lines = {line[:32].strip(): line[32:].strip() for line in parts.lines("digits", left)}
+    assert lines.pop("parts of digits") == "median"
+    assert lines == {
+        "pickle check": "10.0 µs",
+        "encode, send (client)": "10.0 µs",
+        "decode (worker)": "6.00 µs",
+        "arguments, seeds": "10.0 µs",
+        "function": "30.0 µs",
+        "result, encode, send (worker)": "5.00 µs",
+        "decode (server)": "5.00 µs",
+        "merge: decide, write down": "16.0 µs",
+        "commit": "20.0 µs",
+        "encode, send (server)": "16.0 µs",
+        "decode (client)": "3.00 µs",
+        "result (client)": "7.00 µs",
+        "wake: client to worker": "10.0 µs",
+        "wake: worker to server": "30.0 µs",
+        "wake: server to client": "20.0 µs",
+        "all": "210 µs",
+        "messages": "5",
+        "wake-ups": "5",
+    }

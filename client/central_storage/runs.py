@@ -23,7 +23,7 @@ from .composites import Composite
 from .function import Function, Pickled
 from .handles import Handle
 from .lifeline import Lifeline
-from .seam import Seam, Threads, log, name_wait
+from .seam import Seam, Threads, log, moment, name_wait
 from .series import Arguments, Sent, Series
 from .shipping import Adopt, digest, dump_arguments, dump_function
 from .vocabulary import from_value, to_exception
@@ -64,11 +64,13 @@ class Runs(Seam):
 
     def _send_run(self, series: Series, function: Callable[..., Any], arguments: Arguments) -> None:
         self._deaths.refuse()
+        moment("begun")
         data, name, handles = self._pickle(function)
         # A frozen function lives on in the workers, where it may keep what it is given.
         adopt = partial(self._adopt_into, handles) if isinstance(function, Function) else self._adopt
         # Placed when all is pickled: what is adopted meanwhile may be brought by way of the arena, too.
         pickles = [dump_arguments(args, kwargs, adopt, _in_place) for args, kwargs in arguments]
+        moment("pickled")
         self._runs += 1
         run, parts = (self._runs,), series.lookahead + 1
         series.number = series.number or run[0]
@@ -91,6 +93,7 @@ class Runs(Seam):
             what = (name, carried, frozen, self._arena.share(pickled), placed)
             sent.messages.append(messages.Run(run, replica, self._seed, *what, *step))
             self._send(socket, sent.messages[-1])
+            moment("sent")
         series.unanswered.append(sent)
         self._latest, self._sent = series, series.unanswered
 
@@ -195,6 +198,7 @@ class Runs(Seam):
         self._latest = None  # a handle among the results may be asked for in an operation that waits for no step
         try:
             outcome = self._read_outcome(finished)
+            moment("over")
         finally:
             self._latest = series
         if finished.error is None:

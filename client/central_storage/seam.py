@@ -24,6 +24,7 @@ from cs_proto.arrays import Array, Location
 from cs_proto.codec import BULK_LIMITS, decode, encode
 from cs_proto.errors import LaunchError, PeerProtocolError, ReplicaLostError, ShutdownError
 from cs_proto.messages import Died, Output, Serving
+from cs_proto.moments import moments
 from cs_proto.records import Record
 from cs_proto.segments import frame_view
 
@@ -35,10 +36,13 @@ from .lifeline import CARRIED, Lifeline
 from .listener import IdleListener
 from .vocabulary import to_exception
 
-__all__ = ["Seam", "Threads", "log", "name_wait", "wait_until_serving"]
+__all__ = ["Seam", "Threads", "log", "moment", "name_wait", "wait_until_serving"]
 
 #: Named after the whole link, whichever part of it speaks.
 log = logging.getLogger("central_storage.link")
+
+#: Notes where in a step this process is.
+moment = moments("client", time.perf_counter_ns)
 
 R = TypeVar("R", bound=Record)
 
@@ -147,6 +151,7 @@ class Seam(ABC):
         has_waiting = self._lifeline.has_waiting
         ready = dict(self._poller.poll(0 if has_waiting else int(max(0.0, timeout) * 1000) + 1))
         self._interrupts.raise_pending()
+        moment("woken")
         if has_waiting or self._lifeline.fileno() in ready:
             try:
                 return self._hear()
@@ -189,6 +194,7 @@ class Seam(ABC):
         except PeerProtocolError as error:
             log.error("dropped a malformed message: %s", error)
             return None
+        moment("decoded")
         if log.isEnabledFor(logging.DEBUG):
             log.debug("received %.300r", record)
         return record

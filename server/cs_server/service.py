@@ -64,6 +64,7 @@ from cs_proto.messages import (
     Slots,
     WriteNote,
 )
+from cs_proto.moments import moments
 from cs_proto.records import Record, replace
 
 from . import kernels, machine, undo
@@ -109,6 +110,7 @@ if TYPE_CHECKING:
 __all__ = ["Service", "ThreadedServer", "serve"]
 
 _log = logging.getLogger("cs_server.service")
+_moment = moments("server", time.perf_counter_ns)
 
 # Address ranges, of which only touched pages take memory. The control segment's two halves must each hold what
 # replicas bring to one run and return from it; arenas are bounded by the memory there is.
@@ -295,6 +297,7 @@ class Service:
         gone.
         """
         ready = dict(self._poller.poll(0 if self._segments.has_kept else math.ceil(timeout * 1000)))
+        _moment("woken")
         if self._wake in ready and signal.SIGTERM in os.read(self._wake, 64):
             self.is_told_to_end = True
             return
@@ -341,6 +344,7 @@ class Service:
             return None
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("from %r: %.300r", peer, record)
+        _moment("decoded")
         failpoint("server.heard")
         return record
 
@@ -359,6 +363,7 @@ class Service:
         pending = deque(events)
         while pending:
             commands = self._engine.handle(pending.popleft(), time.monotonic())
+            _moment("decided")
             failpoint("server.decided")
             pending.extend(self._carry_out(commands))
 
@@ -381,6 +386,7 @@ class Service:
                     (self._gpu or self._arithmetic).commit(command)
                     failpoint("server.committed")
                     self._commits[0] += np.uint64(1)
+                    _moment("committed")
                     outcomes.append(Finished(ticket))
                     self._segments.worked()
                 case Compute():
@@ -454,6 +460,7 @@ class Service:
         failpoint("server.send")
         try:
             self._router.send_multipart([peer, *encode(record, BULK_LIMITS)])
+            _moment("sent")
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise

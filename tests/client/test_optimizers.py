@@ -73,6 +73,10 @@ class Backend:
     def apply(self, optimizer: int, dense: list[Any], sparse: list[Any], site: str) -> None:
         self.applied.append((optimizer, dense, sparse))
 
+    def apply_buffers(self, optimizer: int, gradients: list[Any], numbers: tuple[int, ...], site: str) -> bool:
+        """Nothing was handed out."""
+        return False
+
     def forget(self, number: int) -> None:
         """Nobody holds a handle of the variable any more."""
 

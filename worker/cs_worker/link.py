@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -19,14 +20,18 @@ from central_storage.lifeline import Lifeline
 from cs_proto import messages
 from cs_proto.codec import BULK_LIMITS, decode, encode
 from cs_proto.errors import ConfigurationError, ContextError, PeerProtocolError, ShutdownError
+from cs_proto.moments import moments
 from cs_proto.records import Record
 
 from .config import Config
 from .turns import Turns
 
-__all__ = ["COLLEAGUE", "SERVER", "SUPERVISOR", "Link"]
+__all__ = ["COLLEAGUE", "SERVER", "SUPERVISOR", "Link", "moment"]
 
 _log = logging.getLogger("central_storage.worker")
+
+#: Notes where in a step this process is.
+moment = moments("worker", time.perf_counter_ns)
 
 # Who sent a record: one of these, or the identity of a peer at the ROUTER. An identity that a peer chose is neither
 # empty nor begins with a zero, and one that libzmq made has five bytes.
@@ -80,6 +85,7 @@ class Link:
             pause = 0.0 if has_waiting else timeout
             with self._turns.paused():
                 ready = dict(self._poller.poll(None if pause is None else round(max(0.0, pause) * 1000)))
+            moment("woken")
             if not ready and not has_waiting:
                 return None
             if ready.pop(self._doorbell, None):
@@ -165,6 +171,7 @@ class Link:
             _log.debug("send %.300r", record)
         # Copied: the user's arrays behind a frame may change as soon as this returns. Large ones are in an arena.
         socket.send_multipart([*prefix, *encode(record)])
+        moment("sent")
 
     def _read(self, socket: zmq.Socket[bytes], sender: bytes | None) -> tuple[bytes, Record] | None:
         frames = socket.recv_multipart(copy=False)
@@ -175,6 +182,7 @@ class Link:
         except PeerProtocolError as error:
             _log.warning("%s: dropped a malformed message from %r: %s", self._config.name, sender, error)
             return None
+        moment("decoded")
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("received from %r: %.300r", sender, record)
         return sender, record

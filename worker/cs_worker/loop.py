@@ -32,7 +32,7 @@ from .config import Config
 from .conversation import Conversation, path_text
 from .device import Device
 from .interrupts import Interrupts
-from .link import Link
+from .link import Link, moment
 from .placing import Placing
 from .programs import Programs
 from .raised import raised_error
@@ -169,6 +169,7 @@ class Loop:
         if not shop.device.is_host:
             args, kwargs = nest.map_structure(self._bring, (args, kwargs))
         seed_random_state(run.seed, run.run, run.replica, shop.device.seed)
+        moment("called")
         try:
             result = function(*args, **kwargs)
         except BaseException as raised:
@@ -177,6 +178,7 @@ class Loop:
             raise
         if shop.conversation.link.is_inherited:
             _end_child(None)
+        moment("returned")
         return result
 
 
