@@ -8,6 +8,7 @@ anew over the same store goes on as this one would have.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from cs_proto.arrays import Location
@@ -125,11 +126,11 @@ class Engine:
         except CentralStorageError as error:
             instead = self._instead(event, error)
         try:
-            return self._attempt(replace(asked, event=instead), now)
+            return self._attempt(dataclasses.replace(asked, event=instead), now)
         except CentralStorageError as error:
             if not isinstance(event, Received) or isinstance(instead, _Refusal):
                 raise
-            return self._attempt(replace(asked, event=_refused(event, error)), now)
+            return self._attempt(dataclasses.replace(asked, event=_refused(event, error)), now)
 
     def resume(self) -> list[Command]:
         """What a server that was restarted has to do first: segments opened, and what was under way done again."""

@@ -7,6 +7,7 @@ decided here. Started by the command line; ends when SIGTERM comes or the superv
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import hashlib
 import logging
@@ -431,8 +432,8 @@ class Service:
                 _log.warning("%s", error)
                 if each.segment in self._segments:
                     self._discard(each.segment, each.start, each.stop)
-                return replace(asked, refused=(*asked.refused, (each, error_of(error))))
-            asked = replace(asked, granted=(*asked.granted, each))
+                return dataclasses.replace(asked, refused=(*asked.refused, (each, error_of(error))))
+            asked = dataclasses.replace(asked, granted=(*asked.granted, each))
         return asked
 
     def _discard(self, segment: str, start: int, stop: int) -> None:
