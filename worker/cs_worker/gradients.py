@@ -93,7 +93,7 @@ class GradientBuffers:
         """The current set belongs to an apply: what was handed out of it becomes read-only."""
         if self._device.is_host:
             for array, _ in self._handed_out.values():
-                array.flags.writeable = False
+                array.setflags(write=False)
         self._handed_out.clear()
         self._last = ([], ())
         self._noted.append(self._free.popleft())

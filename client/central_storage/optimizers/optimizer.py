@@ -6,7 +6,7 @@ import difflib
 import inspect
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypedDict
 
 import numpy as np
@@ -30,7 +30,10 @@ from .schedules import Schedule, schedule_from_config, schedule_of
 from .slots import Slot
 
 if TYPE_CHECKING:
-    from central_storage.backend import Strategy
+    from central_storage.backend import ReplicaBackend, Strategy
+
+# So many sets of variables an optimizer knows at once.
+_SETS_KNOWN = 16
 
 LearningRate: TypeAlias = float | Schedule | Callable[..., float]
 
@@ -78,6 +81,9 @@ class Optimizer(Handle):
 
     #: The name of the optimizer in the table of ``cs_proto.optimizers``.
     kind: ClassVar[str]
+    # Sets of variables that were applied to in this process, all of this strategy, with their numbers: by identity, and
+    # held, so that it stays one.
+    _known: dict[tuple[int, ...], tuple[tuple[Variable, ...], tuple[int, ...]]]
 
     def __init__(
         self, name: str | None, learning_rate: LearningRate, shared: Mapping[str, Any], **own: float | bool
@@ -90,6 +96,7 @@ class Optimizer(Handle):
         self._strategy: Strategy | None = None
         self._number = 0
         self._iterations = 0
+        self._known = {}
         self._rate = learning_rate if callable(learning_rate) else None
         rate = self._rate_at(0) if self._rate is not None else learning_rate
         self._hyperparameters = {
@@ -116,6 +123,7 @@ class Optimizer(Handle):
         self._strategy = strategy
         self._number = record.number
         self._iterations = 0
+        self._known = {}
         self._rate = None if record.schedule is None else schedule_of(record.schedule)
         self._hyperparameters = dict(record.hyperparameters)
         self._rule = record.rule
@@ -268,6 +276,8 @@ class Optimizer(Handle):
         if self._strategy is not get_strategy():
             raise ContextError(f"optimizer {self.name} belongs to another strategy")
         given = list(grads_and_vars)
+        if self._applied_in_place(context.backend, given):
+            return
         pairs = [(gradient, variable) for gradient, variable in given if gradient is not None]
         if not given:
             return
@@ -275,10 +285,6 @@ class Optimizer(Handle):
             raise ValueError(f"{self.name}.apply_gradients: every gradient is None, so nothing is left to apply")
         numbers = [self._checked(variable) for _, variable in pairs]
         constrain = constraints_after(pairs)
-        if constrain is None and len(pairs) == len(given):  # what lies in its place needs no look one by one
-            gradients = [gradient for gradient, _ in pairs]
-            if context.backend.apply_buffers(self._number, gradients, tuple(numbers), call_site()):
-                return
         if len(set(numbers)) < len(numbers):
             raise ValueError(f"{self.name}.apply_gradients: a variable appears twice; add its gradients first")
         missing = [self._own(variable).name for gradient, variable in given if gradient is None]
@@ -293,10 +299,25 @@ class Optimizer(Handle):
             else:
                 dense.append((_fitting(gradient, variable), variable.number))
         context.backend.apply(self._number, dense, sparse, call_site())
+        if len(self._known) >= _SETS_KNOWN:
+            self._known.clear()
+        variables = tuple(variable for _, variable in given)
+        self._known[tuple(map(id, variables))] = (variables, tuple(variable.number for variable in variables))
         if constrain is not None:
             context.merge_call(constrain)
 
     # --- how it is done ---------------------------------------------------------------------------------------
+
+    def _applied_in_place(self, backend: ReplicaBackend, given: Sequence[tuple[Any, Variable]]) -> bool:
+        """Whether the gradients are those of ``gradient_buffers`` for a set of variables that has been applied to
+        before, and are applied: neither needs a look one by one then."""
+        known = self._known.get(tuple([id(variable) for _, variable in given]))
+        if known is None:
+            return False
+        variables, numbers = known
+        if any(variable.constraint is not None for variable in variables):
+            return False
+        return backend.apply_buffers(self._number, [gradient for gradient, _ in given], numbers, call_site())
 
     def evaluate_schedule(self) -> None:
         """Before a run: bring the learning rate of a callable that is not ours up to the step."""
