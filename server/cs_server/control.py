@@ -67,8 +67,8 @@ _RECORD = struct.Struct("<IIQ")
 _LENGTHS = struct.Struct("<IQ")
 _REMOVED = (1 << 64) - 1
 _CRC = struct.Struct("<I")
+_SMALL_NBYTES = 4096  # what costs less to copy once more than two calls
 _PADDING = tuple(bytes(-nbytes % 8) for nbytes in range(8))
-_NOWHERE = (0, 0)
 
 
 class ControlLog:
@@ -126,25 +126,31 @@ class ControlLog:
             yield key, bytes(self._memory[first : first + value_nbytes])
 
     def write(self, changes: Mapping[bytes, bytes | None]) -> None:
-        records = {key: _record(key, value) for key, value in changes.items()}
+        records, index = [], self._index
         appended, live = 0, self._live_nbytes
-        for key, record in records.items():
+        for key, value in changes.items():
+            records.append(record := _record(key, value))
             appended += len(record)
-            live -= self._index.get(key, _NOWHERE)[1]
-            if changes[key] is not None:
+            if key in index:
+                live -= index[key][1]
+            if value is not None:
                 live += len(record)
         if self._tail + appended <= min(self._half_nbytes, max(self._turnover, 4 * live)):
             start = self._base(self._active) + self._tail
             self._make_room(start, appended)
-            self._store(start, b"".join(records.values()))
-            for key, record in records.items():
-                self._note(key, None if changes[key] is None else (start, len(record)))
+            self._store(start, b"".join(records))
+            for (key, value), record in zip(changes.items(), records, strict=True):
+                if value is None:
+                    index.pop(key, None)
+                else:
+                    index[key] = (start, len(record))
                 start += len(record)
             self._tail += appended
             self._publish(_TAIL + self._active, self._tail)
         elif live <= self._half_nbytes:
             self._make_room(self._base(1 - self._active), live)
-            self._rewrite({key: None if changes[key] is None else record for key, record in records.items()})
+            pairs = zip(changes.items(), records, strict=True)
+            self._rewrite({key: None if value is None else record for (key, value), record in pairs})
         else:
             raise ControlFull(
                 f"the control store is full: {live} bytes are needed, {self._half_nbytes} available; "
@@ -215,7 +221,9 @@ class ControlLog:
 
 def _record(key: bytes, value: bytes | None) -> bytes:
     head = _LENGTHS.pack(len(key), _REMOVED if value is None else len(value)) + key
-    value = value or b""
+    if value is None or len(value) < _SMALL_NBYTES:
+        body = head + value if value else head
+        return _CRC.pack(zlib.crc32(body)) + body + _PADDING[(4 + len(body)) % 8]
     crc = zlib.crc32(value, zlib.crc32(head))
     return b"".join((_CRC.pack(crc), head, value, _PADDING[(4 + len(head) + len(value)) % 8]))
 
