@@ -99,13 +99,14 @@ class ServiceLink(Runs):
                 self._settle(series, left, cancel=cancel)
 
     def create(self, spec: VariableSpec, value: np.ndarray, site: str) -> messages.Variable:
-        """Make a variable. The server checks the plan before a byte of a large value is copied anywhere."""
+        """Make a variable. The server checks the plan before a byte of a large value is copied anywhere; zeros are
+        there without that."""
         with self._operation():
             inline = self._inline(value)
             sequence = self._next_sequence()
             request = messages.Create(self._client, sequence, spec, inline)
             record = self._ask(request, sequence, messages.Created).variable
-            if inline is None:
+            if inline is None and not _is_zero(value):
                 try:
                     self._assign(record.number, "assign", value)
                 except BaseException:  # nobody gets to know it
@@ -306,3 +307,8 @@ class ServiceLink(Runs):
 
 def _nothing_held(kind: str, number: int) -> object:
     return None
+
+
+def _is_zero(value: np.ndarray) -> bool:
+    """Whether every byte is; False, too, where that is not said at a glance."""
+    return value.flags.c_contiguous and not value.reshape(-1).view(np.uint8).any()

@@ -119,11 +119,13 @@ class Catalogue:
                 f"{slab.reservation - slab.tail} are available"
             )
         place = Location(segments.parameters(spec.dtype), slab.tail if hole is None else hole)
-        needed = []
+        needed, is_lazy = [], False
         if spec.dtype not in self._tables.slabs:
             needed += [Allocate(name, slab.reservation, writer) for name, writer in self._segments_of_slab(spec.dtype)]
         if nbytes:
-            needed.append(Allocate(place.segment, slab.reservation, "", place.offset, place.offset + nbytes))
+            # A large table that has no dense gradients may be zeros, of which nothing is touched before it is named.
+            is_lazy = value is None and not spec.trainable
+            needed.append(Allocate(place.segment, slab.reservation, "", place.offset, place.offset + nbytes, is_lazy))
         if (page := versions.page_of(self._tables.tally.variables + 1)) is not None:
             needed.append(Allocate(segments.versions(), versions.NBYTES, "", *page, is_lazy=True))
         self._allocate(f"variable {name!r}", needed)
@@ -140,7 +142,7 @@ class Catalogue:
         del self._tables.holes[spec.dtype, hole]
         if left:
             self._tables.holes[spec.dtype, hole + room] = Hole(left)
-        return variable, (SlotFill(place.segment, spec.dtype, *_elements(variable), 0.0, False),)
+        return variable, (SlotFill(place.segment, spec.dtype, *_elements(variable), 0.0, is_lazy),)
 
     def free(self, numbers: Iterable[int]) -> int:
         """Forget those of the variables that no optimizer has taken up, and give their memory back; how many."""

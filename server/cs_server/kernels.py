@@ -35,7 +35,8 @@ KERNEL_DTYPES = ("float32", "float64")
 
 ALWAYS = (("sgd", "float32"), ("adam", "float32"))
 """Rule and dtype of the kernels that are compiled, where they are not kept, before anything is served. All together
-would take half a minute the first time on a machine; each is less than a second for the update that needs it first."""
+would take more than half a minute the first time on a machine; each is about a second for the update that needs it
+first, and half of that more is the loop of sparse gradients."""
 
 CHUNK_NBYTES = 256 * 1024 - 192
 """What the reference does at a time of each array: the sum of the gradients is still in the cache when the rule reads

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -163,6 +165,29 @@ def test_rows_and_scatters_in_the_cross_replica_context(two: cs.CentralStorageSt
     both = two.run(lambda: cs.get_replica_context().merge_call(merged))  # type: ignore[union-attr]
     for share in two.experimental_local_results(both):
         assert share.tolist() == [[-1, -1, -1], [150_000, 150_001, 150_002]]
+
+
+def test_a_large_table_takes_the_memory_of_the_rows_that_are_named(two: cs.CentralStorageStrategy) -> None:
+    def resident() -> int:
+        """Bytes of parameters and slots that are there: what the server has mapped is shared with nobody else's."""
+        smaps = Path(f"/proc/{two.statistics().pid}/smaps").read_text()
+        found = re.findall(r"memfd:cs-\w+-(?:parameters|slots)/.*\n(?:.*\n)*?Rss: +(\d+) kB", smaps)
+        return 1024 * sum(map(int, found))
+
+    before = resident()
+    table = made(two, np.zeros((1 << 20, 64), F32), trainable=False)  # 256 MiB, and as much for the accumulators
+    with two.scope():
+        optimizer = cs.optimizers.Adagrad(0.5, initial_accumulator_value=0.0)
+
+    def step() -> Any:
+        rows = np.array([7, 1 << 19, 7])
+        read = cs.nn.embedding_lookup(table, rows)
+        optimizer.apply_gradients([(cs.IndexedSlices(read + 1, rows, table.shape), table)])
+        return read.sum()
+
+    assert two.experimental_local_results(two.run(step)) == (0, 0)
+    assert 4096 <= resident() - before <= 1 << 20
+    assert cs.nn.embedding_lookup(table, [7, 8, 1 << 19])[:, 0].tolist() == [-0.5, 0, -0.5]
 
 
 def test_local_variables_among_arguments_and_large_batches(two: cs.CentralStorageStrategy) -> None:

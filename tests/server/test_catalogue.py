@@ -110,6 +110,18 @@ def test_the_first_of_a_dtype_makes_its_segments_and_each_is_made_present(book: 
     assert book.out == [allocates("parameters/float32", 128, 132)]
 
 
+def test_a_table_without_dense_gradients_is_touched_by_what_is_written(book: Book) -> None:
+    number = book.make("table", (1000, 3), trainable=False)
+    assert book.out[-1] == replace(allocates("parameters/float32", 0, 12_000), is_lazy=True)
+    book.make("after")
+    book.catalogue.free([number])
+    _, [fill] = book.catalogue.create(replace(spec("again", (10, 3)), trainable=False), None)
+    assert fill.is_lazy
+    book.out.clear()
+    book.catalogue.create(replace(spec("small", (2,)), trainable=False), array(1, 2))
+    assert book.out == [allocates("parameters/float32", 256, 264)]
+
+
 def test_dtypes_without_gradients_have_no_gradient_buffers(book: Book) -> None:
     book.make("n", (2,), "int64")
     assert book.out == [allocates("parameters/int64"), allocates("parameters/int64", 0, 16)]
