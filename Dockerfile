@@ -30,5 +30,5 @@ USER cs
 # Compiled now, so that no container compiles at its start. As a volume it stays writable where the rest is read-only.
 RUN python -c "from cs_server import kernels; print(kernels.load())"
 VOLUME /home/cs/.cache
-HEALTHCHECK --interval=10s --timeout=10s --start-period=20s --retries=3 CMD ["cs-launch", "--health"]
+HEALTHCHECK --interval=10s --timeout=30s --start-period=60s --retries=3 CMD ["cs-launch", "--health"]
 CMD ["cs-launch", "--help"]
