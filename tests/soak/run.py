@@ -36,6 +36,7 @@ from typing import Any
 from tests.harness.processes import MARK, ROOT, marked, reap
 from tests.soak.bound import upper_bound
 from tests.soak.promises import PROMISES, Attempt, Promise
+from tests.soak.sessions import session
 
 __all__ = ["main"]
 
@@ -330,9 +331,10 @@ def _own_directory() -> None:
 
 
 def _compile() -> None:
-    """Have the server's kernels compiled before anything is timed: anew, that takes up to a minute."""
-    program = "from cs_server import kernels; kernels.cache_directory() and kernels.load()"
-    subprocess.run([sys.executable, "-c", program], check=True)
+    """Have the kernels compiled that the training needs, before anything is timed: anew, that takes up to a minute."""
+    with session("--elements", "1024") as trained:
+        trained.wait_for_steps(1, patience=600.0)
+        trained.finish()
 
 
 def _parser() -> argparse.ArgumentParser:
