@@ -21,7 +21,16 @@ from typing import TypeVar
 from cs_proto.carried import Carried, Carry
 from cs_proto.codec import decode, encode
 from cs_proto.errors import LaunchError, ShutdownError, replica_exception_class
-from cs_proto.messages import Introduce, OpenSegment, Role, Segment, SegmentRefused
+from cs_proto.messages import (
+    Introduce,
+    Mailbox,
+    MakeMailbox,
+    OpenMailbox,
+    OpenSegment,
+    Role,
+    Segment,
+    SegmentRefused,
+)
 from cs_proto.records import Record
 from cs_proto.segments import Mapping
 
@@ -44,6 +53,8 @@ _LOOK_EVERY = 0.1
 # A wait this long is named, and again after as long.
 _NAME_WAIT_EVERY = 10.0
 _GONE = "the supervisor is gone, and the service with it"
+# A mailbox has three.
+_DESCRIPTORS = 3
 
 
 def connect(run_directory: str) -> socket.socket:
@@ -171,28 +182,42 @@ class Lifeline:
             mapping = self._mappings[name] = self._open(name)
         return mapping
 
+    def mailbox(self, request: MakeMailbox | OpenMailbox) -> tuple[Mailbox, list[int]]:
+        """The supervisor's answer, with its descriptors, which are the caller's."""
+        if self.carried_because:
+            return Mailbox(0, False, self.carried_because), []
+        for record, descriptors in self._answers(request):
+            if isinstance(record, Mailbox):
+                return record, descriptors
+            self._waiting.append(record)
+        raise ShutdownError(f"the supervisor did not hand out a mailbox within {_ANSWER_TIMEOUT:.0f} s")
+
     def close(self) -> None:
         """Close the connection. Mapped segments stay valid while something views them."""
         self._link.close()
         self._mappings.clear()
 
     def _open(self, name: str) -> Mapping | Carried:
+        for record, descriptors in self._answers(OpenSegment(name)):
+            if isinstance(record, Segment) and record.segment == name:
+                return self._mapped(record, descriptors)
+            if isinstance(record, SegmentRefused) and record.segment == name:
+                raise replica_exception_class(record.error.exception)(record.error.message)
+            self._waiting.append(record)
+        raise ShutdownError(f"the supervisor did not hand out segment {name} within {_ANSWER_TIMEOUT:.0f} s")
+
+    def _answers(self, request: Record) -> Iterator[tuple[Record, list[int]]]:
+        """What the supervisor says after ``request``, for as long as an answer may take."""
         mended = self._mended
-        self.send(OpenSegment(name))
+        self.send(request)
         deadline = time.monotonic() + _ANSWER_TIMEOUT
         while time.monotonic() < deadline:
             is_readable = select.select([self._link], [], [], _LOOK_EVERY)[0]
             if is_readable and (read := self._read()) is not None:
-                record, descriptors = read
-                if isinstance(record, Segment) and record.segment == name:
-                    return self._mapped(record, descriptors)
-                if isinstance(record, SegmentRefused) and record.segment == name:
-                    raise replica_exception_class(record.error.exception)(record.error.message)
-                self._waiting.append(record)
+                yield read
             if mended != self._mended:  # the supervisor that was asked may be gone
                 mended = self._mended
-                self.send(OpenSegment(name))
-        raise ShutdownError(f"the supervisor did not hand out segment {name} within {_ANSWER_TIMEOUT:.0f} s")
+                self.send(request)
 
     def _mapped(self, segment: Segment, descriptors: list[int]) -> Mapping | Carried:
         if not descriptors:
@@ -210,7 +235,7 @@ class Lifeline:
         """What the supervisor says; None where there is another one now."""
         mended, cause = self._mended, None
         try:
-            packet, descriptors, _, _ = socket.recv_fds(self._link, PACKET_NBYTES, 1)
+            packet, descriptors, _, _ = socket.recv_fds(self._link, PACKET_NBYTES, _DESCRIPTORS)
         except OSError as error:
             packet, descriptors, cause = b"", [], error
         if not packet:

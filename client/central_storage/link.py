@@ -18,7 +18,7 @@ from cs_proto import messages, segments
 from cs_proto.arrays import INLINE_NBYTES, Array, Location
 from cs_proto.errors import ReplicaLostError, ShutdownError
 from cs_proto.messages import AssignOp, Counters, Serving, VariableSpec, WriteOp
-from cs_proto.records import Record
+from cs_proto.records import Record, replace
 from cs_proto.schedules import Schedule
 
 from .ahead import Carriage
@@ -213,7 +213,8 @@ class ServiceLink(Runs):
         """The server's counters."""
         with self._operation():
             sequence = self._next_sequence()
-            return self._ask(messages.Statistics(sequence), sequence, Counters)
+            counters = self._ask(messages.Statistics(sequence), sequence, Counters)
+            return replace(counters, doorbells=counters.doorbells + self._mail.rung)
 
     def close(self) -> None:
         """Say goodbye, stop the service where it is ours, let go of everything. Idempotent."""

@@ -115,9 +115,8 @@ class Runs(Seam):
         log.info("worker w%d (pid %d) takes the place of one that died", replica, worker.pid)
         self._deaths.took_place(replica)
         self.workers = (*self.workers[:replica], worker, *self.workers[replica + 1 :])
-        self._poller.unregister(self._worker_sockets[replica])
-        self._worker_sockets[replica].close(linger=0)
-        socket = self._worker_sockets[replica] = self._connect(worker.endpoint)
+        self._disconnect(self._worker_sockets[replica])
+        socket = self._worker_sockets[replica] = self._connect_worker(worker)
         self._held[replica], self._frozen[replica] = Recent(HELD_FUNCTIONS), set()
         if self._prepared is not None:
             self._send(socket, self._prepared)

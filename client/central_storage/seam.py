@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
@@ -23,9 +23,10 @@ from cs_proto.arena import Arena
 from cs_proto.arrays import Array, Location
 from cs_proto.codec import BULK_LIMITS, decode, encode
 from cs_proto.errors import LaunchError, PeerProtocolError, ReplicaLostError, ShutdownError
+from cs_proto.mailbox import Mailboxes, Patience
 from cs_proto.messages import Died, Output, Serving
 from cs_proto.moments import moments
-from cs_proto.records import Record
+from cs_proto.records import Buffer, Record
 from cs_proto.segments import frame_view
 
 from .deaths import Deaths, last_lines
@@ -50,6 +51,11 @@ R = TypeVar("R", bound=Record)
 _LATE_AFTER = 1.0
 # A wait this long is named, and again after as long.
 _NAME_WAIT_EVERY = 10.0
+# So long it looks for mail before it sleeps, seconds: longer than a small step takes.
+_PATIENCE = 300e-6
+# While mail comes without a pause, what else there may be is looked at so often; and in the longest sleep, seconds.
+_LOOK_EVERY = 1e-3
+_LONGEST_SLEEP = 1.0
 # The supervisor gets this long to say who was not ready in time.
 _SAY_SO = 5.0
 # The supervisor kills what has not ended 3 s after it was asked to, and hangs up then.
@@ -107,6 +113,10 @@ class Seam(ABC):
         self._poller = zmq.Poller()
         self._poller.register(lifeline.fileno(), zmq.POLLIN)
         self._poller.register(self._interrupts.fileno(), zmq.POLLIN)
+        self._mail: Mailboxes[zmq.Socket[bytes]] = Mailboxes(
+            self._poller, threading.Lock(), Patience(_PATIENCE, time.monotonic, os.sched_yield)
+        )
+        self._next_look = 0.0
         lifeline.carry = self._carry
         lifeline.while_waiting = self._interrupts.raise_pending
         self._server = self._connect(serving.endpoint)
@@ -122,7 +132,8 @@ class Seam(ABC):
         #: Whether this process maps no memory of the service, and how they talk, in words.
         self.carries = bool(lifeline.carried_because)
         self.transport = f"{CARRIED}: {lifeline.carried_because}" if self.carries else serving.transport
-        self._worker_sockets = [self._connect(worker.endpoint) for worker in welcome.workers]
+        self._offer_mailbox(self._server, "server")
+        self._worker_sockets = [self._connect_worker(worker) for worker in welcome.workers]
         # A launcher shows what its service prints itself. The supervisor after it wants to be met in time.
         listens = stop is not None or lifeline.may_return
         self._listener = IdleListener(lifeline.fileno(), self._lock, self._listen) if listens else None
@@ -149,7 +160,13 @@ class Seam(ABC):
         server died.
         """
         has_waiting = self._lifeline.has_waiting
-        ready = dict(self._poller.poll(0 if has_waiting else int(max(0.0, timeout) * 1000) + 1))
+        is_there = has_waiting or self._mail.is_there()
+        ready: dict[object, int] = {}
+        if not is_there or time.monotonic() >= self._next_look:
+            pause = min(timeout, _LONGEST_SLEEP) if self._mail else timeout
+            ready = dict(self._poller.poll(0 if is_there else int(max(0.0, pause) * 1000) + 1))
+            self._mail.awake(ready)
+            self._next_look = time.monotonic() + _LOOK_EVERY
         self._interrupts.raise_pending()
         moment("woken")
         if has_waiting or self._lifeline.fileno() in ready:
@@ -159,8 +176,10 @@ class Seam(ABC):
                 raise ShutdownError(self._end(f"{error}; {self._deaths.first()}")) from error
         for socket in ready:
             if isinstance(socket, zmq.Socket):
-                return self._read(socket)
-        return None
+                frames = socket.recv_multipart(copy=False)
+                self._mail.came(socket, [frames[0].bytes, *(frame.buffer for frame in frames[1:])])
+        found = self._mail.take()
+        return None if found is None else self._read(*found)
 
     def _hear(self) -> Record | None:
         """What the supervisor says next; lines of output are shown and deaths noted here."""
@@ -172,6 +191,7 @@ class Seam(ABC):
             self._note_death(record)
         elif isinstance(record, Serving):  # another server, which may not have heard what the one before it was told
             self._deaths.server_serves()
+            self._offer_mailbox(self._server, "server")
             for asked in (self._hello, *self._told, *self._asked):
                 self._send(self._server, asked)
         return record
@@ -181,22 +201,26 @@ class Seam(ABC):
         if self._ended is None:
             try:
                 self._hear()
+                while self._lifeline.has_waiting:  # what came while a mailbox was awaited
+                    self._hear()
             except ShutdownError as error:
                 self._end(f"{error}; {self._deaths.first()}")
             except ReplicaLostError:
                 return False  # the server is dead, which ends this link
         return self._ended is None
 
-    def _read(self, socket: zmq.Socket[bytes]) -> Record | None:
-        frames = socket.recv_multipart(copy=False)
+    def _read(self, socket: zmq.Socket[bytes], parts: Sequence[Buffer]) -> Record | None:
         try:
-            record = decode([frames[0].bytes, *(frame.buffer for frame in frames[1:])], BULK_LIMITS)
+            record = decode(parts, BULK_LIMITS)
         except PeerProtocolError as error:
             log.error("dropped a malformed message: %s", error)
             return None
         moment("decoded")
         if log.isEnabledFor(logging.DEBUG):
             log.debug("received %.300r", record)
+        if isinstance(record, messages.Taken):
+            self._mail.taken(socket, record)
+            return None
         return record
 
     def _wait(
@@ -262,7 +286,16 @@ class Seam(ABC):
             log.debug("send %.300r", record)
         # Copied: without that pyzmq starts a thread and a context of its own for frames from 64 KiB on, and the user's
         # arrays behind a frame may change. Large ones are in the arena.
-        socket.send_multipart(encode(record))
+        parts = encode(record)
+        if not self._mail.post(socket, parts):
+            socket.send_multipart(parts)
+            self._mail.sent(socket)
+
+    def _offer_mailbox(self, socket: zmq.Socket[bytes], peer: str) -> None:
+        """Have what fits there go by mailbox to ``peer``, where the supervisor makes one."""
+        offer = self._mail.offer(socket, *self._lifeline.mailbox(messages.MakeMailbox(peer)))
+        if offer is not None:
+            self._send(socket, offer)
 
     def _carry(self, request: Callable[[int], Record], answer: type[R]) -> R:
         with self._interrupts.deferred():
@@ -310,6 +343,7 @@ class Seam(ABC):
 
     def _release(self) -> None:
         if not self._context.closed:
+            self._mail.close()
             self._context.destroy(linger=100)
             if self._listener is not None:
                 self._listener.stop()
@@ -336,6 +370,16 @@ class Seam(ABC):
         """In a forked child: close the life-line, so that the parent's death is seen at once."""
         self._lifeline.close()
         self._inputs = None  # the parent says what lies there
+
+    def _connect_worker(self, worker: messages.Worker) -> zmq.Socket[bytes]:
+        socket = self._connect(worker.endpoint)
+        self._offer_mailbox(socket, f"w{worker.replica}")
+        return socket
+
+    def _disconnect(self, socket: zmq.Socket[bytes]) -> None:
+        self._mail.forget(socket)
+        self._poller.unregister(socket)
+        socket.close(linger=0)
 
     def _connect(self, endpoint: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)

@@ -205,6 +205,23 @@ class Goodbye(Record):
     client: str
 
 
+@record(15)
+class Offer(Record):
+    """Who connects to who listens, before the mailbox is used: what you get from me and is not in ``mailbox`` counts
+    from here on, and I post what fits there once you have opened it."""
+
+    mailbox: int
+
+
+@record(16)
+class Taken(Record):
+    """Answer to :class:`Offer`, over ZeroMQ: I have opened the mailbox and post what fits there from here on; or why
+    not (``refused``), and everything goes over ZeroMQ as before."""
+
+    mailbox: int
+    refused: str
+
+
 # --- data of the requests and merge points below ---------------------------------------------------------------------
 
 
@@ -643,7 +660,9 @@ class ReplicaStatistics(Record):
 @record(75)
 class Counters(Record):
     """Reply to Statistics: what the server has done in ``uptime`` seconds, and what each replica brought. ``…_nbytes``
-    are the bytes of all variables and of the slots beside them."""
+    are the bytes of all variables and of the slots beside them. ``posted`` of its answers went by mailbox; doorbells
+    woke a sleeping process ``doorbells`` times: the server, or one that it had an answer for. A controller adds the
+    workers that it has woken."""
 
     request: int
     pid: int
@@ -655,6 +674,8 @@ class Counters(Record):
     runs: int
     messages: int
     replicas: tuple[ReplicaStatistics, ...]
+    posted: int = 0
+    doorbells: int = 0
 
 
 @record(76)
@@ -1012,3 +1033,27 @@ class Left(Record):
     supervisor: its runs are given up. Supervisor to workers, which get a SIGINT as well: carry out none of them."""
 
     client: str
+
+
+@record(127)
+class MakeMailbox(Record):
+    """Worker or controller to supervisor: a mailbox to the server (``server``) or to a worker (``w0``)."""
+
+    peer: str
+
+
+@record(128)
+class OpenMailbox(Record):
+    """Server or worker to supervisor: hand me the mailbox that I was offered."""
+
+    mailbox: int
+
+
+@record(129)
+class Mailbox(Record):
+    """Supervisor's answer to either, with its memory and both doorbells (the maker's first) as ancillary data; or why
+    not (``refused``). ``spins``: there are processors enough to look for mail a while before going to sleep."""
+
+    mailbox: int
+    spins: bool
+    refused: str

@@ -12,13 +12,24 @@ import select
 import socket
 import time
 from collections import deque
+from collections.abc import Iterator
 
 import numpy as np
 
 from cs_proto.arrays import Array, Location
 from cs_proto.codec import decode, encode
 from cs_proto.errors import LaunchError, MemoryPlanError, ShutdownError, replica_exception_class
-from cs_proto.messages import Introduce, MakeSegment, OpenSegment, Ready, Segment, SegmentRefused, Worked
+from cs_proto.messages import (
+    Introduce,
+    Mailbox,
+    MakeSegment,
+    OpenMailbox,
+    OpenSegment,
+    Ready,
+    Segment,
+    SegmentRefused,
+    Worked,
+)
 from cs_proto.records import Record
 from cs_proto.segments import Mapping, frame_view
 
@@ -28,6 +39,8 @@ __all__ = ["PACKET_NBYTES", "Segments"]
 PACKET_NBYTES = 128 * 1024
 # The supervisor answers from a loop that never waits; an answer this late means that it is stopped or gone.
 _ANSWER_TIMEOUT = 30.0
+# A mailbox has three.
+_DESCRIPTORS = 3
 
 
 class Segments:
@@ -114,6 +127,16 @@ class Segments:
         """Whether a segment of that name is mapped."""
         return name in self._mappings
 
+    def mailbox(self, number: int) -> tuple[Mailbox, list[int]]:
+        """What the supervisor says of a mailbox that this server was offered, with its descriptors, which are the
+        caller's."""
+        self.send(OpenMailbox(number))
+        for record, descriptors in self._answers():
+            if isinstance(record, Mailbox):
+                return record, descriptors
+            self._kept.append(record)
+        return Mailbox(number, False, f"the supervisor did not hand it out within {_ANSWER_TIMEOUT:.0f} s"), []
+
     def writer(self, name: str) -> str:
         """Who beside the server may write the segment of that name: ``controller``, ``w0``, or empty for nobody."""
         return self._writers.get(name, "")
@@ -143,9 +166,7 @@ class Segments:
 
     def _map(self, request: MakeSegment | OpenSegment) -> None:
         self.send(request)
-        deadline = time.monotonic() + _ANSWER_TIMEOUT
-        while select.select([self._link], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            record, descriptors = self._read()
+        for record, descriptors in self._answers():
             if isinstance(record, Segment) and record.segment == request.segment and descriptors:
                 name, nbytes = request.segment, record.reservation
                 try:
@@ -165,9 +186,14 @@ class Segments:
             f"the supervisor did not hand out segment {request.segment} within {_ANSWER_TIMEOUT:.0f} s; is it stopped?"
         )
 
+    def _answers(self) -> Iterator[tuple[Record, list[int]]]:
+        deadline = time.monotonic() + _ANSWER_TIMEOUT
+        while select.select([self._link], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            yield self._read()
+
     def _read(self) -> tuple[Record, list[int]]:
         try:
-            packet, descriptors, _, _ = socket.recv_fds(self._link, PACKET_NBYTES, 1)
+            packet, descriptors, _, _ = socket.recv_fds(self._link, PACKET_NBYTES, _DESCRIPTORS)
         except OSError as error:
             raise _gone() from error
         if not packet:

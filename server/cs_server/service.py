@@ -42,12 +42,14 @@ from cs_proto.errors import (
 )
 from cs_proto.failpoints import failpoint
 from cs_proto.failures import error_of
+from cs_proto.mailbox import Mailboxes, Patience
 from cs_proto.messages import (
     ApplyPoint,
     Ask,
     Assign,
     AssignPoint,
     AssignSlot,
+    Counters,
     Create,
     CreatePoint,
     DescribeSlots,
@@ -58,6 +60,7 @@ from cs_proto.messages import (
     Kill,
     Left,
     Located,
+    Offer,
     Put,
     ReducePoint,
     Refused,
@@ -66,7 +69,7 @@ from cs_proto.messages import (
     WriteNote,
 )
 from cs_proto.moments import moments
-from cs_proto.records import Record, replace
+from cs_proto.records import Buffer, Record, replace
 
 from . import kernels, machine, undo
 from .arithmetic import Arithmetic
@@ -125,6 +128,10 @@ _PATIENCE = 30.0
 # Messages taken from the socket before the clock and the supervisor are looked at again.
 _BATCH = 64
 _TICK = 1.0
+# So long it looks for mail before it sleeps, seconds.
+_PATIENCE = 50e-6
+# While mail comes without a pause, what else there may be is looked at so often, seconds.
+_LOOK_EVERY = 1e-3
 # Answers that are being sent when the process ends get this long to leave, in milliseconds.
 _LINGER = 200
 _FENCED = code_of(Fenced)
@@ -250,6 +257,10 @@ class Service:
         self._poller = zmq.Poller()
         self._poller.register(segments.fileno(), zmq.POLLIN)
         self._poller.register(wake, zmq.POLLIN)
+        self._mail: Mailboxes[bytes] = Mailboxes(
+            self._poller, threading.Lock(), Patience(_PATIENCE, time.monotonic, os.sched_yield)
+        )
+        self._next_look = 0.0
 
     def prepare(self) -> None:
         """Make what every run needs, and take up what a server before this one left."""
@@ -270,7 +281,8 @@ class Service:
         self._control.reserve(names.CONTROL_HEADER_NBYTES + start, names.CONTROL_HEADER_NBYTES + stop)
 
     def close(self) -> None:
-        """End the threads of the arithmetic, and give the GPU back."""
+        """Close the mailboxes, end the threads of the arithmetic, and give the GPU back."""
+        self._mail.close()
         self._arithmetic.close()
         if self._gpu:
             self._gpu.close()
@@ -297,26 +309,30 @@ class Service:
         What a peer sent wrongly is refused here and now, and is no event. Raises ShutdownError where the supervisor is
         gone.
         """
-        ready = dict(self._poller.poll(0 if self._segments.has_kept else math.ceil(timeout * 1000)))
+        is_there = self._segments.has_kept or self._mail.is_there()
+        ready: dict[object, int] = {}
+        if not is_there or time.monotonic() >= self._next_look:
+            ready = dict(self._poller.poll(0 if is_there else math.ceil(timeout * 1000)))
+            self._mail.awake(ready)
+            self._next_look = time.monotonic() + _LOOK_EVERY
         _moment("woken")
         if self._wake in ready and signal.SIGTERM in os.read(self._wake, 64):
             self.is_told_to_end = True
             return
-        if self._router in ready:  # before notices of deaths: what a worker said before it died counts
-            for _ in range(_BATCH):
-                if self._segments.has_kept:  # they came while the last message was acted on
-                    yield from self._notices()
+        for _ in range(_BATCH):  # before notices of deaths: what a worker said before it died counts
+            if self._segments.has_kept:  # they came while the last message was acted on
+                yield from self._notices()
+            found = self._mail.take()
+            if found is not None:
+                yield from self._events(*found)
+            elif self._router in ready:
                 try:
                     peer, *parts = self._router.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:
                     break
-                heard = self._heard(peer, parts)
-                if isinstance(heard, Hello):
-                    yield from self._notices()  # of whoever left before it came
-                if isinstance(heard, Fetch | Put):
-                    self._send(peer, carry(heard, partial(self._engine.writer, peer), self._segments))
-                elif heard is not None:
-                    yield Received(peer, heard)
+                self._mail.came(peer, parts)
+            else:
+                break
         if self._segments.has_kept or self._segments.fileno() in ready:
             yield from self._notices()
         if time.monotonic() >= self._next_tick:
@@ -329,11 +345,40 @@ class Service:
         while (record := self._segments.receive_nowait()) is not None:
             _log.debug("from the supervisor: %.300r", record)
             if isinstance(record, Died):
+                yield from self._last_words(f"w{record.rank}.{record.incarnation}")
                 yield ProcessDied(record)
             elif isinstance(record, Left):
+                yield from self._last_words(f"c{record.client}")
                 yield ClientLeft(record.client)
 
-    def _heard(self, peer: bytes, parts: Sequence[bytes]) -> Record | None:
+    def _last_words(self, peer: str) -> Iterator[Event]:
+        """What a peer that is gone had posted."""
+        self._mail.forget(peer.encode())
+        while (found := self._mail.take()) is not None:
+            yield from self._events(*found)
+
+    def _events(self, peer: bytes, parts: Sequence[Buffer]) -> Iterator[Event]:
+        """What a message is to the engine, if anything."""
+        heard = self._heard(peer, parts)
+        if isinstance(heard, Offer):
+            self._open_mailbox(peer, heard.mailbox)
+            return
+        if heard is None:
+            return
+        failpoint("server.heard")
+        if isinstance(heard, Hello):
+            yield from self._notices()  # of whoever left before it came
+        if isinstance(heard, Fetch | Put):
+            self._send(peer, carry(heard, partial(self._engine.writer, peer), self._segments))
+        else:
+            yield Received(peer, heard)
+
+    def _open_mailbox(self, peer: bytes, number: int) -> None:
+        """``peer`` has made a mailbox: use it."""
+        if number != self._mail.number(peer):
+            self._transmit(peer, self._mail.open(peer, *self._segments.mailbox(number)))
+
+    def _heard(self, peer: bytes, parts: Sequence[Buffer]) -> Record | None:
         """The record in ``parts``; None where there is none, which the peer is told."""
         try:
             record = decode(parts)
@@ -346,7 +391,6 @@ class Service:
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("from %r: %.300r", peer, record)
         _moment("decoded")
-        failpoint("server.heard")
         return record
 
     def _check_place(self, array: Array) -> None:
@@ -456,16 +500,26 @@ class Service:
             return Computed(command.ticket, (), error_of(error))
 
     def _send(self, peer: bytes, record: Record) -> None:
+        failpoint("server.send")
+        if isinstance(record, Counters):
+            mail = self._mail
+            record = replace(record, posted=mail.posted, doorbells=mail.rung + mail.woken)
+        self._transmit(peer, record)
+
+    def _transmit(self, peer: bytes, record: Record) -> None:
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("to %r: %.300r", peer, record)
-        failpoint("server.send")
-        try:
-            self._router.send_multipart([peer, *encode(record, BULK_LIMITS)])
-            _moment("sent")
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            _log.info("%r is gone; it is not sent a %s", peer, type(record).__name__)
+        parts = encode(record, BULK_LIMITS)
+        if not self._mail.post(peer, parts):
+            try:
+                self._router.send_multipart([peer, *parts])
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                _log.info("%r is gone; it is not sent a %s", peer, type(record).__name__)
+            else:
+                self._mail.sent(peer)
+        _moment("sent")
 
     def _inlined(self, record: Record) -> Record:
         """``record`` with the bytes of its arrays in frames."""

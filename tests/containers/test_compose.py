@@ -205,7 +205,7 @@ def test_three_workers_that_cannot_share_memory_beside_another_project(
     second = project("tests/containers/no_shared_memory.yml", CS_WORKERS="3").up()
     ended = second.run("-c", TRAIN, DIGITS)
     assert ended.last == weights(3)
-    assert "3 replicas (cpu:0, cpu:0, cpu:0), parameters on cpu:0, transport ipc + shared memory" in ended.err
+    assert "3 replicas (cpu:0, cpu:0, cpu:0), parameters on cpu:0, transport ipc + mailboxes + " in ended.err
     said = r"transport ipc \+ bytes in frames: the service's memory cannot be mapped here \(Operation not permitted\)"
     assert len(re.findall(rf"\[w[012]\] .*{said}", second.logs())) == 3
     assert second.run("-c", OBSERVE).last.startswith("3 ")
@@ -272,7 +272,7 @@ def test_up_trains_to_the_accuracy_and_everything_stops_in_time(
     found = re.search(r"test accuracy (0\.\d+)", ended.stdout)
     assert found is not None, ended.stdout
     assert float(found[1]) >= 0.97
-    words = r"transport ipc \+ shared memory \(files in the run directory\)"
+    words = r"transport ipc \+ mailboxes \+ shared memory \(files in the run directory\)"
     for who in (r"server_1 +\| \[supervisor\]", r"worker_1 +\| ", r"worker_2 +\| ", r"train_1 +\| \[central-storage\]"):
         assert re.search(rf"(?m)^{who}.*{words}", ended.stdout.replace("-1  |", "_1  |")), ended.stdout
     mine = f"label=com.docker.compose.project={made.name}"

@@ -18,7 +18,15 @@ from typing import Self
 from cs_proto.codec import decode, encode
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.failures import error_of
-from cs_proto.messages import MakeSegment, OpenSegment, Segment, SegmentRefused
+from cs_proto.messages import (
+    Mailbox,
+    MakeMailbox,
+    MakeSegment,
+    OpenMailbox,
+    OpenSegment,
+    Segment,
+    SegmentRefused,
+)
 from cs_proto.records import Record
 from cs_proto.segments import Mapping
 
@@ -116,6 +124,9 @@ class StandInSupervisor:
         if not packet:
             return False
         record = decode([packet])
+        if isinstance(record, MakeMailbox | OpenMailbox):
+            connection.sendall(b"".join(encode(Mailbox(0, False, "this one makes none"))))
+            return True
         if not isinstance(record, MakeSegment | OpenSegment):
             self.said.put(record)
             return True

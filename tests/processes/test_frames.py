@@ -92,7 +92,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shared(script: Path) -> str:
     """What it prints where memory is shared."""
     ended = run("cs-launch", "--devices", "cpu:0,cpu:1", script).ok()
-    assert "transport ipc + shared memory (memfd)" in ended.err
+    assert "transport ipc + mailboxes + shared memory (memfd)" in ended.err
     assert "in frames" not in ended.err
     return ended.out
 

@@ -23,7 +23,7 @@ def train(rng: random.Random, updates: int, faults: Faults, on_updates: Callable
     steps = -(-updates // UPDATES)
     found: list[str] = []
     with (
-        lossy_service(rng.getrandbits(32), faults) as network,
+        lossy_service(rng.getrandbits(32), faults, mailboxes=rng.random() < 0.5) as network,
         cs.CentralStorageStrategy(["cpu:0"] * REPLICAS, in_process=True) as strategy,
     ):
         with strategy.scope():

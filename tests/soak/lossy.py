@@ -14,16 +14,21 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import zmq
 
+from central_storage import seam
 from central_storage.launch import in_process
 from central_storage.launch.supervise import Service
+from cs_proto.mailbox import Mailboxes
+from cs_proto.records import Buffer
 from cs_server import service
+from cs_worker import link
 
 __all__ = ["Faults", "Lossy", "lossy_service"]
 
@@ -95,6 +100,18 @@ class Lossy:
             self._pass_on()
         self._context.destroy(linger=0)
 
+    def copies(self) -> int:
+        """How many copies arrive of a message that is posted now."""
+        chance, faults = self._random.random(), self._faults
+        if self._is_faulty and chance < faults.dropped:
+            self.dropped += 1
+            self._to_tell = True
+            return 0
+        if self._is_faulty and chance < faults.dropped + faults.doubled:
+            self.doubled += 1
+            return 2
+        return 1
+
     def _heard(self, peer: bytes, inward: bool, parts: list[bytes]) -> None:
         queue = self._queues.setdefault((peer, inward), deque())
         copies, due, chance, faults = 1, 0.0, self._random.random(), self._faults
@@ -131,11 +148,26 @@ class Lossy:
         return self._backs[peer]
 
 
+def _is_server(peer: zmq.Socket[bytes]) -> bool:
+    return bool(peer.getsockopt(zmq.LAST_ENDPOINT).endswith(b"/server"))  # type: ignore[union-attr]
+
+
 @contextmanager
-def lossy_service(seed: int, faults: Faults) -> Iterator[Callable[[], Lossy]]:
+def lossy_service(seed: int, faults: Faults, *, mailboxes: bool) -> Iterator[Callable[[], Lossy]]:
     """Inside the block a strategy that is made ``in_process`` has such a network; the answer is its proxy, once it is
-    up."""
+    up. With ``mailboxes`` most messages go by them, and are lost and doubled there, too."""
     made: list[Lossy] = []
+
+    def lossy_mailboxes(concerns_server: Callable[[Any], bool]) -> type[Mailboxes[Any]]:
+        class LossyMailboxes(Mailboxes[Any]):
+            """Nothing is late in memory, but messages to the server and of the server are lost and doubled."""
+
+            def post(self, peer: Any, parts: Sequence[Buffer]) -> bool:
+                copies = made[0].copies() if made and self and concerns_server(peer) else 1
+                return all(super(LossyMailboxes, self).post(peer, parts) for _ in range(copies))
+
+        return LossyMailboxes
+
     bind = service._bound
 
     def bound(context: zmq.Context[zmq.Socket[bytes]], config: service.ServerConfig) -> zmq.Socket[bytes]:
@@ -148,6 +180,10 @@ def lossy_service(seed: int, faults: Faults) -> Iterator[Callable[[], Lossy]]:
     class Telling(Service):
         """A supervisor that says Serving again whenever a message was dropped."""
 
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **{**options, "mailboxes": mailboxes})
+            self._mailroom._spins = False  # in threads, who looks for mail keeps the others from running
+
         def start(self) -> None:
             super().start()
             self._loop.call_later(_TELL_EVERY, self._tell_again)
@@ -157,7 +193,15 @@ def lossy_service(seed: int, faults: Faults) -> Iterator[Callable[[], Lossy]]:
                 self._tell_all(self._serving())
             self._loop.call_later(_TELL_EVERY, self._tell_again)
 
-    with mock.patch.object(service, "_bound", bound), mock.patch.object(in_process, "Service", Telling):
+    with ExitStack() as patches:
+        for module, name, replacement in (
+            (service, "_bound", bound),
+            (in_process, "Service", Telling),
+            (service, "Mailboxes", lossy_mailboxes(lambda peer: True)),
+            (link, "Mailboxes", lossy_mailboxes(lambda peer: peer == link.SERVER)),
+            (seam, "Mailboxes", lossy_mailboxes(_is_server)),
+        ):
+            patches.enter_context(mock.patch.object(module, name, replacement))
         try:
             yield lambda: made[0]
         finally:

@@ -120,6 +120,7 @@ class Service:
             assert isinstance(introduce, messages.Introduce)
             assert introduce.role == "worker"
             assert introduce.pid == self.processes[introduce.rank].pid
+            self._hand_out(link)
             links[introduce.rank] = link
         self.lifelines = [links[rank] for rank in sorted(links)]
 
@@ -378,6 +379,9 @@ class Service:
         asked = decode([link.recv(1 << 16)])
         if isinstance(asked, messages.Worked):
             self.worked.append(self.lifelines.index(link))
+            return
+        if isinstance(asked, messages.MakeMailbox):
+            link.sendall(b"".join(encode(messages.Mailbox(0, False, "this one makes none"))))
             return
         assert isinstance(asked, messages.OpenSegment), asked
         replica = self.lifelines.index(link)

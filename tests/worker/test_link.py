@@ -13,7 +13,7 @@ from central_storage.lifeline import Lifeline
 from cs_proto.codec import encode
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.failures import error_of
-from cs_proto.messages import SegmentRefused, Serving
+from cs_proto.messages import Died, SegmentRefused
 from cs_worker.config import Config
 from cs_worker.link import SUPERVISOR, Link
 from cs_worker.turns import ProcessTurns
@@ -25,17 +25,17 @@ def _gone() -> NoReturn:
 
 def test_what_the_supervisor_says_while_a_segment_is_awaited_is_heard() -> None:
     ours, supervisor = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    serving = Serving("ipc:///nowhere", "/nowhere", "ipc")
+    died = Died("worker", 1, 1, 43, "SIGKILL", "", True)
     doorbell, writer = os.pipe2(os.O_CLOEXEC)
     with tempfile.TemporaryDirectory(prefix="w-") as directory, supervisor:
         lifeline = Lifeline(ours, "worker")
         link = Link(Config(directory, 0, 1, "cpu:0"), lifeline, _gone, doorbell, ProcessTurns())
         try:
-            supervisor.sendall(b"".join(encode(serving)))
+            supervisor.sendall(b"".join(encode(died)))
             supervisor.sendall(b"".join(encode(SegmentRefused("inputs", error_of(InvalidArgumentError("none"))))))
             with pytest.raises(InvalidArgumentError, match="none"):
                 lifeline.segment("inputs")
-            assert link.receive(0) == (SUPERVISOR, serving)
+            assert link.receive(0) == (SUPERVISOR, died)
             assert link.receive(0) is None
         finally:
             link.close()

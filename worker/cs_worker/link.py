@@ -2,16 +2,20 @@
 where a worker waits.
 
 A ROUTER takes runs from the controller and from the holder of a merge_call token, a DEALER talks to the server,
-further DEALERs to other workers while this one holds the token, and the life-line to the supervisor. What a record
+further DEALERs to other workers while this one holds the token, and the life-line to the supervisor. With server and
+controller there are mailboxes, too, which carry what they have room for. What a record
 means and who may send it is :mod:`cs_worker.conversation`'s business.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 import zmq
@@ -20,8 +24,9 @@ from central_storage.lifeline import Lifeline
 from cs_proto import messages
 from cs_proto.codec import BULK_LIMITS, decode, encode
 from cs_proto.errors import ConfigurationError, ContextError, PeerProtocolError, ShutdownError
+from cs_proto.mailbox import Mailboxes, Patience
 from cs_proto.moments import moments
-from cs_proto.records import Record
+from cs_proto.records import Buffer, Record
 
 from .config import Config
 from .turns import Turns
@@ -41,6 +46,11 @@ COLLEAGUE = b"\0w"
 
 # What is being sent when the process ends gets this long to leave, in milliseconds.
 _LINGER = 100
+# So long it looks for mail before it sleeps, seconds: longer than a client or server takes to answer.
+_PATIENCE = 300e-6
+# While mail comes without a pause, what else there may be is looked at so often; and in the longest sleep, seconds.
+_LOOK_EVERY = 1e-3
+_LONGEST_SLEEP = 1.0
 
 
 class Link:
@@ -59,6 +69,11 @@ class Link:
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._doorbell = doorbell
+        self._mail: Mailboxes[bytes] = Mailboxes(
+            self._poller, threading.Lock(), Patience(_PATIENCE, time.monotonic, os.sched_yield)
+        )
+        self._next_look = 0.0
+        self._early: deque[tuple[bytes, Record]] = deque()
         self._poller.register(lifeline.fileno(), zmq.POLLIN)
         self._poller.register(doorbell, zmq.POLLIN)
         self._router = self._socket(zmq.ROUTER)
@@ -80,47 +95,92 @@ class Link:
 
         Bytes that are no record are dropped with a logged line. Does not return where the supervisor is gone.
         """
+        if self._early:
+            return self._early.popleft()
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             has_waiting = self._lifeline.has_waiting
-            pause = 0.0 if has_waiting else timeout
-            with self._turns.paused():
-                ready = dict(self._poller.poll(None if pause is None else round(max(0.0, pause) * 1000)))
+            is_there = has_waiting or self._mail.is_there()
+            now = time.monotonic()
+            ready: dict[object, int] = {}
+            if not is_there or now >= self._next_look:
+                ready = self._poll(0.0 if is_there else deadline - now)
+                if not ready and not is_there and time.monotonic() >= deadline:
+                    return None
             moment("woken")
-            if not ready and not has_waiting:
-                return None
             if ready.pop(self._doorbell, None):
                 os.read(self._doorbell, 64)
-                if not ready:
-                    continue
             if has_waiting or self._lifeline.fileno() in ready:
                 try:
-                    record = self._lifeline.receive_nowait()
+                    notice = self._lifeline.receive_nowait()
                 except ShutdownError:
                     self._gone()
-                received = None if record is None else (SUPERVISOR, record)
-            elif self._server in ready:
-                received = self._read(self._server, SERVER)
-            elif self._router in ready:
-                received = self._read(self._router, None)
-            else:
-                received = self._read(next(s for s in ready if isinstance(s, zmq.Socket)), COLLEAGUE)
-            if received is not None:
-                return received
+                if isinstance(notice, messages.Serving):  # another server, which has another mailbox
+                    self.offer_mailbox()
+                if notice is not None:
+                    return SUPERVISOR, notice
+            for socket in ready:
+                if isinstance(socket, zmq.Socket):
+                    self._fetch(socket)
+            while (found := self._mail.take()) is not None:
+                received = self._read(*found)
+                if received is not None and not self._is_of_mailbox(*received):
+                    return received
+
+    def _poll(self, timeout: float) -> dict[object, int]:
+        """What is readable within ``timeout`` seconds; nobody sleeps long who could miss a doorbell."""
+        pause = min(timeout, _LONGEST_SLEEP) if self._mail else timeout
+        with self._turns.paused():
+            ready = dict(self._poller.poll(None if pause == math.inf else math.ceil(max(0.0, pause) * 1000)))
+        self._mail.awake(ready)
+        self._next_look = time.monotonic() + _LOOK_EVERY
+        return ready
+
+    def offer_mailbox(self) -> None:
+        """Have what fits there go to the server by mailbox, where the supervisor makes one."""
+        offer = self._mail.offer(SERVER, *self._ask_mailbox(messages.MakeMailbox("server")))
+        if offer is not None:
+            self.send_server(offer)
+
+    def _ask_mailbox(self, request: messages.MakeMailbox | messages.OpenMailbox) -> tuple[messages.Mailbox, list[int]]:
+        try:
+            return self._lifeline.mailbox(request)
+        except ShutdownError:
+            self._gone()
+
+    def _is_of_mailbox(self, sender: bytes, record: Record) -> bool:
+        """Whether it is about a mailbox, and so done with."""
+        if isinstance(record, messages.Taken) and sender == SERVER:
+            self._mail.taken(SERVER, record)
+        elif isinstance(record, messages.Offer) and sender[:1] == b"c":
+            if record.mailbox != self._mail.number(sender):
+                for peer in self._mail.peers():
+                    if peer not in (SERVER, sender):  # there is one controller at a time
+                        self._mail.forget(peer)
+                opened = self._ask_mailbox(messages.OpenMailbox(record.mailbox))
+                self.send_peer(sender, self._mail.open(sender, *opened))
+        else:
+            return False
+        return True
+
+    def put_back(self, received: Iterable[tuple[bytes, Record]]) -> None:
+        """Have :meth:`receive` give these once more."""
+        self._early.extend(received)
 
     def send_server(self, record: Record) -> None:
         """Send to the server. Raises LocalProtocolError where the record is too large to travel."""
-        self._send(self._server, [], record)
+        self._send(self._server, SERVER, record)
 
     def send_peer(self, identity: bytes, record: Record) -> None:
         """Answer a peer of the ROUTER; dropped where it has gone."""
-        self._send(self._router, [identity], record)
+        self._send(self._router, identity, record)
 
     def send_worker(self, endpoint: str, record: Record) -> None:
         """Send to another worker, as the holder of a token."""
         socket = self._colleagues.get(endpoint)
         if socket is None:
             socket = self._colleagues[endpoint] = self._connect(self._config.holder_identity, endpoint)
-        self._send(socket, [], record)
+        self._send(socket, COLLEAGUE, record)
 
     def forget_worker(self, endpoint: str) -> None:
         """Another worker is gone, and what was to be sent to it with it."""
@@ -144,6 +204,7 @@ class Link:
     def close(self) -> None:
         """Close the sockets."""
         if not self.is_inherited:
+            self._mail.close()
             self._context.destroy(linger=_LINGER)
 
     def _connect(self, identity: bytes, endpoint: str) -> zmq.Socket[bytes]:
@@ -161,7 +222,7 @@ class Link:
         self._poller.register(socket, zmq.POLLIN)
         return socket
 
-    def _send(self, socket: zmq.Socket[bytes], prefix: list[bytes], record: Record) -> None:
+    def _send(self, socket: zmq.Socket[bytes], peer: bytes, record: Record) -> None:
         if self.is_inherited:
             raise ContextError(
                 "a process that a replica function forks is no replica; use variables, optimizers and the context in "
@@ -170,15 +231,23 @@ class Link:
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("send %.300r", record)
         # Copied: the user's arrays behind a frame may change as soon as this returns. Large ones are in an arena.
-        socket.send_multipart([*prefix, *encode(record)])
+        parts = encode(record)
+        if not self._mail.post(peer, parts):
+            socket.send_multipart([peer, *parts] if socket is self._router else parts)
+            self._mail.sent(peer)
         moment("sent")
 
-    def _read(self, socket: zmq.Socket[bytes], sender: bytes | None) -> tuple[bytes, Record] | None:
+    def _fetch(self, socket: zmq.Socket[bytes]) -> None:
+        """Take the next message of a socket, behind what was posted before it."""
         frames = socket.recv_multipart(copy=False)
-        if sender is None:
-            sender = frames.pop(0).bytes
+        peer = SERVER if socket is self._server else COLLEAGUE
+        if socket is self._router:
+            peer = frames.pop(0).bytes
+        self._mail.came(peer, [frame.buffer for frame in frames])
+
+    def _read(self, sender: bytes, parts: Sequence[Buffer]) -> tuple[bytes, Record] | None:
         try:
-            record = decode([frame.buffer for frame in frames], BULK_LIMITS)
+            record = decode(parts, BULK_LIMITS)
         except PeerProtocolError as error:
             _log.warning("%s: dropped a malformed message from %r: %s", self._config.name, sender, error)
             return None
@@ -195,8 +264,10 @@ def register(link: Link, config: Config, device: str) -> messages.Registered:
     """
     worker = messages.Worker(config.replica, config.incarnation, os.getpid(), device, config.endpoint)
     register = messages.Register(messages.PROTOCOL, worker)
+    link.offer_mailbox()
     link.send_server(register)
     _log.debug("%s waits for the server to register it", config.name)
+    early = []  # of a client that has heard of this worker before this worker has heard from the server
     while True:
         received = link.receive(None)
         if received is None:
@@ -205,9 +276,11 @@ def register(link: Link, config: Config, device: str) -> messages.Registered:
         if sender == SUPERVISOR and isinstance(record, messages.Serving):  # another server, which may not have heard it
             link.send_server(register)
         if sender != SERVER:
+            early.append(received)
             continue
         if isinstance(record, messages.Refused):
             raise ConfigurationError(f"the server refuses worker {config.name}: {record.error.message}")
         if isinstance(record, messages.Registered):
             link.send_supervisor(messages.Ready(config.endpoint))
+            link.put_back(early)
             return record

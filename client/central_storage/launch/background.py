@@ -28,6 +28,7 @@ from .children import reap_adopted
 from .connections import Peer
 from .cores import machine
 from .loop import Loop, Signals
+from .mailboxes import mailboxes_by_default
 from .output import LogFiles, Stream
 from .packages import python_path
 from .plan import Options, service_commands
@@ -96,6 +97,7 @@ def _service(loop: Loop, sink: OwnerSink, run_directory: str, options: argparse.
         start_timeout=options.start_timeout,
         logs=LogFiles.under(logs, run_directory) if logs else None,
         recovery=recovery,
+        mailboxes=mailboxes_by_default() == "on",
     )
 
 

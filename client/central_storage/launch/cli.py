@@ -27,6 +27,7 @@ from .cores import Machine, core_count, machine
 from .foreground import START_FAILED, run
 from .health import health
 from .join import join
+from .mailboxes import mailboxes_by_default
 from .memory import Files, Medium, Memfd, Unshared
 from .output import LogFiles
 from .packages import python_path
@@ -72,6 +73,7 @@ environment:
   CS_MESSAGES_DIR                keep these lines in files of that directory, one a process
   CS_LOG_DIR                     as --log-dir, also for a script that is started without cs-launch
   CS_ERROR_FILE                  as --error-file, likewise
+  CS_MAILBOXES                   as --mailboxes, likewise
   OMP_NUM_THREADS and its like   obeyed; otherwise the workers share the processors
   OMP_PROC_BIND and its like     obeyed; otherwise a worker stays on the NUMA node of its GPU, and workers that are all
                                  on CPUs spread over the nodes, unless taskset, a cpuset or a quota limits the run
@@ -135,12 +137,13 @@ def _launch(options: argparse.Namespace) -> int:
             commands,
             script_command(plan, os.environ, arguments, python=sys.executable),
             banner=f"run {run_directory.name}: 1 script, {workers} ({', '.join(compute)}), parameters on {parameters}, "
-            f"transport {transport_of(medium)}, directory {run_directory.path}{_places(commands)}",
+            f"transport {_transport(options, medium)}, directory {run_directory.path}{_places(commands)}",
             start_timeout=options.start_timeout,
             logs=_log_files(options, run_directory),
             keeps_logs=bool(options.log_directory or options.keep_run_directory),
             medium=medium,
             recovery=plan.recovery,
+            mailboxes=options.mailboxes == "on",
             error_path=options.error_file,
         )
     finally:
@@ -174,12 +177,13 @@ def _serve(options: argparse.Namespace) -> int:
             run_directory,
             commands,
             banner=f"run {run_directory.name}: {options.serve} workers from elsewhere, parameters on {parameters}, "
-            f"transport {transport_of(medium)}, directory {run_directory.path}{again}",
+            f"transport {_transport(options, medium)}, directory {run_directory.path}{again}",
             start_timeout=options.start_timeout,
             logs=LogFiles.under(options.log_directory, run_directory.path) if options.log_directory else None,
             medium=medium,
             recovery=plan.recovery,
             run_file=replace(before, return_timeout=begun.return_timeout) if before else begun if is_kept else None,
+            mailboxes=options.mailboxes == "on",
             error_path=options.error_file,
         )
     except OSError as error:
@@ -262,6 +266,10 @@ def _medium(options: argparse.Namespace, run_directory: RunDirectory) -> Medium:
     if options.memory == "files":
         return Files(run_directory.path)
     return Memfd(run_directory.name) if options.memory == "memfd" else Unshared()
+
+
+def _transport(options: argparse.Namespace, medium: Medium) -> str:
+    return transport_of(medium, mailboxes=options.mailboxes == "on")
 
 
 def _recovery(options: argparse.Namespace) -> Recovery:
@@ -389,6 +397,13 @@ def _parser() -> argparse.ArgumentParser:
         default="memfd",
         help="where the variables' memory is: shared memory of the kernel's own, or files in the run directory, which "
         "is then on a tmpfs; or not shared at all: every byte is sent in a message (default: memfd)",
+    )
+    parser.add_argument(
+        "--mailboxes",
+        choices=("on", "off"),
+        default=mailboxes_by_default(),
+        help="whether the messages of a step go through shared memory, where that is possible, or over ZeroMQ like all "
+        "others (default: CS_MAILBOXES, else on)",
     )
     parser.add_argument("--serve", type=int, metavar="N", help="no script: a server for N workers from elsewhere")
     parser.add_argument(

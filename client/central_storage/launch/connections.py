@@ -50,7 +50,7 @@ class Peer:
         self._link = link
         self._on_record = on_record
         self._on_end = on_end
-        self._queue: deque[tuple[bytes, int | None]] = deque()
+        self._queue: deque[tuple[bytes, tuple[int, ...]]] = deque()
         self._queued_nbytes = 0
         self._dropped = 0
         link.setblocking(False)
@@ -72,11 +72,11 @@ class Peer:
         """Whether something is still to be sent."""
         return bool(self._queue)
 
-    def send(self, record: Record, descriptor: int | None = None) -> None:
-        """Send ``record``, with a copy of ``descriptor`` which is then closed here."""
+    def send(self, record: Record, *descriptors: int) -> None:
+        """Send ``record``, with copies of ``descriptors`` which are then closed here."""
         if _log.isEnabledFor(logging.DEBUG) and not isinstance(record, Output):
             _log.debug("supervisor -> %s: %.300r", self.label, record)
-        self._post(b"".join(encode(record)), descriptor)
+        self._post(b"".join(encode(record)), descriptors)
 
     def output(self, stream: Stream, text: str) -> None:
         """Send whole lines, or drop them where too much waits already."""
@@ -84,7 +84,7 @@ class Peer:
             self._dropped += text.count("\n")
             return
         for start in range(0, len(text), _OUTPUT_LIMIT):
-            self._post(b"".join(encode(Output(stream, text[start : start + _OUTPUT_LIMIT]))), None)
+            self._post(b"".join(encode(Output(stream, text[start : start + _OUTPUT_LIMIT]))))
 
     def close(self) -> None:
         """Hang up. Idempotent."""
@@ -95,32 +95,30 @@ class Peer:
             while self._link.recv(PACKET_NBYTES):
                 pass
         self._link.close()
-        for _, descriptor in self._queue:
-            if descriptor is not None:
-                os.close(descriptor)
+        for _, descriptors in self._queue:
+            _close(descriptors)
         self._queue.clear()
         self._queued_nbytes = 0
 
-    def _post(self, packet: bytes, descriptor: int | None) -> None:
+    def _post(self, packet: bytes, descriptors: tuple[int, ...] = ()) -> None:
         if self.closed:
-            if descriptor is not None:
-                os.close(descriptor)
+            _close(descriptors)
             return
-        self._enqueue(packet, descriptor)
+        self._enqueue(packet, descriptors)
         if len(self._queue) > _QUEUE_RECORDS:
             self._end("does not read")
         else:
             self._flush()
 
-    def _enqueue(self, packet: bytes, descriptor: int | None = None) -> None:
-        self._queue.append((packet, descriptor))
+    def _enqueue(self, packet: bytes, descriptors: tuple[int, ...] = ()) -> None:
+        self._queue.append((packet, descriptors))
         self._queued_nbytes += len(packet)
 
     def _flush(self) -> None:
         while self._queue:
-            packet, descriptor = self._queue[0]
+            packet, descriptors = self._queue[0]
             try:
-                socket.send_fds(self._link, [packet], [] if descriptor is None else [descriptor], socket.MSG_NOSIGNAL)
+                socket.send_fds(self._link, [packet], descriptors, socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 self._loop.on_writable(self._link.fileno(), self._flush)
                 return
@@ -132,8 +130,7 @@ class Peer:
                 return
             self._queue.popleft()
             self._queued_nbytes -= len(packet)
-            if descriptor is not None:
-                os.close(descriptor)
+            _close(descriptors)
             if self._dropped and self._queued_nbytes < _QUEUE_NBYTES // 2:
                 notice = f"[supervisor] {self._dropped} lines were dropped: the script did not read them in time\n"
                 self._dropped = 0
@@ -170,6 +167,11 @@ class Peer:
             _log.warning("%s %s; its connection is closed", self.label, reason)
         self.close()
         self._on_end(self)
+
+
+def _close(descriptors: tuple[int, ...]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _credentials(link: socket.socket) -> tuple[int, int]:

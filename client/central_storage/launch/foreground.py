@@ -52,6 +52,7 @@ def run(
     keeps_logs: bool,
     medium: Medium,
     recovery: Recovery,
+    mailboxes: bool,
     error_path: str | None,
 ) -> int:
     """Start the service and the script, wait for the script, end everything, remove the directory; the exit code.
@@ -59,7 +60,9 @@ def run(
     0 or the script's own code; 3, 4 or 5 where the script failed after the start, a worker or the server did; 128
     and the signal's number where one ended the run or the script. What failed first is told in the file ``error_path``.
     """
-    foreground = _Foreground(run_directory, commands, script, start_timeout, logs, keeps_logs, medium, recovery)
+    foreground = _Foreground(
+        run_directory, commands, script, start_timeout, logs, keeps_logs, medium, recovery, mailboxes
+    )
     code = foreground.run(banner)
     if error_path and foreground.failure is not None:
         write(error_path, foreground.failure, code)
@@ -77,6 +80,7 @@ class _Foreground:
         keeps_logs: bool,
         medium: Medium,
         recovery: Recovery,
+        mailboxes: bool,
     ) -> None:
         self._directory = run_directory
         self._loop = Loop()
@@ -92,6 +96,7 @@ class _Foreground:
             logs=logs,
             medium=medium,
             recovery=recovery,
+            mailboxes=mailboxes,
         )
         self._command = script
         self._script: Child | None = None

@@ -213,6 +213,7 @@ class ServiceThreads:
             start_timeout=self._start_timeout,
             start_child=self._start_child,
             recovery=Recovery(max_restarts=0, server_recovery=False),  # a thread does not die alone
+            mailboxes=False,  # who looks for mail keeps the others from running
         )
         try:
             sink.peer = service.own(owner)

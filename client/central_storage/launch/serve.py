@@ -42,6 +42,7 @@ def serve(
     medium: Medium,
     recovery: Recovery,
     run_file: RunFile | None,
+    mailboxes: bool,
     error_path: str | None,
 ) -> int:
     """Serve until SIGTERM or Ctrl-C; the exit code: 0, or 3, 4 or 5 where the service did not start, a worker or the
@@ -60,6 +61,7 @@ def serve(
         medium=medium,
         recovery=recovery,
         run_file=run_file,
+        mailboxes=mailboxes,
     )
     told: list[int] = []
 

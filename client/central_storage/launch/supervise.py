@@ -29,7 +29,9 @@ from cs_proto.messages import (
     Joined,
     Kill,
     Left,
+    MakeMailbox,
     MakeSegment,
+    OpenMailbox,
     OpenSegment,
     Ready,
     Role,
@@ -45,6 +47,7 @@ from .children import Child, Running, end_leftovers
 from .connections import Peer
 from .elsewhere import Elsewhere
 from .loop import Loop, Timer
+from .mailboxes import Mailroom, why_no_mailboxes
 from .memory import Medium, Memfd, Memory
 from .output import LogFiles, Sink, Stream, prefixed
 from .plan import Command, next_incarnation
@@ -65,9 +68,10 @@ _PROCESSES = ("server", "worker")
 State = Literal["starting", "serving", "recovering", "failed", "stopping"]
 
 
-def transport_of(medium: Medium) -> str:
-    """How the processes of a service talk, in words."""
-    return f"ipc + {medium.title}"
+def transport_of(medium: Medium, *, mailboxes: bool) -> str:
+    """How the processes of a service talk, in words; by ``mailboxes``, too, where they are wanted and can be had."""
+    has_mailboxes = not why_no_mailboxes(medium, wanted=mailboxes)
+    return f"ipc + {'mailboxes + ' * has_mailboxes}{medium.title}"
 
 
 class Service:
@@ -86,11 +90,12 @@ class Service:
         medium: Medium | None = None,
         recovery: Recovery | None = None,
         run_file: RunFile | None = None,
+        mailboxes: bool = True,
     ) -> None:
         """Nothing is started yet. ``start_timeout`` (seconds) limits the time until every process is ready; workers
         that come from elsewhere have no limit. ``start_child`` starts what a command stands for, with the arguments of
         :class:`~.children.Child`. Segments lie in ``medium`` (default: :class:`~.memory.Memfd`). ``recovery`` says
-        what is done when a process dies (default: Recovery())."""
+        what is done when a process dies (default: Recovery()). Without ``mailboxes`` messages go over ZeroMQ alone."""
         self.run_directory = run_directory
         #: The first process that ended unasked, unless another in its place has worked since; or None.
         self.first_failure: Died | None = None
@@ -122,7 +127,11 @@ class Service:
         self._timers: list[Timer] = []
         self._elsewhere: dict[Peer, Elsewhere] = {}
         self._queue: list[tuple[Peer, int]] = []  # launchers for which there may be a place, with their pids
-        self._memory = Memory(medium or Memfd(os.path.basename(run_directory).removeprefix("cs-")))
+        run = os.path.basename(run_directory).removeprefix("cs-")
+        medium = medium or Memfd(run)
+        self._memory = Memory(medium)
+        self._mailroom = Mailroom(run, why_no_mailboxes(medium, wanted=mailboxes))
+        self._transport = transport_of(medium, mailboxes=mailboxes)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sink.on_room = self._listen_to_children
 
@@ -255,6 +264,7 @@ class Service:
         self._loop.forget(self._listener.fileno())
         self._listener.close()
         self._memory.close()
+        self._mailroom.close()
 
     # --- processes ------------------------------------------------------------------------------------------------
 
@@ -387,6 +397,7 @@ class Service:
     def _peer_ended(self, peer: Peer) -> None:
         self._peers.remove(peer)
         self._queue = [(launcher, pid) for launcher, pid in self._queue if launcher is not peer]
+        self._mailroom.forget(peer)
         if peer in self._elsewhere:
             self._elsewhere.pop(peer).leave()
         if peer is self._owner:
@@ -406,6 +417,12 @@ class Service:
             self._refuse(peer, f"a stranger sent {type(record).__name__} before Introduce")
         elif isinstance(record, (MakeSegment, OpenSegment)):
             self._hand_out(peer, record)
+        elif isinstance(record, MakeMailbox):
+            mailbox, descriptors = self._mailroom.make(peer, peer.label, record.peer)
+            peer.send(mailbox, *descriptors)
+        elif isinstance(record, OpenMailbox):
+            mailbox, descriptors = self._mailroom.open(peer.label, record.mailbox)
+            peer.send(mailbox, *descriptors)
         elif isinstance(record, Ready):
             self._ready(peer, record)
         elif isinstance(record, Interrupt) and peer.introduction.role == "controller":
@@ -497,7 +514,7 @@ class Service:
         place.take(launcher, pid)
         self._elsewhere[launcher] = place
         replicas = sum(isinstance(child, Elsewhere) for child in self._children)
-        launcher.send(Joined(command.rank, command.incarnation, replicas, transport_of(self._memory.medium)))
+        launcher.send(Joined(command.rank, command.incarnation, replicas, self._transport))
 
     def _hand_on(self, ended: Elsewhere, place: Elsewhere) -> None:
         """Have the launcher that ran a worker run the next, where it is still there; else somebody has to join."""
@@ -559,7 +576,7 @@ class Service:
             self.say(f"{child.name} works in its place")
 
     def _serving(self) -> Serving:
-        return Serving(self._endpoint, self.run_directory, transport_of(self._memory.medium))
+        return Serving(self._endpoint, self.run_directory, self._transport)
 
     def _has_worked(self, child: Running) -> None:
         child.has_worked = True
@@ -576,7 +593,7 @@ class Service:
         except CentralStorageError as error:
             peer.send(SegmentRefused(request.segment, _error(error)))
         else:
-            peer.send(segment, descriptor)
+            peer.send(segment, *(() if descriptor is None else (descriptor,)))
 
     def _give_up(self, left: Left) -> None:
         """The server has given up the runs of a controller that has gone: have the workers do so, too."""

@@ -76,7 +76,7 @@ def test_the_script_runs_once_and_is_told_where_its_service_is(ended: Callable[.
     first, *others = result.err.splitlines()
     assert re.fullmatch(
         r"run [0-9a-f]{8}: 1 script, 2 workers \(cpu:0, cpu:1\), parameters on cpu:3, "
-        r"transport ipc \+ shared memory \(memfd\), directory /\S+/cs-[0-9a-f]{8}",
+        r"transport ipc \+ mailboxes \+ shared memory \(memfd\), directory /\S+/cs-[0-9a-f]{8}",
         first,
     )
     assert others == []

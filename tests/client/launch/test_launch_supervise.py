@@ -67,7 +67,7 @@ def failed(client: Client) -> str:
 
 def test_clients_are_told_once_everybody_is_ready_and_later_ones_at_once(world: World) -> None:
     world.start(workers=2)
-    serving = Serving("ipc:///run/server", world.directory.path, transport_of(Memfd()))
+    serving = Serving("ipc:///run/server", world.directory.path, transport_of(Memfd(), mailboxes=True))
     assert world.client().receive() == serving
     assert world.client("observer").receive() == serving
     assert world.service.first_failure is None

@@ -1,0 +1,69 @@
+"""The same training by mailbox and over ZeroMQ alone: the same results, whatever dies; messages too large for a mailbox
+between small ones. All that is tried in threads of one process (``in_process``) goes over ZeroMQ, too."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import central_storage as cs
+
+pytestmark = pytest.mark.timeout(180)
+
+DEVICES = ["cpu:0", "cpu:1"]
+
+
+@pytest.fixture(scope="module", params=["on", "off"])
+def service(request: pytest.FixtureRequest) -> Iterator[cs.CentralStorageStrategy]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CS_MAILBOXES", request.param)
+        strategy = cs.CentralStorageStrategy(DEVICES, max_restarts=100)
+    with strategy:
+        yield strategy
+        assert bool(strategy.statistics().posted) == (request.param == "on")
+
+
+def context() -> cs.ReplicaContext:
+    found = cs.get_replica_context()
+    assert found is not None
+    return found
+
+
+def sizes(k: int) -> list[int]:
+    """Of the arrays of step k, in floats: some fit into a mailbox and some do not, and none lies in an arena."""
+    return [8, 7000] if k % 3 else [7000] * 6
+
+
+def test_large_and_small_arrive_in_the_order_of_sending(service: cs.CentralStorageStrategy) -> None:
+    def step(element: np.ndarray) -> list[np.ndarray]:
+        k = int(element[0])
+        sums = context().all_reduce("SUM", [np.full(size, k + 1.0) for size in sizes(k)])
+        return [np.asarray(each) for each in sums]
+
+    elements = service.experimental_distribute_dataset([np.full(2, k) for k in range(12)])
+    for k, result in enumerate(service.run_steps(step, elements)):
+        for arrays in service.experimental_local_results(result):
+            assert [(len(each), *set(each.tolist())) for each in arrays] == [(size, 2 * k + 2.0) for size in sizes(k)]
+
+
+def test_deaths_cost_nothing(service: cs.CentralStorageStrategy) -> None:
+    with service.scope():
+        total = cs.Variable(np.zeros(2), aggregation=cs.VariableAggregation.SUM)
+
+    def step() -> float:
+        total.assign_add(np.ones(2))
+        return float(context().all_reduce("SUM", np.array(context().replica_id_in_sync_group + 1.0)))
+
+    def losses() -> Any:
+        return service.experimental_local_results(service.run(step))
+
+    for victim in (service.statistics().pid, service.statistics().replicas[1].pid):
+        assert losses() == (3.0, 3.0)
+        os.kill(victim, signal.SIGKILL)
+        assert losses() == (3.0, 3.0)
+    assert total.numpy().tolist() == [8.0, 8.0]
