@@ -137,7 +137,8 @@ class Runs(Seam):
             self._lifeline.send(messages.Interrupt(replica))
 
     def _tell_wait(self, run: messages.RunId, series: int, seconds: float) -> None:
-        self._tell(messages.Awaited(run, seconds, series))
+        if self._threads is None:  # a replica of this process may be at a debugger's prompt: it is not to be named
+            self._tell(messages.Awaited(run, seconds, series))
 
     def _tell(self, record: messages.Resent | messages.Awaited) -> None:
         """Tell the server something about a run, and another in its place once more."""

@@ -73,6 +73,7 @@ def trained(strategy: cs.CentralStorageStrategy) -> dict[str, bytes]:
     elements = strategy.experimental_distribute_dataset([np.full(2, k) for k in range(STEPS, 2 * STEPS)])
     for result in strategy.run_steps(model.step, elements):
         said += local(result)
+    said.append([int(optimizer.iterations) for optimizer in (model.adam, model.adagrad, model.sgd)])
     with strategy.scope():
         said.append(cs.Variable(model.weights.numpy() * 2, name="last").numpy()[-1])
     values = {v.name: v.numpy() for v in (model.weights, model.half, model.table, model.count, model.rows)}

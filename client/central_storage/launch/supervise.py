@@ -603,7 +603,7 @@ class Service:
         self._write_down()
         self._tell("worker", left)
         for child in self._children:
-            if child.command.role == "worker" and child.ready_since is not None:
+            if child.command.role == "worker" and child.ready_since is not None and not child.asked:
                 child.interrupt()
 
     def _tell(self, role: Role, record: Record) -> None:
