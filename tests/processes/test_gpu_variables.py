@@ -153,57 +153,68 @@ def test_replicas_on_gpus_too(gpus: StandInGpus, devices: list[str]) -> None:
         assert w.numpy().tolist() == [expected] * 9
 
 
-def test_gradients_of_workers_on_the_same_gpu_are_born_where_the_server_reads_them(
-    gpus: StandInGpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def train_on_buffers(strategy: cs.CentralStorageStrategy, death: str = "") -> tuple[list[np.ndarray], dict[str, int]]:
+    """Weights after some steps, and what replica 0 has counted. ``death``: replica 1 dies once, and makes this file."""
+    with strategy.scope():
+        w, b = cs.Variable(np.eye(4, 3, dtype=F32)), cs.Variable(np.zeros(3, F32))
+        whole = cs.Variable(np.zeros(3, "complex64"))
+        optimizer = cs.optimizers.Adam(0.1)
+        other = cs.optimizers.SGD(0.1)
+
+    def step(x: Any, number: int) -> dict[str, int]:
+        xp = cs.get_array_module()
+        error = x @ w + b - F32(1)
+        if number % 2:
+            of_w, of_b = cs.gradient_buffers([w, b])
+            xp.matmul(x.T, error, out=of_w)
+            xp.sum(error, axis=0, out=of_b)
+        else:
+            of_w, of_b = x.T @ error, error.sum(axis=0)
+        optimizer.apply_gradients([(of_w, w), (of_b, b)])
+        if number == 2:
+            other.apply_gradients([(of_b.astype("complex64"), whole), (of_b, b)])
+        context = cs.get_replica_context()
+        assert context is not None
+        context.all_reduce("SUM", np.ones(1))
+        if number == 3 and death and context.replica_id_in_sync_group == 1 and not Path(death).exists():
+            Path(death).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return xp.counts() if hasattr(xp, "counts") else {}
+
+    for number in range(5):
+        x = np.random.default_rng(number).normal(size=(2, 5, 4)).astype(F32)
+        counted = strategy.run(step, args=(cs.PerReplica(list(x)), number))
+    counts = strategy.experimental_local_results(counted)[0]
+    return [w.numpy(), b.numpy(), whole.numpy()], counts
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[np.ndarray]:
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as on_cpus:
+        return train_on_buffers(on_cpus)[0]
+
+
+def test_gradients_on_the_same_gpu_are_born_where_the_server_reads_them(
+    gpus: StandInGpus, tmp_path: Path, expected: list[np.ndarray]
 ) -> None:
-    """With a server that may be replaced, and is, in the midst of a commit, they go to the machine's memory, too;
-    without one, nothing does, and a worker that dies brings the same again."""
-
-    def train(strategy: cs.CentralStorageStrategy, death: str = "") -> tuple[list[np.ndarray], dict[str, int]]:
-        with strategy.scope():
-            w, b = cs.Variable(np.eye(4, 3, dtype=F32)), cs.Variable(np.zeros(3, F32))
-            whole = cs.Variable(np.zeros(3, "complex64"))
-            optimizer = cs.optimizers.Adam(0.1)
-            other = cs.optimizers.SGD(0.1)
-
-        def step(x: Any, number: int) -> dict[str, int]:
-            xp = cs.get_array_module()
-            error = x @ w + b - F32(1)
-            if number % 2:
-                of_w, of_b = cs.gradient_buffers([w, b])
-                xp.matmul(x.T, error, out=of_w)
-                xp.sum(error, axis=0, out=of_b)
-            else:
-                of_w, of_b = x.T @ error, error.sum(axis=0)
-            optimizer.apply_gradients([(of_w, w), (of_b, b)])
-            if number == 2:
-                other.apply_gradients([(of_b.astype("complex64"), whole), (of_b, b)])
-            context = cs.get_replica_context()
-            assert context is not None
-            context.all_reduce("SUM", np.ones(1))
-            if number == 3 and death and context.replica_id_in_sync_group == 1 and not Path(death).exists():
-                Path(death).touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-            return xp.counts() if hasattr(xp, "counts") else {}
-
-        for number in range(5):
-            x = np.random.default_rng(number).normal(size=(2, 5, 4)).astype(F32)
-            counted = strategy.run(step, args=(cs.PerReplica(list(x)), number))
-        counts = strategy.experimental_local_results(counted)[0]
-        return [w.numpy(), b.numpy(), whole.numpy()], counts
-
-    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"]) as on_cpus:
-        expected, _ = train(on_cpus)
+    """Nothing of them goes to the machine's memory, and a worker that dies brings the same again."""
     with cs.CentralStorageStrategy(["gpu:1", "gpu:1"], "gpu:1", server_recovery=False) as strategy:
-        alone, counts = train(strategy, str(tmp_path / "dead"))
+        found, counts = train_on_buffers(strategy, str(tmp_path / "dead"))
     assert (tmp_path / "dead").exists()
     assert counts["opened"] > 0
     assert counts["device_to_host_nbytes"] < 1000
+    for ours, theirs in zip(found, expected, strict=True):
+        assert np.array_equal(ours, theirs)
+
+
+def test_gradients_on_the_same_gpu_outlive_the_server(
+    gpus: StandInGpus, monkeypatch: pytest.MonkeyPatch, expected: list[np.ndarray]
+) -> None:
+    """It is killed in the midst of a commit, and the one after it has nothing on the GPU."""
     monkeypatch.setenv("CS_FAILPOINTS", "server.commit=kill@9")
     with cs.CentralStorageStrategy(["gpu:1", "gpu:1"], "gpu:1") as strategy:
         before = strategy.statistics().pid
-        kept, _ = train(strategy)
+        found, _ = train_on_buffers(strategy)
         assert strategy.statistics().pid != before
-    for each in (alone, kept):
-        for ours, theirs in zip(each, expected, strict=True):
-            assert np.array_equal(ours, theirs)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert np.array_equal(ours, theirs)
