@@ -19,6 +19,7 @@ BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-7
 ACCUMULATOR = 0.1  # what Adagrad's begins at
 FIRST_STEP = "first-step"
 EMPTY = "empty-run"
+MANY = "adam-16MBx1000"
 #: Where the driver puts the digits, for environments that have no scikit-learn.
 DIGITS = "BENCHMARK_DIGITS"
 
@@ -33,6 +34,7 @@ class Apply:
     rule: str
     nbytes: int
     is_copied: bool = False  # whether the gradients lie elsewhere than where the service wants them
+    count: int = 1  # of variables of equal size, which are that large together
 
     def initial(self) -> np.ndarray:
         """The variable, of shape [nbytes / 4], in [-1, 1)."""
@@ -170,6 +172,7 @@ WORKS: dict[str, Work] = {
     "sgd-100MB": Apply("sgd", 100_000_000),
     "adam-1MB": Apply("adam", 1_000_000),
     "adam-16MB": Apply("adam", 16_000_000),
+    MANY: Apply("adam", 16_000_000, count=1000),
     "adam-100MB": Apply("adam", 100_000_000),
     "adam-400MB": Apply("adam", 400_000_000),
     "adam-400MB-copied": Apply("adam", 400_000_000, is_copied=True),

@@ -34,7 +34,8 @@ class ApplyTrial:
     def __init__(self, strategy: cs.CentralStorageStrategy, work: Apply, steps: int) -> None:
         self.strategy, self.work, self.done = strategy, work, 0
         with strategy.scope():
-            self.variable = variable = cs.Variable(work.initial())
+            parts = np.split(work.initial(), work.count)
+            self.variables = variables = [cs.Variable(part) for part in parts]
             rate = RATES[work.rule]
             optimizer = (
                 cs.optimizers.SGD(rate)
@@ -45,16 +46,18 @@ class ApplyTrial:
 
         @cs.function
         def in_place(must_fill: np.ndarray) -> None:
-            [gradient] = cs.gradient_buffers([variable])
+            gradients = cs.gradient_buffers(variables)
             if must_fill[0]:
-                gradient[...] = work.gradient(cs.get_replica_context().replica_id_in_sync_group)
-            optimizer.apply_gradients([(gradient, variable)])
+                whole = work.gradient(cs.get_replica_context().replica_id_in_sync_group)
+                for gradient, part in zip(gradients, np.split(whole, work.count), strict=True):
+                    gradient[...] = part
+            optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
         @cs.function
         def copied(must_fill: np.ndarray) -> None:
             if must_fill[0]:
                 kept[:] = [work.gradient(cs.get_replica_context().replica_id_in_sync_group)]
-            optimizer.apply_gradients([(kept[0], variable)])
+            optimizer.apply_gradients([(kept[0], variables[0])])
 
         self.step = copied if work.is_copied else in_place
 
@@ -63,7 +66,7 @@ class ApplyTrial:
         self.done += steps
 
     def check(self) -> None:
-        self.work.check(self.variable.numpy(), self.done)
+        self.work.check(np.concatenate([variable.numpy() for variable in self.variables]), self.done)
 
 
 class ReadTrial:
