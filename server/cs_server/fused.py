@@ -1,5 +1,5 @@
 # numba's annotations stop short of its decorators and intrinsics.
-# mypy: disable-error-code="attr-defined, call-arg, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="attr-defined, call-arg, call-overload, no-untyped-call, untyped-decorator"
 """The loops that numba compiles: sum of the replicas' gradients and update rule in one pass over memory.
 
 Owns the machine code and nothing else: it trusts its caller with addresses and lengths, so only `kernels`, which checks
@@ -7,101 +7,76 @@ them, may use it. Importing this module imports numba; nothing but `kernels` imp
 needed.
 
 A kernel takes element ranges of one slab, where in the gradients each of them begins, the parameters, the slots, the
-base addresses of the replicas' gradients, the rule's numbers, how many elements it does at a time, and what of a `Lane`
-it needs to survive the server: its word and its area, or two empty arrays. Addresses instead of arrays make it one
-compiled function for any number of replicas.
-There is one loop for each number of slots, and each rule gets a copy of that loop in which the global `step` is its own
-step. (A closure over the step would do as well, but numba's cache would take it for a new function in every process.)
+base addresses of the replicas' gradients, the rule's numbers, how many elements it does at a time, what of a `Lane` it
+needs to survive the server: its word and its area, or two empty arrays; and memory for the sum of a piece, since
+compiled code that runs without numba cannot ask for any. Addresses instead of arrays make it one compiled function for
+any number of replicas. There is one loop for each number of slots, and each rule gets a copy of that loop in which the
+global `step` is its own step.
 """
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+import llvmlite.binding as llvm
 import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
+from numba.np.unsafe.ndarray import to_fixed_tuple
 
+from cs_server import native
 from cs_server.updates import Array, Rule
 
 if TYPE_CHECKING:
 
     def step(*values: Any) -> tuple[Any, ...]: ...
+    def loop(*arguments: Any) -> None: ...
 
 
-IS_DISABLED = bool(numba.config.DISABLE_JIT)
-"""Whether the environment tells numba to compile nothing (NUMBA_DISABLE_JIT)."""
+VALUE, COUNT = np.dtype("float32"), 1
+"""In a kernel: its dtype, and of how many numbers its rule is."""
 
-_configuration = threading.Lock()
+_ALONE = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+# Compiled code is called by compiled code, and by `native` without Python's calling convention.
 
 _AHEAD = 8  # ranges
 
 
-def build(rule: Rule, dtype: np.dtype[Any], directory: Path | None) -> tuple[Callable[..., None], bool]:
-    """The kernel of this rule and dtype, and whether it had to be compiled: else it came from the directory.
-
-    It takes exactly one signature: an argument of another type is a TypeError, never a compilation. With `directory`
-    None nothing is read or written.
-    """
-    loop = _LOOPS[len(rule.slots)]
-    inlined = numba.njit(error_model="numpy", forceinline=True)(rule.step)
-    function = FunctionType(loop.__code__, globals() | {"step": inlined}, kernel_name(rule, dtype))
-    function.__qualname__ = function.__name__
-    values = types.Array(numba.from_dtype(dtype), 1, "C")
-    addresses = types.Array(types.int64, 1, "C")
-    ranges, places = types.Array(types.int64, 2, "C"), types.Array(types.int64, 1, "A")
-    numbers = types.UniTuple(values.dtype, rule.count_of_numbers)
-    signature = types.void(
-        ranges, places, values, *[values] * len(rule.slots), addresses, numbers, types.int64, addresses, values
+def build(rule: Rule, dtype: np.dtype[Any]) -> bytes:
+    """The machine code of the kernel of this rule and dtype, for `native.kernel`."""
+    inlined = numba.njit(error_model="numpy", forceinline=True, **_ALONE)(rule.step)
+    loop, entry = _LOOPS[len(rule.slots)]
+    # No fastmath: an update has the bits of the reference.
+    compiled = numba.njit(error_model="numpy", inline="always", **_ALONE)(
+        _with(loop, f"{rule.name}_{dtype}_loop", step=inlined)
     )
-    with _cache_in(directory):
-        # No fastmath: an update has the bits of the reference.
-        kernel = numba.njit(signature, nogil=True, cache=directory is not None, error_model="numpy")(function)
-    return kernel, not kernel.stats.cache_hits
+    return _machine_code(_with(entry, f"{rule.name}_{dtype}", loop=compiled, VALUE=dtype, COUNT=rule.count_of_numbers))
 
 
-def build_merge(dtype: np.dtype[Any], directory: Path | None) -> tuple[Callable[..., int], bool]:
-    """The loop that adds up sparse gradients of this dtype, and whether it had to be compiled."""
-    function = FunctionType(_merged.__code__, globals(), f"merge_{dtype.name}")
-    function.__qualname__ = function.__name__
-    addresses = types.Array(types.int64, 1, "C")
-    sums = types.Array(numba.from_dtype(dtype), 2, "C")
-    with _cache_in(directory):
-        kernel = numba.njit(
-            types.int64(*[addresses] * 5, sums), nogil=True, cache=directory is not None, error_model="numpy"
-        )(function)
-    return kernel, not kernel.stats.cache_hits
+def build_merge(dtype: np.dtype[Any]) -> bytes:
+    """The machine code of the loop that adds up sparse gradients of this dtype."""
+    return _machine_code(_with(_enter_merge, f"merge_{dtype}", VALUE=dtype))
 
 
-def kernel_name(rule: Rule, dtype: np.dtype[Any]) -> str:
-    """The function's name, with which the names of its cache files begin after the module's."""
-    return f"{rule.name}_{dtype.name}"
+def _with(function: Any, name: str, **names: Any) -> Any:
+    """A copy of a function of this module in which these global names mean these things."""
+    copy = FunctionType(function.__code__, globals() | names, name)
+    copy.__qualname__ = name
+    return copy
 
 
-@contextmanager
-def _cache_in(directory: Path | None) -> Iterator[None]:
-    """Let numba keep the functions decorated inside in this directory, and in no other place.
-
-    numba's setting is global, so it is put back: the process may be a script that caches functions of its own.
-    """
-    if directory is None:
-        yield
-        return
-    wanted = {"CACHE_DIR": str(directory), "CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator"}
-    with _configuration:
-        found = {name: getattr(numba.config, name, "") for name in wanted}
-        try:
-            for name, value in wanted.items():
-                setattr(numba.config, name, value)
-            yield
-        finally:
-            for name, value in found.items():
-                setattr(numba.config, name, value)
+def _machine_code(entry: Any) -> bytes:
+    words = types.CPointer(types.int64)
+    compiled = numba.njit(types.void(words), error_model="numpy", **_ALONE)(entry)
+    [[signature, overload]] = compiled.overloads.items()
+    module = llvm.parse_assembly(compiled.inspect_llvm(signature))
+    module.get_function(overload.fndesc.llvm_func_name).name = native.SYMBOL
+    # numba counts references to the memory of arrays, of which none owns any: this is never called.
+    module.link_in(llvm.parse_assembly("define linkonce_odr void @NRT_MemInfo_call_dtor(ptr %0) { unreachable }"))
+    code: bytes = native.target().emit_object(module)
+    return code
 
 
 # What is compiled. Slices come first and loops run over their shape, or nothing is vectorized.
@@ -146,7 +121,7 @@ def _prefetch(context: Any, array: Any, index: Any) -> Any:
     return types.void(array, types.int64), generate
 
 
-@numba.njit(error_model="numpy")
+@numba.njit(error_model="numpy", **_ALONE)
 def _foresee(ranges: Array, r: int, values: Array, chunk: int) -> None:
     """Have the beginning of a range that is updated soon come from memory. A row lies anywhere, so the processor cannot
     foresee it: without this a sparse update takes twice as long."""
@@ -156,7 +131,7 @@ def _foresee(ranges: Array, r: int, values: Array, chunk: int) -> None:
             _prefetch(values, i)
 
 
-@numba.njit(error_model="numpy")
+@numba.njit(error_model="numpy", **_ALONE)
 def _tell(progress: Array, value: int) -> None:
     """Set the lane's word."""
     _fence()
@@ -164,24 +139,16 @@ def _tell(progress: Array, value: int) -> None:
     _fence()
 
 
-@numba.njit(error_model="numpy")
+@numba.njit(error_model="numpy", **_ALONE)
 def _done(progress: Array) -> int:
     """How many pieces a server before this one has done."""
     return progress[0] >> 1 if progress.shape[0] > 0 else 0
 
 
-@numba.njit(error_model="numpy")
-def _scratch(chunk: int, like: Array) -> Array:
-    """Memory for `_addends`. Adding -0.0 changes no number, not even the sign of a zero."""
-    scratch = np.empty(chunk, like.dtype)
-    for i in range(chunk):
-        scratch[i] = -0.0
-    return scratch
-
-
-@numba.njit(error_model="numpy")
+@numba.njit(error_model="numpy", **_ALONE)
 def _addends(addresses: Array, like: Array, scratch: Array, start: int, stop: int) -> tuple[Array, Array]:
-    """Two arrays whose sum is that of elements start to stop of the gradients, added in replica order."""
+    """Two arrays whose sum is that of elements start to stop of the gradients, added in replica order. The scratch is of
+    -0.0 at first: adding that changes no number, not even the sign of a zero."""
     last = addresses.shape[0] - 1
     final = numba.carray(_pointer(addresses[last], like), like.shape)[start:stop]
     if last == 0:
@@ -209,8 +176,9 @@ def _no_slot(
     chunk: int,
     progress: Array,
     area: Array,
+    scratch: Array,
 ) -> None:
-    scratch, done, number = _scratch(chunk, parameters), _done(progress), 0
+    done, number = _done(progress), 0
     for r in range(ranges.shape[0]):
         shift = places[r] - ranges[r, 0]
         _foresee(ranges, r, parameters, chunk)
@@ -243,8 +211,9 @@ def _one_slot(
     chunk: int,
     progress: Array,
     area: Array,
+    scratch: Array,
 ) -> None:
-    scratch, done, number = _scratch(chunk, parameters), _done(progress), 0
+    done, number = _done(progress), 0
     for r in range(ranges.shape[0]):
         shift = places[r] - ranges[r, 0]
         _foresee(ranges, r, parameters, chunk)
@@ -281,8 +250,9 @@ def _two_slots(
     chunk: int,
     progress: Array,
     area: Array,
+    scratch: Array,
 ) -> None:
-    scratch, done, number = _scratch(chunk, parameters), _done(progress), 0
+    done, number = _done(progress), 0
     for r in range(ranges.shape[0]):
         shift = places[r] - ranges[r, 0]
         _foresee(ranges, r, parameters, chunk)
@@ -323,8 +293,9 @@ def _three_slots(
     chunk: int,
     progress: Array,
     area: Array,
+    scratch: Array,
 ) -> None:
-    scratch, done, number = _scratch(chunk, parameters), _done(progress), 0
+    done, number = _done(progress), 0
     for r in range(ranges.shape[0]):
         shift = places[r] - ranges[r, 0]
         _foresee(ranges, r, parameters, chunk)
@@ -356,6 +327,7 @@ def _three_slots(
                 _tell(progress, 2 * number)
 
 
+@numba.njit(error_model="numpy", **_ALONE)
 def _merged(
     value_addresses: Array, index_addresses: Array, lengths: Array, table: Array, rows: Array, sums: Array
 ) -> int:
@@ -384,4 +356,80 @@ def _merged(
     return count
 
 
-_LOOPS: tuple[Callable[..., None], ...] = (_no_slot, _one_slot, _two_slots, _three_slots)
+# How kernels are entered: the words are the address and the length of each array, in this order: ranges, addresses,
+# numbers, progress, area, scratch (as long as a piece), places, parameters, slots. Of `_enter_merge`: the arguments of
+# `_merged`, and two counts: where the result goes, and the elements of a row.
+
+
+@numba.njit(error_model="numpy", **_ALONE)
+def _array(words: Array, place: int, dtype: Any) -> Array:
+    return numba.carray(_pointer(words[2 * place], dtype), words[2 * place + 1])
+
+
+@numba.njit(error_model="numpy", **_ALONE)
+def _ranges(words: Array) -> Array:
+    return numba.carray(_pointer(words[0], words), (words[1], 2))
+
+
+@numba.njit(error_model="numpy", **_ALONE)
+def _further(words: Array, dtype: Any) -> tuple[Array, Array, Array, Array]:
+    addresses, progress = _array(words, 1, words.dtype), _array(words, 3, words.dtype)
+    return addresses, progress, _array(words, 4, dtype), _array(words, 5, dtype)
+
+
+def _enter_no_slot(call: Any) -> None:
+    words = numba.carray(call, 16)
+    addresses, progress, area, scratch = _further(words, VALUE)
+    numbers: Any = to_fixed_tuple(_array(words, 2, VALUE), COUNT)
+    ranges, places = _ranges(words), _array(words, 6, words.dtype)
+    parameters = _array(words, 7, VALUE)
+    loop(ranges, places, parameters, addresses, numbers, len(scratch), progress, area, scratch)
+
+
+def _enter_one_slot(call: Any) -> None:
+    words = numba.carray(call, 18)
+    addresses, progress, area, scratch = _further(words, VALUE)
+    numbers: Any = to_fixed_tuple(_array(words, 2, VALUE), COUNT)
+    ranges, places = _ranges(words), _array(words, 6, words.dtype)
+    parameters, slot_a = _array(words, 7, VALUE), _array(words, 8, VALUE)
+    loop(ranges, places, parameters, slot_a, addresses, numbers, len(scratch), progress, area, scratch)
+
+
+def _enter_two_slots(call: Any) -> None:
+    words = numba.carray(call, 20)
+    addresses, progress, area, scratch = _further(words, VALUE)
+    numbers: Any = to_fixed_tuple(_array(words, 2, VALUE), COUNT)
+    ranges, places = _ranges(words), _array(words, 6, words.dtype)
+    parameters, slot_a, slot_b = _array(words, 7, VALUE), _array(words, 8, VALUE), _array(words, 9, VALUE)
+    loop(ranges, places, parameters, slot_a, slot_b, addresses, numbers, len(scratch), progress, area, scratch)
+
+
+def _enter_three_slots(call: Any) -> None:
+    words = numba.carray(call, 22)
+    addresses, progress, area, scratch = _further(words, VALUE)
+    numbers: Any = to_fixed_tuple(_array(words, 2, VALUE), COUNT)
+    ranges, places = _ranges(words), _array(words, 6, words.dtype)
+    parameters, slot_a, slot_b, slot_c = (
+        _array(words, 7, VALUE),
+        _array(words, 8, VALUE),
+        _array(words, 9, VALUE),
+        _array(words, 10, VALUE),
+    )
+    loop(ranges, places, parameters, slot_a, slot_b, slot_c, addresses, numbers, len(scratch), progress, area, scratch)
+
+
+def _enter_merge(call: Any) -> None:
+    words = numba.carray(call, 14)
+    integers = words.dtype
+    addresses, indices, lengths = _array(words, 0, integers), _array(words, 1, integers), _array(words, 2, integers)
+    table, rows, counts = _array(words, 3, integers), _array(words, 4, integers), _array(words, 6, integers)
+    sums = numba.carray(_pointer(words[10], VALUE), (words[11], counts[1]))
+    counts[0] = _merged(addresses, indices, lengths, table, rows, sums)
+
+
+_LOOPS: tuple[tuple[Callable[..., None], Callable[..., None]], ...] = (
+    (_no_slot, _enter_no_slot),
+    (_one_slot, _enter_one_slot),
+    (_two_slots, _enter_two_slots),
+    (_three_slots, _enter_three_slots),
+)

@@ -2,8 +2,7 @@
 
 Owns the choice between the two, the check of everything that reaches compiled code, and the directory in which compiled
 code is kept between processes. It knows no variables, messages or commits: the engine's shell hands it arrays. numba is
-imported by `load` or by the first update, never by importing this module. What is kept is read by `load` alone: reading
-it is unpickling, which a server that serves never does.
+imported where something has to be compiled. What is kept is machine code behind its hash: nothing is unpickled.
 
 Updates of ranges that do not overlap may run in several threads at once: a kernel holds no lock, and not the GIL.
 """
@@ -19,6 +18,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
 from itertools import islice, pairwise, product
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ import numpy as np
 
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.optimizers import SLOTS, Hyperparameters
+from cs_server import native
 from cs_server.undo import Lane
 from cs_server.updates import RULES, Array, Rule, reference, scalars
 
@@ -165,7 +167,7 @@ def merge_kernel(dtype: np.dtype[Any]) -> Callable[..., int] | None:
     """The loop of `rows.merge` for this dtype; None where NumPy has to do it."""
     key = (_MERGE, dtype)
     if key not in _kernels and dtype.name in KERNEL_DTYPES:
-        _prepare(None, dtype, cache_directory(), is_serving=True)
+        _prepare(None, dtype, cache_directory())
     return _kernels.get(key)
 
 
@@ -180,23 +182,20 @@ class Loaded:
 
 def load(run_directory: Path | None = None, share: tuple[int, int] | None = None) -> Loaded:
     """Make all kernels ready that the cache directory holds, and those of ``ALWAYS``, which are compiled where it does
-    not hold them: no update with any of them compiles, unpickles or imports anything afterwards.
+    not hold them: no update with any of them compiles, opens or imports anything afterwards.
 
     Another one is compiled by the first update that needs it, and kept for the next process. ``share`` (k, n) compiles
     the k-th of n shares of all now, so that n processes, k from 0, make everything ready that updates may need.
     """
     begin = time.perf_counter()
     directory = cache_directory(run_directory)
-    kept = [path.name for path in directory.rglob("*.nbi")] if directory is not None else []
     compiled = 0
     rules = (None, *(rule for rule in RULES.values() if rule.is_compiled))
     for number, (name, rule) in enumerate(product(KERNEL_DTYPES, rules)):
         dtype, key = np.dtype(name), (_MERGE if rule is None else rule.name, name)
         is_asked = key in ALWAYS or (share is not None and number % share[1] == share[0])
-        if is_asked or any(f".{'_'.join(key)}-" in file for file in kept):
-            compiled += _prepare(rule, dtype, directory, is_serving=False)
-            if rule is not None:
-                _try_out(rule, dtype)
+        if is_asked or (directory is not None and _path(key[0], dtype, directory).exists()):
+            compiled += _prepare(rule, dtype, directory)
     return Loaded(time.perf_counter() - begin, compiled, directory)
 
 
@@ -283,71 +282,83 @@ def _check_ranges(ranges: Array, length: int) -> None:
 _MERGE = "merge"
 _kernels: dict[tuple[str, np.dtype[Any]], Callable[..., Any] | None] = {}
 _building = threading.Lock()
+_HASH_NBYTES = hashlib.sha256().digest_size
 
 
 def _kernel(rule: Rule, dtype: np.dtype[Any]) -> Callable[..., None] | None:
     key = (rule.name, dtype)
     if key not in _kernels and rule.is_compiled and dtype.name in KERNEL_DTYPES:
-        _prepare(rule, dtype, cache_directory(), is_serving=True)
+        _prepare(rule, dtype, cache_directory())
     return _kernels.get(key)
 
 
-def _prepare(rule: Rule | None, dtype: np.dtype[Any], directory: Path | None, is_serving: bool) -> bool:
+def _prepare(rule: Rule | None, dtype: np.dtype[Any], directory: Path | None) -> bool:
     """Whether something had to be compiled: the kernel of a rule or, None, that of sparse gradients."""
-    from cs_server import fused  # imports numba
-
-    def build(directory: Path | None) -> tuple[Callable[..., Any], bool]:
-        return fused.build_merge(dtype, directory) if rule is None else fused.build(rule, dtype, directory)
-
-    key = (_MERGE if rule is None else rule.name, dtype)
+    name = _MERGE if rule is None else rule.name
     with _building:
-        if key in _kernels:
+        if (name, dtype) in _kernels:
             return False
-        if fused.IS_DISABLED:
-            _kernels[key] = None
+        if os.environ.get("NUMBA_DISABLE_JIT", "0").strip() not in ("", "0"):
+            _kernels[name, dtype] = None
             return False
-        try:
-            kernel, is_compiled = _compile_apart(build, directory) if is_serving else build(directory)
-        except Exception as error:  # damaged code can raise anything, and a defect of the kernel is raised again below
-            if directory is None:
-                raise
-            name = f"{key[0]}_{dtype.name}"
-            _logger.warning("compiling %s anew, it cannot be kept or read in %s: %r", name, directory, error)
-            for file in directory.rglob(f"*.{name}-*"):
-                file.unlink(missing_ok=True)
-            kernel, is_compiled = build(None)
-        _kernels[key] = kernel
-        return is_compiled
+        path = None if directory is None else _path(name, dtype, directory)
+        kept = None if path is None else _read(path)
+        if kept is None:
+            from cs_server import fused  # imports numba
+
+            code = fused.build_merge(dtype) if rule is None else fused.build(rule, dtype)
+            if path is not None:
+                _keep(code, path)
+        else:
+            code = kept
+        run = native.kernel(code)
+        _kernels[name, dtype] = partial(_merge if rule is None else _dense, run)
+        return kept is None
 
 
-def _compile_apart(
-    build: Callable[[Path | None], tuple[Callable[..., Any], bool]], directory: Path | None
-) -> tuple[Callable[..., Any], bool]:
-    """Compile and keep without reading, though another process may have kept the same by now: numba reads the index of
-    what is kept also where it adds to it. So it adds to an empty directory, and the files are moved from there."""
-    if directory is None:
-        return build(None)
-    with tempfile.TemporaryDirectory(dir=directory.parent, prefix="compiling-") as name:
-        apart = Path(name)
-        built = build(apart)
-        for file in sorted(apart.rglob("*.nb?"), key=lambda file: file.suffix):  # .nbc, then the .nbi that names it
-            target = directory / file.relative_to(apart)
-            target.parent.mkdir(mode=0o700, exist_ok=True)
-            file.replace(target)
-        return built
+def _dense(run: Callable[[native.Words], None], ranges: Array, places: Array, parameters: Array, *further: Any) -> None:
+    """A kernel with arguments as `fused` describes them."""
+    *slots, addresses, numbers, chunk, progress, area = further
+    of_rule, scratch = np.array(numbers, parameters.dtype), np.full(chunk, -0.0, parameters.dtype)
+    begin = np.ascontiguousarray(places)
+    run(native.words(ranges, addresses, of_rule, progress, area, scratch, begin, parameters, *slots))
 
 
-def _try_out(rule: Rule, dtype: np.dtype[Any]) -> None:
-    """Run the kernel once on two elements: numba finishes some of its imports in the first call."""
-    arrays = [np.zeros(2, dtype) for _ in range(1 + len(rule.slots) + 2)]
-    parameters, gradients, slots = arrays[0], tuple(arrays[1:3]), tuple(arrays[3:])
-    kernel = _kernel(rule, dtype)
-    if kernel is not None:
-        addresses = _checked(rule, np.array([[0, 2]]), parameters, slots, gradients)
-        numbers = tuple(np.full(rule.count_of_numbers, 0.5, dtype))
-        ranges = np.array([[0, 2]])
-        area = _KEEPS_NOTHING.area(dtype)
-        kernel(ranges, ranges[:, 0], parameters, *slots, addresses, numbers, 2, _KEEPS_NOTHING.progress, area)
+def _merge(run: Callable[[native.Words], None], *arguments: Array) -> int:
+    counts = np.array([0, arguments[-1].shape[1]])
+    run(native.words(*arguments, counts))
+    return int(counts[0])
+
+
+def _path(name: str, dtype: np.dtype[Any], directory: Path) -> Path:
+    return directory / f"{name}_{dtype.name}.code"
+
+
+def _read(path: Path) -> bytes | None:
+    """The code that is kept there; None where there is none, or none that is whole."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _logger.warning("compiling %s anew, it cannot be read: %s", path, error)
+        return None
+    code = content[_HASH_NBYTES:]
+    if hashlib.sha256(code).digest() != content[:_HASH_NBYTES]:
+        _logger.warning("compiling %s anew, it is damaged", path)
+        return None
+    return code
+
+
+def _keep(code: bytes, path: Path) -> None:
+    """Whoever reads the file meanwhile finds all of it or nothing."""
+    try:
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix="compiling-")
+        with open(descriptor, "wb") as file:
+            file.write(hashlib.sha256(code).digest() + code)
+        os.replace(name, path)
+    except OSError as error:
+        _logger.warning("%s cannot be kept: %s", path, error)
 
 
 # The cache directory.
@@ -380,18 +391,19 @@ def _private(path: Path) -> Path:
 def _fingerprint() -> str:
     """Names what compiled code depends on: our sources, the compiler, the libraries and the processor."""
     import llvmlite.binding
-    import numba
 
     digest = hashlib.sha256()
-    for source in ("updates.py", "kernels.py", "fused.py"):
+    for source in ("updates.py", "kernels.py", "fused.py", "native.py"):
         digest.update(Path(__file__).with_name(source).read_bytes())
     digest.update(repr(SLOTS).encode())
-    versions = (
-        numba.__version__,
+    depends = (
+        version("numba"),
+        version("llvmlite"),
         np.__version__,
         sys.version,
         platform.machine(),
         llvmlite.binding.get_host_cpu_name(),
+        llvmlite.binding.get_host_cpu_features().flatten(),
     )
-    digest.update("\0".join(versions).encode())
+    digest.update("\0".join(depends).encode())
     return digest.hexdigest()[:16]

@@ -14,7 +14,6 @@ import logging
 import math
 import os
 import signal
-import sys
 import threading
 import time
 from collections import deque
@@ -144,8 +143,6 @@ def serve(config: ServerConfig) -> None:
     Raises LaunchError where there is no supervisor, ConfigurationError where the endpoint cannot be bound, and
     whatever else keeps the server from starting or going on.
     """
-    # numba would import scipy.linalg, where there is one, for products that no kernel has: a third of the start.
-    sys.modules.setdefault("scipy", None)  # type: ignore[arg-type]
     with ExitStack() as stack:
         wake, wake_writer = stack.enter_context(_wake_up())
         segments = _connected(config, stack)

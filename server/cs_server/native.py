@@ -1,0 +1,62 @@
+"""Runs machine code that `fused` has made, in this process or, kept in a file, in another one.
+
+That needs no numba, whose import alone takes longer than everything else a server does at its start; and the code is no
+pickle. Whoever calls `kernel` vouches for it: where it came from, and that it is whole.
+"""
+
+import ctypes
+from collections.abc import Callable
+from itertools import chain
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+SYMBOL = "kernel"
+"""The name of the function that a piece of machine code holds."""
+
+Words: TypeAlias = NDArray[np.int64]
+
+# What numba gives to a function beside its arguments: where to put a result, and an exception. A kernel has neither.
+_Function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+_SPARE_NBYTES = 64
+
+
+def target() -> Any:
+    """What code is made for, of `llvmlite.binding`: this processor, as numba does it."""
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(),
+        features=llvm.get_host_cpu_features().flatten(),
+        opt=3,
+        reloc="static" if llvm.Target.from_default_triple().name.startswith("x86") else "default",
+        codemodel="jitdefault",
+        jit=True,
+    )
+
+
+def kernel(code: bytes) -> Callable[[Words], None]:
+    """The function in ``code``, an object file with `SYMBOL` in it. It holds no lock, and not the GIL."""
+    import llvmlite.binding as llvm
+
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target())
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    function = _Function(engine.get_function_address(SYMBOL))
+
+    def run(words: Words, engine: Any = engine) -> None:  # the code lives as long as its engine
+        spare = ctypes.create_string_buffer(2 * _SPARE_NBYTES)
+        result = ctypes.addressof(spare)
+        status = function(result, result + _SPARE_NBYTES, words.ctypes.data)
+        if status:
+            raise RuntimeError(f"a kernel ended with status {status}")
+
+    return run
+
+
+def words(*arrays: NDArray[Any]) -> Words:
+    """The address and the length of each array, one after the other: what `fused` finds its arguments by."""
+    return np.array(list(chain.from_iterable((a.__array_interface__["data"][0], len(a)) for a in arrays)), np.int64)
