@@ -2,9 +2,9 @@
 # mypy: disable-error-code="attr-defined, call-arg, call-overload, no-untyped-call, untyped-decorator"
 """The loops that numba compiles: sum of the replicas' gradients and update rule in one pass over memory.
 
-Owns the machine code and nothing else: it trusts its caller with addresses and lengths, so only `kernels`, which checks
-them, may use it. Importing this module imports numba; nothing but `kernels` imports it, and only when a kernel is
-needed.
+Owns how machine code is made and nothing else: the code trusts its caller with addresses and lengths, so only
+`kernels`, which checks them, may use it. Importing this module imports numba; nothing but `kernels` imports it, and
+only when a kernel has to be compiled.
 
 A kernel takes element ranges of one slab, where in the gradients each of them begins, the parameters, the slots, the
 base addresses of the replicas' gradients, the rule's numbers, how many elements it does at a time, what of a `Lane` it
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 VALUE, COUNT = np.dtype("float32"), 1
 """In a kernel: its dtype, and of how many numbers its rule is."""
 
+# Compiled code is called by compiled code, and by `native`, in none of Python's ways.
 _ALONE = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-# Compiled code is called by compiled code, and by `native` without Python's calling convention.
 
 _AHEAD = 8  # ranges
 
@@ -147,8 +147,10 @@ def _done(progress: Array) -> int:
 
 @numba.njit(error_model="numpy", **_ALONE)
 def _addends(addresses: Array, like: Array, scratch: Array, start: int, stop: int) -> tuple[Array, Array]:
-    """Two arrays whose sum is that of elements start to stop of the gradients, added in replica order. The scratch is of
-    -0.0 at first: adding that changes no number, not even the sign of a zero."""
+    """Two arrays whose sum is that of elements start to stop of the gradients, added in replica order.
+
+    The scratch comes filled with -0.0: adding that changes no number, not even the sign of a zero.
+    """
     last = addresses.shape[0] - 1
     final = numba.carray(_pointer(addresses[last], like), like.shape)[start:stop]
     if last == 0:
