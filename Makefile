@@ -2,7 +2,8 @@
 
 PYTHON ?= python3
 VENV   ?= .venv
-JOBS   ?= 2
+# Of two cores, as many as machines have that run the tests: a test that waits leaves its core to a third.
+JOBS   ?= 3
 BIN    := $(VENV)/bin
 DEMO   := cs-launch --devices cpu:0,cpu:1 --parameter-device cpu:0 examples/digits.py
 
@@ -13,7 +14,7 @@ export PIP_ROOT_USER_ACTION = ignore
 export PIP_QUIET = 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo setup test test-interop test-pythons test-containers soak lint fmt bench bench-quick clean
+.PHONY: help demo setup test test-all pytest test-interop test-pythons test-containers soak lint fmt bench bench-quick clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -23,8 +24,14 @@ demo: $(VENV)/.installed-demo  ## train the handwritten digits on two workers an
 
 setup: $(VENV)/.installed-dev  ## make the virtual environment with all that development needs
 
-test: lint  ## everything that must hold: style, types, layers, tests
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --max-worker-restart=0
+test: $(VENV)/.installed-dev  ## everything that must hold: style, types, layers, tests
+	@$(MAKE) --no-print-directory -j2 lint pytest
+
+test-all: export CS_ALL_PROGRAMS = 1
+test-all: test  ## and the recorded programs in every mode, on stand-ins for GPUs too
+
+pytest: $(VENV)/.installed-dev
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 test-interop: $(VENV)/.installed-interop  ## replica functions and data of torch, which is installed for it
 	@$(BIN)/python -m pytest tests/interop

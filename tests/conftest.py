@@ -28,6 +28,10 @@ from tests.harness.timing import unit
 
 from central_storage.diagnosis import configure_logging
 
+#: Compiled modules are kept, as for users, whatever this environment says: else every process compiles all it imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 #: What has a command of its own that brings what it needs: make test-containers, test-pythons, test-interop.
 collect_ignore = [] if "CS_IMAGE" in os.environ else ["containers"]
 collect_ignore += [] if "CS_PYTHONS" in os.environ else ["pythons"]
@@ -43,6 +47,8 @@ _failed = pytest.StashKey[bool]()
 _LOG_LINES = 40
 #: The folders of tests that start servers or run updates.
 _NEEDS_KERNELS = {"conformance", "containers", "interop", "processes", "seeds", "server"}
+#: The folders of tests that start whole services: one file of them may take longer than all that is left at the end.
+_SLOW = {"conformance", "interop", "processes", "soak", "tests"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -92,7 +98,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests that need a GPU, with the reason, where there is none."""
+    """Put the files that take longest first. Skip the tests that need a GPU, with the reason, where there is none."""
+    items.sort(key=lambda item: item.path.parent.name not in _SLOW)  # stable: files and folders stay together
     wanted = [item for item in items if item.get_closest_marker("gpu")]
     reason = _why_no_gpu() if wanted else None
     if reason:

@@ -11,7 +11,10 @@ _USER_FILE = Path(__file__).parent / "typing" / "user_file.py"
 
 @pytest.mark.parametrize(
     "command",
-    [("mypy", "--strict", "--no-incremental"), ("pyright", "--pythonpath", sys.executable)],
+    [
+        ("mypy", "--strict", f"--cache-dir={processes.ROOT / '.mypy_cache' / 'user'}"),
+        ("pyright", "--pythonpath", sys.executable),
+    ],
     ids=lambda c: c[0],
 )
 def test_a_typed_file_passes(command, tmp_path):
