@@ -1,7 +1,8 @@
 """The server never unpickles what a peer sends: Python's own audit events say so over a whole training.
 
 A ``sitecustomize`` on PYTHONPATH installs an audit hook in every process of the service. Nothing may be recorded of the
-server once it is ready, not even where an update needs a kernel that has to be compiled. The workers, which unpickle the user's function, show that the hook works.
+server once it is ready, not even where an update needs a kernel that has to be compiled. The workers, which unpickle
+the user's function, show that the hook works.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -105,9 +106,10 @@ def in_python(rule: Rule, fuse: Fuse, say: Callable[..., None]) -> Callable[...,
             total += array
         return total, arrays[-1]
 
-    replaced = {"step": step, "_addends": addends, "_done": fused._done.py_func, "_scratch": fused._scratch.py_func}
+    replaced = {"step": step, "_addends": addends, "_done": fused._done.py_func, "_foresee": lambda *_: None}
     replaced["_tell"] = lambda progress, value: say(progress, 0, value)
-    return FunctionType(fused._LOOPS[len(rule.slots)].__code__, vars(fused) | replaced)
+    loop = FunctionType(fused._LOOPS[len(rule.slots)][0].__code__, vars(fused) | replaced)
+    return partial(loop, scratch=None)  # of which the sum above has no need
 
 
 class Server:
