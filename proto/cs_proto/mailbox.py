@@ -44,9 +44,9 @@ _log = logging.getLogger("central_storage.mailbox")
 #: Whether mailboxes work on this machine.
 IS_ORDERED = platform.machine() in ("x86_64", "AMD64")
 
-# Each of the three words has a cache line of its own, and the lines that the processor fetches beside it.
+# Each of the four words of 8 bytes has a cache line of its own, and the lines that the processor fetches beside it.
 _WORDS_NBYTES = 4096
-_HEAD, _TAIL, _SLEEPS = 0, 64, 128
+_HEAD, _TAIL, _SLEEPS, _LEFT = 0, 64, 128, 192
 # Messages begin at multiples of this.
 _UNIT = 64
 #: Memory of a mailbox: two rings of 256 KiB. A message takes at most half of one, since it is never cut in two.
@@ -82,7 +82,10 @@ class Outgoing:
         self._tail = 0  # as far as was seen
 
     def post(self, parts: Sequence[Buffer], elsewhere: int) -> bool:
-        """Write a message, after so many that went elsewhere. False where it is too large, or there is no room."""
+        """Write a message, after so many that went elsewhere. False where it is too large, there is no room, or the
+        reader has left."""
+        if self._words[_LEFT]:
+            return False
         lengths = [len(part) if type(part) is bytes else memoryview(part).nbytes for part in parts]
         count = len(lengths)
         size = _PREFIX.size + 4 * count + sum(lengths)
@@ -162,6 +165,10 @@ class Incoming:
         """Have the doorbell rung for what is posted from now on, or not. A fence must follow before the last look."""
         self._words[_SLEEPS] = sleeps
 
+    def leave(self) -> None:
+        """Have what is posted from now on go elsewhere: its writer may live although it is thought dead."""
+        self._words[_LEFT] = True
+
 
 class Mailbox:
     """One end of a mailbox. Used by one thread."""
@@ -223,6 +230,10 @@ class Mailbox:
     def sleep(self, sleeps: bool) -> None:
         """As :meth:`Incoming.sleep`."""
         self._in.sleep(sleeps)
+
+    def leave(self) -> None:
+        """As :meth:`Incoming.leave`."""
+        self._in.leave()
 
     def heard(self) -> None:
         """The doorbell may ring again."""
@@ -377,6 +388,7 @@ class Mailboxes(Generic[K]):
             self._offered.pop(peer).close()
         if peer in self._boxes:
             box = self._boxes.pop(peer)
+            box.leave()
             self._take_rest(peer, box)
             self._drop(box)
 
@@ -468,6 +480,7 @@ class Mailboxes(Generic[K]):
         except PeerProtocolError as error:
             _log.warning("%r: %s", peer, str(error))
             self._boxes.pop(peer, None)
+            box.leave()
             self._drop(box)
             return ()
 

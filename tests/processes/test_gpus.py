@@ -96,7 +96,7 @@ def test_variables_on_the_same_gpu_are_read_where_they_lie() -> None:
         first, second, third = (strategy.experimental_local_results(strategy.run(step)) for _ in range(3))
         assert [values[:3] for values in (*first, *second)] == [(500, 20, 1500)] * 2 + [(1500, 60, 2500)] * 2
         assert (w.numpy()[0, 0], int(count)) == (7, 6)
-        assert [values[3] for values in third] == [1, 0]
+        assert [values[3] for values in third] == [2, 0]  # the variables and the gradients
         copied = [values[4] - before[4] for values, before in zip(third, second, strict=True)]
         assert copied[0] < 100  # row numbers
         assert copied[1] > 2000

@@ -312,6 +312,16 @@ def test_a_damaged_one_is_given_up_with_a_message_that_is_none(ends: Ends) -> No
     ends.here._boxes["there"]._out._words[0] = 1 << 40
     assert ends.there.take() == ("here", ())
     assert not ends.there
+    assert not ends.here.post("there", [b"y"])
+
+
+def test_who_lives_on_is_heard_elsewhere(ends: Ends) -> None:
+    ends.shake_hands()
+    ends.there.forget("here")
+    assert not ends.here.post("there", [b"late"])
+    ends.here.sent("there")
+    ends.there.came("here", [b"late"])
+    assert ends.there.take() == ("here", [b"late"])
 
 
 def test_the_doorbell_is_rung_for_who_sleeps_and_for_nobody_else(ends: Ends) -> None:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import psutil
@@ -22,7 +23,7 @@ from tests.harness.timing import unit
 from tests.soak import causes, leaving, losing, policy, returning, waiting
 from tests.soak.history import check, reads_its_own
 from tests.soak.lossy import Faults
-from tests.soak.sessions import Session, Stuck, session
+from tests.soak.sessions import PATIENCE, Session, Stuck, session
 
 from cs_proto.failpoints import FAILPOINTS
 
@@ -193,9 +194,14 @@ def _late_messages(attempt: Attempt) -> None:
 
 
 def _continue_late(attacked: Session, process: psutil.Process) -> list[str]:
-    command = process.cmdline()
-    name = f"w{command[command.index('--replica') + 1]}.{command[command.index('--incarnation') + 1]}"
-    took = attacked.wait_for_steps(3)  # another has its place
+    replica, incarnation = _place(process)
+    name, begun = f"w{replica}.{incarnation}", time.monotonic()
+    while not any(_place(other) == (replica, incarnation + 1) for other in marked(attacked.mark)):
+        if time.monotonic() - begun > unit(PATIENCE):
+            raise Stuck(f"{name} is stopped, and nobody takes its place\n{attacked.tail()}")
+        attacked.watch(0.05)
+    attacked.wait_for_steps(3)  # another has its place, and has worked there
+    took = time.monotonic() - begun
     process.send_signal(signal.SIGCONT)
     deadline = time.monotonic() + unit(_REFUSED_WITHIN)
     while process.is_running() and time.monotonic() < deadline:
@@ -206,6 +212,15 @@ def _continue_late(attacked: Session, process: psutil.Process) -> list[str]:
     attacked.watch(0.1)
     refused = f"worker {name} has been replaced"
     return [] if refused in attacked.said else [f"{name} was continued after it was replaced: not {refused!r}"]
+
+
+def _place(process: psutil.Process) -> tuple[int, int]:
+    """Replica and incarnation of a worker; those of nobody for another process."""
+    with suppress(psutil.Error):
+        command = process.cmdline()
+        if "--replica" in command:
+            return int(command[command.index("--replica") + 1]), int(command[command.index("--incarnation") + 1])
+    return -1, 0
 
 
 def _lossy(attempt: Attempt) -> None:

@@ -16,13 +16,20 @@ from cs_proto.segments import Mapping
 @pytest.fixture(scope="module")
 def one_worker() -> Iterator[Service]:
     with Service(1) as service:
-        yield service.open()
+        yield _connected(service)
 
 
 @pytest.fixture(scope="module")
 def two_workers() -> Iterator[Service]:
     with Service(2) as service:
-        yield service.open()
+        yield _connected(service)
+
+
+def _connected(service: Service) -> Service:
+    """Open, and no connection is still being made: it would be left by the first test."""
+    service.open()
+    service.settle()
+    return service
 
 
 @pytest.fixture
