@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -40,6 +41,8 @@ SLACK_NBYTES = 256 * 1024
 #: A slab's address range, in multiples of the machine's memory, and the page size it is a multiple of (a huge page).
 _RESERVATION = 4
 _PAGE_NBYTES = 2 << 20
+# Characters that a variable's name has at most.
+_NAME_LENGTH = 512
 
 
 class Catalogue:
@@ -56,11 +59,27 @@ class Catalogue:
         #: What was refused to the event at hand: whoever needs it fails with that.
         self.refused: dict[Allocate, Error] = {}
         self._reservation = -(-_RESERVATION * machine_nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
-        self.forget()
+        self._numbers = {variable.spec.name: number for number, variable in tables.variables.items()}
+        #: Of a name that was taken, the count at which a free one was found last: those before are taken.
+        self._counts: dict[str, int] = {}
+        self._derive_sets()
 
-    def forget(self) -> None:
-        """The tables were rolled back: derive again what is only derived from them."""
-        self._numbers = {variable.spec.name: number for number, variable in self._tables.variables.items()}
+    @contextmanager
+    def undoing(self) -> Iterator[None]:
+        """The tables are rolled back in the block: what is only derived from them follows."""
+        variables, is_stale = self._tables.variables, self._tables.sets.is_changed
+        changed = variables.changed
+        for number in changed:
+            if number in variables:
+                self._drop_name(variables[number].spec.name)
+        yield
+        for number in changed:
+            if number in variables:
+                self._numbers[variables[number].spec.name] = number
+        if is_stale:
+            self._derive_sets()
+
+    def _derive_sets(self) -> None:
         self._sets_of: dict[int, list[int]] = {}
         self._set_numbers: dict[tuple[int, tuple[int, ...]], int] = {}
         for number, variable_set in self._tables.sets.items():
@@ -158,7 +177,7 @@ class Catalogue:
     def _free(self, variable: Variable) -> None:
         dtype, nbytes, offset = variable.spec.dtype, variable.array.nbytes, variable.place.offset
         del self._tables.variables[variable.number]
-        del self._numbers[variable.spec.name]
+        self._drop_name(variable.spec.name)
         if nbytes:
             for segment, _ in self._segments_of_slab(dtype):
                 self._out.append(Discard(segment, offset, offset + nbytes))
@@ -536,12 +555,21 @@ class Catalogue:
         return f"there are {shown}" if known else "there are none"
 
     def _free_name(self, name: str) -> str:
-        free, count = name, 0
-        while free in self._numbers:
+        if name not in self._numbers:
+            return name
+        count = self._counts.get(name, 1)
+        while (free := _counted(name, count)) in self._numbers:
             count += 1
-            suffix = f"_{count}"
-            free = name[: 512 - len(suffix)] + suffix
+        if free.startswith(name):  # else it is no longer seen of which name it was made
+            self._counts[name] = count
         return free
+
+    def _drop_name(self, name: str) -> None:
+        del self._numbers[name]
+        self._counts.pop(name, None)
+        base, _, count = name.rpartition("_")
+        if base in self._counts and count.isdecimal():
+            self._counts[base] = min(self._counts[base], max(1, int(count)))
 
     def _note_set(self, number: int, variable_set: VariableSet) -> None:
         self._set_numbers[variable_set.optimizer, variable_set.variables] = number
@@ -575,6 +603,11 @@ def _at(step: int, optimizer: Optimizer) -> tuple[tuple[str, float], ...]:
         return optimizer.hyperparameters
     now = rate(schedule.kind, schedule.numbers, step)
     return tuple((name, now if name == "learning_rate" else value) for name, value in optimizer.hyperparameters)
+
+
+def _counted(name: str, count: int) -> str:
+    suffix = f"_{count}"
+    return name[: _NAME_LENGTH - len(suffix)] + suffix
 
 
 def _is_optimizable(dtype: str) -> bool:

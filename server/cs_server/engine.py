@@ -159,8 +159,9 @@ class Engine:
         try:
             self._hear(asked.event, now)
             self._settle()
-            wanted = [command for command in self._out if isinstance(command, Allocate)]
-            missing = tuple(allocation for allocation in wanted if allocation not in asked.granted)
+            wanted = dict.fromkeys(command for command in self._out if isinstance(command, Allocate))
+            granted = set(asked.granted)
+            missing = tuple(allocation for allocation in wanted if allocation not in granted)
             if missing:
                 self._undo()
                 return [Reserve(missing, asked)]
@@ -175,10 +176,8 @@ class Engine:
         return commands
 
     def _undo(self) -> None:
-        is_stale = self._tables.variables.is_changed or self._tables.sets.is_changed
-        self._tables.rollback()
-        if is_stale:
-            self._catalogue.forget()
+        with self._catalogue.undoing():
+            self._tables.rollback()
         self._out.clear()
 
     def _instead(self, event: Event, error: CentralStorageError) -> Event | _Refusal:

@@ -464,6 +464,7 @@ class Service:
     def _reserved(self, allocations: Iterable[Allocate], asked: Reserved) -> Reserved:
         """Allocate what an event needs, or undo what cannot be done whole: others may have taken the memory since it
         was planned."""
+        granted = list(asked.granted)
         for each in allocations:
             try:
                 self._allocate(each)
@@ -473,9 +474,10 @@ class Service:
                 _log.warning("%s", error)
                 if each.segment in self._segments:
                     self._discard(each.segment, each.start, each.stop)
-                return dataclasses.replace(asked, refused=(*asked.refused, (each, error_of(error))))
-            asked = dataclasses.replace(asked, granted=(*asked.granted, each))
-        return asked
+                refused = (*asked.refused, (each, error_of(error)))
+                return dataclasses.replace(asked, granted=tuple(granted), refused=refused)
+            granted.append(each)
+        return dataclasses.replace(asked, granted=tuple(granted))
 
     def _discard(self, segment: str, start: int, stop: int) -> None:
         if self._gpu:

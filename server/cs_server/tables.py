@@ -352,6 +352,11 @@ class Table(dict[K, V]):
         """Whether it may differ from the store."""
         return bool(self._before)
 
+    @property
+    def changed(self) -> list[K]:
+        """The keys of what may differ from the store."""
+        return list(self._before)
+
     def changes(self) -> Iterator[tuple[K, V | None]]:
         """What differs from the store."""
         for key, before in self._before.items():

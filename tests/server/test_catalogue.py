@@ -507,12 +507,36 @@ def test_a_rolled_back_change_is_forgotten_whole(book: Book) -> None:
     book.catalogue.create(spec("x"), None)
     number, _ = book.catalogue.variable_set(1, (1,))
     book.catalogue.applied(number)
-    book.tables.rollback()
-    book.catalogue.forget()
+    with book.catalogue.undoing():
+        book.tables.rollback()
     assert [v.version for v in book.catalogue.variables()] == [0]
     with pytest.raises(InvalidArgumentError):
         book.catalogue.named("x")
     assert book.catalogue.create(spec("y"), None)[0].place == Location("parameters/float32", 128)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["make", "undone", "free", "free, undone"]), st.integers(0, 7)), max_size=25))
+def test_names_are_those_that_another_server_would_give(moves: list[tuple[str, int]]) -> None:
+    book, asked = Book(), ["w", "w_1", "w_2", "w_1_1", "x" * 511, "x" * 512, "w_007", "w"]
+    for move, which in moves:
+        known = list(book.tables.variables)
+        if "free" not in move:
+            book.catalogue.create(spec(asked[which]), None)
+        elif known:
+            book.catalogue.free([known[which % len(known)]])
+        if "undone" in move:
+            with book.catalogue.undoing():
+                book.tables.rollback()
+        else:
+            book.tables.flush()
+        found = {number: variable.spec.name for number, variable in book.tables.variables.items()}
+        assert len(set(found.values())) == len(found)
+        assert all(book.catalogue.named(name).number == number for number, name in found.items())
+    given_here = [book.catalogue.create(spec(name), None)[0].spec.name for name in asked]
+    with book.catalogue.undoing():
+        book.tables.rollback()
+    book.reopen()
+    assert [book.catalogue.create(spec(name), None)[0].spec.name for name in asked] == given_here
 
 
 def test_a_restarted_server_opens_every_segment_again(book: Book) -> None:
