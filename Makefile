@@ -2,8 +2,8 @@
 
 PYTHON ?= python3
 VENV   ?= .venv
-# Of two cores, as many as machines have that run the tests: a test that waits leaves its core to a third.
-JOBS   ?= 3
+# Twice as many as the processors of the smallest machine that runs the tests: many a test waits.
+JOBS   ?= 4
 BIN    := $(VENV)/bin
 DEMO   := cs-launch --devices cpu:0,cpu:1 --parameter-device cpu:0 examples/digits.py
 
@@ -12,6 +12,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
 export PIP_ROOT_USER_ACTION = ignore
 export PIP_QUIET = 2
+# Where it is set, every process of every service that a test starts compiles all modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo setup test test-all pytest test-interop test-pythons test-containers soak lint fmt bench bench-quick clean
@@ -28,7 +30,7 @@ test: $(VENV)/.installed-dev  ## everything that must hold: style, types, layers
 	@$(MAKE) --no-print-directory -j2 lint pytest
 
 test-all: export CS_ALL_PROGRAMS = 1
-test-all: test  ## and the recorded programs in every mode, on stand-ins for GPUs too
+test-all: test  ## and all of what test runs a selection of: recorded programs in every mode, deaths, long arrays
 
 pytest: $(VENV)/.installed-dev
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0

@@ -87,6 +87,7 @@ def _step(left: list[tuple[str, Moments]], first: int, last: int) -> tuple[Count
     longest: Counter[str] = Counter({"all": last - first})
     sent: dict[str, list[int]] = {}
     woken: dict[str, list[int]] = {}
+    heard: dict[str, list[int]] = {}  # whether it slept or was looking
     for role, moments in left:
         whens = [when for _, when in moments]
         mine = moments[bisect_left(whens, first) : bisect_right(whens, last)]
@@ -98,9 +99,10 @@ def _step(left: list[tuple[str, Moments]], first: int, last: int) -> tuple[Count
             longest[part] = max(longest[part], nanoseconds)
         sent.setdefault(role, []).extend(when for name, when in mine if name == "sent")
         woken.setdefault(role, []).extend(when for name, when in mine if name == "woken")
+        heard.setdefault(role, []).extend(when for name, when in mine if name in ("woken", "found"))
     for waker, sleeper, wake in (*WAKES, LAST):
         since = max(sent.get(waker, [first]), default=first)
-        after = [when for when in woken.get(sleeper, []) if when > since]
+        after = [when for when in heard.get(sleeper, []) if when > since]
         if after:
             longest[wake] = min(after) - since
     return longest, sum(map(len, sent.values())), sum(map(len, woken.values()))

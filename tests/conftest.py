@@ -49,6 +49,16 @@ _LOG_LINES = 40
 _NEEDS_KERNELS = {"conformance", "containers", "interop", "processes", "seeds", "server"}
 #: The folders of tests that start whole services: one file of them may take longer than all that is left at the end.
 _SLOW = {"conformance", "interop", "processes", "soak", "tests"}
+#: Before all others, by how long they take: the one that begins last must not be long.
+_LONGEST = (
+    "test_promises.py",
+    "test_digits.py",
+    "test_goldens.py",
+    "test_worker_death.py",
+    "test_elsewhere.py",
+    "test_run_steps.py",
+    "test_kernels.py",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -99,7 +109,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the files that take longest first. Skip the tests that need a GPU, with the reason, where there is none."""
-    items.sort(key=lambda item: item.path.parent.name not in _SLOW)  # stable: files and folders stay together
+    rank = {name: number for number, name in enumerate(_LONGEST)}
+    # Stable: files and folders stay together.
+    items.sort(key=lambda item: (rank.get(item.path.name, len(rank)), item.path.parent.name not in _SLOW))
     wanted = [item for item in items if item.get_closest_marker("gpu")]
     reason = _why_no_gpu() if wanted else None
     if reason:

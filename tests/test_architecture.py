@@ -63,6 +63,27 @@ def test_the_public_names_are_these() -> None:
     assert sorted(name for name in dir(central_storage) if not name.startswith("__")) == sorted(PUBLIC.split())
 
 
+def test_a_public_name_is_what_tools_that_only_read_the_code_take_it_for() -> None:
+    read = ast.parse(Path(central_storage.__file__).read_text())
+    [block] = [node for node in read.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    found: dict[str, object] = {}
+    exec(compile(ast.Module(block.body, []), "the imports for tools", "exec"), vars(central_storage), found)
+    assert found.keys() == set(central_storage.__all__)
+    assert all(getattr(central_storage, name) is value for name, value in found.items())
+
+
+def test_a_supervisor_starts_without_numpy_and_without_what_users_import() -> None:
+    said = "import sys; print(*sorted(name for name in sys.modules if name in ('numpy', 'zmq', 'optree')))"
+    for entry in ("background", "cli"):
+        ended = run(sys.executable, "-c", f"import central_storage.launch.{entry}; {said}").ok()
+        assert not ended.out.strip()
+
+
+def test_a_name_that_is_not_public_is_no_attribute() -> None:
+    with pytest.raises(AttributeError, match="module 'central_storage' has no attribute 'tf'"):
+        _ = central_storage.tf  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("folder", [*ROLES, "tests", "docs"])
 def test_every_folder_says_what_it_is(folder: str) -> None:
     lines = (ROOT / folder / "README.md").read_text().splitlines()

@@ -6,50 +6,49 @@ The Strategy API of ``tf.distribute.experimental.CentralStorageStrategy`` as a s
 variables, one worker process per device runs the replica function.
 """
 
+import gc as _gc
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 from typing import Any as _Any
 
-from cs_proto.messages import Counters
-
-from . import data, errors, metrics, nest, nn, optimizers, train
-from .buffers import gradient_buffers
-from .context import (
-    ReplicaContext,
-    experimental_set_strategy,
-    get_array_module,
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-    in_cross_replica_context,
-)
-from .distribute import DistributedDataset, DistributedIterator, InputContext
-from .extended import StrategyExtended
-from .function import function
-from .observer import connect
-from .options import (
-    CommunicationImplementation,
-    CommunicationOptions,
-    InputOptions,
-    InputReplicationMode,
-    RunOptions,
-    ValueContext,
-)
-from .placement import convert_to_tensor, device
-from .strategy import CentralStorageStrategy
-from .values import (
-    DistributedValues,
-    IndexedSlices,
-    Mirrored,
-    PerReplica,
-    ReduceOp,
-    VariableAggregation,
-    VariableSynchronization,
-)
-from .variable import Variable
-
 if TYPE_CHECKING:
-    from . import aio
+    from cs_proto.messages import Counters
+
+    from . import aio, data, errors, metrics, nest, nn, optimizers, train
+    from .buffers import gradient_buffers
+    from .context import (
+        ReplicaContext,
+        experimental_set_strategy,
+        get_array_module,
+        get_replica_context,
+        get_strategy,
+        has_strategy,
+        in_cross_replica_context,
+    )
+    from .distribute import DistributedDataset, DistributedIterator, InputContext
+    from .extended import StrategyExtended
+    from .functions import function
+    from .observer import connect
+    from .options import (
+        CommunicationImplementation,
+        CommunicationOptions,
+        InputOptions,
+        InputReplicationMode,
+        RunOptions,
+        ValueContext,
+    )
+    from .placement import convert_to_tensor, device
+    from .strategy import CentralStorageStrategy
+    from .values import (
+        DistributedValues,
+        IndexedSlices,
+        Mirrored,
+        PerReplica,
+        ReduceOp,
+        VariableAggregation,
+        VariableSynchronization,
+    )
+    from .variable import Variable
 
 __all__ = [
     "CentralStorageStrategy",
@@ -94,11 +93,61 @@ __all__ = [
     "train",
 ]
 
+# Each of the names above is imported when it is first asked for. The supervisor, which runs ``central_storage.launch``,
+# asks for none: it would take three times as long to start, and NumPy's memory, with them.
+_MODULES = {
+    "cs_proto.messages": ["Counters"],
+    ".buffers": ["gradient_buffers"],
+    ".context": [
+        "ReplicaContext",
+        "experimental_set_strategy",
+        "get_array_module",
+        "get_replica_context",
+        "get_strategy",
+        "has_strategy",
+        "in_cross_replica_context",
+    ],
+    ".distribute": ["DistributedDataset", "DistributedIterator", "InputContext"],
+    ".extended": ["StrategyExtended"],
+    ".functions": ["function"],
+    ".observer": ["connect"],
+    ".options": [
+        "CommunicationImplementation",
+        "CommunicationOptions",
+        "InputOptions",
+        "InputReplicationMode",
+        "RunOptions",
+        "ValueContext",
+    ],
+    ".placement": ["convert_to_tensor", "device"],
+    ".strategy": ["CentralStorageStrategy"],
+    ".values": [
+        "DistributedValues",
+        "IndexedSlices",
+        "Mirrored",
+        "PerReplica",
+        "ReduceOp",
+        "VariableAggregation",
+        "VariableSynchronization",
+    ],
+    ".variable": ["Variable"],
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
 
 def __getattr__(name: str) -> _Any:
-    if name == "aio":  # asyncio is a seventh of what a process needs to start, and few programs use it
-        return _import_module(".aio", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = _MODULE_OF.get(name)
+    collects = _gc.isenabled()
+    _gc.disable()  # what is imported stays: to look through it for garbage is a fifth of what the imports take
+    try:
+        imported = _import_module(f".{name}" if module is None else module, __name__)
+    finally:
+        if collects:
+            _gc.enable()
+    globals()[name] = found = imported if module is None else getattr(imported, name)
+    return found
 
 
 def __dir__() -> list[str]:

@@ -139,6 +139,9 @@ class Observer:
                         await self._socket.send_multipart(encode(question.request))
                 elif found := self._session.answer(question, await self._socket.recv_multipart(copy=False)):
                     return found[0]
+                else:
+                    for message in self._session.repeats(question):
+                        await self._socket.send_multipart(message)
 
     def _check_open(self) -> None:
         if self._context.closed:

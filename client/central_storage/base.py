@@ -149,7 +149,8 @@ class StrategyBase:
         if not callable(fn):
             raise TypeError(f"fn must be callable, not {fn!r}")
         given = (tuple(args), dict(kwargs or {}))
-        arguments = [select_replica(replica, given) for replica in range(self.num_replicas_in_sync)]
+        replicas = range(self.num_replicas_in_sync)
+        arguments = [select_replica(replica, given) if args or kwargs else given for replica in replicas]
         with context.enter_cross_replica(self):
             return regroup(self.call(fn, arguments))
 

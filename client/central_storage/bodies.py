@@ -79,31 +79,54 @@ _ENUMS: dict[str, type[enum.Enum]] = {
 }
 _MAPPINGS: dict[type, Tag] = {dict: Tag.DICT, OrderedDict: Tag.ORDERED_DICT, defaultdict: Tag.DEFAULT_DICT}
 _PLAIN = {type(None), bool, float, str, bytes}
+_NUMBERS = {type(None), bool, float}
 _INT = re.compile(r"-?0x[0-9a-f]+")
 
 
 def write_body(obj: object, place: Place, name: str, shared: Mapping[int, tuple[int, int]]) -> Value:
     """``obj`` as a record; ``name`` is what errors call it, ``shared`` the keys of its parts that are Shared, by
     ``id()``."""
+    if type(obj) in _NUMBERS and id(obj) not in shared:  # a loss, as most results are, or nothing
+        return Value(_packed(obj), ())
     writer = _Writer(place, shared)
     try:
-        body: bytes = msgpack.packb(writer.write(obj, 0), unicode_errors="surrogatepass")
+        body = _packed(writer.write(obj, 0))
     except _Refused as refused:
         raise ResultError(f"{name}{''.join(refused.way)} {refused}") from refused.__cause__
     if len(body) > _BODY_NBYTES:
         writer.arrays.append(place(np.frombuffer(body, np.uint8)))
-        body = msgpack.packb([Tag.BODY, len(writer.arrays) - 1])
+        body = _packed([Tag.BODY, len(writer.arrays) - 1])
     return Value(body, tuple(writer.arrays))
 
 
 def read_body(value: Value, view: View, resolve: Resolve) -> Any:
     """What :func:`write_body` was given."""
-    reader = _Reader(value.arrays, view, resolve)
     wire = _unpack(value.body)
+    if type(wire) in _NUMBERS:
+        return wire
+    reader = _Reader(value.arrays, view, resolve)
     match wire:
         case [Tag.BODY, number]:
             wire = _unpack(reader.array(number).tobytes())
     return reader.read(wire, 0)
+
+
+def _packed(wire: Any) -> bytes:
+    """``wire`` in msgpack, by one packer for all: making one costs more than most results. It calls nobody while it
+    packs; what room the largest took it keeps, so there is a limit to that."""
+    global _packer
+    packed: bytes = _packer.pack(wire)
+    if len(packed) > _KEPT_NBYTES:
+        _packer = _new_packer()
+    return packed
+
+
+def _new_packer() -> msgpack.Packer:
+    return msgpack.Packer(unicode_errors="surrogatepass")
+
+
+_packer = _new_packer()
+_KEPT_NBYTES = 1 << 20
 
 
 class _Refused(Exception):
@@ -180,7 +203,7 @@ class _Writer:
             )
         try:
             if array.nbytes <= _SMALL_NBYTES:
-                native = array.astype(array.dtype.newbyteorder("="), copy=False)
+                native = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
                 small = Array(dtype_name(native.dtype), native.shape, Frame(data := native.tobytes()))
                 return [Tag.SMALL_ARRAY, small.dtype, list(small.shape), data]
             self.arrays.append(self._place(array))

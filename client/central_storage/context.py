@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -142,13 +142,21 @@ def require_cross_replica(strategy: Strategy, what: str) -> None:
         raise ContextError(f"{what} of one strategy inside the scope of another; leave that scope first")
 
 
-@contextmanager
-def enter_cross_replica(strategy: Strategy) -> Iterator[Strategy]:
+class enter_cross_replica:  # noqa: N801  (a function to its callers; entered at every run, where a generator costs)
     """The cross-replica context of ``strategy`` for the length of the block."""
-    _stack.entries.append((strategy, None))
-    try:
-        yield strategy
-    finally:
+
+    __slots__ = ("_strategy",)
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    def __enter__(self) -> Strategy:
+        _stack.entries.append((self._strategy, None))
+        return self._strategy
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         _stack.entries.pop()
 
 
@@ -201,17 +209,24 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     _stack.is_set = strategy is not None
 
 
-@contextmanager
-def enter_replica(strategy: Strategy, backend: ReplicaBackend | None) -> Iterator[ReplicaContext]:
+class enter_replica:  # noqa: N801  (as above)
     """The context of one replica for the length of the block; the context object is dead afterwards. Without a
     ``backend`` it is the one local replica of the default strategy."""
-    context = ReplicaContext(strategy, backend)
-    _stack.entries.append((strategy, context))
-    try:
-        yield context
-    finally:
+
+    __slots__ = ("_context",)
+
+    def __init__(self, strategy: Strategy, backend: ReplicaBackend | None) -> None:
+        self._context = ReplicaContext(strategy, backend)
+
+    def __enter__(self) -> ReplicaContext:
+        _stack.entries.append((self._context.strategy, self._context))
+        return self._context
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         _stack.entries.pop()
-        context.end()
+        self._context.end()
 
 
 class ReplicaContext:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import select
 import socket
 import threading
@@ -19,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from cs_proto.carried import Carried, Carry
-from cs_proto.codec import decode, encode
+from cs_proto.codec import PACKET_NBYTES, decode, encode
 from cs_proto.errors import LaunchError, ShutdownError, replica_exception_class
 from cs_proto.messages import (
     Introduce,
@@ -36,7 +35,7 @@ from cs_proto.segments import Mapping
 
 from .run_file import RunFile
 
-__all__ = ["CARRIED", "PACKET_NBYTES", "Lifeline", "connect"]
+__all__ = ["CARRIED", "Lifeline", "connect"]
 
 _log = logging.getLogger("central_storage.lifeline")
 
@@ -44,8 +43,6 @@ R = TypeVar("R", bound=Record)
 
 #: The transport of a process that maps no memory, in words.
 CARRIED = "ipc + bytes in frames"
-#: Largest packet on the supervisor's socket.
-PACKET_NBYTES = 128 * 1024
 # The supervisor answers from one loop that never waits; an answer this late means that it is stopped or gone.
 _ANSWER_TIMEOUT = 30.0
 # Between two looks whether another supervisor is there, seconds.
@@ -80,7 +77,7 @@ class Lifeline:
         supervisor there is waited for when this one is killed, where there may be one."""
         self._link = link
         #: What a controller calls itself.
-        self.client = secrets.token_hex(4) if role == "controller" else ""
+        self.client = os.urandom(4).hex() if role == "controller" else ""
         self._introduction = Introduce(role, rank, incarnation, os.getpid(), self.client)
         self._run_directory = run_directory or ""
         self._run = RunFile.read(run_directory) if run_directory else None
@@ -283,7 +280,7 @@ class Lifeline:
                 if now - self._named >= _NAME_WAIT_EVERY:
                     self._named = now
                     _log.warning("waiting %.0f s for %s to come back", now - since, where)
-        except BaseException:
+        except BaseException:  # a Ctrl-C of while_waiting, too: nobody else would close the connection
             if link is not None:
                 link.close()
             raise

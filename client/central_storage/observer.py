@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from cs_proto.errors import (
     InvalidArgumentError,
     LaunchError,
     NoAnswerError,
+    PeerProtocolError,
     ShutdownError,
     replica_exception_class,
 )
@@ -81,13 +81,15 @@ class Session:
         self.address = address
         self.timeout = timeout
         self._path = os.path.join(address, "server")
-        self._client = secrets.token_hex(4)
+        self._client = os.urandom(4).hex()
         self._requests = 0
         #: How it gets its bytes, in words: it need not share memory with the service.
         self.transport = CARRIED
         self._sight: Sight | None = None
         self._lifeline: Lifeline | None = None
         self._has_looked = False
+        self._is_forgotten = False
+        self._repeated: Question[Any] | None = None
         if not os.path.exists(self._path):
             raise LaunchError(f"no service answers in {address}; it has ended, or the address names the wrong run")
 
@@ -168,13 +170,26 @@ class Session:
         return list(encode(messages.Goodbye(self._client)))
 
     def answer(self, question: Question[T], frames: Sequence[zmq.Frame]) -> tuple[T] | None:
-        """What a message says to ``question``; None where it answers another one. Raises what the server refuses."""
+        """What a message says to ``question``; None where it answers another one, or :meth:`repeats` is to be sent.
+        Raises what the server refuses."""
         record = decode([frames[0].bytes, *(frame.buffer for frame in frames[1:])], BULK_LIMITS)
         if isinstance(record, messages.Refused) and record.number == question.number:
-            raise replica_exception_class(record.error.exception)(record.error.message)
+            error = replica_exception_class(record.error.exception)(record.error.message)
+            if not isinstance(error, PeerProtocolError) or self._repeated is question:
+                raise error
+            self._is_forgotten = True
+            return None
         if isinstance(record, question.answer) and getattr(record, "request", question.number) == question.number:
             return (question.meaning(record),)
         return None
+
+    def repeats(self, question: Question[Any]) -> list[list[Any]]:
+        """The messages to send where a message was no answer: none, but where the server has forgotten this observer,
+        of which it knows a limited number, Hello and the question once more."""
+        if not self._is_forgotten:
+            return []
+        self._is_forgotten, self._repeated = False, question
+        return [list(encode(self.hello().request)), list(encode(question.request))]
 
     def check_waiting(self, question: Question[Any], patience: Patience) -> None:
         """Name a wait that lasts. Raise where there is no point in waiting on: the service has ended, or the answer is
@@ -309,3 +324,6 @@ class Observer:
                     self._socket.send_multipart(encode(question.request))
             elif found := self._session.answer(question, self._socket.recv_multipart(copy=False)):
                 return found[0]
+            else:
+                for message in self._session.repeats(question):
+                    self._socket.send_multipart(message)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from copy import copy
@@ -16,11 +17,11 @@ from typing import Any
 from cs_proto import messages
 from cs_proto.errors import ContextError
 from cs_proto.messages import Counters, RunFinished, Serving
-from cs_proto.recent import HELD_FUNCTIONS, Recent
+from cs_proto.recent import Held
 from cs_proto.records import Record, replace
 
 from .composites import Composite
-from .function import Function, Pickled
+from .functions import Function, Pickled
 from .handles import Handle
 from .lifeline import Lifeline
 from .seam import Seam, Threads, log, moment, name_wait
@@ -29,6 +30,9 @@ from .shipping import Adopt, digest, dump_arguments, dump_function
 from .vocabulary import from_value, to_exception
 
 __all__ = ["Runs"]
+
+# The server says about every ten seconds whom a run waits for; a server that has not for so long may be stopped.
+_WORDS_HOLD = 25.0
 
 
 class Runs(Seam):
@@ -47,9 +51,9 @@ class Runs(Seam):
         self._sent: deque[Sent] = deque()  # its unanswered ones
         self._cancelling: Series | None = None  # the one whose replicas have been told to give up
         self._early: dict[messages.RunId, RunFinished] = {}
+        self._awaited_for: tuple[messages.AwaitedFor, float] | None = None  # as the server said last, and when
         super().__init__(lifeline, serving, stop, threads)
-        self._held = [Recent(HELD_FUNCTIONS) for _ in self.workers]
-        self._frozen: list[set[bytes]] = [set() for _ in self.workers]
+        self._held = [Held() for _ in self.workers]
 
     def _pickle(self, function: Callable[..., Any]) -> Pickled:
         if isinstance(function, Function):
@@ -77,9 +81,7 @@ class Runs(Seam):
         self._arena.reset((run[0] - series.number) % parts, parts)
         kept = [buffer for _, buffers in pickles for buffer in buffers]
         step = (series.number, series.lookahead) if series.lookahead else (0, 0)
-        sent = Sent(run, [], data, kept, [], [])
-        if series.lookahead:
-            sent = Sent(run, [], data, kept, list(map(copy, self._held)), list(map(copy, self._frozen)))
+        sent = Sent(run, [], data, kept, list(map(copy, self._held)) if series.lookahead else [])
         frozen = isinstance(function, Function)
         where = ([*sys.path], os.getcwd())
         if where != self._where and self._threads is None:  # threads have the script's own path
@@ -88,7 +90,7 @@ class Runs(Seam):
                 self._send(socket, self._prepared)
             self._where = where
         for replica, (socket, (pickled, buffers)) in enumerate(zip(self._worker_sockets, pickles, strict=True)):
-            carried = None if self._is_function_held(replica, name, frozen) else self._arena.share(data)
+            carried = None if self._held[replica].touch(name, frozen) else self._arena.share(data)
             placed = tuple(map(self._arena.share, buffers))
             what = (name, carried, frozen, self._arena.share(pickled), placed)
             sent.messages.append(messages.Run(run, replica, self._seed, *what, *step))
@@ -96,14 +98,6 @@ class Runs(Seam):
             moment("sent")
         series.unanswered.append(sent)
         self._latest, self._sent = series, series.unanswered
-
-    def _is_function_held(self, replica: int, name: bytes, frozen: bool) -> bool:
-        """Whether a worker has the bytes of a function already; it has them from now on."""
-        if not frozen:
-            return self._held[replica].touch(name)
-        is_held = name in self._frozen[replica]
-        self._frozen[replica].add(name)
-        return is_held
 
     def _take_up(self, restarted: messages.WorkerRestarted) -> None:
         """A worker is in the place of one that died: send it what it has to carry out yet, from the run on that the
@@ -117,20 +111,20 @@ class Runs(Seam):
         self.workers = (*self.workers[:replica], worker, *self.workers[replica + 1 :])
         self._disconnect(self._worker_sockets[replica])
         socket = self._worker_sockets[replica] = self._connect_worker(worker)
-        self._held[replica], self._frozen[replica] = Recent(HELD_FUNCTIONS), set()
+        self._held[replica] = Held()
         if self._prepared is not None:
             self._send(socket, self._prepared)
         is_first = True
         for sent in self._sent:
             if sent.held:
-                sent.held[replica], sent.frozen[replica] = copy(self._held[replica]), copy(self._frozen[replica])
+                sent.held[replica] = copy(self._held[replica])
             if sent.run < restarted.run:
                 continue
             if is_first:
                 self._tell(messages.Resent(sent.run, replica, sent.messages[replica].series))
             is_first = False
             run = sent.messages[replica]
-            is_held = self._is_function_held(replica, run.digest, run.frozen)
+            is_held = self._held[replica].touch(run.digest, run.frozen)
             self._send(socket, replace(run, function=None if is_held else self._arena.share(sent.function)))
         if self._cancelling is not None and self._cancelling.unanswered:
             self._send(socket, _cancel_of(self._cancelling))
@@ -139,6 +133,14 @@ class Runs(Seam):
     def _tell_wait(self, run: messages.RunId, series: int, seconds: float) -> None:
         if self._threads is None:  # a replica of this process may be at a debugger's prompt: it is not to be named
             self._tell(messages.Awaited(run, seconds, series))
+
+    def _whom(self) -> str:
+        if not self._sent or self._threads is not None:
+            return super()._whom()
+        said, when = self._awaited_for or (None, 0.0)
+        if said is not None and said.run == self._sent[0].run and time.monotonic() - when < _WORDS_HOLD:
+            return f": {said.whom}"
+        return super()._whom() or f": the server (pid {self.server_pid}) does not say for whom; it may be stopped"
 
     def _tell(self, record: messages.Resent | messages.Awaited) -> None:
         """Tell the server something about a run, and another in its place once more."""
@@ -206,7 +208,7 @@ class Runs(Seam):
             return
         assert isinstance(outcome, BaseException)
         for sent in series.failed(outcome)[:1]:  # workers drop it and the rest, with the functions these brought
-            self._held, self._frozen = sent.held, sent.frozen
+            self._held = sent.held
 
     def _read_outcome(self, finished: RunFinished) -> list[Any] | BaseException:
         """The results, or what to raise in their place."""
@@ -255,6 +257,8 @@ class Runs(Seam):
     def _keep(self, record: Record) -> None:
         if isinstance(record, RunFinished) and record.run > (self._answered,):  # of a step after the one at hand
             self._early[record.run] = record
+        elif isinstance(record, messages.AwaitedFor):
+            self._awaited_for = record, time.monotonic()
 
 
 def _cancel_of(series: Series) -> messages.Cancel:

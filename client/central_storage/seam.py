@@ -51,6 +51,8 @@ R = TypeVar("R", bound=Record)
 _LATE_AFTER = 1.0
 # A wait this long is named, and again after as long.
 _NAME_WAIT_EVERY = 10.0
+# Where the server is asked whom it waits for, it gets this long to say so before the wait is named without it.
+_WHOM_WITHIN = 2.0
 # So long it looks for mail before it sleeps, seconds: longer than a small step takes.
 _PATIENCE = 300e-6
 # While mail comes without a pause, what else there may be is looked at so often; and in the longest sleep, seconds.
@@ -168,7 +170,7 @@ class Seam(ABC):
             self._mail.awake(ready)
             self._next_look = time.monotonic() + _LOOK_EVERY
         self._interrupts.raise_pending()
-        moment("woken")
+        moment("woken" if ready and not is_there else "found")
         if has_waiting or self._lifeline.fileno() in ready:
             try:
                 return self._hear()
@@ -232,8 +234,11 @@ class Seam(ABC):
         late: Callable[[float], None] | None = None,
     ) -> R:
         started = named = time.monotonic()
-        pause = _NAME_WAIT_EVERY if late is None else _LATE_AFTER
+        if late is not None and self._threads is None:
+            named += _WHOM_WITHIN
         while True:
+            due = named + _NAME_WAIT_EVERY if late is None else started + _LATE_AFTER
+            pause = max(0.0, due - time.monotonic())
             record = self.receive(pause if lost is None else min(pause, lost()))
             if isinstance(record, messages.WorkerRestarted):
                 self._take_up(record)
@@ -249,10 +254,14 @@ class Seam(ABC):
             now = time.monotonic()
             if late is not None and now - started >= _LATE_AFTER:
                 late(now - started)
-                late, pause = None, _NAME_WAIT_EVERY
+                late = None
             if now - named >= _NAME_WAIT_EVERY:
                 named = now
-                name(now - started, what + self._deaths.restarts_named())
+                name(now - started, what + self._whom())
+
+    def _whom(self) -> str:
+        """Of whom is known that a wait is for them, to end its name with."""
+        return self._deaths.restarts_named()
 
     def _ask(self, request: Record, number: int, answer: type[R]) -> R:
         self._send(self._server, request)
@@ -271,8 +280,9 @@ class Seam(ABC):
             return None
 
         self._left_off = None
+        what = f"the answer of the server (pid {self.server_pid}) to {type(request).__name__}"
         try:
-            return self._wait(f"the server's answer to {type(request).__name__}", wanted)  # type: ignore[return-value]
+            return self._wait(what, wanted)  # type: ignore[return-value]
         except KeyboardInterrupt:
             if hasattr(request, "sequence"):
                 self._left_off = (request, number, answer)

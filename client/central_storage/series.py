@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from cs_proto.messages import Run, RunId
-from cs_proto.recent import Recent
+from cs_proto.recent import Held
 
 __all__ = ["Arguments", "Carrier", "Sent", "Series"]
 
@@ -24,15 +24,14 @@ Arguments = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
 @dataclass(frozen=True)
 class Sent:
     """A run that was sent and has not been answered. ``messages`` by replica, and the pickled ``function``, with which
-    it can be sent again; ``buffers`` of its arguments are kept until then. ``held`` and ``frozen``, by replica, of a
-    step: which functions workers held before."""
+    it can be sent again; ``buffers`` of its arguments are kept until then. ``held``, by replica, of a step: which
+    functions workers held before."""
 
     run: RunId
     messages: list[Run]
     function: bytes
     buffers: list[memoryview]
-    held: list[Recent]
-    frozen: list[set[bytes]]
+    held: list[Held]
 
 
 class Carrier(Protocol):

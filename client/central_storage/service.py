@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from cs_proto.errors import DeviceError
 from cs_proto.gpus import require_cupy
@@ -17,8 +18,12 @@ from .diagnosis import configure_logging, dump_stacks_on_signal, show
 from .failure import note_uncaught
 from .gpus import visible_gpus
 from .lifeline import Lifeline
-from .link import ServiceLink, wait_until_serving
 from .recovery import Recovery
+
+if TYPE_CHECKING:
+    from .launch import in_process as threads
+    from .launch import service
+    from .link import ServiceLink
 
 __all__ = ["open_service"]
 
@@ -68,6 +73,8 @@ def _attach(
     seed: int,
     start_timeout: float,
 ) -> ServiceLink:
+    from .link import ServiceLink, wait_until_serving
+
     asked = None if compute_devices is None else [devices.of_replica(d) for d in devices.as_list(compute_devices)]
     asked_owner = None if parameter_device is None else devices.canonical(parameter_device)
     with ExitStack() as undo:
@@ -104,9 +111,7 @@ def _start(
     in_process: bool,
     recovery: Recovery,
 ) -> ServiceLink:
-    from .launch import in_process as threads  # only a script without a launcher needs the supervisor's code
-    from .launch import service
-    from .launch.busy import busy
+    from .launch.busy import busy  # only a script without a launcher needs the supervisor's code
 
     if compute_devices is None and os.environ.get("CS_DEVICES"):  # a second strategy is not silently a smaller one
         compute_devices = os.environ["CS_DEVICES"].split(",")
@@ -117,17 +122,23 @@ def _start(
     require_cupy([*chosen, owner])
     for line in busy([*chosen, owner], visible_gpus()):
         _log.warning("%s", line)
+    own: threads.ServiceThreads | None = None
     started: threads.ServiceThreads | service.ServiceProcess
     if in_process:
-        started = threads.start(chosen, owner, start_timeout)
+        from .launch import in_process as threads
+
+        started = own = threads.start(chosen, owner, start_timeout)
     else:
+        from .launch import service
+
         started = service.start(chosen, owner, start_timeout, recovery)
     with ExitStack() as undo:
         undo.callback(started.stop)
+        from .link import ServiceLink, wait_until_serving  # while the service is on its way
+
         connection = Lifeline(started.socket, "controller")
         undo.callback(connection.close)
         serving = wait_until_serving(connection, start_timeout)
-        own = started if isinstance(started, threads.ServiceThreads) else None
         link = ServiceLink(connection, serving, seed=seed, stop=started.stop, threads=own)
         undo.pop_all()
     return link

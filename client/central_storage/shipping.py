@@ -92,6 +92,8 @@ def load_arguments(
     NumPy arrays are read-only wherever they are in the arguments and however small, since large ones lie in memory of
     the sender. Raises as :func:`load_function` does.
     """
+    if data == _NO_ARGUMENTS:
+        return (), {}
     args, kwargs = _load(data, buffers, resolve)
     return args, kwargs
 
@@ -239,6 +241,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._cells: dict[int, _Cell] = {}
 
     def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
+        if type(obj) in _PARTS:  # asked for every object
+            return None
         if isinstance(obj, Composite):
             self._plan.adopt_composite(obj)  # so that its variables are where they can be read from
         if not isinstance(obj, Handle):
@@ -251,7 +255,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, Handle):
             return obj._cs_parts()  # noqa: SLF001  (only a foreign one has no persistent id)
         if kind is FunctionType:
-            by_name = is_importable(obj) and not is_users(obj.__module__ or "")
+            by_name = obj in _ARRIVALS or (is_importable(obj) and not is_users(obj.__module__ or ""))
             return NotImplemented if by_name else self._function(obj)
         if kind is _Space:
             return obj.reduce(self._plan)
@@ -312,6 +316,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return arrivals.itself, (space,)
 
 
+#: What is neither a handle nor a composite, and what arrays are made of where they arrive.
+_PARTS = frozenset({tuple, list, dict, str, bytes, int, float, bool, type(None), np.ndarray})
+_ARRIVALS = frozenset({arrivals.array_over, arrivals.read_only_array})
+
 _FUNCTION_ATTRIBUTES = (
     "__name__",
     "__qualname__",
@@ -350,8 +358,18 @@ def _array_parts(array: np.ndarray) -> tuple[Any, ...]:
     order = "F" if array.flags.fnc else "C"
     plain: Any = np.ascontiguousarray(array.T if order == "F" else array).reshape(-1).view(np.uint8)
     buffer = pickle.PickleBuffer(plain) if plain.nbytes > INLINE_NBYTES else plain.tobytes()
-    by_text = np.dtype(dtype.str) == dtype and dtype.metadata is None
-    return arrivals.array_over, (buffer, dtype.str if by_text else dtype, array.shape, order)
+    return arrivals.array_over, (
+        buffer,
+        dtype.str if dtype.metadata is None and _has_text(dtype) else dtype,
+        array.shape,
+        order,
+    )
+
+
+@functools.lru_cache(64)
+def _has_text(dtype: np.dtype[Any]) -> bool:
+    """Whether the dtype, or one that differs from it by metadata alone, can be made of its ``str``."""
+    return bool(np.dtype(dtype.str) == dtype)
 
 
 def _dump(root: object, plan: _Plan) -> bytes:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 from cs_proto import messages
 from cs_proto.errors import ConfigurationError, ContextError, ShutdownError
@@ -110,7 +111,8 @@ class CentralStorageStrategy(StrategyBase, Handle):
         self._backend = backend
         self._compute_devices = tuple(compute_devices)
         self._parameter_device = parameter_device
-        self._optimizers: WeakSet[Optimizer] = WeakSet()
+        self._optimizers: list[ref[Optimizer]] = []  # gone through at every run
+        self._lock = threading.Lock()  # replicas of one process make optimizers, too
         self._averages: WeakValueDictionary[str, ExponentialMovingAverage] = WeakValueDictionary()
         self._claimed: set[str] = set()
         self._handles = HandleTable(
@@ -206,12 +208,15 @@ class CentralStorageStrategy(StrategyBase, Handle):
         """Let ``handle`` be the one object for its number in this process."""
         self._handles.add(handle)
         if isinstance(handle, Optimizer):
-            self._optimizers.add(handle)
+            with self._lock:
+                living = [known for known in self._optimizers if known() not in (None, handle)]
+                self._optimizers = [*living, ref(handle)]
 
     def evaluate_schedules(self) -> None:
         """Bring learning rates that only the client can work out up to the steps made so far."""
-        for optimizer in list(self._optimizers):
-            optimizer.evaluate_schedule()
+        for known in self._optimizers:
+            if (optimizer := known()) is not None:
+                optimizer.evaluate_schedule()
 
     # --- ours ---------------------------------------------------------------------------------------------------
 

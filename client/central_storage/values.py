@@ -46,6 +46,9 @@ __all__ = [
     "unshared",
 ]
 
+#: What no container and nothing Shared is of, and what most results are.
+_LEAVES = frozenset({type(None), bool, int, float, str, bytes, np.ndarray})
+
 
 class ReduceOp(enum.Enum):
     """How values of replicas are combined."""
@@ -211,6 +214,8 @@ def regroup(values: Sequence[Any], always_wrap: bool = False) -> Any:
         raise InvalidArgumentError("regroup needs the value of at least one replica")
     if len(values) == 1 and not always_wrap:
         return values[0]
+    if not always_wrap and all(type(value) in _LEAVES for value in values):
+        return _merged(tuple(values))
     leaves, treespec = optree.tree_flatten(values[0], none_is_leaf=True)
     columns = [leaves]
     for replica, value in enumerate(values[1:], start=1):
@@ -376,6 +381,8 @@ def _merged(leaves: tuple[Any, ...]) -> Any:
 
 def unshared(structure: Any) -> Any:
     """``structure`` with what is :class:`Shared` in it bare."""
+    if type(structure) in _LEAVES:
+        return structure
     return optree.tree_map(lambda x: x.value if isinstance(x, Shared) else x, structure, none_is_leaf=True)
 
 
@@ -387,6 +394,8 @@ def _bits(value: Any) -> tuple[bytes, ...]:
 def _is_common(first: Any, other: Any) -> bool:
     """Whether two leaves are one value that needs no PerReplica. Numbers with a fraction and arrays never are: that
     two replicas computed the same one is chance."""
+    if type(first) is float or type(first) is np.ndarray:
+        return False
     key = getattr(type(first), "_cs_handle", None) or getattr(type(first), "_cs_key", None)
     if key is not None:
         return first is other or (type(first) is type(other) and bool(key(first) == key(other)))

@@ -1,19 +1,23 @@
-"""Array descriptors: what an array is (dtype, shape) and where its bytes lie, without the bytes.
-
-The closed list of dtypes is the whole of what may cross a process boundary; there is no object dtype. A descriptor
-checks itself, so a header cannot lie about the length of its frame.
-"""
+"""Array descriptors (``cs_proto.descriptors``) and the NumPy arrays that they describe."""
 
 from __future__ import annotations
 
 import math
-import re
-from functools import lru_cache
 
 import numpy as np
 
+from .descriptors import (
+    DTYPES,
+    INLINE_NBYTES,
+    Array,
+    Location,
+    bytes_array,
+    is_wire_dtype,
+    item_nbytes,
+    shape_fault,
+)
 from .errors import LocalProtocolError
-from .records import Buffer, Frame, Record, record, shown
+from .records import Frame
 
 __all__ = [
     "DTYPES",
@@ -29,98 +33,7 @@ __all__ = [
     "view_of",
 ]
 
-#: Arrays up to this many bytes travel in a frame; larger ones are put into a segment where one is shared.
-INLINE_NBYTES = 64 * 1024
-
-#: Names of the fixed-size dtypes that may travel. ``U<n>`` and ``S<n>`` (fixed-width strings) may, too.
-DTYPES = [
-    "bool",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "float16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-]
-_ITEM_NBYTES = {name: np.dtype(name).itemsize for name in DTYPES}
 _NAMES = {np.dtype(name): name for name in DTYPES}
-_STRING = re.compile(r"[US][1-9][0-9]{0,6}")
-_SEGMENT = re.compile(r"[a-z0-9][a-z0-9._/-]{0,99}")
-_MAX_RANK = 32
-_MAX_NBYTES = 1 << 62
-
-
-def is_wire_dtype(name: str) -> bool:
-    """Whether arrays of the dtype called ``name`` may travel."""
-    return name in _ITEM_NBYTES or _STRING.fullmatch(name) is not None
-
-
-@lru_cache(1024)
-def _is_segment(name: str) -> bool:
-    return _SEGMENT.fullmatch(name) is not None and ".." not in name
-
-
-@record(1)
-class Location(Record):
-    """A byte ``offset`` inside the segment called ``segment``."""
-
-    segment: str
-    offset: int
-
-    def check(self) -> None:
-        if not _is_segment(self.segment):
-            self.refuse(f"{self.segment!r} is not a segment name")
-        if not 0 <= self.offset < _MAX_NBYTES:
-            self.refuse(f"offset {self.offset} is out of range")
-
-
-@record(2)
-class Array(Record):
-    """A C-contiguous array: its dtype by name, its shape, and where its bytes are."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    place: Frame | Location
-
-    def check(self) -> None:
-        if not is_wire_dtype(self.dtype):
-            self.refuse(f"dtype {shown(self.dtype)} may not travel; those that may: {', '.join(DTYPES)}, U<n>, S<n>")
-        if fault := shape_fault(self.dtype, self.shape):
-            self.refuse(fault)
-        if isinstance(self.place, Frame) and self.place.nbytes != self.nbytes:
-            self.refuse(
-                f"{self.dtype}{list(self.shape)} has {self.nbytes} bytes, but its frame has {self.place.nbytes}"
-            )
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return item_nbytes(self.dtype) * math.prod(self.shape)
-
-
-def shape_fault(dtype: str, shape: tuple[int, ...]) -> str:
-    """What is wrong with ``shape`` for elements of ``dtype``; empty where nothing is."""
-    if len(shape) > _MAX_RANK or (shape and min(shape) < 0):
-        return f"shape {shown(shape)} is not one"
-    if 0 < item_nbytes(dtype) * math.prod(shape) < _MAX_NBYTES:
-        return ""
-    # NumPy also refuses a shape of no elements whose other lengths alone are too large.
-    if item_nbytes(dtype) * math.prod(length or 1 for length in shape) >= _MAX_NBYTES:
-        return f"shape {shown(shape)} is too large"
-    return ""
-
-
-def item_nbytes(name: str) -> int:
-    """Size in bytes of one element of the dtype called ``name``."""
-    known = _ITEM_NBYTES.get(name)
-    return known if known is not None else int(name[1:]) * (4 if name[0] == "U" else 1)
 
 
 def dtype_name(dtype: np.dtype[np.generic]) -> str:
@@ -143,11 +56,6 @@ def array_of(value: np.ndarray) -> Array:
         return Array(name, value.shape, Frame(b""))  # raises, and names the dtype
     contiguous = np.ascontiguousarray(value, None if value.dtype.isnative else value.dtype.newbyteorder("="))
     return Array(name, value.shape, Frame(contiguous.reshape(-1).view(np.uint8).data))
-
-
-def bytes_array(data: Buffer) -> Array:
-    """A descriptor of ``data`` as uint8[n], in a frame."""
-    return Array("uint8", (memoryview(data).nbytes,), Frame(data))
 
 
 def view_of(array: Array, buffer: memoryview | bytes | bytearray) -> np.ndarray:

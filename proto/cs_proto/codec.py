@@ -17,7 +17,7 @@ from . import messages  # noqa: F401  (fills the table of records)
 from .errors import LocalProtocolError, PeerProtocolError
 from .records import Buffer, Frames, Record, from_wire, shown
 
-__all__ = ["BULK_LIMITS", "LIMITS", "Limits", "decode", "encode", "pack"]
+__all__ = ["BULK_LIMITS", "LIMITS", "PACKET_NBYTES", "Limits", "decode", "encode", "pack"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,9 @@ LIMITS = Limits()
 #: What clients and workers accept from their server and from each other: whole variables may come in a frame, and one
 #: message holds what every replica returned, each of which was within :data:`LIMITS`.
 BULK_LIMITS = Limits(header_nbytes=(1 << 32) - 1, frames=1 << 22, frame_nbytes=1 << 40, items=1 << 27)
+
+#: Largest packet on the supervisor's socket.
+PACKET_NBYTES = 128 * 1024
 
 # One for all, since making one costs more than most headers: what it is given it writes without calling anybody, so no
 # other thread comes in between. It keeps the room that the largest header took, so there is a limit to that.

@@ -25,7 +25,6 @@ from typing import Generic, Protocol, TypeVar
 from . import messages
 from .errors import PeerProtocolError
 from .records import Buffer
-from .segments import Mapping
 
 __all__ = [
     "IS_ORDERED",
@@ -87,7 +86,7 @@ class Outgoing:
         if self._words[_LEFT]:
             return False
         lengths = [len(part) if type(part) is bytes else memoryview(part).nbytes for part in parts]
-        count = len(lengths)
+        count = len(parts)
         size = _PREFIX.size + 4 * count + sum(lengths)
         if 2 * size > self._nbytes:
             return False
@@ -117,15 +116,16 @@ class Incoming:
 
     def __init__(self, memory: memoryview) -> None:
         """As :class:`Outgoing`."""
-        self._words = memory[:_WORDS_NBYTES].cast("Q")
+        self.words = memory[:_WORDS_NBYTES].cast("Q")
+        #: What has been taken ends here.
+        self.tail = 0
         self._data = memory[_WORDS_NBYTES:]
         self._nbytes = len(self._data)
-        self._tail = 0
 
     @property
     def has_mail(self) -> bool:
         """Whether something has been posted and not taken."""
-        return self._words[_HEAD] != self._tail
+        return self.words[_HEAD] != self.tail
 
     def take(self, elsewhere: int) -> list[bytes] | None:
         """The parts of the next message, where so many that went elsewhere have come: one that was posted after more
@@ -133,7 +133,7 @@ class Incoming:
 
         Raises :class:`PeerProtocolError` where the memory holds what no writer writes; it is of no more use then.
         """
-        head, tail = self._words[_HEAD], self._tail
+        head, tail = self.words[_HEAD], self.tail
         if head == tail:
             return None
         start, there = tail % self._nbytes, head - tail
@@ -158,16 +158,16 @@ class Incoming:
         for length in lengths:
             parts.append(bytes(self._data[at : at + length]))
             at += length
-        self._tail = self._words[_TAIL] = tail + size + -size % _UNIT
+        self.tail = self.words[_TAIL] = tail + size + -size % _UNIT
         return parts
 
     def sleep(self, sleeps: bool) -> None:
         """Have the doorbell rung for what is posted from now on, or not. A fence must follow before the last look."""
-        self._words[_SLEEPS] = sleeps
+        self.words[_SLEEPS] = sleeps
 
     def leave(self) -> None:
         """Have what is posted from now on go elsewhere: its writer may live although it is thought dead."""
-        self._words[_LEFT] = True
+        self.words[_LEFT] = True
 
 
 class Mailbox:
@@ -185,6 +185,7 @@ class Mailbox:
         #: How often the doorbell at the other end was rung.
         self.rung = 0
         self._in, self._out = Incoming(rings[not is_maker]), Outgoing(rings[is_maker])
+        self._words = self._in.words
         self._own, self._other = (here, there) if is_maker else (there, here)
         self._fence = fence
         self._sent = 0
@@ -219,17 +220,18 @@ class Mailbox:
     @property
     def has_mail(self) -> bool:
         """Whether something was posted and not taken, and is not known to have to wait."""
-        return not self._must_wait and self._in.has_mail
+        return self._words[_HEAD] != self._in.tail and not self._must_wait
 
     def take(self) -> list[bytes] | None:
         """As :meth:`Incoming.take`."""
         parts = self._in.take(self._came)
-        self._must_wait = parts is None and self._in.has_mail
+        if parts is None:
+            self._must_wait = self._in.has_mail
         return parts
 
     def sleep(self, sleeps: bool) -> None:
         """As :meth:`Incoming.sleep`."""
-        self._in.sleep(sleeps)
+        self._words[_SLEEPS] = sleeps
 
     def leave(self) -> None:
         """As :meth:`Incoming.leave`."""
@@ -356,6 +358,8 @@ class Mailboxes(Generic[K]):
             return mailbox.refused
         if len(descriptors) != 3:
             return "its descriptors did not arrive: the supervisor is not of this machine"
+        from .segments import Mapping  # and NumPy, without which the supervisor does
+
         memory, *doorbells = descriptors
         try:
             mapping = Mapping("mailbox", memory, NBYTES, writable=True)
@@ -471,7 +475,10 @@ class Mailboxes(Generic[K]):
                 self.woken += 1
 
     def _look(self) -> bool:
-        return any(box.has_mail for box in self._boxes.values())
+        for box in self._boxes.values():  # noqa: SIM110  (looked again and again: a generator costs more than a loop)
+            if box.has_mail:
+                return True
+        return False
 
     def _take_from(self, peer: K, box: Mailbox) -> Sequence[Buffer] | None:
         """What is next in ``box``. One that is damaged is given up, with a message that is none in its place."""

@@ -1,7 +1,7 @@
 """Every message between processes, one frozen record each, in the order in which a service meets them.
 
 Codes 10-29 open and close a session, 30-49 are the controller's and observers' requests, 50-69 what replicas bring
-to merge points, 70-89 what the server answers, 90-109 client to worker, 110-129 the supervisor's socket.
+to merge points, 70-89 what the server answers, 90-109 client to worker, 110-139 the supervisor's socket.
 ``docs/protocol.md`` tells who sends what to whom, and when.
 """
 
@@ -11,7 +11,7 @@ import re
 from itertools import pairwise
 from typing import Literal
 
-from .arrays import Array, Location, is_wire_dtype, shape_fault
+from .descriptors import Array, Location, is_wire_dtype, shape_fault
 from .records import Record, record, shown
 from .schedules import Schedule
 
@@ -145,17 +145,29 @@ class Worker(Record):
 
 @record(9)
 class DevicePlace(Record):
-    """Where an array lies on a GPU: the CUDA IPC ``handle`` of a block of its memory, the byte ``offset`` in it, and
-    the ``mark`` with which the block begins, by which whoever opens it knows that it is the one. No handle: not
-    there."""
+    """Where an array lies on a GPU: the CUDA IPC ``handle`` of a block of its memory, the byte ``offset`` in it, the
+    block's ``size`` in bytes, and the ``mark`` with which the block begins and ends, by which whoever opens it knows
+    that all of it is what is meant. No handle: not there."""
 
     handle: bytes
     offset: int
+    size: int
     mark: bytes
 
     def check(self) -> None:
-        if (len(self.handle), len(self.mark)) not in ((0, 0), (64, 16)) or not 0 <= self.offset < 1 << 62:
-            self.refuse(f"a handle of {len(self.handle)} bytes, a mark of {len(self.mark)}, and offset {self.offset}")
+        if (len(self.handle), len(self.mark)) not in ((0, 0), (64, 16)):
+            self.refuse(f"a handle of {len(self.handle)} bytes and a mark of {len(self.mark)}")
+        if not (self.holds(0) if self.handle else self.offset == self.size == 0):
+            self.refuse(f"offset {self.offset} in a block of {self.size} bytes")
+
+    @property
+    def marked(self) -> tuple[int, int]:
+        """The offsets in the block at which the mark stands."""
+        return 0, self.size - len(self.mark)
+
+    def holds(self, nbytes: int) -> bool:
+        """Whether so many bytes from the offset on lie between the marks."""
+        return len(self.mark) <= self.offset <= self.offset + nbytes <= self.size - len(self.mark) < 1 << 62
 
 
 # --- sessions -----------------------------------------------------------------------------------------------------
@@ -428,6 +440,14 @@ class Awaited(_OfStep):
         super().check()
         if not 0 <= self.seconds < 1e9:
             self.refuse(f"a wait of {self.seconds} s")
+
+
+@record(45)
+class AwaitedFor(Record):
+    """Server to controller, which has said Awaited, every ten seconds: whom ``run`` waits for, in words."""
+
+    run: RunId
+    whom: str
 
 
 # --- what a replica brings: merge points, alone or as notes that travel with the next question or the return --------
@@ -1057,3 +1077,12 @@ class Mailbox(Record):
     mailbox: int
     spins: bool
     refused: str
+
+
+@record(130)
+class ShowStacks(Record):
+    """Server to supervisor, and from there to who runs it: have this worker's incarnation print the stacks of its
+    threads (SIGUSR1). Others have waited for it for long, and it may hang."""
+
+    replica: int
+    incarnation: int

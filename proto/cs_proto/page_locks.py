@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import Protocol
 
+from .ranges import merged
+
 __all__ = ["PageLocks"]
 
 # cudaHostRegisterPortable and -Mapped: for all devices, and for kernels. cudaHostRegisterReadOnly: of a mapping that
@@ -50,7 +52,7 @@ class PageLocks:
         """Lock the pages of the bytes from and to these addresses, as far as they are not; whether they are now. Where
         that is refused copies are slower and otherwise the same."""
         flags = _LOCKED if writable else _LOCKED | _READ_ONLY
-        wanted = _merged(_pages(start, stop) for start, stop in spans if start < stop)
+        wanted = merged(_pages(start, stop) for start, stop in spans if start < stop)
         for low, high in [gap for start, stop in wanted for gap in self._gaps(start, stop)]:
             if flags in self._refused:
                 return False
@@ -105,17 +107,6 @@ class PageLocks:
     def _overlapping(self, start: int, stop: int) -> tuple[int, int]:
         """Which ranges, from and to, have bytes in common with these."""
         return bisect.bisect_right(self._stops, start), bisect.bisect_left(self._starts, stop)
-
-
-def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ascending, what overlaps or follows each other as one."""
-    merged: list[tuple[int, int]] = []
-    for start, stop in sorted(ranges):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
-        else:
-            merged.append((start, stop))
-    return merged
 
 
 def _pages(start: int, stop: int) -> tuple[int, int]:

@@ -1,13 +1,15 @@
 """Which functions a receiver still holds, kept alike by whoever sends functions and whoever holds them.
 
 A sender leaves a pickled function out of a message where the receiver has it. Both ends keep a :class:`Recent` of one
-capacity and touch it once for every message, in order, so they agree without asking. Used by the client, by the
-holder of a merge_call token and by workers.
+capacity and touch it once for every message, in order, so they agree without asking. Senders, which are the client and
+the holder of a merge_call token, keep a :class:`Held` for each worker.
 """
 
 from __future__ import annotations
 
-__all__ = ["HELD_FUNCTIONS", "Recent"]
+from copy import copy
+
+__all__ = ["HELD_FUNCTIONS", "Held", "Recent"]
 
 #: How many functions of one sender a worker holds.
 HELD_FUNCTIONS = 16
@@ -43,3 +45,30 @@ class Recent:
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._digests
+
+
+class Held:
+    """What one worker holds, by its sender: the last ordinary functions, and every frozen one."""
+
+    def __init__(self) -> None:
+        self._recent = Recent(HELD_FUNCTIONS)
+        self._frozen: set[bytes] = set()
+
+    def touch(self, digest: bytes, frozen: bool) -> bool:
+        """Send a run of the function ``digest``: whether the worker has its bytes already; it has them from now on.
+
+        >>> held = Held()
+        >>> [held.touch(b"a", frozen) for frozen in (True, False, True, False)]
+        [False, False, True, True]
+        """
+        if not frozen:
+            return self._recent.touch(digest)
+        is_held = digest in self._frozen
+        self._frozen.add(digest)
+        return is_held
+
+    def __copy__(self) -> Held:
+        """One that knows the same and goes its own way."""
+        copied = Held()
+        copied._recent, copied._frozen = copy(self._recent), copy(self._frozen)
+        return copied

@@ -1,12 +1,13 @@
 """What a message is made of: frozen records that check themselves, and how they become msgpack values.
 
-A record is a frozen dataclass whose field annotations are its wire types. Building one checks every field, so a
+A record's field annotations are its wire types, and it cannot be changed. Building one checks every field, so a
 half-valid record never exists: a wrong one is a :class:`LocalProtocolError` where it is built, and the codec turns
 that into a :class:`PeerProtocolError` when the bytes came from outside. Bulk bytes are held in :class:`Frame`
 fields; on the wire a frame is its own message part and the header holds its number.
 
-Building, writing and reading are on the path of every message, so they are compiled for each class when it is defined,
-as a dataclass does it with its ``__init__``: straight through the fields, with the checks of plain types in place.
+Building, writing and reading are on the path of every message, so they are compiled for each class, straight through
+the fields, with the checks of plain types in place: when the first of it is built or read, since no process meets all
+of the hundred classes and each takes as long as a thousand messages.
 
 The types a field may have: ``bool``, ``int``, ``float``, ``str``, ``bytes``, ``Literal[...]`` of strings,
 :class:`Frame`, a record class, ``tuple[T, ...]``, ``tuple[A, B]``, and unions of these with ``None``.
@@ -18,7 +19,7 @@ import reprlib
 import types
 import typing
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import FrozenInstanceError, dataclass, fields
 from typing import Any, ClassVar, Literal, TypeVar, Union, dataclass_transform
 
 from .errors import LocalProtocolError
@@ -66,7 +67,6 @@ class Record:
     __slots__ = ()
 
     code: ClassVar[int]
-    wire_fields: ClassVar[tuple[tuple[str, _Type], ...]]
     #: Whether building one checks it.
     is_checked: ClassVar[bool] = True
     _from_wire: ClassVar[Callable[[list[Any], Frames], Record]]
@@ -75,6 +75,21 @@ class Record:
         """What msgpack is to write: a list that begins with the code, records in it likewise, frames as
         ``{"frame": number}``, their bytes appended to ``frames``."""
         raise NotImplementedError
+
+    def __setattr__(self, name: str, value: object) -> typing.NoReturn:
+        raise FrozenInstanceError(f"cannot assign to field {name!r}")
+
+    def __delattr__(self, name: str) -> typing.NoReturn:
+        raise FrozenInstanceError(f"cannot delete field {name!r}")
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self.__dict__ == other.__dict__
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.__dict__.values()))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__qualname__}({', '.join(f'{name}={value!r}' for name, value in self.__dict__.items())})"
 
     def check(self) -> None:
         """Raise :class:`LocalProtocolError` where the fields do not fit each other."""
@@ -96,34 +111,49 @@ def record(code: int) -> Callable[[type[R]], type[R]]:
             raise LocalProtocolError(f"code {code} of {cls.__name__} is not between 1 and 255")
         if code in RECORDS:
             raise LocalProtocolError(f"code {code} is taken by {RECORDS[code].__name__}")
-        made = dataclass(frozen=True, init=False)(cls)
-        hints = typing.get_type_hints(made)
+        made = dataclass(init=False, repr=False, eq=False)(cls)  # those are the base's
         made.code = code
-        made.wire_fields = tuple((field.name, _type_of(hints[field.name])) for field in fields(made))  # type: ignore[arg-type]
-        _compile(made)
+        _compile_at_first_use(made)
         RECORDS[code] = made
         return made
 
     return build
 
 
+def _compile_at_first_use(cls: type[Record]) -> None:
+    def build(self: Record, *values: Any, **named: Any) -> None:
+        _compile(cls)
+        cls.__init__(self, *values, **named)
+
+    def read(wire: list[Any], frames: Frames) -> Record:
+        _compile(cls)
+        return cls._from_wire(wire, frames)
+
+    cls.__init__ = build  # type: ignore[assignment]
+    cls._from_wire = read
+
+
 def replace(record: R, /, **changes: Any) -> R:
     """A copy with other values of some fields; as :func:`dataclasses.replace`, and checked as any other."""
-    values = {**record.__dict__, **changes}
-    if len(values) > len(record.wire_fields):
-        raise TypeError(f"a {type(record).__name__} has no field {', '.join(changes.keys() - record.__dict__.keys())}")
-    if record.is_checked:
-        return type(record)(**values)
-    made = object.__new__(type(record))
+    kind = type(record)
+    values = record.__dict__ | changes
+    if len(values) > len(record.__dict__):
+        raise TypeError(f"a {kind.__name__} has no field {', '.join(changes.keys() - record.__dict__.keys())}")
+    if kind.is_checked:
+        return kind(**values)
+    made = object.__new__(kind)
     made.__dict__.update(values)
     return made
 
 
 def _compile(cls: type[Record]) -> None:
-    """Give a class its ``__init__``, ``to_wire`` and what reads it, each one function straight through the fields."""
-    known: dict[str, Any] = {"_cls": cls, "_wrong": _wrong, "_nothing": ()}  # no field begins so
+    """Give a class its ``__init__``, ``to_wire`` and what reads it, each one function straight through the fields.
+    Raises TypeError where a field is of no type that travels."""
+    hints = typing.get_type_hints(cls)
+    known: dict[str, Any] = {"_cls": cls, "_wrong": _wrong, "_wrong_length": _wrong_length, "_nothing": ()}
     parameters, checks, stores, written, read = [], [], [], [str(cls.code)], []
-    for number, (name, kind) in enumerate(cls.wire_fields):
+    for number, field in enumerate(fields(cls)):  # type: ignore[arg-type]
+        name, kind = field.name, _type_of(hints[field.name])  # no name begins with _
         known |= {f"t_{name}": kind, f"c_{name}": kind.classes, f"h_{name}": kind.holds}
         known |= {f"w_{name}": kind.write, f"r_{name}": kind.read}
         has_default = hasattr(cls, name)
@@ -138,16 +168,25 @@ def _compile(cls: type[Record]) -> None:
     lines = [f"def __init__(self, {', '.join(parameters)}):", *(checks if cls.is_checked else ())]
     lines += [" _values = self.__dict__", *stores, *last]  # not self.x: a frozen class refuses that
     lines += ["def to_wire(self, frames):", f" return ({', '.join(written)},)"]
-    lines += ["def from_wire(wire, frames):", f" return _cls({', '.join(read)})"]
-    exec("\n".join(lines), known)
-    for name in ("__init__", "to_wire"):
+    lines += [
+        "def from_wire(wire, frames):",
+        f" if len(wire) != {len(read) + 1}: _wrong_length(_cls, {len(read)}, wire)",
+    ]
+    lines += [f" return _cls({', '.join(read)})"]
+    # Compiled apart: exec of a text forgets that a Ctrl-C is what ends the program, which may be at its last message.
+    exec(compile("\n".join(lines), f"<{cls.__qualname__}>", "exec"), known)
+    cls._from_wire = known["from_wire"]
+    for name in ("to_wire", "__init__"):  # in this order: another thread may build one as soon as it can
         known[name].__qualname__ = f"{cls.__qualname__}.{name}"
         setattr(cls, name, known[name])
-    cls._from_wire = known["from_wire"]
 
 
 def _wrong(cls: type[Record], name: str, kind: _Type, value: object) -> typing.NoReturn:
     raise LocalProtocolError(f"{cls.__name__}.{name} must be {kind.title}, not {shown(value)}")
+
+
+def _wrong_length(cls: type[Record], count: int, wire: list[Any]) -> typing.NoReturn:
+    raise LocalProtocolError(f"{cls.__name__} has {count} fields, not {len(wire) - 1}")
 
 
 class Frames:
@@ -179,8 +218,6 @@ def from_wire(wire: object, frames: Frames, allowed: tuple[type[Record], ...] = 
         raise LocalProtocolError(f"there is no record with code {wire[0]}")
     if allowed and cls not in allowed:
         raise LocalProtocolError(f"a {cls.__name__} does not belong here")
-    if len(wire) - 1 != len(cls.wire_fields):
-        raise LocalProtocolError(f"{cls.__name__} has {len(cls.wire_fields)} fields, not {len(wire) - 1}")
     return cls._from_wire(wire, frames)
 
 

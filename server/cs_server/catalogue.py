@@ -22,12 +22,13 @@ from cs_proto.arrays import Array, Location
 from cs_proto.errors import DeviceMemoryError, InvalidArgumentError, MemoryPlanError, replica_exception_class
 from cs_proto.messages import ApplyPoint, Error, Optimizer, ReduceOpName, Variable, VariableSpec, WriteOp
 from cs_proto.optimizers import CLIPS, SLOTS, check_change, rule_of
+from cs_proto.ranges import merged
 from cs_proto.records import replace
 from cs_proto.schedules import Schedule, rate
 from cs_proto.sizes import in_units
 
 from . import versions
-from .events import Allocate, Apply, Command, Dense, Discard, Load, Rows, Write
+from .events import Allocate, Apply, Command, Dense, Discard, Load, LoadKernel, Needed, Rows, Write
 from .tables import Hole, Slab, SlotFill, SlotNames, Steps, Tables, VariableSet
 from .translate import DTYPES
 from .updates import RULES
@@ -57,7 +58,7 @@ class Catalogue:
         self._replicas = replicas
         self._device = device
         #: What was refused to the event at hand: whoever needs it fails with that.
-        self.refused: dict[Allocate, Error] = {}
+        self.refused: dict[Needed, Error] = {}
         self._reservation = -(-_RESERVATION * machine_nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
         self._numbers = {variable.spec.name: number for number, variable in tables.variables.items()}
         #: Of a name that was taken, the count at which a free one was found last: those before are taken.
@@ -301,13 +302,15 @@ class Catalogue:
         """The number of that set, and the slots that only now come to be; those of ``sparse`` variables take memory
         only where rows are touched.
 
-        Raises InvalidArgumentError, and MemoryPlanError where the slots do not fit the memory that is left.
+        Raises InvalidArgumentError, and MemoryPlanError where the slots do not fit the memory that is left, or
+        DeviceMemoryError where they, or the kernels that update them, do not fit the GPU's.
         """
         members = self.members(optimizer, variables)
         known = self.known_set(optimizer, variables)
         if known is not None:
             return known, ()
         record = self.optimizer(optimizer)
+        self._allocate(_described(record), self._kernels_of(record, members))
         fills = self._add_slots(record, members, sparse)
         self._tables.tally.sets += 1
         made = self._tables.tally.sets
@@ -430,6 +433,16 @@ class Catalogue:
             if isinstance(array.place, Location) and self._on_device(array.dtype, array.nbytes)
         ]
 
+    def kernels(self) -> list[LoadKernel]:
+        """What a GPU has to have ready for the updates of a server that was restarted; nothing where variables lie on
+        none."""
+        sets = self._tables.sets.values()
+        return [*dict.fromkeys(k for s in sets for k in self._kernels_of(self.optimizer(s.optimizer), s.variables))]
+
+    def _kernels_of(self, optimizer: Optimizer, variables: Iterable[int]) -> list[LoadKernel]:
+        dtypes = {self._variable(number).spec.dtype for number in variables}
+        return [LoadKernel(optimizer.rule, dtype) for dtype in sorted(dtypes) if self._on_device(dtype, 1)]
+
     def _segments_of_slab(self, dtype: str) -> Iterable[tuple[str, str]]:
         yield segments.parameters(dtype), ""
         if _is_optimizable(dtype):
@@ -473,7 +486,7 @@ class Catalogue:
         touched = {number for _, number in self._tables.slots}
         idle = [v for v in missing if v.spec.trainable and v.number not in touched]
         self._check_plan(
-            f"optimizer {optimizer.number} ({optimizer.kind})",
+            _described(optimizer),
             sum(len(slots) * variable.array.nbytes for variable in missing),
             f"for the slots {', '.join(slots)} of {len(missing)} variables",
             touched_nbytes=sum(variable.array.nbytes for variable in idle),
@@ -492,7 +505,7 @@ class Catalogue:
                 if nbytes:
                     first, last = _elements(variable)
                     fills.append(SlotFill(segment, dtype, first, last, float(value), is_lazy))
-        self._allocate(f"the slots of optimizer {optimizer.number} ({optimizer.kind})", needed)
+        self._allocate(f"the slots of {_described(optimizer)}", needed)
         for variable in idle:
             slab = self._tables.slabs[variable.spec.dtype]
             self._tables.slabs[variable.spec.dtype] = replace(
@@ -502,10 +515,10 @@ class Catalogue:
             self._tables.slots[optimizer.number, variable.number] = SlotNames(slots)
         return tuple(fills)
 
-    def _allocate(self, what: str, needed: Sequence[Allocate]) -> None:
+    def _allocate(self, what: str, needed: Sequence[Needed]) -> None:
         """Have these made. Raises, as the one that was refused says, where the plan allowed what cannot be had."""
-        for allocation in needed:
-            if (error := self.refused.get(allocation)) is not None:
+        for each in needed:
+            if (error := self.refused.get(each)) is not None:
                 raise replica_exception_class(error.exception)(f"{what}: {error.message}")
         self._out += needed
 
@@ -589,7 +602,7 @@ class Catalogue:
                     variable = self._variable(member)
                     by_dtype.setdefault(variable.spec.dtype, []).append(_elements(variable))
             found = {
-                dtype: tuple(r for r in sorted(ranges) if r[0] < r[1]) if by_variable else _merged(ranges)
+                dtype: tuple(r for r in sorted(ranges) if r[0] < r[1]) if by_variable else tuple(merged(ranges))
                 for dtype, ranges in sorted(by_dtype.items())
             }
             self._ranges[key] = tuple((dtype, ranges) for dtype, ranges in found.items() if ranges)
@@ -603,6 +616,10 @@ def _at(step: int, optimizer: Optimizer) -> tuple[tuple[str, float], ...]:
         return optimizer.hyperparameters
     now = rate(schedule.kind, schedule.numbers, step)
     return tuple((name, now if name == "learning_rate" else value) for name, value in optimizer.hyperparameters)
+
+
+def _described(optimizer: Optimizer) -> str:
+    return f"optimizer {optimizer.number} ({optimizer.kind})"
 
 
 def _counted(name: str, count: int) -> str:
@@ -632,17 +649,6 @@ def _elements(variable: Variable) -> tuple[int, int]:
 def _offset(array: Array) -> int:
     assert isinstance(array.place, Location)
     return array.place.offset
-
-
-def _merged(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Ascending, without empty ones, adjacent ones as one."""
-    merged: list[tuple[int, int]] = []
-    for first, last in sorted(ranges):
-        if merged and merged[-1][1] == first:
-            merged[-1] = (merged[-1][0], last)
-        elif first < last:
-            merged.append((first, last))
-    return tuple(merged)
 
 
 def _check_fits(what: str, value: Array, spec: VariableSpec) -> None:

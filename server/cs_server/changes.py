@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from cs_proto.ranges import merged
+
 from .updates import Array
 
 __all__ = ["Change", "Changed", "of_rows", "united"]
@@ -64,13 +66,7 @@ def united(changes: Iterable[Changed], mark: Any) -> list[Changed]:
             tables.setdefault((change.segment, dtype, change.first, change.width), []).append(change.rows)
     found: list[Changed] = []
     for (segment, dtype), of_segment in spans.items():
-        merged: list[tuple[int, int]] = []
-        for first, last in sorted(of_segment):
-            if merged and first <= merged[-1][1]:
-                merged[-1] = merged[-1][0], max(last, merged[-1][1])
-            else:
-                merged.append((first, last))
-        found += [(Change(segment, first, last - first), dtype, mark) for first, last in merged]
+        found += [(Change(segment, first, last - first), dtype, mark) for first, last in merged(of_segment)]
     for (segment, dtype, first, width), rows in tables.items():
         found.append((Change(segment, first, width, np.unique(np.concatenate(rows))), dtype, mark))
     return found

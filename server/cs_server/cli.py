@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -42,8 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigurationError, DeviceError) as error:
         print(f"{parser.prog}: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
         return 2
+    gc.disable()  # what is imported stays: to look through it for garbage is a fifth of what the imports take
     from .service import serve  # zmq and the kernels: not for --help
 
+    gc.freeze()
+    gc.enable()
     try:
         serve(config)
     except (ConfigurationError, LaunchError, MemoryPlanError) as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -58,24 +59,22 @@ class ControlMemory:
 
 # Four words head the memory: what it is, its size, and where each half ends with the half that counts. They are
 # written with single aligned stores, in an order in which every prefix of the stores is a valid store.
-_MAGIC = int.from_bytes(b"cs-ctl-1", "little")
+_MAGIC = int.from_bytes(b"cs-ctl-2", "little")
 _IS, _NBYTES, _ACTIVE, _TAIL = 0, 1, 2, 3  # _TAIL + half: where that half ends
 _HEADER_NBYTES = 64
 
-# A record: crc32 of the rest, length of key, length of value; key; value; padding to 8 bytes.
-_RECORD = struct.Struct("<IIQ")
-_LENGTHS = struct.Struct("<IQ")
+# What one write appends: crc32 of the rest, bytes of the rest; entries; room up to a multiple of 8 bytes.
+_HEAD = struct.Struct("<QQ")
+# An entry: length of key, length of value; key; value.
+_ENTRY = struct.Struct("<IQ")
 _REMOVED = (1 << 64) - 1
-_CRC = struct.Struct("<I")
-_SMALL_NBYTES = 4096  # what costs less to copy once more than two calls
-_PADDING = tuple(bytes(-nbytes % 8) for nbytes in range(8))
 
 
 class ControlLog:
     """A store in a writable buffer: an append-only log in one of its halves.
 
-    A ``write`` appends its records and then publishes them by one store of the half's end; what was appended but not
-    published does not count. When the half is full, or most of it is out of date, the live records are copied to the
+    A ``write`` appends its entries and then publishes them by one store of the half's end; what was appended but not
+    published does not count. When the half is full, or most of it is out of date, the live entries are copied to the
     other half, which then becomes the one that counts by one store as well.
     """
 
@@ -102,7 +101,7 @@ class ControlLog:
         self._memory = buffer.data.cast("B")
         self._words = buffer[:_HEADER_NBYTES].view(np.uint64)
         self._half_nbytes = (buffer.nbytes - _HEADER_NBYTES) // 2 // 8 * 8
-        # Where the live record of each key lies: (first byte in the buffer, bytes).
+        # Where the live entry of each key lies: (first byte in the buffer, bytes).
         self._index: dict[bytes, tuple[int, int]] = {}
         self._live_nbytes = 0
         if self._words[_IS] == 0:
@@ -120,37 +119,47 @@ class ControlLog:
         self._replay()
 
     def items(self) -> Iterator[tuple[bytes, bytes]]:
-        for key, (start, _nbytes) in list(self._index.items()):
-            _, key_nbytes, value_nbytes = _RECORD.unpack_from(self._memory, start)
-            first = start + _RECORD.size + key_nbytes
-            yield key, bytes(self._memory[first : first + value_nbytes])
+        for key, (start, nbytes) in list(self._index.items()):
+            yield key, bytes(self._memory[start + _ENTRY.size + len(key) : start + nbytes])
 
     def write(self, changes: Mapping[bytes, bytes | None]) -> None:
-        records, index = [], self._index
-        appended, live = 0, self._live_nbytes
+        index, live = self._index, self._live_nbytes
+        first = at = self._base(self._active) + self._tail + _HEAD.size
+        parts: list[bytes] = []
+        places: list[tuple[bytes, int, int]] = []  # of what stays, and 0 bytes for what goes
         for key, value in changes.items():
-            records.append(record := _record(key, value))
-            appended += len(record)
-            if key in index:
-                live -= index[key][1]
-            if value is not None:
-                live += len(record)
+            known = index.get(key)
+            if known is not None:
+                live -= known[1]
+            key_nbytes = len(key)
+            if value is None:
+                parts += (_ENTRY.pack(key_nbytes, _REMOVED), key)
+                places.append((key, at, 0))
+                at += _ENTRY.size + key_nbytes
+            else:
+                value_nbytes = len(value)
+                parts += (_ENTRY.pack(key_nbytes, value_nbytes), key, value)
+                nbytes = _ENTRY.size + key_nbytes + value_nbytes
+                places.append((key, at, nbytes))
+                live += nbytes
+                at += nbytes
+        appended = _round_up(_HEAD.size + at - first)
         if self._tail + appended <= min(self._half_nbytes, max(self._turnover, 4 * live)):
-            start = self._base(self._active) + self._tail
+            start = first - _HEAD.size
             self._make_room(start, appended)
-            self._store(start, b"".join(records))
-            for (key, value), record in zip(changes.items(), records, strict=True):
-                if value is None:
-                    index.pop(key, None)
+            body = b"".join(parts)
+            self._store(start, _HEAD.pack(zlib.crc32(body), len(body)))
+            self._store(first, body)
+            for key, at, nbytes in places:
+                if nbytes:
+                    index[key] = (at, nbytes)
                 else:
-                    index[key] = (start, len(record))
-                start += len(record)
+                    index.pop(key, None)
             self._tail += appended
             self._publish(_TAIL + self._active, self._tail)
-        elif live <= self._half_nbytes:
-            self._make_room(self._base(1 - self._active), live)
-            pairs = zip(changes.items(), records, strict=True)
-            self._rewrite({key: None if value is None else record for (key, value), record in pairs})
+        elif _round_up(_HEAD.size + live) <= self._half_nbytes:
+            self._make_room(self._base(1 - self._active), _round_up(_HEAD.size + live))
+            self._rewrite(changes, live)
         else:
             raise ControlFull(
                 f"the control store is full: {live} bytes are needed, {self._half_nbytes} available; "
@@ -165,47 +174,52 @@ class ControlLog:
             except MemoryPlanError as error:
                 raise ControlFull(str(error)) from error
 
-    def _rewrite(self, records: Mapping[bytes, bytes | None]) -> None:
-        """Put what is live after these ``records`` are set, or removed (None), into the other half and let that one
-        count."""
+    def _rewrite(self, changes: Mapping[bytes, bytes | None], live: int) -> None:
+        """Put what is live after ``changes`` are set, ``live`` bytes, into the other half and let that one count."""
         other = 1 - self._active
-        start = base = self._base(other)
+        base = self._base(other)
+        start, crc = base + _HEAD.size, 0
         index: dict[bytes, tuple[int, int]] = {}
-        for key, (first, nbytes) in self._index.items():
-            if key not in records:
-                self._store(start, self._memory[first : first + nbytes])
-                index[key] = (start, nbytes)
-                start += nbytes
-        for key, record in records.items():
-            if record is not None:
-                self._store(start, record)
-                index[key] = (start, len(record))
-                start += len(record)
-        self._publish(_TAIL + other, start - base)
+        entries: Iterator[tuple[bytes, bytes | memoryview]] = chain(
+            ((k, self._memory[at : at + n]) for k, (at, n) in self._index.items() if k not in changes),
+            ((k, _ENTRY.pack(len(k), len(v)) + k + v) for k, v in changes.items() if v is not None),
+        )
+        for key, entry in entries:
+            self._store(start, entry)
+            crc = zlib.crc32(entry, crc)
+            index[key] = (start, len(entry))
+            start += len(entry)
+        self._store(base, _HEAD.pack(crc, live))
+        tail = _round_up(_HEAD.size + live)
+        self._publish(_TAIL + other, tail)
         self._publish(_ACTIVE, other)
-        self._active, self._tail, self._index = other, start - base, index
+        self._active, self._tail, self._index = other, tail, index
 
     def _replay(self) -> None:
         start, end = self._base(self._active), self._base(self._active) + self._tail
         while start < end:
-            head = self._memory[start : start + _RECORD.size]
-            crc, key_nbytes, value_nbytes = _RECORD.unpack(head) if len(head) == _RECORD.size else (0, 0, end)
-            removed = value_nbytes == _REMOVED
-            stop = start + _RECORD.size + key_nbytes + (0 if removed else value_nbytes)
-            if stop > end or zlib.crc32(self._memory[start + 4 : stop]) != crc:
-                raise ControlDamaged(f"the record at byte {start} of the control store does not read back")
-            key = bytes(self._memory[start + _RECORD.size : start + _RECORD.size + key_nbytes])
-            nbytes = _round_up(stop - start)
-            self._live_nbytes -= self._index.get(key, (0, 0))[1]
-            self._live_nbytes += 0 if removed else nbytes
-            self._note(key, None if removed else (start, nbytes))
-            start += nbytes
+            crc, nbytes = _HEAD.unpack_from(self._memory, start) if end - start >= _HEAD.size else (0, end)
+            stop = start + _HEAD.size + nbytes
+            if stop > end or zlib.crc32(self._memory[start + _HEAD.size : stop]) != crc:
+                raise ControlDamaged(f"what was written at byte {start} of the control store does not read back")
+            at = start + _HEAD.size
+            while at < stop:
+                at = self._replay_entry(at)
+            start += _round_up(_HEAD.size + nbytes)
 
-    def _note(self, key: bytes, place: tuple[int, int] | None) -> None:
-        if place is None:
+    def _replay_entry(self, start: int) -> int:
+        """Take in the entry that begins at ``start``; where it ends."""
+        key_nbytes, value_nbytes = _ENTRY.unpack_from(self._memory, start)
+        stop = start + _ENTRY.size + key_nbytes
+        key = bytes(self._memory[start + _ENTRY.size : stop])
+        self._live_nbytes -= self._index.get(key, (0, 0))[1]
+        if value_nbytes == _REMOVED:
             self._index.pop(key, None)
         else:
-            self._index[key] = place
+            stop += value_nbytes
+            self._index[key] = (start, stop - start)
+            self._live_nbytes += stop - start
+        return int(stop)
 
     def _base(self, half: int) -> int:
         return _HEADER_NBYTES + half * self._half_nbytes
@@ -217,15 +231,6 @@ class ControlLog:
 
     def _publish(self, word: int, value: int) -> None:
         self._words[word] = value
-
-
-def _record(key: bytes, value: bytes | None) -> bytes:
-    head = _LENGTHS.pack(len(key), _REMOVED if value is None else len(value)) + key
-    if value is None or len(value) < _SMALL_NBYTES:
-        body = head + value if value else head
-        return _CRC.pack(zlib.crc32(body)) + body + _PADDING[(4 + len(body)) % 8]
-    crc = zlib.crc32(value, zlib.crc32(head))
-    return b"".join((_CRC.pack(crc), head, value, _PADDING[(4 + len(head) + len(value)) % 8]))
 
 
 def _round_up(nbytes: int) -> int:

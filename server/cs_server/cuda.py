@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from itertools import cycle
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,6 +29,12 @@ _log = logging.getLogger("cs_server.service")
 
 # Memory that is not there yet is asked for again after so many seconds.
 _PAUSE = 0.1
+# CUDA_ERROR_OUT_OF_MEMORY of the driver, cudaErrorMemoryAllocation of the runtime.
+_OUT_OF_MEMORY = 2
+# Events are made at the start: a commit allocates nothing. One that is taken again only has a copy wait for more.
+_MARKS = 64
+
+T = TypeVar("T")
 
 
 class Block:
@@ -60,6 +67,7 @@ class Gpu:
             cupy.cuda.Device(number).use()
             self._kernels_stream = cupy.cuda.Stream(non_blocking=True)
             self._copies_stream = cupy.cuda.Stream(non_blocking=True)
+            self._marks = cycle([cupy.cuda.Event(disable_timing=True) for _ in range(_MARKS)])
             #: Sixteen bytes that no other GPU has.
             self.uuid: bytes = bytes(self._runtime.getDeviceProperties(number)["uuid"][:16])
             self._maps_host = bool(
@@ -67,7 +75,7 @@ class Gpu:
             )
         except self._runtime.CUDARuntimeError as error:
             raise DeviceError(f"variables cannot lie on {name}: {error}") from error
-        self._modules: dict[str, Any] = {}
+        self._kernels: dict[tuple[str, str], Any] = {}
         self._locks = PageLocks(self._runtime, self.wait, self._say_refusal)
 
     # --- memory -------------------------------------------------------------------------------------------------------
@@ -79,26 +87,33 @@ class Gpu:
     def allocate(self, nbytes: int, until: float = 0.0) -> Block:
         """New memory, which is given back when nobody holds the block. Where there is too little it is tried again
         until that time of :func:`time.monotonic`. Raises :class:`DeviceMemoryError`."""
-        out_of_memory = (self._cupy.cuda.memory.OutOfMemoryError, self._runtime.CUDARuntimeError)
+        return self._with_memory(f"{nbytes} bytes", until, lambda: Block(self._cupy.cuda.Memory(nbytes)))
+
+    def _with_memory(self, what: str, until: float, attempt: Callable[[], T]) -> T:
         while True:
             try:
-                return Block(self._cupy.cuda.Memory(nbytes))
-            except out_of_memory as error:
+                return attempt()
+            except (MemoryError, self._runtime.CUDARuntimeError, self._cupy.cuda.driver.CUDADriverError) as error:
+                if not isinstance(error, MemoryError) and error.status != _OUT_OF_MEMORY:
+                    raise DeviceError(f"{what} cannot be had of {self.name}: {error}") from error
                 if time.monotonic() >= until:
                     raise DeviceMemoryError(
-                        f"{nbytes} bytes planned on {self.name}, {self.available_nbytes()} bytes of it available "
-                        f"({error})"
+                        f"{what} planned on {self.name}, {self.available_nbytes()} bytes of it available ({error})"
                     ) from error
             time.sleep(_PAUSE)
 
     def handle(self, block: Block) -> bytes:
-        """What another process opens the block with."""
-        return bytes(self._runtime.ipcGetMemHandle(block.address))
+        """What another process opens the block with. Raises DeviceError where the driver exports none."""
+        try:
+            return bytes(self._runtime.ipcGetMemHandle(block.address))
+        except self._runtime.CUDARuntimeError as error:
+            raise DeviceError(f"memory of {self.name} cannot be exported by CUDA IPC ({error})") from error
 
     def zero(self, address: int, nbytes: int) -> None:
-        """Set bytes to 0."""
+        """Set bytes to 0. Raises DeviceMemoryError where the driver has no memory left for what does it."""
         if nbytes:
-            self._runtime.memsetAsync(address, 0, nbytes, self._kernels_stream.ptr)
+            stream = self._kernels_stream.ptr
+            self._with_memory("zeros", 0.0, lambda: self._runtime.memsetAsync(address, 0, nbytes, stream))
 
     # --- copies -------------------------------------------------------------------------------------------------------
 
@@ -118,8 +133,8 @@ class Gpu:
             self._runtime.memcpyAsync(target + start, address + start, stop - start, kind, stream.ptr)
 
     def mark(self) -> Any:
-        """The point up to which kernels and copies have been ordered."""
-        event = self._cupy.cuda.Event(disable_timing=True)
+        """The point up to which kernels and copies have been ordered; after many more marks it is a later one."""
+        event = next(self._marks)
         event.record(self._kernels_stream)
         return event
 
@@ -143,19 +158,32 @@ class Gpu:
 
     # --- kernels ------------------------------------------------------------------------------------------------------
 
-    def compile(self, source: str, name: str) -> Any:
-        """The kernel of that name, which no launch has to compile afterwards."""
-        module = self._modules.get(source)
-        if module is None:
-            # Without contraction an update has the bits of the reference.
-            module = self._modules[source] = self._cupy.RawModule(code=source, options=("-fmad=false",))
-        return module.get_function(name)
+    def load(self, source: str, name: str, arguments: Sequence[Any], until: float = 0.0) -> None:
+        """Have a kernel ready: no launch of it compiles, loads or allocates anything afterwards.
 
-    def launch(self, source: str, name: str, blocks: int, arguments: Sequence[Any], threads: int = THREADS) -> None:
-        """Order a kernel, which is compiled now where it has not been. An ``int`` is an address."""
-        kernel = self.compile(source, name)
+        The driver loads a kernel when it is first asked for, and may give it a stack when it is first launched. So it
+        is launched here, by one block, with ``arguments`` (as in :meth:`launch`) that leave it nothing to do. Raises
+        DeviceMemoryError where the GPU is full until then (:meth:`allocate`), DeviceError where it does not take it.
+        """
+
+        def attempt() -> Any:
+            # Without contraction an update has the bits of the reference.
+            kernel = self._cupy.RawModule(code=source, options=("-fmad=false",)).get_function(name)
+            with self._kernels_stream:
+                kernel((1,), (THREADS,), tuple(arguments))
+            self.wait()
+            return kernel
+
+        try:
+            self._kernels[source, name] = self._with_memory(f"the kernel {name}", until, attempt)
+        except self._cupy.cuda.compiler.CompileException as error:
+            raise DeviceError(f"the kernel {name} cannot be compiled for {self.name}: {error}") from error
+
+    def launch(self, source: str, name: str, blocks: int, arguments: Sequence[Any]) -> None:
+        """Order a kernel that has been loaded. An ``int`` is an address."""
+        kernel = self._kernels[source, name]
         with self._kernels_stream:
-            kernel((blocks,), (threads,), tuple(arguments))
+            kernel((blocks,), (THREADS,), tuple(arguments))
 
     def close(self) -> None:
         """Wait for what is under way and unlock the machine's memory."""

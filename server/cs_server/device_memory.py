@@ -21,11 +21,14 @@ from .translate import DTYPES
 
 __all__ = ["DeviceMemory", "is_on_device"]
 
-#: Memory is taken from the GPU in blocks of at least this.
+#: Memory is taken from the GPU in blocks of at least this, and of a multiple of that: smaller ones CUDA may cut from a
+#: larger allocation, which is what another process would open.
 _BLOCK_NBYTES = 8 << 20
-#: A block begins with random bytes by which who opens it knows it; then comes what is asked for, aligned for any use.
+_GRAIN_NBYTES = 2 << 20
+#: A block begins and ends with random bytes by which who opens it knows it; what is asked for is aligned for any use.
 _MARK_NBYTES = 16
 _HEAD_NBYTES = 256
+_FRAME_NBYTES = _HEAD_NBYTES + _MARK_NBYTES
 
 
 def is_on_device(segment: str) -> bool:
@@ -64,9 +67,9 @@ class DeviceMemory:
             return
         extents = self._extents.setdefault(segment, [])
         if not any(each.start <= start and stop <= each.stop for each in extents):
-            block = self._block(_HEAD_NBYTES + stop - start, until)
+            block = self._block(_FRAME_NBYTES + stop - start, until)
             kept = [part for each in extents for part in _without(each, start, stop)]
-            end = start + block.nbytes - _HEAD_NBYTES
+            end = start + block.nbytes - _FRAME_NBYTES
             limit = min((each.start for each in kept if each.start >= stop), default=end)
             new = _Extent(start, min(end, limit), block.address + _HEAD_NBYTES, block)
             self._extents[segment] = sorted([*kept, new], key=lambda each: each.start)
@@ -105,16 +108,18 @@ class DeviceMemory:
         return np.unique(np.concatenate([self._starts[name] for name in names]))
 
     def export(self, segment: str, start: int) -> DevicePlace:
-        """How another process finds the byte at ``start``."""
-        extent = self._extent(segment, start)
-        block = extent.block
-        if block.address not in self._exported:
-            mark = os.urandom(_MARK_NBYTES)
-            self._gpu.bring(block.address, np.frombuffer(mark, np.uint8))
+        """How another process finds the byte at ``start``. Raises DeviceError where none can."""
+        block = self._extent(segment, start).block
+        known = self._exported.get(block.address)
+        _, handle, mark = known or (block, self._gpu.handle(block), os.urandom(_MARK_NBYTES))
+        (address,) = self.addresses(segment, np.array([start])).tolist()
+        place = DevicePlace(handle, address - block.address, block.nbytes, mark)
+        if known is None:
+            for offset in place.marked:
+                self._gpu.bring(block.address + offset, np.frombuffer(mark, np.uint8))
             self._gpu.wait()
-            self._exported[block.address] = block, self._gpu.handle(block), mark
-        _, handle, mark = self._exported[block.address]
-        return DevicePlace(handle, extent.address - block.address + start - extent.start, mark)
+            self._exported[block.address] = block, handle, mark
+        return place
 
     def close(self) -> None:
         """Give all of it back."""
@@ -124,9 +129,8 @@ class DeviceMemory:
             block.free()
 
     def _block(self, nbytes: int, until: float) -> Block:
-        if nbytes < _BLOCK_NBYTES <= self._gpu.available_nbytes() // 2:
-            nbytes = _BLOCK_NBYTES
-        return self._gpu.allocate(nbytes, until)
+        ample = -(-max(nbytes, _BLOCK_NBYTES) // _GRAIN_NBYTES) * _GRAIN_NBYTES
+        return self._gpu.allocate(ample if ample <= self._gpu.available_nbytes() // 2 else nbytes, until)
 
     def _extent(self, segment: str, start: int) -> _Extent:
         return next(each for each in reversed(self._extents[segment]) if each.start <= start)

@@ -22,12 +22,11 @@ from .clipping import Clipping, square_of
 from .cuda import Gpu
 from .device_memory import DeviceMemory
 from .events import Apply, Dense, Rows
-from .kernels import ALWAYS
 from .pieces import Pieces, contiguous, cut, runs, split
 from .rows import Merged, merge
 from .staging import TABLE_NBYTES, Staging
-from .translate import DTYPES, THREADS, computed_in, loops, update, update_name, width_of
-from .updates import RULES, Rule, scalars
+from .translate import DTYPES, THREADS, loops, update, update_name, width_of
+from .updates import RULES, Rule, computed_in, scalars
 
 __all__ = ["DeviceUpdates"]
 
@@ -58,13 +57,30 @@ class DeviceUpdates:
     """Used by one thread."""
 
     def __init__(self, gpu: Gpu, on_device: DeviceMemory, staging: Staging, memory: Memory, until: float) -> None:
-        """Compiles what every training needs. Raises DeviceMemoryError where the GPU is full until then."""
+        """Raises DeviceMemoryError where the GPU is full until then."""
         self._gpu, self._on_device, self._staging, self._memory = gpu, on_device, staging, memory
         self._squares = gpu.allocate(_SQUARES_NBYTES, until)
-        for rule, dtype in ALWAYS:
-            gpu.compile(loops(dtype), "copy")
-            gpu.compile(update(RULES[rule], dtype), update_name(RULES[rule], dtype))
+        self._loaded: set[tuple[str, Rule | None]] = set()
         self._remembered: dict[Dense, tuple[Pieces, list[_Gradient]]] = {}
+
+    def load(self, dtype: str, rule: Rule | None = None, until: float = 0.0) -> None:
+        """Have the kernels ready that variables of ``dtype`` need, or, with ``rule``, those that update them by it.
+
+        Raises DeviceMemoryError where the GPU is full until then, DeviceError where it does not take them.
+        """
+        if (dtype, rule) in self._loaded:
+            return
+        number = computed_in(dtype).type
+        if rule is not None:
+            numbers = [number(0)] * (1 + rule.count_of_numbers)
+            self._staging.load(update(rule, dtype), update_name(rule, dtype), (np.int32(1), *numbers), until)
+        else:
+            source, scratch = loops(dtype), self._squares.address
+            self._staging.load(source, "copy", (), until)
+            self._staging.load(source, "squares", (np.int32(1), number(0), scratch), until)
+            self._gpu.load(source, "fold", (scratch, np.int32(THREADS), np.int64(0), scratch), until)
+            self._gpu.load(source, "fill", (scratch, np.int64(0), number(0)), until)
+        self._loaded.add((dtype, rule))
 
     def forget(self) -> None:
         """Something lies elsewhere now, or is not page-locked any more."""

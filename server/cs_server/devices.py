@@ -12,6 +12,7 @@ A commit orders kernels (`device_updates`) and copies (`staging`) and waits once
 
 from __future__ import annotations
 
+import logging
 import math
 import mmap
 import time
@@ -22,7 +23,7 @@ import numpy as np
 
 from cs_proto import reduction, segments
 from cs_proto.arrays import Array, Location
-from cs_proto.errors import DeviceMemoryError
+from cs_proto.errors import DeviceError, DeviceMemoryError
 from cs_proto.messages import DevicePlace
 from cs_proto.writing import write
 
@@ -35,15 +36,18 @@ from .events import Apply, Commit, Fill, Write
 from .journal import Journal
 from .pieces import PIECE
 from .staging import Staging
-from .translate import computed_in, loops
+from .translate import loops
+from .updates import RULES, computed_in
 
 __all__ = ["GpuParameters"]
 
+_log = logging.getLogger("cs_server.service")
+
 #: As in `device_updates`: what follows does not wait for longer.
 _FILL_BLOCKS = 2048
-#: What the journal needs beside the bytes of a variable or slot: it is aligned, and named in the index.
+#: What the journal needs beside the bytes of a change: it is aligned, and named in the index.
 _ENTRY_NBYTES = 256
-_NOWHERE = DevicePlace(b"", 0, b"")
+_NOWHERE = DevicePlace(b"", 0, 0, b"")
 
 
 class GpuParameters:
@@ -70,6 +74,7 @@ class GpuParameters:
         self._staging = Staging(gpu, self._on_device, replicas, self._until)
         self._updates = DeviceUpdates(gpu, self._on_device, self._staging, memory, self._until)
         self._made_nbytes = 0
+        self._exports = True
         if journal is not None:
             journal.replay(memory.elements)
 
@@ -89,7 +94,7 @@ class GpuParameters:
         handle for what is not on the GPU."""
         assert isinstance(array.place, Location)
         segment, start = array.place.segment, array.place.offset
-        if not array.nbytes or not is_on_device(segment):
+        if not self._exports or not array.nbytes or not is_on_device(segment):
             return _NOWHERE
         if not self._on_device.has(segment, start, start + array.nbytes):
             if not segments.is_device_gradients(segment) or 2 * array.nbytes > self.available_nbytes():
@@ -99,7 +104,12 @@ class GpuParameters:
             except DeviceMemoryError:
                 return _NOWHERE
             self._updates.forget()
-        return self._on_device.export(segment, start)
+        try:
+            return self._on_device.export(segment, start)
+        except DeviceError as error:
+            self._exports = False
+            _log.warning("transport staging: %s", str(error))  # a log that kept it would keep memory by its frames
+            return _NOWHERE
 
     def view(self, array: Array) -> np.ndarray:
         """What an array is, to be read: a gradient on the GPU as a copy of it."""
@@ -121,12 +131,15 @@ class GpuParameters:
         """Memory for a variable or slot, at bytes ``start`` to ``stop`` of a segment: zeros or, with ``load``, what the
         mirror holds. Whatever does not belong on the GPU is passed over.
 
-        Raises DeviceMemoryError where the GPU has no such memory left, MemoryPlanError where the machine has not.
+        Raises DeviceMemoryError where the GPU has no memory left for it or the kernels that it needs, MemoryPlanError
+        where the machine has none.
         """
         if not is_on_device(segment) or stop <= start:
             return
-        self._on_device.make(segment, start, stop, self._until if load else 0.0)
-        self._made_nbytes += stop - start + _ENTRY_NBYTES
+        until = self._until if load else 0.0
+        self._updates.load(segment.rpartition("/")[2], until=until)
+        self._on_device.make(segment, start, stop, until)
+        self._made_nbytes += _in_journal(stop - start)
         if self._journal is not None:
             self._journal.reserve(self._made_nbytes)
             self._lock(self._journal.memory, 0, len(self._journal.memory))
@@ -140,6 +153,13 @@ class GpuParameters:
         self._gpu.wait()
         self._updates.forget()
 
+    def load_kernel(self, rule: str, dtype: str) -> None:
+        """What the updates of ``dtype`` variables by ``rule`` need, so that a commit loads nothing.
+
+        Raises DeviceMemoryError where the GPU has no memory left for it, DeviceError where it cannot be used.
+        """
+        self._updates.load(dtype, RULES[rule], self._until)
+
     def discard(self, segment: str, start: int, stop: int) -> None:
         """Nobody needs these bytes of a segment any more: its pages may be given back afterwards."""
         if segment.partition("/")[0] not in ("parameters", "slots", "gradients"):
@@ -149,7 +169,7 @@ class GpuParameters:
         self._gpu.page_unlock(first + start, first + stop)
         if is_on_device(segment):
             if dropped := self._on_device.drop(segment, start):
-                self._made_nbytes -= dropped + _ENTRY_NBYTES
+                self._made_nbytes -= _in_journal(dropped)
         elif segment.startswith("gradients/"):
             self._on_device.drop(segments.device_gradients(segment), start)
 
@@ -290,6 +310,12 @@ class GpuParameters:
         """Page-lock bytes ``start`` to ``stop`` of a segment."""
         first = raw.ctypes.data
         self._gpu.page_lock(first + start, first + stop)
+
+
+def _in_journal(nbytes: int) -> int:
+    """What the journal needs for that much of a variable or slot: a change of it may be told piece by piece, and no
+    element has less than two bytes."""
+    return nbytes + _ENTRY_NBYTES * (1 + nbytes // (2 * PIECE))
 
 
 def _segment(array: Array) -> str:

@@ -55,6 +55,7 @@ from .events import (
     Finished,
     Listening,
     MemoryAvailable,
+    Needed,
     ProcessDied,
     Received,
     Reserve,
@@ -115,9 +116,9 @@ class Engine:
     def handle(self, event: Event, now: float) -> list[Command]:
         """What follows from ``event``; ``now`` in seconds of a clock that survives a restart of the server.
 
-        An event that needs memory is not acted on before it has that, or is refused it: Reserve asks, and the event
-        comes again in its answer. Whatever a peer says wrongly is answered with an error and changes nothing else.
-        Raises :class:`~cs_server.control.ControlFull` where not even that can be written down.
+        An event that needs memory or a kernel is not acted on before it has that, or is refused it: Reserve asks, and
+        the event comes again in its answer. Whatever a peer says wrongly is answered with an error and changes nothing
+        else. Raises :class:`~cs_server.control.ControlFull` where not even that can be written down.
         """
         asked = event if isinstance(event, Reserved) else Reserved(event)
         event = asked.event
@@ -136,6 +137,7 @@ class Engine:
         """What a server that was restarted has to do first: segments opened, and what was under way done again."""
         catalogue = self._catalogue
         commands: list[Command] = [*catalogue.allocations(), *catalogue.discards(), *catalogue.loads()]
+        commands += catalogue.kernels()
         if self._tables.tally.committing:
             commands.append(self._commits.command(self._tables.tally.committing))
         commands += [self._progress.compute(ticket) for ticket in sorted(self._tables.computations)]
@@ -154,14 +156,14 @@ class Engine:
         return max((a.place.offset + a.nbytes for a in arrays if isinstance(a.place, Location)), default=0)
 
     def _attempt(self, asked: Reserved, now: float) -> list[Command]:
-        """Handle one event whole or not at all; a Reserve where it needs memory that it has not been given."""
+        """Handle one event whole or not at all; a Reserve where it needs something that it has not been given."""
         self._catalogue.refused = dict(asked.refused)
         try:
             self._hear(asked.event, now)
             self._settle()
-            wanted = dict.fromkeys(command for command in self._out if isinstance(command, Allocate))
+            wanted = dict.fromkeys(command for command in self._out if isinstance(command, Needed))
             granted = set(asked.granted)
-            missing = tuple(allocation for allocation in wanted if allocation not in granted)
+            missing = tuple(needed for needed in wanted if needed not in granted)
             if missing:
                 self._undo()
                 return [Reserve(missing, asked)]
@@ -169,9 +171,10 @@ class Engine:
         except BaseException:  # whatever it is, half an event is not written down
             self._undo()
             raise
-        commands: list[Command] = [command for command in self._out if not isinstance(command, Allocate)]
+        commands: list[Command] = [command for command in self._out if not isinstance(command, Needed)]
         # What was allocated for an operation that is refused the rest.
-        commands += [Discard(a.segment, a.start, a.stop) for a in asked.granted if a not in wanted and a.stop > a.start]
+        idle = [each for each in asked.granted if isinstance(each, Allocate) and each not in wanted]
+        commands += [Discard(each.segment, each.start, each.stop) for each in idle if each.stop > each.start]
         self._out.clear()
         return commands
 

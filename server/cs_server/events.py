@@ -58,11 +58,11 @@ class Computed:
 
 @dataclass(frozen=True)
 class Reserved:
-    """``event`` again, which needs memory: what of it is allocated by now, and what was refused, why."""
+    """``event`` again, which needs something: what of it there is by now, and what was refused, why."""
 
     event: Any
-    granted: tuple[Allocate, ...] = ()
-    refused: tuple[tuple[Allocate, Error], ...] = ()
+    granted: tuple[Needed, ...] = ()
+    refused: tuple[tuple[Needed, Error], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,11 +129,23 @@ class Allocate:
 
 
 @dataclass(frozen=True)
-class Reserve:
-    """Carry out ``allocations``, which an event needs; nothing of that event has happened yet. Answered by ``asked``,
-    with what came of it added: at the first that is refused no more are tried."""
+class LoadKernel:
+    """Have the GPU ready to update variables of ``dtype`` by ``rule``: the commits that do it load nothing any more."""
 
-    allocations: tuple[Allocate, ...]
+    rule: str
+    dtype: str
+
+
+Needed = Allocate | LoadKernel
+"""What must be there before an event that needs it is acted on: a commit cannot fail for lack of it."""
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """Carry out ``needed``, of an event of which nothing has happened yet. Answered by ``asked``, with what came of it
+    added: at the first that is refused no more are tried."""
+
+    needed: tuple[Needed, ...]
     asked: Reserved
 
 
@@ -245,6 +257,14 @@ class EndWorker:
 
 
 @dataclass(frozen=True)
+class TraceWorker:
+    """Have this worker print where its threads are."""
+
+    replica: int
+    incarnation: int
+
+
+@dataclass(frozen=True)
 class Dismiss:
     """The runs of a client that has gone are given up: have its workers told."""
 
@@ -286,6 +306,7 @@ class FreeResults:
 Command = (
     Send
     | Allocate
+    | LoadKernel
     | Reserve
     | Load
     | Compute
@@ -294,6 +315,7 @@ Command = (
     | FreeResults
     | Commit
     | EndWorker
+    | TraceWorker
     | Dismiss
     | Log
 )

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import islice, pairwise, product
 from pathlib import Path
 from typing import Any
@@ -181,11 +181,12 @@ class Loaded:
 
 
 def load(run_directory: Path | None = None, share: tuple[int, int] | None = None) -> Loaded:
-    """Make all kernels ready that the cache directory holds, and those of ``ALWAYS``, which are compiled where it does
-    not hold them: no update with any of them compiles, opens or imports anything afterwards.
+    """Make the kernels of ``ALWAYS`` ready, which are compiled where the cache directory does not hold them: no update
+    with any of them compiles, opens or imports anything afterwards.
 
-    Another one is compiled by the first update that needs it, and kept for the next process. ``share`` (k, n) compiles
-    the k-th of n shares of all now, so that n processes, k from 0, make everything ready that updates may need.
+    Another one is read from there, or compiled and kept there for the next process, by the first update that needs it.
+    ``share`` (k, n) compiles the k-th of n shares of all now, so that n processes, k from 0, make everything ready that
+    updates may need.
     """
     begin = time.perf_counter()
     directory = cache_directory(run_directory)
@@ -194,7 +195,7 @@ def load(run_directory: Path | None = None, share: tuple[int, int] | None = None
     for number, (name, rule) in enumerate(product(KERNEL_DTYPES, rules)):
         dtype, key = np.dtype(name), (_MERGE if rule is None else rule.name, name)
         is_asked = key in ALWAYS or (share is not None and number % share[1] == share[0])
-        if is_asked or (directory is not None and _path(key[0], dtype, directory).exists()):
+        if is_asked:
             compiled += _prepare(rule, dtype, directory)
     return Loaded(time.perf_counter() - begin, compiled, directory)
 
@@ -395,10 +396,11 @@ def _fingerprint() -> str:
     digest = hashlib.sha256()
     for source in ("updates.py", "kernels.py", "fused.py", "native.py"):
         digest.update(Path(__file__).with_name(source).read_bytes())
+    numba = find_spec("numba")  # its import takes longer than all else that a server does at its start
+    digest.update(Path(numba.origin).with_name("_version.py").read_bytes() if numba and numba.origin else b"")
     digest.update(repr(SLOTS).encode())
     depends = (
-        version("numba"),
-        version("llvmlite"),
+        llvmlite.__version__,
         np.__version__,
         sys.version,
         platform.machine(),

@@ -167,6 +167,8 @@ def verdict(failure: Failure | None, returned: Sequence[Error | None]) -> Error 
     The lowest (merge index, replica) counts, and a mismatch only where nothing else happened: what replicas raise
     because they were told of a mismatch, a lost replica or a cancellation is not a cause.
     """
+    if failure is None and not any(returned):
+        return None
     if failure is not None and failure.cause == "cancelled":
         return failure.error
     echoes = {"cs.MergeMismatchError", "cs.StructureMismatchError"}

@@ -77,6 +77,8 @@ class Progress:
         self._agree(run)
         if self._commits.is_busy:
             return
+        if not self._waiting(run) and not self._is_stopped(run):
+            return  # somebody is at work, and the others have returned
         self._answer(run)
         if self._is_stopped(run) and self._must_commit(run):
             self._commit(run)

@@ -164,8 +164,8 @@ class Runs:
             stand, since=now, waiting=-1, read=None, returned=replace(record, notes=())
         )
         self._tables.tally.replica_runs[replica] += 1
-        for other in self._siblings(run):
-            if record.series and other[0] < run[0] - record.lookahead and not self.blocks(other):
+        for other in self._siblings(run) if record.series else ():
+            if other[0] < run[0] - record.lookahead and not self.blocks(other):
                 self.drop(other)
         state = self._tables.runs[run]
         if state.is_finished and record.series:  # a replica was dead before it began
@@ -324,7 +324,7 @@ class Runs:
 
     def drop(self, run: RunId) -> None:
         """Forget everything about ``run`` and those nested in it."""
-        self._forget_points(run)
+        self._forget_points(run, is_kept=False)
         for other in self._tables.runs:
             if other[: len(run)] == run:
                 for replica in self._replicas:
@@ -334,8 +334,8 @@ class Runs:
             if len(run) == 1 and request.run == run[0] and request.reply is not None:
                 del self._tables.requests[key]
 
-    def _forget_points(self, run: RunId) -> None:
-        """Forget what was brought to ``run`` and those nested in it, and keep how they ended."""
+    def _forget_points(self, run: RunId, *, is_kept: bool = True) -> None:
+        """Forget what was brought to ``run`` and those nested in it, and keep how they ended, unless that goes, too."""
         has_results = False
         for other, state in self._tables.runs.items():
             if other[: len(run)] != run:
@@ -346,7 +346,7 @@ class Runs:
                     del self._tables.points[other, replica, k]
                 for number in range(stand.writes):
                     self._tables.writes.discard((other, replica, number))
-                if stand.count or stand.writes:
+                if is_kept and (stand.count or stand.writes):
                     self._tables.stands[other, replica] = replace(stand, count=0, writes=0, again=0, writes_again=0)
             for k in range(state.agreed):
                 has_results |= lies_in_arena(self._tables.outcomes.get((other, k)))
@@ -355,7 +355,7 @@ class Runs:
             for ticket, computation in self._tables.computations.items():
                 if computation.run == other:
                     del self._tables.computations[ticket]
-            if state.agreed:
+            if is_kept and state.agreed:
                 self._tables.runs[other] = replace(state, agreed=0, committed=0)
         if has_results and len(run) == 1:
             self._out.append(FreeResults())

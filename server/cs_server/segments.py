@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from cs_proto.arrays import Array, Location
-from cs_proto.codec import decode, encode
+from cs_proto.codec import PACKET_NBYTES, decode, encode
 from cs_proto.errors import LaunchError, MemoryPlanError, ShutdownError, replica_exception_class
 from cs_proto.messages import (
     Introduce,
@@ -33,10 +33,8 @@ from cs_proto.messages import (
 from cs_proto.records import Record
 from cs_proto.segments import Mapping, frame_view
 
-__all__ = ["PACKET_NBYTES", "Segments"]
+__all__ = ["Segments"]
 
-#: Largest packet on the supervisor's socket.
-PACKET_NBYTES = 128 * 1024
 # The supervisor answers from a loop that never waits; an answer this late means that it is stopped or gone.
 _ANSWER_TIMEOUT = 30.0
 # A mailbox has three.

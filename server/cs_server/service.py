@@ -64,6 +64,7 @@ from cs_proto.messages import (
     ReducePoint,
     Refused,
     Return,
+    ShowStacks,
     Slots,
     WriteNote,
 )
@@ -93,14 +94,17 @@ from .events import (
     FreeResults,
     Listening,
     Load,
+    LoadKernel,
     Log,
     MemoryAvailable,
+    Needed,
     ProcessDied,
     Received,
     Reserve,
     Reserved,
     Send,
     Tick,
+    TraceWorker,
 )
 from .journal import Journal
 from .segments import Segments
@@ -312,7 +316,7 @@ class Service:
             ready = dict(self._poller.poll(0 if is_there else math.ceil(timeout * 1000)))
             self._mail.awake(ready)
             self._next_look = time.monotonic() + _LOOK_EVERY
-        _moment("woken")
+        _moment("woken" if ready and not is_there else "found")
         if self._wake in ready and signal.SIGTERM in os.read(self._wake, 64):
             self.is_told_to_end = True
             return
@@ -437,6 +441,8 @@ class Service:
                     outcomes.append(Fingerprinted(ticket, self._digest(arrays)))
                 case EndWorker(replica, incarnation, reason):
                     self._segments.send(Kill(replica, incarnation, reason))
+                case TraceWorker(replica, incarnation):
+                    self._segments.send(ShowStacks(replica, incarnation))
                 case Dismiss(client):
                     self._segments.send(Left(client))
                 case Discard(segment, start, stop):
@@ -446,11 +452,14 @@ class Service:
                     self._results.reset()
                 case Allocate():
                     self._allocate(command)
-                case Reserve(allocations, asked):
-                    outcomes.append(self._reserved(allocations, asked))
+                case Reserve(needed, asked):
+                    outcomes.append(self._reserved(needed, asked))
                 case Load(segment, start, stop):
                     if self._gpu:
                         self._gpu.make(segment, start, stop, load=True)
+                case LoadKernel(rule, dtype):
+                    if self._gpu:
+                        self._gpu.load_kernel(rule, dtype)
                 case Log(text, slow):
                     _log.log(logging.WARNING if slow else logging.INFO, "%s", text)
         return outcomes
@@ -461,18 +470,21 @@ class Service:
         if self._gpu:
             self._gpu.make(command.segment, command.start, command.stop)
 
-    def _reserved(self, allocations: Iterable[Allocate], asked: Reserved) -> Reserved:
-        """Allocate what an event needs, or undo what cannot be done whole: others may have taken the memory since it
+    def _reserved(self, needed: Iterable[Needed], asked: Reserved) -> Reserved:
+        """Have ready what an event needs, or undo what cannot be done whole: others may have taken the memory since it
         was planned."""
         granted = list(asked.granted)
-        for each in allocations:
+        for each in needed:
             try:
-                self._allocate(each)
+                if isinstance(each, Allocate):
+                    self._allocate(each)
+                elif self._gpu:
+                    self._gpu.load_kernel(each.rule, each.dtype)
             except ShutdownError:
                 raise
             except CentralStorageError as error:
                 _log.warning("%s", error)
-                if each.segment in self._segments:
+                if isinstance(each, Allocate) and each.segment in self._segments:
                     self._discard(each.segment, each.start, each.stop)
                 refused = (*asked.refused, (each, error_of(error)))
                 return dataclasses.replace(asked, granted=tuple(granted), refused=refused)

@@ -19,6 +19,8 @@ __all__ = ["Sessions"]
 
 # So many controllers that have gone are remembered; the first words of one come right after its end, if they are late.
 _DEPARTURES = 8
+# So many observers are known. One that was killed has not said goodbye: of more the one that came first is forgotten.
+_OBSERVERS = 1000
 
 
 class Sessions:
@@ -162,10 +164,18 @@ class Sessions:
             raise self._lost()
         if known is None or known.hello != record:
             is_welcome = record.role == "observer"
+            if is_welcome:
+                self._forget_observers(_OBSERVERS - 1)
             self._tables.clients[peer] = known = ClientSession(record, is_welcome, now, now)
         if known.is_welcome:
             self._welcome(peer)
         return is_back and record.role == "controller"
+
+    def _forget_observers(self, limit: int) -> None:
+        """Forget those that came first, until there are ``limit`` of them."""
+        since = {p: s.since for p, s in self._tables.clients.items() if s.hello.role == "observer"}
+        for peer in sorted(since, key=lambda peer: since[peer])[: max(0, len(since) - limit)]:
+            del self._tables.clients[peer]
 
     def welcome_waiting(self) -> None:
         """Welcome the controller that waits, if all workers have registered and its predecessor's runs are over."""

@@ -21,6 +21,8 @@ __all__ = ["TABLE_NBYTES", "Staging"]
 #: Memory of the GPU for tables of pieces, and for what is only on its way.
 TABLE_NBYTES = 8 << 20
 _STAGE_NBYTES = 32 << 20
+# Entries of a piece, at least as many as any kernel reads for one replica.
+_WIDTH = 64
 
 
 class Staging:
@@ -37,6 +39,11 @@ class Staging:
         """Order a kernel with a block of threads for each row of ``table``, int64 [n, ...]."""
         self._gpu.bring(self._table.address, np.ascontiguousarray(table))
         self._gpu.launch(source, name, len(table), (self._table.address, *arguments))
+
+    def load(self, source: str, name: str, arguments: Sequence[Any], until: float) -> None:
+        """Have a kernel ready for :meth:`launch` (:meth:`.cuda.Gpu.load`): it is tried on a piece without elements."""
+        self._gpu.bring(self._table.address, np.zeros(_WIDTH, np.int64))
+        self._gpu.load(source, name, (self._table.address, *arguments), until)
 
     def take(self, segment: str, start: int, raw: np.ndarray, mark: Any = None) -> None:
         """Order a copy from the GPU to ``raw``, uint8 [n], of the bytes from ``start`` on, behind ``mark``."""

@@ -314,12 +314,12 @@ class Table(dict[K, V]):
     def __setitem__(self, key: K, value: V) -> None:
         if key not in self._before:
             self._note(key, self.get(key))
-        super().__setitem__(key, value)
+        dict.__setitem__(self, key, value)
 
     def __delitem__(self, key: K) -> None:
         if key not in self._before:
             self._note(key, self[key])
-        super().__delitem__(key)
+        dict.__delitem__(self, key)
 
     def _note(self, key: K, before: V | None) -> None:
         if not self._before:
@@ -328,15 +328,15 @@ class Table(dict[K, V]):
 
     def __iter__(self) -> Iterator[K]:
         """The keys as they are now."""
-        return iter(tuple(super().keys()))
+        return iter(tuple(dict.keys(self)))
 
     def items(self) -> list[tuple[K, V]]:  # type: ignore[override]
         """Keys and records as they are now."""
-        return list(super().items())
+        return list(dict.items(self))
 
     def values(self) -> list[V]:  # type: ignore[override]
         """The records as they are now."""
-        return list(super().values())
+        return list(dict.values(self))
 
     def discard(self, key: K) -> None:
         """Remove ``key`` where it is there."""
@@ -357,12 +357,9 @@ class Table(dict[K, V]):
         """The keys of what may differ from the store."""
         return list(self._before)
 
-    def changes(self) -> Iterator[tuple[K, V | None]]:
+    def changes(self) -> list[tuple[K, V | None]]:
         """What differs from the store."""
-        for key, before in self._before.items():
-            value = self.get(key)
-            if value is not before:
-                yield key, value
+        return [(key, value) for key, before in self._before.items() if (value := self.get(key)) is not before]
 
     def accept(self) -> None:
         """The store has the changes."""
@@ -435,11 +432,11 @@ class Tables:
 
     def flush(self) -> None:
         """Write what has changed. Raises ControlFull, and then nothing is written and nothing forgotten."""
-        changes = {
-            table.letter + codec.pack(key): None if value is None else _pack(value)
-            for table in self._changed
-            for key, value in table.changes()
-        }
+        changes: dict[bytes, bytes | None] = {}
+        for table in self._changed:
+            letter = table.letter
+            for key, value in table.changes():
+                changes[letter + _pack_key(key)] = None if value is None else _pack(value)
         packed_tally = codec.pack(list(vars(self.tally).values()))
         if packed_tally != self._packed_tally:
             changes[_TALLY] = packed_tally
@@ -483,6 +480,8 @@ def _new_tally(replicas: int) -> Tally:
 
 
 _COUNT = struct.Struct("<Q")
+_NO_FRAMES = _COUNT.pack(0)
+_pack_key = msgpack.Packer().pack
 # The store holds what this process wrote; its limits only keep damage from becoming a crash.
 _LIMITS = codec.Limits(1 << 31, 1 << 24, 1 << 48, 1 << 24, 1 << 28)
 
@@ -491,7 +490,7 @@ def _pack(value: Record) -> bytes:
     """Header and frames of the record, each behind its length."""
     parts = codec.encode(value)
     if len(parts) == 1:
-        return _COUNT.pack(0) + bytes(parts[0])
+        return _NO_FRAMES + bytes(parts[0])
     views = [memoryview(part).cast("B") for part in parts[1:]]
     lengths = struct.pack(f"<{len(parts)}Q", len(views), *(len(view) for view in views))
     return b"".join([lengths, *views, parts[0]])

@@ -15,15 +15,12 @@ import ast
 import inspect
 import textwrap
 from functools import cache
-from typing import Any
-
-import numpy as np
 
 from cs_proto.errors import InvalidArgumentError
 
 from .updates import Rule
 
-__all__ = ["DTYPES", "THREADS", "computed_in", "loops", "update", "update_name", "width_of"]
+__all__ = ["DTYPES", "THREADS", "loops", "update", "update_name", "width_of"]
 
 DTYPES = ("float16", "float32", "float64")
 """Dtypes of the variables that live on a GPU."""
@@ -31,7 +28,7 @@ DTYPES = ("float16", "float32", "float64")
 THREADS = 256
 """Threads of a block. A piece of fewer elements leaves some without work; one of more gives them several."""
 
-# How an element is stored, and what it is computed in.
+# How an element is stored, and what it is computed in (`computed_in`).
 _STORED = {"float16": "unsigned short", "float32": "float", "float64": "double"}
 _VALUE = {"float16": "float", "float32": "float", "float64": "double"}
 
@@ -193,11 +190,6 @@ def update_name(rule: Rule, dtype: str) -> str:
 def width_of(rule: Rule, replicas: int) -> int:
     """How many entries a piece of an update has."""
     return 4 + len(rule.slots) + replicas
-
-
-def computed_in(dtype: str) -> np.dtype[Any]:
-    """What is computed in for variables of ``dtype``: halves are widened when they are read."""
-    return np.dtype("float32" if dtype == "float16" else dtype)
 
 
 def _head(dtype: str) -> str:

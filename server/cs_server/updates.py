@@ -66,21 +66,29 @@ def reference(
 ) -> None:
     """Apply the rule in plain NumPy, in place: what every kernel must equal bit for bit.
 
-    All arrays have one shape (any) and one floating-point or complex dtype, in which everything is computed. The
-    gradients stand in replica order and are added one after the other. Raises InvalidArgumentError as `scalars` does,
-    and when there is no gradient.
+    All arrays have one shape (any) and one floating-point or complex dtype; everything is computed in that of
+    `computed_in`. The gradients stand in replica order and are added one after the other. Raises InvalidArgumentError
+    as `scalars` does, and when there is no gradient.
     """
     if not gradients:
         raise InvalidArgumentError(f"{rule.name} needs the gradient of at least one replica")
-    numbers = scalars(rule, hyperparameters, t, parameters.dtype)
+    wide = computed_in(parameters.dtype)
+    numbers = scalars(rule, hyperparameters, t, wide)
     # An overflow or a nan is the training's own affair: it is kept in the values, as the kernels keep it.
     with np.errstate(all="ignore"):
-        total = gradients[0].copy()
+        total = gradients[0].astype(wide)
         for gradient in gradients[1:]:
             total += gradient
-        updated = rule.step(parameters, total, *slots, *numbers)
-    for target, value in zip((parameters, *slots), updated, strict=True):
-        target[...] = value
+        before = [array.astype(wide, copy=False) for array in (parameters, *slots)]
+        updated = rule.step(before[0], total, *before[1:], *numbers)
+        for target, value in zip((parameters, *slots), updated, strict=True):
+            target[...] = value
+
+
+def computed_in(dtype: np.dtype[Any] | str) -> np.dtype[Any]:
+    """What is computed in for variables of ``dtype``: halves, of which squares soon are 0, are widened when they are
+    read and rounded when they are written."""
+    return np.dtype(np.float32 if np.dtype(dtype) == np.float16 else dtype)
 
 
 def scalars(rule: Rule, hyperparameters: Hyperparameters, t: int, dtype: np.dtype[Any]) -> tuple[Any, ...]:

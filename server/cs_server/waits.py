@@ -5,11 +5,13 @@ Owns the sentences and their pace, and the step timeout. It changes nothing else
 
 from __future__ import annotations
 
-from cs_proto.messages import RunId
+from collections.abc import Iterable
+
+from cs_proto.messages import AwaitedFor, RunId
 from cs_proto.records import replace
 
 from . import merge
-from .events import Command, EndWorker, Log
+from .events import Command, EndWorker, Log, Send, TraceWorker
 from .runs import name
 from .sessions import Sessions
 from .tables import RunState, Stand, Tables
@@ -18,6 +20,9 @@ __all__ = ["NAME_EVERY", "Waits"]
 
 #: Seconds after which a wait is named, and named again.
 NAME_EVERY = 10.0
+#: How long a wait lasts until those waited for show where they are, seconds: where other replicas wait, and where the
+#: controller alone does, since many a step takes long.
+_STACKS_AFTER, _ALONE_STACKS_AFTER = 2 * NAME_EVERY, 6 * NAME_EVERY
 
 
 class Waits:
@@ -67,10 +72,21 @@ class Waits:
             awaited = [f"commit {self._tables.tally.committing}" if self._tables.tally.committing else "the service"]
         where = [self._where(run, replica, stand) for replica, stand in enumerate(stands) if stand.is_stopped]
         where = where or ["no replica has come to a merge point"]
-        since = f"{now - min(stopped):.0f} s"
-        self._out.append(
-            Log(f"{name(run)}: waiting {since} for {' and '.join(awaited)}; {'; '.join(where)}", slow=True)
-        )
+        since, whom = f"{now - min(stopped):.0f} s", f"{' and '.join(awaited)}; {'; '.join(where)}"
+        self._out.append(Log(f"{name(run)}: waiting {since} for {whom}", slow=True))
+        controller = self._sessions.controller_peer()
+        if state.awaited and controller is not None:
+            self._out.append(Send(controller, AwaitedFor(run, whom)))
+        waiting = [stand.since for stand in stands if stand.is_stopped and not stand.is_lost]
+        due = min(waiting) + _STACKS_AFTER if waiting else state.awaited + _ALONE_STACKS_AFTER
+        if state.named < due <= now:  # once in a wait, which is named each time
+            self._show_stacks({*working, 0} if state.token >= 0 else working)
+
+    def _show_stacks(self, replicas: Iterable[int]) -> None:
+        for replica in sorted(replicas):
+            session = self._tables.workers.get(replica)
+            if session is not None and replica not in self._tables.deaths:
+                self._out.append(TraceWorker(replica, session.worker.incarnation))
 
     def _waiting(self, state: RunState, stands: list[Stand]) -> list[float]:
         """Since when replicas and the controller wait for the others."""

@@ -7,10 +7,13 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+import zmq
 
 from central_storage import observer
 from central_storage.observer import Patience, Session
-from cs_proto.errors import NoAnswerError
+from cs_proto import messages
+from cs_proto.codec import decode, encode
+from cs_proto.errors import NoAnswerError, PeerProtocolError, code_of
 
 
 @pytest.fixture
@@ -37,3 +40,21 @@ def test_a_wait_is_named_every_ten_seconds_until_it_is_too_long(
     waited = [record.getMessage() for record in caplog.records]
     assert waited[0] == f"waiting 10 s for the server in {tmp_path} to answer a Get"
     assert len(waited) == 4
+
+
+def test_an_observer_that_the_server_has_forgotten_says_hello_once_more(tmp_path: Path) -> None:
+    (tmp_path / "server").touch()
+    session = Session(str(tmp_path), 45.0)
+    question = session.get("weights")
+    assert session.repeats(question) == []
+    error = messages.Error(code_of(PeerProtocolError), "a Get: o1 has not said hello", None, "", -1, 0, "")
+    refused = [zmq.Frame(part) for part in encode(messages.Refused(question.number, error))]
+    assert session.answer(question, refused) is None
+    hello, again = (decode(parts) for parts in session.repeats(question))
+    assert isinstance(hello, messages.Hello)
+    assert again == question.request
+    welcome = [zmq.Frame(part) for part in encode(messages.Welcome(1, "cpu:0", 7, ()))]
+    assert session.answer(question, welcome) is None
+    assert session.repeats(question) == []
+    with pytest.raises(PeerProtocolError, match="has not said hello"):
+        session.answer(question, refused)

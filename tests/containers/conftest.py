@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from tests.harness.processes import ROOT
@@ -26,8 +27,8 @@ if subprocess.run(["docker", "compose", "version"], capture_output=True, check=F
 IMAGE = os.environ.get("CS_IMAGE", "central-storage")
 _PREFIX = os.environ.get("CS_PROJECTS", f"cst{os.getpid()}")
 _numbers = itertools.count(1)
-# Between two looks at what a container has printed, seconds.
-_LOOK_EVERY = 0.2
+#: Between two looks at what a container has printed, seconds.
+LOOK_EVERY = 0.2
 # What docker-compose.yml says of every service.
 _LIKE_A_SERVICE = (
     *("--init", "--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL"),
@@ -51,7 +52,7 @@ def wait_for(container: str, pattern: str, timeout: float = 90) -> re.Match[str]
         if found := re.search(pattern, text, re.DOTALL):
             return found
         assert time.monotonic() < deadline, f"{pattern!r} is not in\n{text}"
-        time.sleep(_LOOK_EVERY)
+        time.sleep(LOOK_EVERY)
 
 
 @dataclass(frozen=True)
@@ -102,15 +103,24 @@ class Project:
     def compose(
         self, *arguments: str, command: Sequence[str] = COMPOSES[0], timeout: float = 120
     ) -> subprocess.CompletedProcess[str]:
-        """A command of docker-compose in this project."""
-        return subprocess.run(
+        """A command of docker-compose in this project, from its beginning to its end."""
+        pipe = subprocess.PIPE
+        with self.start(*arguments, command=command, stdout=pipe, stderr=pipe, text=True) as process:
+            try:
+                out, err = process.communicate(timeout=unit(timeout))
+            except BaseException:
+                process.kill()
+                raise
+        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    def start(self, *arguments: str, command: Sequence[str] = COMPOSES[0], **options: Any) -> subprocess.Popen[Any]:
+        """A command of docker-compose in this project that goes on; ``options`` are those of ``Popen``."""
+        return subprocess.Popen(
             [*command, *self._files, *arguments],
             cwd=ROOT,
             env=self._environment,
-            capture_output=True,
-            text=True,
-            timeout=unit(timeout),
             stdin=subprocess.DEVNULL,
+            **options,
         )
 
     def up(self) -> Project:
@@ -125,7 +135,7 @@ class Project:
         deadline = time.monotonic() + unit(timeout)
         while set(docker("inspect", "-f", "{{.State.Health.Status}}", *self.containers()).split()) != {"healthy"}:
             assert time.monotonic() < deadline, self.logs()
-            time.sleep(_LOOK_EVERY)
+            time.sleep(LOOK_EVERY)
 
     @property
     def server(self) -> str:

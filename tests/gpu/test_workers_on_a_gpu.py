@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.harness.processes import run, start
+from tests.harness.services import connected
 from tests.harness.timing import unit
 
 import central_storage as cs
@@ -33,8 +34,7 @@ MIB = 1 << 20
 def pair() -> Iterator[cs.CentralStorageStrategy]:
     """Two workers on one GPU, the variables on a CPU."""
     with cs.CentralStorageStrategy(["gpu:0", "gpu:0"], "cpu:0") as strategy:
-        strategy.run(lambda: None)
-        yield strategy
+        yield connected(strategy)
 
 
 # --- the device alone -----------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def free_nbytes() -> int:
 
 def test_a_killed_workers_memory_is_free_within_five_seconds() -> None:
     program = """
-import sys
+import signal
 import central_storage as cs
 strategy = cs.CentralStorageStrategy(["gpu:0", "gpu:0"], "cpu:0", max_restarts=0)
 @cs.function
@@ -238,7 +238,7 @@ def hold():
     xp.cuda.Device().synchronize()
 strategy.run(hold)
 print("pid", strategy.statistics().replicas[0].pid, flush=True)
-sys.stdin.read()
+signal.pause()
 """
     with start("-c", program) as script:
         pid = int(script.wait_for(r"pid (\d+)")[1])

@@ -2,8 +2,8 @@
 
 A snapshot is taken before a test and compared afterwards, so that what a fixture of a larger scope keeps is left in
 peace, also where it was renewed meanwhile: a service may start its processes again, and is then connected to them by
-another socket. Processes are found by the mark of this test session and by descent; nobody else's are looked at, and
-those only where the machine has a process that it did not have before: there are thousands of tests.
+another socket. Processes are found by the mark of this test session and by descent, among those only that the machine
+did not have before: there are thousands of tests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from .processes import MARK, describe, marked, reap
+from .processes import MARK, describe, marked_process, reap
 from .timing import unit
 
 __all__ = ["Leftovers", "Snapshot", "since", "take"]
@@ -94,14 +94,18 @@ def _compare(before: Snapshot) -> Leftovers:
 
 def _processes(known: frozenset[int]) -> set[psutil.Process]:
     """Ours that live and are not among the ``known``."""
-    if known.issuperset(psutil.pids()):
-        return set()
-    found = set(marked(os.environ[MARK])) if MARK in os.environ else set()
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            if child.status() != psutil.STATUS_ZOMBIE:
-                found.add(child)
-    return {process for process in found if process.pid not in known}
+    return {process for pid in psutil.pids() if pid not in known and (process := _ours(pid))}
+
+
+def _ours(pid: int) -> psutil.Process | None:
+    """The process of that number, where it lives, and has the mark or descends from this one."""
+    if MARK in os.environ and (process := marked_process(pid, os.environ[MARK])):
+        return process
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        if psutil.Process() in process.parents() and process.status() != psutil.STATUS_ZOMBIE:
+            return process
+    return None
 
 
 def _counts(thread: threading.Thread) -> bool:

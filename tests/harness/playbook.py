@@ -66,6 +66,7 @@ from cs_server.events import (
     Finished,
     Log,
     MemoryAvailable,
+    Needed,
     ProcessDied,
     Received,
     Reserve,
@@ -152,9 +153,14 @@ class Playbook:
     """One service seen from outside."""
 
     def __init__(
-        self, replicas: int = 2, *, machine_nbytes: int = MACHINE_NBYTES, step_timeout: float | None = None
+        self,
+        replicas: int = 2,
+        *,
+        machine_nbytes: int = MACHINE_NBYTES,
+        step_timeout: float | None = None,
+        device: str = "CPU:0",
     ) -> None:
-        self.config = Config(replicas, "CPU:0", machine_nbytes, pid=1, started=0.0, step_timeout=step_timeout)
+        self.config = Config(replicas, device, machine_nbytes, pid=1, started=0.0, step_timeout=step_timeout)
         self.now = 100.0
         self.transcript: list[str] = []
         self.commands: list[Command] = []
@@ -166,8 +172,8 @@ class Playbook:
         self._heard: list[Received] = []
         self._sequence = 0
         self._finished: set[int] = set()
-        #: What no memory is found for, with what the service says of it.
-        self.refuses: dict[Allocate, Error] = {}
+        #: What cannot be had, with what the service says of it.
+        self.refuses: dict[Needed, Error] = {}
 
     def on(self, event: Event, *expected: Expected) -> list[Command]:
         """Give ``event``; exactly ``expected`` must follow, in order."""
@@ -314,23 +320,23 @@ class Playbook:
 
 
 def handled(
-    handle: Callable[[Event], list[Command]], event: Event, refuses: Mapping[Allocate, Error] = MappingProxyType({})
+    handle: Callable[[Event], list[Command]], event: Event, refuses: Mapping[Needed, Error] = MappingProxyType({})
 ) -> list[Command]:
-    """What follows from ``event`` when the memory that it needs is allocated as by the service: that first."""
-    allocations: list[Command] = []
+    """What follows from ``event`` when it is given what it needs as by the service: that first."""
+    given: list[Command] = []
     commands = handle(event)
     while any(isinstance(command, Reserve) for command in commands):
         (reserve,) = commands
         assert isinstance(reserve, Reserve)
         asked = reserve.asked
-        for each in reserve.allocations:
+        for each in reserve.needed:
             if each in refuses:
                 asked = replace(asked, refused=(*asked.refused, (each, refuses[each])))
                 break
             asked = replace(asked, granted=(*asked.granted, each))
-            allocations.append(each)
+            given.append(each)
         commands = handle(asked)
-    return allocations + commands
+    return given + commands
 
 
 def fits(expected: Iterable[Expected], commands: list[Command]) -> bool:

@@ -217,17 +217,18 @@ def run(
 
 def marked(mark: str) -> list[psutil.Process]:
     """Every process of this user, but for this one, whose mark is ``mark`` or begins with it and a slash."""
-    found = []
-    for process in psutil.process_iter():
-        if process.pid == os.getpid():
-            continue
-        with suppress(psutil.Error, OSError):
-            environment = Path(f"/proc/{process.pid}/environ").read_bytes()
-            for entry in environment.split(b"\0"):
-                name, _, value = entry.decode(errors="replace").partition("=")
-                if name == MARK and (value == mark or value.startswith(f"{mark}/")):
-                    found.append(process)
-    return [process for process in found if _is_alive(process)]
+    return [process for pid in psutil.pids() if pid != os.getpid() and (process := marked_process(pid, mark))]
+
+
+def marked_process(pid: int, mark: str) -> psutil.Process | None:
+    """The process of that number, where it lives and is marked so."""
+    wanted = f"{MARK}={mark}".encode()
+    with suppress(psutil.Error, OSError):
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+        if any((entry + b"/").startswith(wanted + b"/") for entry in environment.split(b"\0")):
+            process = psutil.Process(pid)
+            return process if _is_alive(process) else None
+    return None
 
 
 def reap(processes: Sequence[psutil.Process]) -> None:

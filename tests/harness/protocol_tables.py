@@ -32,7 +32,7 @@ _GROUPS = [
     (60, 69, "What replicas send"),
     (70, 89, "What the server answers"),
     (90, 109, "Controller to worker"),
-    (110, 129, "The supervisor's socket"),
+    (110, 139, "The supervisor's socket"),
 ]
 
 

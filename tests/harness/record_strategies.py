@@ -6,6 +6,7 @@ other fields the type is all there is to know.
 
 from __future__ import annotations
 
+import dataclasses
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -93,7 +94,8 @@ def any_record() -> st.SearchStrategy[Any]:
 def _built(kind: type[Record], **given: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     hints = typing.get_type_hints(kind)
     known = {**_FIELDS, **given}
-    fields = {name: known[name] if name in known else _of(hints[name]) for name, _ in kind.wire_fields}
+    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    fields = {name: known[name] if name in known else _of(hints[name]) for name in names}
     return st.fixed_dictionaries(fields).map(lambda values: _try(kind, values)).filter(lambda made: made is not None)
 
 
@@ -221,8 +223,14 @@ _SPECIAL: Mapping[type[Record], Callable[[], st.SearchStrategy[Any]]] = {
     Configure: lambda: _built(Configure, iterations=st.integers(-1, 1 << 60)),
     SparseGradient: _rows,
     DevicePlace: lambda: st.one_of(
-        st.just(DevicePlace(b"", 0, b"")),
-        st.builds(DevicePlace, st.binary(min_size=64, max_size=64), COUNTS, st.binary(min_size=16, max_size=16)),
+        st.just(DevicePlace(b"", 0, 0, b"")),
+        st.builds(
+            lambda handle, before, after, mark: DevicePlace(handle, 16 + before, 32 + before + after, mark),
+            st.binary(min_size=64, max_size=64),
+            st.integers(0, 1 << 40),
+            st.integers(0, 1 << 40),
+            st.binary(min_size=16, max_size=16),
+        ),
     ),
     Locate: lambda: _built(Locate, buffers=st.integers(-1, 1)),
     Fetch: _fetches,

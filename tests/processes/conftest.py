@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from tests.harness.services import connected
 
 import central_storage as cs
 
@@ -13,12 +14,7 @@ import central_storage as cs
 def two() -> Iterator[cs.CentralStorageStrategy]:
     """A strategy of two replicas, kept for all tests of a file; none of them may leave it unusable."""
     with cs.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:
-        strategy.run(_nothing)  # by then every socket is connected, and none is taken for the first test's leftover
-        yield strategy
-
-
-def _nothing() -> None:
-    pass
+        yield connected(strategy)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.harness.services import connected
 
 import central_storage as cs
 from central_storage import errors
@@ -16,8 +17,7 @@ from central_storage.train import ExponentialMovingAverage
 @pytest.fixture(scope="module", params=[1, 3], ids="replicas={}".format)
 def strategy(request: pytest.FixtureRequest) -> Any:
     with cs.CentralStorageStrategy([f"cpu:{k}" for k in range(request.param)]) as strategy:
-        strategy.run(lambda: None)
-        yield strategy
+        yield connected(strategy)
 
 
 def variable(strategy: cs.CentralStorageStrategy, value: Any) -> cs.Variable:
@@ -154,7 +154,7 @@ def test_it_belongs_to_one_strategy(strategy: cs.CentralStorageStrategy) -> None
     average = ExponentialMovingAverage(0.5)
     w = variable(strategy, 2.0)
     average.apply([w])
-    with cs.CentralStorageStrategy(["cpu:0"]) as other:
+    with cs.CentralStorageStrategy(["cpu:0"], in_process=True) as other:
         v = variable(other, 2.0)
         with pytest.raises(errors.ContextError, match="another strategy"):
             other.run(lambda: average.apply([v]))

@@ -256,7 +256,7 @@ def test_a_gradient_that_does_not_fit(
 
 def test_a_variable_of_another_strategy(still_works: cs.CentralStorageStrategy, variable: cs.Variable) -> None:
     optimizer = cs.optimizers.SGD(0.1)
-    with cs.CentralStorageStrategy(["cpu:0"]) as other:
+    with cs.CentralStorageStrategy(["cpu:0"], in_process=True) as other:
         for wrong in (lambda: variable.assign(np.zeros((2, 3), np.float32)), lambda: (variable,)):
             with refused(Exception, "another strategy"):
                 other.run(wrong)

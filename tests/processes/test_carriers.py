@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.harness.services import connected
 
 import central_storage as cs
 
@@ -24,7 +25,7 @@ def service(request: pytest.FixtureRequest) -> Iterator[cs.CentralStorageStrateg
         patch.setenv("CS_MAILBOXES", request.param)
         strategy = cs.CentralStorageStrategy(DEVICES, max_restarts=100)
     with strategy:
-        yield strategy
+        yield connected(strategy)
         assert bool(strategy.statistics().posted) == (request.param == "on")
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from tests.harness.processes import start
+from tests.harness.services import connected
 
 import central_storage as cs
 from central_storage import errors
@@ -21,7 +22,7 @@ SUM = cs.VariableAggregation.SUM
 def three() -> Any:
     """A strategy of another number of replicas than ``two``."""
     with cs.CentralStorageStrategy(["cpu:0", "cpu:1", "cpu:2"], parameter_device="cpu:1") as strategy:
-        yield strategy
+        yield connected(strategy)
 
 
 class Training:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.harness.services import connected
 
 import central_storage as cs
 from cs_proto.arena import Arena
@@ -18,8 +19,7 @@ BIG = 40_000  # float32 rows of a batch that go through shared memory
 @pytest.fixture(scope="module", params=[False, True], ids=["processes", "threads"])
 def two(request: pytest.FixtureRequest) -> Iterator[cs.CentralStorageStrategy]:
     with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=request.param) as strategy:
-        strategy.run(lambda: None)
-        yield strategy
+        yield connected(strategy)
 
 
 def rows_seen(strategy: cs.CentralStorageStrategy, distributed: Any) -> list[list[Any]]:

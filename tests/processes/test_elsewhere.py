@@ -100,6 +100,9 @@ def script(elsewhere: Elsewhere, *, blocks: bool) -> tuple[str, ...]:
 
 
 def test_scripts_one_after_the_other_are_served_until_it_is_told_to_end(elsewhere: Elsewhere) -> None:
+    refused = run("cs-launch", "--join", environment=elsewhere.environment)
+    assert refused.code == 3
+    assert "all 2 workers of this service run already" in refused.err
     trained = run(*DIGITS, environment=elsewhere.environment).ok()
     assert re.search(r"worker w1 \(pid \d+, cpu:1\) ran 24 steps", trained.out)
     alone = run(*DIGITS, "--devices", "cpu:0,cpu:1").ok()
@@ -134,12 +137,6 @@ def test_the_gpu_of_every_container_has_the_same_name(tmp_path: Path) -> None:
             assert server.wait().code == 0
     assert alone.out == "['gpu:0'] [1.0, 1.0, 1.0]\n"
     assert ended.out == "['gpu:0', 'gpu:0'] [2.0, 2.0, 2.0]\n"
-
-
-def test_one_worker_too_many_is_turned_away(elsewhere: Elsewhere) -> None:
-    ended = run("cs-launch", "--join", environment=elsewhere.environment)
-    assert ended.code == 3
-    assert "all 2 workers of this service run already" in ended.err
 
 
 @pytest.mark.parametrize("victim", ["the launcher", "the worker"])
@@ -181,30 +178,40 @@ print("read", v.numpy().tolist())
 """
 
 
-@pytest.mark.parametrize("victim", ["the launcher", "the worker"])
-def test_another_takes_the_place_of_a_worker_that_is_killed(victim: str) -> None:
+def test_another_takes_the_place_of_a_worker_that_is_killed() -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="elsewhere-") as parent, ExitStack() as stack:
         elsewhere = Elsewhere(stack, os.path.join(parent, "run"))
-        program = Path(parent, "script.py")
-        program.write_text(SURVIVED.replace("LAUNCHER", str(victim == "the launcher")))
-        with start(str(program), os.path.join(parent, "flag"), environment=elsewhere.environment) as child:
-            elsewhere.server.wait_for(r"ended by .*; restart 1 of 3", stream="err")
-            if victim == "the launcher":
-                elsewhere.workers[1] = elsewhere.joined(stack, 1)
-            ended = child.wait().ok()
-        assert ended.out == "read [6.0, 6.0, 6.0]\n"
+        for number, victim in enumerate(("the worker", "the launcher"), start=1):
+            program = Path(parent, f"script{number}.py")
+            program.write_text(SURVIVED.replace("LAUNCHER", str(victim == "the launcher")))
+            with start(str(program), os.path.join(parent, victim), environment=elsewhere.environment) as child:
+                elsewhere.server.wait_for(rf"(ended by .*; restart [\s\S]*){{{number}}}", stream="err")
+                if victim == "the launcher":
+                    elsewhere.workers[1] = elsewhere.joined(stack, 1)
+                ended = child.wait().ok()
+            assert ended.out == "read [6.0, 6.0, 6.0]\n"
+        assert re.search(r"ended by .*; restart 1 of 3", elsewhere.server.err)
         elsewhere.server.signal(signal.SIGTERM)
         assert [process.wait().code for process in (elsewhere.server, *elsewhere.workers)] == [0, 0, 0]
 
 
-def test_the_next_script_starts_at_once_after_one_that_is_killed(elsewhere: Elsewhere) -> None:
+def test_ctrl_c_reaches_workers_whose_pids_mean_nothing_here_and_the_next_script_starts_after_one_that_is_killed(
+    elsewhere: Elsewhere,
+) -> None:
     with start(*script(elsewhere, blocks=True), environment=elsewhere.environment) as child:
         for worker in elsewhere.workers:
             worker.wait_for("at work")
+        child.press_ctrl_c()
+        ended = child.wait().ok()
+    assert ended.out == "KeyboardInterrupt \nread [0.0, 0.0, 0.0] 2\n"
+    assert elsewhere.health()[0] == 0
+    with start(*script(elsewhere, blocks=True), environment=elsewhere.environment) as child:
+        for worker in elsewhere.workers:
+            worker.wait_for(r"at work[\s\S]*at work")
         child.signal(signal.SIGKILL)
         assert child.wait().code == -9
     again = run(*script(elsewhere, blocks=False), environment=elsewhere.environment).ok()
-    assert again.out == "read [4.0, 4.0, 4.0] 2\n"  # of what the first one did nothing was committed
+    assert again.out == "read [4.0, 4.0, 4.0] 2\n"  # of what the killed one did nothing was committed
     assert elsewhere.health()[0] == 0
 
 
@@ -280,13 +287,3 @@ def test_a_supervisor_that_does_not_come_back_ends_everything_with_its_name() ->
             said = worker.wait()
             assert said.code == 4
             assert f"the service in {elsewhere.directory} has not come back within 0.5 s" in said.err
-
-
-def test_ctrl_c_reaches_workers_whose_pids_mean_nothing_here(elsewhere: Elsewhere) -> None:
-    with start(*script(elsewhere, blocks=True), environment=elsewhere.environment) as child:
-        for worker in elsewhere.workers:
-            worker.wait_for("at work")
-        child.press_ctrl_c()
-        ended = child.wait().ok()
-    assert ended.out == "KeyboardInterrupt \nread [0.0, 0.0, 0.0] 2\n"
-    assert elsewhere.health()[0] == 0

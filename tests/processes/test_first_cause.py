@@ -1,16 +1,21 @@
-"""Ten ways in which a training fails under ``cs-launch``: each is named, on the terminal, in the error file and by the
+"""Ways in which a training fails under ``cs-launch``: each is named, on the terminal, in the error file and by the
 exit code, as what it is and not as what followed from it."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from tests.harness.processes import run
 from tests.soak.causes import CASES, failed
 
+#: Of which another shows the same rule: these run where all is asked for.
+LIKE_OTHERS = {"exit code": "early exit 0", "killed": "segmentation fault", "import error": "exception"}
+TRIED = [name for name in CASES if name not in LIKE_OTHERS or "CS_ALL_PROGRAMS" in os.environ]
 
-@pytest.mark.parametrize("name", CASES)
+
+@pytest.mark.parametrize("name", TRIED)
 def test_the_first_cause_is_named(name: str) -> None:
     assert failed(name) == []
 

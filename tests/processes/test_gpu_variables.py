@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,9 @@ import numpy as np
 import psutil
 import pytest
 from tests.harness.cupy_stand_in.c_kernels import COMPILER
+from tests.harness.services import connected
 from tests.harness.stand_in_gpus import StandInGpus, stand_in_gpus
+from tests.harness.training import linear
 
 import central_storage as cs
 from central_storage import errors
@@ -31,8 +34,7 @@ def gpus() -> Iterator[StandInGpus]:
 @pytest.fixture(scope="module")
 def two(gpus: StandInGpus) -> Iterator[cs.CentralStorageStrategy]:
     with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], "gpu:1") as strategy:
-        strategy.run(lambda: None)
-        yield strategy
+        yield connected(strategy)
 
 
 def train(strategy: cs.CentralStorageStrategy, **optimizer_arguments: Any) -> list[np.ndarray]:
@@ -115,6 +117,30 @@ def test_what_does_not_fit_the_gpu_is_refused_before_anything_has_changed(two: c
     assert v.numpy()[:2].tolist() == [2, 2]
 
 
+def test_an_optimizer_whose_kernel_does_not_fit_the_gpu_fails_and_all_else_goes_on(
+    two: cs.CentralStorageStrategy,
+) -> None:
+    with two.scope():
+        small, optimizer = cs.Variable(np.zeros(2)), cs.optimizers.SGD(0.5)
+        with pytest.raises(errors.DeviceMemoryError) as full:
+            cs.Variable(np.zeros(8 << 20))
+        available = re.search(r"(\d+) bytes of it available", str(full.value))
+        assert available is not None
+        rest = cs.Variable(np.zeros((int(available[1]) - 4096) // 8))
+
+    def step() -> None:
+        optimizer.apply_gradients([(np.full(2, -1.0), small)])
+
+    with pytest.raises(MemoryError, match=r"optimizer \d+ \(SGD\): the kernel sgd_float64 planned on gpu:1, \d+ bytes"):
+        two.run(step)
+    assert small.numpy().tolist() == [0, 0]
+    del rest
+    with two.scope():
+        cs.Variable(0.0)  # the freed one goes with the next request
+    two.run(step)
+    assert small.numpy().tolist() == [1, 1]
+
+
 def test_freed_variables_give_their_memory_back(gpus: StandInGpus, two: cs.CentralStorageStrategy) -> None:
     def allocated() -> int:
         counts = gpus.counts(two.statistics().pid)
@@ -163,13 +189,7 @@ def train_on_buffers(strategy: cs.CentralStorageStrategy, death: str = "") -> tu
 
     def step(x: Any, number: int) -> dict[str, int]:
         xp = cs.get_array_module()
-        error = x @ w + b - F32(1)
-        if number % 2:
-            of_w, of_b = cs.gradient_buffers([w, b])
-            xp.matmul(x.T, error, out=of_w)
-            xp.sum(error, axis=0, out=of_b)
-        else:
-            of_w, of_b = x.T @ error, error.sum(axis=0)
+        of_w, of_b, _ = linear(x, w, b, into_buffers=number % 2 == 1)
         optimizer.apply_gradients([(of_w, w), (of_b, b)])
         if number == 2:
             other.apply_gradients([(of_b.astype("complex64"), whole), (of_b, b)])

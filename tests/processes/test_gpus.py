@@ -10,7 +10,9 @@ import numpy as np
 import psutil
 import pytest
 from tests.harness.processes import run
+from tests.harness.services import connected
 from tests.harness.stand_in_gpus import StandInGpus, stand_in_gpus
+from tests.harness.training import linear
 
 import central_storage as cs
 from central_storage import errors
@@ -27,8 +29,7 @@ def gpus() -> Iterator[StandInGpus]:
 @pytest.fixture(scope="module")
 def two(gpus: StandInGpus) -> Iterator[cs.CentralStorageStrategy]:
     with cs.CentralStorageStrategy(["gpu:0", "gpu:1"]) as strategy:
-        strategy.run(lambda: None)
-        yield strategy
+        yield connected(strategy)
 
 
 @pytest.fixture(params=[False, True], ids=["processes", "threads"])
@@ -53,16 +54,9 @@ def test_training_gives_what_it_gives_on_cpus(either: cs.CentralStorageStrategy)
             optimizer = cs.optimizers.Adam(0.1)
 
         def step(x: Any, into_buffers: bool) -> float:
-            xp = cs.get_array_module()
-            error = x @ w + b - F32(1)
-            if into_buffers:
-                of_w, of_b = cs.gradient_buffers([w, b])
-                xp.matmul(x.T, error, out=of_w)
-                xp.sum(error, axis=0, out=of_b)
-            else:
-                of_w, of_b = x.T @ error, error.sum(axis=0)
+            of_w, of_b, loss = linear(x, w, b, into_buffers=into_buffers)
             optimizer.apply_gradients([(of_w, w), (of_b, b)])
-            return float((error**2).sum())
+            return loss
 
         losses = []
         for number in range(4):
@@ -78,7 +72,7 @@ def test_training_gives_what_it_gives_on_cpus(either: cs.CentralStorageStrategy)
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="the kernels of a stand-in are compiled by gcc")
-def test_variables_on_the_same_gpu_are_read_where_they_lie() -> None:
+def test_variables_on_the_same_gpu_are_read_where_they_lie(capfd: pytest.CaptureFixture[str]) -> None:
     with stand_in_gpus(2), cs.CentralStorageStrategy(["gpu:0", "gpu:1"], "gpu:0") as strategy:
         with strategy.scope():
             w, count = cs.Variable(np.ones((50, 10), F32)), cs.Variable(0, aggregation=cs.VariableAggregation.SUM)
@@ -100,6 +94,9 @@ def test_variables_on_the_same_gpu_are_read_where_they_lie() -> None:
         copied = [values[4] - before[4] for values, before in zip(third, second, strict=True)]
         assert copied[0] < 100  # row numbers
         assert copied[1] > 2000
+    printed = capfd.readouterr().err
+    assert printed.count("transport CUDA IPC: variables on gpu:0 are read where they lie") == 1
+    assert printed.count("transport staging: variables are on another GPU") == 1
 
 
 def test_only_what_has_changed_is_copied(two: cs.CentralStorageStrategy) -> None:

@@ -63,7 +63,19 @@ def test_training_has_the_bits_of_one_process(replicas: int) -> None:
             assert_same_bits(trained_by(strategy, "adam", in_place=in_place), trained_here("adam", replicas))
 
 
-def test_random_numbers_are_those_of_processes() -> None:
+Both = tuple[cs.CentralStorageStrategy, cs.CentralStorageStrategy]
+
+
+@pytest.fixture(scope="module")
+def both() -> Iterator[Both]:
+    """A strategy with threads and one with processes, new, and given the same runs: numbers follow from a run's."""
+    with threads(2) as strategy, cs.CentralStorageStrategy(["cpu:0", "cpu:1"]) as processes:
+        for each in (strategy, processes):
+            each.run(lambda: context().merge_call(lambda strategy: strategy.run(_nothing)))
+        yield strategy, processes
+
+
+def test_random_numbers_are_those_of_processes(both: Both) -> None:
     def merge(strategy: Any) -> Any:
         return strategy.run(lambda: (random.random(), np.random.random()))
 
@@ -77,11 +89,10 @@ def test_random_numbers_are_those_of_processes() -> None:
     def runs(strategy: cs.CentralStorageStrategy) -> list[np.ndarray]:
         return [each for _ in range(2) for each in strategy.experimental_local_results(strategy.run(step))]
 
-    with threads(2) as strategy, cs.CentralStorageStrategy(["cpu:0", "cpu:1"]) as processes:
-        np.testing.assert_array_equal(runs(strategy), runs(processes))
+    np.testing.assert_array_equal(*map(runs, both))
 
 
-def test_random_numbers_of_a_data_set_and_of_replicas_do_not_mix() -> None:
+def test_random_numbers_of_a_data_set_and_of_replicas_do_not_mix(both: Both) -> None:
     def draw(row: Any) -> Any:
         return row + np.random.random()
 
@@ -93,11 +104,10 @@ def test_random_numbers_of_a_data_set_and_of_replicas_do_not_mix() -> None:
             for batch in strategy.experimental_distribute_dataset(dataset)
         ]
 
-    with threads(2) as strategy, cs.CentralStorageStrategy(["cpu:0", "cpu:1"]) as processes:
-        np.testing.assert_array_equal(train(strategy), train(processes))
+    np.testing.assert_array_equal(*map(train, both))
 
 
-def test_random_numbers_of_steps_ahead_and_of_their_loop_do_not_mix() -> None:
+def test_random_numbers_of_steps_ahead_and_of_their_loop_do_not_mix(both: Both) -> None:
     def train(strategy: cs.CentralStorageStrategy) -> list[Any]:
         np.random.seed(5)
         with strategy.scope():
@@ -115,10 +125,9 @@ def test_random_numbers_of_steps_ahead_and_of_their_loop_do_not_mix() -> None:
                 total.assign(100.0)  # falls between the same two steps
         return found
 
-    with threads(2) as strategy, cs.CentralStorageStrategy(["cpu:0", "cpu:1"]) as processes:
-        for (one, drawn), (other, expected) in zip(train(strategy), train(processes), strict=True):
-            np.testing.assert_array_equal(one, other)
-            assert drawn == expected
+    for (one, drawn), (other, expected) in zip(*map(train, both), strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert drawn == expected
 
 
 def test_the_scripts_own_random_state_is_left_alone(here: cs.CentralStorageStrategy) -> None:
@@ -295,40 +304,38 @@ def wait():
     if replica() == 1: compute()
     cs.get_replica_context().merge_call(lambda strategy: None)
 def hang():
-    if replica() == 1:
-        print("at work", flush=True)
-        os.read(pipe, 1)
+    while replica() == 1:
+        try:
+            print("at work", flush=True)
+            os.read(pipe, 1)
+        except BaseException: pass  # a Ctrl-C that came before the read
 with strategy.scope(): variable = cs.Variable([1.0])
 def read():
     print("at work", flush=True)
     while True: variable.numpy()
-try: strategy.run(globals()[sys.argv[1]])
-except KeyboardInterrupt: print("interrupted", flush=True)
-try: print(strategy.run(replica).values, flush=True)
-except cs.errors.ShutdownError as error: print("ended:", error, flush=True)
+for name in ("compute", "wait", "read", "hang"):
+    try: strategy.run(globals()[name])
+    except KeyboardInterrupt: print("interrupted", flush=True)
+    try: print(name, strategy.run(replica).values, flush=True)
+    except cs.errors.ShutdownError as error: print("ended:", error, flush=True)
 """
 
 
-@pytest.mark.parametrize("function", ["compute", "wait", "read"])
-def test_ctrl_c_interrupts_the_function_and_the_strategy_goes_on(function: str) -> None:
-    with start("-c", INTERRUPTED, function) as child:
-        child.wait_for("at work")
-        child.press_ctrl_c()
-        ended = child.wait().ok()
-    assert ended.lines[-2:] == ["interrupted", "(0, 1)"]
-    assert "Traceback" not in ended.err
-
-
-def test_code_that_does_not_hear_ctrl_c_is_named_and_a_second_one_goes_on_without_it() -> None:
-    with start("-c", INTERRUPTED, "hang") as child:
-        child.wait_for("at work")
+def test_ctrl_c_interrupts_the_function_and_a_second_one_goes_on_without_code_that_does_not_hear_it() -> None:
+    with start("-c", INTERRUPTED) as child:
+        for number, name in enumerate(("compute", "wait", "read"), start=1):
+            child.wait_for(rf"(at work[\s\S]*){{{number}}}")
+            child.press_ctrl_c()
+            child.wait_for(rf"interrupted\n{name} \(0, 1\)$")
+        child.wait_for(r"read \(0, 1\)\nat work$")
         child.press_ctrl_c()
         child.wait_for("replica 1 does not react to Ctrl-C: it is at <string>:", stream="err")
         child.press_ctrl_c()
         ended = child.wait().ok()
-    assert ended.lines[1] == "interrupted"
-    assert ended.lines[2].startswith("ended: its service has ended: a second Ctrl-C")
-    assert "replica 1 still hangs in a thread of this script, at <string>:" in ended.lines[2]
+    assert ended.lines[-2] == "interrupted"
+    assert ended.lines[-1].startswith("ended: its service has ended: a second Ctrl-C")
+    assert "replica 1 still hangs in a thread of this script, at <string>:" in ended.lines[-1]
+    assert "Traceback" not in ended.err
 
 
 # --- a debugger -------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.harness.services import connected
 
 import central_storage as cs
 from central_storage import errors
@@ -16,8 +17,7 @@ from central_storage import errors
 @pytest.fixture(scope="module", params=[1, 3], ids="replicas={}".format)
 def strategy(request: pytest.FixtureRequest) -> Any:
     with cs.CentralStorageStrategy([f"cpu:{k}" for k in range(request.param)]) as strategy:
-        strategy.run(lambda: None)
-        yield strategy
+        yield connected(strategy)
 
 
 def rid() -> int:
@@ -157,7 +157,7 @@ def test_nobody_else_takes_a_metric_along(strategy: cs.CentralStorageStrategy) -
 
 
 def test_a_metric_of_another_strategy(strategy: cs.CentralStorageStrategy) -> None:
-    with cs.CentralStorageStrategy(["cpu:0"]) as other:
+    with cs.CentralStorageStrategy(["cpu:0"], in_process=True) as other:
         with other.scope():
             mean = cs.metrics.Mean()
         with pytest.raises(errors.ContextError, match="another strategy"):
@@ -213,7 +213,10 @@ def test_a_metric_made_outside_every_scope(strategy: cs.CentralStorageStrategy) 
     for found in strategy.experimental_local_results(strategy.run(feed)):
         assert float(found) == pytest.approx(expected)  # in every replica that of all
     assert float(mean.result()) == pytest.approx(expected)
-    with cs.CentralStorageStrategy(["cpu:0"]) as other, pytest.raises(errors.ContextError, match="another strategy"):
+    with (
+        cs.CentralStorageStrategy(["cpu:0"], in_process=True) as other,
+        pytest.raises(errors.ContextError, match="another strategy"),
+    ):
         other.run(feed)
 
 

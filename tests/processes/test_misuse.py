@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from tests.harness.services import connected
 
 import central_storage as cs
 from central_storage.errors import InvalidArgumentError, MergeMismatchError, OutOfRangeError
@@ -35,7 +36,7 @@ def world() -> Iterator[World]:
             v = cs.Variable(np.zeros(3, np.float32), name="plain")
             summed = cs.Variable(0.0, name="summed", aggregation=cs.VariableAggregation.SUM)
             optimizer = cs.optimizers.SGD(0.1)
-        yield World(s, other, v, summed, optimizer)
+        yield World(connected(s), connected(other), v, summed, optimizer)
 
 
 def replica_id() -> int:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from tests.harness.processes import run, start
+from tests.harness.services import connected
 
 import central_storage as cs
 from central_storage import errors
@@ -41,6 +43,13 @@ with cs.connect() as observer:
         last = value[0]
 print("torn", torn, flush=True)
 """
+
+
+@pytest.fixture(scope="module")
+def own() -> Iterator[cs.CentralStorageStrategy]:
+    """A strategy for this file alone, which knows all its variables."""
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:
+        yield connected(strategy)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 from tests.harness.processes import start
+from tests.harness.services import connected
 
 import central_storage as cs
 from central_storage import errors
@@ -51,7 +53,7 @@ def adding(total: cs.Variable) -> Callable[[Any], float]:
 class Model:
     """A variable, Adam and a step in which everything that a run has a say in leaves its mark."""
 
-    def __init__(self, strategy: cs.CentralStorageStrategy) -> None:
+    def __init__(self, strategy: cs.CentralStorageStrategy, *, draws: bool = True) -> None:
         self.strategy = strategy
         with strategy.scope():
             w = self.w = cs.Variable(np.linspace(-1, 1, 500, dtype=np.float32))
@@ -61,7 +63,7 @@ class Model:
             context = cs.get_replica_context()
             assert context is not None
             (gradient,) = cs.gradient_buffers([w])
-            gradient[...] = np.asarray(w) * scale + batch.sum() * np.random.rand(500)
+            gradient[...] = np.asarray(w) * scale + batch.sum() * (np.random.rand(500) if draws else 1)
             optimizer.apply_gradients([(gradient, w)])
             return context.all_reduce("SUM", np.asarray(batch.sum()))
 
@@ -78,12 +80,14 @@ def values(results: Any) -> list[Any]:
 # --- the same as the loop -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("devices", [["cpu:0"], ["cpu:0", "cpu:1"]], ids=["one replica", "two replicas"])
-@pytest.mark.parametrize("frozen", [False, True], ids=["", "cs.function"])
-def test_the_bits_are_those_of_the_loop(devices: list[str], frozen: bool) -> None:
+@cache
+def trained(devices: int, way: str) -> tuple[tuple[str, bytes], ...]:
+    """Results and bits of a step and of a frozen one, in a service of their own: random numbers follow from a run's
+    number. ``way``: by run in a loop, by run_steps, or by run_steps with replicas in the script."""
     ended = []
-    for way in ("loop", "run_steps"):
-        with cs.CentralStorageStrategy(devices, seed=5) as strategy:
+    names = [f"cpu:{number}" for number in range(devices)]
+    with cs.CentralStorageStrategy(names, seed=5, in_process=way == "in the script") as strategy:
+        for frozen in (False, True):
             model = Model(strategy)
             step = cs.function(model.step) if frozen else model.step
             numbers = cs.data.Dataset.from_tensor_slices(np.arange(ROWS, dtype=np.float64)).batch(8)
@@ -94,7 +98,17 @@ def test_the_bits_are_those_of_the_loop(devices: list[str], frozen: bool) -> Non
                 results = list(strategy.run_steps(step, batches, kwargs={"scale": 0.5}))
             results.append(strategy.run(np.random.rand))  # and so is what comes after it
             ended.append((repr(results), model.digits()))
-    assert ended[0] == ended[1]
+    return tuple(ended)
+
+
+@pytest.mark.parametrize("devices", [1, 2], ids=["one replica", "two replicas"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "cs.function"])
+def test_the_bits_are_those_of_the_loop(devices: int, frozen: bool) -> None:
+    assert trained(devices, "run_steps")[frozen] == trained(devices, "loop")[frozen]
+
+
+def test_replicas_in_the_script_do_the_same() -> None:
+    assert trained(2, "in the script") == trained(2, "run_steps")
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2, 5, 100])
@@ -110,47 +124,33 @@ def float_sum(batch: np.ndarray) -> float:
     return float(batch.sum())
 
 
-def test_a_learning_rate_of_the_loop_falls_between_the_same_two_steps() -> None:
+def test_a_learning_rate_of_the_loop_falls_between_the_same_two_steps(two: cs.CentralStorageStrategy) -> None:
     ended = set()
     for slow in (False, True):
-        with cs.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:
-            model = Model(strategy)
-            numbers = cs.data.Dataset.from_tensor_slices(np.arange(64, dtype=np.float64)).batch(4)
-            batches = strategy.experimental_distribute_dataset(numbers)
-            for k, _ in enumerate(strategy.run_steps(model.step, batches)):
-                if slow:
-                    time.sleep(0.01)  # by then all that was sent is over
-                model.optimizer.learning_rate = 0.1 / (k + 1)
-            ended.add(model.digits())
+        model = Model(two, draws=False)
+        numbers = cs.data.Dataset.from_tensor_slices(np.arange(64, dtype=np.float64)).batch(4)
+        batches = two.experimental_distribute_dataset(numbers)
+        for k, _ in enumerate(two.run_steps(model.step, batches)):
+            if slow:
+                time.sleep(0.01)  # by then all that was sent is over
+            model.optimizer.learning_rate = 0.1 / (k + 1)
+        ended.add(model.digits())
     assert len(ended) == 1
 
 
-def test_a_learning_rate_that_only_the_script_can_work_out() -> None:
+def test_a_learning_rate_that_only_the_script_can_work_out(two: cs.CentralStorageStrategy) -> None:
     ended = set()
     for way in ("loop", "run_steps"):
-        with cs.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:
-            model = Model(strategy)
-            model.optimizer.learning_rate = lambda step: 0.1 / (1 + step)
-            numbers = cs.data.Dataset.from_tensor_slices(np.arange(64, dtype=np.float64)).batch(8)
-            batches = strategy.experimental_distribute_dataset(numbers)
-            if way == "loop":
-                for batch in batches:
-                    strategy.run(model.step, (batch,))
-            else:
-                assert len(list(strategy.run_steps(model.step, batches))) == 8
-            ended.add(model.digits())
-    assert len(ended) == 1
-
-
-def test_replicas_in_the_script_do_the_same() -> None:
-    ended = set()
-    for in_process in (False, True):
-        with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=in_process) as strategy:
-            model = Model(strategy)
-            numbers = cs.data.Dataset.from_tensor_slices(np.arange(64, dtype=np.float64)).batch(8)
-            batches = strategy.experimental_distribute_dataset(numbers)
-            results = values(strategy.run_steps(model.step, batches))
-            ended.add((repr(results), model.digits()))
+        model = Model(two, draws=False)
+        model.optimizer.learning_rate = lambda step: 0.1 / (1 + step)
+        numbers = cs.data.Dataset.from_tensor_slices(np.arange(64, dtype=np.float64)).batch(8)
+        batches = two.experimental_distribute_dataset(numbers)
+        if way == "loop":
+            for batch in batches:
+                two.run(model.step, (batch,))
+        else:
+            assert len(list(two.run_steps(model.step, batches))) == 8
+        ended.add(model.digits())
     assert len(ended) == 1
 
 
@@ -440,9 +440,16 @@ def arena_nbytes(server: int) -> list[int]:
 # --- the end of everything ------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def mortal() -> Iterator[cs.CentralStorageStrategy]:
+    """A strategy whose processes may die as often as the tests below like."""
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], max_restarts=1000) as strategy:
+        yield connected(strategy)
+
+
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_step_that_kills_its_worker_again_ends_it(own: cs.CentralStorageStrategy, victim: int) -> None:
-    with own.scope():
+def test_a_step_that_kills_its_worker_again_ends_it(mortal: cs.CentralStorageStrategy, victim: int) -> None:
+    with mortal.scope():
         total = cs.Variable(np.zeros(2), aggregation=cs.VariableAggregation.SUM)
 
     def step(batch: np.ndarray) -> None:
@@ -452,8 +459,8 @@ def test_a_step_that_kills_its_worker_again_ends_it(own: cs.CentralStorageStrate
             os.kill(os.getpid(), signal.SIGKILL)
         total.assign_add(np.ones(2))
 
-    iterator = iter(own.experimental_distribute_dataset(cs.data.Dataset.range(80).batch(8)))
-    steps = own.run_steps(step, iterator)
+    iterator = iter(mortal.experimental_distribute_dataset(cs.data.Dataset.range(80).batch(8)))
+    steps = mortal.run_steps(step, iterator)
     for _ in range(2):
         next(steps)
     with pytest.raises(errors.ReplicaLostError, match=f"replica {victim} .*SIGKILL"):
@@ -462,13 +469,13 @@ def test_a_step_that_kills_its_worker_again_ends_it(own: cs.CentralStorageStrate
     assert list(steps) == []
     np.testing.assert_array_equal(total.numpy(), np.full(2, 2.0 * steps.steps))
     assert iterator.position == steps.steps + 1
-    own.run(step, (np.zeros(1),))  # the strategy goes on
+    mortal.run(step, (np.zeros(1),))  # the strategy goes on
     np.testing.assert_array_equal(total.numpy(), np.full(2, 2.0 * steps.steps + 2))
 
 
-def test_a_server_that_dies_is_waited_for(own: cs.CentralStorageStrategy) -> None:
-    pid = own.statistics().pid
-    with own.scope():
+def test_a_server_that_dies_is_waited_for(mortal: cs.CentralStorageStrategy) -> None:
+    pid = mortal.statistics().pid
+    with mortal.scope():
         total = cs.Variable(np.zeros(2), aggregation=cs.VariableAggregation.SUM)
 
     def step(batch: np.ndarray) -> float:
@@ -478,9 +485,9 @@ def test_a_server_that_dies_is_waited_for(own: cs.CentralStorageStrategy) -> Non
         total.assign_add(np.ones(2))
         return float(batch[0])
 
-    steps = own.run_steps(step, own.experimental_distribute_dataset(cs.data.Dataset.range(80).batch(8)))
-    assert [own.experimental_local_results(result)[0] for result in steps] == [8.0 * k for k in range(10)]
-    assert own.statistics().pid != pid
+    steps = mortal.run_steps(step, mortal.experimental_distribute_dataset(cs.data.Dataset.range(80).batch(8)))
+    assert [mortal.experimental_local_results(result)[0] for result in steps] == [8.0 * k for k in range(10)]
+    assert mortal.statistics().pid != pid
     assert total.numpy().tolist() == [20.0, 20.0]
 
 
@@ -521,23 +528,12 @@ import numpy as np
 import central_storage as cs
 
 strategy = cs.CentralStorageStrategy(["cpu:0", "cpu:1"])
-with strategy.scope():
-    total = cs.Variable(np.zeros(2), aggregation=cs.VariableAggregation.SUM)
-
-def step(batch):
-    total.assign_add(np.ones(2))
-    if {k} * 8 <= batch[0]:
-        print("inside", flush=True)
-        time.sleep(600)
-
-iterator = iter(strategy.experimental_distribute_dataset(cs.data.Dataset.range(160).batch(16)))
-steps = strategy.run_steps(step, iterator)
-results = 0
 main = threading.get_ident()
+results = 0
 
-def watch():
+def watch(name):
     said = -1
-    while said < 10:
+    while name == now:
         names, frame = set(), sys._current_frames()[main]
         taken = results
         while frame is not None:
@@ -545,50 +541,66 @@ def watch():
             frame = frame.f_back
         if taken > said and "_settle" in names and taken == results:
             said = taken
-            print("waits after", said, flush=True)
+            print(name, "waits after", said, flush=True)
         time.sleep(0.01)
 
-threading.Thread(target=watch, daemon=True).start()
-try:
-    for _ in steps:
-        results += 1
-        {body}
-except KeyboardInterrupt:
-    print("interrupted after", results, flush=True)
-print("total", total.numpy()[0], "steps", steps.steps, "position", iterator.position, flush=True)
-steps.close()
-print("and", strategy.run(lambda: 5), flush=True)
+def loop(name, k, body):
+    global results, now
+    with strategy.scope():
+        total = cs.Variable(np.zeros(2), aggregation=cs.VariableAggregation.SUM)
+
+    def step(batch):
+        total.assign_add(np.ones(2))
+        if k * 8 <= batch[0]:
+            print(name, "inside", flush=True)
+            time.sleep(600)
+
+    iterator = iter(strategy.experimental_distribute_dataset(cs.data.Dataset.range(160).batch(16)))
+    steps = strategy.run_steps(step, iterator)
+    results, now = 0, name
+    threading.Thread(target=watch, args=(name,), daemon=True).start()
+    try:
+        for _ in steps:
+            results += 1
+            body(total)
+    except KeyboardInterrupt:
+        print(name, "interrupted after", results, flush=True)
+    print(name, "total", total.numpy()[0], "steps", steps.steps, "position", iterator.position, flush=True)
+    steps.close()
+    print(name, "and", strategy.run(lambda: 5), flush=True)
+
+def wait(total):
+    print("waiting", flush=True)
+    time.sleep(600)
+
+loop("first", 0, lambda total: None)
+loop("fourth", 6, lambda total: None)
+loop("operation", 6, lambda total: total.numpy())
+loop("left", 100, wait)
+now = None
 """
 
 
-@pytest.mark.parametrize(
-    ("k", "body"),
-    [(0, "pass"), (6, "pass"), (6, "total.numpy()")],
-    ids=["first step", "fourth step", "operation of the loop"],
-)
-def test_ctrl_c_cancels_the_step_at_hand_and_those_after_it(k: int, body: str) -> None:
-    begun = k // 2
-    with start("-c", INTERRUPTED.format(k=k, body=body)) as child:
-        child.wait_for("inside")
-        child.wait_for(f"waits after {begun - (body != 'pass')}$")  # in an operation, which ends with that step
+@pytest.mark.timeout(120)
+def test_ctrl_c_cancels_the_step_at_hand_and_those_after_it_and_leaves_what_was_sent() -> None:
+    """In the first step, in the fourth, in an operation of the loop, which ends with that step, and between steps."""
+    with start("-c", INTERRUPTED) as child:
+        for name, begun, waits in (("first", 0, 0), ("fourth", 3, 3), ("operation", 3, 2)):
+            child.wait_for(f"{name} inside")
+            child.wait_for(f"^{name} waits after {waits}$")
+            child.press_ctrl_c()
+            child.wait_for(rf"^{name} interrupted after \d")
+            child.wait_for(rf"^{name} total {2.0 * begun} steps {begun} position {begun + 1}$")
+            child.wait_for(f"^{name} and 5$")
+        child.wait_for("^waiting$")
         child.press_ctrl_c()
+        sent = 1 + LOOKAHEAD
+        child.wait_for("^left interrupted after 1$")
+        child.wait_for(rf"^left total {2.0 * sent} steps {sent} position {sent}$")
+        child.wait_for("^left and 5$")
         ended = child.wait().ok()
-    assert re.search(r"interrupted after \d", ended.out)
-    assert f"total {2.0 * begun} steps {begun} position {begun + 1}" in ended.out
-    assert "and 5" in ended.out
     assert "ignored" not in ended.err
     assert "failed" not in ended.err
-
-
-def test_ctrl_c_in_the_loop_leaves_what_was_sent() -> None:
-    with start("-c", INTERRUPTED.format(k=100, body="print('waiting', flush=True); time.sleep(600)")) as child:
-        child.wait_for("waiting")
-        child.press_ctrl_c()
-        ended = child.wait().ok()
-    sent = 1 + LOOKAHEAD
-    assert "interrupted after 1" in ended.out
-    assert f"total {2.0 * sent} steps {sent} position {sent}" in ended.out
-    assert "and 5" in ended.out
 
 
 # --- without a service ----------------------------------------------------------------------------------------------

@@ -88,14 +88,14 @@ STEPS = 15
 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, bytes]:
-    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as strategy:
         return trained(strategy)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def protected() -> Iterator[cs.CentralStorageStrategy]:
     with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], max_restarts=1000) as strategy:
-        yield strategy
+        yield strategy  # the first who uses it finds nothing in it, as random numbers and names ask for
 
 
 def test_killed_at_every_place(undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

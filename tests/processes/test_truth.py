@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.harness.services import connected
 from threadpoolctl import threadpool_limits
 
 import central_storage as cs
@@ -140,12 +141,7 @@ def one_thread() -> Iterator[None]:
 def strategy(request: pytest.FixtureRequest, one_thread: None) -> Iterator[cs.CentralStorageStrategy]:
     """One service for each number of replicas, kept for all tests of it."""
     with start(request.param) as strategy:
-        strategy.run(_nothing)  # by then every socket is connected, and none is taken for the first test's leftover
-        yield strategy
-
-
-def _nothing() -> None:
-    pass
+        yield connected(strategy)
 
 
 def assert_same_bits(found: Trained, expected: Trained) -> None:
@@ -171,5 +167,5 @@ def test_same_bits_when_gradients_are_copied_in(strategy: cs.CentralStorageStrat
 
 
 def test_same_bits_from_another_service(one_thread: None) -> None:
-    with start(2) as first, start(2) as second:
-        assert_same_bits(trained_by(first, "momentum"), trained_by(second, "momentum"))
+    with start(2) as another:  # the first has those of one process, as above
+        assert_same_bits(trained_by(another, "momentum"), trained_here("momentum", 2))

@@ -31,7 +31,7 @@ from cs_proto.messages import (
     VariableSpec,
     Worker,
 )
-from cs_proto.records import RECORDS, Frame, Record, record, shown
+from cs_proto.records import RECORDS, Frame, Frames, Record, _compile, from_wire, record, shown
 
 # The server's private rows are records too, and are proved by its own tests.
 KINDS = [kind for _, kind in sorted(RECORDS.items()) if kind.__module__.startswith("cs_proto.")]
@@ -91,7 +91,10 @@ def test_codes_are_the_wire_and_stand_in_the_order_of_the_file() -> None:
         (lambda: ApplyPoint(0, "f.py:1", 1, 3, (1,), 0), "either variables or the number of their set"),
         (lambda: ApplyPoint(0, "f.py:1", 1, 3, (), 4), "buffers 0 to 3"),
         (lambda: Locate(1, (), 2), "buffers 0 or 1"),
-        (lambda: DevicePlace(bytes(64), 0, b""), "a mark of 0"),
+        (lambda: DevicePlace(bytes(64), 16, 64, b""), "a mark of 0"),
+        (lambda: DevicePlace(bytes(64), 15, 64, bytes(16)), "offset 15 in a block of 64"),
+        (lambda: DevicePlace(bytes(64), 49, 64, bytes(16)), "offset 49 in a block of 64"),
+        (lambda: DevicePlace(b"", 0, 64, b""), "offset 0 in a block of 64"),
         (lambda: Return((1,), 0, 1, (), 0, None, None), "a value or an error"),
         (lambda: Run((1,), 0, 0, b"d", None, False, bytes_array(b""), ()), "a digest has 16 bytes"),
         (lambda: VariableSpec("", "float32", (), True, 0, 0), "is not a variable name"),
@@ -125,11 +128,39 @@ def test_a_code_is_given_once() -> None:
 
 
 @pytest.mark.parametrize("hint", [dict, object, list[int], set[str], Literal[1], complex])
-def test_a_field_of_an_unknown_type_is_refused_when_the_record_is_defined(hint: object) -> None:
+def test_a_field_of_an_unknown_type_is_refused_when_the_first_record_is_built_or_read(hint: object) -> None:
     unknown = type("Unknown", (Record,), {"__annotations__": {"field": hint}, "__module__": __name__})
-    with pytest.raises(TypeError, match="a record field cannot be"):
-        record(255)(unknown)
-    assert 255 not in RECORDS
+    try:
+        kind = record(255)(unknown)
+        with pytest.raises(TypeError, match="a record field cannot be"):
+            kind(1)  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match="a record field cannot be"):
+            from_wire([255, 1], Frames([]))
+    finally:
+        del RECORDS[255]
+
+
+def test_no_kind_has_a_field_of_an_unknown_type() -> None:
+    for kind in RECORDS.values():
+        _compile(kind)
+
+
+def test_a_record_that_is_read_before_any_is_built_is_what_it_is_built_as() -> None:
+    class Pair(Record):
+        left: int
+        right: str = "r"
+
+    try:
+        kind = record(255)(Pair)
+        read = from_wire([255, 1, "r"], Frames([]))
+        assert read == kind(1) == kind(left=1)  # type: ignore[call-arg]
+        assert read != kind(2)  # type: ignore[call-arg]
+        assert hash(read) == hash(kind(1, "r"))  # type: ignore[call-arg]
+        assert repr(read).endswith("Pair(left=1, right='r')")
+        with pytest.raises(LocalProtocolError, match="Pair has 2 fields, not 1"):
+            from_wire([255, 1], Frames([]))
+    finally:
+        del RECORDS[255]
 
 
 def test_frames_are_equal_when_their_bytes_are_and_show_only_their_size() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.harness.services import connected
 
 import central_storage as cs
 
@@ -32,34 +33,34 @@ def on(*pages: str) -> Callable[[Any], Any]:
 def one() -> Iterator[cs.CentralStorageStrategy]:
     """``CentralStorageStrategy()`` on a machine without a GPU, and ``MirroredStrategy()``: one replica."""
     with cs.CentralStorageStrategy() as strategy:
-        yield strategy
+        yield connected(strategy)
 
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[cs.CentralStorageStrategy]:
     """The pages' two devices."""
     with cs.CentralStorageStrategy(compute_devices=["CPU:0", "CPU:1"], parameter_device="CPU:0") as strategy:
-        yield strategy
+        yield connected(strategy)
 
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[cs.CentralStorageStrategy]:
     with cs.CentralStorageStrategy(["CPU:0", "CPU:1", "CPU:2", "CPU:3"]) as strategy:
-        yield strategy
+        yield connected(strategy)
 
 
 @pytest.fixture(scope="module")
 def two_logical_devices() -> Iterator[cs.CentralStorageStrategy]:
     """Replicas of two logical devices each."""
     with cs.CentralStorageStrategy([("CPU:0", "CPU:1"), ("CPU:2", "CPU:3")]) as strategy:
-        yield strategy
+        yield connected(strategy)
 
 
 @pytest.fixture(scope="module")
 def eight_logical_devices() -> Iterator[cs.CentralStorageStrategy]:
     """One replica of eight logical devices."""
     with cs.CentralStorageStrategy([tuple(f"CPU:{n}" for n in range(8))]) as strategy:
-        yield strategy
+        yield connected(strategy)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from cs_proto.messages import ApplyPoint, Optimizer, Schedule, SparseGradient, V
 from cs_server import versions
 from cs_server.catalogue import SLACK_NBYTES, Catalogue
 from cs_server.control import ControlMemory
-from cs_server.events import Allocate, Apply, Command, Dense, Discard, Load, Rows, Write
+from cs_server.events import Allocate, Apply, Command, Dense, Discard, Load, LoadKernel, Rows, Write
 from cs_server.tables import SlotFill, Tables
 
 SGD = {"learning_rate": 0.1, "momentum": 0.0, "nesterov": 0.0}
@@ -249,6 +249,8 @@ def test_what_lies_on_a_gpu_must_fit_there_and_mirror_and_journal_beside() -> No
         book.catalogue.variable_set(1, (1,))
     book.tables.tally.device_nbytes = 800
     book.catalogue.variable_set(1, (1,))
+    assert LoadKernel("adam", "float32") in book.out
+    assert book.catalogue.kernels() == [LoadKernel("adam", "float32")]
     assert book.catalogue.loads() == [
         Load("parameters/float32", 0, 400),
         Load("slots/1/m/float32", 0, 400),
@@ -258,7 +260,9 @@ def test_what_lies_on_a_gpu_must_fit_there_and_mirror_and_journal_beside() -> No
 
 def test_nothing_is_loaded_where_variables_lie_in_the_machines_memory(book: Book) -> None:
     book.make("w", (100,))
-    assert book.catalogue.loads() == []
+    book.catalogue.configure(0, "Adam", ADAM)
+    book.catalogue.variable_set(1, (1,))
+    assert book.catalogue.loads() == book.catalogue.kernels() == []
 
 
 def test_a_slab_never_outgrows_its_reservation() -> None:

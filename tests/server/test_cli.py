@@ -38,3 +38,10 @@ def test_a_supervisor_that_is_no_socket(tmp_path: Path) -> None:
     assert ended.code == 1 or len(str(tmp_path)) > 87
     assert "cs-server: " in ended.err
     assert "Traceback" not in ended.err
+
+
+def test_what_is_to_be_left_at_the_end_is_left(tmp_path: Path) -> None:
+    service = (sys.executable, "-P", "-m", "cs_server", "--run-directory", "/nowhere", *OPTIONS)
+    assert run(*service, environment={"CS_MOMENTS": str(tmp_path)}).code == 1
+    [left] = tmp_path.iterdir()
+    assert left.name.startswith("server-")

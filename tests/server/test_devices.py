@@ -23,6 +23,7 @@ from cs_server.device_memory import DeviceMemory, is_on_device
 from cs_server.devices import GpuParameters
 from cs_server.events import Apply, Commit, Dense, Fill, Rows, Write
 from cs_server.journal import Journal
+from cs_server.translate import DTYPES
 from cs_server.updates import RULES
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no gcc here to run kernels without a GPU")
@@ -81,6 +82,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_updates, "_SQUARES_NBYTES", 8 * 257 * 2)
     monkeypatch.setattr(staging, "_STAGE_NBYTES", 16 * 8 * 4)
     monkeypatch.setattr(device_memory, "_BLOCK_NBYTES", 512)
+    monkeypatch.setattr(device_memory, "_GRAIN_NBYTES", 256)
 
 
 @pytest.fixture(params=["page-locked", "not page-locked"])
@@ -133,8 +135,17 @@ class Both:
 
     def commit(self, *operations: Apply | Write | Fill) -> None:
         self.ticket += 1
+        self.load(*operations)
         self.gpu.commit(Commit(self.ticket, operations))
         self.plain.commit(Commit(self.ticket, operations))
+
+    def load(self, *operations: Apply | Write | Fill) -> None:
+        """The kernels that these need, as the first apply of a set of variables has them loaded."""
+        for each in operations:
+            if isinstance(each, Apply):
+                for part in (*each.dense, *each.sparse):
+                    if part.dtype in DTYPES:
+                        self.gpu.load_kernel(each.rule, part.dtype)
 
     def mirrored(self) -> None:
         """Have the mirror hold slots too."""
@@ -191,18 +202,26 @@ def variables(both: Both, rule: str, dtypes: Sequence[str]) -> tuple[Dense, ...]
     return tuple(parts)
 
 
-def table(both: Both, rule: str, height: int, width: int, rows: Sequence[Sequence[int]], first: int = 0) -> Rows:
-    """A float32 table of which the replicas' gradients name rows."""
+def table(
+    both: Both,
+    rule: str,
+    height: int,
+    width: int,
+    rows: Sequence[Sequence[int]],
+    first: int = 0,
+    dtype: str = "float32",
+) -> Rows:
+    """A table of which the replicas' gradients name rows."""
     random = np.random.default_rng(4)
-    slots = tuple(f"slots/1/{slot}/float32" for slot in RULES[rule].slots)
-    both.make("parameters/float32", first, random.standard_normal((height, width)).astype("float32"))
+    slots = tuple(f"slots/1/{slot}/{dtype}" for slot in RULES[rule].slots)
+    both.make(f"parameters/{dtype}", first, random.standard_normal((height, width)).astype(dtype))
     for name, value in zip(slots, RULES[rule].initial(HYPERPARAMETERS), strict=True):
-        both.make(name, first, np.full((height, width), value, "float32"))
+        both.make(name, first, np.full((height, width), value, dtype))
     gradients = [
-        (array_of(random.standard_normal((len(named), width)).astype("float32")), array_of(np.array(named, np.int64)))
+        (array_of(random.standard_normal((len(named), width)).astype(dtype)), array_of(np.array(named, np.int64)))
         for named in rows
     ]
-    return Rows("float32", first, (height, width), "parameters/float32", slots, tuple(gradients))
+    return Rows(dtype, first, (height, width), f"parameters/{dtype}", slots, tuple(gradients))
 
 
 def apply(rule: str, dense: Sequence[Dense] = (), sparse: Sequence[Rows] = (), t: int = 1, **given: float) -> Apply:
@@ -232,11 +251,31 @@ def test_a_dense_update_of_any_gradients(both: Both) -> None:
     both.assert_same()
 
 
+@pytest.mark.parametrize("bound", [{}, {"clipnorm": 0.5}])
+@pytest.mark.parametrize("rule", ["sgd_momentum", "adagrad", "adam"])
 @pytest.mark.usefixtures("narrow")
-def test_halves_are_computed_in_single_precision(both: Both) -> None:
-    dense = variables(both, "sgd_momentum", ["float16"])
-    both.commit(apply("sgd_momentum", dense))
-    both.assert_same(4e-3)
+def test_halves_are_computed_in_single_precision(gpus: StandInGpus, rule: str, bound: dict[str, float]) -> None:
+    both = Both()
+    dense = variables(both, rule, ["float16"])
+    both.commit(apply(rule, dense, [table(both, rule, 20, 9, [[2, 2, 5], [6]], first=1000, dtype="float16")], **bound))
+    both.assert_same(2e-3 if bound else 0.0)
+    both.close()
+
+
+@pytest.mark.usefixtures("narrow")
+def test_gradients_of_halves_are_added_up_in_single_precision(gpus: StandInGpus) -> None:
+    """What halves cannot hold on the way does not matter."""
+    both = Both(replicas=3)
+    (dense,) = variables(both, "sgd", ["float16"])
+    for replica, value in enumerate((60_000, 60_000, -60_000)):
+        both.brings(f"gradients/{replica}/0/float16", 0, np.full(70, value, "float16"))
+    before = both.here.elements("parameters/float16", "float16")[:70].astype("float32")
+    both.load(apply("sgd", [dense]))
+    both.gpu.commit(Commit(9, (apply("sgd", [dense]),)))
+    after = both.here.elements("parameters/float16", "float16")[:70]
+    rate = np.float32(HYPERPARAMETERS["learning_rate"])
+    assert after.tolist() == (before - rate * np.float32(60_000)).astype("float16").tolist()
+    both.close()
 
 
 @pytest.mark.parametrize("lazy", [0.0, 1.0])
@@ -330,15 +369,23 @@ def test_a_scalar_and_nothing_at_all(both: Both) -> None:
 
 
 @pytest.mark.usefixtures("narrow")
-def test_a_commit_of_many_operations(both: Both) -> None:
-    """Every operation begins with what the one before it left, and what is changed twice is mirrored as it ends."""
+def test_a_commit_of_many_operations(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every operation begins with what the one before it left, and what is changed twice is mirrored as it ends. What
+    the journal needs for it was reserved with the variables."""
+
+    def reserve(journal: Journal, nbytes: int) -> None:
+        assert nbytes <= both.gpu._made_nbytes
+
     dense = variables(both, "adam", ["float32", "float64", "complex64"])
     sparse = table(both, "adam", 50, 20, [[2, 2, 5], [6]], first=1000)
     w = Array("float32", (50,), Location("parameters/float32", 0))
     t = Array("float32", (50, 20), Location("parameters/float32", 4000))
     add = Write(w, "assign_add", None, (array_of(np.ones(50, "float32")),))
     scatter = Write(t, "scatter_add", None, (array_of(np.ones((1, 20), "float32")),), array_of(np.array([9])))
+    monkeypatch.setattr(Journal, "reserve", reserve)
     both.commit(add, apply("adam", dense, [sparse]), add, scatter, apply("adam", dense, [sparse], t=2), scatter)
+    both.commit(apply("adam", dense, [sparse], t=3))
+    both.commit(apply("adam", dense, [replace(sparse, gradients=sparse.gradients[:1])], t=4, lazy=1.0))
     both.assert_same()
 
 
@@ -428,6 +475,7 @@ def test_a_commit_is_whole_or_has_not_been_wherever_the_server_ends(
     elif where != "replayed":
         monkeypatch.setattr(Journal, name, end)
     both.ticket += 1
+    both.load(*operations)
     command = Commit(both.ticket, operations)
     if where == "replayed":
         both.gpu.commit(command)
@@ -438,6 +486,7 @@ def test_a_commit_is_whole_or_has_not_been_wherever_the_server_ends(
         if where != "replay":
             np.testing.assert_array_equal(both.here.elements("parameters/float32", "float32"), before)
     both.again()
+    both.load(*operations)
     both.gpu.commit(command)  # the engine has not heard that it is finished
     both.plain.commit(command)
     both.assert_same()
@@ -524,11 +573,74 @@ def test_page_locks_go_before_the_pages(gpus: StandInGpus) -> None:
 def test_a_full_gpu_says_what_was_planned() -> None:
     with stand_in_gpus(1, nbytes=64 << 20):
         both = Both()
-        with pytest.raises(DeviceMemoryError, match=r"67109120 bytes planned on gpu:0, \d+ bytes of it available"):
+        with pytest.raises(DeviceMemoryError, match=r"67109136 bytes planned on gpu:0, \d+ bytes of it available"):
             both.gpu.make("parameters/float32", 0, 64 << 20)
         both.make("parameters/float32", 0, np.ones(9, "float32"))
         both.assert_same()
         both.close()
+
+
+def take_the_rest(gpus: StandInGpus, both: Both, left: int) -> Any:
+    """All of the GPU's memory but ``left`` bytes."""
+    return gpus.cupy.cuda.Memory(both.gpu.available_nbytes() - left)
+
+
+def test_a_commit_takes_nothing_of_a_gpu_that_is_full(
+    gpus: StandInGpus, monkeypatch: pytest.MonkeyPatch, both: Both
+) -> None:
+    """Kernels are loaded with what needs them; of every kind of operation none makes an event, a module or memory."""
+    dense = variables(both, "adam", DTYPES)
+    sparse = [table(both, "adam", 40, 20, [[1, 2], [1]], first=1000)]
+    rows = Array("float32", (40, 20), Location("parameters/float32", 4000))
+    both.load(apply("adam", dense, sparse))
+    rest = take_the_rest(gpus, both, 0)
+    for where, name in ((gpus.cupy, "RawModule"), (gpus.cupy.cuda, "Event"), (gpus.cupy.cuda, "Memory")):
+        monkeypatch.delattr(where, name)
+    for t in range(1, 30):
+        both.commit(apply("adam", dense, sparse, t=t))
+    both.assert_same()
+    both.commit(apply("adam", dense, sparse, t=30, clipnorm=0.5))
+    both.commit(Write(rows, "scatter_add", None, (array_of(np.ones((1, 20), "float32")),), array_of(np.array([3]))))
+    for dtype in DTYPES:
+        both.commit(Fill(f"slots/1/m/{dtype}", dtype, 8, 9, 0.5))
+    both.assert_same(2e-3)  # a norm of halves
+    del rest
+
+
+def test_a_kernel_for_which_a_gpu_has_no_room_is_refused(gpus: StandInGpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the variable or the optimizer that needs it, and by name; there is room later."""
+
+    def refuse(*_: object) -> None:
+        raise gpus.cupy.cuda.runtime.CUDARuntimeError(2)
+
+    both = Both()
+    both.make("parameters/float32", 0, np.ones(9, "float32"))
+    rest = take_the_rest(gpus, both, 1000)
+    with pytest.raises(
+        DeviceMemoryError, match=r"the kernel adam_float32 planned on gpu:0, 1000 bytes of it available"
+    ):
+        both.gpu.load_kernel("adam", "float32")
+    with pytest.raises(DeviceMemoryError, match=r"the kernel copy planned on gpu:0, 1000 bytes"):
+        both.gpu.make("parameters/float16", 0, 18)
+    both.gpu.make("parameters/float32", 64, 100)  # has all that it needs
+    del rest
+    monkeypatch.setattr(gpus.cupy.cuda.runtime, "memsetAsync", refuse)
+    with pytest.raises(DeviceMemoryError, match="zeros planned on gpu:0"):
+        both.gpu.make("parameters/float16", 0, 18)
+    both.gpu.discard("parameters/float16", 0, 18)
+    monkeypatch.undo()
+    both.gpu.load_kernel("adam", "float32")
+    both.gpu.make("parameters/float16", 0, 18)
+    both.close()
+
+
+def test_a_kernel_that_a_gpu_does_not_take_is_named(gpus: StandInGpus) -> None:
+    gpu = cuda.Gpu("gpu:0")
+    with pytest.raises(DeviceError, match="the kernel wrong cannot be compiled for gpu:0: "):
+        gpu.load('extern "C" __global__ void wrong(int a) { b; }', "wrong", (np.int32(0),))
+    with pytest.raises(DeviceError, match=r"the kernel right cannot be had of gpu:0: .*illegal memory access"):
+        gpu.load('extern "C" __global__ void right(int *a) { a = a; }', "right", (7,))
+    gpu.close()
 
 
 def test_a_gpu_that_cannot_be_used(gpus: StandInGpus) -> None:
@@ -557,6 +669,11 @@ def test_an_exported_block_stays(gpus: StandInGpus) -> None:
     free = both.gpu.available_nbytes()
     place = both.gpu._on_device.export("parameters/float32", 4 * 20)
     assert (len(place.handle), place.offset) == (64, 256 + 16)
+    block = gpus.cupy.cuda.UnownedMemory(next(iter(both.gpu._on_device._exported)), place.size, None, 0)
+    for offset in place.marked:
+        mark = gpus.cupy.ndarray((16,), np.uint8, gpus.cupy.cuda.MemoryPointer(block, offset))
+        assert mark.get().tobytes() == place.mark
+    assert place.size % device_memory._GRAIN_NBYTES == 0
     both.gpu.discard("parameters/float32", 64, 64 + 4 * size)
     assert both.gpu.available_nbytes() == free
     both.close()
@@ -595,11 +712,30 @@ def test_gradients_are_read_where_they_are_on_the_gpu(gpus: StandInGpus, both: B
         with np.errstate(invalid="ignore"):
             assert np.isfinite(both.gpu.view(array)).all()
     both.ticket += 1
+    both.load(apply("adam", [lost]))
     both.gpu.commit(Commit(both.ticket, (apply("adam", [lost], **bound),)))
     both.plain.commit(Commit(both.ticket, (apply("adam", [dense], **bound),)))
     both.assert_same(1e-6 if bound else 0.0)
     both.gpu.discard("gradients/0/0/float32", 0, 200)
     assert np.isnan(both.gpu.view(Array("float32", (50,), Location("gradients/0/2/float32", 0)))).all()
+
+
+def test_memory_that_cannot_be_exported_is_read_through_the_machines_and_that_is_said_once(
+    gpus: StandInGpus, both: Both, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise runtime.CUDARuntimeError(801)
+
+    runtime = gpus.cupy.cuda.runtime
+    monkeypatch.setattr(runtime, "ipcGetMemHandle", refuse)
+    for at in (0, 64):
+        both.make("parameters/float32", at, np.ones(9, "float32"))
+        assert both.gpu.export(Array("float32", (9,), Location("parameters/float32", 4 * at))).handle == b""
+    both.assert_same()
+    assert [record.message for record in caplog.records] == [
+        "transport staging: memory of gpu:0 cannot be exported by CUDA IPC (cudaErrorNotSupported: operation not "
+        "supported)"
+    ]
 
 
 def test_gradients_are_not_on_a_gpu_that_has_no_ample_memory_for_them() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections import deque
 from collections.abc import Callable
@@ -229,7 +230,7 @@ def programs(draw: st.DrawFn) -> list[list[str]]:
 
 
 @given(programs(), st.integers(0, 1 << 30))
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=50 if "CS_ALL_PROGRAMS" in os.environ else 25)
 def test_the_order_of_arrival_decides_nothing(plan: list[list[str]], seed: int) -> None:
     assert play(plan, random.Random(seed)) == play(plan, None)
 
@@ -416,7 +417,7 @@ def test_places_are_told_and_never_move() -> None:
     cancels=st.booleans(),
     seed=st.integers(0, 1 << 30),
 )
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=50 if "CS_ALL_PROGRAMS" in os.environ else 25)
 def test_steps_follow_each_other_whatever_overtakes_what(
     replicas: int, count: int, fails: tuple[int, int] | None, cancels: bool, seed: int
 ) -> None:

@@ -14,8 +14,8 @@ MACHINE = 1 << 40
 
 @pytest.fixture(autouse=True)
 def a_large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = psutil.virtual_memory()._replace(available=MACHINE, total=2 * MACHINE)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: state)
+    said = {"MemAvailable": MACHINE, "MemTotal": 2 * MACHINE}
+    monkeypatch.setattr(machine, "_kernel_nbytes", said.__getitem__)
 
 
 def proc(tmp_path: Path, cgroup: str, mounts: list[str]) -> Path:
@@ -40,9 +40,12 @@ def first(directory: Path, limit: int, used: int, inactive_file: int = 0) -> Non
     (directory / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {inactive_file}\n")
 
 
-def test_this_machine() -> None:
+def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.total_nbytes() == 2 * MACHINE
     assert 0 <= machine.available_nbytes() <= MACHINE
+    monkeypatch.undo()
+    assert machine.total_nbytes() == psutil.virtual_memory().total
+    assert 0 < machine.available_nbytes() < machine.total_nbytes()
 
 
 def test_no_control_groups_at_all(tmp_path: Path) -> None:

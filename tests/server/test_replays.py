@@ -3,6 +3,7 @@ not; and each rule of replays by itself."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -281,8 +282,10 @@ def test_a_death_at_any_event_changes_nothing(program: list[str], replicas: int,
     programs = [program, PLAIN]
     wanted = World(programs, replicas, series).play().outcome()
     assert [record.error for record in wanted[0]] == [None] * 2
-    for death in deaths(programs, replicas, series):
-        world = World(programs, replicas, series).play(death, late=sum(death) % 2 == 0)
+    # In a run at every second event, in a series of steps at the others; at all where all is asked for.
+    tried = slice(None) if "CS_ALL_PROGRAMS" in os.environ else slice(series, None, 2)
+    for death in deaths(programs, replicas, series)[tried]:
+        world = World(programs, replicas, series).play(death, late=sum(death) % 4 < 2)
         assert world.outcome() == wanted, f"{death}\n" + "\n".join(world.book.transcript[-60:])
 
 

@@ -13,6 +13,7 @@ from tests.harness.playbook import (
     array,
     asks,
     commits,
+    first_apply,
     hears,
     lies,
     reduces,
@@ -26,6 +27,7 @@ from tests.harness.playbook import (
 
 from cs_proto.arrays import Array, Location
 from cs_proto.messages import (
+    Accepted,
     Assign,
     AssignSlot,
     Configure,
@@ -42,6 +44,7 @@ from cs_proto.messages import (
     Goodbye,
     Got,
     Optimizer,
+    PointFailed,
     Refused,
     ReplicaStatistics,
     Slots,
@@ -49,7 +52,7 @@ from cs_proto.messages import (
     Variable,
 )
 from cs_proto.records import Record
-from cs_server.events import Discard, Fill, MemoryAvailable, Send
+from cs_server.events import Discard, Fill, LoadKernel, MemoryAvailable, Send
 
 W = lies("parameters/float32", 0, (2,))
 B = lies("parameters/float32", 128, (2,))
@@ -398,3 +401,19 @@ def test_what_was_allocated_for_slots_that_are_refused_is_given_back() -> None:
     book.refuses = {}
     assert first in book.does(describe)
     book.settle()
+
+
+def test_a_first_apply_fails_where_the_gpu_has_no_room_for_its_kernel() -> None:
+    """And the next one, of any optimizer, does not; a server that is restarted has all of them loaded first."""
+    book = Playbook(1, device="gpu:0").begin().has(spec("w", (2,))).has_optimizer("Adam").has_optimizer("SGD")
+    kernel = LoadKernel("adam", "float32")
+    slots = [allocates(f"slots/1/{slot}/float32", 0, 8) for slot in "mv"]
+    book.refuses = {kernel: full("a kernel")}
+    book.on(
+        asks(0, first_apply(0, 1)),
+        to(w(0), PointFailed, "cs.DeviceMemoryError", r"optimizer 1 \(Adam\): no room in a kernel of gpu:0"),
+    )
+    book.on(asks(0, first_apply(1, 1, optimizer=2)), LoadKernel("sgd", "float32"), to(w(0), Accepted))
+    book.refuses = {}
+    assert book.does(asks(0, first_apply(2, 1)))[:3] == [kernel, *slots]
+    assert [each for each in book.resume() if isinstance(each, LoadKernel)] == [LoadKernel("sgd", "float32"), kernel]

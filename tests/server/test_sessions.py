@@ -88,6 +88,20 @@ def test_a_controller_is_welcome_once_all_workers_have_registered() -> None:
     book.on(hears(CONTROLLER, HELLO), Send(CONTROLLER, welcome(0, 1)))
 
 
+def test_observers_that_never_said_goodbye_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cs_server.sessions._OBSERVERS", 2)
+    book = Playbook(1).begin()
+    for number in (3, 1, 2):
+        book.now += 1
+        book.does(hears(b"o%d" % number, Hello(PROTOCOL, "observer", f"o{number}", number)))
+    book.does(hears(b"o1", Hello(PROTOCOL, "observer", "o1", 1)))  # said again
+    forgotten = to(b"o3", Refused, "cs.PeerProtocolError", "has not said hello", number=1)
+    book.on(hears(b"o3", Get(1, (), (), False)), forgotten)
+    for peer in (b"o1", b"o2"):
+        book.on(hears(peer, Get(1, (), (), False)), to(peer, Got))
+    assert book.does(hears(CONTROLLER, Statistics(5)))
+
+
 def test_observers_are_welcome_at_any_time() -> None:
     book = Playbook(2)
     observer = Hello(PROTOCOL, "observer", "o", 8)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from tests.harness.updates import HYPERPARAMETERS
 
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.optimizers import OPTIMIZERS, SLOTS, check_change, rule_of
@@ -12,24 +13,7 @@ from cs_server.updates import RULES, reference, scalars
 
 SGD = {"learning_rate": 0.05, "momentum": 0.0, "nesterov": False}
 ADAM = {"learning_rate": 0.05, "beta_1": 0.9, "beta_2": 0.99, "epsilon": 1e-7, "amsgrad": False}
-ALL = {
-    "learning_rate": 0.03,
-    "momentum": 0.9,
-    "nesterov": True,
-    "beta_1": 0.9,
-    "beta_2": 0.99,
-    "epsilon": 1e-7,
-    "amsgrad": True,
-    "rho": 0.8,
-    "centered": True,
-    "weight_decay": 0.01,
-    "initial_accumulator_value": 0.1,
-    "learning_rate_power": -0.4,
-    "l1_regularization_strength": 0.02,
-    "l2_regularization_strength": 0.01,
-    "l2_shrinkage_regularization_strength": 0.03,
-    "beta": 0.5,
-}
+ALL = HYPERPARAMETERS | {"nesterov": True, "amsgrad": True, "centered": True}
 SGDS = {"sgd", "sgd_momentum", "sgd_nesterov"}
 GRADIENTS = (2.0, -3.0, 0.5, 0.0, 1e-3, -0.25)
 

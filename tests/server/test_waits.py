@@ -21,13 +21,13 @@ from tests.harness.playbook import (
     w,
 )
 
-from cs_proto.messages import PROTOCOL, Awaited, Cancel, Goodbye, Hello
-from cs_server.events import EndWorker, Listening, Log, Send, Tick
+from cs_proto.messages import PROTOCOL, Awaited, AwaitedFor, Cancel, Goodbye, Hello
+from cs_server.events import Command, EndWorker, Listening, Log, Send, Tick, TraceWorker
 
 HELLO = Hello(PROTOCOL, "controller", "c", 7)
 
 
-def ticks(book: Playbook, seconds: int, *expected: Log | Says) -> None:
+def ticks(book: Playbook, seconds: int, *expected: Command | Says) -> None:
     """Time passes in steps of one second; nothing is said before the last, and then ``expected``."""
     for _ in range(seconds - 1):
         book.now += 1
@@ -56,7 +56,10 @@ def test_replicas_that_nobody_but_the_controller_waits_for_are_named_and_ended(r
     book.on(hears(CONTROLLER, Awaited((1,), 1.0)))
     book.on(hears(CONTROLLER, Awaited((1,), 1.0)))  # said again to another server
     book.now += 10
-    book.on(Tick(), Says("run 1: waiting 11 s for replica 0 .*; no replica has come to a merge point", slow=True))
+    where = "no replica has come to a merge point"
+    whom = " and ".join(f"replica {r} (pid {100 + r}, w{r}.1), last seen 70 s ago" for r in range(replicas))
+    told = Send(CONTROLLER, AwaitedFor((1,), f"{whom}; {where}"))
+    book.on(Tick(), Log(f"run 1: waiting 11 s for {whom}; {where}", slow=True), told)
     book.now += 1.5
     reason = "it did not come to its next merge point within 12 s in run 1"
     ends = [(Says(reason, slow=True), EndWorker(replica, 1, reason)) for replica in range(replicas)]
@@ -96,7 +99,8 @@ def test_a_replica_that_lets_another_wait_is_named_every_ten_seconds() -> None:
         "replica 0 waits at all_reduce SUM (train.py:31)"
     )
     ticks(book, 10, Log(text.format(10, 12), slow=True))
-    ticks(book, 10, Log(text.format(20, 22), slow=True))
+    ticks(book, 10, Log(text.format(20, 22), slow=True), TraceWorker(1, 1))
+    ticks(book, 10, Log(text.format(30, 32), slow=True))
     book.does(asks(1, reduces(0, scalar(1))))
     book.does(book.computed(scalar(2)))
     ticks(book, 25)  # everybody is at work
@@ -171,3 +175,26 @@ def test_a_controller_that_waits_for_the_end_of_old_runs_is_told_about() -> None
     book.does(hears(CONTROLLER, Goodbye("c")))
     book.does(hears(b"c2", Hello(PROTOCOL, "controller", "d", 9)))
     ticks(book, 10, Says(r"client d \(pid 9\): waiting 10 s for the runs of the client before it to end", slow=True))
+
+
+@pytest.mark.parametrize("late", [1.0, 3.0, 9.9])
+def test_stacks_are_shown_once_in_a_wait_however_late_a_server_looks(late: float) -> None:
+    book = Playbook(2).begin()
+    book.does(asks(0, reduces(0, scalar(1))))
+    shown = []
+    for _ in range(100):
+        book.now += late
+        shown += [command for command in book.does(Tick()) if isinstance(command, TraceWorker)]
+    assert shown == [TraceWorker(1, 1)]
+
+
+def test_a_replica_that_the_controller_alone_waits_for_shows_its_stacks_after_a_minute() -> None:
+    book = Playbook(1).begin()
+    book.on(hears(CONTROLLER, Awaited((1,), 1.0)))
+    shown = []
+    for _ in range(120):
+        book.now += 1
+        shown += [(book.now, command) for command in book.does(Tick()) if isinstance(command, TraceWorker)]
+    [(when, command)] = shown
+    assert command == TraceWorker(0, 1)
+    assert 60 <= when - (book.now - 120) <= 70

@@ -24,7 +24,7 @@ import psutil
 from tests.harness import leftovers
 from tests.harness.processes import MARK, ROOT, describe, marked, reap
 from tests.harness.timing import unit
-from tests.soak.sessions import LAUNCH, role_of, session
+from tests.soak.sessions import LATE, LAUNCH, Late, Session, role_of, session
 
 from central_storage.launch.run_directory import RunDirectory
 
@@ -32,6 +32,8 @@ __all__ = ["VICTIMS", "interrupted", "killed", "launches"]
 
 #: Who is killed: by what it is, or everything at once.
 VICTIMS = ("supervisor", "script", "server", "w0", "all")
+#: Who is started again.
+_REPLACED = ("server", "w0")
 _SMALL = ("--elements", "1024")
 _GONE_WITHIN = 5.0
 
@@ -47,32 +49,50 @@ def _start_time(launched: bool) -> float:
     return took
 
 
-def killed(rng: random.Random) -> list[str]:
-    """Start a training in one of two ways, SIGKILL one of its processes at some instant; what was left, in words."""
-    launched, victim = rng.random() < 0.5, rng.choice(VICTIMS)
-    instant = rng.uniform(0.0, 1.5) * _start_time(launched)
+def killed(rng: random.Random, limit: int = 1) -> tuple[int, list[str]]:
+    """Start a training in one of two ways and SIGKILL its processes, each at some instant, up to ``limit`` of them and
+    until one ends the training: how many, and what was left, in words."""
+    launched = rng.random() < 0.5
     before = leftovers.take()
-    with session(*_SMALL, launched=launched) as attacked:
-        attacked.watch(instant)
-        if victim == "all":
-            was_there = bool(marked(attacked.mark))
-            for process in marked(attacked.mark):
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
+    kills: list[str] = []
+    with session(*_SMALL, launched=launched, options={"--max-restarts": "100"}) as attacked:
+        begun = time.monotonic()
+        while len(kills) < limit and attacked.process.poll() is None:
+            victim = rng.choice(VICTIMS)
+            attacked.watch(rng.uniform(0.0, 0.5 if kills else 1.5) * _start_time(launched))
+            if not _kill(attacked, victim):
+                break  # it has ended by then
+            kills.append(f"{victim} killed {time.monotonic() - begun:.2f} s")
+            if victim not in _REPLACED:
+                break
+            if any(line["op"] == "run" for line in attacked.history):  # else the start has failed
+                attacked.wait_for_steps(1)
         else:
-            was_there = attacked.hit(victim, signal.SIGKILL)
-        what = f"{victim} killed {instant:.2f} s after {'cs-launch' if launched else 'the script'} began"
-        if not was_there or victim in ("server", "w0"):  # the training goes on, or ends by itself
             attacked.finish()
         (attacked.directory / "stop").touch()
-        found = [f"{what}: left running: {line}" for line in _living(attacked.mark)]
+        what = f"{', '.join(kills)} after {'cs-launch' if launched else 'the script'} began"
+        found = _living(attacked.mark, what)
         if found:
             found.append(attacked.tail())
+        if not kills:
+            found.append(f"the training ended before anything was killed\n{attacked.tail()}")
     _next_start()
     if left := leftovers.since(before):
         found.append(f"{what}: left behind: {left}")
         left.end()
-    return found
+    return len(kills), [*attacked.late, *found]
+
+
+def _kill(attacked: Session, victim: str) -> bool:
+    """SIGKILL a process as soon as it is there, or all that are; False where the training has ended before."""
+    if victim == "all":
+        for process in (living := marked(attacked.mark)):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        return bool(living)
+    while not (is_hit := attacked.hit(victim, signal.SIGKILL)) and attacked.process.poll() is None:
+        attacked.watch(0.02)
+    return is_hit
 
 
 def launches(_: random.Random, count: int, limit: float = 300.0) -> list[str]:
@@ -112,7 +132,7 @@ def launches(_: random.Random, count: int, limit: float = 300.0) -> list[str]:
                 found.append(f"a launch of {count} at once ended by {process.returncode}: {out}{err}")
     if not found and len(addresses) != count:
         found.append(f"{count} launches had {len(addresses)} run directories")
-    found += [f"left running: {line}" for line in _living(mark)]
+    found += _living(mark, f"{count} launches")
     if left := leftovers.since(before):
         found.append(f"left behind: {left}")
         left.end()
@@ -132,17 +152,23 @@ def interrupted(rng: random.Random) -> list[str]:
         history = os.open(Path(directory, "history"), os.O_RDWR)  # of which nobody reads: it holds enough lines
         module = ("-m", "tests.soak.workload", directory, *_SMALL)
         process, terminal = _at_a_terminal([*LAUNCH, *module] if launched else [sys.executable, *module], mark)
+        os.read(terminal, 1)  # before that there is nobody to whom the terminal would tell it
         printed = _read_until(terminal, process, time.monotonic() + instant)
         if process.poll() is None:
             begun = time.monotonic()
             os.write(terminal, b"\x03")
-            printed += _read_until(terminal, process, begun + unit(_GONE_WITHIN))
+            printed += _read_until(terminal, process, begun + LATE * unit(_GONE_WITHIN))
+            took = time.monotonic() - begun
             if process.poll() is None:
-                found.append(f"{what}: still there after {unit(_GONE_WITHIN):g} s:\n{printed[-4000:]}")
-        found += [f"{what}: left running: {line}" for line in _living(mark)]
+                found.append(f"{what}: still there after {took:.0f} s:\n{printed[-4000:]}")
+            elif took > unit(_GONE_WITHIN):
+                found.append(Late(f"{what}: it ended {took:.1f} s later:\n{printed[-4000:]}"))
+        found += _living(mark, what)
         # NumPy makes an ImportError of a Ctrl-C in the middle of its own import, which the script asked for.
-        is_of_numpy = process.poll() == 1 and "Importing the numpy C-extensions failed" in printed
-        if process.poll() not in (130, -signal.SIGINT, None) and not is_of_numpy:
+        # Python itself ends with a fatal error for one in the middle of its own start.
+        others = "Importing the numpy C-extensions failed", "Fatal Python error: init_"
+        is_of_others = process.poll() == 1 and any(words in printed for words in others)
+        if process.poll() not in (130, -signal.SIGINT, None) and not is_of_others:
             found.append(f"{what}: ended by {process.returncode}:\n{printed[-4000:]}")
         reap(marked(mark))
         process.wait()
@@ -171,9 +197,14 @@ def _at_a_terminal(command: Sequence[str], mark: str) -> tuple[subprocess.Popen[
     return process, ours
 
 
-_TAKES_THE_TERMINAL = (
-    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
-)
+# Without a handler of its own, which would take the signal along when it becomes the command.
+_TAKES_THE_TERMINAL = """
+import fcntl, os, signal, sys, termios
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.write(1, b".")
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 def _read_until(terminal: int, process: subprocess.Popen[bytes], deadline: float) -> str:
@@ -188,12 +219,15 @@ def _read_until(terminal: int, process: subprocess.Popen[bytes], deadline: float
     return text.decode(errors="replace")
 
 
-def _living(mark: str) -> list[str]:
-    """What of a session does not end within 5 s."""
-    deadline = time.monotonic() + unit(_GONE_WITHIN)
-    while (living := marked(mark)) and time.monotonic() < deadline:
+def _living(mark: str, what: str) -> list[str]:
+    """What of a session does not end within 5 s, in words."""
+    begun = time.monotonic()
+    while (living := marked(mark)) and time.monotonic() - begun < LATE * unit(_GONE_WITHIN):
         psutil.wait_procs(living, timeout=0.05)
-    return [f"{role_of(process) or 'helper'} {describe(process)}" for process in living]
+    took = time.monotonic() - begun
+    if living or took <= unit(_GONE_WITHIN):
+        return [f"{what}: left running: {role_of(process) or 'helper'} {describe(process)}" for process in living]
+    return [Late(f"{what}: the last process ended {took:.1f} s later")]
 
 
 def _next_start() -> None:

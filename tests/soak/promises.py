@@ -13,17 +13,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import psutil
 from tests.harness.processes import ROOT, marked
 from tests.harness.timing import unit
-from tests.soak import causes, leaving, losing, policy, returning, waiting
+from tests.soak import causes, leaving, losing, policy, returning, same, waiting
 from tests.soak.history import check, reads_its_own
 from tests.soak.lossy import Faults
-from tests.soak.sessions import PATIENCE, Session, Stuck, session
+from tests.soak.sessions import LATE, PATIENCE, Late, Session, Stuck, session
 
 from cs_proto.failpoints import FAILPOINTS
 
@@ -35,6 +36,12 @@ _NEVER_GIVES_UP = {"--max-restarts": "100000"}
 _STEP_TIMEOUT = 0.5
 #: How long a late worker that was continued may live, seconds.
 _REFUSED_WITHIN = 5.0
+#: Steps after a hit until the next: those that were under way, and some with all processes there again.
+_STEPS_AFTER = 6
+#: Who read at once.
+_READERS = 3
+#: How often a kill hits every victim, where there are several.
+_ALL_AT_ONCE = 0.25
 _DEATHS = (signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV)
 # Hits of a place since its process began: a replay passes the first few again, and a replica may not die twice in a
 # run. Where the server comes with every message and tick, none may be hit before it serves.
@@ -51,6 +58,11 @@ class Attempt:
     on_trial: Callable[[], None] = lambda: None
     tried: int = 0
     violations: list[str] = field(default_factory=list)
+    #: What was done later than it should be, but was done: as a busy machine has it.
+    late: list[str] = field(default_factory=list)
+    #: How many histories were compared with what the variables hold, and how many of them were wrong (P8).
+    histories: int = 0
+    wrong_histories: int = 0
     #: What was measured, in words.
     measured: list[str] = field(default_factory=list)
     #: The longest that a training stood still after it was hit, seconds.
@@ -65,10 +77,37 @@ class Attempt:
         self.slowest = max(self.slowest, seconds)
         self.on_trial()
 
+    def note(self, found: Iterable[str]) -> None:
+        """Take in what was found, in words; what is :class:`Late` is no violation."""
+        for line in found:
+            (self.late if isinstance(line, Late) else self.violations).append(line)
+
+    @contextmanager
+    def training(self, *arguments: str, **options: Any) -> Iterator[Session]:
+        """:func:`~tests.soak.sessions.session`, of which is noted what was late."""
+        with session(*arguments, **options) as attacked:
+            try:
+                yield attacked
+            finally:
+                self.late += attacked.late
+
+    def compare(self, attacked: Session, may_lose: Callable[[int], bool] = lambda k: False) -> None:
+        """End the training of ``attacked``, and compare what it said of itself with what it leaves."""
+        wrong = check(attacked.history, attacked.finish(), may_lose=may_lose)
+        self.histories += 1
+        self.wrong_histories += bool(wrong)
+        self.violations += wrong
+        if self.violations:
+            self.violations.append(attacked.tail())
+
 
 @dataclass(frozen=True)
 class Promise:
-    """What is promised, and how it is tried."""
+    """What is promised, and how it is tried.
+
+    ``beside``: what a session of it can have beside it. What is measured, or takes all of the machine itself, has
+    nothing; what mostly waits does not count among the sessions at once.
+    """
 
     name: str
     text: str
@@ -77,6 +116,7 @@ class Promise:
     long: int
     per_session: int
     attack: Callable[[Attempt], None]
+    beside: Literal["some", "nothing", "all"] = "some"
 
     def session(self, seed: int, trials: int, on_trial: Callable[[], None] = lambda: None) -> Attempt:
         """Run the session of ``seed``, or the first ``trials`` of it."""
@@ -115,17 +155,20 @@ def _deaths(
         arguments.append("--own-reads")
     items = _places(roles, rng, attempt.trials // 2, ranks)
     environment = {"CS_FAILPOINTS": ";".join(items)}
-    with session(*arguments, launched=launched, environment=environment, options=_NEVER_GIVES_UP) as attacked:
+    with attempt.training(*arguments, launched=launched, environment=environment, options=_NEVER_GIVES_UP) as attacked:
         attacked.wait_for_steps(1)
         _wait_for_places(attempt, attacked, items)
         while attempt.tried < attempt.trials:
             attacked.watch(rng.uniform(0.0, 0.3))
-            if attacked.hit(rng.choice(victims), rng.choice(_DEATHS)):
-                attempt.tried_once(attacked.wait_for_steps(3))
-        final = attacked.finish()
-        attempt.violations += check(attacked.history, final, may_lose=lambda k: has_own_reads and reads_its_own(k))
-        if attempt.violations:
-            attempt.violations.append(attacked.tail())
+            # Now and then all of them die at once.
+            left = attempt.trials - attempt.tried
+            hit = list(victims) if len(victims) <= left and rng.random() < _ALL_AT_ONCE else [rng.choice(victims)]
+            died = [victim for victim in hit if attacked.hit(victim, rng.choice(_DEATHS))]
+            if died:
+                seconds = attacked.wait_for_steps(_STEPS_AFTER)
+                for _ in died:
+                    attempt.tried_once(seconds)
+        attempt.compare(attacked, may_lose=lambda k: has_own_reads and reads_its_own(k))
 
 
 def _wait_for_places(attempt: Attempt, attacked: Session, items: Sequence[str]) -> None:
@@ -157,7 +200,9 @@ def _pauses(attempt: Attempt) -> None:
     items = _places(("worker",), rng, attempt.trials // 2, ("[0]", "[1]"), "stop")
     environment = {"CS_FAILPOINTS": ";".join(items)}
     arguments = (*_kind_of_training(rng), "--own-reads")
-    with session(*arguments, launched=rng.random() < 0.5, options=options, environment=environment) as attacked:
+    with attempt.training(
+        *arguments, launched=rng.random() < 0.5, options=options, environment=environment
+    ) as attacked:
         attacked.wait_for_steps(1)
         _wait_for_places(attempt, attacked, items)
         while attempt.tried < attempt.trials:
@@ -166,52 +211,45 @@ def _pauses(attempt: Attempt) -> None:
             if attacked.hit(victim, signal.SIGSTOP):
                 attacked.watch(rng.uniform(0.0, 3 * timeout))
                 attacked.hit(victim, signal.SIGCONT)
-                attempt.tried_once(attacked.wait_for_steps(3))
+                attempt.tried_once(attacked.wait_for_steps(_STEPS_AFTER))
         # On a machine that is busy enough another worker is late, too, and perhaps twice in a run.
-        attempt.violations += check(attacked.history, attacked.finish(), may_lose=lambda k: True)
-        if attempt.violations:
-            attempt.violations.append(attacked.tail())
+        attempt.compare(attacked, may_lose=lambda k: True)
 
 
 def _late_messages(attempt: Attempt) -> None:
     """A worker is stopped just before it sends, replaced, and continued: what it sends is refused, and it ends."""
     rng = attempt.random
-    options = {**_NEVER_GIVES_UP, "--step-timeout": str(unit(_STEP_TIMEOUT))}
+    # Twice as long: nobody else may be late twice in a run, which would be lost then.
+    options = {**_NEVER_GIVES_UP, "--step-timeout": str(unit(2 * _STEP_TIMEOUT))}
     names = [f"worker.{place}[{rank}]" for place in ("ask", "return") for rank in (0, 1)]
     hits = rng.sample([(name, hit) for name in names for hit in range(_HITS[0], 2 * _HITS[1])], attempt.trials)
     environment = {"CS_FAILPOINTS": ";".join(f"{name}=stop@{hit}" for name, hit in hits)}
-    with session(
+    with attempt.training(
         *_kind_of_training(rng), launched=True, launcher="tests.soak.late", options=options, environment=environment
     ) as attacked:
         while attempt.tried < attempt.trials and not attempt.violations:
             attacked.wait_for_steps(3)
             for process in [process for process in marked(attacked.mark) if process.status() == psutil.STATUS_STOPPED]:
-                attempt.violations += _continue_late(attacked, process)
+                attempt.note(_continue_late(attacked, process))
                 attempt.tried_once()
-        attempt.violations += check(attacked.history, attacked.finish())
-        if attempt.violations:
-            attempt.violations.append(attacked.tail())
+        attempt.compare(attacked)
 
 
 def _continue_late(attacked: Session, process: psutil.Process) -> list[str]:
     replica, incarnation = _place(process)
     name, begun = f"w{replica}.{incarnation}", time.monotonic()
     while not any(_place(other) == (replica, incarnation + 1) for other in marked(attacked.mark)):
-        if time.monotonic() - begun > unit(PATIENCE):
+        if time.monotonic() - begun > unit(PATIENCE * LATE):
             raise Stuck(f"{name} is stopped, and nobody takes its place\n{attacked.tail()}")
         attacked.watch(0.05)
     attacked.wait_for_steps(3)  # another has its place, and has worked there
     took = time.monotonic() - begun
     process.send_signal(signal.SIGCONT)
-    deadline = time.monotonic() + unit(_REFUSED_WITHIN)
-    while process.is_running() and time.monotonic() < deadline:
-        attacked.watch(0.05)
-    if process.is_running():
-        process.kill()
-        return [f"{name} was continued after it was replaced {took:.1f} s before, and goes on"]
+    what = f"{name} was continued after it was replaced {took:.1f} s before"
+    found = attacked.within(_REFUSED_WITHIN, f"{what}, and goes on", lambda: not process.is_running())
     attacked.watch(0.1)
     refused = f"worker {name} has been replaced"
-    return [] if refused in attacked.said else [f"{name} was continued after it was replaced: not {refused!r}"]
+    return found if found or refused in attacked.said else [f"{what}: not {refused!r}"]
 
 
 def _place(process: psutil.Process) -> tuple[int, int]:
@@ -232,42 +270,54 @@ def _lossy(attempt: Attempt) -> None:
         while attempt.tried < min(done, attempt.trials):
             attempt.tried_once()
 
+    attempt.histories = 1  # every step says what it saw
     attempt.violations += losing.train(attempt.random, attempt.trials, Faults(), on_updates)
+    attempt.wrong_histories = bool(attempt.violations)
     on_updates(attempt.trials - done)
 
 
 def _reads(attempt: Attempt) -> None:
-    """8 MiB and 4 MiB, while they are updated as fast as it goes and the server is killed now and then."""
+    """8 MiB and 4 MiB, by several readers, while they are updated as fast as it goes and the server is killed now and
+    then."""
     rng = attempt.random
-    with session("--elements", str(1 << 20), launched=rng.random() < 0.5, options=_NEVER_GIVES_UP) as trained:
+    elements = str(1 << 20)
+    with attempt.training("--elements", elements, launched=rng.random() < 0.5, options=_NEVER_GIVES_UP) as trained:
         trained.wait_for_steps(1)
         address = next(line["address"] for line in trained.history if line["op"] == "address")
-        next_kill = trained.steps + 10
-        command = [sys.executable, "-m", "tests.soak.reader", address, str(attempt.trials)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as reader:
-            while reader.poll() is None:
+        shares = [attempt.trials // _READERS + (n < attempt.trials % _READERS) for n in range(_READERS)]
+        commands = [[sys.executable, "-m", "tests.soak.reader", address, str(share)] for share in shares if share]
+        with ExitStack() as stack:
+            readers = []
+            for command in commands:
+                reader = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+                stack.enter_context(reader)
+                stack.callback(reader.kill)
+                readers.append(reader)
+            next_kill = trained.steps + 10
+            while any(reader.poll() is None for reader in readers):
                 trained.watch(0.5)
                 # What is killed before it has worked is started again ever later.
                 if trained.steps >= next_kill and rng.random() < 0.1:
                     trained.hit("server", signal.SIGKILL)
                     next_kill = trained.steps + 30
-            said, errors = reader.communicate()
-        if reader.returncode:
-            attempt.violations.append(f"the reader ended with code {reader.returncode}:\n{errors}")
-        else:
-            seen = json.loads(said)
-            attempt.violations += seen["wrong"]
-            if not seen["steps"]:
-                attempt.violations.append("nothing was updated while the reader read: nothing was tried")
-            for _ in range(seen["reads"]):
-                attempt.tried_once()
-        attempt.violations += check(trained.history, trained.finish())
+            for reader in readers:
+                said, errors = reader.communicate()
+                if reader.returncode:
+                    attempt.violations.append(f"a reader ended with code {reader.returncode}:\n{errors}")
+                    continue
+                seen = json.loads(said)
+                attempt.violations += seen["wrong"]
+                if not seen["steps"]:
+                    attempt.violations.append("nothing was updated while a reader read: nothing was tried")
+                for _ in range(seen["reads"]):
+                    attempt.tried_once()
+        attempt.compare(trained)
 
 
 def _one_by_one(what: Callable[[random.Random], list[str]]) -> Callable[[Attempt], None]:
     def attack(attempt: Attempt) -> None:
         while attempt.tried < attempt.trials:
-            attempt.violations += what(attempt.random)
+            attempt.note(what(attempt.random))
             attempt.tried_once()
 
     return attack
@@ -275,11 +325,19 @@ def _one_by_one(what: Callable[[random.Random], list[str]]) -> Callable[[Attempt
 
 def _at_once(what: Callable[[random.Random, int], list[str]]) -> Callable[[Attempt], None]:
     def attack(attempt: Attempt) -> None:
-        attempt.violations += what(attempt.random, attempt.trials)
+        attempt.note(what(attempt.random, attempt.trials))
         for _ in range(attempt.trials):
             attempt.tried_once()
 
     return attack
+
+
+def _kills(attempt: Attempt) -> None:
+    while attempt.tried < attempt.trials and not attempt.violations:
+        kills, found = leaving.killed(attempt.random, attempt.trials - attempt.tried)
+        attempt.note(found)
+        for _ in range(kills):
+            attempt.tried_once()
 
 
 def _returns(attempt: Attempt) -> None:
@@ -289,18 +347,21 @@ def _returns(attempt: Attempt) -> None:
 PROMISES = {
     promise.name: promise
     for promise in (
-        Promise("P1", "a worker dies: no update lost, none twice, same bits", "deaths", 1000, 25, _worker_deaths),
-        Promise("P2", "the server dies: no update lost, none twice, same bits", "deaths", 500, 25, _server_deaths),
-        Promise("P2-1GiB", "the server is back over 1 GiB of parameters", "deaths", 20, 10, _returns),
-        Promise("P4", "a process is paused: no update twice", "pauses", 200, 20, _pauses),
+        Promise("P1", "a worker dies: no update lost, none twice, same bits", "deaths", 1000, 40, _worker_deaths),
+        Promise("P2", "the server dies: no update lost, none twice, same bits", "deaths", 500, 40, _server_deaths),
+        Promise("P2-1GiB", "the server is back over 1 GiB of parameters", "deaths", 20, 10, _returns, "nothing"),
+        Promise("P4", "a process is paused: no update twice", "pauses", 200, 25, _pauses),
         Promise("P5", "messages are lost, doubled, delayed: no update twice", "updates", 1_000_000, 50_000, _lossy),
-        Promise("P6", "what a replaced worker says late is refused", "late workers", 200, 20, _late_messages),
-        Promise("P7", "reads from outside are never torn", "reads", 100_000, 5_000, _reads),
-        Promise("P16", "whatever is killed, nothing is left behind", "kills", 500, 20, _one_by_one(leaving.killed)),
-        Promise("P17", "launches at once do not meet", "launches", 100, 20, _at_once(leaving.launches)),
+        Promise("P6", "what a replaced worker says late is refused", "late workers", 200, 25, _late_messages),
+        Promise("P7", "reads from outside are never torn", "reads", 100_000, 10_000, _reads),
+        Promise("P9", "same seed, same bits; resumed is uninterrupted", "pairs", 50, 10, _at_once(same.pairs)),
+        Promise("P16", "whatever is killed, nothing is left behind", "kills", 500, 20, _kills),
+        Promise("P17", "launches at once do not meet", "launches", 100, 20, _at_once(leaving.launches), "nothing"),
         Promise("P18", "Ctrl-C at any moment ends it", "Ctrl-Cs", 100, 20, _one_by_one(leaving.interrupted)),
         Promise("P20", "the first cause is named", "failures", 200, 10, _one_by_one(causes.any_failed)),
-        Promise("P21", "no wait over 10 s is silent", "waits", 30, 5, _at_once(waiting.named)),
-        Promise("P22", "restarts are as many and as late as said", "scripts", 20, 5, _one_by_one(policy.any_policy)),
+        Promise("P21", "no wait over 10 s is silent", "waits", 30, 5, _at_once(waiting.named), "all"),
+        Promise(
+            "P22", "restarts are as many and as late as said", "scripts", 20, 5, _one_by_one(policy.any_policy), "all"
+        ),
     )
 }

@@ -49,14 +49,14 @@ def main(address: str, count: int) -> None:
         for number in range(count):
             if number % 3 == 2:
                 plain, twin = observer.get_all(["plain", "twin"])
-                if steps_behind(float(plain[0])) != float(twin[0]) / 2 or (plain[1:] != plain[0]).any():
+                if steps_behind(float(plain[0])) != float(twin[0]) / 2 or plain.min() != plain.max():
                     wrong.append(f"read {number} of both is {plain[0]:g} and {twin[0]:g}, of different steps")
                 continue
             name = ("plain", "twin")[number % 3]
             value = read(name)
             first = float(value[0])
             steps = steps_behind(first) if name == "plain" else int(first) // 2
-            if not (value == first).all():
+            if value.min() != value.max():
                 wrong.append(f"read {number} of {name} is torn: {np.unique(value)[:5]}")
             elif steps is None or first % 2 * (name == "twin"):
                 wrong.append(f"read {number} of {name} is {first:g}, which no number of steps makes")

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,23 @@ import psutil
 from tests.harness.processes import MARK, ROOT, marked, reap
 from tests.harness.timing import unit
 
-__all__ = ["LAUNCH", "LAUNCHER", "Session", "Stuck", "role_of", "session"]
+__all__ = ["LATE", "LAUNCH", "LAUNCHER", "PATIENCE", "Late", "Session", "Stuck", "role_of", "session"]
 
 #: How long a step may take with a restart before it, seconds; it takes about one.
 PATIENCE = 60.0
+#: What has not come in its time is waited for this many times as long: it is late, or it never comes.
+LATE = 3
 LAUNCHER = "central_storage.launch.cli"
 LAUNCH = (sys.executable, "-m", LAUNCHER, "--devices", "cpu:0,cpu:1")
 
 
 class Stuck(Exception):
     """A training did not go on, or ended without being asked to. The message has the end of its output."""
+
+
+class Late(str):
+    """What was found, where something took longer than it should, but came. Whether the machine was too busy or the
+    promise was broken is seen where it is tried again with nothing beside it."""
 
 
 class Session:
@@ -50,6 +57,7 @@ class Session:
     ) -> None:
         self.directory = directory
         self.history: list[dict[str, Any]] = []
+        self.late: list[str] = []
         self.mark = f"{os.environ.get(MARK, os.getpid())}/{directory.name}"
         os.mkfifo(directory / "history")
         (directory / "places").mkdir()
@@ -81,15 +89,30 @@ class Session:
         return sum(line["op"] in ("run", "lost") for line in self.history)
 
     def wait_for_steps(self, count: int, patience: float = PATIENCE) -> float:
-        """Wait until ``count`` more steps are answered; the seconds it took. Raises :class:`Stuck`."""
-        begun, wanted = time.monotonic(), self.steps + count
+        """Wait until ``count`` more steps are answered; the seconds it took. Raises :class:`Stuck` where they are not
+        in several times their time; within that they are noted as late."""
+        begun, wanted, is_late = time.monotonic(), self.steps + count, False
         while self.steps < wanted:
-            if time.monotonic() - begun > unit(patience):
+            waited = time.monotonic() - begun
+            if waited > unit(patience) and not is_late:
+                is_late = True
                 self._dump()
-                raise Stuck(f"no step within {unit(patience):g} s\n{self.tail()}")
+                self.late.append(f"no step within {unit(patience):g} s\n{self.tail()}")
+            if waited > LATE * unit(patience):
+                raise Stuck(f"no step within {waited:.0f} s\n{self.tail()}")
             if not self._read(0.5) and self.process.poll() is not None:
                 raise Stuck(f"the training ended with code {self.process.returncode}\n{self.tail()}")
         return time.monotonic() - begun
+
+    def within(self, limit: float, what: str, is_so: Callable[[], bool]) -> list[str]:
+        """Let it run until something is so: [] within ``limit`` seconds, else ``what`` went wrong, in words."""
+        begun = time.monotonic()
+        while not is_so():
+            if time.monotonic() - begun > LATE * unit(limit):
+                return [f"{what}\n{self.tail()}"]
+            self.watch(0.05)
+        took = time.monotonic() - begun
+        return [] if took <= unit(limit) else [Late(f"{what} after {unit(limit):g} s, not after {took:.1f} s")]
 
     def watch(self, seconds: float) -> None:
         """Let it run, for ``seconds`` at most."""
@@ -100,8 +123,10 @@ class Session:
     def finish(self, patience: float = PATIENCE) -> dict[str, np.ndarray] | None:
         """Ask the workload to end; the variables that it leaves, None where it left none."""
         (self.directory / "stop").touch()
-        deadline = time.monotonic() + unit(patience)
-        while self.process.poll() is None and time.monotonic() < deadline:
+        begun = time.monotonic()
+        while self.process.poll() is None and (waited := time.monotonic() - begun) < LATE * unit(patience):
+            if waited > unit(patience) and not self.late:
+                self.late.append(f"not over within {unit(patience):g} s\n{self.tail()}")
             self._read(0.2)
         while self._read(0):
             pass
@@ -121,12 +146,15 @@ class Session:
         return found
 
     def hit(self, role: str, number: signal.Signals) -> bool:
-        """Send a signal to a process; whether it was there."""
+        """Send a signal to a process; whether it was there. What was answered by then is taken in: only steps after it
+        are waited for from here on."""
         process = self.processes().get(role)
         if process is None:
             return False
         with suppress(psutil.NoSuchProcess):
             process.send_signal(number)
+            while self._read(0):
+                pass
             return True
         return False
 

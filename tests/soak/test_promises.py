@@ -18,7 +18,7 @@ from tests.soak.sessions import session
 from cs_proto.failpoints import FAILPOINTS
 
 #: Of each promise the seed of the session that is tried, and the number of trials.
-TRIALS = {"P1": (303, 4), "P2": (1, 4), "P4": (124, 4), "P5": (1, 6000), "P6": (1, 2), "P7": (1, 200)}
+TRIALS = {"P1": (303, 4), "P2": (1, 4), "P4": (124, 4), "P5": (1, 1500), "P6": (1, 2), "P7": (1, 80), "P9": (1, 2)}
 #: The guarantee that is switched off, and what the trials of a promise find then.
 SABOTAGED = {
     "P1": ("replay-committed", "began with"),
@@ -40,10 +40,18 @@ def test_a_promise_is_kept(name: str) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", SABOTAGED)
-def test_a_promise_that_is_broken_is_found_broken(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in SABOTAGED if name != "P5"])
+def test_a_promise_that_is_broken_is_found_broken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (seed, trials), (sabotage, words) = TRIALS[name], SABOTAGED[name]
-    arguments = ("-m", "tests.soak.run", "--promise", name, "--seed", str(seed), "--trials", str(trials))
+    monkeypatch.setenv("CS_SABOTAGE", sabotage)  # for the processes of the session
+    assert words in "\n".join(PROMISES[name].session(seed, trials).violations)
+
+
+@pytest.mark.timeout(300)
+def test_the_command_of_a_session_finds_a_broken_promise() -> None:
+    """The service of P5 is in the process of the session, which therefore is one of its own."""
+    (seed, trials), (sabotage, words) = TRIALS["P5"], SABOTAGED["P5"]
+    arguments = ("-m", "tests.soak.run", "--promise", "P5", "--seed", str(seed), "--trials", str(trials), "--tell")
     ended = run(sys.executable, *arguments, environment={"CS_SABOTAGE": sabotage}, timeout=unit(200))
     assert ended.code == 1, ended
     assert words in ended.out, ended

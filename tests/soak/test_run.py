@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.soak import run
 from tests.soak.promises import Attempt, Promise
+from tests.soak.sessions import Late
 
 
 @pytest.fixture
@@ -44,7 +46,7 @@ def test_it_tries_counts_and_bounds(seeds: list[int], capsys: pytest.CaptureFixt
     assert run.main(["--promise", "P1"]) == 0
     assert seeds == [0, 1, 2]
     line = capsys.readouterr().out.splitlines()[-1]
-    assert [cell.strip() for cell in line.split("|")][1:6] == ["P1", "holds", "25 deaths", "0", "11.29%"]
+    assert [cell.strip() for cell in line.split("|")][1:6] == ["P1 holds", "25 deaths", "0", "0", "11.29%"]
 
 
 def test_a_violation_is_told_with_its_command(seeds: list[int], capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,6 +69,76 @@ def test_it_goes_on_where_it_was_interrupted(seeds: list[int]) -> None:
     assert len(seeds) == 6
     run.main(["--promise", "P1", "--trials", "10", "--fresh"])
     assert seeds[6:] == [0]
+
+
+@pytest.mark.parametrize(("late_again", "code", "says"), [(False, 0, "late, and in time when"), (True, 1, "violated:")])
+def test_what_was_late_is_tried_again_alone(
+    seeds: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    late_again: bool,
+    code: int,
+    says: str,
+) -> None:
+    def attack(attempt: Attempt) -> None:
+        if attempt.seed == 1 and (late_again or 1 not in seeds):
+            attempt.note([Late("it ended 7 s later")])
+        seeds.append(attempt.seed)
+        for _ in range(attempt.trials):
+            attempt.tried_once()
+
+    monkeypatch.setitem(run.PROMISES, "P1", Promise("P1", "is late", "deaths", 25, 10, attack))
+    assert run.main(["--promise", "P1"]) == code
+    assert seeds == [0, 1, 2, 1]
+    out = capsys.readouterr().out
+    command = "python -m tests.soak.run --promise P1 --seed 1 --trials 10"
+    assert f"LATE, to be tried again: {command}\nit ended 7 s later\n" in out
+    assert out.splitlines()[-1].startswith(says)
+    assert out.splitlines()[-1].endswith(command)
+    assert [cell.strip() for cell in out.splitlines()[-2].split("|")][2:5] == ["25 deaths", str(code), str(1 - code)]
+    run.main(["--promise", "P1"])  # that is known now
+    assert len(seeds) == 4
+
+
+def test_a_session_that_breaks_counts_for_nothing(
+    seeds: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def apart(promise: Promise, seed: int, trials: int, *_: object) -> Attempt:
+        if seed == 1:
+            raise run._Broken("the session ended by 1\nNoSuchProcess")
+        return promise.session(seed, trials)
+
+    monkeypatch.setattr(run, "_apart", apart)
+    assert run.main(["--promise", "P1"]) == 1
+    assert seeds == [0, 2, 3]
+    out = capsys.readouterr().out
+    command = "python -m tests.soak.run --promise P1 --seed 1 --trials 10"
+    assert f"NOT JUDGED: {command}\nthe session ended by 1\nNoSuchProcess\n" in out
+    assert out.splitlines()[-1] == f"did not come to its end, and counts for nothing: {command}"
+    assert "25 deaths" in out
+
+
+def test_what_is_measured_comes_first(seeds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(run.PROMISES, "P2", replace(run.PROMISES["P2"], long=2, beside="nothing"))
+    run.main([])
+    assert seeds == [0, 0, 1, 2]
+    assert list(json.loads(run.STATE.read_text())["tallies"]) == ["P1", "P2"]
+
+
+def test_histories_have_a_line_of_their_own(
+    seeds: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def attack(attempt: Attempt) -> None:
+        attempt.histories = 1
+        attempt.wrong_histories = int(attempt.seed == 1)
+        attempt.violations += ["lost"] * attempt.wrong_histories
+
+    monkeypatch.setitem(run.PROMISES, "P1", Promise("P1", "is wrong", "deaths", 3, 1, attack))
+    assert run.main(["--promise", "P1"]) == 1
+    cells = [
+        [cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines() if "P8" in line
+    ]
+    assert [row[2:4] for row in cells] == [["3 histories", "1"]]
 
 
 def test_other_code_begins_anew(seeds: list[int], capsys: pytest.CaptureFixture[str]) -> None:

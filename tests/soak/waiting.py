@@ -31,11 +31,23 @@ class _Wait:
 
 #: Whom a training waits for.
 WAITS = {
-    "worker": _Wait(("w{rank}",), (r"waiting 1\d s for run \d+", r"waiting 1\d s for replica {rank} \(pid {pid}")),
-    "both workers": _Wait(("w0", "w1"), (r"waiting 1\d s for run \d+",)),
-    "server": _Wait(("server",), (r"waiting 1\d s for run \d+",)),
-    "worker that nobody starts": _Wait(("supervisor",), (r"waiting 1\d s for run \d+",), killed="w{rank}"),
-    "server that nobody starts": _Wait(("supervisor",), (r"waiting 1\d s for run \d+",), killed="server"),
+    "worker": _Wait(
+        ("w{rank}",),
+        (
+            r"link: waiting 1\d s for run \d+: replica {rank} \(pid {pid}",
+            r"service: run \d+: waiting 1\d s for replica {rank} \(pid {pid}",
+        ),
+    ),
+    "both workers": _Wait(  # one of which may have come to its merge point before
+        ("w0", "w1"), (r"link: waiting 1\d s for run \d+: replica (0 \(pid {pid}.* and replica 1|[01]) \(pid ",)
+    ),
+    "server": _Wait(("server",), (r"link: waiting 1\d s for run \d+: the server \(pid {pid}\) does not say",)),
+    "worker that nobody starts": _Wait(
+        ("supervisor",), (r"link: waiting 1\d s for run \d+: replica {rank} \(pid \d+",), killed="w{rank}"
+    ),
+    "server that nobody starts": _Wait(
+        ("supervisor",), (r"link: waiting 1\d s for run \d+: the server \(pid \d+\) does not say",), killed="server"
+    ),
     "observer": _Wait(("server",), (r"observer: waiting 1\d s for ",), observed=True),
 }
 _OBSERVER = """

@@ -225,9 +225,11 @@ import sys
 import numpy as np
 import cupy as cp
 start = cp.cuda.runtime.malloc(4096)
-mark = cp.ndarray((16,), np.uint8, cp.cuda.MemoryPointer(cp.cuda.UnownedMemory(start, 4096, None, 0), 0))
-mark[...] = 1
-array = cp.ndarray((3,), np.float32, cp.cuda.MemoryPointer(cp.cuda.UnownedMemory(start, 4096, None, 0), 64))
+memory = cp.cuda.UnownedMemory(start, 4096, None, 0)
+first = int(sys.argv[1])
+for at in (first, first + 1024 - 16):
+    cp.ndarray((16,), np.uint8, cp.cuda.MemoryPointer(memory, at))[...] = 1
+array = cp.ndarray((3,), np.float32, cp.cuda.MemoryPointer(memory, first + 64))
 for line in sys.stdin:
     array[...] = float(line)
     cp.cuda.Device().synchronize()
@@ -239,9 +241,11 @@ MARK = bytes([1]) * 16
 
 
 @contextmanager
-def exporting() -> Iterator[Callable[[float], bytes]]:
-    """A server with three numbers at byte 64 of a block: what sets them and says the block's handle."""
-    with subprocess.Popen([sys.executable, "-c", EXPORT], stdin=-1, stdout=-1, text=True, bufsize=1) as server:
+def exporting(first: int = 0) -> Iterator[Callable[[float], bytes]]:
+    """A server with three numbers at byte 64 of a block of 1024: what sets them and says the block's handle. CUDA has
+    cut the block from a larger one of 4096 bytes, of which it begins at ``first``."""
+    command = [sys.executable, "-c", EXPORT, str(first)]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, bufsize=1) as server:
 
         def commit(value: float) -> bytes:
             print(value, file=server.stdin)
@@ -253,10 +257,12 @@ def exporting() -> Iterator[Callable[[float], bytes]]:
         server.stdin.close()
 
 
-def test_variables_and_gradients_on_the_same_device_are_not_copied(gpus: StandInGpus, device: Device) -> None:
-    shared = Shared([1, 2, 3], [7, 7, 7])
-    with exporting() as commit:
-        shared.places[1] = DevicePlace(commit(5), 64, MARK)
+def test_variables_and_gradients_on_the_same_device_are_not_copied(
+    gpus: StandInGpus, device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared = Shared([5, 5, 5], [7, 7, 7])
+    with exporting() as commit, caplog.at_level("INFO", "central_storage.worker"):
+        shared.places[1] = DevicePlace(commit(5), 64, 1024, MARK)
         device.begin_run(shared)
         view = device.view(1, shared)
         assert view.tolist() == device.rows(1, np.arange(3), shared).tolist() == [5, 5, 5]
@@ -272,7 +278,7 @@ def test_variables_and_gradients_on_the_same_device_are_not_copied(gpus: StandIn
         gpus.cupy.multiply(buffer, F32(2), out=buffer)
         device.put([(buffer, buffer)])
         assert view.tolist() == [12, 12, 12]
-        later = DevicePlace(shared.places[1].handle, 68, MARK)
+        later = DevicePlace(shared.places[1].handle, 68, 1024, MARK)
         (other,) = device.shared([later], [like]) or ()
         other[...] = gpus.cupy.asarray(np.array([1, 2, 3], F32))
         device.put([(other, buffer), (np.array([4, 5, 6], F32), other)])  # the first is computed where the second goes
@@ -289,13 +295,16 @@ def test_variables_and_gradients_on_the_same_device_are_not_copied(gpus: StandIn
         device.begin_run(shared)
         with pytest.raises(RuntimeError, match="illegal memory access"):
             view.tolist()
+    assert [record.message for record in caplog.records] == [
+        "transport CUDA IPC: variables on gpu:0 are read where they lie"
+    ]
 
 
 def test_variables_that_cannot_be_opened_are_copied(
     gpus: StandInGpus, device: Device, caplog: pytest.LogCaptureFixture
 ) -> None:
     shared = Shared([1, 2, 3])
-    shared.places[1] = DevicePlace(bytes(64), 0, MARK)
+    shared.places[1] = DevicePlace(bytes(64), 64, 1024, MARK)
     device.begin_run(shared)
     with caplog.at_level("INFO", "central_storage.worker"):
         assert device.view(1, shared).tolist() == device.view(1, shared).tolist() == [1, 2, 3]
@@ -306,16 +315,37 @@ def test_variables_that_cannot_be_opened_are_copied(
     device.settle()
 
 
+@pytest.mark.parametrize(
+    ("first", "offset", "size", "mark"),
+    [
+        (0, 64, 1024, bytes(16)),  # another block
+        (1024, 64, 1024, MARK),  # the beginning of the allocation from which the block was cut
+        (0, 64, 1023, MARK),  # a block that ends elsewhere
+        (0, 64, 1 << 20, MARK),  # or beyond what was opened
+        (0, 1000, 1024, MARK),  # what would reach into the mark
+        (0, 68, 1024, MARK),  # the block, but not the variable
+        (0, 60, 1024, MARK),
+    ],
+)
 def test_memory_that_shows_other_bytes_than_the_server_wrote_is_not_used(
-    gpus: StandInGpus, device: Device, caplog: pytest.LogCaptureFixture
+    gpus: StandInGpus,
+    device: Device,
+    caplog: pytest.LogCaptureFixture,
+    first: int,
+    offset: int,
+    size: int,
+    mark: bytes,
 ) -> None:
-    shared = Shared([1, 2, 3])
-    with exporting() as commit, caplog.at_level("INFO", "central_storage.worker"):
-        shared.places[1] = DevicePlace(commit(5), 64, bytes(16))
+    shared = Shared([5, 5, 5])
+    with exporting(first) as commit, caplog.at_level("INFO", "central_storage.worker"):
+        shared.places[1] = DevicePlace(commit(5), offset, size, mark)
         device.begin_run(shared)
-        assert device.view(1, shared).tolist() == device.view(1, shared).tolist() == [1, 2, 3]
-        like = Array("float32", (3,), Location("gradients/0/2/float32", 0))
-        assert device.shared([shared.places[1]], [like]) is None
+        shown = device.view(1, shared)
+        commit(6)
+        assert shown.tolist() == device.view(1, shared).tolist() == [5, 5, 5]
+        if offset in (64, 1000):  # of a gradient there is no mirror
+            like = Array("float32", (3,), Location("gradients/0/2/float32", 0))
+            assert device.shared([shared.places[1]], [like]) is None
     assert [record.message for record in caplog.records] == [
         "transport staging: the server's memory on gpu:0 shows other bytes by CUDA IPC"
     ]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
 from cs_proto.messages import RunId
-from cs_worker.seeds import kept_random_state, seed_random_state
+from cs_worker.seeds import Seeds, kept_random_state
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,11 @@ def undisturbed() -> Iterator[None]:
 
 
 def draw(seed: int, run: RunId, replica: int) -> tuple[float, float]:
-    seed_random_state(seed, run, replica, lambda number: None)
+    return drawn(Seeds(lambda number: None), seed, run, replica)
+
+
+def drawn(seeds: Seeds, seed: int, run: RunId, replica: int) -> tuple[float, float]:
+    seeds.begin(seed, run, replica)
     return random.random(), float(np.random.rand())
 
 
@@ -48,10 +52,50 @@ def test_the_largest_seed() -> None:
 
 
 def test_state_is_kept_around_a_nested_run() -> None:
-    seed_random_state(7, (5,), 0, lambda number: None)
+    Seeds(lambda number: None).begin(7, (5,), 0)
     restore = kept_random_state()
     expected = random.random(), float(np.random.rand())
     restore()
     draw(7, (5, 0, 0), 0)
     restore()
     assert (random.random(), float(np.random.rand())) == expected
+
+
+def ignored() -> None:
+    """Nothing is drawn."""
+
+
+@pytest.mark.parametrize("expected", [(7, (5,), 1), (7, (6,), 1), (8, (5,), 1)], ids=["it", "another run", "seed"])
+@pytest.mark.parametrize("between", [ignored, np.random.rand, np.random.seed, np.random.standard_normal, random.random])
+def test_what_was_expected_and_drawn_meanwhile_changes_nothing(
+    expected: tuple[int, RunId, int], between: Callable[[], object]
+) -> None:
+    wanted = draw(7, (5,), 1), float(np.random.standard_normal())
+    seeds = Seeds(lambda number: None)
+    np.random.standard_normal()  # and keeps a second one
+    seeds.expect(*expected)
+    between()
+    assert (drawn(seeds, 7, (5,), 1), float(np.random.standard_normal())) == wanted
+    assert drawn(seeds, 7, (5,), 1) == wanted[0]
+
+
+def test_what_was_expected_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = draw(7, (5,), 1)
+    seeds = Seeds(lambda number: None)
+    seeds.expect(7, (5,), 1)
+    with monkeypatch.context() as patched:
+        patched.delattr(np.random, "seed")
+        assert drawn(seeds, 7, (5,), 1) == wanted
+
+
+def test_another_generator_is_seeded_when_the_run_begins() -> None:
+    mine = np.random.get_bit_generator()
+    seeds = Seeds(lambda number: None)
+    np.random.set_bit_generator(np.random.PCG64(1))
+    try:
+        wanted = draw(7, (5,), 1)
+        seeds.expect(7, (5,), 1)
+        np.random.rand()
+        assert drawn(seeds, 7, (5,), 1) == wanted
+    finally:
+        np.random.set_bit_generator(mine)

@@ -163,7 +163,7 @@ class Catalogue:
         else:
             self._may_be_located = False
             _log.warning("transport staging: variables are on another GPU and read through the machine's memory")
-            places = (messages.DevicePlace(b"", 0, b""),) * len(asked)
+            places = (messages.DevicePlace(b"", 0, 0, b""),) * len(asked)
         self._located.update(((number, buffers), place) for number, place in zip(asked, places, strict=True))
 
     def learn(self, record: messages.Variable) -> messages.Variable:

@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import select
+import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -92,6 +93,9 @@ def _end_with(connection: Lifeline) -> None:
     poller.register(connection.fileno(), 0)  # hang-up alone: records are read at the receive seam
 
     def watch() -> None:
+        # A process that was stopped has its signals handled by whichever thread goes on first, and stacks can be
+        # printed safely only by the thread that runs Python code.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         with suppress(ShutdownError):
             while True:
                 poller.poll()

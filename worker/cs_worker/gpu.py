@@ -9,7 +9,6 @@ until a message is to leave after which others may write what is still read here
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +25,9 @@ __all__ = ["Gpu", "Parameters", "can_be_on", "place"]
 
 
 _log = logging.getLogger("central_storage.worker")
+
+# So many bytes at both ends of a variable are compared with its mirror where it is read in the server's memory.
+_PROBE_NBYTES = 64
 
 
 class Parameters(Protocol):
@@ -168,35 +170,50 @@ class Gpu:
         place = parameters.on_device(number)
         if place is None:
             return None
-        host = parameters.view(number)
-        return self._import(place, host.shape, host.dtype)
+        return self._import(place, parameters.view(number), is_mirror=True)
 
-    def _import(self, place: DevicePlace, shape: tuple[int, ...], dtype: Any) -> Any:
-        """The array that the server has on this device; None where its memory cannot be opened."""
-        found = self._imports.get(place)
-        if found is None:
-            cupy = self.array_module
-            start = self._open(place)
-            if not start:
-                return None
-            nbytes = np.dtype(dtype).itemsize * math.prod(shape)
-            memory = cupy.cuda.UnownedMemory(start + place.offset, nbytes, self, self._home.id)
-            found = self._imports[place] = cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
-        self._shows_imports = True
+    def _import(self, place: DevicePlace, like: np.ndarray | Array, *, is_mirror: bool = False) -> Any:
+        """The array that the server has on this device; None where its memory cannot be opened, or does not show there
+        what ``like`` holds, where it is the mirror."""
+        if place not in self._imports:
+            self._imports[place] = self._imported(place, like, is_mirror)
+        found = self._imports[place]
+        self._shows_imports |= found is not None
         return found
+
+    def _imported(self, place: DevicePlace, like: np.ndarray | Array, is_mirror: bool) -> Any:
+        cupy = self.array_module
+        start = self._open(place)
+        if not start:
+            return None
+        address = start + place.offset
+        is_it = place.holds(like.nbytes)
+        if is_it and is_mirror:
+            raw = np.asarray(like).reshape(-1).view(np.uint8)
+            begins, ends = raw[:_PROBE_NBYTES], raw[-_PROBE_NBYTES:]
+            is_it = self._shows(address, begins) and self._shows(address + raw.nbytes - ends.nbytes, ends)
+        if not is_it:
+            self._say_other_bytes()
+            return None
+        self._say(f"transport CUDA IPC: variables on {self.name} are read where they lie")
+        memory = cupy.cuda.UnownedMemory(address, like.nbytes, self, self._home.id)
+        return cupy.ndarray(like.shape, like.dtype, cupy.cuda.MemoryPointer(memory, 0))
 
     def _open(self, place: DevicePlace) -> int:
         """Where a block of the server's begins here; 0 where it cannot be opened, or shows other bytes than the server
-        has written to it."""
+        has written to its ends: a driver may open more than was meant."""
         if place.handle not in self._opened:
             self._opened[place.handle] = 0
             runtime = self.array_module.cuda.runtime
-            seen = np.empty(len(place.mark), np.uint8)
+            mark = np.frombuffer(place.mark, np.uint8)
             try:
                 with self._home:
                     start = runtime.ipcOpenMemHandle(place.handle)
-                    runtime.memcpy(_address(seen), start, seen.nbytes, runtime.memcpyDeviceToHost)
-                    if seen.tobytes() != place.mark:
+                    try:
+                        is_it = all(self._shows(start + offset, mark) for offset in place.marked)
+                    except runtime.CUDARuntimeError:  # it ends before
+                        is_it = False
+                    if not is_it:
                         runtime.ipcCloseMemHandle(start)
                         start = 0
             except runtime.CUDARuntimeError as error:
@@ -204,11 +221,19 @@ class Gpu:
                 self._say(f"transport staging: the server's memory on {self.name} cannot be opened ({error!s})")
             else:
                 self._opened[place.handle] = start
-                if start:
-                    self._say(f"transport CUDA IPC: variables on {self.name} are read where they lie")
-                else:
-                    self._say(f"transport staging: the server's memory on {self.name} shows other bytes by CUDA IPC")
+                if not start:
+                    self._say_other_bytes()
         return self._opened[place.handle]
+
+    def _shows(self, address: int, expected: np.ndarray) -> bool:
+        """Whether these bytes, uint8 [n], are at an address of the device."""
+        runtime, seen = self.array_module.cuda.runtime, np.empty_like(expected)
+        with self._home:
+            runtime.memcpy(_address(seen), address, seen.nbytes, runtime.memcpyDeviceToHost)
+        return bool(np.array_equal(seen, expected))
+
+    def _say_other_bytes(self) -> None:
+        self._say(f"transport staging: the server's memory on {self.name} shows other bytes by CUDA IPC")
 
     def _say(self, what: str) -> None:
         if what not in self._has_said:
@@ -275,7 +300,7 @@ class Gpu:
     def shared(self, places: Sequence[DevicePlace | None], arrays: Sequence[Array]) -> list[Any] | None:
         found = []
         for place, array in zip(places, arrays, strict=True):
-            imported = None if place is None else self._import(place, array.shape, array.dtype)
+            imported = None if place is None else self._import(place, array)
             if imported is None:
                 return None
             found.append(imported)

@@ -107,7 +107,7 @@ class Link:
                 ready = self._poll(0.0 if is_there else deadline - now)
                 if not ready and not is_there and time.monotonic() >= deadline:
                     return None
-            moment("woken")
+            moment("woken" if ready and not is_there else "found")
             if ready.pop(self._doorbell, None):
                 os.read(self._doorbell, 64)
             if has_waiting or self._lifeline.fileno() in ready:

@@ -37,9 +37,9 @@ from .placing import Placing
 from .programs import Programs
 from .raised import raised_error
 from .replica import Replica
-from .seeds import kept_random_state, seed_random_state
+from .seeds import Seeds, kept_random_state
 from .token import TokenController
-from .turns import Turns
+from .turns import ProcessTurns, Turns
 from .workshop import Workshop
 
 __all__ = ["Loop"]
@@ -81,6 +81,7 @@ class Loop:
             turns,
         )
         self._programs = Programs(catalogue.map)
+        self._seeds = Seeds(device.seed)
         self._own_path = list(sys.path)
         self._under_way: list[Replica] = []
         self._has_worked = False
@@ -105,6 +106,8 @@ class Loop:
             with self._shop.turns.taken(work.run):
                 said = self._carry_out(controller, work)
             said()  # after the turn: what the script does next is not this replica's
+            if isinstance(self._shop.turns, ProcessTurns):
+                self._seeds.expect(work.seed, (work.run[0] + 1,), work.replica)
             if not self._has_worked:
                 self._has_worked = True
                 self._shop.conversation.link.send_supervisor(messages.Worked(self._shop.config.incarnation))
@@ -168,7 +171,7 @@ class Loop:
         args, kwargs = load_arguments(shop.catalogue.map(run.arguments).data, buffers, shop.catalogue.resolve)
         if not shop.device.is_host:
             args, kwargs = nest.map_structure(self._bring, (args, kwargs))
-        seed_random_state(run.seed, run.run, run.replica, shop.device.seed)
+        self._seeds.begin(run.seed, run.run, run.replica)
         moment("called")
         try:
             result = function(*args, **kwargs)

@@ -17,7 +17,7 @@ import numpy as np
 
 from central_storage import context
 from central_storage.ahead import Carriage
-from central_storage.function import Function, Pickled
+from central_storage.functions import Function, Pickled
 from central_storage.series import Series
 from central_storage.shipping import digest, dump_arguments, dump_function
 from central_storage.strategy import CentralStorageStrategy
@@ -28,7 +28,7 @@ from cs_proto.arena import Arena
 from cs_proto.arrays import INLINE_NBYTES, Array, array_of
 from cs_proto.errors import ContextError
 from cs_proto.messages import AssignOp, Counters, Run, Token, VariableSpec, WriteOp
-from cs_proto.recent import HELD_FUNCTIONS, Recent
+from cs_proto.recent import Held
 from cs_proto.records import Record
 from cs_proto.schedules import Schedule
 
@@ -42,7 +42,7 @@ from .raised import raised_error
 __all__ = ["TokenController"]
 
 
-class _Held:
+class _HeldToken:
     """A token that this worker holds: the merge point, the run's seed, and what has been numbered under it."""
 
     def __init__(self, token: Token, seed: int) -> None:
@@ -79,9 +79,8 @@ class TokenController:
         self._interrupts = interrupts
         self._execute = execute
         self._thread = threading.get_ident()
-        self._tokens: list[_Held] = []
-        self._recent = [Recent(HELD_FUNCTIONS) for _ in registered.workers]
-        self._frozen: list[set[bytes]] = [set() for _ in registered.workers]
+        self._tokens: list[_HeldToken] = []
+        self._held = [Held() for _ in registered.workers]
         # The nested runs that are not over, innermost last: what was sent, and the pickled function.
         self._open: list[tuple[list[Run], bytes]] = []
         conversation.hear_of_workers = self._hear_of_workers
@@ -96,7 +95,7 @@ class TokenController:
     def merge(self, token: Token, function: Callable[..., Any], seed: int) -> Any:
         """Call ``function`` with all replicas' arguments regrouped, tell the server what it returned or raised, and
         give replica 0's share. Called by replica 0 at its merge point."""
-        self._tokens.append(_Held(token, seed))
+        self._tokens.append(_HeldToken(token, seed))
         try:
             values = self._call(token, function)
             self._conversation.say(messages.MergeCallReturn(token.run, token.k, values, None))
@@ -265,14 +264,14 @@ class TokenController:
         return Pickled(data, digest(data), {})
 
     def _run(
-        self, token: _Held, pickled: Pickled, frozen: bool, pickles: Sequence[tuple[bytes, tuple[Array, ...]]]
+        self, token: _HeldToken, pickled: Pickled, frozen: bool, pickles: Sequence[tuple[bytes, tuple[Array, ...]]]
     ) -> list[Any]:
         run = (*token.point, token.runs)
         token.runs += 1
         data, name, _ = pickled
         records = []
         for worker, (arguments, buffers) in zip(self._workers, pickles, strict=True):
-            function = None if self._is_held(worker.replica, name, frozen) else self._arena.share(data)
+            function = None if self._held[worker.replica].touch(name, frozen) else self._arena.share(data)
             record = Run(run, worker.replica, token.seed, name, function, frozen, self._arena.share(arguments), buffers)
             records.append(record)
             if worker.replica != self._config.replica:
@@ -283,14 +282,6 @@ class TokenController:
         finally:
             self._open.pop()
 
-    def _is_held(self, replica: int, name: bytes, frozen: bool) -> bool:
-        """Whether a worker has the bytes of a function already; it has them from now on."""
-        if not frozen:
-            return self._recent[replica].touch(name)
-        is_held = name in self._frozen[replica]
-        self._frozen[replica].add(name)
-        return is_held
-
     def _hear_of_workers(self, record: messages.Registered | messages.WorkerRestarted) -> None:
         """A worker is in the place of one that died. It holds no function, and once it waits where a nested run is
         taken it is sent the one that it owes."""
@@ -299,7 +290,7 @@ class TokenController:
             if worker.incarnation > known.incarnation:
                 self._conversation.link.forget_worker(known.endpoint)
                 self._workers = (*self._workers[: worker.replica], worker, *self._workers[worker.replica + 1 :])
-                self._recent[worker.replica], self._frozen[worker.replica] = Recent(HELD_FUNCTIONS), set()
+                self._held[worker.replica] = Held()
         if isinstance(record, messages.WorkerRestarted):
             self._send_again(record.run, record.worker)
 
@@ -307,7 +298,7 @@ class TokenController:
         for records, data in self._open:
             run = records[worker.replica]
             if run.run[:-1] == owed[:-1] and run.run >= owed:
-                held = self._is_held(worker.replica, run.digest, run.frozen)
+                held = self._held[worker.replica].touch(run.digest, run.frozen)
                 again = replace(run, function=None if held else self._arena.share(data))
                 self._conversation.link.send_worker(worker.endpoint, again)
 
@@ -324,7 +315,7 @@ class TokenController:
         return [self._from_value(value) for value in finished.values]
 
     def _assign(
-        self, token: _Held, number: int, op: WriteOp, value: np.ndarray, rows: np.ndarray | None = None
+        self, token: _HeldToken, number: int, op: WriteOp, value: np.ndarray, rows: np.ndarray | None = None
     ) -> None:
         mark = self._arena.mark()
         token.sequence += 1
@@ -339,7 +330,7 @@ class TokenController:
     def _from_value(self, value: messages.Value) -> Any:
         return from_value(value, self._catalogue.copy, self._catalogue.resolve)
 
-    def _token(self, what: str) -> _Held:
+    def _token(self, what: str) -> _HeldToken:
         self._check_thread()
         if not self._tokens:
             raise ContextError(

@@ -18,9 +18,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from central_storage.diagnosis import configure_logging, dump_stacks_on_signal
-from central_storage.lifeline import PACKET_NBYTES
 from central_storage.recovery import Recovery
-from cs_proto.codec import encode
+from cs_proto.codec import PACKET_NBYTES, encode
 from cs_proto.errors import CentralStorageError, code_of
 from cs_proto.messages import Error, StartFailed
 
@@ -164,4 +163,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)  # the script waits for it, and nothing is left to be done

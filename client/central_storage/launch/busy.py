@@ -12,8 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
-
 from central_storage.gpus import Gpu
 
 __all__ = ["busy", "from_files", "from_nvidia_smi"]
@@ -80,6 +78,8 @@ def from_files(minors: Mapping[str, str], processes: Path = Path("/proc")) -> di
 
 
 def _who(pid: int, memory: str) -> str:
+    import psutil  # only where there are GPUs to look at
+
     size = f" with {memory} MiB" if memory.isdecimal() else ""
     try:
         process = psutil.Process(pid)
@@ -92,6 +92,8 @@ def _who(pid: int, memory: str) -> str:
 
 def _family() -> set[int]:
     """This process and what belongs to the same run."""
+    import psutil
+
     own = {os.getpid()}
     with suppress(psutil.Error):
         root = psutil.Process(os.getppid() if os.environ.get("CS_ADDRESS") else os.getpid())

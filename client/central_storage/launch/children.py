@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 from .connections import Peer
@@ -68,6 +69,9 @@ class Running(Protocol):
 
     def interrupt(self) -> None:
         """The run that it carries out is cancelled, which it has been told: have it look."""
+
+    def show_stacks(self) -> None:
+        """Have it print the stacks of its threads."""
 
     def is_run_by(self, peer: Peer) -> bool:
         """Whether ``peer``, which says that it is this process, may be."""
@@ -157,16 +161,22 @@ class Child:
                 os.killpg(self.pid, number)
 
     def kill(self, reason: str) -> None:
-        """Have it print its stacks, which takes a moment, then send SIGKILL. One that is stopped prints nothing."""
+        """Have it print its stacks, which takes a moment, then send SIGKILL."""
         if self.returncode is None and not self._reason:
             self._reason = reason
-            signal.pidfd_send_signal(self._pidfd, signal.SIGUSR1)
+            self.show_stacks()
             self._loop.call_later(_STACKS_SECONDS, partial(self.signal, signal.SIGKILL))
 
     def interrupt(self) -> None:
         """Send SIGINT to the process alone: what the user's code has started is not the worker."""
         if self.returncode is None:
             signal.pidfd_send_signal(self._pidfd, signal.SIGINT)
+
+    def show_stacks(self) -> None:
+        """Send SIGUSR1, where that does not end it: the user's code may have taken our handler away. One that is
+        stopped prints nothing."""
+        if self.returncode is None and _handles(self.pid, signal.SIGUSR1):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGUSR1)
 
     def is_run_by(self, peer: Peer) -> bool:
         """Whether the kernel says so."""
@@ -255,6 +265,14 @@ def reap_adopted(own: Collection[int]) -> None:
     with suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in own:
             os.waitpid(ended.si_pid, 0)
+
+
+def _handles(pid: int, number: signal.Signals) -> bool:
+    with suppress(OSError, StopIteration):  # it has ended
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        caught = next(line for line in lines if line.startswith("SigCgt:"))
+        return bool(int(caught.split()[1], 16) >> number - 1 & 1)
+    return False
 
 
 def _environment(pid: str) -> set[bytes]:

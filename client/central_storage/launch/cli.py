@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import secrets
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,8 +24,6 @@ from cs_proto.messages import Joined
 from .busy import busy
 from .cores import Machine, core_count, machine
 from .foreground import START_FAILED, run
-from .health import health
-from .join import join
 from .mailboxes import mailboxes_by_default
 from .memory import Files, Medium, Memfd, Unshared
 from .output import LogFiles
@@ -155,7 +152,7 @@ def _serve(options: argparse.Namespace) -> int:
     require_cupy([parameters])
     here = machine()
     # Where the memory outlives this process, another one may take up what it leaves.
-    begun = RunFile(secrets.token_hex(8), options.serve, parameters, options.return_timeout, 1, (1,) * options.serve)
+    begun = RunFile(os.urandom(8).hex(), options.serve, parameters, options.return_timeout, 1, (1,) * options.serve)
     is_kept = options.memory == "files" and options.server_recovery == "on"
     run_directory = RunDirectory(
         options.run_directory or _address(),
@@ -226,10 +223,14 @@ def _join(options: argparse.Namespace) -> int:
         everyone[joined.rank] = device
         return _commands(Options(tuple(everyone), "cpu:0", run_directory), here)[1 + joined.rank]
 
+    from .join import join  # and NumPy, as below, without which a supervisor does
+
     return join(run_directory, command_of, options.start_timeout)
 
 
 def _health(options: argparse.Namespace) -> int:
+    from .health import health
+
     try:
         print(health(options.run_directory or _address(), _HEALTH_TIMEOUT))
     except (LaunchError, NoAnswerError, ShutdownError) as error:

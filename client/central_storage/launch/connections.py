@@ -15,8 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import cast
 
-from central_storage.lifeline import PACKET_NBYTES
-from cs_proto.codec import decode, encode
+from cs_proto.codec import PACKET_NBYTES, decode, encode
 from cs_proto.errors import PeerProtocolError
 from cs_proto.messages import Introduce, Output
 from cs_proto.records import Record

@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
-from cs_proto.messages import Interrupt, Kill, Shutdown
+from cs_proto.messages import Interrupt, Kill, ShowStacks, Shutdown
 
 from .connections import Peer
 from .loop import Loop
@@ -101,6 +101,11 @@ class Elsewhere:
         """Have its launcher send the signal."""
         if self.launcher is not None:
             self.launcher.send(Interrupt(self.command.rank))
+
+    def show_stacks(self) -> None:
+        """Have its launcher send the signal."""
+        if self.launcher is not None:
+            self.launcher.send(ShowStacks(self.command.rank, self.command.incarnation))
 
     def is_run_by(self, peer: Peer) -> bool:
         """The first to say so after the place was taken: it is a process of this user, which nobody here can see."""

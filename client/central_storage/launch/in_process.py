@@ -116,6 +116,9 @@ class ThreadChild:
     def interrupt(self) -> None:
         """The script does it by itself, see :meth:`ServiceThreads.interrupt`."""
 
+    def show_stacks(self) -> None:
+        """Nothing: a replica of this process may be at a debugger's prompt, and who hangs is named at a Ctrl-C."""
+
     def is_run_by(self, peer: Peer) -> bool:
         """Whether it is in this process."""
         return peer.pid == self.pid

@@ -18,7 +18,7 @@ from contextlib import suppress
 from central_storage import lifeline
 from central_storage.run_file import RunFile
 from cs_proto.errors import LaunchError
-from cs_proto.messages import Died, Interrupt, Join, Joined, Kill, Shutdown, StartFailed
+from cs_proto.messages import Died, Interrupt, Join, Joined, Kill, ShowStacks, Shutdown, StartFailed
 from cs_proto.records import Record
 
 from .children import Child, end_leftovers, reap_adopted
@@ -133,6 +133,9 @@ class _Joining:
         elif isinstance(record, Kill) and self._worker is not None:
             if self._worker.command.incarnation == record.incarnation:
                 self._worker.kill(record.reason)
+        elif isinstance(record, ShowStacks) and self._worker is not None:
+            if self._worker.command.incarnation == record.incarnation:
+                self._worker.show_stacks()
         elif isinstance(record, Shutdown):
             self._end()
 

@@ -11,7 +11,6 @@ import fcntl
 import logging
 import os
 import re
-import secrets
 import shutil
 import stat
 import tempfile
@@ -93,7 +92,7 @@ def _fresh() -> tuple[str, int]:
     for place in _places():
         if _usable(place):
             while True:
-                path = os.path.join(place, f"cs-{secrets.token_hex(4)}")
+                path = os.path.join(place, f"cs-{os.urandom(4).hex()}")
                 with suppress(FileExistsError):
                     os.mkdir(path, 0o700)
                     lock = _lock(path)

@@ -7,6 +7,7 @@ process registers one hook, which lets forked children drop what is not theirs. 
 from __future__ import annotations
 
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -46,12 +47,27 @@ class ServiceProcess:
             with suppress(OSError):  # closed already, which says the same
                 self.socket.send(b"".join(encode(Shutdown(reason))), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             self.socket.close()
-            try:
-                self.process.wait(_STOP_TIMEOUT)
-            except subprocess.TimeoutExpired:
+            if not self._has_ended(_STOP_TIMEOUT):
                 self.process.kill()  # its children die with it
-                self.process.wait()
+            self.process.wait()
         self.socket.close()
+
+    def _has_ended(self, timeout: float) -> bool:
+        """Whether it has within so many seconds; as Popen.wait, which looks again only every 50 ms."""
+        try:
+            descriptor = os.pidfd_open(self.process.pid)
+        except ProcessLookupError:  # and somebody else has waited for it
+            return True
+        except OSError:  # the script has no descriptor left
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout)
+            return self.process.returncode is not None
+        try:
+            poller = select.poll()
+            poller.register(descriptor, select.POLLIN)
+            return bool(poller.poll(timeout * 1000))
+        finally:
+            os.close(descriptor)
 
     def forget(self) -> None:
         """In a forked child: close the connection there, so that only the parent's counts."""

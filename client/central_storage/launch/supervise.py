@@ -37,6 +37,7 @@ from cs_proto.messages import (
     Role,
     SegmentRefused,
     Serving,
+    ShowStacks,
     Shutdown,
     StartFailed,
     Worked,
@@ -433,6 +434,10 @@ class Service:
             for child in self._children:
                 if _identity(child.command) == ("worker", record.replica, record.incarnation):
                     child.kill(record.reason)
+        elif isinstance(record, ShowStacks) and peer.introduction.role == "server":
+            for child in self._children:
+                if _identity(child.command) == ("worker", record.replica, record.incarnation):
+                    child.show_stacks()
         elif isinstance(record, Left) and peer.introduction.role == "server":
             self._give_up(record)
         elif isinstance(record, Worked) and (worked := self._child_of(peer, peer.introduction)) is not None:

@@ -150,27 +150,49 @@ def test_a_lock_taken_between_making_and_locking_is_not_shared(runtime: Path, mo
     os.close(taken[0])
 
 
+#: Twenty starts are twenty processes; forked, they need not import the same things twenty times.
+TWENTY = """
+import os, sys
+from central_storage.launch.run_directory import RunDirectory
+
+door, opened = os.pipe()
+made, told = os.pipe()
+over, ended = os.pipe()
+for _ in range(20):
+    if os.fork() == 0:
+        os.close(opened), os.close(ended)
+        os.read(door, 1)  # until nobody holds its other end
+        directory = RunDirectory()
+        os.write(told, f"{os.getpid()} {directory.path}\\n".encode())
+        os.read(over, 1)
+        directory.remove()
+        os._exit(0)
+os.close(told)
+sys.stdin.readline()
+os.close(opened)
+with os.fdopen(made) as lines:
+    for _ in range(20):
+        print(lines.readline(), end="", flush=True)
+sys.stdin.readline()
+os.close(ended)
+print([os.wait()[1] for _ in range(20)] == [0] * 20, flush=True)
+"""
+
+
 def test_twenty_starts_at_once_neither_meet_nor_clean_each_other_up(runtime: Path) -> None:
     for number in range(5):
         dead(runtime, f"cs-0000000{number}")
-    code = (
-        "import sys; from central_storage.launch.run_directory import RunDirectory; sys.stdin.readline(); "
-        "made = RunDirectory(); print(made.path, flush=True); sys.stdin.readline(); made.remove()"
-    )
     environment = {**os.environ, "PYTHONPATH": python_path(os.environ)}
-    command = [sys.executable, "-c", code]
-    starts = [
-        subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
-        for _ in range(20)
-    ]
-    try:
-        for start in starts:
-            print(file=start.stdin, flush=True)
-        paths = [start.stdout.readline().strip() for start in starts]
-        assert sorted(map(str, runtime.iterdir())) == sorted(paths)
-        assert len(set(paths)) == 20
-        assert [Path(path, "lock").read_text() for path in paths] == [f"{start.pid}\n" for start in starts]
-    finally:
-        for start in starts:
-            start.communicate("\n")
+    with subprocess.Popen(
+        [sys.executable, "-c", TWENTY], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as starts:
+        assert starts.stdin is not None
+        assert starts.stdout is not None
+        print(file=starts.stdin, flush=True)
+        made = dict(starts.stdout.readline().split() for _ in range(20))
+        assert sorted(map(str, runtime.iterdir())) == sorted(made.values())
+        assert len(set(made.values())) == 20
+        assert {pid: Path(path, "lock").read_text() for pid, path in made.items()} == {pid: f"{pid}\n" for pid in made}
+        print(file=starts.stdin, flush=True)
+        assert starts.stdout.readline() == "True\n"
     assert list(runtime.iterdir()) == []

@@ -34,6 +34,7 @@ from cs_proto.messages import (
     Segment,
     SegmentRefused,
     Serving,
+    ShowStacks,
     Shutdown,
     StartFailed,
 )
@@ -332,20 +333,24 @@ def test_one_that_does_not_become_ready_again_is_killed(world: World) -> None:
     assert not died.restarts
 
 
-def test_a_worker_is_killed_when_the_server_says_so_and_its_stacks_are_in_its_last_lines(world: World) -> None:
-    kill = packet(Kill(0, 1, "it was silent")).hex()
+def test_a_worker_shows_its_stacks_and_is_killed_when_the_server_says_so(world: World) -> None:
+    show, kill = packet(ShowStacks(0, 1)).hex(), packet(Kill(0, 1, "it was silent")).hex()
     dumps = "import faulthandler; faulthandler.register(signal.SIGUSR1); link.send(worked)"
-    told = f"open({world.directory.path + '/go'!r}).read(); link.send(bytes.fromhex('{kill}')); link.send(worked)"
+    go = f"open({world.directory.path + '/go'!r}).read()"
+    told = f"{go}; link.send(bytes.fromhex('{show}')); {go}; link.send(bytes.fromhex('{kill}')); link.send(worked)"
     os.mkfifo(world.directory.path + "/go")
     world.start(w0_READY=dumps, server_READY=told)
     client = world.client()
     assert isinstance(client.receive(), Serving)
     world.until(lambda: world.service._children[1].has_worked)
     client.send(Kill(0, 1, "I may not"))
-    Path(world.directory.path, "go").write_text("!")
+    go = Path(world.directory.path, "go")
+    go.write_text("shows")
+    world.until(lambda: "most recent call first" in world.sink.text)
+    go.write_text("dies")
     died = client.receive()
     assert (died.cause, died.restarts) == ("SIGKILL by the supervisor: it was silent", True)
-    assert "most recent call first" in died.log
+    assert died.log.count("most recent call first") == 2
     world.until(lambda: "works in its place" in world.sink.text)
     assert world.service.first_failure == died  # nothing in its place has worked yet
 

@@ -9,9 +9,12 @@ import c_kernels
 
 from . import _machine
 
+_loaded: set[tuple[str, str]] = set()
+
 
 class RawModule:
-    """As CuPy's: compiled when the first kernel is asked for."""
+    """As CuPy's: compiled when the first kernel is asked for. The driver loads each kernel when it is first asked for,
+    where the GPU has memory left."""
 
     def __init__(self, *, code: str, options: tuple[str, ...] = (), backend: str = "nvrtc") -> None:
         if "-fmad=false" not in options:
@@ -19,7 +22,15 @@ class RawModule:
         self._code = code
 
     def get_function(self, name: str) -> RawKernel:
-        return RawKernel(c_kernels.compiled(self._code)[name])
+        try:
+            kernel = c_kernels.compiled(self._code)[name]
+        except RuntimeError as error:
+            raise _machine.CompileException(str(error)) from error
+        device = _machine.gpu()
+        if (self._code, name) not in _loaded and device.nbytes - device.allocated < _machine.KERNEL_NBYTES:
+            raise _machine.CUDADriverError(_machine.OUT_OF_MEMORY)
+        _loaded.add((self._code, name))
+        return RawKernel(kernel)
 
 
 class RawKernel:

@@ -61,6 +61,8 @@ _MESSAGES = {
 }
 
 READ_ONLY = 8
+#: What must be free on a GPU where a kernel is loaded.
+KERNEL_NBYTES = 64 << 10
 _POISON = 0x7F
 _ALIGNMENT = 512
 _UUID = re.compile(r"GPU UUID:\s*(\S+)")
@@ -74,6 +76,18 @@ class CUDARuntimeError(RuntimeError):
     def __init__(self, status: int, detail: str = "") -> None:
         self.status = status
         super().__init__(f"{_MESSAGES[status]}{f' ({detail})' if detail else ''}")
+
+
+class CUDADriverError(RuntimeError):
+    """As CuPy's: ``status`` is CUDA's number."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+        super().__init__("CUDA_ERROR_OUT_OF_MEMORY: out of memory" if status == OUT_OF_MEMORY else str(status))
+
+
+class CompileException(Exception):
+    """As CuPy's."""
 
 
 class OutOfMemoryError(MemoryError):

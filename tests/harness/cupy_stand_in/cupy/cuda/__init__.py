@@ -13,6 +13,8 @@ import numpy as np
 from cupy import _machine
 from cupy._machine import OutOfMemoryError
 
+from . import compiler as compiler
+from . import driver as driver
 from . import runtime
 
 _numbers = itertools.count(1)
