@@ -56,6 +56,7 @@ SMALLER = tuple(name for name in ALL if name != LARGEST)
 NO_READS = tuple(name for name in ALL if not isinstance(WORKS[name], Read))
 NO_READS_SMALLER = tuple(name for name in NO_READS if name != LARGEST)
 RECOVERY = ("digits", "digits-many-steps", "adam-1MB", "adam-16MB", "adam-100MB", "adam-400MB")
+RESTARTS = ("digits", "adam-16MB")  # that a worker may die
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -73,6 +74,7 @@ class Peer:
 OWN = (
     Peer("central-storage", "central_storage_itself", tuple(WORKS)),
     Peer("central-storage-recovery-off", "central_storage_itself", RECOVERY, environment={"SERVER_RECOVERY": "off"}),
+    Peer("central-storage-restarts-off", "central_storage_itself", RESTARTS, environment={"MAX_RESTARTS": "0"}),
     Peer("reference", "reference", tuple(name for name in ALL if name != FIRST_STEP), environment=ONE_THREAD),
     Peer("numpy-one-process", "numpy_one_process", NO_READS_SMALLER),
     Peer("pyzmq-echo", "pyzmq_echo", ("sgd-1MB", "read-1MBx1", "digits", EMPTY)),
@@ -171,13 +173,14 @@ def prepare() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="rounds that count, at least 5 (default: 5)")
-    parser.add_argument("--quick", action="store_true", help="the service and the floors, 2 rounds, nothing written")
+    parser.add_argument("--rounds", type=int, help="rounds that count (default: 5, which are the fewest; quick: 2)")
+    parser.add_argument("--quick", action="store_true", help="the service and the floors, nothing written")
     names = tuple(WORKS)
     parser.add_argument("--works", nargs="+", choices=names, metavar="WORK", help=f"only these of: {' '.join(names)}")
     parser.add_argument("--results", type=Path, default=HERE, help="the directory of results.json and results.svg")
     options = parser.parse_args()
-    if options.rounds < 5:
+    rounds = options.rounds or (2 if options.quick else 5)
+    if not options.quick and rounds < 5:
         parser.error("a median of fewer than 5 rounds says little")
     machine = report.machine()
     prepare()
@@ -185,7 +188,7 @@ def main() -> None:
         for family in environments.PACKAGES:
             environments.make(family)
             machine["versions"] |= environments.versions(family)
-    bench, rounds = Bench(), 2 if options.quick else options.rounds
+    bench = Bench()
     works = options.works or (QUICK if options.quick else tuple(WORKS))
     bench.measure(OWN if options.quick else OWN + OTHERS, works, rounds)
     rows = report.rows_of(bench.figures)

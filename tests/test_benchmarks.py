@@ -29,7 +29,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", range(6))
 def test_our_own_peers_compute_what_numpy_does(benchmark: Any, number: int) -> None:
     peer = benchmark.bench.OWN[number]
     asked = [work for work in ("adam-1MB", "read-1MBx1", "digits", "embedding-1e5", "empty-run") if work in peer.works]

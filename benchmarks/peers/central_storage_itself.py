@@ -1,4 +1,5 @@
-"""central-storage: this service, with all its protections; ``SERVER_RECOVERY=off`` in the environment takes one off."""
+"""central-storage: this service, with all its protections; ``SERVER_RECOVERY=off`` and ``MAX_RESTARTS=0`` in the
+environment take one off."""
 
 from __future__ import annotations
 
@@ -180,7 +181,9 @@ TRIALS: dict[type[Work], Callable[..., Trial]] = {
 @contextmanager
 def opened(work: Work, steps: int) -> Iterator[Trial]:
     recovery = os.environ.get("SERVER_RECOVERY", "on") == "on"
-    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], server_recovery=recovery) as strategy:
+    restarts = int(os.environ.get("MAX_RESTARTS", "3"))
+    devices = ["cpu:0", "cpu:1"]
+    with cs.CentralStorageStrategy(devices, server_recovery=recovery, max_restarts=restarts) as strategy:
         yield TRIALS[type(work)](strategy, work, steps)
 
 
