@@ -5,6 +5,7 @@ VENV   ?= .venv
 # Twice as many as the processors of the smallest machine that runs the tests: many a test waits.
 JOBS   ?= 4
 BIN    := $(VENV)/bin
+SPREAD  = -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 DEMO   := cs-launch --devices cpu:0,cpu:1 --parameter-device cpu:0 examples/digits.py
 
 # pip says nothing but what went wrong.
@@ -16,7 +17,7 @@ export PIP_QUIET = 2
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo setup test test-all pytest test-interop test-pythons test-containers soak lint fmt bench bench-quick clean
+.PHONY: help demo setup test test-all pytest test-zeromq test-interop test-pythons test-containers soak lint fmt bench bench-quick clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -33,7 +34,10 @@ test-all: export CS_ALL_PROGRAMS = 1
 test-all: test  ## and all of what test runs a selection of: recorded programs in every mode, deaths, long arrays
 
 pytest: $(VENV)/.installed-dev
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+	@$(BIN)/python -m pytest $(SPREAD)
+
+test-zeromq: $(VENV)/.installed-dev  ## the tests of whole services again, with every message over ZeroMQ
+	@CS_MAILBOXES=off $(BIN)/python -m pytest $(SPREAD) tests/conformance tests/processes
 
 test-interop: $(VENV)/.installed-interop  ## replica functions and data of torch, which is installed for it
 	@$(BIN)/python -m pytest tests/interop

@@ -24,11 +24,13 @@ import psutil
 
 from .timing import unit
 
-__all__ = ["MARK", "ROOT", "Child", "Ended", "marked", "reap", "run", "start"]
+__all__ = ["MAILBOXES", "MARK", "ROOT", "Child", "Ended", "marked", "reap", "run", "start"]
 
 #: The environment variable by which a process is known to belong to a test session, and to which child of it.
 MARK = "CS_TEST_ID"
 ROOT = Path(__file__).resolve().parents[2]
+#: In the name of the transport, which is another where ``make test-zeromq`` runs.
+MAILBOXES = "" if os.environ.get("CS_MAILBOXES") == "off" else "mailboxes + "
 
 _numbers = count(1)
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.harness.processes import Child, run, start
+from tests.harness.processes import MAILBOXES, Child, run, start
 from tests.harness.stand_in_gpus import stand_in_gpus
 
 DIGITS = ("examples/digits.py", "--epochs", "2")
@@ -78,7 +78,7 @@ class Elsewhere:
 
     def joined(self, stack: ExitStack, number: int) -> Child:
         worker = stack.enter_context(start("cs-launch", "--join", environment=self.environment))
-        transport = r"transport ipc \+ mailboxes \+ shared memory \(files"
+        transport = re.escape(f"transport ipc + {MAILBOXES}shared memory (files")
         worker.wait_for(rf"worker w{number} of 2 on cpu:{number}, {transport}", stream="err")
         return worker
 
@@ -109,7 +109,7 @@ def test_scripts_one_after_the_other_are_served_until_it_is_told_to_end(elsewher
     assert trained.lines[:2] + trained.lines[-1:] == alone.lines[:2] + alone.lines[-1:]
     code, said = elsewhere.health()
     assert (code, said.startswith("serving 2 replicas")) == (0, True), said
-    assert "mailboxes + shared memory (files in the run directory); asked over ipc + bytes in frames" in said
+    assert f"ipc + {MAILBOXES}shared memory (files in the run directory); asked over ipc + bytes in frames" in said
     again = run(*script(elsewhere, blocks=False), environment=elsewhere.environment).ok()
     assert again.out == "read [4.0, 4.0, 4.0] 2\n"
 

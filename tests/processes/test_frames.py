@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.harness.processes import run, start
+from tests.harness.processes import MAILBOXES, run, start
 
 SCRIPT = """
 import hashlib
@@ -92,7 +92,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shared(script: Path) -> str:
     """What it prints where memory is shared."""
     ended = run("cs-launch", "--devices", "cpu:0,cpu:1", script).ok()
-    assert "transport ipc + mailboxes + shared memory (memfd)" in ended.err
+    assert f"transport ipc + {MAILBOXES}shared memory (memfd)" in ended.err
     assert "in frames" not in ended.err
     return ended.out
 
