@@ -24,10 +24,11 @@ def gradient_buffers(variables: Sequence[Variable]) -> list[np.ndarray]:
     """
     if not variables:
         return []
-    replica = current_replica(variables[0].strategy)
+    strategy = variables[0].strategy
+    replica = current_replica(strategy)
     if replica is None:
         raise ContextError("gradient_buffers must be called inside a replica function (strategy.run)")
-    foreign = [v.name for v in variables if v.strategy is not variables[0].strategy]
+    foreign = [v.name for v in variables if v.strategy is not strategy]
     if foreign:
         raise ContextError(f"the variables {', '.join(foreign)} belong to another strategy")
     return replica.gradient_buffers([variable.number for variable in variables])

@@ -112,10 +112,11 @@ def get_replica_context() -> ReplicaContext | None:
 
 def current_replica(strategy: object) -> ReplicaBackend | None:
     """The backend to use for ``strategy`` when this thread is in one of its replicas, else None."""
-    if _stack.entries:
-        entered, replica = _stack.entries[-1]
-        if replica is not None and entered is strategy and not replica.is_local:
-            return replica.backend
+    entries = _stack.entries
+    if entries:
+        entered, replica = entries[-1]
+        if replica is not None and entered is strategy:
+            return replica._backend  # noqa: SLF001  (at every read of a variable; one on the stack has not ended)
     return None
 
 

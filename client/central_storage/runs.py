@@ -10,7 +10,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from copy import copy
 from functools import partial
 from typing import Any
 
@@ -81,7 +80,7 @@ class Runs(Seam):
         self._arena.reset((run[0] - series.number) % parts, parts)
         kept = [buffer for _, buffers in pickles for buffer in buffers]
         step = (series.number, series.lookahead) if series.lookahead else (0, 0)
-        sent = Sent(run, [], data, kept, list(map(copy, self._held)) if series.lookahead else [])
+        sent = Sent(run, [], data, kept, [*self._held] if series.lookahead else [])
         frozen = isinstance(function, Function)
         where = ([*sys.path], os.getcwd())
         if where != self._where and self._threads is None:  # threads have the script's own path
@@ -90,7 +89,8 @@ class Runs(Seam):
                 self._send(socket, self._prepared)
             self._where = where
         for replica, (socket, (pickled, buffers)) in enumerate(zip(self._worker_sockets, pickles, strict=True)):
-            carried = None if self._held[replica].touch(name, frozen) else self._arena.share(data)
+            is_held, self._held[replica] = self._held[replica].touch(name, frozen)
+            carried = None if is_held else self._arena.share(data)
             placed = tuple(map(self._arena.share, buffers))
             what = (name, carried, frozen, self._arena.share(pickled), placed)
             sent.messages.append(messages.Run(run, replica, self._seed, *what, *step))
@@ -117,14 +117,14 @@ class Runs(Seam):
         is_first = True
         for sent in self._sent:
             if sent.held:
-                sent.held[replica] = copy(self._held[replica])
+                sent.held[replica] = self._held[replica]
             if sent.run < restarted.run:
                 continue
             if is_first:
                 self._tell(messages.Resent(sent.run, replica, sent.messages[replica].series))
             is_first = False
             run = sent.messages[replica]
-            is_held = self._held[replica].touch(run.digest, run.frozen)
+            is_held, self._held[replica] = self._held[replica].touch(run.digest, run.frozen)
             self._send(socket, replace(run, function=None if is_held else self._arena.share(sent.function)))
         if self._cancelling is not None and self._cancelling.unanswered:
             self._send(socket, _cancel_of(self._cancelling))

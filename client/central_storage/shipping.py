@@ -18,7 +18,7 @@ import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from types import CellType, FunctionType, ModuleType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import cloudpickle
 import numpy as np
@@ -26,6 +26,7 @@ from cloudpickle import cloudpickle as by_value
 
 from cs_proto.arrays import INLINE_NBYTES
 from cs_proto.errors import CentralStorageError, ShippingError, ShutdownError
+from cs_proto.records import Buffer
 
 from . import arrivals, culprits
 from .composites import Composite
@@ -79,13 +80,19 @@ def dump_arguments(
     """
     if not args and not kwargs:
         return _NO_ARGUMENTS, ()
+    root = (tuple(args), dict(kwargs))
+    if _is_plain(root):
+        buffers: list[pickle.PickleBuffer] = []
+        file = io.BytesIO()
+        _PlainPickler(file, buffers.append).dump(root)
+        return file.getvalue(), tuple([place(buffer.raw()) for buffer in buffers])
     plan = _Plan(adopt, buffers=[])
-    data = _dump((tuple(args), dict(kwargs)), plan)
+    data = _dump(root, plan)
     return data, tuple(place(buffer.raw()) for buffer in plan.buffers or ())
 
 
 def load_arguments(
-    data: bytes | memoryview, buffers: Sequence[memoryview], resolve: Resolve
+    data: Buffer, buffers: Sequence[memoryview], resolve: Resolve
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(args, kwargs) from ``data`` over ``buffers``, in the order in which they were placed; no copy.
 
@@ -316,6 +323,38 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return arrivals.itself, (space,)
 
 
+class _PlainPickler(pickle.Pickler):
+    """Python's own, for what :func:`_is_plain`: cloudpickle asks about every object."""
+
+    def __init__(self, file: io.BytesIO, keep: Callable[[pickle.PickleBuffer], object]) -> None:
+        super().__init__(file, 5, buffer_callback=keep)
+        self.dispatch_table = _PLAIN_ARRAYS
+
+
+def _is_plain(root: tuple[Any, ...]) -> bool:
+    """Whether ``root`` is nothing but arrays of plain elements, numbers and text in containers, and few of them."""
+    parts: list[Any] = [root]
+    for part in parts:  # which grows meanwhile
+        kind = type(part)
+        if kind is tuple or kind is list:
+            parts += part
+            if len(parts) > _LOOKED_AT:
+                return False
+        elif kind is dict:
+            parts += part
+            parts += part.values()
+            if len(parts) > _LOOKED_AT:
+                return False
+        elif kind is np.ndarray:
+            if part.dtype.hasobject or not part.dtype.itemsize:
+                return False
+        elif kind not in _PARTS:
+            return False
+    return True
+
+
+#: Arguments of more parts than this, those within themselves too, are not looked at one by one.
+_LOOKED_AT = 256
 #: What is neither a handle nor a composite, and what arrays are made of where they arrive.
 _PARTS = frozenset({tuple, list, dict, str, bytes, int, float, bool, type(None), np.ndarray})
 _ARRIVALS = frozenset({arrivals.array_over, arrivals.read_only_array})
@@ -355,15 +394,22 @@ def _array_parts(array: np.ndarray) -> tuple[Any, ...]:
     if type(array) not in (np.ndarray, np.memmap) or dtype.hasobject or not dtype.itemsize:
         reduced: Any = array.__reduce__()
         return arrivals.read_only_array, tuple(reduced[:3])
-    order = "F" if array.flags.fnc else "C"
-    plain: Any = np.ascontiguousarray(array.T if order == "F" else array).reshape(-1).view(np.uint8)
-    buffer = pickle.PickleBuffer(plain) if plain.nbytes > INLINE_NBYTES else plain.tobytes()
+    order: Literal["C", "F"] = "F" if array.flags.fnc else "C"
+    buffer: Any
+    if array.nbytes <= INLINE_NBYTES:
+        buffer = array.tobytes(order)
+    else:
+        plain: Any = np.ascontiguousarray(array.T if order == "F" else array).reshape(-1).view(np.uint8)
+        buffer = pickle.PickleBuffer(plain)
     return arrivals.array_over, (
         buffer,
         dtype.str if dtype.metadata is None and _has_text(dtype) else dtype,
         array.shape,
         order,
     )
+
+
+_PLAIN_ARRAYS: dict[type, Any] = {np.ndarray: _array_parts}
 
 
 @functools.lru_cache(64)
@@ -421,7 +467,7 @@ class _Unpickler(pickle.Unpickler):
         return found
 
 
-def _load(data: bytes | memoryview, buffers: Sequence[memoryview], resolve: Resolve) -> Any:
+def _load(data: Buffer, buffers: Sequence[memoryview], resolve: Resolve) -> Any:
     try:
         return _Unpickler(io.BytesIO(data), buffers, resolve).load()
     except (CentralStorageError, MemoryError):

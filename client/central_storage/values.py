@@ -13,6 +13,7 @@ import enum
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -231,14 +232,22 @@ def select_replica(replica: int, structure: Any) -> Any:
     """``structure`` as ``replica`` sees it: its own component of every PerReplica and Mirrored, all else unchanged.
     Raises IndexError where one has no component for ``replica``."""
 
-    def select(leaf: Any) -> Any:
-        if not isinstance(leaf, DistributedValues):
-            return leaf
-        if replica >= len(leaf.values):
-            raise IndexError(f"replica {replica} has no component of a value with {len(leaf.values)}")
-        return leaf.values[replica]
+    if type(structure) is tuple:  # as arguments are, and most elements
+        return tuple([select_replica(replica, part) for part in structure])
+    if isinstance(structure, DistributedValues):
+        return _component(replica, structure)
+    if type(structure) is dict and not structure:
+        return {}
+    return optree.tree_map(partial(_component, replica), structure, none_is_leaf=True)
 
-    return optree.tree_map(select, structure, none_is_leaf=True)
+
+def _component(replica: int, leaf: Any) -> Any:
+    if not isinstance(leaf, DistributedValues):
+        return leaf
+    values = leaf.values
+    if replica >= len(values):
+        raise IndexError(f"replica {replica} has no component of a value with {len(values)}")
+    return values[replica]
 
 
 def local_results(value: Any, n: int) -> tuple[Any, ...]:

@@ -284,7 +284,7 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
         """What the array protocols give: a read-only view inside a replica, a copy elsewhere."""
         if self._local is not None:
             return self._local.value.copy()
-        replica = self._replica
+        replica = current_replica(self._strategy)
         return self._controller.read(self._number) if replica is None else replica.view(self._number)
 
     def sparse_read(self, indices: Any, name: str | None = None) -> np.ndarray:
@@ -301,7 +301,9 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """A read-only view inside a replica, a copy elsewhere."""
-        value = convert_to_tensor(self.current())  # from a GPU, where the replica is on one
+        value = self.current()
+        if type(value) is not np.ndarray:  # of a GPU, where the replica is on one
+            value = convert_to_tensor(value)
         if dtype is None and not copy:
             return value
         return np.array(value, dtype) if copy else np.asarray(value, dtype)

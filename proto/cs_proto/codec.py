@@ -94,7 +94,7 @@ def decode(parts: Sequence[Buffer], limits: Limits = LIMITS) -> Record:
     if len(frames) > limits.frames:
         raise PeerProtocolError(f"{len(frames)} frames; at most {limits.frames}")
     for number, frame in enumerate(frames):
-        nbytes = memoryview(frame).nbytes
+        nbytes = len(frame) if type(frame) is bytes else memoryview(frame).nbytes
         if nbytes > limits.frame_nbytes:
             raise PeerProtocolError(f"frame {number} has {nbytes} bytes; at most {limits.frame_nbytes}")
     count = _count(limits.items) if header_nbytes > _COUNTED_NBYTES else None

@@ -484,9 +484,10 @@ class ApplyPoint(_Point):
 
     def check(self) -> None:
         super().check()
-        numbers = [gradient.variable for gradient in self.sparse]
-        if any(later <= earlier for earlier, later in pairwise(numbers)):
-            self.refuse("sparse gradients ascend by variable")
+        if self.sparse:
+            numbers = [gradient.variable for gradient in self.sparse]
+            if any(later <= earlier for earlier, later in pairwise(numbers)):
+                self.refuse("sparse gradients ascend by variable")
         if (self.variable_set == 0) == (not self.variables) or self.buffers not in range(4):
             self.refuse("either variables or the number of their set; buffers 0 to 3")
 

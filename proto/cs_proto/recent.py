@@ -46,29 +46,31 @@ class Recent:
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._digests
 
+    def is_latest(self, digest: bytes) -> bool:
+        """Whether ``digest`` was used last."""
+        return bool(self._digests) and next(reversed(self._digests)) == digest
+
 
 class Held:
-    """What one worker holds, by its sender: the last ordinary functions, and every frozen one."""
+    """What one worker holds, by its sender: the last ordinary functions, and every frozen one. It does not change."""
 
-    def __init__(self) -> None:
-        self._recent = Recent(HELD_FUNCTIONS)
-        self._frozen: set[bytes] = set()
+    def __init__(self, recent: Recent | None = None, frozen: frozenset[bytes] = frozenset()) -> None:
+        self._recent = recent or Recent(HELD_FUNCTIONS)
+        self._frozen = frozen
 
-    def touch(self, digest: bytes, frozen: bool) -> bool:
-        """Send a run of the function ``digest``: whether the worker has its bytes already; it has them from now on.
+    def touch(self, digest: bytes, frozen: bool) -> tuple[bool, Held]:
+        """Send a run of the function ``digest``: whether the worker has its bytes already, and what it holds then.
 
-        >>> held = Held()
-        >>> [held.touch(b"a", frozen) for frozen in (True, False, True, False)]
+        >>> held, said = Held(), []
+        >>> for frozen in (True, False, True, False):
+        ...     is_held, held = held.touch(b"a", frozen)
+        ...     said.append(is_held)
+        >>> said
         [False, False, True, True]
         """
-        if not frozen:
-            return self._recent.touch(digest)
-        is_held = digest in self._frozen
-        self._frozen.add(digest)
-        return is_held
-
-    def __copy__(self) -> Held:
-        """One that knows the same and goes its own way."""
-        copied = Held()
-        copied._recent, copied._frozen = copy(self._recent), copy(self._frozen)
-        return copied
+        if frozen:
+            return (True, self) if digest in self._frozen else (False, Held(self._recent, self._frozen | {digest}))
+        if self._recent.is_latest(digest):
+            return True, self
+        recent = copy(self._recent)
+        return recent.touch(digest), Held(recent, self._frozen)

@@ -644,6 +644,43 @@ def test_a_large_array_named_twice_is_placed_once() -> None:
     assert args[0] is args[1] is args[2][0]
 
 
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=np.float32).reshape(2, 3),
+        np.asfortranarray(np.arange(6).reshape(2, 3)),
+        np.arange(12)[::2],
+        np.array(2.5),
+        np.zeros((0, 3)),
+        np.zeros(2, RECORD),
+        np.array(["2020-01-01"], "datetime64[D]"),
+        np.ones((LARGE, 2), order="F"),
+    ],
+    ids=["C", "Fortran", "strided", "no axes", "empty", "records", "dates", "large"],
+)
+def test_arrays_among_plain_values_arrive_as_those_beside_functions(array: np.ndarray) -> None:
+    memory = Memory()
+    for others in ((1, "text", [None]), (lambda: 0,)):
+        data, _ = dump_arguments((array, *others), {}, adopt, memory.place)
+        got = load_arguments(data, [memoryview(buffer) for buffer in memory.buffers], resolve)[0][0]
+        memory.buffers.clear()
+        np.testing.assert_array_equal(got, array)
+        assert (got.dtype, got.flags.f_contiguous, got.flags.writeable) == (
+            array.dtype,
+            array.flags.f_contiguous or array.size < 2 or array.ndim == 1,
+            False,
+        )
+
+
+def test_plain_values_of_many_parts_and_within_themselves() -> None:
+    many = list(range(10_000))
+    assert argument(many) == many
+    endless: list[Any] = []
+    endless.append(endless)
+    got = argument(endless)
+    assert got[0] is got
+
+
 def test_buffers_come_in_order() -> None:
     memory = Memory()
     first, second, third = (np.full(LARGE, n) for n in (1.0, 2.0, 3.0))

@@ -88,6 +88,14 @@ def test_what_was_expected_is_not_made_again(monkeypatch: pytest.MonkeyPatch) ->
         assert drawn(seeds, 7, (5,), 1) == wanted
 
 
+def test_the_runs_after_what_was_expected_are_as_ever() -> None:
+    seeds = Seeds(lambda number: None)
+    for number in range(5, 25):
+        seeds.expect(7, (number,), 1)
+        wanted = draw(7, (number,), 1), float(np.random.standard_normal())
+        assert (drawn(seeds, 7, (number,), 1), float(np.random.standard_normal())) == wanted
+
+
 def test_another_generator_is_seeded_when_the_run_begins() -> None:
     mine = np.random.get_bit_generator()
     seeds = Seeds(lambda number: None)

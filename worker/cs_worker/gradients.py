@@ -38,8 +38,8 @@ class GradientBuffers:
     def hand_out(self, numbers: Sequence[int], commit: Callable[[], None]) -> list[np.ndarray]:
         """Writable arrays of the variables: of the current set, or on a GPU for it. ``commit`` is called where both
         sets are noted."""
-        current = self._current(commit)
-        arrays = self._on_device(numbers, current)
+        current = self._free[0] if self._free else self._current(commit)
+        arrays = None if self._device.is_host else self._on_device(numbers, current)
         if arrays is None:
             arrays = self._device.buffers(self._catalogue.gradients(numbers, current))
         identities = list(map(id, arrays))

@@ -75,7 +75,8 @@ class Interrupts:
     def switch(self, in_user_code: bool) -> bool:
         """What follows is the user's code, or the worker's own; returns which it was before."""
         before, self._in_user_code = self._in_user_code, in_user_code
-        self._attend()
+        if in_user_code:
+            self._attend()
         return before
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:

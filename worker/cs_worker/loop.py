@@ -12,7 +12,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 
@@ -26,6 +25,7 @@ from cs_proto import messages, segments
 from cs_proto.arena import Arena
 from cs_proto.failpoints import failpoint
 from cs_proto.messages import Forget, Prepare, Run, Value
+from cs_proto.records import Frame
 
 from .catalogue import Catalogue
 from .config import Config
@@ -39,7 +39,7 @@ from .raised import raised_error
 from .replica import Replica
 from .seeds import Seeds, kept_random_state
 from .token import TokenController
-from .turns import ProcessTurns, Turns
+from .turns import Turns
 from .workshop import Workshop
 
 __all__ = ["Loop"]
@@ -106,8 +106,7 @@ class Loop:
             with self._shop.turns.taken(work.run):
                 said = self._carry_out(controller, work)
             said()  # after the turn: what the script does next is not this replica's
-            if isinstance(self._shop.turns, ProcessTurns):
-                self._seeds.expect(work.seed, (work.run[0] + 1,), work.replica)
+            self._seeds.expect(work.seed, (work.run[0] + 1,), work.replica)
             if not self._has_worked:
                 self._has_worked = True
                 self._shop.conversation.link.send_supervisor(messages.Worked(self._shop.config.incarnation))
@@ -168,7 +167,9 @@ class Loop:
         shop = self._shop
         function = self._programs.load(sender, run, shop.catalogue.resolve)
         buffers = [shop.catalogue.map(array).data for array in run.buffers]
-        args, kwargs = load_arguments(shop.catalogue.map(run.arguments).data, buffers, shop.catalogue.resolve)
+        pickled = run.arguments.place
+        data = pickled.data if isinstance(pickled, Frame) else shop.catalogue.map(run.arguments).data
+        args, kwargs = load_arguments(data, buffers, shop.catalogue.resolve)
         if not shop.device.is_host:
             args, kwargs = nest.map_structure(self._bring, (args, kwargs))
         self._seeds.begin(run.seed, run.run, run.replica)
@@ -204,5 +205,7 @@ def _end_child(raised: BaseException | None) -> NoReturn:
 def _flush() -> None:
     """What the function printed is out before its result is."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # the user's code may have closed it, or put anything in its place
+        try:  # noqa: SIM105  (at every run)
             stream.flush()
+        except Exception:  # noqa: BLE001  (the user's code may have closed it, or put anything in its place)
+            pass

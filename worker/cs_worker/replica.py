@@ -56,8 +56,12 @@ def _whole(method: Callable[Concatenate[Replica, P], T]) -> Callable[Concatenate
                 "a replica's variables, optimizers and context are used in the thread of its function; hand arrays to "
                 "other threads instead"
             )
-        with self._shop.interrupts.own_code():
+        switch = self._shop.interrupts.switch  # as own_code() does, on the way of every call
+        before = switch(False)
+        try:
             return method(self, *args, **kwargs)
+        finally:
+            switch(before)
 
     functools.update_wrapper(call, method)
     return call

@@ -7,8 +7,6 @@ import hashlib
 import random
 import struct
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
 
 import numpy as np
 
@@ -18,34 +16,46 @@ __all__ = ["Seeds", "kept_random_state"]
 
 #: NumPy's global generator draws from 624 words, and counts how many of them it has used.
 _STATE_NBYTES = 625 * 4
+#: Of so many runs the state is made at once.
+_AHEAD = 8
 
 
 class Seeds:
-    """The random state of the controller's runs, one after the other. The greater part of it is made while the worker
-    has nothing else to do, where the process is its own; it counts if it is still as it was made when the run begins,
-    since unpickling, too, runs the user's code."""
+    """The random state of the controller's runs, one after the other. NumPy's takes longest to make, most of it where
+    nothing of that was done just before; so that of some runs is made at once, by a generator of its own, when the
+    worker has said what it had to say."""
 
     def __init__(self, device: Callable[[int], None]) -> None:
         """``device`` seeds the generator of the replica's device, with a number of 32 bits."""
         self._device = device
-        self._made: tuple[int, RunId, int] | None = None
-        self._state = b""
+        self._generator = np.random.MT19937()
+        self._maker = np.random.RandomState(self._generator)
+        self._made: dict[tuple[int, RunId, int], bytes] = {}
 
     def begin(self, seed: int, run: RunId, replica: int) -> None:
         """Seed ``random``, ``numpy.random``'s global generator and the device's."""
         python, words = _numbers(seed, run, replica)
         random.seed(python)
-        if self._made != (seed, run, replica) or self._state != _state():
+        state = self._made.pop((seed, run, replica), None)
+        generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        if state is None or type(generator) is not type(self._generator):
             np.random.seed(words)
-        self._made = None
+        else:
+            with generator.lock:
+                ctypes.memmove(generator.ctypes.state_address, state, _STATE_NBYTES)
+            # Forgets the second normal number of a pair, too.
+            np.random.set_bit_generator(generator)  # type: ignore[attr-defined]
         self._device(words[0])
 
     def expect(self, seed: int, run: RunId, replica: int) -> None:
-        """This run is the one that begins next, in all likelihood."""
-        with suppress(Exception):  # the user's code may have replaced what is called here; the run itself says so
-            if type(_generator()) is np.random.MT19937:
-                np.random.seed(_numbers(seed, run, replica)[1])
-                self._made, self._state = (seed, run, replica), _state()
+        """This run of the controller, and those after it, begin next in all likelihood."""
+        if (seed, run, replica) in self._made:
+            return
+        self._made.clear()
+        for number in range(run[0], run[0] + _AHEAD):
+            key = (seed, (number,), replica)
+            self._maker.seed(_numbers(*key)[1])
+            self._made[key] = ctypes.string_at(self._generator.ctypes.state_address, _STATE_NBYTES)
 
 
 def _numbers(seed: int, run: RunId, replica: int) -> tuple[int, tuple[int, ...]]:
@@ -54,18 +64,6 @@ def _numbers(seed: int, run: RunId, replica: int) -> tuple[int, tuple[int, ...]]
     key = ",".join(map(str, (seed, *run, replica)))
     digest = hashlib.blake2b(key.encode(), digest_size=32).digest()
     return int.from_bytes(digest[:16], "little"), struct.unpack("<4I", digest[16:])
-
-
-def _generator() -> Any:
-    return np.random.get_bit_generator()  # type: ignore[attr-defined]
-
-
-def _state() -> bytes:
-    """All that NumPy's global generator draws from; empty where it is of another kind than at first."""
-    generator = _generator()
-    if type(generator) is not np.random.MT19937:
-        return b""
-    return ctypes.string_at(generator.ctypes.state_address, _STATE_NBYTES)
 
 
 def kept_random_state(device: Callable[[], Callable[[], None]] | None = None) -> Callable[[], None]:

@@ -271,7 +271,8 @@ class TokenController:
         data, name, _ = pickled
         records = []
         for worker, (arguments, buffers) in zip(self._workers, pickles, strict=True):
-            function = None if self._held[worker.replica].touch(name, frozen) else self._arena.share(data)
+            is_held, self._held[worker.replica] = self._held[worker.replica].touch(name, frozen)
+            function = None if is_held else self._arena.share(data)
             record = Run(run, worker.replica, token.seed, name, function, frozen, self._arena.share(arguments), buffers)
             records.append(record)
             if worker.replica != self._config.replica:
@@ -298,8 +299,8 @@ class TokenController:
         for records, data in self._open:
             run = records[worker.replica]
             if run.run[:-1] == owed[:-1] and run.run >= owed:
-                held = self._held[worker.replica].touch(run.digest, run.frozen)
-                again = replace(run, function=None if held else self._arena.share(data))
+                is_held, self._held[worker.replica] = self._held[worker.replica].touch(run.digest, run.frozen)
+                again = replace(run, function=None if is_held else self._arena.share(data))
                 self._conversation.link.send_worker(worker.endpoint, again)
 
     def _wait_for(self, run: messages.RunId, own: Run) -> list[Any]:

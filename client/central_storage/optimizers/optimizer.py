@@ -265,18 +265,11 @@ class Optimizer(Handle):
             raise NotImplementedError(
                 "experimental_aggregate_gradients=False is not served: gradients are always summed"
             )
-        context = get_replica_context()
-        if not has_strategy():
-            raise ContextError(
-                "the default strategy has no server, which applies the rules of optimizers: call apply_gradients "
-                "inside a replica function of a CentralStorageStrategy (strategy.run)"
-            )
-        if context is None:
-            raise ContextError("apply_gradients must be called inside a replica function (strategy.run)")
-        if self._strategy is not get_strategy():
-            raise ContextError(f"optimizer {self.name} belongs to another strategy")
+        backend = current_replica(self._strategy)
+        if backend is None:
+            raise ContextError(self._why_not_here())
         given = list(grads_and_vars)
-        if self._applied_in_place(context.backend, given):
+        if self._applied_in_place(backend, given):
             return
         pairs = [(gradient, variable) for gradient, variable in given if gradient is not None]
         if not given:
@@ -298,15 +291,27 @@ class Optimizer(Handle):
                 sparse.append((*_fitting_rows(gradient, variable), variable.number))
             else:
                 dense.append((_fitting(gradient, variable), variable.number))
-        context.backend.apply(self._number, dense, sparse, call_site())
+        backend.apply(self._number, dense, sparse, call_site())
         if len(self._known) >= _SETS_KNOWN:
             self._known.clear()
         variables = tuple(variable for _, variable in given)
         self._known[tuple(map(id, variables))] = (variables, tuple(variable.number for variable in variables))
-        if constrain is not None:
+        context = get_replica_context()
+        if constrain is not None and context is not None:
             context.merge_call(constrain)
 
     # --- how it is done ---------------------------------------------------------------------------------------
+
+    def _why_not_here(self) -> str:
+        """Why there is no replica here of the strategy to which this optimizer belongs."""
+        if not has_strategy():
+            return (
+                "the default strategy has no server, which applies the rules of optimizers: call apply_gradients "
+                "inside a replica function of a CentralStorageStrategy (strategy.run)"
+            )
+        if get_replica_context() is None:
+            return "apply_gradients must be called inside a replica function (strategy.run)"
+        return f"optimizer {self.name} belongs to another strategy"
 
     def _applied_in_place(self, backend: ReplicaBackend, given: Sequence[tuple[Any, Variable]]) -> bool:
         """Whether the gradients are those of ``gradient_buffers`` for a set of variables that has been applied to
@@ -315,8 +320,9 @@ class Optimizer(Handle):
         if known is None:
             return False
         variables, numbers = known
-        if any(variable.constraint is not None for variable in variables):
-            return False
+        for variable in variables:
+            if variable.constraint is not None:
+                return False
         return backend.apply_buffers(self._number, [gradient for gradient, _ in given], numbers, call_site())
 
     def evaluate_schedule(self) -> None:
