@@ -96,6 +96,8 @@ class Arithmetic:
 
     def commit(self, command: Commit) -> None:
         """Carry out every operation, in order; of a commit that was under way, what is not done."""
+        if self.has_done(command.ticket):
+            return
         self._undo.begin(command.ticket)
         for operation in command.operations:
             match operation:
@@ -105,6 +107,11 @@ class Arithmetic:
                     self._write(operation)
                 case Fill():
                     self._phase([operation], self._fill)
+        self._undo.end()
+
+    def has_done(self, ticket: int) -> bool:
+        """Whether the last commit was that one, and a server before this one has carried it out whole."""
+        return self._undo.is_done(ticket)
 
     def close(self) -> None:
         """End the threads."""

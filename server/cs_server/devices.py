@@ -175,6 +175,8 @@ class GpuParameters:
 
     def commit(self, command: Commit) -> None:
         """Carry out every operation, in order; the mirror holds the outcome when it returns."""
+        if self._arithmetic.has_done(command.ticket):
+            return
         ours: list[tuple[Apply | Write | Fill, float | None]] = []
         others: list[Apply | Write | Fill] = []
         for operation in command.operations:
@@ -201,8 +203,7 @@ class GpuParameters:
             if len(ours) > 1:  # else nothing was changed twice, and what is done first can be copied first
                 changed = united(changed, self._gpu.mark())
             self._publish(changed, command.ticket)
-        if others:
-            self._arithmetic.commit(Commit(command.ticket, tuple(others)))
+        self._arithmetic.commit(Commit(command.ticket, tuple(others)))  # which notes that all is done
 
     def mirror(self, arrays: Iterable[Array]) -> None:
         """See to it that these arrays can be read where they lie in the machine's memory."""

@@ -2,8 +2,10 @@
 
 Owns the order of things within an event: hear, advance, begin a commit, write down, answer. It opens nothing, waits
 for nothing and computes no array; ``service`` turns sockets, clocks and finished arithmetic into events and carries
-the commands out. Everything it knows is in the control store before the commands are handed over, so an engine built
-anew over the same store goes on as this one would have.
+the commands out. What it knows is in the control store before commands are handed over that let anybody know of it, so
+an engine built anew over the same store goes on as this one would have. What nobody can know of yet is written with
+what comes next: of a message from which nothing follows it is as if it had not been heard (who sent it says it again to
+another server), and a commit that ends is ended once more, with the same answers. Decision 19 has the reasons.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from cs_proto.arrays import Location
 from cs_proto.errors import CentralStorageError, PeerProtocolError
 from cs_proto.failures import error_of
 from cs_proto.messages import (
+    ApplyPoint,
     Ask,
     Assign,
     AssignSlot,
@@ -36,7 +39,9 @@ from cs_proto.messages import (
     Register,
     Resent,
     Return,
+    RunFinished,
     Statistics,
+    StepFinished,
 )
 from cs_proto.records import Record, replace
 
@@ -73,6 +78,11 @@ from .tables import Job, Tables
 from .waits import Waits
 
 __all__ = ["Config", "Engine"]
+
+# What another server says once more, and peers take it as once.
+_HEARD_TWICE = (RunFinished, StepFinished)
+# Results of so many bytes are not written at once.
+_SMALL_NBYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -144,6 +154,11 @@ class Engine:
         commands += [self._recollection.command(ticket) for ticket in sorted(self._tables.checks)]
         return commands
 
+    def write_down(self) -> None:
+        """Have the store know what this engine knows, as every event but a few does."""
+        if self._tables.is_ahead:
+            self._tables.flush()
+
     def writer(self, peer: bytes) -> str:
         """As :meth:`.sessions.Sessions.writer`."""
         return self._sessions.writer(peer)
@@ -167,16 +182,30 @@ class Engine:
             if missing:
                 self._undo()
                 return [Reserve(missing, asked)]
-            self._tables.flush()
+            commands: list[Command] = [command for command in self._out if not isinstance(command, Needed)]
+            if self._may_wait(asked.event, commands):
+                self._tables.keep()
+            else:
+                self._tables.flush()
         except BaseException:  # whatever it is, half an event is not written down
             self._undo()
             raise
-        commands: list[Command] = [command for command in self._out if not isinstance(command, Needed)]
         # What was allocated for an operation that is refused the rest.
         idle = [each for each in asked.granted if isinstance(each, Allocate) and each not in wanted]
         commands += [Discard(each.segment, each.start, each.stop) for each in idle if each.stop > each.start]
         self._out.clear()
         return commands
+
+    def _may_wait(self, event: Event | _Refusal, commands: list[Command]) -> bool:
+        """Whether what the event has changed may be written with what comes next. Not where it is much, since then that
+        would be refused in its place when the store is full."""
+        match event:
+            case Received(_, Return() as record):
+                return not commands and _is_small(record)
+            case Finished():
+                is_told = all(isinstance(each, Send) and isinstance(each.record, _HEARD_TWICE) for each in commands)
+                return is_told and not self._tables.is_ahead
+        return False
 
     def _undo(self) -> None:
         with self._catalogue.undoing():
@@ -321,6 +350,14 @@ class _Refusal:
     """In the place of a message that is not acted on."""
 
     answer: Send
+
+
+def _is_small(record: Return) -> bool:
+    """Whether no error in its place would find room where it does not."""
+    value = record.value
+    if value is None or not all(isinstance(note, ApplyPoint) for note in record.notes):
+        return False
+    return len(value.body) + sum(array.nbytes for array in value.arrays) <= _SMALL_NBYTES
 
 
 def _refused(event: Received, error: CentralStorageError) -> _Refusal:

@@ -2,7 +2,8 @@
 
 Owns what is recorded, as records of its own (codes 200-219, which no peer ever sees), and their way into the store
 and back. The dictionaries here are decoded copies: after ``flush`` an engine built anew over the same store knows the
-same. It knows no rule; ``sessions``, ``requests``, ``runs``, ``progress``, ``commits`` and ``catalogue`` act on it.
+same; after ``keep``, what was known at the last ``flush``. It knows no rule; ``sessions``, ``requests``, ``runs``,
+``progress``, ``commits`` and ``catalogue`` act on it.
 """
 
 from __future__ import annotations
@@ -272,7 +273,7 @@ Outcome = Accepted | CreatedInRun | Reduced | PointFailed | MergeCallReturn
 
 @dataclass
 class Tally:
-    """What is only counted: one small entry, written with every event. Lists go by replica."""
+    """What is only counted: one small entry, written whenever anything is. Lists go by replica."""
 
     messages: int = 0
     commits: int = 0
@@ -302,14 +303,17 @@ _TALLY = b"tally"
 
 
 class Table(dict[K, V]):
-    """A dictionary of records that remembers what has changed since the last ``flush`` of its owner. It is changed by
-    setting and deleting items and by nothing else, also while somebody goes through it."""
+    """A dictionary of records that remembers what the event at hand has changed in it, and what has changed since the
+    last ``flush`` of its owner. It is changed by setting and deleting items and by nothing else, also while somebody
+    goes through it."""
 
     def __init__(self, letter: bytes, changed: list[Table[Any, Any]]) -> None:
         """In the store its keys begin with ``letter``; when it changes it is added to ``changed``, once."""
         self.letter = letter
         self._changed = changed
+        # Of what has changed: as it was before the event at hand, and as the store has it if that is of before.
         self._before: dict[K, V | None] = {}
+        self._stored: dict[K, V | None] = {}
 
     def __setitem__(self, key: K, value: V) -> None:
         if key not in self._before:
@@ -322,7 +326,7 @@ class Table(dict[K, V]):
         dict.__delitem__(self, key)
 
     def _note(self, key: K, before: V | None) -> None:
-        if not self._before:
+        if not self._before and not self._stored:
             self._changed.append(self)
         self._before[key] = before
 
@@ -349,34 +353,43 @@ class Table(dict[K, V]):
 
     @property
     def is_changed(self) -> bool:
-        """Whether it may differ from the store."""
+        """Whether the event at hand may have changed it."""
         return bool(self._before)
 
     @property
     def changed(self) -> list[K]:
-        """The keys of what may differ from the store."""
+        """The keys of what the event at hand may have changed."""
         return list(self._before)
 
     def changes(self) -> list[tuple[K, V | None]]:
         """What differs from the store."""
-        return [(key, value) for key, before in self._before.items() if (value := self.get(key)) is not before]
+        stored = self._before | self._stored if self._stored else self._before
+        return [(key, value) for key, before in stored.items() if (value := self.get(key)) is not before]
 
     def accept(self) -> None:
         """The store has the changes."""
         self._before.clear()
+        self._stored.clear()
 
-    def rollback(self) -> None:
-        """Forget the changes."""
+    def keep(self) -> None:
+        """The event at hand is over; the store does not have its changes."""
+        self._stored = self._before | self._stored
+        self._before.clear()
+
+    def rollback(self) -> bool:
+        """Forget the changes of the event at hand; whether others are left that the store does not have."""
         for key, value in self._before.items():
             if value is None:
                 self.pop(key, None)
             else:
                 super().__setitem__(key, value)
         self._before.clear()
+        return bool(self._stored)
 
 
 class Tables:
-    """All tables over one store. Nothing reaches the store before ``flush``, and then all of it at once."""
+    """All tables over one store. Nothing reaches the store before ``flush``, and then all of it at once. What an event
+    has changed is ended by ``flush``, ``keep`` or ``rollback``."""
 
     def __init__(self, control: Control, replicas: int) -> None:
         # In the store a key begins with its table's letter. Letters are never used again for something else.
@@ -420,10 +433,12 @@ class Tables:
         self._tables = {table.letter: table for table in vars(self).values() if isinstance(table, Table)}
         self._replicas = replicas
         self._control = control
-        self._packed_tally = b""
+        #: Whether the store lacks what was kept.
+        self.is_ahead = False
+        self._stored_tally = self._kept_tally = b""
         for key, value in control.items():
             if key == _TALLY:
-                self._packed_tally = value
+                self._stored_tally = self._kept_tally = value
             else:
                 self._load(key, value)
         self._restore_tally()
@@ -431,27 +446,34 @@ class Tables:
             raise ControlDamaged(f"the control store is that of {len(self.tally.seen)} replicas, not of {replicas}")
 
     def flush(self) -> None:
-        """Write what has changed. Raises ControlFull, and then nothing is written and nothing forgotten."""
+        """Write what has changed, and what was kept. Raises ControlFull, and then nothing is written and nothing
+        forgotten."""
         changes: dict[bytes, bytes | None] = {}
         for table in self._changed:
             letter = table.letter
             for key, value in table.changes():
                 changes[letter + _pack_key(key)] = None if value is None else _pack(value)
         packed_tally = codec.pack(list(vars(self.tally).values()))
-        if packed_tally != self._packed_tally:
+        if packed_tally != self._stored_tally:
             changes[_TALLY] = packed_tally
         if changes:
             self._control.write(changes)
-        self._packed_tally = packed_tally
+        self._stored_tally = self._kept_tally = packed_tally
+        self.is_ahead = False
         for table in self._changed:
             table.accept()
         self._changed.clear()
 
-    def rollback(self) -> None:
-        """Return to what the store holds."""
+    def keep(self) -> None:
+        """Leave what has changed to the next ``flush``."""
+        self.is_ahead = True
+        self._kept_tally = codec.pack(list(vars(self.tally).values()))
         for table in self._changed:
-            table.rollback()
-        self._changed.clear()
+            table.keep()
+
+    def rollback(self) -> None:
+        """Return to what was flushed or kept last."""
+        self._changed[:] = [table for table in self._changed if table.rollback()]
         self._restore_tally()
 
     def next_ticket(self) -> int:
@@ -460,8 +482,8 @@ class Tables:
         return self.tally.tickets
 
     def _restore_tally(self) -> None:
-        if self._packed_tally:
-            self.tally = Tally(*msgpack.unpackb(self._packed_tally))
+        if self._kept_tally:
+            self.tally = Tally(*msgpack.unpackb(self._kept_tally))
         else:
             self.tally = _new_tally(self._replicas)
 

@@ -39,8 +39,8 @@ _LANE_NBYTES = _LINE_NBYTES + _ARRAYS * KEPT_NBYTES
 #: The whole memory; only what is used of it is ever touched.
 UNDO_NBYTES = _HEAD_NBYTES + LANES * _LANE_NBYTES
 
-# The head: the commit and phase at hand as one number, and how many lanes that commit has.
-_TAG, _COUNT = 0, 1
+# The head: the commit and phase at hand as one number, how many lanes that commit has, and the last one that is done.
+_TAG, _COUNT, _DONE = 0, 1, 2
 # A lane: the phase it is in (else it has not begun it), and 2 * (pieces done) + (the next piece is kept).
 _LANE_TAG, _PROGRESS = 0, 1
 _PHASES = 1 << 24
@@ -134,7 +134,7 @@ class Undo:
     def __init__(self, memory: NDArray[np.uint8] | None, lanes: int) -> None:
         """``memory`` is of ``UNDO_NBYTES`` bytes, zeros at first; a commit has up to ``lanes`` lanes."""
         self._memory = memory
-        self._head = np.zeros(2, np.int64) if memory is None else memory[:16].view(np.int64)
+        self._head = np.zeros(3, np.int64) if memory is None else memory[:24].view(np.int64)
         self._limit = min(lanes, LANES)
         self._phase = self._ticket = 0
         self._lanes: dict[int, Lane] = {}
@@ -150,6 +150,14 @@ class Undo:
         if self._memory is None or self._head[_TAG] // _PHASES != ticket or sabotaged("no-undo"):
             _say(self._head, _COUNT, self._limit)
             _say(self._head, _TAG, self._tag)
+
+    def is_done(self, ticket: int) -> bool:
+        """Whether that commit, the last one, has ended: what it was made of may have been overwritten since."""
+        return bool(self._head[_DONE] == ticket) and not sabotaged("no-undo")
+
+    def end(self) -> None:
+        """The commit is done."""
+        _say(self._head, _DONE, self._ticket)
 
     def opens(self) -> bool:
         """Whether the next phase is to be done: it is not where it was done before the server ended."""

@@ -195,8 +195,11 @@ class Playbook:
 
     def _both(self, event: Event) -> list[Command]:
         commands = self._engine.handle(event, self.now)
+        self._engine.write_down()
         log = ControlLog(self._buffer, turnover=16 << 10)
-        rebuilt = Engine(self.config, log).handle(event, self.now)
+        another = Engine(self.config, log)
+        rebuilt = another.handle(event, self.now)
+        another.write_down()
         self._tell(event, commands)
         if rebuilt != commands:
             raise AssertionError("an engine built anew does otherwise\n" + self._difference(commands, rebuilt))
@@ -212,6 +215,7 @@ class Playbook:
         before = {key: value for key, value in copy.items() if key != b"tally"}
         engine = Engine(self.config, copy)
         again = handled(lambda event: engine.handle(event, self.now), event, self.refuses)
+        engine.write_down()
         after = {key: value for key, value in copy.items() if key != b"tally"}
         acted = [c for c in again if not isinstance(c, Log) and c not in self.commands and not _is_refusal(c)]
         if acted or before != after:

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.harness.playbook import (
     CONTROLLER,
+    DEFAULTS,
     OBSERVER,
     Playbook,
     applies,
@@ -43,16 +44,19 @@ from tests.harness.playbook import (
 
 from cs_proto.arrays import Location, array_of
 from cs_proto.messages import (
+    PROTOCOL,
     Ask,
     Assign,
     Cancel,
     Committed,
+    Configure,
     Create,
     CreatePoint,
     Describe,
     Free,
     GatherPoint,
     Get,
+    Hello,
     MergeCallPoint,
     MergeCallReturn,
     PointFailed,
@@ -305,7 +309,10 @@ class Narrow:
             self.handle(event)
 
     def handle(self, event: Event) -> list[Command]:
-        return handled(lambda event: Engine(self.config, ControlLog(self.buffer)).handle(event, 1.0), event)
+        engine = Engine(self.config, ControlLog(self.buffer))
+        commands = handled(lambda event: engine.handle(event, 1.0), event)
+        engine.write_down()
+        return commands
 
 
 BULK = array_of(np.ones(6000, np.uint8))
@@ -361,6 +368,145 @@ def test_where_not_even_an_error_fits_the_store_says_so() -> None:
     engine = Engine(book.config, ControlLog(np.zeros(80, np.uint8)))
     with pytest.raises(ControlFull):
         engine.handle(Tick(), 1.0)
+
+
+# --- what is not written at once --------------------------------------------------------------------------------------
+
+
+class Mortal:
+    """A service whose server is killed wherever a process can be: the next one has what was written and no more."""
+
+    def __init__(self, replicas: int, chance: random.Random | None) -> None:
+        self.config = Playbook(replicas).config
+        self.buffer = np.zeros(1 << 20, np.uint8)
+        self.engine = self.started()
+        self.chance: random.Random | None = None
+        #: By ticket.
+        self.commits: dict[int, Commit] = {}
+        self.sent: list[Send] = []
+        sets = [asks(replica, first_apply(0, 1)) for replica in range(replicas)]
+        ends = [returns(replica, 1) for replica in range(replicas)]
+        made = hears(CONTROLLER, Create("c", 1, spec("w"), None))
+        rates = tuple(DEFAULTS["SGD"].items())
+        configured = hears(CONTROLLER, Configure("c", 2, 0, "SGD", rates, None, -1))
+        for event in [*Playbook(replicas).begin_events(), made, configured, *sets, *ends]:
+            self.hear(event)
+        self.sent.clear()
+        self.chance = chance
+
+    def started(self) -> Engine:
+        return Engine(self.config, ControlLog(self.buffer, turnover=16 << 10))
+
+    def hear(self, event: Event) -> bool:
+        """Have done what follows from ``event``; whether the server has died of it."""
+        return self._settle(self._dies() or handled(lambda each: self.engine.handle(each, 1.0), event))
+
+    def restart(self) -> bool:
+        """Another server takes its place; whether that one has died, too."""
+        self.engine = self.started()
+        return self._settle(self.engine.resume())
+
+    def _settle(self, commands: list[Command] | bool) -> bool:
+        pending: deque[Event] = deque()
+        while True:
+            for command in commands if isinstance(commands, list) else ():
+                if self._dies():
+                    return True
+                match command:
+                    case Commit(ticket):
+                        # It is known of the last one alone whether it is done.
+                        assert ticket >= max(self.commits, default=0)
+                        assert self.commits.setdefault(ticket, command) == command
+                        pending.append(Finished(ticket))
+                    case Send():
+                        self.sent.append(command)
+            if commands is True or self._dies():
+                return True
+            if not pending:
+                return False
+            commands = self.engine.handle(pending.popleft(), 1.0)
+
+    def _dies(self) -> bool:
+        return self.chance is not None and self.chance.random() < 0.07
+
+
+def trained(replicas: int, count: int, series: int, orders: list[list[int]], chance: random.Random | None) -> object:
+    """What was committed and what was told of steps whose replicas return in these orders, while servers die."""
+    service = Mortal(replicas, chance)
+    step = [0] * replicas  # the one from which the replica returns next, or has without knowing that it is over
+    said: list[Received | None] = [None] * replicas
+    ends: dict[tuple[int, ...], Record] = {}
+    is_dead = False
+    for _ in range(4000):
+        if is_dead:
+            again = [hears(CONTROLLER, Hello(PROTOCOL, "controller", "c", 7)), *filter(None, said)]
+            is_dead = service.restart() or any(service.hear(event) for event in again)
+        elif moves := [r for at in range(count) for r in orders[at] if step[r] == at and said[r] is None]:
+            replica = moves[0]
+            run = (2 + step[replica],)
+            notes = (applies(0, buffers=step[replica] % 2),)
+            said[replica] = event = returns(replica, 1, notes, run=run, series=series)
+            is_dead = service.hear(event)
+        for sent in service.sent:
+            match sent.record:
+                case RunFinished(run) if run != (1,):  # which is said again to who says hello again
+                    assert ends.setdefault(run, sent.record) == sent.record
+                    over = [] if series else range(replicas)
+                case StepFinished(run):
+                    over = [int(sent.peer[1:2])]
+                case _:
+                    over = []
+            for replica in over:
+                if run == (2 + step[replica],) and said[replica] is not None:
+                    said[replica], step[replica] = None, step[replica] + 1
+        service.sent.clear()
+        if len(ends) == count and not is_dead:
+            break
+    service.chance = None
+    told = service.engine.handle(hears(OBSERVER, Describe(1, (1,), (1,))), 1.0)
+    return [service.commits[ticket] for ticket in sorted(service.commits)], ends, told
+
+
+@given(
+    replicas=st.integers(1, 3),
+    orders=st.lists(st.permutations(range(3)), min_size=1, max_size=4),
+    is_ahead=st.booleans(),
+    seed=st.integers(0, 1 << 30),
+)
+@settings(deadline=None, max_examples=50 if "CS_ALL_PROGRAMS" in os.environ else 25)
+def test_servers_that_die_before_they_write_lose_nothing(
+    replicas: int, orders: list[list[int]], is_ahead: bool, seed: int
+) -> None:
+    orders = [[replica for replica in order if replica < replicas] for order in orders]
+    plan = partial(trained, replicas, len(orders), 2 if is_ahead else 0, orders)
+    assert plan(random.Random(seed)) == plan(None)
+
+
+def test_one_write_makes_a_step() -> None:
+    book = Mortal(2, None)
+    written: list[int] = []
+    for number in range(2, 6):
+        for replica in (0, 1):
+            before = book.buffer[:64].tobytes()
+            book.hear(returns(replica, 1, (applies(0),), run=(number,), series=2))
+            written.append(before != book.buffer[:64].tobytes())
+    assert written == [False, True] * 4
+    assert [type(sent.record) for sent in book.sent] == [StepFinished, StepFinished, RunFinished] * 4
+
+
+def test_an_event_that_fails_takes_nothing_with_it_that_is_not_written_yet() -> None:
+    book = Mortal(2, None)
+    book.hear(returns(0, 1, (applies(0),), run=(2,)))
+    book.hear(returns(1, 7, (applies(0),), run=(2,)))  # refused, and counted as failed
+    (sent,) = book.sent
+    assert to(CONTROLLER, RunFinished, "cs.PeerProtocolError", "after 7 merge points").fits(sent)
+    book.sent.clear()
+    for replica in (0, 1):
+        book.hear(returns(replica, 1, (applies(0),), run=(3,)))
+    assert len(book.sent) == 1
+    book.sent.clear()
+    book.restart()
+    assert len(book.sent) == 1
 
 
 # --- odds and ends --------------------------------------------------------------------------------------------------

@@ -57,6 +57,36 @@ def test_nothing_reaches_the_store_before_the_flush_and_then_all_of_it() -> None
     assert Tables(control, 1).slabs.items() == [("float32", Slab(1, 2, 3, 4))]
 
 
+def test_what_is_kept_outlives_a_rollback_and_is_written_with_what_comes_next() -> None:
+    control = ControlMemory()
+    tables = Tables(control, 1)
+    tables.slabs["a"] = tables.slabs["gone"] = Slab(1, 1, 1, 1)
+    tables.flush()
+    stored = dict(control.items())
+    tables.slabs["a"] = Slab(2, 2, 2, 2)
+    tables.slabs["b"] = tables.slabs["c"] = Slab(3, 3, 3, 3)
+    del tables.slabs["gone"]
+    tables.tally.runs = 1
+    tables.keep()
+    assert tables.is_ahead
+    tables.slabs["a"] = tables.slabs["gone"] = Slab(4, 4, 4, 4)
+    tables.slots[1, 2] = SlotNames(())
+    del tables.slabs["b"]
+    tables.tally.runs = 2
+    tables.rollback()
+    kept = {"a": Slab(2, 2, 2, 2), "b": Slab(3, 3, 3, 3), "c": Slab(3, 3, 3, 3)}
+    assert (dict(tables.slabs.items()), len(tables.slots), tables.tally.runs) == (kept, 0, 1)
+    assert dict(control.items()) == stored
+    del tables.slabs["c"]
+    tables.flush()
+    assert not tables.is_ahead
+    again = Tables(control, 1)
+    assert dict(again.slabs.items()) == {"a": kept["a"], "b": kept["b"]}
+    assert again.tally.runs == 1
+    tables.rollback()
+    assert dict(tables.slabs.items()) == dict(again.slabs.items())
+
+
 def test_what_comes_and_goes_within_an_event_is_never_written() -> None:
     control = ControlMemory()
     tables = Tables(control, 1)

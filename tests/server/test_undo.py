@@ -326,6 +326,22 @@ def test_a_scalar_and_an_empty_variable() -> None:
     survives(make)
 
 
+def test_a_commit_that_is_done_is_not_done_again_whatever_has_become_of_what_it_was_made_of() -> None:
+    memory, operations = everything()
+    kept = np.zeros(UNDO_NBYTES, np.uint8)
+    first = Arithmetic(memory, 1, array_of, kept)
+    first.commit(Commit(1, operations))
+    first.close()
+    for segment in memory.segments.values():
+        segment.view(np.uint8)[...] = 7
+    another = Arithmetic(memory, 1, array_of, kept)
+    another.commit(Commit(1, operations))
+    assert all(np.all(segment.view(np.uint8) == 7) for segment in memory.segments.values())
+    another.commit(Commit(2, operations[-1:]))
+    another.close()
+    assert not all(np.all(segment.view(np.uint8) == 7) for segment in memory.segments.values())
+
+
 def test_without_memory_nothing_is_kept() -> None:
     memory, operations = dense("adam", "float32")
     plain = Arithmetic(memory, 2)
