@@ -13,7 +13,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from cs_proto import messages
+from cs_proto.arrays import Array
 from cs_proto.errors import ContextError
 from cs_proto.messages import Counters, RunFinished, Serving
 from cs_proto.recent import Held
@@ -23,6 +26,7 @@ from .composites import Composite
 from .functions import Function, Pickled
 from .handles import Handle
 from .lifeline import Lifeline
+from .results import Results
 from .seam import Seam, Threads, log, moment, name_wait
 from .series import Arguments, Sent, Series
 from .shipping import Adopt, digest, dump_arguments, dump_function
@@ -93,7 +97,7 @@ class Runs(Seam):
             carried = None if is_held else self._arena.share(data)
             placed = tuple(map(self._arena.share, buffers))
             what = (name, carried, frozen, self._arena.share(pickled), placed)
-            sent.messages.append(messages.Run(run, replica, self._seed, *what, *step))
+            sent.messages.append(messages.Run(run, replica, self._seed, *what, *step, self._results[replica].held()))
             self._send(socket, sent.messages[-1])
             moment("sent")
         series.unanswered.append(sent)
@@ -195,7 +199,8 @@ class Runs(Seam):
             raise KeyboardInterrupt
 
     def _record(self, series: Series, finished: RunFinished) -> None:
-        """What came of the first unanswered run of ``series``, copied: the memory in which it lies is used again."""
+        """What came of the first unanswered run of ``series``, copied or held: the memory in which it lies is used
+        again."""
         self._answered = finished.run[0]
         self._latest = None  # a handle among the results may be asked for in an operation that waits for no step
         try:
@@ -214,12 +219,19 @@ class Runs(Seam):
         """The results, or what to raise in their place."""
         try:
             if finished.error is None:
-                return [from_value(value, self._copy, self._resolve) for value in finished.values]
+                return [
+                    from_value(value, partial(self._take, results), self._resolve)
+                    for value, results in zip(finished.values, self._results, strict=True)
+                ]
             if finished.error.exception == "SystemExit":  # uncaught, it ends the script without a word
                 log.warning("replica %d left run %d by sys.exit", finished.error.replica, finished.run[0])
             return to_exception(finished.error, self._copy, self._resolve)
         except Exception as error:  # noqa: BLE001  (raised where the results would have come)
             return error
+
+    def _take(self, results: Results, array: Array) -> np.ndarray:
+        taken = results.take(array)
+        return self._copy(array) if taken is None else taken
 
     def _cancel(self, series: Series) -> int:
         """Tell the server to give up what is not over; the number of a question that it answers when it has heard."""

@@ -13,6 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -22,7 +23,7 @@ from cs_proto import messages, segments
 from cs_proto.arena import Arena
 from cs_proto.arrays import Array, Location
 from cs_proto.codec import BULK_LIMITS, decode, encode
-from cs_proto.errors import LaunchError, PeerProtocolError, ReplicaLostError, ShutdownError
+from cs_proto.errors import LaunchError, MemoryPlanError, PeerProtocolError, ReplicaLostError, ShutdownError
 from cs_proto.mailbox import Mailboxes, Patience
 from cs_proto.messages import Died, Output, Serving
 from cs_proto.moments import moments
@@ -35,6 +36,7 @@ from .inputs import Inputs
 from .interrupts import Interrupts
 from .lifeline import CARRIED, Lifeline
 from .listener import IdleListener
+from .results import Results
 from .vocabulary import to_exception
 
 __all__ = ["Seam", "Threads", "log", "moment", "name_wait", "wait_until_serving"]
@@ -108,6 +110,7 @@ class Seam(ABC):
         self._deaths = Deaths()
         self.workers: tuple[messages.Worker, ...] = ()
         self._resolve: Callable[[str, int], object] = _nothing_known
+        self._results: list[Results] = []
         self._inputs: Inputs | None = None
         self._arena = Arena(lambda: lifeline.segment(segments.controller_arena()), find=self._find_input)
         self._interrupts = Interrupts()
@@ -131,6 +134,8 @@ class Seam(ABC):
         self.address = serving.run_directory
         self.workers = welcome.workers
         lifeline.segment(segments.controller_arena())
+        arenas = [segments.arena(replica) for replica in range(self.replicas)]
+        self._results = [Results(arena, partial(lifeline.segment, arena), self.replicas) for arena in arenas]
         #: Whether this process maps no memory of the service, and how they talk, in words.
         self.carries = bool(lifeline.carried_because)
         self.transport = f"{CARRIED}: {lifeline.carried_because}" if self.carries else serving.transport
@@ -360,6 +365,11 @@ class Seam(ABC):
             try:
                 if self._stop is not None:
                     self._hear_last_words()
+                else:  # the service of others goes on, and its workers place what the next script gets
+                    for results in self._results:
+                        results.own()
+            except MemoryPlanError as error:
+                log.warning("results that the script holds may change when the next script runs: %s", error)
             finally:
                 self._lifeline.close()
                 self._arena.close()

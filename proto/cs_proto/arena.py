@@ -3,18 +3,22 @@
 Bytes are placed one after the other and all freed together when the owner knows that every reader is done: the
 controller before its next run, worker and server when the next run of the client arrives. For the steps of a series,
 several of which are under way at once, it is divided into equal parts that are used in turn; so it grows with the
-size of a step and never with their number.
+size of a step and never with their number. What a reader still holds after that is left alone: the owner is told its
+ranges and places around them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import mmap
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .arrays import INLINE_NBYTES, Array, Location, array_of, bytes_array, dtype_name
+from .arrays import INLINE_NBYTES, Array, Location, array_of, bytes_array, dtype_name, item_nbytes
 from .carried import Carried
 from .errors import MemoryPlanError
+from .ranges import merged, without
 from .records import Buffer
 from .segments import Mapping
 from .sizes import in_units
@@ -22,7 +26,8 @@ from .sizes import in_units
 __all__ = ["Arena"]
 
 _ALIGNMENT = 64
-# What an arena keeps of freed pages; others are given back, since one large value should not cost memory for ever.
+# So much of its freed pages an arena keeps, and what was used last if that is more; others are given back, since one
+# large value should not cost memory for ever.
 _KEEP_NBYTES = 64 << 20
 
 
@@ -42,8 +47,8 @@ class Arena:
         self._mapping: Mapping | Carried | None = None
         self._part, self._parts = 0, 1
         self._used = used  # of the part in use
-        # How many bytes are touched, by where the part begins.
-        self._touched: dict[int, int] = {0: used}
+        self._held: Sequence[tuple[int, int]] = ()
+        self._touched = [_pages(0, used)] if used else []  # pages that take memory
         # By address and size; the source is kept, so that its address stays its own.
         self._shared: dict[tuple[int, int], tuple[np.ndarray, Array]] = {}
 
@@ -62,26 +67,32 @@ class Arena:
         return target
 
     def new(self, dtype: str, shape: tuple[int, ...]) -> Array:
-        """Room for an array. Raises :class:`MemoryPlanError` where the part in use, or what it lies in, is full."""
+        """Room for an array, from the beginning of a page on where it is large, so that a reader can hold its pages
+        alone. Raises :class:`MemoryPlanError` where the part in use, or what it lies in, is full."""
         if self._mapping is None:
             self._mapping = self._open()
-        nbytes, start = self._part_nbytes, self._start
-        array = Array(dtype, shape, Location(self._mapping.name, start + self._used))
-        end = self._used + array.nbytes
-        if end > nbytes:
+        nbytes = item_nbytes(dtype) * math.prod(shape)
+        alignment = mmap.PAGESIZE if nbytes > INLINE_NBYTES else _ALIGNMENT
+        start = -(-(self._start + self._used) // alignment) * alignment
+        for first, stop in self._held:
+            if start + nbytes <= first:
+                break
+            start = max(start, stop)
+        end = start + nbytes - self._start
+        if end > self._part_nbytes:
             where = self._mapping.name if self._parts == 1 else f"one of {self._parts} parts of {self._mapping.name}"
             raise MemoryPlanError(
-                f"{array.nbytes} bytes{in_units(array.nbytes)} do not fit into {where}: {self._used} of {nbytes} bytes"
-                f"{in_units(nbytes)} are in use; "
-                "send or return less at a time"
+                f"{nbytes} bytes{in_units(nbytes)} do not fit into {where}: {self._used} of {self._part_nbytes} bytes"
+                f"{in_units(self._part_nbytes)} are in use; send or return less at a time"
+                + ("; results that the script holds lie there, too" if self._held else "")
             )
-        used = -(-end // _ALIGNMENT) * _ALIGNMENT
-        touched = self._touched.get(start, 0)
-        if used > touched:
-            self._mapping.reserve(start + touched, start + end)
-            self._touched[start] = used
-        self._used = used
-        return array
+        touched = _pages(start, start + nbytes)
+        if missing := without([touched], self._touched):
+            for first, stop in missing:
+                self._mapping.reserve(first, stop)
+            self._touched = merged([*self._touched, touched])
+        self._used = end
+        return Array(dtype, shape, Location(self._mapping.name, start))
 
     def share(self, data: Buffer) -> Array:
         """A descriptor of ``data`` as uint8[n]: in a frame when small, else copied into the arena, once however often
@@ -113,23 +124,30 @@ class Arena:
         self._shared.clear()
         self._used = mark
 
-    def reset(self, part: int = 0, parts: int = 1) -> None:
+    def reset(self, part: int = 0, parts: int = 1, held: Sequence[tuple[int, int]] = ()) -> None:
         """Free what lies in ``part`` of ``parts`` equal ones and place there from now on. What lies in the others stays
-        until their turn comes; another number of parts than before frees everything."""
+        until their turn comes; another number of parts than before frees everything. What is ``held`` (whole pages of
+        the arena, ascending) stays what it is, wherever it lies."""
         self._shared.clear()
+        keep = max(_KEEP_NBYTES // parts, self._used)
         is_same = parts == self._parts
-        self._part, self._parts, self._used = part, parts, 0
-        for start, nbytes in list(self._touched.items()):
-            keep = _KEEP_NBYTES // len(self._touched)
-            if nbytes > keep and (not is_same or start == self._start):
-                assert self._mapping is not None
-                self._mapping.discard(start + keep, start + nbytes)
-                self._touched[start] = keep
+        self._part, self._parts, self._used, self._held = part, parts, 0, held
+        if self._mapping is None or sum(stop - start for start, stop in self._touched) <= keep:
+            return
+        first, last = (self._start, self._start + self._part_nbytes) if is_same else (0, self._mapping.nbytes)
+        gone = []
+        for start, stop in without(self._touched, merged([(0, first), (last, self._mapping.nbytes), *held])):
+            kept = min(stop, start + keep // mmap.PAGESIZE * mmap.PAGESIZE)
+            keep -= kept - start
+            if kept < stop:
+                self._mapping.discard(kept, stop)
+                gone.append((kept, stop))
+        self._touched = without(self._touched, gone)
 
     @property
     def _part_nbytes(self) -> int:
         assert self._mapping is not None
-        return self._mapping.nbytes // self._parts // _ALIGNMENT * _ALIGNMENT
+        return self._mapping.nbytes // self._parts // mmap.PAGESIZE * mmap.PAGESIZE
 
     @property
     def _start(self) -> int:
@@ -139,3 +157,8 @@ class Arena:
     def close(self) -> None:
         """Let go of the memory: the service is over. Idempotent."""
         self._mapping = None
+
+
+def _pages(start: int, stop: int) -> tuple[int, int]:
+    """The pages that bytes ``start`` to ``stop`` lie in."""
+    return start - start % mmap.PAGESIZE, -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -849,7 +849,8 @@ class Run(_OfStep):
     kwargs) lies, whose large buffers lie where ``buffers`` says.
 
     A step of a ``series`` may be sent while up to ``lookahead`` others before it are not over: it begins when the one
-    before it is.
+    before it is. Of the worker's arena the script still holds results in the ranges of bytes ``held``, which are whole
+    pages in ascending order.
     """
 
     run: RunId
@@ -862,6 +863,7 @@ class Run(_OfStep):
     buffers: tuple[Array, ...]
     series: int = 0
     lookahead: int = 0
+    held: tuple[tuple[int, int], ...] = ()
 
     @property
     def part(self) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["merged"]
+__all__ = ["merged", "without"]
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -19,4 +19,25 @@ def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
             found[-1] = found[-1][0], max(stop, found[-1][1])
         elif start < stop:
             found.append((start, stop))
+    return found
+
+
+def without(ranges: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """What of ``ranges`` lies in none of ``others``, both as :func:`merged` makes them.
+
+    >>> without([(0, 4), (5, 9), (10, 12)], [(1, 2), (3, 6), (8, 9), (12, 20)])
+    [(0, 1), (2, 3), (6, 8), (10, 12)]
+    """
+    found: list[tuple[int, int]] = []
+    taken = list(others)
+    for start, stop in ranges:
+        left = start
+        for first, last in taken:
+            if first >= stop:
+                break
+            if left < first:
+                found.append((left, first))
+            left = max(left, last)
+        if left < stop:
+            found.append((left, stop))
     return found

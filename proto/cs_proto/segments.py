@@ -8,6 +8,7 @@ kernel, not good manners, keeps workers from writing parameters.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -53,6 +54,11 @@ UNDO = "undo"
 
 # Linux 5.14: populate page tables for writing; older kernels answer EINVAL and pages come at first touch.
 _MADV_POPULATE_WRITE = 23
+# What the module mmap does not offer: a mapping in the place of another.
+_MAP_FIXED = 0x10
+_mmap = ctypes.CDLL(None, use_errno=True).mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 
 
 def parameters(dtype: str) -> str:
@@ -133,10 +139,13 @@ class Mapping:
             os.close(descriptor)
             raise
         self.memory = memoryview(self._map)
+        self._descriptor = descriptor
+        status = os.fstatvfs(descriptor)
         # A file system of limited size must be asked before every first touch; the kernel's own memory has no size.
-        self._limited: int | None = None
-        if writable and os.fstatvfs(descriptor).f_blocks:
-            self._limited = descriptor
+        self._is_limited = writable and status.f_blocks > 0
+        #: Bytes that the segment, and the file system that it lies in, have room for.
+        self.room_nbytes = min(nbytes, status.f_blocks * status.f_frsize or nbytes)
+        if writable:
             weakref.finalize(self, os.close, descriptor).atexit = False
         else:
             os.close(descriptor)
@@ -144,9 +153,9 @@ class Mapping:
     @property
     def free_nbytes(self) -> int | None:
         """Bytes that are left where the segment lies; None where only the machine's memory limits it."""
-        if self._limited is None:
+        if not self._is_limited:
             return None
-        status = os.fstatvfs(self._limited)
+        status = os.fstatvfs(self._descriptor)
         return status.f_bavail * status.f_frsize
 
     def reserve(self, start: int, stop: int) -> None:
@@ -155,10 +164,10 @@ class Mapping:
 
         Raises :class:`MemoryPlanError` where the file system has no room left.
         """
-        if self._limited is None or stop <= start:
+        if not self._is_limited or stop <= start:
             return
         try:
-            os.posix_fallocate(self._limited, start, stop - start)
+            os.posix_fallocate(self._descriptor, start, stop - start)
         except OSError as error:
             planned, free = stop - start, self.free_nbytes or 0
             raise MemoryPlanError(
@@ -209,6 +218,26 @@ class Mapping:
             touched = np.frombuffer(self.memory, np.uint8)[start:stop]
             touched[:1] |= 0
             touched[-start % mmap.PAGESIZE :: mmap.PAGESIZE] |= 0
+
+    def detach(self, start: int, stop: int) -> None:
+        """Make these whole pages this process's own, where they are and with what they hold: nobody else writes them
+        or sees what is written, until :meth:`attach`. Raises :class:`MemoryPlanError` where there is no memory for
+        that."""
+        self._remap(start, stop, mmap.MAP_PRIVATE)
+        self.populate(start, stop)  # a page is a copy once it is written
+
+    def attach(self, start: int, stop: int) -> None:
+        """Make these whole pages those of the segment again."""
+        self._remap(start, stop, mmap.MAP_SHARED)
+
+    def _remap(self, start: int, stop: int, kind: int) -> None:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory)) + start
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        if _mmap(address, stop - start, protection, kind | _MAP_FIXED, self._descriptor, start) != address:
+            raise MemoryPlanError(
+                f"bytes {start} to {stop} of segment {self.name} could not be mapped again: "
+                f"{os.strerror(ctypes.get_errno())}"
+            )
 
     def discard(self, start: int, stop: int) -> None:
         """Give whole pages between ``start`` and ``stop`` back; they read as zeros afterwards."""

@@ -59,6 +59,28 @@ def step():
 strategy.run(step)
 print([replica.device for replica in strategy.statistics().replicas], v.numpy().tolist())
 """
+HOLDS = """
+import subprocess, sys
+import numpy as np
+import central_storage as cs
+
+strategy = cs.CentralStorageStrategy()
+value = int(sys.argv[1])
+
+def step():
+    return np.full(1 << 20, value + cs.get_replica_context().replica_id_in_sync_group, np.int32)
+
+held = list(strategy.experimental_local_results(strategy.run(step)))
+held[1] += 10
+mapping = strategy._backend._results[0]._mapping
+assert np.shares_memory(held[0], mapping.elements("uint8"))
+del mapping
+strategy.shutdown()
+if value:
+    subprocess.run([sys.executable, *sys.argv[:1], "0"], check=True)
+for array in held:
+    print(array.min(), array.max())
+"""
 
 
 class Elsewhere:
@@ -97,6 +119,13 @@ def script(elsewhere: Elsewhere, *, blocks: bool) -> tuple[str, ...]:
     path = Path(elsewhere.directory).parent / "script.py"
     path.write_text(SCRIPT.replace("BLOCKS", str(blocks)))
     return (str(path),)
+
+
+def test_what_a_script_holds_stays_what_it_is_when_the_next_one_is_served(elsewhere: Elsewhere) -> None:
+    path = Path(elsewhere.directory).parent / "holds.py"
+    path.write_text(HOLDS)
+    ended = run(str(path), "5", environment=elsewhere.environment).ok()
+    assert ended.lines == ["0 0", "11 11", "5 5", "16 16"]
 
 
 def test_scripts_one_after_the_other_are_served_until_it_is_told_to_end(elsewhere: Elsewhere) -> None:

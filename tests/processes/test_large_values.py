@@ -37,14 +37,107 @@ def test_all_reduce_and_all_gather(two: cs.CentralStorageStrategy) -> None:
             assert results == [True, True]
 
 
-def test_results_stay_what_they_were(two: cs.CentralStorageStrategy) -> None:
-    def step(value: float) -> np.ndarray:
-        return np.full(ROWS, value, np.float32)
+def arenas(strategy: cs.CentralStorageStrategy) -> list[int]:
+    """Bytes that the workers' arenas take, as this process maps them."""
+    link: Any = strategy._backend
+    return [os.fstat(results._mapping._descriptor).st_blocks * 512 for results in link._results]
 
-    first = two.experimental_local_results(two.run(step, args=(1.0,)))
-    second = two.experimental_local_results(two.run(step, args=(2.0,)))
-    assert all((array == 1).all() for array in first)
-    assert all((array == 2).all() for array in second)
+
+def filled(value: int, rows: int) -> tuple[np.ndarray, int]:
+    context = cs.get_replica_context()
+    assert context is not None
+    return np.full(rows, value * 10 + context.replica_id_in_sync_group, np.int32), value
+
+
+def look(held: list[tuple[np.ndarray, int]]) -> None:
+    for array, expected in held:
+        assert array.min() == array.max() == expected
+        array -= expected
+        array += expected
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_results_stay_what_they_were_as_long_as_they_are_held(two: cs.CentralStorageStrategy, ahead: bool) -> None:
+    random = np.random.default_rng(5)
+    rows = [int(size) for size in random.integers(ROWS // 4, 3 * ROWS, 40)]
+    held: list[tuple[np.ndarray, int]] = []
+
+    def step(at: Any) -> tuple[np.ndarray, int]:
+        return filled(int(at[0]), rows[int(at[0])])
+
+    places = [np.full(2, value) for value in range(len(rows))]
+    loop = two.run_steps(step, two.experimental_distribute_dataset(places)) if ahead else None
+    for value, place in enumerate(places):
+        if loop is not None:
+            arrays, numbers = next(loop)
+        else:
+            arrays, numbers = two.run(step, args=(place,))
+        assert two.experimental_local_results(numbers)[0] == value
+        for replica, array in enumerate(two.experimental_local_results(arrays)):
+            assert array.shape == (rows[value],)
+            held.append((array, value * 10 + replica))
+        del array, arrays
+        look(held)
+        held = [each for each in held if random.random() < 0.8]
+    held.clear()
+    two.run(filled, args=(1, ROWS))
+    two.run(filled, args=(2, ROWS))  # now nothing of the steps is held
+    two.run(filled, args=(3, ROWS))
+    assert max(arenas(two)) <= (64 << 20) + 4 * ROWS
+
+
+def test_a_result_is_no_copy_and_its_place_is_used_again(two: cs.CentralStorageStrategy) -> None:
+    link: Any = two._backend
+
+    def first() -> tuple[np.ndarray, ...]:
+        return tuple(two.experimental_local_results(two.run(filled, args=(7, ROWS))[0]))
+
+    kept = first()
+    for array, results in zip(kept, link._results, strict=True):
+        assert np.shares_memory(array, results._mapping.elements("uint8"))
+    places = [array.ctypes.data for array in kept]
+    assert [array.ctypes.data for array in first()] != places
+    del array, kept
+    assert [array.ctypes.data for array in first()] == places
+
+
+def test_what_a_replica_returns_twice_are_two_arrays(two: cs.CentralStorageStrategy) -> None:
+    def step() -> dict[str, Any]:
+        array = np.ones(ROWS)
+        return {"one": array, "nest": [array, (array[1:],)]}
+
+    result = two.run(step)
+    for replica in range(2):
+        one, again, part = (
+            two.experimental_local_results(each)[replica]
+            for each in (result["one"], result["nest"][0], result["nest"][1][0])
+        )
+        one += 1
+        again += 2
+        assert (one.max(), again.max(), part.max()) == (2, 3, 1)
+
+
+def test_more_than_may_be_held_is_copied(two: cs.CentralStorageStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("central_storage.results.MOST", 3)
+    held = []
+    for value in range(8):
+        for replica, array in enumerate(two.experimental_local_results(two.run(filled, args=(value, ROWS))[0])):
+            held.append((array, value * 10 + replica))
+    look(held)
+    link: Any = two._backend
+    assert [len(results._held) for results in link._results] == [3, 3]
+
+
+def test_large_results_of_all_replicas_are_reduced_and_survive_the_service() -> None:
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:
+        result = strategy.run(filled, args=(4, ROWS))[0]
+        total = strategy.reduce("SUM", result, axis=None)
+        assert total.min() == total.max() == 81
+        held = [(array, 40 + n) for n, array in enumerate(strategy.experimental_local_results(result))]
+        del result
+    look(held)
+    strategy.shutdown()
+    look(held)
 
 
 def test_batches_are_split_and_arrive_whole(two: cs.CentralStorageStrategy) -> None:

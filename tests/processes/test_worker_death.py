@@ -543,3 +543,28 @@ def step(flag):
 
 cs.CentralStorageStrategy().run(step, (sys.argv[1],))
 """
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_results_that_are_held_outlive_the_worker_that_placed_them(
+    mortal: cs.CentralStorageStrategy, tmp_path: Path, ahead: bool
+) -> None:
+    def step(at: Any) -> np.ndarray:
+        value = int(at[0])
+        result = np.random.randint(0, 1 << 30, 300_000) + (value << 32)
+        if value in (2, 5):
+            once(tmp_path / f"{replica()} {value}", kill if replica() == value % 2 else lambda: None)
+        return result
+
+    places = [np.full(2, value) for value in range(8)]
+    plain = [mortal.run(step, args=(place,)) for place in places] if not ahead else []
+    steps = list(mortal.run_steps(step, mortal.experimental_distribute_dataset(places))) if ahead else plain
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0 2", "0 5", "1 2", "1 5"]
+    held = [array for result in steps for array in mortal.experimental_local_results(result)]
+    assert len(held) == 16
+    again = [array.copy() for array in held]
+    for value in range(3):
+        mortal.run(step, args=(np.full(2, value),))
+    for number, (array, copy) in enumerate(zip(held, again, strict=True)):
+        assert ((array >> 32) == number // 2).all()
+        assert (array == copy).all()

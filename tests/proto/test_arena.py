@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cs_proto.arena import Arena
 from cs_proto.arrays import INLINE_NBYTES, Array, Location
 from cs_proto.errors import MemoryPlanError
+from cs_proto.ranges import merged
 from cs_proto.records import Frame
 from cs_proto.segments import Mapping, frame_view
 
@@ -75,7 +79,9 @@ def test_parts_are_used_in_turn_and_left_alone_in_between() -> None:
         placed.append(made.place(np.full(INLINE_NBYTES + 1, step, np.uint8)))
         for back, array in enumerate(reversed(placed[-3:])):
             assert (made.view(array) == step - back).all()
-    assert {offset(array) for array in placed} == {part * (NBYTES // 3 // 64 * 64) for part in range(3)}
+    assert {offset(array) for array in placed} == {
+        part * (NBYTES // 3 // mmap.PAGESIZE * mmap.PAGESIZE) for part in range(3)
+    }
     with pytest.raises(MemoryPlanError, match="do not fit into one of 3 parts of arena/test"):
         made.new("uint8", (NBYTES // 2,))
 
@@ -92,10 +98,11 @@ def test_pages_of_one_large_value_are_given_back(parts: int, monkeypatch: pytest
             made.reset(step % parts, parts)
             made.place(np.ones(NBYTES // 4, np.uint8))
         assert os.fstat(kept).st_blocks * 512 >= parts * (NBYTES // 4)
-        for step in range(parts):
-            made.reset(step, parts)
+        for step in range(2 * parts):  # the first of them may be about to need as much as the last
+            made.reset(step % parts, parts)
         assert os.fstat(kept).st_blocks * 512 <= (1 << 20) + 2 * parts * 4096
         made.place(np.ones(NBYTES // 4, np.uint8))
+        made.reset()
         made.reset()
         assert os.fstat(kept).st_blocks * 512 <= (1 << 20) + 2 * (parts + 1) * 4096
     finally:
@@ -103,7 +110,63 @@ def test_pages_of_one_large_value_are_given_back(parts: int, monkeypatch: pytest
 
 
 def test_what_another_process_uses_is_left_alone() -> None:
-    assert offset(arena(used=128).place(np.zeros(INLINE_NBYTES))) == 128
+    assert offset(arena(used=128).new("uint8", (INLINE_NBYTES,))) == 128
+
+
+def test_what_is_large_begins_a_page() -> None:
+    made = arena()
+    made.new("uint8", (1,))
+    assert offset(made.new("uint8", (INLINE_NBYTES,))) == 64
+    assert offset(made.new("uint8", (INLINE_NBYTES + 1,))) == 17 * mmap.PAGESIZE
+    assert offset(made.new("uint8", (1,))) == 33 * mmap.PAGESIZE + 64
+
+
+PAGES = st.lists(st.integers(0, 255), max_size=12).map(
+    lambda pages: merged((page * mmap.PAGESIZE, (page + 1) * mmap.PAGESIZE) for page in pages)
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(held=PAGES, sizes=st.lists(st.integers(1, 3 * INLINE_NBYTES), max_size=12), parts=st.integers(1, 2))
+def test_what_is_held_is_left_alone(held: list[tuple[int, int]], sizes: list[int], parts: int) -> None:
+    made = arena()
+    made.new("uint8", (1,))
+    for first, stop in held:
+        made.view(Array("uint8", (stop - first,), Location("arena/test", first)))[...] = 1
+    for part in (parts - 1, 0):
+        made.reset(part, parts, held)
+        mark = made.mark()
+        placed = [made.put("uint8", np.full(size, 2, np.uint8)) for size in sizes]
+        begins = part * NBYTES // parts
+        assert all(begins <= offset(array) <= begins + NBYTES // parts - array.nbytes for array in placed)
+        made.release(mark)
+        assert [offset(made.new("uint8", (size,))) for size in sizes] == list(map(offset, placed))
+    for first, stop in held:
+        assert (made.view(Array("uint8", (stop - first,), Location("arena/test", first))) == 1).all()
+
+
+def test_pages_that_are_held_are_given_back_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cs_proto.arena._KEEP_NBYTES", 0)
+    descriptor = os.memfd_create("arena")
+    os.ftruncate(descriptor, NBYTES)
+    made = Arena(lambda: Mapping("arena/test", descriptor, NBYTES, writable=True))
+    made.put("uint8", np.ones(NBYTES, np.uint8))
+    held = (1 << 20, 3 << 20)
+    made.reset(held=[held])
+    made.reset(held=[held])
+    assert os.fstat(descriptor).st_blocks * 512 == 2 << 20
+    assert made.view(Array("uint8", (2 << 20,), Location("arena/test", 1 << 20))).all()
+    made.reset()
+    assert os.fstat(descriptor).st_blocks == 0
+
+
+def test_a_refusal_names_what_is_held() -> None:
+    made = arena()
+    made.put("uint8", np.ones(1, np.uint8))
+    made.reset(held=[(NBYTES // 2, NBYTES // 2 + mmap.PAGESIZE)])
+    with pytest.raises(MemoryPlanError, match="results that the script holds lie there, too"):
+        made.new("uint8", (NBYTES // 2 + 1,))
+    made.new("uint8", (NBYTES // 2,))
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:

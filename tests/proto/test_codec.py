@@ -313,7 +313,7 @@ def test_this_process_is_told_what_it_may_not_say() -> None:
 def test_the_wire_form_is_what_the_protocol_says() -> None:
     header, *frames = encode(Run((5, 2, 0), 1, 7, b"d" * 16, bytes_array(b"fn"), True, bytes_array(b"args"), ()))
     function, arguments = [2, "uint8", [2], {"frame": 0}], [2, "uint8", [4], {"frame": 1}]
-    assert msgpack.unpackb(header) == [91, [5, 2, 0], 1, 7, b"d" * 16, function, True, arguments, [], 0, 0]
+    assert msgpack.unpackb(header) == [91, [5, 2, 0], 1, 7, b"d" * 16, function, True, arguments, [], 0, 0, []]
     assert [bytes(frame) for frame in frames] == [b"fn", b"args"]
     assert msgpack.unpackb(encode(Introduce("worker", 1, 2, 3))[0]) == [110, "worker", 1, 2, 3, ""]
     assert msgpack.unpackb(encode(Cancel((1,)))[0]) == [36, [1], 0]

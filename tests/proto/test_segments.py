@@ -87,15 +87,20 @@ def test_the_kernel_keeps_a_reader_from_mapping_for_writing(file: int) -> None:
         os.fstat(descriptor)
 
 
-def test_the_descriptor_is_closed_and_the_memory_stays(file: int) -> None:
+@pytest.mark.parametrize("writable", [True, False])
+def test_the_descriptor_is_closed_and_the_memory_stays(file: int, writable: bool) -> None:
     descriptor = os.dup(file)
-    held = Mapping("arena/0", descriptor, NBYTES, writable=True)
+    held = Mapping("arena/0", descriptor, NBYTES, writable=writable)
+    view = held.elements("uint8")
+    if writable:
+        view[5] = 7
+        os.fstat(descriptor)
+        del held
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
-    view = held.elements("uint8")
-    del held
-    view[5] = 7
-    assert os.pread(file, 1, 5) == b"\x07"
+    os.pwrite(file, b"\x08", 6)
+    assert view[5:7].tolist() == [7 * writable, 8]
+    assert os.pread(file, 1, 5)[0] == 7 * writable
 
 
 @pytest.mark.parametrize(
@@ -202,3 +207,31 @@ def test_the_kernels_own_memory_is_limited_by_nothing_else(file: int) -> None:
     mapped = mapping(file)
     mapped.reserve(0, NBYTES)
     assert (mapped.free_nbytes, present(file)) == (None, 0)
+
+
+def test_what_is_detached_is_ones_own_until_it_is_attached(file: int) -> None:
+    mine, others = mapping(file), mapping(file)
+    view, there = mine.elements("uint8"), others.elements("uint8")
+    there[:] = 1
+    view[PAGE] = 2
+    mine.detach(PAGE, 3 * PAGE)
+    there[:] = 3
+    assert (view[:PAGE] == 3).all()
+    assert view[PAGE] == 2
+    assert (view[PAGE + 1 : 3 * PAGE] == 1).all()
+    assert (view[3 * PAGE :] == 3).all()
+    view[:] = 4
+    assert (there[PAGE : 3 * PAGE] == 3).all()
+    mine.attach(PAGE, 3 * PAGE)
+    assert (view == there).all()
+    assert (there == 4).sum() == NBYTES - 2 * PAGE
+    view[2 * PAGE] = 5
+    assert there[2 * PAGE] == 5
+
+
+def test_what_the_kernel_does_not_map_again_is_refused(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped = mapping(file)
+    monkeypatch.setattr(mapped, "_descriptor", -1)
+    with pytest.raises(MemoryPlanError, match=r"bytes 0 to 4096 of segment arena/0 .* be mapped again: Bad file"):
+        mapped.detach(0, PAGE)
+    assert not mapped.elements("uint8").any()

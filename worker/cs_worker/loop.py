@@ -101,8 +101,9 @@ class Loop:
         else:
             self._shop.interrupts.install()  # the user's code may have put other handlers in their place
             self._shop.conversation.begin_run(controller, work)
-            # The client has copied what the last run returned; of steps, what the lookahead + 1st before this one did.
-            self._shop.arena.reset(*work.part)
+            # The client has what the last run returned, or of steps the lookahead + 1st before this one: as copies, or
+            # where it lies, and then it is held.
+            self._shop.arena.reset(*work.part, work.held)
             with self._shop.turns.taken(work.run):
                 said = self._carry_out(controller, work)
             said()  # after the turn: what the script does next is not this replica's

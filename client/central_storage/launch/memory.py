@@ -22,6 +22,8 @@ __all__ = ["Files", "Medium", "Memfd", "Memory", "Unshared"]
 
 # In the place of a writer in a file's name, where there is none beside the server.
 _NOBODY = "server"
+# A replica's: the controller holds results there.
+_ARENA = re.compile(r"arena/[0-9]+")
 _WRITER = re.compile(r"|controller|w(0|[1-9][0-9]{0,4})")
 
 
@@ -170,7 +172,8 @@ class Memory:
         return self.open(asker, request.segment)
 
     def open(self, asker: str, name: str) -> tuple[Segment, int | None]:
-        """A segment for ``asker``: writable for the server and its named writer, read-only for everybody else.
+        """A segment for ``asker``: writable for the server and its named writer, a replica's arena for the controller,
+        and read-only for everybody else.
 
         The answer, and a descriptor that the caller closes when it is sent; None where the medium is not shared with
         ``asker``. Raises InvalidArgumentError for an unknown name, MemoryPlanError where the kernel refuses.
@@ -179,7 +182,7 @@ class Memory:
         if kept is None:
             known = ", ".join(list(self._kept)[:20]) or "none at all"
             raise InvalidArgumentError(f"there is no segment {name!r:.120}; there are {known}")
-        writable = asker == "server" or asker == kept.writer
+        writable = asker in ("server", kept.writer) or (asker == "controller" and _ARENA.fullmatch(name) is not None)
         if asker != "server" and not self.medium.is_shared:
             return Segment(name, kept.reservation, writable), None
         try:

@@ -45,8 +45,10 @@ def made(memory: Memory) -> Iterator[int]:
     os.close(descriptor)
 
 
-@pytest.mark.parametrize("asker", ["server", "w0"])
-def test_the_server_and_the_named_writer_may_write(memory: Memory, made: int, asker: str) -> None:
+@pytest.mark.parametrize("asker", ["server", "w0", "controller"])
+def test_the_server_the_named_writer_and_the_controller_may_write_an_arena(
+    memory: Memory, made: int, asker: str
+) -> None:
     writable, descriptor = hand_out(memory, asker)
     assert writable
     with mmap.mmap(descriptor, NBYTES) as mapping:
@@ -55,7 +57,7 @@ def test_the_server_and_the_named_writer_may_write(memory: Memory, made: int, as
     assert os.pread(made, 5, 5) == b"hello"
 
 
-@pytest.mark.parametrize("asker", ["w1", "w00", "controller", "observer", "script", ""])
+@pytest.mark.parametrize("asker", ["w1", "w00", "observer", "script", ""])
 def test_nobody_else_can_write_by_any_way(memory: Memory, made: int, asker: str) -> None:
     os.pwrite(made, b"whole", 0)
     writable, descriptor = hand_out(memory, asker)
@@ -67,6 +69,17 @@ def test_nobody_else_can_write_by_any_way(memory: Memory, made: int, asker: str)
     with mmap.mmap(descriptor, NBYTES, prot=mmap.PROT_READ) as mapping:
         assert mapping[:5] == b"whole"
     assert fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("name", ["gradients/0/0/float32", "arena/server", "arena/0/1"])
+def test_the_controller_writes_nothing_but_arenas(memory: Memory, name: str) -> None:
+    _, made = memory.make("server", MakeSegment(name, NBYTES, "w0"))
+    os.close(made)
+    writable, descriptor = hand_out(memory, "controller", name)
+    assert not writable
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.write(descriptor, b"torn")
     os.close(descriptor)
 
 
@@ -139,7 +152,7 @@ def test_memory_that_is_not_shared_is_the_servers_alone() -> None:
     assert segment.writable
     assert descriptor is not None
     os.close(descriptor)
-    for asker, writable in (("w0", True), ("w1", False), ("controller", False)):
+    for asker, writable in (("w0", True), ("w1", False), ("controller", True)):
         assert memory.open(asker, "arena/0") == (Segment("arena/0", NBYTES, writable), None)
     memory.close()
 
