@@ -6,6 +6,7 @@ other on one machine do not see each other, and socket paths stay short.
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import platform
@@ -17,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TextIO
 
 import hypothesis
 import numpy as np
@@ -44,6 +46,7 @@ hypothesis.settings.load_profile("default" if "CS_EXPLORE" in os.environ else "s
 
 _directory = pytest.StashKey[Path]()
 _failed = pytest.StashKey[bool]()
+_collecting = pytest.StashKey[TextIO]()
 _LOG_LINES = 40
 #: The folders of tests that start servers or run updates.
 _NEEDS_KERNELS = {"conformance", "containers", "interop", "processes", "seeds", "server"}
@@ -92,6 +95,19 @@ def pytest_report_header() -> list[str]:
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Let the first worker of xdist import everything before the others do. They find compiled what it has compiled:
+    all at once each would compile all of it, on a machine that has run no test."""
+    if hasattr(session.config, "workerinput"):
+        # In the directory of the session that has started the workers, which all of them inherit.
+        file = session.config.stash[_collecting] = (session.config.stash[_directory].parent / "collecting").open("w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(file, fcntl.LOCK_SH)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Have the server's kernels compiled before the time of a test begins to run: on a machine that has none of them,
     or after a change of them, that takes up to a minute. Each worker of xdist does its share; the first test begins
@@ -107,8 +123,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     subprocess.run([sys.executable, "-c", program], env=environment, timeout=300, check=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put the files that take longest first. Skip the tests that need a GPU, with the reason, where there is none."""
+    if _collecting in config.stash:
+        config.stash[_collecting].close()
     rank = {name: number for number, name in enumerate(_LONGEST)}
     # Stable: files and folders stay together.
     items.sort(key=lambda item: (rank.get(item.path.name, len(rank)), item.path.parent.name not in _SLOW))
