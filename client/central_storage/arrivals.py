@@ -165,7 +165,7 @@ def class_named(origin: str) -> type | None:
 
 def array_over(buffer: Any, dtype: Any, shape: tuple[int, ...], order: Literal["C", "F"]) -> np.ndarray:
     """The read-only array over ``buffer``."""
-    array = np.frombuffer(buffer, dtype).reshape(shape, order=order)
+    array: np.ndarray = np.ndarray(shape, dtype, buffer, order=order)
     array.flags.writeable = False
     return array
 

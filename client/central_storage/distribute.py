@@ -337,9 +337,6 @@ def split(element: Any, n: int) -> Any:
 
     Each array is split by its own axis 0. Plain under one replica. A scalar is an :class:`UnbatchedDatasetError`.
     """
-    element = _arrays(element)
-    if n == 1:
-        return element
 
     def shares(leaf: Any) -> PerReplica | None:
         if leaf is None:
@@ -352,10 +349,15 @@ def split(element: Any, n: int) -> Any:
         size = -(-leaf.shape[0] // n)
         return PerReplica([leaf[replica * size : (replica + 1) * size] for replica in range(n)])
 
-    return optree.tree_map(shares, element, none_is_leaf=True)
+    if type(element) is tuple and _ARRAY.issuperset(map(type, element)):  # as most are: no walk for them
+        return element if n == 1 else tuple([shares(leaf) for leaf in element])
+    element = _arrays(element)
+    return element if n == 1 else optree.tree_map(shares, element, none_is_leaf=True)
 
 
 _END: Any = object()
+_ARRAY = frozenset({np.ndarray})
+_COMPONENTS = frozenset({PerReplica})
 
 
 def refuse_in_replica(what: str) -> None:
@@ -383,6 +385,8 @@ def _carried(carry: Callable[[np.ndarray], np.ndarray], round_: Round) -> Round:
         return copied
 
     element, complete = round_
+    if type(element) is tuple and _COMPONENTS.issuperset(map(type, element)):
+        return tuple([copy(leaf) for leaf in element]), complete
     return optree.tree_map(copy, element, none_is_leaf=True), complete
 
 

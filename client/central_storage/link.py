@@ -81,7 +81,8 @@ class ServiceLink(Runs):
     def send_step(self, series: Series, function: Callable[..., Any], arguments: Arguments) -> None:
         """Send the next step of ``series`` where there is room: at most its lookahead are unanswered."""
         with self._operation(series):
-            self._settle(series, series.lookahead)
+            if series.ahead > series.lookahead:
+                self._settle(series, series.lookahead)
             if not series.has_failed:
                 self._send_run(series, function, arguments)
             if self._threads is not None:  # nothing of the script's runs beside replicas that share its random state

@@ -58,7 +58,7 @@ _WHOM_WITHIN = 2.0
 # So long it looks for mail before it sleeps, seconds: longer than a small step takes.
 _PATIENCE = 300e-6
 # While mail comes without a pause, what else there may be is looked at so often; and in the longest sleep, seconds.
-_LOOK_EVERY = 1e-3
+_LOOK_EVERY = 10e-3
 _LONGEST_SLEEP = 1.0
 # The supervisor gets this long to say who was not ready in time.
 _SAY_SO = 5.0

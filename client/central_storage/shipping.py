@@ -47,6 +47,8 @@ __all__ = [
 P = TypeVar("P")
 
 _NO_ARGUMENTS = pickle.dumps(((), {}), 5)
+# Stands behind a pickle that names nothing of the user's and no handle; others end with the full stop of all pickles.
+_PLAIN = b"!"
 
 #: What stands for a handle: (kind, number). May make the thing in the server. Of a composite, whose parts travel, only
 #: the latter counts.
@@ -85,6 +87,7 @@ def dump_arguments(
         buffers: list[pickle.PickleBuffer] = []
         file = io.BytesIO()
         _PlainPickler(file, buffers.append).dump(root)
+        file.write(_PLAIN)
         return file.getvalue(), tuple([place(buffer.raw()) for buffer in buffers])
     plan = _Plan(adopt, buffers=[])
     data = _dump(root, plan)
@@ -469,6 +472,8 @@ class _Unpickler(pickle.Unpickler):
 
 def _load(data: Buffer, buffers: Sequence[memoryview], resolve: Resolve) -> Any:
     try:
+        if data[-1:] == _PLAIN:
+            return pickle.loads(data, buffers=buffers)
         return _Unpickler(io.BytesIO(data), buffers, resolve).load()
     except (CentralStorageError, MemoryError):
         raise

@@ -215,8 +215,9 @@ def regroup(values: Sequence[Any], always_wrap: bool = False) -> Any:
         raise InvalidArgumentError("regroup needs the value of at least one replica")
     if len(values) == 1 and not always_wrap:
         return values[0]
-    if not always_wrap and all(type(value) in _LEAVES for value in values):
-        return _merged(tuple(values))
+    if not always_wrap and _LEAVES.issuperset(map(type, values)):
+        is_number = type(values[0]) is float or type(values[0]) is np.ndarray  # as most results are; never common
+        return PerReplica(values) if is_number else _merged(tuple(values))
     leaves, treespec = optree.tree_flatten(values[0], none_is_leaf=True)
     columns = [leaves]
     for replica, value in enumerate(values[1:], start=1):

@@ -98,6 +98,8 @@ class Arena:
         """A descriptor of ``data`` as uint8[n]: in a frame when small, else copied into the arena, once however often
         it is shared before it is freed. ``data`` must not change in between. Not copied where it lies in a segment
         already; then it is kept until the arena is freed."""
+        if type(data) is bytes and len(data) <= INLINE_NBYTES:
+            return bytes_array(data)
         view = memoryview(data)
         if view.nbytes <= INLINE_NBYTES:
             return bytes_array(data)

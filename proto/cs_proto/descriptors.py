@@ -125,4 +125,5 @@ def item_nbytes(name: str) -> int:
 
 def bytes_array(data: Buffer) -> Array:
     """A descriptor of ``data`` as uint8[n], in a frame."""
-    return Array("uint8", (memoryview(data).nbytes,), Frame(data))
+    frame = Frame(data)
+    return Array("uint8", (frame.nbytes,), frame)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import central_storage.strategy  # noqa: F401  (makes the default strategy)
 from central_storage import context, shipping
 from central_storage.dataset import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset
 from central_storage.distribute import (

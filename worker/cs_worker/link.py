@@ -49,7 +49,7 @@ _LINGER = 100
 # So long it looks for mail before it sleeps, seconds: longer than a client or server takes to answer.
 _PATIENCE = 300e-6
 # While mail comes without a pause, what else there may be is looked at so often; and in the longest sleep, seconds.
-_LOOK_EVERY = 1e-3
+_LOOK_EVERY = 10e-3
 _LONGEST_SLEEP = 1.0
 
 
