@@ -13,6 +13,7 @@ import math
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol, TypeVar
 
@@ -28,7 +29,7 @@ from cs_proto.writing import write
 
 from .clipping import Clipping, square_of
 from .events import Apply, Commit, Compute, Dense, Fill, Rows, Write
-from .kernels import apply_dense
+from .kernels import apply_dense, bound
 from .rows import Merged, apply_rows, merge, write_rows
 from .undo import KEPT_NBYTES, Lane, Undo
 from .updates import RULES, Rule
@@ -39,6 +40,8 @@ __all__ = ["Arithmetic", "Memory"]
 _ELEMENTS_PER_THREAD = 1 << 17
 # Ranges are cut between cache lines, whatever the dtype.
 _ELEMENTS_PER_CUT = 64
+# So many plans of updates are kept: a set of variables has one for each dtype and set of gradient buffers.
+_PLANS = 256
 # Where gradients are bounded they are summed in pieces of this many elements, whose squares are added up in order.
 _PIECE = 1 << 16
 
@@ -72,6 +75,8 @@ class Arithmetic:
         self._memory = memory
         self._place = place
         self._undo = Undo(undo, threads)
+        # By the identity of the part, which is the same in every step of the same variables.
+        self._plans: dict[int, _Plan] = {}
         self._pool = ThreadPoolExecutor(threads - 1, "apply") if threads > 1 else None
 
     def compute(self, command: Compute) -> tuple[Array, ...]:
@@ -140,13 +145,18 @@ class Arithmetic:
         return merge(gradients, *rows.shape)
 
     def _dense(self, rule: Rule, part: Dense, given: Hyperparameters, t: int) -> None:
-        parameters, slots, gradients = self._arrays(part)
+        plan = self._plans.get(id(part))
+        if plan is None or plan.part is not part or plan.rule is not rule or plan.lanes != self._undo.lanes:
+            if len(self._plans) >= _PLANS:
+                self._plans.clear()
+            shares = _shares(part.ranges, self._undo.lanes)
+            plan = self._plans[id(part)] = _Plan(part, rule, self._undo.lanes, self._arrays(part), shares)
 
-        def apply(shares: Sequence[np.ndarray], lane: Lane) -> None:
-            for ranges in shares:  # at most one: it goes through the pieces of it itself
-                apply_dense(rule, ranges, parameters, slots, gradients, given, t, lane)
+        def apply(shares: Sequence[int], lane: Lane) -> None:
+            for share in shares:  # at most one: it goes through the pieces of it itself
+                plan.apply(share, lane, given, t)
 
-        self._phase(_shares(part.ranges, self._undo.lanes), apply)
+        self._phase(range(len(plan.shares)), apply)
 
     def _clipped(
         self,
@@ -286,6 +296,25 @@ class Arithmetic:
                 write(target[piece], op, value[piece])
 
         self._phase(list(_pieces(0, len(target), KEPT_NBYTES // target.itemsize)), add)
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """What every update of the same part has in common: where it is, whose share is what, and the kernel over each."""
+
+    part: Dense  # kept, so that no other one has its id
+    rule: Rule
+    lanes: int
+    arrays: tuple[np.ndarray, tuple[np.ndarray, ...], tuple[np.ndarray, ...]]
+    shares: tuple[np.ndarray, ...]
+    _updates: dict[int, Callable[[Hyperparameters, int], None]] = field(default_factory=dict)
+
+    def apply(self, share: int, lane: Lane, given: Hyperparameters, t: int) -> None:
+        """Update a share, which is always that of the same lane."""
+        update = self._updates.get(share)
+        if update is None:
+            update = self._updates[share] = bound(self.rule, self.shares[share], *self.arrays, lane)
+        update(given, t)
 
 
 def _pieces(first: int, last: int, size: int) -> Iterator[slice]:

@@ -85,7 +85,8 @@ class Catalogue:
         self._set_numbers: dict[tuple[int, tuple[int, ...]], int] = {}
         for number, variable_set in self._tables.sets.items():
             self._note_set(number, variable_set)
-        self._ranges: dict[tuple[int, tuple[int, ...], bool], tuple[tuple[str, tuple[tuple[int, int], ...]], ...]] = {}
+        # Of each set and choice of buffers, since places never change: whoever updates knows it again by its identity.
+        self._dense: dict[tuple[int, tuple[int, ...], bool, tuple[int, ...]], tuple[Dense, ...]] = {}
 
     # --- variables ----------------------------------------------------------------------------------------------------
 
@@ -339,16 +340,20 @@ class Catalogue:
         step = optimizer.iterations + steps_before
         sparse = tuple(gradient.variable for gradient in points[0].sparse)
         is_clipped = any(name in CLIPS for name, _ in optimizer.hyperparameters)
-        dense = tuple(
-            Dense(
-                dtype=dtype,
-                ranges=ranges,
-                parameters=segments.parameters(dtype),
-                slots=self._slot_segments(optimizer, dtype),
-                gradients=tuple(self._gradients(r, point.buffers, dtype) for r, point in enumerate(points)),
+        buffers = tuple(point.buffers for point in points)
+        key = (number, sparse, is_clipped, buffers)
+        dense = self._dense.get(key)
+        if dense is None:
+            dense = self._dense[key] = tuple(
+                Dense(
+                    dtype=dtype,
+                    ranges=ranges,
+                    parameters=segments.parameters(dtype),
+                    slots=self._slot_segments(optimizer, dtype),
+                    gradients=tuple(self._gradients(r, each, dtype) for r, each in enumerate(buffers)),
+                )
+                for dtype, ranges in self._ranges_of(number, sparse, is_clipped)
             )
-            for dtype, ranges in self._ranges_of(number, sparse, is_clipped)
-        )
         rows = []
         for position, member in enumerate(sparse):
             variable = self._variable(member)
@@ -593,20 +598,17 @@ class Catalogue:
         self, number: int, sparse: tuple[int, ...], by_variable: bool
     ) -> tuple[tuple[str, tuple[tuple[int, int], ...]], ...]:
         """For each dtype of a set the elements that its variables cover, but for ``sparse`` ones; adjacent variables
-        as one range unless ``by_variable``. Places never change, so it is kept."""
-        key = (number, sparse, by_variable)
-        if key not in self._ranges:
-            by_dtype: dict[str, list[tuple[int, int]]] = {}
-            for member in self._tables.sets[number].variables:
-                if member not in sparse:
-                    variable = self._variable(member)
-                    by_dtype.setdefault(variable.spec.dtype, []).append(_elements(variable))
-            found = {
-                dtype: tuple(r for r in sorted(ranges) if r[0] < r[1]) if by_variable else tuple(merged(ranges))
-                for dtype, ranges in sorted(by_dtype.items())
-            }
-            self._ranges[key] = tuple((dtype, ranges) for dtype, ranges in found.items() if ranges)
-        return self._ranges[key]
+        as one range unless ``by_variable``."""
+        by_dtype: dict[str, list[tuple[int, int]]] = {}
+        for member in self._tables.sets[number].variables:
+            if member not in sparse:
+                variable = self._variable(member)
+                by_dtype.setdefault(variable.spec.dtype, []).append(_elements(variable))
+        found = {
+            dtype: tuple(r for r in sorted(ranges) if r[0] < r[1]) if by_variable else tuple(merged(ranges))
+            for dtype, ranges in sorted(by_dtype.items())
+        }
+        return tuple((dtype, ranges) for dtype, ranges in found.items() if ranges)
 
 
 def _at(step: int, optimizer: Optimizer) -> tuple[tuple[str, float], ...]:

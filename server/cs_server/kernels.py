@@ -74,24 +74,41 @@ def apply_dense(
 
     Raises InvalidArgumentError before anything is changed, when something of this does not hold.
     """
+    bound(rule, ranges, parameters, slots, gradients, lane)(hyperparameters, t)
+
+
+def bound(
+    rule: Rule,
+    ranges: Array,
+    parameters: Array,
+    slots: tuple[Array, ...],
+    gradients: tuple[Array, ...],
+    lane: Lane = _KEEPS_NOTHING,
+) -> Callable[[Hyperparameters, int], None]:
+    """What `apply_dense` does with these arrays, which are checked once, and not when an update is made."""
     if RULES.get(rule.name) is not rule:
         raise InvalidArgumentError(f"{rule.name!r} is not a rule of the table: there are {', '.join(RULES)}")
     addresses = _checked(rule, ranges, parameters, slots, gradients)
-    numbers = scalars(rule, hyperparameters, t, parameters.dtype)
-    kernel, written = _kernel(rule, parameters.dtype), (parameters, *slots)
-    if kernel is not None:
-        _call(kernel, ranges, ranges[:, 0], written, addresses, numbers, lane)
-        return
-    for part in lane.rest(list(_chunks(ranges, CHUNK_NBYTES // parameters.itemsize))):
-        lane.keep([(array, part) for array in written])
-        reference(
-            rule,
-            parameters[part],
-            [gradient[part] for gradient in gradients],
-            tuple(slot[part] for slot in slots),
-            hyperparameters,
-            t,
-        )
+    kernel, written, dtype = _kernel(rule, parameters.dtype), (parameters, *slots), parameters.dtype
+
+    def compiled(hyperparameters: Hyperparameters, t: int) -> None:
+        assert kernel is not None
+        _call(kernel, ranges, ranges[:, 0], written, addresses, scalars(rule, hyperparameters, t, dtype), lane)
+
+    def plain(hyperparameters: Hyperparameters, t: int) -> None:
+        scalars(rule, hyperparameters, t, dtype)
+        for part in lane.rest(list(_chunks(ranges, CHUNK_NBYTES // parameters.itemsize))):
+            lane.keep([(array, part) for array in written])
+            reference(
+                rule,
+                parameters[part],
+                [gradient[part] for gradient in gradients],
+                tuple(slot[part] for slot in slots),
+                hyperparameters,
+                t,
+            )
+
+    return plain if kernel is None else compiled
 
 
 def has_kernel(rule: Rule, dtype: np.dtype[Any]) -> bool:

@@ -436,8 +436,8 @@ class Runs:
         return client not in ("", controller.client)
 
     def _has_failed_in(self, series: int, run: RunId) -> bool:
-        state = self._tables.runs[run]
-        return self._is_step(run, series) and self._verdict(run, state) is not None
+        failed = self._tables.runs[run].failure is not None or any(r and r.error for r in self._returns(run))
+        return failed and self._is_step(run, series)
 
     def _is_step(self, run: RunId, series: int) -> bool:
         """Whether ``run`` is a step of ``series`` that is over."""
