@@ -414,6 +414,7 @@ class Mortal:
                     return True
                 match command:
                     case Commit(ticket):
+                        assert self.started().resume()[-1] == command  # nothing else may be decided meanwhile
                         # It is known of the last one alone whether it is done.
                         assert ticket >= max(self.commits, default=0)
                         assert self.commits.setdefault(ticket, command) == command
