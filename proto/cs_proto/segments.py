@@ -13,6 +13,7 @@ import errno
 import mmap
 import os
 import weakref
+from contextlib import suppress
 
 import numpy as np
 
@@ -54,8 +55,12 @@ UNDO = "undo"
 
 # Linux 5.14: populate page tables for writing; older kernels answer EINVAL and pages come at first touch.
 _MADV_POPULATE_WRITE = 23
-# What the module mmap does not offer: a mapping in the place of another.
-_MAP_FIXED = 0x10
+# Linux 6.1: have pages of 2 MiB take the place of small ones, also where the system's setting gives shared memory none.
+# With small pages, finding where a row of a large table lies takes as long as reading it.
+_MADV_COLLAPSE = 25
+_HUGE_NBYTES = 2 << 20
+# What the module mmap does not offer: a mapping in the place of another, and of memory that is not accounted for.
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _mmap = ctypes.CDLL(None, use_errno=True).mmap
 _mmap.restype = ctypes.c_void_p
 _mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
@@ -134,11 +139,11 @@ class Mapping:
         self.writable = writable
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         try:
-            self._map = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED, protection)
+            self._map, self._first = _mapped(descriptor, nbytes, protection)
         except (OSError, ValueError, OverflowError):
             os.close(descriptor)
             raise
-        self.memory = memoryview(self._map)
+        self.memory = memoryview(self._map)[self._first : self._first + nbytes]
         self._descriptor = descriptor
         status = os.fstatvfs(descriptor)
         # A file system of limited size must be asked before every first touch; the kernel's own memory has no size.
@@ -187,8 +192,7 @@ class Mapping:
 
     def rows(self, array: Array, rows: np.ndarray) -> np.ndarray:
         """A copy of these rows of the array; ``rows`` is int64 of any shape, within the array."""
-        copy: np.ndarray = self.view(array)[rows]
-        return copy
+        return np.take(self.view(array), rows, axis=0)  # indexing takes three times as long
 
     def write(self, array: Array, value: np.ndarray) -> None:
         """Write ``value`` where the array lies."""
@@ -206,9 +210,18 @@ class Mapping:
         if stop <= start:
             return
         self.reserve(start, stop)
-        first = start - start % mmap.PAGESIZE
+        # Blocks whose last byte is of the range: so each is made huge once all of it is in use.
+        low, high = (each - each % _HUGE_NBYTES for each in (start, stop))
+        if low < high:
+            # Only what has a page already is made huge. Only bytes of the range itself: others have owners.
+            np.frombuffer(self.memory, np.uint8)[low + _HUGE_NBYTES - 1 : high : _HUGE_NBYTES] |= 0
+            with suppress(OSError):  # the kernel is older, or has no such page left
+                self._advise(_MADV_COLLAPSE, low, high)
+        self._touch(start, stop)
+
+    def _touch(self, start: int, stop: int) -> None:
         try:
-            self._map.madvise(_MADV_POPULATE_WRITE, first, stop - first)
+            self._advise(_MADV_POPULATE_WRITE, start - start % mmap.PAGESIZE, stop)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise MemoryPlanError(
@@ -224,7 +237,7 @@ class Mapping:
         or sees what is written, until :meth:`attach`. Raises :class:`MemoryPlanError` where there is no memory for
         that."""
         self._remap(start, stop, mmap.MAP_PRIVATE)
-        self.populate(start, stop)  # a page is a copy once it is written
+        self._touch(start, stop)  # a page is a copy once it is written
 
     def attach(self, start: int, stop: int) -> None:
         """Make these whole pages those of the segment again."""
@@ -244,7 +257,26 @@ class Mapping:
         first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
         last = stop - stop % mmap.PAGESIZE
         if last > first:
-            self._map.madvise(mmap.MADV_REMOVE, first, last - first)
+            self._advise(mmap.MADV_REMOVE, first, last)
+
+    def _advise(self, advice: int, first: int, last: int) -> None:
+        self._map.madvise(advice, self._first + first, last - first)
+
+
+def _mapped(descriptor: int, nbytes: int, protection: int) -> tuple[mmap.mmap, int]:
+    """A mapping, and where in it the file begins: at an address at which huge pages can be mapped, where that can be
+    had. Raises OSError, ValueError and OverflowError."""
+    try:
+        room = mmap.mmap(-1, nbytes + _HUGE_NBYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, protection)
+    except (OSError, OverflowError):  # no room for 2 MiB more, or none that is not accounted for
+        return mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED, protection), 0
+    address: int = np.frombuffer(room, np.uint8).__array_interface__["data"][0]
+    first = -address % _HUGE_NBYTES
+    # It takes the place of the room, and goes with it.
+    if _mmap(address + first, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0) != address + first:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return room, first
 
 
 def frame_view(array: Array) -> np.ndarray:

@@ -247,7 +247,7 @@ def test_where_there_is_no_memory_to_own_it_says_so(monkeypatch: pytest.MonkeyPa
     def refuse(*_: object) -> None:
         raise MemoryPlanError("no memory")
 
-    monkeypatch.setattr(Mapping, "populate", refuse)
+    monkeypatch.setattr(Mapping, "_touch", refuse)
     with pytest.raises(MemoryPlanError, match="no memory"):
         both.results.own()
     assert taken.min() == taken.max() == 1

@@ -190,5 +190,5 @@ def test_what_lies_in_another_segment_is_named_and_kept() -> None:
     assert made.mark() == 0
     made.reset()
     assert sys.getrefcount(data) == before
-    with pytest.raises(ValueError):  # goes into the arena, and this one has no memory at all
+    with pytest.raises(OSError):  # goes into the arena, and this one has no memory at all
         made.share(other.data)

@@ -159,6 +159,51 @@ def test_populate_changes_nothing(file: int) -> None:
     assert (held.elements("uint8") == np.arange(NBYTES) % 251).all()
 
 
+HUGE = 2 << 20
+
+
+@pytest.mark.parametrize("is_old_kernel", [False, True])
+def test_populate_of_blocks_of_huge_pages_changes_nothing_in_them_or_around(
+    is_old_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_old_kernel:
+        monkeypatch.setattr(segments, "_MADV_COLLAPSE", 9999)  # EINVAL, as before Linux 6.1
+    nbytes = 3 * HUGE
+    descriptor = os.memfd_create("segment")
+    os.ftruncate(descriptor, nbytes)
+    written = Mapping("arena/0", os.dup(descriptor), nbytes, writable=True)
+    reader = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
+    read = Mapping("arena/0", reader, nbytes, writable=False)
+    elements = written.elements("uint64")
+    elements[: HUGE // 2 // 8] = np.arange(HUGE // 2 // 8)
+    elements[-2:] = 7
+    written.populate(HUGE // 2, 2 * HUGE + 1)
+    assert 2 * HUGE + PAGE <= present(descriptor) < nbytes
+    assert (read.elements("uint64") == elements).all()
+    assert (elements[: HUGE // 2 // 8] == np.arange(HUGE // 2 // 8)).all()
+    assert not elements[HUGE // 2 // 8 : -2].any()
+    assert (elements[-2:] == 7).all()
+    written.discard(0, 2 * HUGE)
+    assert not read.elements("uint64")[:-2].any()
+    os.close(descriptor)
+
+
+def test_a_mapping_begins_where_huge_pages_can_be_mapped(file: int) -> None:
+    for writable in (True, False):
+        assert np.frombuffer(mapping(file, writable=writable).memory, np.uint8).ctypes.data % HUGE == 0
+
+
+def test_where_there_is_no_room_for_that_the_mapping_is_the_same(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "_HUGE_NBYTES", 1 << 60)
+    held = mapping(file)
+    held.elements("uint8")[:] = 5
+    held.populate(1, NBYTES)
+    held.discard(PAGE, 2 * PAGE)
+    assert os.pread(file, NBYTES, 0) == b"\5" * PAGE + bytes(PAGE) + b"\5" * (6 * PAGE)
+    with pytest.raises(ValueError, match="read-only"):
+        mapping(file, writable=False).elements("uint8")[0] = 1
+
+
 def test_discard_gives_only_whole_pages_back(file: int) -> None:
     held = mapping(file)
     held.elements("uint8")[:] = 1

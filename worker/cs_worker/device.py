@@ -106,8 +106,7 @@ class _Host:
         return parameters.view(number)
 
     def rows(self, number: int, rows: np.ndarray, parameters: gpu.Parameters) -> np.ndarray:
-        found: np.ndarray = parameters.view(number)[rows]
-        return found
+        return np.take(parameters.view(number), rows, axis=0)  # indexing takes three times as long
 
     def buffers(self, places: Sequence[np.ndarray]) -> list[np.ndarray]:
         return [place.view() for place in places]
