@@ -33,12 +33,10 @@ from .tables import Hole, Slab, SlotFill, SlotNames, Steps, Tables, VariableSet
 from .translate import DTYPES
 from .updates import RULES
 
-__all__ = ["SLACK_NBYTES", "Catalogue"]
+__all__ = ["Catalogue"]
 
 #: Every variable begins at a multiple of this.
 _ALIGNMENT = 64
-#: Beside each variable lies as much again, up to this: room for a commit that must leave old values whole.
-SLACK_NBYTES = 256 * 1024
 #: A slab's address range, in multiples of the machine's memory, and the page size it is a multiple of (a huge page).
 _RESERVATION = 4
 _PAGE_NBYTES = 2 << 20
@@ -634,11 +632,7 @@ def _is_optimizable(dtype: str) -> bool:
 
 
 def _room(nbytes: int) -> int:
-    """What a variable takes of its slab: itself and its slack."""
-    return _aligned(nbytes) + _aligned(min(nbytes, SLACK_NBYTES))
-
-
-def _aligned(nbytes: int) -> int:
+    """What a variable takes of its slab."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 

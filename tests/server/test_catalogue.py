@@ -16,7 +16,7 @@ from cs_proto.arrays import Array, Location, array_of
 from cs_proto.errors import DeviceMemoryError, InvalidArgumentError, MemoryPlanError
 from cs_proto.messages import ApplyPoint, Optimizer, Schedule, SparseGradient, VariableSpec
 from cs_server import versions
-from cs_server.catalogue import SLACK_NBYTES, Catalogue
+from cs_server.catalogue import Catalogue
 from cs_server.control import ControlMemory
 from cs_server.events import Allocate, Apply, Command, Dense, Discard, Load, LoadKernel, Rows, Write
 from cs_server.tables import SlotFill, Tables
@@ -81,17 +81,11 @@ def test_a_longest_name_that_is_taken_stays_a_name(book: Book) -> None:
     assert book.catalogue.variable(2).spec.name == "x" * 510 + "_1"
 
 
-def test_variables_of_a_dtype_lie_aligned_with_slack_between(book: Book) -> None:
-    chunk = SLACK_NBYTES // 4
-    shapes = [(3,), (17, 3), (), (0, 5), (chunk,), (5 * chunk + 1,), (2,)]
+def test_variables_of_a_dtype_lie_aligned_and_next_to_each_other(book: Book) -> None:
+    shapes: list[tuple[int, ...]] = [(3,), (17, 3), (), (0, 5), (16,), (2,)]
     places = [book.catalogue.variable(book.make(f"v{n}", shape)).place for n, shape in enumerate(shapes)]
     assert {place.segment for place in places} == {"parameters/float32"}
-    offsets = [place.offset for place in places]
-    sizes = [12, 204, 4, 0, SLACK_NBYTES, 5 * SLACK_NBYTES + 4, 8]
-    assert all(offset % 64 == 0 for offset in offsets)
-    gaps = [later - first - size for first, later, size in zip(offsets, offsets[1:], sizes, strict=False)]
-    assert all(gap >= min(size, SLACK_NBYTES) for gap, size in zip(gaps, sizes, strict=False))
-    assert offsets == [0, 128, 640, 768, 768, 768 + 2 * SLACK_NBYTES, 768 + 8 * SLACK_NBYTES + 64]
+    assert [place.offset for place in places] == [0, 64, 320, 384, 384, 448]
 
 
 def test_the_first_of_a_dtype_makes_its_segments_and_each_is_made_present(book: Book) -> None:
@@ -107,7 +101,7 @@ def test_the_first_of_a_dtype_makes_its_segments_and_each_is_made_present(book: 
     book.out.clear()
     book.make("b", ())
     book.make("empty", (0,))
-    assert book.out == [allocates("parameters/float32", 128, 132)]
+    assert book.out == [allocates("parameters/float32", 64, 68)]
 
 
 def test_a_table_without_dense_gradients_is_touched_by_what_is_written(book: Book) -> None:
@@ -119,7 +113,7 @@ def test_a_table_without_dense_gradients_is_touched_by_what_is_written(book: Boo
     assert fill.is_lazy
     book.out.clear()
     book.catalogue.create(replace(spec("small", (2,)), trainable=False), array(1, 2))
-    assert book.out == [allocates("parameters/float32", 256, 264)]
+    assert book.out == [allocates("parameters/float32", 128, 136)]
 
 
 def test_dtypes_without_gradients_have_no_gradient_buffers(book: Book) -> None:
@@ -334,21 +328,21 @@ def test_the_first_set_of_variables_makes_its_slots(book: Book) -> None:
         (
             SlotFill("slots/1/m/float32", "float32", 0, 2, 0.0, False),
             SlotFill("slots/1/v/float32", "float32", 0, 2, 0.0, False),
-            SlotFill("slots/1/m/float32", "float32", 32, 33, 0.0, False),
-            SlotFill("slots/1/v/float32", "float32", 32, 33, 0.0, False),
+            SlotFill("slots/1/m/float32", "float32", 16, 17, 0.0, False),
+            SlotFill("slots/1/v/float32", "float32", 16, 17, 0.0, False),
         ),
     )
     assert book.out == [
         allocates("slots/1/m/float32", 0, 8),
         allocates("slots/1/v/float32", 0, 8),
-        allocates("slots/1/m/float32", 128, 132),
-        allocates("slots/1/v/float32", 128, 132),
+        allocates("slots/1/m/float32", 64, 68),
+        allocates("slots/1/v/float32", 64, 68),
     ]
     book.out.clear()
     assert book.catalogue.variable_set(1, (1, 2)) == (1, ())  # the same set
     number, fills = book.catalogue.variable_set(1, (1, 3))  # w has its slots
     assert (number, fills) == (2, ())
-    assert book.out == [allocates("slots/1/m/float32", 256, 256), allocates("slots/1/v/float32", 256, 256)]
+    assert book.out == [allocates("slots/1/m/float32", 128, 128), allocates("slots/1/v/float32", 128, 128)]
     assert book.catalogue.slot_nbytes() == 2 * 12
     assert book.catalogue.parameter_nbytes() == 12
 
@@ -392,7 +386,7 @@ def test_an_apply_covers_each_slab_once_in_ascending_ranges(book: Book) -> None:
             slots=(f"slots/1/m/{dtype}", f"slots/1/v/{dtype}"),
             gradients=(f"gradients/0/0/{dtype}", f"gradients/1/1/{dtype}"),
         )
-        for dtype, ranges in [(narrow, ((0, 3), (32, 33))), (wide, ((0, 2),))]
+        for dtype, ranges in [(narrow, ((0, 3), (16, 17))), (wide, ((0, 2),))]
     )
     assert book.catalogue.apply(number, points, 1) == Apply("adam", adam.hyperparameters, 2, parts, (), (1, 2, 3, 4))
 
@@ -516,7 +510,7 @@ def test_a_rolled_back_change_is_forgotten_whole(book: Book) -> None:
     assert [v.version for v in book.catalogue.variables()] == [0]
     with pytest.raises(InvalidArgumentError):
         book.catalogue.named("x")
-    assert book.catalogue.create(spec("y"), None)[0].place == Location("parameters/float32", 128)
+    assert book.catalogue.create(spec("y"), None)[0].place == Location("parameters/float32", 64)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["make", "undone", "free", "free, undone"]), st.integers(0, 7)), max_size=25))
@@ -613,9 +607,7 @@ def test_places_never_overlap_and_nothing_is_lost(sizes: list[int | None], rando
             assert book.catalogue.free([there.pop(random.randrange(len(there)))]) == 1
             book.tables.flush()
         taken = sorted(
-            (v.place.offset, v.place.offset + v.array.nbytes + min(v.array.nbytes, SLACK_NBYTES))
-            for v in book.catalogue.variables()
-            if v.array.nbytes
+            (v.place.offset, v.place.offset + v.array.nbytes) for v in book.catalogue.variables() if v.array.nbytes
         )
         assert all(one[1] <= other[0] for one, other in pairwise(taken))
         holes = sorted((offset, offset + hole.nbytes) for (_, offset), hole in book.tables.holes.items())

@@ -177,15 +177,15 @@ def test_the_first_apply_of_a_set_is_answered_at_once_and_committed_late() -> No
         asks(1, first_apply(0, 1, 2)),
         allocates("slots/1/m/float32", 0, 8),
         allocates("slots/1/v/float32", 0, 8),
-        allocates("slots/1/m/float32", 128, 132),
-        allocates("slots/1/v/float32", 128, 132),
+        allocates("slots/1/m/float32", 64, 68),
+        allocates("slots/1/v/float32", 64, 68),
         Send(w(0), Accepted((1,), 0, 1)),
         Send(w(1), Accepted((1,), 0, 1)),
         commits(
             Fill("slots/1/m/float32", "float32", 0, 2, 0.0),
             Fill("slots/1/v/float32", "float32", 0, 2, 0.0),
-            Fill("slots/1/m/float32", "float32", 32, 33, 0.0),
-            Fill("slots/1/v/float32", "float32", 32, 33, 0.0),
+            Fill("slots/1/m/float32", "float32", 16, 17, 0.0),
+            Fill("slots/1/v/float32", "float32", 16, 17, 0.0),
         ),
     )
     book.on(returns(0, 1))
@@ -215,7 +215,7 @@ def test_sparse_gradients_are_applied_in_replica_order_and_their_slots_take_no_m
     assert isinstance(step, Commit)
     (apply,) = step.operations
     assert isinstance(apply, Apply)
-    assert [part.ranges for part in apply.dense] == [((32, 33),)]
+    assert [part.ranges for part in apply.dense] == [((16, 17),)]
     assert [(part.first, part.shape) for part in apply.sparse] == [(0, (5, 2))]
     assert apply.sparse[0].gradients == tuple((p.sparse[0].values, p.sparse[0].indices) for p in points)
     book.on(book.finished(), finished(commits=1))
@@ -413,10 +413,10 @@ def test_a_variable_made_in_a_run_is_replica_0s(replicas: int) -> None:
     book = training(replicas)
     for replica in range(1, replicas):
         book.on(asks(replica, makes(1, spec("x", (2,), aggregation=2), array(9, 9)), (applies(0),), run=(2,)))
-    place = lies("parameters/float32", 128)
+    place = lies("parameters/float32", 64)
     book.on(
         asks(0, makes(1, spec("w"), scalar(4)), (applies(0),), run=(2,)),
-        allocates("parameters/float32", 128, 132),
+        allocates("parameters/float32", 64, 68),
         commits(writes(place, "assign", scalar(4))),  # the apply before it waits
     )
     made = Variable(2, spec("w_1"), place.place, 0)  # type: ignore[arg-type]
@@ -690,7 +690,7 @@ def test_a_run_that_is_ahead_waits_for_the_one_before_it() -> None:
 def test_slots_and_variables_that_find_no_memory_fail_at_their_merge_point_and_the_run_goes_on() -> None:
     book = Playbook(2).begin().has(spec("w", (2,))).has_optimizer("Adam")
     first, second = (allocates(f"slots/1/{slot}/float32", 0, 8) for slot in "mv")
-    third = allocates("parameters/float32", 128, 132)
+    third = allocates("parameters/float32", 64, 68)
     book.refuses = {each: fault("cs.DeviceMemoryError") for each in (second, third)}
     book.on(asks(0, first_apply(0, 1)))
     refused = [to(w(r), PointFailed, "cs.DeviceMemoryError", "the slots of optimizer 1", k=0) for r in (0, 1)]

@@ -452,7 +452,7 @@ def test_gradients_are_compared_where_they_lie() -> None:
     book = Playbook(2).begin().has(spec("w", (4,)), spec("v", (2,))).has_optimizer().has_set(1, 2)
     book.does(asked(1, reduces(1, scalar(1)), applies(0), incarnation=1, run=(2,)))
     (_, asked_for) = book.does(fell(1))
-    assert asked_for.arrays == (lies("gradients/1/0/float32", 0, (4,)), lies("gradients/1/0/float32", 128, (2,)))
+    assert asked_for.arrays == (lies("gradients/1/0/float32", 0, (4,)), lies("gradients/1/0/float32", 64, (2,)))
 
 
 def test_a_run_that_kills_the_same_replica_twice_is_given_up() -> None:

@@ -55,7 +55,7 @@ from cs_proto.records import Record
 from cs_server.events import Discard, Fill, LoadKernel, MemoryAvailable, Send
 
 W = lies("parameters/float32", 0, (2,))
-B = lies("parameters/float32", 128, (2,))
+B = lies("parameters/float32", 64, (2,))
 
 
 def variable(number: int, name: str, place: Array, version: int = 0) -> Variable:
@@ -124,8 +124,8 @@ def test_a_variable_is_made_at_once_where_its_value_follows() -> None:
 def test_a_variable_that_brings_its_value_is_answered_when_it_is_written() -> None:
     book = Playbook(2).begin().has(spec("w", (2,)))
     create = hears(CONTROLLER, Create("c", book.sequence(), spec("w", (2,)), array(3, 4)))
-    place = lies("parameters/float32", 128, (2,))
-    book.on(create, allocates("parameters/float32", 128, 136), commits(writes(place, "assign", array(3, 4))))
+    place = lies("parameters/float32", 64, (2,))
+    book.on(create, allocates("parameters/float32", 64, 72), commits(writes(place, "assign", array(3, 4))))
     book.on(create)  # repeated while it is under way
     book.on(book.finished(), Send(CONTROLLER, Created(2, variable(2, "w_1", place))))
     book.on(create, Send(CONTROLLER, Created(2, variable(2, "w_1", place))))
@@ -181,7 +181,7 @@ def test_what_cannot_be_done_is_refused_and_stays_refused(request_: Record, code
     book.on(hears(CONTROLLER, request_), refused)
     book.on(
         hears(CONTROLLER, Create("c", 10, spec("b"), None)),
-        allocates("parameters/float32", 128, 132),
+        allocates("parameters/float32", 64, 68),
         to(CONTROLLER, Created),
     )
 
@@ -286,7 +286,7 @@ def test_workers_write_only_under_a_token(replica: int) -> None:
 
 def test_variables_are_read_by_number_by_name_or_all() -> None:
     book = Playbook(2).begin().has(spec("w", (2,)), spec("b"))
-    first, second = variable(1, "w", W), variable(2, "b", lies("parameters/float32", 128))
+    first, second = variable(1, "w", W), variable(2, "b", lies("parameters/float32", 64))
     both = (first, second)
     for peer in (CONTROLLER, OBSERVER, w(1)):
         got = Got(1, 0, both, (first.array, second.array))

@@ -497,7 +497,7 @@ def test_the_holder_of_the_token_does_what_the_controller_does() -> None:
     book.on(request, Send(w(0), Done(1, 1, 2)))
     book.on(
         hears(w(0), Create("2.0", 2, spec("b"), None)),
-        allocates("parameters/float32", 128, 132),
+        allocates("parameters/float32", 64, 68),
         to(w(0), Created, sequence=2),
     )
     sgd = tuple(DEFAULTS["SGD"].items())
