@@ -2,7 +2,7 @@
 
 The link owns one :class:`Results` for each worker and tells the worker with every run which pages are held, around
 which it places; so the script may write into what it holds as into any array. What is beyond the limits is the link's
-to copy.
+to copy. Decision 20 has the reasons.
 """
 
 from __future__ import annotations
