@@ -29,6 +29,8 @@ class _Wait:
     observed: bool = False
 
 
+# In the midst of a step, or of the script's look at a variable between two.
+_SERVER = r"link: waiting 1\d s for (run \d+: {0} does not say|the answer of {0} to Get)"
 #: Whom a training waits for.
 WAITS = {
     "worker": _Wait(
@@ -41,13 +43,11 @@ WAITS = {
     "both workers": _Wait(  # one of which may have come to its merge point before
         ("w0", "w1"), (r"link: waiting 1\d s for run \d+: replica (0 \(pid {pid}.* and replica 1|[01]) \(pid ",)
     ),
-    "server": _Wait(("server",), (r"link: waiting 1\d s for run \d+: the server \(pid {pid}\) does not say",)),
+    "server": _Wait(("server",), (_SERVER.format(r"the server \(pid {pid}\)"),)),
     "worker that nobody starts": _Wait(
         ("supervisor",), (r"link: waiting 1\d s for run \d+: replica {rank} \(pid \d+",), killed="w{rank}"
     ),
-    "server that nobody starts": _Wait(
-        ("supervisor",), (r"link: waiting 1\d s for run \d+: the server \(pid \d+\) does not say",), killed="server"
-    ),
+    "server that nobody starts": _Wait(("supervisor",), (_SERVER.format(r"the server \(pid \d+\)"),), killed="server"),
     "observer": _Wait(("server",), (r"observer: waiting 1\d s for ",), observed=True),
 }
 _OBSERVER = """
