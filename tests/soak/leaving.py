@@ -165,8 +165,8 @@ def interrupted(rng: random.Random) -> list[str]:
                 found.append(Late(f"{what}: it ended {took:.1f} s later:\n{printed[-4000:]}"))
         found += _living(mark, what)
         # NumPy makes an ImportError of a Ctrl-C in the middle of its own import, which the script asked for.
-        # Python itself ends with a fatal error for one in the middle of its own start.
-        others = "Importing the numpy C-extensions failed", "Fatal Python error: init_"
+        # Python itself ends with a fatal error, or without the module that it was to run, for one in its own start.
+        others = "Importing the numpy C-extensions failed", "Fatal Python error: init_", "Could not import runpy module"
         is_of_others = process.poll() == 1 and any(words in printed for words in others)
         if process.poll() not in (130, -signal.SIGINT, None) and not is_of_others:
             found.append(f"{what}: ended by {process.returncode}:\n{printed[-4000:]}")
