@@ -349,7 +349,8 @@ def _is_plain(root: tuple[Any, ...]) -> bool:
             if len(parts) > _LOOKED_AT:
                 return False
         elif kind is np.ndarray:
-            if part.dtype.hasobject or not part.dtype.itemsize:
+            dtype = part.dtype
+            if dtype.hasobject or not dtype.itemsize or dtype.names or dtype.metadata:  # which may hold anything
                 return False
         elif kind not in _PARTS:
             return False

@@ -672,6 +672,15 @@ def test_arrays_among_plain_values_arrive_as_those_beside_functions(array: np.nd
         )
 
 
+@pytest.mark.parametrize("of_field", [False, True])
+def test_what_a_dtype_says_of_itself_arrives(of_field: bool) -> None:
+    dtype = np.dtype("f4", metadata={"unit": lambda: "m"})
+    got = argument(np.zeros(2, [("length", dtype)] if of_field else dtype))
+    said = (got.dtype["length"] if of_field else got.dtype).metadata
+    assert said is not None
+    assert said["unit"]() == "m"
+
+
 def test_plain_values_of_many_parts_and_within_themselves() -> None:
     many = list(range(10_000))
     assert argument(many) == many
