@@ -230,6 +230,7 @@ class ServiceLink(Runs):
             finally:
                 if self._ended is None:
                     self._ended = "this strategy was shut down"
+                    self._own_results()  # the next script may be served as soon as the server hears this
                     with suppress(ShutdownError):
                         self._send(self._server, messages.Goodbye(self._client))
                 self._release()

@@ -72,8 +72,9 @@ class Results:
         with _lock:
             view = mapping.view(array)
             self._held[start] = stop
-        # Every array made of this one holds the one at its base, which nobody else has.
-        weakref.finalize(view.base, self._freed.append, start).atexit = False
+        # Every array made of this one holds the one at its base, which nobody else has. This object lives as long, too:
+        # a fork has to find it after the strategy is gone.
+        weakref.finalize(view.base, self._free, start).atexit = False
         return view
 
     def held(self) -> tuple[tuple[int, int], ...]:
@@ -89,6 +90,9 @@ class Results:
                     self._mapping.attach(start, stop)
                     self._own.remove(start)
             return tuple(merged(self._held.items()))
+
+    def _free(self, start: int) -> None:
+        self._freed.append(start)
 
     def own(self) -> None:
         """Make copies of what is held, where it lies, since the arena is not left alone by all. Raises

@@ -125,8 +125,13 @@ class Seam(ABC):
         lifeline.carry = self._carry
         lifeline.while_waiting = self._interrupts.raise_pending
         self._server = self._connect(serving.endpoint)
-        self._send(self._server, self._hello)
-        welcome = self._wait("the server's welcome", lambda r: r if isinstance(r, messages.Welcome) else None)
+        try:
+            self._send(self._server, self._hello)
+            welcome = self._wait("the server's welcome", lambda r: r if isinstance(r, messages.Welcome) else None)
+        except BaseException:  # as garbage the context would wait for ever for sockets that nobody closes
+            self._context.destroy(linger=100)
+            self._interrupts.close()
+            raise
         self.replicas = welcome.replicas
         self.parameter_device = welcome.parameter_device
         self.compute_devices = tuple(worker.device for worker in welcome.workers)
@@ -363,13 +368,9 @@ class Seam(ABC):
             if self._listener is not None:
                 self._listener.stop()
             try:
+                self._own_results()
                 if self._stop is not None:
                     self._hear_last_words()
-                else:  # the service of others goes on, and its workers place what the next script gets
-                    for results in self._results:
-                        results.own()
-            except MemoryPlanError as error:
-                log.warning("results that the script holds may change when the next script runs: %s", error)
             finally:
                 self._lifeline.close()
                 self._arena.close()
@@ -377,6 +378,14 @@ class Seam(ABC):
                 self._interrupts.close()
                 if self._stop is not None:
                     self._stop()
+
+    def _own_results(self) -> None:
+        """Where the service of others goes on, its workers place what the next script gets."""
+        for results in self._results if self._stop is None else ():
+            try:
+                results.own()
+            except MemoryPlanError as error:
+                log.warning("results that the script holds may change when the next script runs: %s", error)
 
     def _hear_last_words(self) -> None:
         """Ask for the end of the service, and show what its processes print until then."""

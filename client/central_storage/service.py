@@ -29,8 +29,9 @@ __all__ = ["open_service"]
 
 _log = logging.getLogger("central_storage")
 
-# The launcher's service takes one controller; a second strategy of the script starts a service of its own.
-_attached: list[str] = []
+# By address. The launcher's service takes one controller; a second strategy of the script starts a service of its own.
+# The link is kept: as garbage its ZeroMQ context would wait for ever for sockets that nobody closes.
+_attached: dict[str, ServiceLink] = {}
 _links: weakref.WeakSet[ServiceLink] = weakref.WeakSet()
 _watched: list[bool] = []
 
@@ -55,8 +56,7 @@ def open_service(
         _watched.append(True)
     address = os.environ.get("CS_ADDRESS")
     if address and address not in _attached and not in_process:
-        link = _attach(address, compute_devices, parameter_device, seed, start_timeout)
-        _attached.append(address)
+        link = _attached[address] = _attach(address, compute_devices, parameter_device, seed, start_timeout)
     else:
         link = _start(compute_devices, parameter_device, seed, start_timeout, in_process, recovery)
     if not _links:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import pickle
@@ -225,6 +226,19 @@ def test_what_a_child_holds_stays_what_it_is() -> None:
     assert both.arena.view(Array("uint8", (LARGE,), Location("arena/0", 0))).max() == 4  # not detached any more
     for end in (*goes_on, *said):
         os.close(end)
+
+
+def test_a_child_has_its_own_also_where_only_the_array_is_left() -> None:
+    both = Both()
+    taken = both.returned(large(1))
+    del both
+    gc.collect()
+    child = os.fork()
+    if not child:
+        taken[...] = 7
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert taken.min() == taken.max() == 1
 
 
 def test_what_became_ones_own_is_the_arenas_again_when_it_is_dropped() -> None:

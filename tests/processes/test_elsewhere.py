@@ -75,11 +75,33 @@ held[1] += 10
 mapping = strategy._backend._results[0]._mapping
 assert np.shares_memory(held[0], mapping.elements("uint8"))
 del mapping
+send = strategy._backend._send
+
+def send_and_be_followed(socket, record):
+    send(socket, record)
+    if value and type(record).__name__ == "Goodbye":  # the next script may be served from here on
+        subprocess.run([sys.executable, *sys.argv[:1], "0"], check=True)
+
+strategy._backend._send = send_and_be_followed
 strategy.shutdown()
-if value:
-    subprocess.run([sys.executable, *sys.argv[:1], "0"], check=True)
 for array in held:
     print(array.min(), array.max())
+"""
+DROPS = """
+import gc, subprocess, sys
+import central_storage as cs
+
+def train():
+    strategy = cs.CentralStorageStrategy()
+    if len(sys.argv) > 1:
+        subprocess.run([sys.executable, *sys.argv[:1]], check=True)
+    return strategy.num_replicas_in_sync
+
+try:
+    print(train())
+except cs.errors.ContextError:
+    print("refused")
+gc.collect()
 """
 
 
@@ -126,6 +148,12 @@ def test_what_a_script_holds_stays_what_it_is_when_the_next_one_is_served(elsewh
     path.write_text(HOLDS)
     ended = run(str(path), "5", environment=elsewhere.environment).ok()
     assert ended.lines == ["0 0", "11 11", "5 5", "16 16"]
+
+
+def test_a_strategy_that_is_dropped_or_refused_is_no_garbage_that_waits(elsewhere: Elsewhere) -> None:
+    path = Path(elsewhere.directory).parent / "drops.py"
+    path.write_text(DROPS)
+    assert run(str(path), "again", environment=elsewhere.environment).ok().lines == ["refused", "2"]
 
 
 def test_scripts_one_after_the_other_are_served_until_it_is_told_to_end(elsewhere: Elsewhere) -> None:
