@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -100,6 +101,8 @@ class Session:
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.IDENTITY, f"o{self._client}".encode())
         socket.connect(f"ipc://{self._path}")
+        # An observer that nobody closes may be garbage all at once: a context would wait for ever for its socket then.
+        weakref.finalize(self, _let_go, context, socket).atexit = False
         return socket
 
     def hello(self) -> Question[int]:
@@ -244,6 +247,11 @@ class Patience:
         self._pause = min(2 * self._pause, _ASK_AGAIN[1])
         self._again = time.monotonic() + self._pause
         return True
+
+
+def _let_go(context: zmq.Context[Any], socket: zmq.Socket[Any]) -> None:
+    socket.close(0)
+    context.term()
 
 
 class Observer:

@@ -66,10 +66,10 @@ class Results:
         if isinstance(mapping, Carried):
             return None
         self._mapping = mapping
-        nbytes = sum(last - first for first, last in self._held.items()) + stop - start
-        if nbytes > mapping.room_nbytes * _SHARE / self._replicas:
-            return None
         with _lock:
+            nbytes = sum(last - first for first, last in self._held.items()) + stop - start
+            if nbytes > mapping.room_nbytes * _SHARE / self._replicas:
+                return None
             view = mapping.view(array)
             self._held[start] = stop
         # Every array made of this one holds the one at its base, which nobody else has. This object lives as long, too:

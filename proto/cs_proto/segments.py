@@ -210,11 +210,11 @@ class Mapping:
         if stop <= start:
             return
         self.reserve(start, stop)
-        # Blocks whose last byte is of the range: so each is made huge once all of it is in use.
-        low, high = (each - each % _HUGE_NBYTES for each in (start, stop))
+        # Blocks that are of the range as a whole: of others a part may have been given back, and stays that.
+        low, high = start + -start % _HUGE_NBYTES, stop - stop % _HUGE_NBYTES
         if low < high:
-            # Only what has a page already is made huge. Only bytes of the range itself: others have owners.
-            np.frombuffer(self.memory, np.uint8)[low + _HUGE_NBYTES - 1 : high : _HUGE_NBYTES] |= 0
+            # Only what has a page already is made huge.
+            np.frombuffer(self.memory, np.uint8)[low:high:_HUGE_NBYTES] |= 0
             with suppress(OSError):  # the kernel is older, or has no such page left
                 self._advise(_MADV_COLLAPSE, low, high)
         self._touch(start, stop)

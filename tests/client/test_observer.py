@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
 import pytest
 import zmq
+import zmq.asyncio
 
 from central_storage import observer
 from central_storage.observer import Patience, Session
@@ -58,3 +61,16 @@ def test_an_observer_that_the_server_has_forgotten_says_hello_once_more(tmp_path
     assert session.repeats(question) == []
     with pytest.raises(PeerProtocolError, match="has not said hello"):
         session.answer(question, refused)
+
+
+@pytest.mark.parametrize("kind", [zmq.Context, zmq.asyncio.Context])
+def test_an_observer_that_is_garbage_unclosed_does_not_wait_for_ever(kind: type[zmq.Context], tmp_path: Path) -> None:
+    (tmp_path / "server").touch()
+    session = Session(str(tmp_path), 45.0)
+    session.cycle = session  # type: ignore[attr-defined]
+    session.context = context = kind()  # type: ignore[attr-defined]
+    session.socket = session.open(context)  # type: ignore[attr-defined]
+    ended = weakref.ref(context)
+    del session, context
+    gc.collect()
+    assert ended() is None
