@@ -109,6 +109,14 @@ class PerReplica(DistributedValues):
             "take experimental_local_results of it"
         )
 
+    def __format__(self, spec: str) -> str:
+        if not spec:
+            return str(self)
+        raise TypeError(
+            f"a PerReplica of {len(self._values)} components is not a number to write as {spec!r}; reduce it, or take "
+            "experimental_local_results of it"
+        )
+
 
 class Mirrored(DistributedValues, NDArrayOperatorsMixin):
     """The same value on every replica. Arithmetic, indexing, attributes (``shape``, ``dtype`` …) and conversion to an

@@ -349,6 +349,11 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
     def __getitem__(self, key: Any) -> Any:
         return self.current()[key]
 
+    def __setitem__(self, key: Any, value: Any) -> NoReturn:
+        raise TypeError(
+            f"variable {self.name!r} has no items to set; assign the whole of it, or its rows with scatter_update"
+        )
+
     def __len__(self) -> int:
         if not self.shape:
             raise TypeError("len() of a variable without axes")

@@ -213,7 +213,7 @@ def load(run_directory: Path | None = None, share: tuple[int, int] | None = None
         dtype, key = np.dtype(name), (_MERGE if rule is None else rule.name, name)
         is_asked = key in ALWAYS or (share is not None and number % share[1] == share[0])
         if is_asked:
-            compiled += _prepare(rule, dtype, directory)
+            compiled += _prepare(rule, dtype, directory, is_awaited=False)
     return Loaded(time.perf_counter() - begin, compiled, directory)
 
 
@@ -310,8 +310,9 @@ def _kernel(rule: Rule, dtype: np.dtype[Any]) -> Callable[..., None] | None:
     return _kernels.get(key)
 
 
-def _prepare(rule: Rule | None, dtype: np.dtype[Any], directory: Path | None) -> bool:
-    """Whether something had to be compiled: the kernel of a rule or, None, that of sparse gradients."""
+def _prepare(rule: Rule | None, dtype: np.dtype[Any], directory: Path | None, *, is_awaited: bool = True) -> bool:
+    """Whether something had to be compiled: the kernel of a rule or, None, that of sparse gradients. Where an update
+    waits for it, that is said."""
     name = _MERGE if rule is None else rule.name
     with _building:
         if (name, dtype) in _kernels:
@@ -322,6 +323,8 @@ def _prepare(rule: Rule | None, dtype: np.dtype[Any], directory: Path | None) ->
         path = None if directory is None else _path(name, dtype, directory)
         kept = None if path is None else _read(path)
         if kept is None:
+            if is_awaited:
+                _logger.warning("compiling %s for %s, which takes seconds, once for each user", name, dtype)
             from cs_server import fused  # imports numba
 
             code = fused.build_merge(dtype) if rule is None else fused.build(rule, dtype)

@@ -389,6 +389,8 @@ def test_missing_gradients_are_named_and_skipped(
             optimizer.apply_gradients([(np.ones(2, F32), w), (np.ones(2, F32), w)])
         with pytest.raises(ValueError, match="updates Variables, not ndarray"):
             optimizer.apply_gradients([(np.ones(2, F32), np.ones(2))])
+        with pytest.raises(ValueError, match=r"SGD.apply_gradients takes pairs, as in \[\(gradient, variable\)\]"):
+            optimizer.apply_gradients((np.ones(3, F32), w))  # type: ignore[arg-type]
         optimizer.apply_gradients([])
     assert [[number for _, number in dense] for _, dense, _ in backend.applied] == [[b.number]]
 

@@ -378,3 +378,10 @@ def test_enum_members_of_different_types_are_not_one_value():
         SUM = "SUM"
 
     assert isinstance(regroup([SUM, Other.SUM]), PerReplica)
+
+
+def test_what_differs_by_replica_is_written_whole_or_not_at_all():
+    losses = PerReplica([0.5, 1.5])
+    assert f"{losses}" == str(losses)
+    with pytest.raises(TypeError, match=r"2 components is not a number to write as '\.3f'; reduce it"):
+        f"{losses:.3f}"

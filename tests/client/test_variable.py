@@ -202,6 +202,7 @@ def test_writes_outside_replicas_count_once(
         (lambda v: v.scatter_update(rows([1], [-1])), InvalidArgumentError, "row -1 is outside"),
         (lambda v: v.scatter_sub(rows([[1]], [0])), InvalidArgumentError, r"not \(1, 1\)"),
         (lambda v: v.scatter_sub(cs.IndexedSlices(np.ones(1), [0])), InvalidArgumentError, "float64"),
+        (lambda v: v.__setitem__(0, 1.0), TypeError, "assign the whole of it, or its rows with scatter_update"),
         (lambda v: v.sparse_read([0.5]), InvalidArgumentError, "indices are integers"),
         (lambda v: v.sparse_read(3), InvalidArgumentError, "row 3 is outside"),
     ],

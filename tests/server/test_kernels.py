@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.harness.timing import unit
 from tests.harness.updates import HYPERPARAMETERS, assert_same_bits
 
 from cs_proto.errors import InvalidArgumentError
@@ -271,13 +272,15 @@ def start(home: Path, program: str = PROGRAM, **environment: str) -> subprocess.
     )
 
 
-def outcomes(*processes: subprocess.Popen[str]) -> list[tuple[int, str, list[str], list[float]]]:
-    """Compiled kernels, directory, what the first updates did beside arithmetic, and their results."""
+def outcomes(*processes: subprocess.Popen[str], said: str = "") -> list[tuple[int, str, list[str], list[float]]]:
+    """Compiled kernels, directory, what the first updates did beside arithmetic, and their results. On standard error
+    they have ``said`` that, among others."""
     try:
         results = []
         for process in processes:
-            output, complaint = process.communicate(timeout=50)
+            output, complaint = process.communicate(timeout=unit(50))
             assert process.returncode == 0, complaint
+            assert said in complaint
             results.append(tuple(json.loads(output)))
         return results
     finally:
@@ -325,7 +328,8 @@ def test_what_an_update_needed_is_kept_and_read_by_the_first_that_needs_it_again
     """The program's first update with another rule compiles it; in the next process it opens one file."""
     directory = next((home / "central-storage").iterdir())
     another = PROGRAM.replace('("sgd", "adam")', '("sgd", "adam", "adagrad")')
-    [(compiled, _, events, _)] = outcomes(start(home, another))
+    said = "compiling adagrad for float32, which takes seconds, once for each user\n"
+    [(compiled, _, events, _)] = outcomes(start(home, another), said=said)
     assert compiled == 0
     assert events != []
     assert (directory / "adagrad_float32.code").exists()

@@ -316,7 +316,13 @@ class Optimizer(Handle):
     def _applied_in_place(self, backend: ReplicaBackend, given: Sequence[tuple[Any, Variable]]) -> bool:
         """Whether the gradients are those of ``gradient_buffers`` for a set of variables that has been applied to
         before, and are applied: neither needs a look one by one then."""
-        known = self._known.get(tuple([id(variable) for _, variable in given]))
+        try:
+            key = tuple([id(variable) for _, variable in given])
+        except (TypeError, ValueError):
+            raise InvalidArgumentError(
+                f"{self.name}.apply_gradients takes pairs, as in [(gradient, variable)] or zip(gradients, variables)"
+            ) from None
+        known = self._known.get(key)
         if known is None:
             return False
         variables, numbers = known
