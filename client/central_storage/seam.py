@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -27,6 +28,7 @@ from cs_proto.errors import LaunchError, MemoryPlanError, PeerProtocolError, Rep
 from cs_proto.mailbox import Mailboxes, Patience
 from cs_proto.messages import Died, Output, Serving
 from cs_proto.moments import moments
+from cs_proto.polling import Poller
 from cs_proto.records import Buffer, Record
 from cs_proto.segments import frame_view
 
@@ -115,9 +117,9 @@ class Seam(ABC):
         self._arena = Arena(lambda: lifeline.segment(segments.controller_arena()), find=self._find_input)
         self._interrupts = Interrupts()
         self._context = zmq.Context()
-        self._poller = zmq.Poller()
-        self._poller.register(lifeline.fileno(), zmq.POLLIN)
-        self._poller.register(self._interrupts.fileno(), zmq.POLLIN)
+        self._poller: Poller[zmq.Socket[bytes]] = Poller()
+        self._poller.register(lifeline.fileno())
+        self._poller.register(self._interrupts.fileno())
         self._mail: Mailboxes[zmq.Socket[bytes]] = Mailboxes(
             self._poller, threading.Lock(), Patience(_PATIENCE, time.monotonic, os.sched_yield)
         )
@@ -173,10 +175,10 @@ class Seam(ABC):
         """
         has_waiting = self._lifeline.has_waiting
         is_there = has_waiting or self._mail.is_there()
-        ready: dict[object, int] = {}
+        ready: set[int | zmq.Socket[bytes]] = set()
         if not is_there or time.monotonic() >= self._next_look:
             pause = min(timeout, _LONGEST_SLEEP) if self._mail else timeout
-            ready = dict(self._poller.poll(0 if is_there else int(max(0.0, pause) * 1000) + 1))
+            ready = self._poller.poll(0 if is_there else max(0.0, pause))
             self._mail.awake(ready)
             self._next_look = time.monotonic() + _LOOK_EVERY
         self._interrupts.raise_pending()
@@ -309,6 +311,7 @@ class Seam(ABC):
         parts = encode(record)
         if not self._mail.post(socket, parts):
             socket.send_multipart(parts)
+            self._poller.used(socket)
             self._mail.sent(socket)
 
     def _offer_mailbox(self, socket: zmq.Socket[bytes], peer: str) -> None:
@@ -407,7 +410,7 @@ class Seam(ABC):
 
     def _disconnect(self, socket: zmq.Socket[bytes]) -> None:
         self._mail.forget(socket)
-        self._poller.unregister(socket)
+        self._poller.unregister_socket(socket)
         socket.close(linger=0)
 
     def _connect(self, endpoint: str) -> zmq.Socket[bytes]:
@@ -417,7 +420,7 @@ class Seam(ABC):
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, 10)  # the peer may be being started again
         socket.connect(endpoint)
-        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register_socket(socket)
         return socket
 
 
@@ -430,8 +433,8 @@ def wait_until_serving(lifeline: Lifeline, timeout: float) -> Serving:
 
     The supervisor keeps to the same ``timeout`` (seconds) and can say who is late, so it is given a little longer.
     """
-    poller = zmq.Poller()
-    poller.register(lifeline.fileno(), zmq.POLLIN)
+    poller = select.poll()
+    poller.register(lifeline.fileno(), select.POLLIN)
     deadline = time.monotonic() + timeout + _SAY_SO
     while poller.poll(int(max(0.0, deadline - time.monotonic()) * 1000)):
         try:

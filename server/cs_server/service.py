@@ -11,7 +11,6 @@ import dataclasses
 import gc
 import hashlib
 import logging
-import math
 import os
 import signal
 import threading
@@ -69,6 +68,7 @@ from cs_proto.messages import (
     WriteNote,
 )
 from cs_proto.moments import moments
+from cs_proto.polling import Poller
 from cs_proto.records import Buffer, Record, replace
 
 from . import kernels, machine, undo
@@ -255,9 +255,9 @@ class Service:
         self._gpu = _on_gpu(config, segments, self._arithmetic)
         self._versions = Versions(segments.make(names.versions(), _VERSIONS_NBYTES, ""))
         self._next_tick = time.monotonic() + _TICK
-        self._poller = zmq.Poller()
-        self._poller.register(segments.fileno(), zmq.POLLIN)
-        self._poller.register(wake, zmq.POLLIN)
+        self._poller: Poller[zmq.Socket[bytes]] = Poller()
+        self._poller.register(segments.fileno())
+        self._poller.register(wake)
         self._mail: Mailboxes[bytes] = Mailboxes(
             self._poller, threading.Lock(), Patience(_PATIENCE, time.monotonic, os.sched_yield)
         )
@@ -290,7 +290,7 @@ class Service:
 
     def listen(self) -> None:
         """Begin to hear workers and clients."""
-        self._poller.register(self._router, zmq.POLLIN)
+        self._poller.register_socket(self._router)
         self._listens = True
         self._settle([Listening()])
 
@@ -311,9 +311,9 @@ class Service:
         gone.
         """
         is_there = self._segments.has_kept or self._mail.is_there()
-        ready: dict[object, int] = {}
+        ready: set[int | zmq.Socket[bytes]] = set()
         if not is_there or time.monotonic() >= self._next_look:
-            ready = dict(self._poller.poll(0 if is_there else math.ceil(timeout * 1000)))
+            ready = self._poller.poll(0 if is_there else timeout)
             self._mail.awake(ready)
             self._next_look = time.monotonic() + _LOOK_EVERY
         _moment("woken" if ready and not is_there else "found")
@@ -522,6 +522,7 @@ class Service:
             _log.debug("to %r: %.300r", peer, record)
         parts = encode(record, BULK_LIMITS)
         if not self._mail.post(peer, parts):
+            self._poller.used(self._router)
             try:
                 self._router.send_multipart([peer, *parts])
             except zmq.ZMQError as error:

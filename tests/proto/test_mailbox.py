@@ -343,6 +343,19 @@ def test_the_doorbell_is_rung_for_who_sleeps_and_for_nobody_else(ends: Ends) -> 
     assert not ends.poller.poll(0)
 
 
+def test_who_is_to_be_quiet_wakes_nobody_and_is_heard_with_what_comes_next(ends: Ends) -> None:
+    ends.shake_hands()
+    assert not ends.there.is_there(quiet="here")
+    assert ends.here.post("there", [b"1"])
+    assert not ends.poller.poll(0)
+    ends.there.awake({})
+    assert ends.there.is_there(quiet="here")
+    assert ends.there.take() == ("here", [b"1"])
+    assert not ends.there.is_there(quiet="nobody")
+    assert ends.here.post("there", [b"2"])
+    assert ends.poller.poll(0)
+
+
 def test_what_is_posted_while_it_falls_asleep_is_seen_behind_the_fence(ends: Ends) -> None:
     ends.shake_hands()
     assert not ends.there.is_there()

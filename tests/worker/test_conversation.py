@@ -52,9 +52,11 @@ class PlayedLink:
         self.to_peers: list[tuple[bytes, Record]] = []
         self.to_server: list[Record] = []
         self.timeouts: list[float | None] = []
+        self.quiet: list[bytes | None] = []
 
-    def receive(self, timeout: float | None) -> tuple[bytes, Record] | None:
+    def receive(self, timeout: float | None, quiet: bytes | None = None) -> tuple[bytes, Record] | None:
         self.timeouts.append(timeout)
+        self.quiet.append(quiet)
         if not self.coming:
             raise KeyError("nothing comes any more")
         return self.coming.popleft()
@@ -304,6 +306,19 @@ def test_a_step_begins_when_the_server_says_that_the_one_before_it_is_over(playe
         played.conversation.next_work()
     played.comes((SERVER, StepFinished((1,), False)))
     assert next_run(played) == (CONTROLLER, step(2, 1))
+
+
+def test_only_while_a_step_of_its_is_not_over_the_controller_need_not_ring(played: Played) -> None:
+    played.comes((CONTROLLER, step(1, 1)))
+    played.conversation.begin_run(*next_run(played))
+    played.comes((CONTROLLER, step(2, 1)), (SERVER, StepFinished((1,), False)))
+    next_run(played)
+    with pytest.raises(KeyError):
+        played.conversation.next_work()
+    played.conversation.begin_run(CONTROLLER, run(3))
+    with pytest.raises(KeyError):
+        played.conversation.next_work()
+    assert played.link.quiet == [None, CONTROLLER, CONTROLLER, None, None]
 
 
 def test_a_step_that_comes_late_begins_at_once(played: Played) -> None:

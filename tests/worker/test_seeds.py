@@ -96,6 +96,19 @@ def test_the_runs_after_what_was_expected_are_as_ever() -> None:
         assert (drawn(seeds, 7, (number,), 1), float(np.random.standard_normal())) == wanted
 
 
+@pytest.mark.parametrize("runs_between", [0, 1])
+def test_what_was_kept_of_a_pair_is_forgotten(runs_between: int) -> None:
+    seeds = Seeds(lambda number: None)
+    seeds.expect(7, (5,), 1)
+    for number in range(5, 6 + runs_between):
+        seeds.begin(7, (number,), 1)  # where nothing is drawn
+    np.random.standard_normal()  # and keeps a second one
+    seeds.begin(7, (8,), 1)
+    found = np.random.standard_normal(3).tolist()
+    Seeds(lambda number: None).begin(7, (8,), 1)
+    assert np.random.standard_normal(3).tolist() == found
+
+
 def test_another_generator_is_seeded_when_the_run_begins() -> None:
     mine = np.random.get_bit_generator()
     seeds = Seeds(lambda number: None)

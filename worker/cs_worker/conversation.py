@@ -73,7 +73,8 @@ class Conversation:
         """The controller's next record to act on, and the controller's identity."""
         self._run = None
         while not self._may_begin():
-            received = self.link.receive(None)
+            # What the controller sends behind a step that is not over waits for it.
+            received = self.link.receive(None, self._step[0] if self._step else None)
             if received is not None:
                 self._sort(*received)
         return self._work.popleft()

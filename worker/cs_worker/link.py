@@ -26,6 +26,7 @@ from cs_proto.codec import BULK_LIMITS, decode, encode
 from cs_proto.errors import ConfigurationError, ContextError, PeerProtocolError, ShutdownError
 from cs_proto.mailbox import Mailboxes, Patience
 from cs_proto.moments import moments
+from cs_proto.polling import Poller
 from cs_proto.records import Buffer, Record
 
 from .config import Config
@@ -67,15 +68,15 @@ class Link:
         self._turns = turns
         self._process = os.getpid()
         self._context = zmq.Context()
-        self._poller = zmq.Poller()
+        self._poller: Poller[zmq.Socket[bytes]] = Poller()
         self._doorbell = doorbell
         self._mail: Mailboxes[bytes] = Mailboxes(
             self._poller, threading.Lock(), Patience(_PATIENCE, time.monotonic, os.sched_yield)
         )
         self._next_look = 0.0
         self._early: deque[tuple[bytes, Record]] = deque()
-        self._poller.register(lifeline.fileno(), zmq.POLLIN)
-        self._poller.register(doorbell, zmq.POLLIN)
+        self._poller.register(lifeline.fileno())
+        self._poller.register(doorbell)
         self._router = self._socket(zmq.ROUTER)
         self._colleagues: dict[str, zmq.Socket[bytes]] = {}
         try:
@@ -90,8 +91,9 @@ class Link:
         """Whether the user's code forked this process from the worker: nothing that is sent here would ever leave."""
         return os.getpid() != self._process
 
-    def receive(self, timeout: float | None) -> tuple[bytes, Record] | None:
-        """The next record and who sent it, whatever carried it; None after ``timeout`` seconds (None: no limit).
+    def receive(self, timeout: float | None, quiet: bytes | None = None) -> tuple[bytes, Record] | None:
+        """The next record and who sent it, whatever carried it; None after ``timeout`` seconds (None: no limit). What
+        ``quiet`` posts wakes nobody: nothing can be done with it before others have spoken.
 
         Bytes that are no record are dropped with a logged line. Does not return where the supervisor is gone.
         """
@@ -100,15 +102,15 @@ class Link:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             has_waiting = self._lifeline.has_waiting
-            is_there = has_waiting or self._mail.is_there()
+            is_there = has_waiting or self._mail.is_there(quiet)
             now = time.monotonic()
-            ready: dict[object, int] = {}
+            ready: set[int | zmq.Socket[bytes]] = set()
             if not is_there or now >= self._next_look:
                 ready = self._poll(0.0 if is_there else deadline - now)
                 if not ready and not is_there and time.monotonic() >= deadline:
                     return None
             moment("woken" if ready and not is_there else "found")
-            if ready.pop(self._doorbell, None):
+            if self._doorbell in ready:
                 os.read(self._doorbell, 64)
             if has_waiting or self._lifeline.fileno() in ready:
                 try:
@@ -127,11 +129,11 @@ class Link:
                 if received is not None and not self._is_of_mailbox(*received):
                     return received
 
-    def _poll(self, timeout: float) -> dict[object, int]:
+    def _poll(self, timeout: float) -> set[int | zmq.Socket[bytes]]:
         """What is readable within ``timeout`` seconds; nobody sleeps long who could miss a doorbell."""
         pause = min(timeout, _LONGEST_SLEEP) if self._mail else timeout
         with self._turns.paused():
-            ready = dict(self._poller.poll(None if pause == math.inf else math.ceil(max(0.0, pause) * 1000)))
+            ready = self._poller.poll(None if pause == math.inf else max(0.0, pause))
         self._mail.awake(ready)
         self._next_look = time.monotonic() + _LOOK_EVERY
         return ready
@@ -186,7 +188,7 @@ class Link:
         """Another worker is gone, and what was to be sent to it with it."""
         socket = self._colleagues.pop(endpoint, None)
         if socket is not None:
-            self._poller.unregister(socket)
+            self._poller.unregister_socket(socket)
             socket.close(linger=0)
 
     def give_up(self, reason: str) -> NoReturn:
@@ -219,7 +221,7 @@ class Link:
         socket.setsockopt(zmq.LINGER, _LINGER)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
-        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register_socket(socket)
         return socket
 
     def _send(self, socket: zmq.Socket[bytes], peer: bytes, record: Record) -> None:
@@ -234,6 +236,7 @@ class Link:
         parts = encode(record)
         if not self._mail.post(peer, parts):
             socket.send_multipart([peer, *parts] if socket is self._router else parts)
+            self._poller.used(socket)
             self._mail.sent(peer)
         moment("sent")
 

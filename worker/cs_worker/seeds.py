@@ -28,34 +28,50 @@ class Seeds:
     def __init__(self, device: Callable[[int], None]) -> None:
         """``device`` seeds the generator of the replica's device, with a number of 32 bits."""
         self._device = device
-        self._generator = np.random.MT19937()
-        self._maker = np.random.RandomState(self._generator)
-        self._made: dict[tuple[int, RunId, int], bytes] = {}
+        self._own = np.random.MT19937()
+        self._maker = np.random.RandomState(self._own)
+        # Seeds for Python and the device, and NumPy's state.
+        self._made: dict[tuple[int, RunId, int], tuple[int, int, bytes]] = {}
+        self._generator, self._memory = self._own, _memory_of(self._own)  # NumPy's global one, when it was last seen
+        self._written = b""
 
     def begin(self, seed: int, run: RunId, replica: int) -> None:
         """Seed ``random``, ``numpy.random``'s global generator and the device's."""
-        python, words = _numbers(seed, run, replica)
-        random.seed(python)
-        state = self._made.pop((seed, run, replica), None)
+        made = self._made.pop((seed, run, replica), None)
         generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        if state is None or type(generator) is not type(self._generator):
+        if made is None or type(generator) is not np.random.MT19937:
+            python, words = _numbers(seed, run, replica)
+            device = words[0]
             np.random.seed(words)
         else:
+            python, device, state = made
+            if generator is not self._generator:
+                self._generator, self._memory, self._written = generator, _memory_of(generator), b""
             with generator.lock:
-                ctypes.memmove(generator.ctypes.state_address, state, _STATE_NBYTES)
-            # Forgets the second normal number of a pair, too.
-            np.random.set_bit_generator(generator)  # type: ignore[attr-defined]
-        self._device(words[0])
+                is_drawn = self._memory[-8:] != self._written[-8:]  # a word of the state, and how many of them are used
+                self._memory[:] = self._written = state
+            if is_drawn:  # forgets the second normal number of a pair, too
+                np.random.set_bit_generator(generator)  # type: ignore[attr-defined]
+        random.seed(python)
+        self._device(device)
 
     def expect(self, seed: int, run: RunId, replica: int) -> None:
         """This run of the controller, and those after it, begin next in all likelihood."""
         if (seed, run, replica) in self._made:
             return
         self._made.clear()
+        own = _memory_of(self._own)
         for number in range(run[0], run[0] + _AHEAD):
             key = (seed, (number,), replica)
-            self._maker.seed(_numbers(*key)[1])
-            self._made[key] = ctypes.string_at(self._generator.ctypes.state_address, _STATE_NBYTES)
+            python, words = _numbers(*key)
+            self._maker.seed(words)
+            self._made[key] = python, words[0], bytes(own)
+
+
+def _memory_of(generator: np.random.MT19937) -> memoryview:
+    """The state of a generator, where it is: uint8[n]."""
+    address = generator.ctypes.state_address
+    return memoryview((ctypes.c_char * _STATE_NBYTES).from_address(address)).cast("B")
 
 
 def _numbers(seed: int, run: RunId, replica: int) -> tuple[int, tuple[int, ...]]:
