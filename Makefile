@@ -13,6 +13,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
 export PIP_ROOT_USER_ACTION = ignore
 export PIP_QUIET = 2
+# Modules are compiled when they are imported, and most never are: to compile all takes longer than to install them.
+INSTALL = $(BIN)/python -m pip install --no-compile --only-binary=:all:
 # Where it is set, every process of every service that a test starts compiles all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -74,20 +76,22 @@ clean:  ## remove all that was made here, the virtual environment too
 # The stamps are newer than pyproject.toml when the environment has what it asks for.
 $(VENV)/.installed-demo: pyproject.toml | $(BIN)/python
 	@echo "installing into $(VENV), once: about half a minute"
-	@$(BIN)/python -m pip install --only-binary=:all: -e '.[examples]'
+	@$(INSTALL) -e '.[examples]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
-	@echo "installing what development needs into $(VENV), once: about a minute"
-	@$(BIN)/python -m pip install --only-binary=:all: -e '.[dev]'
+	@echo "installing what development needs into $(VENV), once: about half a minute"
+	@$(INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/.installed-demo
 
 $(VENV)/.installed-interop: $(VENV)/.installed-dev
 	@echo "installing torch into $(VENV), once"
-	@$(BIN)/python -m pip install --only-binary=:all: torch==2.13.0
+	@$(INSTALL) torch==2.13.0
 	@touch $@
 
+# The pip that a Python brings is years old, and takes twice as long to choose versions.
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 		{ echo "central-storage needs Python 3.11 or later, and '$(PYTHON)' is not one: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV)
+	@$(INSTALL) --upgrade pip
