@@ -21,6 +21,7 @@ from cs_proto.schedules import Schedule
 from .ahead import Carriage
 from .handles import Handle
 from .series import Series
+from .sets import Numbers, VariableSets
 
 if TYPE_CHECKING:
     from .averages import ExponentialMovingAverage
@@ -47,6 +48,10 @@ class Strategy(Protocol):
     @property
     def variables(self) -> tuple[VariableHandle, ...]:
         """Every variable there is."""
+
+    @property
+    def variable_sets(self) -> VariableSets:
+        """Sets of variables that are known by identity."""
 
     def remember(self, handle: Handle) -> None:
         """Let ``handle`` be the one object for its number in this process."""
@@ -117,13 +122,11 @@ class ReplicaBackend(_Catalogue, Protocol):
         """Note one optimizer step: (gradient, variable number) pairs and (values, int64 indices, variable number)
         triples that fit their variables."""
 
-    def apply_buffers(
-        self, optimizer: int, gradients: Sequence[np.ndarray], numbers: tuple[int, ...], site: str
-    ) -> bool:
+    def apply_buffers(self, optimizer: int, gradients: Sequence[np.ndarray], numbers: Numbers, site: str) -> bool:
         """As ``apply`` where ``gradients`` are just what ``gradient_buffers`` gave last, for these variables, and lie
         where the server sees them; else nothing is done and False returned."""
 
-    def gradient_buffers(self, numbers: Sequence[int]) -> list[np.ndarray]:
+    def gradient_buffers(self, numbers: Numbers) -> list[np.ndarray]:
         """Writable arrays of the variables' shapes that lie where the server reads gradients."""
 
     def all_reduce(self, op: ReduceOpName, leaves: Sequence[np.ndarray], site: str) -> list[np.ndarray]:

@@ -30,6 +30,7 @@ from .extended import StrategyExtended
 from .handles import Handle
 from .options import InputOptions, RunOptions, ValueContext
 from .run_steps import LOOKAHEAD, Steps, StepSeries, check
+from .sets import VariableSets
 from .values import ReduceOp, gather_values, local_results, reduce_values, regroup, select_replica
 from .variable import Variable
 
@@ -40,6 +41,11 @@ class StrategyBase:
     """What users call on a strategy."""
 
     # --- what a subclass says -----------------------------------------------------------------------------------
+
+    @property
+    def variable_sets(self) -> VariableSets:
+        """Sets of variables that are known by identity. Raises where there is no service."""
+        raise NotImplementedError
 
     @property
     def controller(self) -> ControllerBackend:

@@ -26,9 +26,12 @@ def gradient_buffers(variables: Sequence[Variable]) -> list[np.ndarray]:
         return []
     strategy = variables[0].strategy
     replica = current_replica(strategy)
-    if replica is None:
+    if replica is None or strategy is None:
         raise ContextError("gradient_buffers must be called inside a replica function (strategy.run)")
-    foreign = [v.name for v in variables if v.strategy is not strategy]
-    if foreign:
-        raise ContextError(f"the variables {', '.join(foreign)} belong to another strategy")
-    return replica.gradient_buffers([variable.number for variable in variables])
+    found = strategy.variable_sets.find(variables)
+    if found is None:
+        foreign = [v.name for v in variables if v.strategy is not strategy]
+        if foreign:
+            raise ContextError(f"the variables {', '.join(foreign)} belong to another strategy")
+        found = strategy.variable_sets.add(variables)
+    return replica.gradient_buffers(found.numbers)

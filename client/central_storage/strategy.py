@@ -26,6 +26,7 @@ from .options import ValueContext
 from .recovery import Recovery
 from .run_steps import LocalSeries
 from .series import Series
+from .sets import VariableSets
 from .variable import Variable
 
 __all__ = ["CentralStorageStrategy", "DefaultStrategy"]
@@ -115,6 +116,7 @@ class CentralStorageStrategy(StrategyBase, Handle):
         self._lock = threading.Lock()  # replicas of one process make optimizers, too
         self._averages: WeakValueDictionary[str, ExponentialMovingAverage] = WeakValueDictionary()
         self._claimed: set[str] = set()
+        self._variable_sets = VariableSets()
         self._handles = HandleTable(
             {
                 "strategy": lambda number: self,
@@ -157,6 +159,11 @@ class CentralStorageStrategy(StrategyBase, Handle):
     def carrier(self) -> Carriage:
         """What copies an array to where the replicas read it."""
         return self._backend.carrier()
+
+    @property
+    def variable_sets(self) -> VariableSets:
+        """Those of which replicas of this process have asked gradient buffers."""
+        return self._variable_sets
 
     @property
     def handles(self) -> HandleTable:
@@ -293,6 +300,11 @@ class DefaultStrategy(StrategyBase):
     @property
     def controller(self) -> NoReturn:
         """There is no service behind the default strategy."""
+        _no_service()
+
+    @property
+    def variable_sets(self) -> NoReturn:
+        """Nobody asks for gradient buffers where there is no service."""
         _no_service()
 
     @property

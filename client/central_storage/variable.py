@@ -179,6 +179,8 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
         return self._constraint
 
     def _cs_take_code(self, code: Any) -> None:
+        if self._constraint is None and self._strategy is not None:
+            self._strategy.variable_sets.forget()
         self._constraint = code
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:

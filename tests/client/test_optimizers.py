@@ -114,6 +114,14 @@ def variable(s: CentralStorageStrategy, *shape: int) -> cs.Variable:
         return cs.Variable(np.zeros(shape, F32), name="w")
 
 
+def test_a_variable_that_gets_a_constraint_is_looked_at_again(s: CentralStorageStrategy) -> None:
+    w = variable(s, 2)
+    s.variable_sets.add([w])
+    w._cs_take_code(lambda value: value)
+    assert s.variable_sets.find([w]) is None
+    assert not s.variable_sets.add([w]).is_free
+
+
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 

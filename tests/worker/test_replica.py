@@ -512,6 +512,40 @@ def test_any_other_gradient_is_copied_right(alone: Service, how: str) -> None:
     assert np.array_equal(found, expected.get(how, [plain, fives]))
 
 
+@pytest.mark.parametrize("how", ["apart", "again", "some", "crossed", "list changed"])
+def test_buffers_are_told_apart_however_often_their_variables_were_met(alone: Service, how: str) -> None:
+    optimizer, v, w = Model(alone, (2,), (2,)).known()
+
+    @cs.function
+    def step(value: int) -> list[bool]:
+        g, h = given = cs.gradient_buffers([v, w])
+        pairs = [(g, v), (h, w)]
+        if how == "apart":
+            [g], [h] = cs.gradient_buffers([v]), cs.gradient_buffers([w])
+            pairs = [(g, v), (h, w)]
+        elif how == "again":
+            cs.gradient_buffers([v, w])
+        elif how == "some":
+            pairs = [(g, v)]
+        elif how == "crossed":
+            pairs = [(h, v), (g, w)]
+        else:
+            given[0] = np.zeros(2, F32)
+        g[...], h[...] = value, 10 * value
+        optimizer.apply_gradients(pairs)
+        return [g.flags.writeable, h.flags.writeable]
+
+    for value in (1, 2):
+        alone.run(step, value)
+        if how == "some" and value == 1:
+            alone.answer(0, messages.Accepted(alone.asked().run, 0, 2))
+        returned = alone.returned()
+        assert returned.value is not None
+        assert alone.decode(returned.value) == [False, False]
+    found = [alone.gradient(0, 0, x._cs_handle()[1])[0] for x in (v, w)]
+    assert found == ([20, 2] if how == "crossed" else [2, 20])
+
+
 def test_two_sets_of_buffers_then_a_commit(alone: Service) -> None:
     optimizer, v = Model(alone).known()
 

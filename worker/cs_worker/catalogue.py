@@ -230,10 +230,10 @@ class Catalogue:
         record = self.place(number)
         return self._lifeline.segment(record.place.segment).rows(record.array, rows)
 
-    def gradients(self, numbers: Sequence[int], buffers: int) -> list[np.ndarray]:
+    def gradients(self, numbers: tuple[int, ...], buffers: int) -> list[np.ndarray]:
         """The places of several variables in a set of gradient buffers, as :meth:`gradient` gives them; page-locked
         for a GPU."""
-        key = (tuple(numbers), buffers)
+        key = (numbers, buffers)
         places = self._gradients_of.get(key)
         if places is None:
             is_new = any((number, buffers) not in self._gradients for number in numbers)

@@ -7,12 +7,14 @@ run waits for the commit.
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from central_storage.sets import Numbers
 from cs_proto.errors import ContextError, InvalidArgumentError
 
 from .catalogue import Catalogue
@@ -21,7 +23,6 @@ from .device import Device
 __all__ = ["GradientBuffers"]
 
 _Pair = tuple[np.ndarray, np.ndarray]  # a gradient and its place in a buffer
-_NOTHING = (None, 0)  # variables are numbered from 1
 
 
 class GradientBuffers:
@@ -32,32 +33,28 @@ class GradientBuffers:
         self._device = device
         self._free: deque[int] = deque((0, 1) if outer is None else outer.unused())
         self._noted: deque[int] = deque()
-        self._handed_out: dict[int, tuple[np.ndarray, int]] = {}  # by identity; held, so that it stays one
-        self._last: tuple[list[int], tuple[int, ...]] = ([], ())  # identities of the last ones, and their variables
+        self._handed_out: list[tuple[tuple[np.ndarray, ...], Numbers]] = []  # of the current set; the last ones last
 
-    def hand_out(self, numbers: Sequence[int], commit: Callable[[], None]) -> list[np.ndarray]:
+    def hand_out(self, numbers: Numbers, commit: Callable[[], None]) -> list[np.ndarray]:
         """Writable arrays of the variables: of the current set, or on a GPU for it. ``commit`` is called where both
         sets are noted."""
         current = self._free[0] if self._free else self._current(commit)
         arrays = None if self._device.is_host else self._on_device(numbers, current)
         if arrays is None:
             arrays = self._device.buffers(self._catalogue.gradients(numbers, current))
-        identities = list(map(id, arrays))
-        self._handed_out.update(zip(identities, zip(arrays, numbers, strict=True), strict=True))
-        self._last = (identities, tuple(numbers))
+        self._handed_out.append((tuple(arrays), numbers))
         return arrays
 
-    def are_handed_out(self, gradients: Sequence[np.ndarray], numbers: tuple[int, ...]) -> bool:
+    def are_handed_out(self, gradients: Sequence[np.ndarray], numbers: Numbers) -> bool:
         """Whether ``gradients`` are just what was handed out last, for these variables, on the host and in memory that
         the server sees: then they lie in their places and fit."""
+        if not self._handed_out or not self._device.is_host or self._catalogue.carries:
+            return False
+        arrays, last = self._handed_out[-1]
         return (
-            self._device.is_host
-            and not self._catalogue.carries
-            and len(numbers) > 0
-            and self._last[1] == numbers
-            and list(map(id, gradients)) == self._last[0]
-            and len(self._handed_out) >= len(gradients)
-            and len(set(numbers)) == len(numbers)
+            last == numbers
+            and len(numbers.members) == len(numbers) == len(gradients)
+            and all(map(operator.is_, gradients, arrays))
         )
 
     @property
@@ -73,8 +70,9 @@ class GradientBuffers:
         for gradient, number in pairs:
             self._check(gradient, number)
         current = self._current(commit)
-        elsewhere = [pair for pair in pairs if self._handed_out.get(id(pair[0]), _NOTHING)[1] != pair[1]]
-        numbers = [number for _, number in pairs]
+        places = self._places()
+        elsewhere = [pair for pair in pairs if places.get(id(pair[0])) != pair[1]]
+        numbers = tuple([number for _, number in pairs])
         there = self._on_device(numbers, current)
         if there is not None:
             self._device.put([(gradient, array) for (gradient, _), array in zip(pairs, there, strict=True)])
@@ -92,10 +90,10 @@ class GradientBuffers:
     def note(self) -> None:
         """The current set belongs to an apply: what was handed out of it becomes read-only."""
         if self._device.is_host:
-            for array, _ in self._handed_out.values():
-                array.setflags(write=False)
+            for arrays, _ in self._handed_out:
+                for array in arrays:
+                    array.setflags(False)  # type: ignore[call-arg]  # by its name takes twice as long
         self._handed_out.clear()
-        self._last = ([], ())
         self._noted.append(self._free.popleft())
 
     def committed(self) -> None:
@@ -144,14 +142,19 @@ class GradientBuffers:
         """Bring arrays of the device, and of the host, into the current set."""
         ours: list[tuple[Any, np.ndarray]] = []
         theirs: list[tuple[Any, np.ndarray]] = []
-        places = self._catalogue.gradients([number for _, number in pairs], current)
+        places = self._catalogue.gradients(tuple([number for _, number in pairs]), current)
+        known = self._places()
         for (gradient, _), place in zip(pairs, places, strict=True):
             if isinstance(gradient, np.ndarray):
                 np.copyto(place, gradient)
             else:
-                (ours if id(gradient) in self._handed_out else theirs).append((gradient, place))
+                (ours if id(gradient) in known else theirs).append((gradient, place))
         self._device.fetch(ours, may_change=False)
         self._device.fetch(theirs, may_change=True)
+
+    def _places(self) -> dict[int, int]:
+        """The variables of what has been handed out, by the identities of the arrays, which are held."""
+        return {id(array): number for pair in self._handed_out for array, number in zip(*pair, strict=True)}
 
     def _check(self, gradient: np.ndarray, number: int) -> None:
         if not isinstance(gradient, (np.ndarray, self._device.array_module.ndarray)):

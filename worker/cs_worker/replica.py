@@ -19,6 +19,7 @@ import numpy as np
 import optree
 
 import central_storage
+from central_storage.sets import Numbers
 from central_storage.values import Shared, unshared
 from central_storage.vocabulary import from_value, to_exception, to_value
 from cs_proto import messages
@@ -94,7 +95,7 @@ class Replica:
             shop.catalogue, shop.device, None if outer is None else outer.buffers
         )
         # What this replica has written since the last commit it knows of.
-        self._written: set[int] = set()
+        self._written: frozenset[int] = frozenset()
         self._stepped: set[int] = set()
         self._failed: Error | None = None
         #: The keys of what merge functions gave to all replicas alike, by ``id()``; ``_kept`` keeps that alive.
@@ -168,7 +169,7 @@ class Replica:
         return self._shop.catalogue.optimizer(number)
 
     @_whole
-    def gradient_buffers(self, numbers: Sequence[int]) -> list[np.ndarray]:
+    def gradient_buffers(self, numbers: Numbers) -> list[np.ndarray]:
         """Writable arrays that lie where the server reads this replica's gradients; their content is undefined. On a
         GPU they lie there, and are copied while the function goes on."""
         return self.buffers.hand_out(numbers, self._commit)
@@ -197,15 +198,13 @@ class Replica:
         self._apply(optimizer, dense, sparse, self.buffers.fill(dense, self._commit) if dense else 0, site)
 
     @_whole
-    def apply_buffers(
-        self, optimizer: int, gradients: Sequence[np.ndarray], numbers: tuple[int, ...], site: str
-    ) -> bool:
+    def apply_buffers(self, optimizer: int, gradients: Sequence[np.ndarray], numbers: Numbers, site: str) -> bool:
         """As :meth:`apply`, where ``gradients`` are what was handed out last, for these variables; else nothing is done
         and False returned. They need no look one by one."""
         if not self.buffers.are_handed_out(gradients, numbers):
             return False
         self._refuse_after_failure()
-        self._bring_apply(optimizer, tuple(sorted(numbers)), self.buffers.current, (), site)
+        self._bring_apply(optimizer, numbers, self.buffers.current, (), site)
         self.buffers.note()
         return True
 
@@ -221,7 +220,7 @@ class Replica:
             messages.SparseGradient(number, self._placed(values), self._placed(indices))
             for values, indices, number in sorted(sparse, key=lambda triple: triple[2])
         )
-        numbers = tuple(sorted([number for *_, number in dense] + [number for *_, number in sparse]))
+        numbers = Numbers([number for *_, number in dense] + [number for *_, number in sparse])
         self._bring_apply(optimizer, numbers, buffers, rows, site)
         if dense:
             self.buffers.note()
@@ -229,19 +228,19 @@ class Replica:
     def _bring_apply(
         self,
         optimizer: int,
-        numbers: tuple[int, ...],
+        numbers: Numbers,
         buffers: int,
         rows: tuple[messages.SparseGradient, ...],
         site: str,
     ) -> None:
-        variable_set = self._shop.variable_sets.get((optimizer, numbers))
+        variable_set = self._shop.variable_sets.get((optimizer, numbers.ascending))
         if variable_set is None:
-            point = messages.ApplyPoint(self.count, site, optimizer, 0, numbers, buffers, rows)
+            point = messages.ApplyPoint(self.count, site, optimizer, 0, numbers.ascending, buffers, rows)
             accepted = self._ask(point, messages.Accepted)
-            self._shop.variable_sets[optimizer, numbers] = accepted.variable_set
+            self._shop.variable_sets[optimizer, numbers.ascending] = accepted.variable_set
         else:
             self._note(messages.ApplyPoint(self.count, site, optimizer, variable_set, (), buffers, rows))
-        self._written.update(numbers)
+        self._written = self._written | numbers.members if self._written else numbers.members
         self._stepped.add(optimizer)
 
     @_whole
@@ -263,7 +262,7 @@ class Replica:
             self._ask(messages.AssignPoint(self.count, site, number, op, array, True), messages.Accepted)
         else:
             self._note(messages.AssignPoint(self.count, site, number, op, array, False))
-        self._written.add(number)
+        self._written |= {number}
 
     @_whole
     def write(self, number: int, op: WriteOp, value: np.ndarray, rows: np.ndarray | None, site: str) -> None:
@@ -290,7 +289,7 @@ class Replica:
         """Make a variable; replica 0's value counts."""
         array = Placing(self._shop.arena)(value)
         created = self._ask(messages.CreatePoint(self.count, site, spec, array), messages.CreatedInRun)
-        self._written.add(created.variable.number)
+        self._written |= {created.variable.number}
         return self._shop.catalogue.learn(created.variable)
 
     @_whole
@@ -424,7 +423,7 @@ class Replica:
 
     def _forget_overlays(self, k: int) -> None:
         """Write notes before merge point ``k`` may be in a commit by now: what reads their variables has it made."""
-        self._written.update(note.variable for note in self._unseen if note.k < k)
+        self._written |= {note.variable for note in self._unseen if note.k < k}
         self._unseen = [note for note in self._unseen if note.k >= k]
         self._overlaid.clear()
         self._shown.clear()
@@ -460,7 +459,7 @@ class Replica:
 
     def _all_committed(self) -> None:
         self._forget_overlays(self.count)
-        self._written.clear()
+        self._written = frozenset()
         self._stepped.clear()
         self.buffers.committed()
 

@@ -32,9 +32,6 @@ from .slots import Slot
 if TYPE_CHECKING:
     from central_storage.backend import ReplicaBackend, Strategy
 
-# So many sets of variables an optimizer knows at once.
-_SETS_KNOWN = 16
-
 LearningRate: TypeAlias = float | Schedule | Callable[..., float]
 
 
@@ -81,9 +78,6 @@ class Optimizer(Handle):
 
     #: The name of the optimizer in the table of ``cs_proto.optimizers``.
     kind: ClassVar[str]
-    # Sets of variables that were applied to in this process, all of this strategy, with their numbers: by identity, and
-    # held, so that it stays one.
-    _known: dict[tuple[int, ...], tuple[tuple[Variable, ...], tuple[int, ...]]]
 
     def __init__(
         self, name: str | None, learning_rate: LearningRate, shared: Mapping[str, Any], **own: float | bool
@@ -96,7 +90,6 @@ class Optimizer(Handle):
         self._strategy: Strategy | None = None
         self._number = 0
         self._iterations = 0
-        self._known = {}
         self._rate = learning_rate if callable(learning_rate) else None
         rate = self._rate_at(0) if self._rate is not None else learning_rate
         self._hyperparameters = {
@@ -123,7 +116,6 @@ class Optimizer(Handle):
         self._strategy = strategy
         self._number = record.number
         self._iterations = 0
-        self._known = {}
         self._rate = None if record.schedule is None else schedule_of(record.schedule)
         self._hyperparameters = dict(record.hyperparameters)
         self._rule = record.rule
@@ -292,10 +284,6 @@ class Optimizer(Handle):
             else:
                 dense.append((_fitting(gradient, variable), variable.number))
         backend.apply(self._number, dense, sparse, call_site())
-        if len(self._known) >= _SETS_KNOWN:
-            self._known.clear()
-        variables = tuple(variable for _, variable in given)
-        self._known[tuple(map(id, variables))] = (variables, tuple(variable.number for variable in variables))
         context = get_replica_context()
         if constrain is not None and context is not None:
             context.merge_call(constrain)
@@ -314,22 +302,19 @@ class Optimizer(Handle):
         return f"optimizer {self.name} belongs to another strategy"
 
     def _applied_in_place(self, backend: ReplicaBackend, given: Sequence[tuple[Any, Variable]]) -> bool:
-        """Whether the gradients are those of ``gradient_buffers`` for a set of variables that has been applied to
-        before, and are applied: neither needs a look one by one then."""
+        """Whether the gradients are just what ``gradient_buffers`` gave for these variables, and are applied: neither
+        needs a look one by one then."""
         try:
-            key = tuple([id(variable) for _, variable in given])
+            variables = [variable for _, variable in given]
         except (TypeError, ValueError):
             raise InvalidArgumentError(
                 f"{self.name}.apply_gradients takes pairs, as in [(gradient, variable)] or zip(gradients, variables)"
             ) from None
-        known = self._known.get(key)
-        if known is None:
+        assert self._strategy is not None
+        found = self._strategy.variable_sets.find(variables)
+        if found is None or not found.is_free:
             return False
-        variables, numbers = known
-        for variable in variables:
-            if variable.constraint is not None:
-                return False
-        return backend.apply_buffers(self._number, [gradient for gradient, _ in given], numbers, call_site())
+        return backend.apply_buffers(self._number, [gradient for gradient, _ in given], found.numbers, call_site())
 
     def evaluate_schedule(self) -> None:
         """Before a run: bring the learning rate of a callable that is not ours up to the step."""
