@@ -35,6 +35,8 @@ class Interrupts:
         # the signal interrupts the other.
         self._rings = 0
         self._explained = 0
+        # Whether there ever was one: until then nothing need be asked on the way back to the user's code.
+        self._is_disturbed = False
         self._is_cancelled: Callable[[], bool] = _never
         self._fetch_mail: Callable[[float], None] = _nothing
 
@@ -66,6 +68,7 @@ class Interrupts:
 
     def note_cancel(self) -> None:
         """A Cancel has arrived."""
+        self._is_disturbed = True
         self._explained += 1
 
     def begin_run(self) -> None:
@@ -75,11 +78,12 @@ class Interrupts:
     def switch(self, in_user_code: bool) -> bool:
         """What follows is the user's code, or the worker's own; returns which it was before."""
         before, self._in_user_code = self._in_user_code, in_user_code
-        if in_user_code:
+        if in_user_code and self._is_disturbed:
             self._attend()
         return before
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._is_disturbed = True
         self._rings += 1
         self._attend()
 
@@ -120,6 +124,7 @@ class ThreadInterrupts(Interrupts):
     def ring(self) -> None:
         """A Cancel is in the mail."""
         with self._lock:
+            self._is_disturbed = True
             self._rings += 1
             self._strike(_Interrupted)
 

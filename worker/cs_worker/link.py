@@ -45,6 +45,8 @@ SERVER = b""
 SUPERVISOR = b"\0s"
 COLLEAGUE = b"\0w"
 
+_OF_MAILBOXES = frozenset({messages.Offer, messages.Taken})
+
 # What is being sent when the process ends gets this long to leave, in milliseconds.
 _LINGER = 100
 # So long it looks for mail before it sleeps, seconds: longer than a client or server takes to answer.
@@ -102,32 +104,38 @@ class Link:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             has_waiting = self._lifeline.has_waiting
-            is_there = has_waiting or self._mail.is_there(quiet)
-            now = time.monotonic()
-            ready: set[int | zmq.Socket[bytes]] = set()
-            if not is_there or now >= self._next_look:
-                ready = self._poll(0.0 if is_there else deadline - now)
-                if not ready and not is_there and time.monotonic() >= deadline:
-                    return None
-            moment("woken" if ready and not is_there else "found")
-            if self._doorbell in ready:
-                os.read(self._doorbell, 64)
-            if has_waiting or self._lifeline.fileno() in ready:
-                try:
-                    notice = self._lifeline.receive_nowait()
-                except ShutdownError:
-                    self._gone()
-                if isinstance(notice, messages.Serving):  # another server, which has another mailbox
-                    self.offer_mailbox()
-                if notice is not None:
-                    return SUPERVISOR, notice
-            for socket in ready:
-                if isinstance(socket, zmq.Socket):
-                    self._fetch(socket)
-            while (found := self._mail.take()) is not None:
+            found = None if has_waiting or time.monotonic() >= self._next_look else self._mail.take()
+            if found is not None:
+                moment("found")
+            else:
+                is_there = has_waiting or self._mail.is_there(quiet)
+                now = time.monotonic()
+                ready: set[int | zmq.Socket[bytes]] = set()
+                if not is_there or now >= self._next_look:
+                    ready = self._poll(0.0 if is_there else deadline - now)
+                    if not ready and not is_there and time.monotonic() >= deadline:
+                        return None
+                moment("woken" if ready and not is_there else "found")
+                if self._doorbell in ready:
+                    os.read(self._doorbell, 64)
+                if has_waiting or self._lifeline.fileno() in ready:
+                    try:
+                        notice = self._lifeline.receive_nowait()
+                    except ShutdownError:
+                        self._gone()
+                    if isinstance(notice, messages.Serving):  # another server, which has another mailbox
+                        self.offer_mailbox()
+                    if notice is not None:
+                        return SUPERVISOR, notice
+                for socket in ready:
+                    if not isinstance(socket, int):
+                        self._fetch(socket)
+                found = self._mail.take()
+            while found is not None:
                 received = self._read(*found)
-                if received is not None and not self._is_of_mailbox(*received):
+                if received is not None and not (type(received[1]) in _OF_MAILBOXES and self._is_of_mailbox(*received)):
                     return received
+                found = self._mail.take()
 
     def _poll(self, timeout: float) -> set[int | zmq.Socket[bytes]]:
         """What is readable within ``timeout`` seconds; nobody sleeps long who could miss a doorbell."""
@@ -151,7 +159,7 @@ class Link:
             self._gone()
 
     def _is_of_mailbox(self, sender: bytes, record: Record) -> bool:
-        """Whether it is about a mailbox, and so done with."""
+        """Whether it is about a mailbox of somebody who has one here, and so done with."""
         if isinstance(record, messages.Taken) and sender == SERVER:
             self._mail.taken(SERVER, record)
         elif isinstance(record, messages.Offer) and sender[:1] == b"c":
