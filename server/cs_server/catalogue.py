@@ -381,11 +381,11 @@ class Catalogue:
     def _slot_segments(self, optimizer: Optimizer, dtype: str) -> tuple[str, ...]:
         return tuple(segments.slots(optimizer.number, slot, dtype) for slot in SLOTS[optimizer.rule])
 
-    def applied(self, number: int) -> None:
-        """A step on the variable set was committed."""
-        self._tables.steps[number] = Steps(self._tables.steps[number].count + 1)
+    def applied(self, number: int, count: int = 1) -> None:
+        """``count`` steps on the variable set were committed."""
+        self._tables.steps[number] = Steps(self._tables.steps[number].count + count)
         optimizer = self.optimizer(self._tables.sets[number].optimizer)
-        self._tables.optimizers[optimizer.number] = replace(optimizer, iterations=optimizer.iterations + 1)
+        self._tables.optimizers[optimizer.number] = replace(optimizer, iterations=optimizer.iterations + count)
 
     # --- memory -------------------------------------------------------------------------------------------------------
 

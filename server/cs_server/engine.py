@@ -17,7 +17,6 @@ from cs_proto.arrays import Location
 from cs_proto.errors import CentralStorageError, PeerProtocolError
 from cs_proto.failures import error_of
 from cs_proto.messages import (
-    ApplyPoint,
     Ask,
     Assign,
     AssignSlot,
@@ -68,6 +67,7 @@ from .events import (
     Send,
     Tick,
 )
+from .plain import PlainSteps, is_small
 from .progress import Progress
 from .recollection import Recollection
 from .replays import Replays
@@ -81,8 +81,6 @@ __all__ = ["Config", "Engine"]
 
 # What another server says once more, and peers take it as once.
 _HEARD_TWICE = (RunFinished, StepFinished)
-# Results of so many bytes are not written at once.
-_SMALL_NBYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -122,6 +120,8 @@ class Engine:
             tables, out, self._sessions, self._catalogue, self._commits, self._runs, self._recollection, n
         )
         self._waits = Waits(tables, out, self._sessions, n, config.step_timeout)
+        self._plain = PlainSteps(tables, self._sessions, self._catalogue, n, self._hear_again)
+        self._plain.unfold()
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """What follows from ``event``; ``now`` in seconds of a clock that survives a restart of the server.
@@ -130,6 +130,10 @@ class Engine:
         the event comes again in its answer. Whatever a peer says wrongly is answered with an error and changes nothing
         else. Raises :class:`~cs_server.control.ControlFull` where not even that can be written down.
         """
+        commands = self._plain.hear(event, now)
+        if commands is not None:
+            return commands
+        self._plain.unfold()
         asked = event if isinstance(event, Reserved) else Reserved(event)
         event = asked.event
         try:
@@ -156,6 +160,7 @@ class Engine:
 
     def write_down(self) -> None:
         """Have the store know what this engine knows, as every event but a few does."""
+        self._plain.unfold()
         if self._tables.is_ahead:
             self._tables.flush()
 
@@ -196,12 +201,18 @@ class Engine:
         self._out.clear()
         return commands
 
+    def _hear_again(self, event: Event, now: float) -> None:
+        """Have the tables know of an event what follows from it. It was answered before, and could not fail."""
+        self._hear(event, now)
+        self._settle()
+        self._out.clear()
+
     def _may_wait(self, event: Event | _Refusal, commands: list[Command]) -> bool:
         """Whether what the event has changed may be written with what comes next. Not where it is much, since then that
         would be refused in its place when the store is full."""
         match event:
             case Received(_, Return() as record):
-                return not commands and _is_small(record)
+                return not commands and is_small(record)
             case Finished():
                 is_told = all(isinstance(each, Send) and isinstance(each.record, _HEARD_TWICE) for each in commands)
                 return is_told and not self._tables.is_ahead
@@ -350,14 +361,6 @@ class _Refusal:
     """In the place of a message that is not acted on."""
 
     answer: Send
-
-
-def _is_small(record: Return) -> bool:
-    """Whether no error in its place would find room where it does not."""
-    value = record.value
-    if value is None or not all(isinstance(note, ApplyPoint) for note in record.notes):
-        return False
-    return len(value.body) + sum(array.nbytes for array in value.arrays) <= _SMALL_NBYTES
 
 
 def _refused(event: Received, error: CentralStorageError) -> _Refusal:

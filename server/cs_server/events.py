@@ -6,22 +6,24 @@ here opens, waits or computes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from cs_proto.arrays import Array
 from cs_proto.messages import Died, Error, ReduceOpName, WriteOp
-from cs_proto.records import Record
+from cs_proto.records import Buffer, Record
 
 # --- events ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Received:
-    """A record came from the peer with this routing identity."""
+    """A record came from the peer with this routing identity; in these ``parts``, where they are at hand."""
 
     peer: bytes
     record: Record
+    parts: Sequence[Buffer] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(frozen=True)

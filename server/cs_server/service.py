@@ -372,7 +372,7 @@ class Service:
         if isinstance(heard, Fetch | Put):
             self._send(peer, carry(heard, partial(self._engine.writer, peer), self._segments))
         else:
-            yield Received(peer, heard)
+            yield Received(peer, heard, parts)
 
     def _open_mailbox(self, peer: bytes, number: int) -> None:
         """``peer`` has made a mailbox: use it."""

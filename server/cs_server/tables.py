@@ -9,7 +9,7 @@ same; after ``keep``, what was known at the last ``flush``. It knows no rule; ``
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -50,7 +50,7 @@ from cs_proto.messages import (
     Worker,
     WriteNote,
 )
-from cs_proto.records import Record, record
+from cs_proto.records import Buffer, Record, record
 
 from .control import Control, ControlDamaged
 
@@ -267,6 +267,16 @@ class Departure(_Row):
     client: str
 
 
+@record(218)
+class PlainStep(_Row):
+    """A step of which the other tables know nothing: the ``count``-th since they knew everything. Its messages as they
+    came, and when."""
+
+    count: int
+    since: tuple[float, ...]
+    heard: tuple[bytes, ...]
+
+
 Point = ApplyPoint | AssignPoint | CreatePoint | ReducePoint | GatherPoint | MergeCallPoint
 Outcome = Accepted | CreatedInRun | Reduced | PointFailed | MergeCallReturn
 
@@ -429,6 +439,8 @@ class Tables:
         self.digests: Table[tuple[RunId, int, int, int], Digest] = Table(b"g", changed)
         #: By ticket.
         self.checks: Table[int, Check] = Table(b"k", changed)
+        #: By place: each is overwritten by the first step for which it is not needed any more.
+        self.plain: Table[int, PlainStep] = Table(b"y", changed)
         self.tally = _new_tally(replicas)
         self._tables = {table.letter: table for table in vars(self).values() if isinstance(table, Table)}
         self._replicas = replicas
@@ -464,6 +476,11 @@ class Tables:
             table.accept()
         self._changed.clear()
 
+    def write_plain(self, place: int, step: PlainStep) -> None:
+        """Write a step, and nothing of what has changed. Raises ControlFull, and then nothing is written."""
+        self._control.write({self.plain.letter + _pack_key(place): _pack(step)})
+        self.plain.load(place, step)
+
     def keep(self) -> None:
         """Leave what has changed to the next ``flush``."""
         self.is_ahead = True
@@ -492,7 +509,7 @@ class Tables:
         try:
             if table is None:
                 raise ControlDamaged(f"the control store has an entry of no table: {key!r:.80}")
-            table.load(msgpack.unpackb(key[1:], use_list=False), _unpack(value))
+            table.load(msgpack.unpackb(key[1:], use_list=False), parted(value))
         except (PeerProtocolError, ValueError, struct.error) as error:
             raise ControlDamaged(f"entry {key!r:.80} of the control store does not read back: {error}") from error
 
@@ -509,8 +526,11 @@ _LIMITS = codec.Limits(1 << 31, 1 << 24, 1 << 48, 1 << 24, 1 << 28)
 
 
 def _pack(value: Record) -> bytes:
-    """Header and frames of the record, each behind its length."""
-    parts = codec.encode(value)
+    return joined(codec.encode(value))
+
+
+def joined(parts: Sequence[Buffer]) -> bytes:
+    """A message whole: header and frames, each behind its length."""
     if len(parts) == 1:
         return _NO_FRAMES + bytes(parts[0])
     views = [memoryview(part).cast("B") for part in parts[1:]]
@@ -518,7 +538,8 @@ def _pack(value: Record) -> bytes:
     return b"".join([lengths, *views, parts[0]])
 
 
-def _unpack(packed: bytes) -> Record:
+def parted(packed: bytes) -> Record:
+    """The record in such a message. Raises PeerProtocolError, ValueError or struct.error where it is damaged."""
     view = memoryview(packed)
     (count,) = _COUNT.unpack_from(view)
     if count > len(packed) // 8:
