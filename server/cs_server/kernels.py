@@ -22,7 +22,7 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import islice, pairwise, product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -52,6 +52,8 @@ KEPT_BLOCK_NBYTES = 1024
 way from memory while this one is computed. Four times as much costs a third of the update (`benchmarks/undo.py`)."""
 
 _KEEPS_NOTHING = Lane()
+# Given the numbers of the rule, an update.
+_Update: TypeAlias = Callable[[tuple[Any, ...]], None]
 _logger = logging.getLogger(__name__)
 
 
@@ -90,10 +92,9 @@ def bound(
         raise InvalidArgumentError(f"{rule.name!r} is not a rule of the table: there are {', '.join(RULES)}")
     addresses = _checked(rule, ranges, parameters, slots, gradients)
     kernel, written, dtype = _kernel(rule, parameters.dtype), (parameters, *slots), parameters.dtype
-
-    def compiled(hyperparameters: Hyperparameters, t: int) -> None:
-        assert kernel is not None
-        _call(kernel, ranges, ranges[:, 0], written, addresses, scalars(rule, hyperparameters, t, dtype), lane)
+    if kernel is not None:
+        update = _ready(kernel, ranges, ranges[:, 0], written, addresses, lane)
+        return lambda hyperparameters, t: update(scalars(rule, hyperparameters, t, dtype))
 
     def plain(hyperparameters: Hyperparameters, t: int) -> None:
         scalars(rule, hyperparameters, t, dtype)
@@ -108,7 +109,7 @@ def bound(
                 t,
             )
 
-    return plain if kernel is None else compiled
+    return plain
 
 
 def has_kernel(rule: Rule, dtype: np.dtype[Any]) -> bool:
@@ -153,24 +154,29 @@ def apply_named(
     np.multiply(rows, width, out=ranges[:, 0])
     np.add(ranges[:, 0], width, out=ranges[:, 1])
     numbers = scalars(rule, hyperparameters, t, parameters.dtype)
-    _call(kernel, ranges, places * width, (flat, *flat_slots), addresses, numbers, lane)
+    _ready(kernel, ranges, places * width, (flat, *flat_slots), addresses, lane)(numbers)
 
 
-def _call(
-    kernel: Callable[..., None],
+def _ready(
+    kernel: Callable[..., _Update],
     ranges: Array,
     places: Array,
     written: tuple[Array, ...],
     addresses: Array,
-    numbers: tuple[Any, ...],
     lane: Lane,
-) -> None:
+) -> _Update:
+    """The kernel over these arrays: all that is left to say is the rule's numbers."""
     dtype = written[0].dtype
     block = (KEPT_BLOCK_NBYTES if lane.progress.size else BLOCK_NBYTES) // dtype.itemsize
-    if lane.is_kept:
-        part = next(islice(_chunks(ranges, block), lane.done, None))
-        lane.give_back([(array, part) for array in written])
-    kernel(ranges, places, *written, addresses, numbers, block, lane.progress, lane.area(dtype))
+    run = kernel(ranges, places, *written, addresses, block, lane.progress, lane.area(dtype))
+
+    def update(numbers: tuple[Any, ...]) -> None:
+        if lane.is_kept:
+            part = next(islice(_chunks(ranges, block), lane.done, None))
+            lane.give_back([(array, part) for array in written])
+        run(numbers)
+
+    return update
 
 
 def _chunks(ranges: Array, chunk: int) -> Iterator[slice]:
@@ -303,7 +309,7 @@ _building = threading.Lock()
 _HASH_NBYTES = hashlib.sha256().digest_size
 
 
-def _kernel(rule: Rule, dtype: np.dtype[Any]) -> Callable[..., None] | None:
+def _kernel(rule: Rule, dtype: np.dtype[Any]) -> Callable[..., _Update] | None:
     key = (rule.name, dtype)
     if key not in _kernels and rule.is_compiled and dtype.name in KERNEL_DTYPES:
         _prepare(rule, dtype, cache_directory())
@@ -332,22 +338,28 @@ def _prepare(rule: Rule | None, dtype: np.dtype[Any], directory: Path | None, *,
                 _keep(code, path)
         else:
             code = kept
-        run = native.kernel(code)
-        _kernels[name, dtype] = partial(_merge if rule is None else _dense, run)
+        bind = native.kernel(code)
+        _kernels[name, dtype] = partial(_merge, bind) if rule is None else partial(_dense, bind, rule.count_of_numbers)
         return kept is None
 
 
-def _dense(run: Callable[[native.Words], None], ranges: Array, places: Array, parameters: Array, *further: Any) -> None:
-    """A kernel with arguments as `fused` describes them."""
-    *slots, addresses, numbers, chunk, progress, area = further
-    of_rule, scratch = np.array(numbers, parameters.dtype), np.full(chunk, -0.0, parameters.dtype)
+def _dense(bind: native.Bind, count: int, ranges: Array, places: Array, parameters: Array, *further: Any) -> _Update:
+    """A kernel over arrays as `fused` describes them."""
+    *slots, addresses, chunk, progress, area = further
+    numbers, scratch = np.zeros(count, parameters.dtype), np.full(chunk, -0.0, parameters.dtype)
     begin = np.ascontiguousarray(places)
-    run(native.words(ranges, addresses, of_rule, progress, area, scratch, begin, parameters, *slots))
+    run = bind(ranges, addresses, numbers, progress, area, scratch, begin, parameters, *slots)
+
+    def update(of_rule: tuple[Any, ...]) -> None:
+        numbers[:] = of_rule
+        run()
+
+    return update
 
 
-def _merge(run: Callable[[native.Words], None], *arguments: Array) -> int:
+def _merge(bind: native.Bind, *arguments: Array) -> int:
     counts = np.array([0, arguments[-1].shape[1]])
-    run(native.words(*arguments, counts))
+    bind(*arguments, counts)()
     return int(counts[0])
 
 

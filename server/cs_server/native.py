@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 SYMBOL = "kernel"
 """The name of the function that a piece of machine code holds."""
 
-Words: TypeAlias = NDArray[np.int64]
+Bind: TypeAlias = Callable[..., Callable[[], None]]
+"""Takes arrays, in the order in which `fused` finds them."""
 
 # What numba gives to a function beside its arguments: where to put a result, and an exception. A kernel has neither.
 _Function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
@@ -38,8 +39,9 @@ def target() -> Any:
     )
 
 
-def kernel(code: bytes) -> Callable[[Words], None]:
-    """The function in ``code``, an object file with `SYMBOL` in it. It holds no lock, and not the GIL."""
+def kernel(code: bytes) -> Bind:
+    """The function in ``code``, an object file with `SYMBOL` in it: given its arguments, something to call, any number
+    of times, that has it run over what they hold by then. It holds no lock, and not the GIL."""
     import llvmlite.binding as llvm
 
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target())
@@ -47,16 +49,17 @@ def kernel(code: bytes) -> Callable[[Words], None]:
     engine.finalize_object()
     function = _Function(engine.get_function_address(SYMBOL))
 
-    def run(words: Words, engine: Any = engine) -> None:  # the code lives as long as its engine
-        spare = ctypes.create_string_buffer(2 * _SPARE_NBYTES)
+    def bind(*arrays: NDArray[Any]) -> Callable[[], None]:
+        places = chain.from_iterable((a.__array_interface__["data"][0], len(a)) for a in arrays)
+        words, spare = np.array(list(places), np.int64), ctypes.create_string_buffer(2 * _SPARE_NBYTES)
         result = ctypes.addressof(spare)
-        status = function(result, result + _SPARE_NBYTES, words.ctypes.data)
-        if status:
-            raise RuntimeError(f"a kernel ended with status {status}")
+        arguments = (result, result + _SPARE_NBYTES, words.ctypes.data)
 
-    return run
+        def run(kept: object = (engine, arrays, words, spare)) -> None:  # they live as long as the addresses
+            status = function(*arguments)
+            if status:
+                raise RuntimeError(f"a kernel ended with status {status}")
 
+        return run
 
-def words(*arrays: NDArray[Any]) -> Words:
-    """The address and the length of each array, one after the other: what `fused` finds its arguments by."""
-    return np.array(list(chain.from_iterable((a.__array_interface__["data"][0], len(a)) for a in arrays)), np.int64)
+    return bind

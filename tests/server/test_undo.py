@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -88,7 +87,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     arithmetic._shares.cache_clear()
 
 
-def in_python(rule: Rule, fuse: Fuse, say: Callable[..., None]) -> Callable[..., None]:
+def in_python(rule: Rule, fuse: Fuse, say: Callable[..., None]) -> Callable[..., Callable[[Any], None]]:
     """The loop of a kernel as Python runs it; every element that is written is an event."""
 
     def step(*values: Any) -> tuple[Any, ...]:
@@ -109,7 +108,8 @@ def in_python(rule: Rule, fuse: Fuse, say: Callable[..., None]) -> Callable[...,
     replaced = {"step": step, "_addends": addends, "_done": fused._done.py_func, "_foresee": lambda *_: None}
     replaced["_tell"] = lambda progress, value: say(progress, 0, value)
     loop = FunctionType(fused._LOOPS[len(rule.slots)][0].__code__, vars(fused) | replaced)
-    return partial(loop, scratch=None)  # of which the sum above has no need
+    # The rule's numbers come last; of the scratch the sum above has no need.
+    return lambda *arrays: lambda numbers: loop(*arrays[:-3], numbers, *arrays[-3:], None)
 
 
 class Server:
