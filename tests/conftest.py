@@ -41,7 +41,8 @@ collect_ignore += ["harness/cupy_stand_in"]  # a package of its own: it is impor
 collect_ignore += [] if importlib.util.find_spec("torch") else ["interop"]
 
 #: The same examples every time, or a commit would fail for what an older one did. CS_EXPLORE=1 looks for new ones.
-hypothesis.settings.register_profile("same", derandomize=True)
+# How long an input takes to draw is no fault of a test: the first of a process reads all modules for their constants.
+hypothesis.settings.register_profile("same", derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("default" if "CS_EXPLORE" in os.environ else "same")
 
 _directory = pytest.StashKey[Path]()
