@@ -36,6 +36,8 @@ __all__ = ["Runs"]
 
 # The server says about every ten seconds whom a run waits for; a server that has not for so long may be stopped.
 _WORDS_HOLD = 25.0
+# Pickled arguments of up to so many bytes go in the header of their Run.
+_SMALL_NBYTES = 4096
 
 
 class Runs(Seam):
@@ -73,8 +75,9 @@ class Runs(Seam):
         self._deaths.refuse()
         moment("begun")
         data, name, handles = self._pickle(function)
+        frozen = isinstance(function, Function)
         # A frozen function lives on in the workers, where it may keep what it is given.
-        adopt = partial(self._adopt_into, handles) if isinstance(function, Function) else self._adopt
+        adopt = partial(self._adopt_into, handles) if frozen else self._adopt
         # Placed when all is pickled: what is adopted meanwhile may be brought by way of the arena, too.
         pickles = [dump_arguments(args, kwargs, adopt, _in_place) for args, kwargs in arguments]
         moment("pickled")
@@ -85,23 +88,31 @@ class Runs(Seam):
         kept = [buffer for _, buffers in pickles for buffer in buffers]
         step = (series.number, series.lookahead) if series.lookahead else (0, 0)
         sent = Sent(run, [], data, kept, [*self._held] if series.lookahead else [])
-        frozen = isinstance(function, Function)
-        where = ([*sys.path], os.getcwd())
-        if where != self._where and self._threads is None:  # threads have the script's own path
-            self._prepared = messages.Prepare(tuple(map(str, sys.path)), where[1])
-            for socket in self._worker_sockets:
-                self._send(socket, self._prepared)
-            self._where = where
-        for replica, (socket, (pickled, buffers)) in enumerate(zip(self._worker_sockets, pickles, strict=True)):
+        self._prepare()
+        share = self._arena.share
+        for replica, (pickled, buffers) in enumerate(pickles):
             is_held, self._held[replica] = self._held[replica].touch(name, frozen)
-            carried = None if is_held else self._arena.share(data)
-            placed = tuple(map(self._arena.share, buffers))
-            what = (name, carried, frozen, self._arena.share(pickled), placed)
-            sent.messages.append(messages.Run(run, replica, self._seed, *what, *step, self._results[replica].held()))
-            self._send(socket, sent.messages[-1])
+            carried = None if is_held else share(data)
+            small = pickled if len(pickled) <= _SMALL_NBYTES else share(pickled)
+            placed = tuple(map(share, buffers)) if buffers else ()
+            held = self._results[replica].held()
+            said = (run, replica, self._seed, name, carried, frozen, small, placed, *step, held)
+            sent.said.append(said)
+            self._send_values(self._worker_sockets[replica], messages.Run, said)
             moment("sent")
         series.unanswered.append(sent)
         self._latest, self._sent = series, series.unanswered
+
+    def _prepare(self) -> None:
+        """Tell the workers where the script lives, where that has changed."""
+        if self._threads is not None:  # threads have the script's own path
+            return
+        directory = os.getcwd()
+        if self._where is None or self._where[0] != sys.path or self._where[1] != directory:
+            self._where = [*sys.path], directory
+            self._prepared = messages.Prepare(tuple(map(str, sys.path)), directory)
+            for socket in self._worker_sockets:
+                self._send(socket, self._prepared)
 
     def _take_up(self, restarted: messages.WorkerRestarted) -> None:
         """A worker is in the place of one that died: send it what it has to carry out yet, from the run on that the
@@ -124,10 +135,10 @@ class Runs(Seam):
                 sent.held[replica] = self._held[replica]
             if sent.run < restarted.run:
                 continue
+            run = messages.Run(*sent.said[replica])
             if is_first:
-                self._tell(messages.Resent(sent.run, replica, sent.messages[replica].series))
+                self._tell(messages.Resent(sent.run, replica, run.series))
             is_first = False
-            run = sent.messages[replica]
             is_held, self._held[replica] = self._held[replica].touch(run.digest, run.frozen)
             self._send(socket, replace(run, function=None if is_held else self._arena.share(sent.function)))
         if self._cancelling is not None and self._cancelling.unanswered:
@@ -178,7 +189,7 @@ class Runs(Seam):
                 if answer is None:
                     named = name_wait if self._threads is None else self._name_hanging
                     wanted = partial(_ends_or_answers, run, heard)
-                    late = partial(self._tell_wait, run, series.unanswered[0].messages[0].series)
+                    late = partial(self._tell_wait, run, series.number if series.lookahead else 0)
                     answer = self._wait(f"run {run[0]}", wanted, self._deaths.patience, named, late)
             except KeyboardInterrupt:
                 if heard:

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import zmq
@@ -23,7 +23,7 @@ import zmq
 from cs_proto import messages, segments
 from cs_proto.arena import Arena
 from cs_proto.arrays import Array, Location
-from cs_proto.codec import BULK_LIMITS, decode, encode
+from cs_proto.codec import BULK_LIMITS, decode, encode, encode_values
 from cs_proto.errors import LaunchError, MemoryPlanError, PeerProtocolError, ReplicaLostError, ShutdownError
 from cs_proto.mailbox import Mailboxes, Patience
 from cs_proto.messages import Died, Output, Serving
@@ -306,9 +306,17 @@ class Seam(ABC):
     def _send(self, socket: zmq.Socket[bytes], record: Record) -> None:
         if log.isEnabledFor(logging.DEBUG):
             log.debug("send %.300r", record)
+        self._post(socket, encode(record))
+
+    def _send_values(self, socket: zmq.Socket[bytes], kind: type[Record], values: Sequence[Any]) -> None:
+        """As :meth:`_send` of ``kind(*values)``, which need not be built."""
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("send %.300r", kind(*values))
+        self._post(socket, encode_values(kind, values))
+
+    def _post(self, socket: zmq.Socket[bytes], parts: Sequence[Buffer]) -> None:
         # Copied: without that pyzmq starts a thread and a context of its own for frames from 64 KiB on, and the user's
         # arrays behind a frame may change. Large ones are in the arena.
-        parts = encode(record)
         if not self._mail.post(socket, parts):
             socket.send_multipart(parts)
             self._poller.used(socket)

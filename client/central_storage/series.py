@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from cs_proto.messages import Run, RunId
+from cs_proto.messages import RunId
 from cs_proto.recent import Held
 
 __all__ = ["Arguments", "Carrier", "Sent", "Series"]
@@ -23,12 +23,12 @@ Arguments = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Sent:
-    """A run that was sent and has not been answered. ``messages`` by replica, and the pickled ``function``, with which
-    it can be sent again; ``buffers`` of its arguments are kept until then. ``held``, by replica, of a step: which
-    functions workers held before."""
+    """A run that was sent and has not been answered. What its messages said by replica, the values of a ``Run``, and
+    the pickled ``function``, with which it can be sent again; ``buffers`` of its arguments are kept until then.
+    ``held``, by replica, of a step: which functions workers held before."""
 
     run: RunId
-    messages: list[Run]
+    said: list[tuple[Any, ...]]
     function: bytes
     buffers: list[memoryview]
     held: list[Held]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import msgpack
 
@@ -17,7 +18,7 @@ from . import messages  # noqa: F401  (fills the table of records)
 from .errors import LocalProtocolError, PeerProtocolError
 from .records import Buffer, Frames, Record, from_wire, shown
 
-__all__ = ["BULK_LIMITS", "LIMITS", "PACKET_NBYTES", "Limits", "decode", "encode", "pack"]
+__all__ = ["BULK_LIMITS", "LIMITS", "PACKET_NBYTES", "Limits", "decode", "encode", "encode_values", "pack"]
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,22 @@ def encode(record: Record, limits: Limits = LIMITS) -> list[Buffer]:
     except TypeError as error:
         raise LocalProtocolError(f"a {type(record).__name__} in which something cannot travel: {error}") from error
     if len(header) > limits.header_nbytes:
-        raise LocalProtocolError(
-            f"a {type(record).__name__} with a header of {len(header)} bytes; at most {limits.header_nbytes}"
-        )
+        _refuse_header(type(record), header, limits)
     return [header, *frames]
+
+
+def encode_values(kind: type[Record], values: Sequence[Any], limits: Limits = LIMITS) -> list[Buffer]:
+    """What :func:`encode` gives of ``kind(*values)``, for who sends one of a kind at every step and knows what the
+    values are: nothing is built, and only its size is checked."""
+    frames: list[Buffer] = []
+    header = pack(kind.wire_of(frames, *values))
+    if len(header) > limits.header_nbytes:
+        _refuse_header(kind, header, limits)
+    return [header, *frames]
+
+
+def _refuse_header(kind: type[Record], header: bytes, limits: Limits) -> NoReturn:
+    raise LocalProtocolError(f"a {kind.__name__} with a header of {len(header)} bytes; at most {limits.header_nbytes}")
 
 
 def decode(parts: Sequence[Buffer], limits: Limits = LIMITS) -> Record:

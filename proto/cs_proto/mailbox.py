@@ -53,7 +53,7 @@ NBYTES = 2 * (_WORDS_NBYTES + 256 * 1024)
 
 # How many messages went elsewhere before; bytes of the whole; number of parts. Then the length of each part.
 _PREFIX = struct.Struct("<QII")
-_LENGTHS = tuple(struct.Struct(f"<{count}I") for count in range(9))
+_WITH_LENGTHS = tuple(struct.Struct(f"<QII{count}I") for count in range(9))
 
 # A yield that took longer than this many seconds: somebody else wants the processor.
 _WANTED = 500e-6
@@ -74,7 +74,7 @@ class Outgoing:
 
     def __init__(self, memory: memoryview) -> None:
         """``memory`` (uint8, writable) is zero at first. All but a page of it holds messages: a multiple of 128."""
-        self._words = memory[:_WORDS_NBYTES].cast("Q")
+        self.words = memory[:_WORDS_NBYTES].cast("Q")
         self._data = memory[_WORDS_NBYTES:]
         self._nbytes = len(self._data)
         self._head = 0
@@ -83,7 +83,8 @@ class Outgoing:
     def post(self, parts: Sequence[Buffer], elsewhere: int) -> bool:
         """Write a message, after so many that went elsewhere. False where it is too large, there is no room, or the
         reader has left."""
-        if self._words[_LEFT]:
+        words = self.words
+        if words[_LEFT]:
             return False
         lengths = [len(part) if type(part) is bytes else memoryview(part).nbytes for part in parts]
         count = len(parts)
@@ -94,21 +95,16 @@ class Outgoing:
         start, room = head % self._nbytes, size + -size % _UNIT
         skipped = self._nbytes - start if start + size > self._nbytes else 0
         if head + skipped + room - self._tail > self._nbytes:
-            self._tail = self._words[_TAIL]
+            self._tail = words[_TAIL]
             if head + skipped + room - self._tail > self._nbytes:
                 return False
         if skipped:
             _PREFIX.pack_into(self._data, start, 0, 0, 0)
             start = 0
-        prefix = _PREFIX.pack(elsewhere, size, count)
-        self._data[start : start + size] = b"".join((prefix, _lengths(count).pack(*lengths), *parts))
-        self._head = self._words[_HEAD] = head + skipped + room
+        prefix = _with_lengths(count)
+        self._data[start : start + size] = b"".join((prefix.pack(elsewhere, size, count, *lengths), *parts))
+        self._head = words[_HEAD] = head + skipped + room
         return True
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether the reader sleeps. To be asked behind a fence."""
-        return self._words[_SLEEPS] != 0
 
 
 class Incoming:
@@ -151,7 +147,7 @@ class Incoming:
         at = start + _PREFIX.size + 4 * count
         if not count or size > there or at > start + size or start + size > self._nbytes:
             raise _damaged()
-        lengths = _lengths(count).unpack_from(self._data, start + _PREFIX.size)
+        lengths = _with_lengths(count).unpack_from(self._data, start)[3:]
         if at + sum(lengths) != start + size:
             raise _damaged()
         parts = []
@@ -203,7 +199,7 @@ class Mailbox:
             return False
         with self._fence:
             pass
-        if self._out.is_awaited:
+        if self._out.words[_SLEEPS]:
             self.rung += 1
             os.eventfd_write(self._other, 1)
         return True
@@ -506,8 +502,8 @@ class Mailboxes(Generic[K]):
             box.close()
 
 
-def _lengths(count: int) -> struct.Struct:
-    return _LENGTHS[count] if count < len(_LENGTHS) else struct.Struct(f"<{count}I")
+def _with_lengths(count: int) -> struct.Struct:
+    return _WITH_LENGTHS[count] if count < len(_WITH_LENGTHS) else struct.Struct(f"<QII{count}I")
 
 
 def _damaged() -> PeerProtocolError:

@@ -845,8 +845,8 @@ class Run(_OfStep):
     """Run a function as one replica.
 
     ``digest`` names the pickled function; ``function`` says where it lies, for a worker that does not hold it.
-    ``frozen`` keeps the unpickled object for good (``cs.function``). ``arguments`` says where a pickle of (args,
-    kwargs) lies, whose large buffers lie where ``buffers`` says.
+    ``frozen`` keeps the unpickled object for good (``cs.function``). ``arguments`` is a pickle of (args, kwargs), or
+    says where a larger one lies, whose large buffers lie where ``buffers`` says.
 
     A step of a ``series`` may be sent while up to ``lookahead`` others before it are not over: it begins when the one
     before it is. Of the worker's arena the script still holds results in the ranges of bytes ``held``, which are whole
@@ -859,7 +859,7 @@ class Run(_OfStep):
     digest: bytes
     function: Array | None
     frozen: bool
-    arguments: Array
+    arguments: bytes | Array
     buffers: tuple[Array, ...]
     series: int = 0
     lookahead: int = 0
@@ -878,7 +878,7 @@ class Run(_OfStep):
         if len(self.digest) != 16:
             self.refuse("a digest has 16 bytes")
         for pickled in (self.function, self.arguments):
-            if pickled is not None and (pickled.dtype != "uint8" or len(pickled.shape) != 1):
+            if isinstance(pickled, Array) and (pickled.dtype != "uint8" or len(pickled.shape) != 1):
                 self.refuse(f"a pickle is uint8[n], not {pickled.dtype}{list(pickled.shape)}")
 
 

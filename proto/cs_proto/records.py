@@ -69,6 +69,9 @@ class Record:
     code: ClassVar[int]
     #: Whether building one checks it.
     is_checked: ClassVar[bool] = True
+    #: What :meth:`to_wire` gives, of a record that is not built: takes ``frames`` and the value of every field, all of
+    #: which have been checked before.
+    wire_of: ClassVar[Callable[..., object]]
     _from_wire: ClassVar[Callable[[list[Any], Frames], Record]]
 
     def to_wire(self, frames: list[Buffer]) -> object:
@@ -129,7 +132,12 @@ def _compile_at_first_use(cls: type[Record]) -> None:
         _compile(cls)
         return cls._from_wire(wire, frames)
 
+    def write(frames: list[Buffer], *values: Any) -> object:
+        _compile_values(cls)
+        return cls.wire_of(frames, *values)
+
     cls.__init__ = build  # type: ignore[assignment]
+    cls.wire_of = staticmethod(write)
     cls._from_wire = read
 
 
@@ -179,6 +187,18 @@ def _compile(cls: type[Record]) -> None:
     for name in ("to_wire", "__init__"):  # in this order: another thread may build one as soon as it can
         known[name].__qualname__ = f"{cls.__qualname__}.{name}"
         setattr(cls, name, known[name])
+
+
+def _compile_values(cls: type[Record]) -> None:
+    """Give a class its ``wire_of``."""
+    hints = typing.get_type_hints(cls)
+    kinds = {field.name: _type_of(hints[field.name]) for field in fields(cls)}  # type: ignore[arg-type]
+    known: dict[str, Any] = {f"_w_{name}": kind.write for name, kind in kinds.items()}
+    parameters = [f"_{name}" for name in kinds]
+    written = [str(cls.code), *(kind.written(f"_{name}", f"_w_{name}") for name, kind in kinds.items())]
+    text = f"def wire_of({', '.join(['frames', *parameters])}):\n return ({', '.join(written)},)"
+    exec(compile(text, f"<{cls.__qualname__}>", "exec"), known)
+    cls.wire_of = staticmethod(known["wire_of"])
 
 
 def _wrong(cls: type[Record], name: str, kind: _Type, value: object) -> typing.NoReturn:
@@ -365,6 +385,7 @@ def _union_type(arguments: tuple[Any, ...]) -> _Type:
     members = tuple(_type_of(argument) for argument in arguments)
     records = tuple(a for a in arguments if isinstance(a, type) and issubclass(a, Record))
     others = tuple(m for a, m in zip(arguments, members, strict=True) if a not in records and a is not type(None))
+    plain = frozenset().union(*(m.classes for m in members if m.read is None and m.write is None))
 
     def union_holds(value: object) -> bool:
         return any(_is_of(member, value) for member in others)
@@ -372,6 +393,8 @@ def _union_type(arguments: tuple[Any, ...]) -> _Type:
     def read(wire: object, frames: Frames) -> object:
         if records and type(wire) is list:
             return from_wire(wire, frames, records)
+        if type(wire) in plain:
+            return wire
         for member in others:
             value = wire if member.read is None else member.read(wire, frames)
             if _is_of(member, value):
@@ -379,6 +402,8 @@ def _union_type(arguments: tuple[Any, ...]) -> _Type:
         return wire
 
     def write(value: Any, frames: list[Buffer]) -> object:
+        if type(value) in plain:
+            return value
         if isinstance(value, Record | Frame):
             return value.to_wire(frames)
         writer = next((m.write for m in others if m.write is not None and _is_of(m, value)), None)

@@ -163,14 +163,13 @@ def test_nothing_large_is_in_a_frame_and_what_replicas_share_is_placed_once(
 
     sent: list[Run] = []
     link: Any = two.controller
-    send = link._send
+    send = link._send_values
 
-    def spy(socket: Any, record: Any) -> None:
-        if isinstance(record, Run):
-            sent.append(record)
-        send(socket, record)
+    def spy(socket: Any, kind: type[Run], values: Any) -> None:
+        sent.append(kind(*values))
+        send(socket, kind, values)
 
-    monkeypatch.setattr(link, "_send", spy)
+    monkeypatch.setattr(link, "_send_values", spy)
     assert two.run(step, args=(given, given, text)) == (True, True, True)
     first, second = sent
     assert first.function is not None

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.harness.record_strategies import any_record
 
 from cs_proto.arrays import Array, array_of, bytes_array
-from cs_proto.codec import BULK_LIMITS, LIMITS, Limits, decode, encode
+from cs_proto.codec import BULK_LIMITS, LIMITS, Limits, decode, encode, encode_values
 from cs_proto.errors import LocalProtocolError, PeerProtocolError
 from cs_proto.messages import (
     Ask,
@@ -301,6 +301,12 @@ def test_a_peer_may_write_a_whole_float_as_an_integer() -> None:
     assert got == Configure("c", 1, 0, "SGD", (("momentum", 0.0), ("learning_rate", 2.0**64)), None, -1)
 
 
+@given(any_record())
+def test_values_are_encoded_as_the_record_of_them_is(record: Record) -> None:
+    values = tuple(record.__dict__.values())
+    assert list(map(bytes, encode_values(type(record), values))) == list(map(bytes, encode(record)))
+
+
 def test_this_process_is_told_what_it_may_not_say() -> None:
     with pytest.raises(LocalProtocolError, match="Shutdown with text that is not Unicode"):
         encode(Shutdown("\udcff"))
@@ -308,6 +314,8 @@ def test_this_process_is_told_what_it_may_not_say() -> None:
         encode(Goodbye("c" * (4 << 20)))
     with pytest.raises(LocalProtocolError, match="neither a record nor in one"):
         encode(object())  # type: ignore[arg-type]
+    with pytest.raises(LocalProtocolError, match="a Goodbye with a header of 4194311 bytes; at most 4194304"):
+        encode_values(Goodbye, ["c" * (4 << 20)])
 
 
 def test_the_wire_form_is_what_the_protocol_says() -> None:
@@ -315,6 +323,8 @@ def test_the_wire_form_is_what_the_protocol_says() -> None:
     function, arguments = [2, "uint8", [2], {"frame": 0}], [2, "uint8", [4], {"frame": 1}]
     assert msgpack.unpackb(header) == [91, [5, 2, 0], 1, 7, b"d" * 16, function, True, arguments, [], 0, 0, []]
     assert [bytes(frame) for frame in frames] == [b"fn", b"args"]
+    (header,) = encode(Run((5,), 1, 7, b"d" * 16, None, False, b"args", ()))
+    assert msgpack.unpackb(header) == [91, [5], 1, 7, b"d" * 16, None, False, b"args", [], 0, 0, []]
     assert msgpack.unpackb(encode(Introduce("worker", 1, 2, 3))[0]) == [110, "worker", 1, 2, 3, ""]
     assert msgpack.unpackb(encode(Cancel((1,)))[0]) == [36, [1], 0]
     assert msgpack.unpackb(encode(Output("stdout", "é"))[0]) == [118, "stdout", "é"]

@@ -309,7 +309,7 @@ def test_what_a_peer_posted_before_it_went_counts(ends: Ends) -> None:
 def test_a_damaged_one_is_given_up_with_a_message_that_is_none(ends: Ends) -> None:
     ends.shake_hands()
     assert ends.here.post("there", [b"x"])
-    ends.here._boxes["there"]._out._words[0] = 1 << 40
+    ends.here._boxes["there"]._out.words[0] = 1 << 40
     assert ends.there.take() == ("here", ())
     assert not ends.there
     assert not ends.here.post("there", [b"y"])

@@ -23,9 +23,10 @@ from central_storage.shipping import load_arguments
 from central_storage.vocabulary import to_value
 from cs_proto import messages, segments
 from cs_proto.arena import Arena
+from cs_proto.descriptors import Array
 from cs_proto.failpoints import failpoint
 from cs_proto.messages import Forget, Prepare, Run, Value
-from cs_proto.records import Frame
+from cs_proto.records import Buffer, Frame
 
 from .catalogue import Catalogue
 from .config import Config
@@ -168,9 +169,7 @@ class Loop:
         shop = self._shop
         function = self._programs.load(sender, run, shop.catalogue.resolve)
         buffers = [shop.catalogue.map(array).data for array in run.buffers]
-        pickled = run.arguments.place
-        data = pickled.data if isinstance(pickled, Frame) else shop.catalogue.map(run.arguments).data
-        args, kwargs = load_arguments(data, buffers, shop.catalogue.resolve)
+        args, kwargs = load_arguments(_pickled(shop, run.arguments), buffers, shop.catalogue.resolve)
         if not shop.device.is_host:
             args, kwargs = nest.map_structure(self._bring, (args, kwargs))
         self._seeds.begin(run.seed, run.run, run.replica)
@@ -185,6 +184,12 @@ class Loop:
             _end_child(None)
         moment("returned")
         return result
+
+
+def _pickled(shop: Workshop, data: bytes | Array) -> Buffer:
+    if isinstance(data, bytes):
+        return data
+    return data.place.data if isinstance(data.place, Frame) else shop.catalogue.map(data).data
 
 
 def _end_child(raised: BaseException | None) -> NoReturn:
