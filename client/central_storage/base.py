@@ -31,7 +31,7 @@ from .handles import Handle
 from .options import InputOptions, RunOptions, ValueContext
 from .run_steps import LOOKAHEAD, Steps, StepSeries, check
 from .sets import VariableSets
-from .values import ReduceOp, gather_values, local_results, reduce_values, regroup, select_replica
+from .values import ReduceOp, gather_values, local_results, reduce_values, regroup, select_replicas
 from .variable import Variable
 
 __all__ = ["StrategyBase"]
@@ -154,11 +154,17 @@ class StrategyBase:
             raise TypeError(f"kwargs must be a mapping, not {type(kwargs).__name__}")
         if not callable(fn):
             raise TypeError(f"fn must be callable, not {fn!r}")
-        given = (tuple(args), dict(kwargs or {}))
-        replicas = range(self.num_replicas_in_sync)
-        arguments = [select_replica(replica, given) if args or kwargs else given for replica in replicas]
+        arguments = self._arguments(tuple(args), kwargs)
         with context.enter_cross_replica(self):
             return regroup(self.call(fn, arguments))
+
+    def _arguments(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+    ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """(args, kwargs) of each replica."""
+        n = self.num_replicas_in_sync
+        given = select_replicas(n, args)
+        return list(zip(given, select_replicas(n, dict(kwargs)) if kwargs else ({},) * n, strict=True))
 
     def run_steps(
         self,
@@ -194,8 +200,7 @@ class StrategyBase:
 
         def send(element: Any) -> None:
             context.require_cross_replica(self, "run_steps")
-            everybody = ((element,), given)
-            arguments = [select_replica(replica, everybody) for replica in range(self.num_replicas_in_sync)]
+            arguments = self._arguments((element,), given)
             with context.enter_cross_replica(self):
                 self.evaluate_schedules()
                 if series.has_failed:  # known only now; its error comes out before this one

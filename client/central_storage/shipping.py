@@ -83,12 +83,15 @@ def dump_arguments(
     if not args and not kwargs:
         return _NO_ARGUMENTS, ()
     root = (tuple(args), dict(kwargs))
-    if _is_plain(root):
-        buffers: list[pickle.PickleBuffer] = []
-        file = io.BytesIO()
-        _PlainPickler(file, buffers.append).dump(root)
+    buffers: list[pickle.PickleBuffer] = []
+    file = io.BytesIO()
+    try:
+        _PlainPickler(file, protocol=5, buffer_callback=buffers.append).dump(root)
+    except Exception:  # noqa: BLE001  (of whatever it is: what is not plain is pickled, and blamed, below)
+        pass
+    else:
         file.write(_PLAIN)
-        return file.getvalue(), tuple([place(buffer.raw()) for buffer in buffers])
+        return file.getvalue(), tuple([place(buffer.raw()) for buffer in buffers]) if buffers else ()
     plan = _Plan(adopt, buffers=[])
     data = _dump(root, plan)
     return data, tuple(place(buffer.raw()) for buffer in plan.buffers or ())
@@ -327,38 +330,29 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _PlainPickler(pickle.Pickler):
-    """Python's own, for what :func:`_is_plain`: cloudpickle asks about every object."""
+    """Python's own, of arrays of numbers, numbers and text in containers: it asks about nothing but the arrays, where
+    cloudpickle asks about every object. Of all else it raises _NotPlain."""
 
-    def __init__(self, file: io.BytesIO, keep: Callable[[pickle.PickleBuffer], object]) -> None:
-        super().__init__(file, 5, buffer_callback=keep)
-        self.dispatch_table = _PLAIN_ARRAYS
-
-
-def _is_plain(root: tuple[Any, ...]) -> bool:
-    """Whether ``root`` is nothing but arrays of plain elements, numbers and text in containers, and few of them."""
-    parts: list[Any] = [root]
-    for part in parts:  # which grows meanwhile
-        kind = type(part)
-        if kind is tuple or kind is list:
-            parts += part
-            if len(parts) > _LOOKED_AT:
-                return False
-        elif kind is dict:
-            parts += part
-            parts += part.values()
-            if len(parts) > _LOOKED_AT:
-                return False
-        elif kind is np.ndarray:
-            dtype = part.dtype
-            if dtype.hasobject or not dtype.itemsize or dtype.names or dtype.metadata:  # which may hold anything
-                return False
-        elif kind not in _PARTS:
-            return False
-    return True
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is not np.ndarray:
+            if obj is arrivals.array_over:
+                return NotImplemented
+            raise _NotPlain
+        dtype = obj.dtype
+        name = _NUMBERS.get(id(dtype))
+        if name is not None and obj.nbytes <= INLINE_NBYTES and obj.flags.c_contiguous:  # as most are
+            return arrivals.array_over, (obj.tobytes(), name, obj.shape, "C")
+        if dtype.hasobject or not dtype.itemsize or dtype.names or dtype.metadata:  # which may hold anything
+            raise _NotPlain
+        return _array_parts(obj)
 
 
-#: Arguments of more parts than this, those within themselves too, are not looked at one by one.
-_LOOKED_AT = 256
+class _NotPlain(Exception):
+    """Something else than arrays, numbers and text in containers."""
+
+
+#: What stands for the dtypes of which there is one object each, by its ``id()``.
+_NUMBERS = {id(np.dtype(code)): np.dtype(code).str for code in "?bBhHiIlLqQefdFD"}
 #: What is neither a handle nor a composite, and what arrays are made of where they arrive.
 _PARTS = frozenset({tuple, list, dict, str, bytes, int, float, bool, type(None), np.ndarray})
 _ARRIVALS = frozenset({arrivals.array_over, arrivals.read_only_array})
@@ -411,9 +405,6 @@ def _array_parts(array: np.ndarray) -> tuple[Any, ...]:
         array.shape,
         order,
     )
-
-
-_PLAIN_ARRAYS: dict[type, Any] = {np.ndarray: _array_parts}
 
 
 @functools.lru_cache(64)

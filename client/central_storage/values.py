@@ -43,6 +43,7 @@ __all__ = [
     "reduce_values",
     "regroup",
     "select_replica",
+    "select_replicas",
     "shared_parts",
     "unshared",
 ]
@@ -248,6 +249,18 @@ def select_replica(replica: int, structure: Any) -> Any:
     if type(structure) is dict and not structure:
         return {}
     return optree.tree_map(partial(_component, replica), structure, none_is_leaf=True)
+
+
+def select_replicas(n: int, structure: Any) -> Sequence[Any]:
+    """What each of ``n`` replicas sees of ``structure``, as :func:`select_replica` says."""
+    kind = type(structure)
+    if kind is tuple and structure:  # as arguments are, and most elements
+        return list(zip(*[select_replicas(n, part) for part in structure], strict=True))
+    if kind is PerReplica and len(structure.values) == n:
+        return structure.values  # type: ignore[no-any-return]
+    if kind in _LEAVES:
+        return (structure,) * n
+    return [select_replica(replica, structure) for replica in range(n)]
 
 
 def _component(replica: int, leaf: Any) -> Any:
