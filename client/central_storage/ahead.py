@@ -12,8 +12,9 @@ import logging
 import os
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,18 +61,25 @@ class ReadAhead:
         return self._shelf.take()
 
 
+class _End(NamedTuple):
+    """Stands behind the last item, with what the items raised."""
+
+    error: BaseException | None
+
+
 class _Shelf:
     """What the thread puts items on and the caller takes them from."""
 
     def __init__(self, items: Iterator[Any], size: int) -> None:
         self._items: Iterator[Any] | None = items
-        self._size = size
-        self._ready: deque[Any] = deque()
-        self._error: BaseException | None = None
-        self._ended = False  # the thread puts nothing more
+        # Neither needs a lock: the collector may stop a shelf in the middle of what the thread does with it.
+        self._ready: SimpleQueue[Any] = SimpleQueue()  # items, and then an _End
+        self._room: SimpleQueue[bool] = SimpleQueue()  # True for each item that may be read, then False
+        for _ in range(size):
+            self._room.put(True)
         self._stopped = False  # nobody takes anything more
-        # Reentrant, which a Condition is: the collector may stop a shelf in the middle of what the thread does with it.
-        self._changed = threading.Condition()
+        self._hurried = False  # the thread is to read nothing more, whatever there is room for
+        self._starts = threading.RLock()
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
 
@@ -81,79 +89,75 @@ class _Shelf:
             raise ContextError(
                 f"this iterator is read ahead in process {self._process}; a forked child iterates the data set anew"
             )
-        with self._changed:
-            if self._stopped:
-                raise StopIteration
-            if self._thread is None:
-                self._start()
-            waited = 0.0
-            while not self._ready and not self._ended:
-                if not self._changed.wait(_NAME_WAIT_EVERY):
-                    waited += _NAME_WAIT_EVERY
-                    _log.warning("waiting %.0f s for the next element of a data set", waited)
-            if self._ready:
-                item = self._ready.popleft()
-                self._changed.notify_all()
-                return item
-            error, self._error = self._error, None
-        raise error or StopIteration
+        if self._thread is None:
+            self._start()
+        if self._stopped:
+            raise StopIteration
+        waited = 0.0
+        while True:
+            try:
+                item = self._ready.get(timeout=_NAME_WAIT_EVERY)
+                break
+            except Empty:
+                waited += _NAME_WAIT_EVERY
+                _log.warning("waiting %.0f s for the next element of a data set", waited)
+        if type(item) is not _End:
+            self._room.put(True)
+            return item
+        self._ready.put(_End(None))
+        raise item.error or StopIteration
 
     def stop(self) -> None:
         """Take nothing more, and see the thread end."""
         if os.getpid() != self._process:
             return
-        with self._changed:
+        with self._starts:
             self._stopped = True
-            self._changed.notify_all()
             thread = self._thread
+        self._room.put(False)
         if thread is None:
             self._free()
         elif thread is not threading.current_thread():
             thread.join(_STOP_TIMEOUT)
             if thread.is_alive():
-                self._size = 0  # nothing more than what it is at
+                self._hurried = True
                 _log.warning(
                     "a data set that is no longer read has not given its element after %.0f s; its thread ends when it "
                     "does",
                     _STOP_TIMEOUT,
                 )
-        self._ready.clear()
+        with suppress(Empty):
+            while True:
+                self._ready.get_nowait()
+        self._ready.put(_End(None))  # for another thread that waits for an item
 
     def _start(self) -> None:
-        # A daemon: a source that waits for ever must not keep the script from ending. The context carries np.errstate.
-        run = contextvars.copy_context().run
-        self._thread = threading.Thread(target=run, args=(self._fill,), name="cs-read-ahead", daemon=True)
-        self._thread.start()
+        with self._starts:
+            if self._thread is not None or self._stopped:
+                return
+            # A daemon: a source that waits for ever must not keep the script from ending. The context carries
+            # np.errstate.
+            run = contextvars.copy_context().run
+            self._thread = threading.Thread(target=run, args=(self._fill,), name="cs-read-ahead", daemon=True)
+            self._thread.start()
 
     def _fill(self) -> None:
         """The thread."""
+        end = _End(None)
         try:
-            while self._has_room():
+            while self._room.get() and not self._hurried:
                 assert self._items is not None
-                self._put(next(self._items))
+                self._ready.put(next(self._items))
         except StopIteration:
             pass
         # Whatever it is, SystemExit too, is the taker's to handle.
         except BaseException as error:  # noqa: BLE001
-            self._error = error
+            end = _End(error)
         finally:
             try:
                 self._free()
             finally:
-                with self._changed:
-                    self._ended = True
-                    self._changed.notify_all()
-
-    def _has_room(self) -> bool:
-        with self._changed:
-            while len(self._ready) >= self._size and not self._stopped:
-                self._changed.wait()
-            return len(self._ready) < self._size
-
-    def _put(self, item: Any) -> None:
-        with self._changed:
-            self._ready.append(item)
-            self._changed.notify_all()
+                self._ready.put(end)
 
     def _free(self) -> None:
         items, self._items = self._items, None
