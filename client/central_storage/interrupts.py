@@ -29,6 +29,7 @@ class Interrupts:
         self._depth = 0
         self._closed = False
         self._deferred = False
+        self._main = threading.main_thread().ident
         self._reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     @property
@@ -68,7 +69,7 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         self._depth += 1
-        if self._depth == 1 and threading.current_thread() is threading.main_thread():
+        if self._depth == 1 and threading.get_ident() == self._main:
             # Those of the module ``signal`` look handlers up in enums, where they are not: exceptions, at every run.
             previous = getsignal(SIGINT)
             if callable(previous):  # a user who ignores Ctrl-C, or whose handler is not Python's, is left alone

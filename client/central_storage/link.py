@@ -68,7 +68,9 @@ class ServiceLink(Runs):
         self, function: Callable[..., Any], arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
     ) -> list[Any]:
         """Run ``function`` once per replica with that replica's (args, kwargs); the results in replica order."""
-        with self._operation():
+        self._require_process()
+        with self._lock, self._interrupts:  # as _operation has it, whose generator would cost more, at every run
+            self._begin()
             alone = Series(self, 0)
             self._send_run(alone, function, arguments)
             self._settle(alone)
@@ -79,14 +81,17 @@ class ServiceLink(Runs):
         return Series(self, lookahead)
 
     def send_step(self, series: Series, function: Callable[..., Any], arguments: Arguments) -> None:
-        """Send the next step of ``series`` where there is room: at most its lookahead are unanswered."""
-        with self._operation(series):
-            if series.ahead > series.lookahead:
-                self._settle(series, series.lookahead)
+        """Send the next step of ``series``, and wait until at most its lookahead are unanswered."""
+        self._require_process()
+        with self._lock, self._interrupts:  # as in run
+            self._begin(series)
             if not series.has_failed:
                 self._send_run(series, function, arguments)
-            if self._threads is not None:  # nothing of the script's runs beside replicas that share its random state
-                self._settle(series)
+            # Nothing of the script's runs beside replicas that share its random state.
+            left = series.lookahead if self._threads is None else 0
+            if len(series.unanswered) > left:
+                with suppress(Exception):  # it is among the outcomes, or comes again
+                    self._settle(series, left)
 
     def settle(self, series: Series, left: int = 0, *, cancel: bool = False) -> None:
         """Wait until at most ``left`` steps of ``series`` are unanswered."""
@@ -292,20 +297,26 @@ class ServiceLink(Runs):
     def _operation(self, series: Series | None = None) -> Iterator[None]:
         """One operation: the lock, the check that the link lives, and Ctrl-C only at safe points. It comes after the
         steps that were sent ahead, unless it is one of the same ``series``."""
+        self._require_process()
+        with self._lock, self._interrupts:
+            self._begin(series)
+            yield
+
+    def _require_process(self) -> None:
         # Asked before the lock: a thread that the child does not have may hold the child's copy of it.
         if os.getpid() != self._process:
             raise ShutdownError("this strategy belongs to the process that made it; a forked child cannot use it")
-        with self._lock:
-            if self._ended is not None:
-                raise ShutdownError(self._why_ended())
-            with self._interrupts:
-                if self._left_off is not None:
-                    self._finish_write(*self._left_off)
-                if self._latest is not None and self._latest is not series:
-                    self._settle(self._latest)
-                if self._forgotten and series is None:
-                    self._free_forgotten()
-                yield
+
+    def _begin(self, series: Series | None = None) -> None:
+        """What an operation begins with, once it has the lock."""
+        if self._ended is not None:
+            raise ShutdownError(self._why_ended())
+        if self._left_off is not None:
+            self._finish_write(*self._left_off)
+        if self._latest is not None and self._latest is not series:
+            self._settle(self._latest)
+        if self._forgotten and series is None:
+            self._free_forgotten()
 
 
 def _nothing_held(kind: str, number: int) -> object:

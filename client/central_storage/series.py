@@ -38,7 +38,8 @@ class Carrier(Protocol):
     """Who sends the steps of a series, and hears what came of them."""
 
     def send_step(self, series: Series, function: Callable[..., Any], arguments: Arguments) -> None:
-        """Send the next step. Raises as ``run`` does for what cannot be sent, and then nothing was."""
+        """Send the next step and wait until at most ``lookahead`` are not over. Raises as ``run`` does for what cannot
+        be sent, and then nothing was."""
 
     def settle(self, series: Series, left: int = 0, *, cancel: bool = False) -> None:
         """Wait until at most ``left`` of the steps that were sent are not over; ``cancel`` those that are not."""
@@ -65,7 +66,7 @@ class Series:
         return len(self.unanswered)
 
     def send(self, function: Callable[..., Any], arguments: Arguments) -> None:
-        """Send the next step; not after one has failed."""
+        """Send the next step, and wait until at most ``lookahead`` are not over; not after one has failed."""
         self.carrier.send_step(self, function, arguments)
 
     def take(self) -> list[Any]:
