@@ -258,8 +258,9 @@ class StrategyBase:
         Of B rows each replica gets ceil(B / N) until they are used up; trailing shares may be shorter or empty.
 
         From the second element on a thread reads ``options.experimental_per_replica_buffer_size`` elements ahead while
-        the replicas compute. ``experimental_fetch_to_device=False`` has every element read when it is asked for: for a
-        source that shares state with the script, such as the global random generators.
+        the replicas compute; of a list or tuple of small arrays each is read when it is asked for, and so it is with
+        ``experimental_fetch_to_device=False``: for a source that shares state with the script, such as the global
+        random generators.
 
         Raises NotADatasetError (a TypeError and AttributeError) for what is no data set, DatasetContextError (a
         RuntimeError and ValueError) inside a replica, ContextError inside another strategy's scope, and at the first

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import optree
 
+from cs_proto.arrays import INLINE_NBYTES
 from cs_proto.errors import (
     DatasetContextError,
     InvalidArgumentError,
@@ -70,6 +71,8 @@ class InputContext:
 class _Distributed:
     """What both kinds of distributed data set have in common."""
 
+    _sources: list[Any]  # which all look alike
+
     def __init__(self, n: int, options: InputOptions | None, carrier: FindCarriage) -> None:
         self._n = n
         self._carrier = carrier
@@ -87,7 +90,8 @@ class _Distributed:
         refuse_in_replica("iterated")
         options = self._options
         ahead = options.experimental_per_replica_buffer_size if options.experimental_fetch_to_device else 0
-        return DistributedIterator(self._rounds(), lambda: self.element_spec, ahead, self._carrier, self._n)
+        is_there = {*map(type, self._sources)} <= {list, tuple}
+        return DistributedIterator(self._rounds(), lambda: self.element_spec, ahead, self._carrier, self._n, is_there)
 
     def _rounds(self) -> Iterator[Round]:
         raise NotImplementedError
@@ -102,14 +106,9 @@ class _Distributed:
         return self._options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
 
     @property
-    def _any_source(self) -> Any:
-        """One of the sources, which all look alike."""
-        raise NotImplementedError
-
-    @property
     def element_spec(self) -> Any:
         """A nest of PerReplicaSpec like an element, of TensorSpec under one replica; an axis 0 of None varies."""
-        source = self._any_source
+        source = self._sources[0]
         if isinstance(source, Dataset):
             spec = source.element_spec
         else:
@@ -136,19 +135,15 @@ class DistributedDataset(_Distributed):
         self, dataset: Any, n: int, options: InputOptions | None = None, carrier: FindCarriage = Carriage
     ) -> None:
         super().__init__(n, options, carrier)
-        self._source = _checked(dataset)
+        self._sources = [_checked(dataset)]
 
     @property
     def cardinality(self) -> int:
         """The number of global batches, or INFINITE_CARDINALITY (-1) or UNKNOWN_CARDINALITY (-2)."""
-        return _cardinality(self._source)
-
-    @property
-    def _any_source(self) -> Any:
-        return self._source
+        return _cardinality(self._sources[0])
 
     def _rounds(self) -> Iterator[Round]:
-        return ((split(element, self._n), True) for element in self._source)
+        return ((split(element, self._n), True) for element in self._sources[0])
 
     def _replica_spec(self, spec: TensorSpec | None) -> PerReplicaSpec | None:
         if spec is None:
@@ -192,10 +187,6 @@ class DistributedFromFunction(_Distributed):
             return UNKNOWN_CARDINALITY
         return min((count // share for count in counts if count >= 0), default=INFINITE_CARDINALITY)
 
-    @property
-    def _any_source(self) -> Any:
-        return self._sources[0]
-
     def _rounds(self) -> Iterator[Round]:
         iterators = [iter(source) for source in self._sources]
         turns = iterators * (self._n // len(iterators))  # whose element each replica takes
@@ -218,7 +209,8 @@ class DistributedIterator:
 
     The first is read when it is asked for. When the second is, a thread begins to read, and stays up to ``ahead``
     elements ahead of the caller; what it reads is copied to where the replicas find it, so a source may fill one
-    array again and again. An exception of the data set comes out where its element would have, and ends the
+    array again and again. Of a list or tuple of small arrays, which are there already, every element is read when it
+    is asked for. An exception of the data set comes out where its element would have, and ends the
     iteration. The end, ``close()``, leaving its ``with`` block and dropping the iterator end the thread and free the
     source.
     """
@@ -230,13 +222,16 @@ class DistributedIterator:
         ahead: int = 0,
         carrier: FindCarriage = Carriage,
         replicas: int = 1,
+        is_there: bool = False,
     ) -> None:
+        """``is_there``: the source has its elements, and makes none."""
         #: Over how many replicas the elements are split.
         self.replicas = replicas
         self._rounds: Iterator[Round] | None = rounds
         self._spec = element_spec
         self._ahead = ahead
         self._carrier = carrier
+        self._is_there = is_there
         self._has_begun = False
         self._given_back: deque[Any] = deque()
         #: The number of elements handed out and not given back.
@@ -301,18 +296,22 @@ class DistributedIterator:
 
     def _read(self) -> Round:
         if self._rounds is None:
-            return _END, True
+            return _LAST
         if self._has_begun and self._ahead:
             carrier = self._carrier()
             carried = map(partial(_carried, carrier.copy), self._rounds)
             self._rounds = ReadAhead(carried, self._ahead) if carrier.in_thread else carried
             self._ahead = 0
-        self._has_begun = True
         try:
-            return next(self._rounds, (_END, True))
+            found = next(self._rounds, _LAST)
         except Exception:  # whatever the source raises is its end; after Ctrl-C it may be asked again
             self.close()
             raise
+        if not self._has_begun:
+            self._has_begun = True
+            if self._is_there and _is_small(found[0]):
+                self._ahead = 0
+        return found
 
 
 class OptionalElement:
@@ -356,6 +355,7 @@ def split(element: Any, n: int) -> Any:
 
 
 _END: Any = object()
+_LAST = (_END, True)
 _ARRAY = frozenset({np.ndarray})
 _COMPONENTS = frozenset({PerReplica})
 
@@ -367,6 +367,13 @@ def refuse_in_replica(what: str) -> None:
             f"a distributed data set is not {what} inside a replica function; do it in the script and pass the "
             "element: strategy.run(fn, args=(next(iterator),))"
         )
+
+
+def _is_small(element: Any) -> bool:
+    """Whether there is nothing in ``element`` that would go to the replicas by memory of its own."""
+    leaves = optree.tree_leaves(element)
+    parts = [part for leaf in leaves for part in (leaf.values if isinstance(leaf, PerReplica) else (leaf,))]
+    return all(type(part) is np.ndarray and part.nbytes <= INLINE_NBYTES for part in parts)
 
 
 def _carried(carry: Callable[[np.ndarray], np.ndarray], round_: Round) -> Round:
