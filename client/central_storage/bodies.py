@@ -18,7 +18,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from cs_proto.arrays import Array, dtype_name, is_wire_dtype, view_of
+from cs_proto.arrays import DTYPES, Array, dtype_name, is_wire_dtype, item_nbytes, view_of
 from cs_proto.errors import InvalidArgumentError, LocalProtocolError, PeerProtocolError, ResultError
 from cs_proto.messages import Value
 from cs_proto.records import Frame, shown
@@ -73,6 +73,8 @@ _MAX_DEPTH = 64
 _MAX_ITEMS = 1 << 20
 # Arrays up to this size lie in the body, bodies up to that size in the message's header.
 _SMALL_NBYTES = 1024
+_SMALL_ARRAY = int(Tag.SMALL_ARRAY)
+_FIXED = frozenset(DTYPES)
 _BODY_NBYTES = 16 * 1024
 _ENUMS: dict[str, type[enum.Enum]] = {
     kind.__name__: kind for kind in (ReduceOp, VariableAggregation, VariableSynchronization)
@@ -342,6 +344,10 @@ class _Reader:
             return wire
         if not isinstance(wire, list) or not wire or type(wire[0]) is not int or depth > _MAX_DEPTH:
             raise _malformed(wire)
+        if wire[0] == _SMALL_ARRAY and len(wire) == 4 and wire[2] == [] and type(wire[3]) is bytes:
+            scalar = _scalar(wire[1], wire[3])  # as many results are
+            if scalar is not None:
+                return scalar
         tag, *rest = wire
         make = _CONTAINERS.get(tag)
         if make is not None:
@@ -387,6 +393,13 @@ def _small_array(dtype: str, shape: tuple[Any, ...], data: bytes) -> np.ndarray:
         return view_of(Array(dtype, shape, Frame(data)), bytearray(data))
     except LocalProtocolError as error:
         raise PeerProtocolError(str(error)) from error
+
+
+def _scalar(dtype: object, data: bytes) -> np.ndarray | None:
+    """The array without axes; None where that has to be looked at."""
+    if type(dtype) is not str or dtype not in _FIXED or item_nbytes(dtype) != len(data):
+        return None
+    return np.ndarray((), dtype, bytearray(data))
 
 
 def _dict(items: list[Any]) -> dict[Any, Any]:

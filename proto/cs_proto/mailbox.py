@@ -86,8 +86,11 @@ class Outgoing:
         words = self.words
         if words[_LEFT]:
             return False
-        lengths = [len(part) if type(part) is bytes else memoryview(part).nbytes for part in parts]
-        count = len(parts)
+        count, header = len(parts), parts[0]
+        if count == 1 and type(header) is bytes:
+            lengths = [len(header)]
+        else:
+            lengths = [len(part) if type(part) is bytes else memoryview(part).nbytes for part in parts]
         size = _PREFIX.size + 4 * count + sum(lengths)
         if 2 * size > self._nbytes:
             return False
@@ -101,8 +104,8 @@ class Outgoing:
         if skipped:
             _PREFIX.pack_into(self._data, start, 0, 0, 0)
             start = 0
-        prefix = _with_lengths(count)
-        self._data[start : start + size] = b"".join((prefix.pack(elsewhere, size, count, *lengths), *parts))
+        prefix = _with_lengths(count).pack(elsewhere, size, count, *lengths)
+        self._data[start : start + size] = b"".join((prefix, *parts))
         self._head = words[_HEAD] = head + skipped + room
         return True
 

@@ -36,8 +36,9 @@ class _OfRun(Record):
     run: RunId
 
     def check(self) -> None:
-        if len(self.run) % 2 == 0 or len(self.run) > 65 or min(self.run) < 0:
-            self.refuse(f"{shown(self.run)} is not a run: (n,) or (n, k, j, ...)")
+        run = self.run
+        if len(run) % 2 == 0 or len(run) > 65 or min(run) < 0:
+            self.refuse(f"{shown(run)} is not a run: (n,) or (n, k, j, ...)")
 
 
 class _OfStep(_OfRun):

@@ -171,7 +171,7 @@ def _compile(cls: type[Record]) -> None:
         checks.append(f" if not ({kind.test(name)}): _wrong(_cls, {name!r}, t_{name}, {name})")
         stores.append(f" _values[{name!r}] = {name}")
         written.append(kind.written(f"self.{name}", f"w_{name}"))
-        read.append(f"wire[{number + 1}]" if kind.read is None else f"r_{name}(wire[{number + 1}], frames)")
+        read.append(kind.reading(f"wire[{number + 1}]", f"r_{name}"))
     last = [" self.check()"] if cls.is_checked and cls.check is not Record.check else []
     lines = [f"def __init__(self, {', '.join(parameters)}):", *(checks if cls.is_checked else ())]
     lines += [" _values = self.__dict__", *stores, *last]  # not self.x: a frozen class refuses that
@@ -257,7 +257,8 @@ _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxtuple, _SHORT.maxl
 class _Type:
     """One field type. A value is of it when its class is one of ``classes`` or when it ``holds``; ``read`` turns what
     msgpack read into such a value where that differs, and leaves what does not fit as it is; ``write`` turns a value
-    into what msgpack can write, where that differs. ``is_many``: tuples of any length."""
+    into what msgpack can write, where that differs. ``is_many``: tuples of any length, and
+    ``is_of_ints``: of ints."""
 
     title: str
     classes: frozenset[type]
@@ -265,17 +266,31 @@ class _Type:
     read: Callable[[Any, Frames], object] | None = None
     write: Callable[[Any, list[Buffer]], object] | None = None
     is_many: bool = False
+    is_of_ints: bool = False
 
     def test(self, name: str) -> str:
         """An expression: whether the field called ``name`` is of this type."""
         if self.holds is _is_int:
             return f"type({name}) is int and {_INT_MIN} <= {name} <= {_INT_MAX}"
         if self.is_many:
-            return f"{name} is _nothing or h_{name}({name})"
+            holds = f"{name} is _nothing or h_{name}({name})"
+            if not self.is_of_ints:
+                return holds
+            one = f"{name}[0]"  # as in most numbers of runs and shapes
+            alone = f"type({name}) is tuple and len({name}) == 1 and type({one}) is int and 0 <= {one} <= {_INT_MAX}"
+            return f"{alone} or {holds}"
         if self.holds is not _never:
             return f"type({name}) in c_{name} or h_{name}({name})"
         [only] = self.classes if len(self.classes) == 1 else [None]
         return f"type({name}) is {only.__name__}" if only in (bool, float, str, bytes) else f"type({name}) in c_{name}"
+
+    def reading(self, wire: str, read: str) -> str:
+        """An expression: what is read from ``wire``, with ``read`` the name of the function for it."""
+        if self.read is None:
+            return wire
+        if self.is_many:
+            return f"(_nothing if {wire} == [] else {read}({wire}, frames))"
+        return f"{read}({wire}, frames)"
 
     def written(self, value: str, write: str) -> str:
         """An expression: what to write for ``value``, with ``write`` the name of the function for it."""
@@ -332,7 +347,15 @@ def _type_of(hint: Any) -> _Type:
 
 
 def _record_reader(allowed: tuple[type[Record], ...]) -> Callable[[Any, Frames], object]:
-    return lambda wire, frames: wire if wire is None else from_wire(wire, frames, allowed)
+    [only] = allowed
+    code = only.code
+
+    def read(wire: Any, frames: Frames) -> object:
+        if type(wire) is list and wire and wire[0] == code and type(wire[0]) is int:
+            return only._from_wire(wire, frames)  # noqa: SLF001  (as from_wire does)
+        return wire if wire is None else from_wire(wire, frames, allowed)
+
+    return read
 
 
 def _tuple_type(arguments: tuple[Any, ...]) -> _Type:
@@ -376,9 +399,17 @@ def _many_type(item: _Type) -> _Type:
         assert item_write is not None
         return [item_write(member, frames) for member in value]
 
-    return _Type(
-        f"a tuple of {item.title}", frozenset(), holds, read, None if item_write is None else write, is_many=True
-    )
+    def holds_ints(value: object) -> bool:
+        if type(value) is not tuple:
+            return False
+        for member in value:  # noqa: SIM110  (as above)
+            if type(member) is not int or not _INT_MIN <= member <= _INT_MAX:
+                return False
+        return True
+
+    ints = item_holds is _is_int
+    title, writes = f"a tuple of {item.title}", item_write is not None
+    return _Type(title, frozenset(), holds_ints if ints else holds, read, write if writes else None, True, ints)
 
 
 def _union_type(arguments: tuple[Any, ...]) -> _Type:
