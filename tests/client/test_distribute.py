@@ -515,6 +515,28 @@ class TestFromFunction:
             DistributedFromFunction(Dataset.range(3), 2)
 
 
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_small_arrays_that_are_there_are_not_read_ahead(kind):
+    source = kind([(np.full((4, 2), n),) for n in range(4)])
+    with iter(DistributedDataset(source, 2)) as iterator:
+        for n, (element,) in enumerate(iterator):
+            assert readers() == []
+            assert [share.tolist() for share in element.values] == [[[n, n]] * 2] * 2
+
+
+def test_what_is_large_or_has_to_be_made_is_read_ahead():
+    class Made(list):
+        pass
+
+    large = [np.zeros((4, 1 << 16)) for _ in range(3)]
+    for source in (large, Made([np.zeros(2)] * 3), Dataset.range(8).batch(2)):
+        with iter(DistributedDataset(source, 2)) as iterator:
+            next(iterator)
+            next(iterator)
+            assert len(readers()) == 1
+        assert readers() == []
+
+
 def test_input_context():
     context = InputContext()
     assert (context.num_input_pipelines, context.input_pipeline_id, context.num_replicas_in_sync) == (1, 0, 1)

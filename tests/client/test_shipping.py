@@ -690,6 +690,14 @@ def test_plain_values_of_many_parts_and_within_themselves() -> None:
     assert got[0] is got
 
 
+@pytest.mark.parametrize("other", [Color.RED, np.float32(2), np.dtype("f4"), np.zeros, len, {1}, 2 + 1j, Weight(3)])
+def test_what_is_not_plain_arrives_from_among_what_is(other: Any) -> None:
+    array, parts, text = argument([np.ones(3), {"k": (1, other)}, "text"])
+    assert (array.tolist(), array.flags.writeable, text) == ([1, 1, 1], False, "text")
+    got = parts["k"][1]
+    assert got.number == 3 if isinstance(other, Weight) else got == other
+
+
 def test_buffers_come_in_order() -> None:
     memory = Memory()
     first, second, third = (np.full(LARGE, n) for n in (1.0, 2.0, 3.0))

@@ -21,6 +21,7 @@ from central_storage.values import (
     reduce_values,
     regroup,
     select_replica,
+    select_replicas,
 )
 from cs_proto.errors import InvalidArgumentError
 
@@ -153,6 +154,23 @@ class TestDistributedValues:
         assert select_replica(1, structure) == {"a": [2, other], "b": Point(3, None)}
         with pytest.raises(IndexError, match="replica 2"):
             select_replica(2, structure)
+
+    @pytest.mark.parametrize(
+        "structure",
+        [
+            (),
+            (PerReplica([1, 2]), 5, (), [PerReplica(["a", "b"])], {"k": PerReplica([3, 4])}),
+            ((PerReplica([1, 2]), (PerReplica([3, 4]),)),),
+            Point(Mirrored([3, 3]), PerReplica([1, 2, 3])),
+            "text",
+        ],
+    )
+    def test_select_replicas(self, structure):
+        assert list(select_replicas(2, structure)) == [select_replica(replica, structure) for replica in range(2)]
+
+    def test_select_replicas_of_what_has_too_few(self):
+        with pytest.raises(IndexError, match="replica 2"):
+            select_replicas(3, (PerReplica([1, 2]),))
 
     def test_local_results(self):
         per_replica = PerReplica([1, 2])
