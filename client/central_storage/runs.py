@@ -85,9 +85,8 @@ class Runs(Seam):
         run, parts = (self._runs,), series.lookahead + 1
         series.number = series.number or run[0]
         self._arena.reset((run[0] - series.number) % parts, parts)
-        kept = [buffer for _, buffers in pickles for buffer in buffers]
         step = (series.number, series.lookahead) if series.lookahead else (0, 0)
-        sent = Sent(run, [], data, kept, [*self._held] if series.lookahead else [])
+        sent = Sent(run, [], data, pickles, [*self._held] if series.lookahead else [])
         self._prepare()
         share = self._arena.share
         for replica, (pickled, buffers) in enumerate(pickles):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from cs_proto.messages import RunId
 from cs_proto.recent import Held
@@ -21,16 +21,15 @@ __all__ = ["Arguments", "Carrier", "Sent", "Series"]
 Arguments = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
 
 
-@dataclass(frozen=True)
-class Sent:
+class Sent(NamedTuple):
     """A run that was sent and has not been answered. What its messages said by replica, the values of a ``Run``, and
-    the pickled ``function``, with which it can be sent again; ``buffers`` of its arguments are kept until then.
-    ``held``, by replica, of a step: which functions workers held before."""
+    the pickled ``function``, with which it can be sent again; its pickled ``arguments`` and their buffers are kept
+    until then. ``held``, by replica, of a step: which functions workers held before."""
 
     run: RunId
     said: list[tuple[Any, ...]]
     function: bytes
-    buffers: list[memoryview]
+    arguments: Sequence[tuple[bytes, tuple[memoryview, ...]]]
     held: list[Held]
 
 

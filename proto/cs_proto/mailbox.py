@@ -148,15 +148,17 @@ class Incoming:
         if before > elsewhere:
             return None
         at = start + _PREFIX.size + 4 * count
-        if not count or size > there or at > start + size or start + size > self._nbytes:
+        end = start + size
+        if not count or size > there or at > end or end > self._nbytes:
             raise _damaged()
         lengths = _with_lengths(count).unpack_from(self._data, start)[3:]
-        if at + sum(lengths) != start + size:
+        if at + sum(lengths) != end:
             raise _damaged()
         parts = []
-        for length in lengths:
+        for length in lengths[:-1]:
             parts.append(bytes(self._data[at : at + length]))
             at += length
+        parts.append(bytes(self._data[at:end]))
         self.tail = self.words[_TAIL] = tail + size + -size % _UNIT
         return parts
 
