@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from types import TracebackType
 from typing import Any
 
@@ -91,9 +91,10 @@ class _Distributed:
         options = self._options
         ahead = options.experimental_per_replica_buffer_size if options.experimental_fetch_to_device else 0
         is_there = {*map(type, self._sources)} <= {list, tuple}
-        return DistributedIterator(self._rounds(), lambda: self.element_spec, ahead, self._carrier, self._n, is_there)
+        carry, spec = _Carry(), lambda: self.element_spec
+        return DistributedIterator(self._rounds(carry), spec, ahead, self._carrier, self._n, is_there, carry)
 
-    def _rounds(self) -> Iterator[Round]:
+    def _rounds(self, carry: _Carry) -> Iterator[Round]:
         raise NotImplementedError
 
     @property
@@ -142,8 +143,8 @@ class DistributedDataset(_Distributed):
         """The number of global batches, or INFINITE_CARDINALITY (-1) or UNKNOWN_CARDINALITY (-2)."""
         return _cardinality(self._sources[0])
 
-    def _rounds(self) -> Iterator[Round]:
-        return ((split(element, self._n), True) for element in self._sources[0])
+    def _rounds(self, carry: _Carry) -> Iterator[Round]:
+        return ((split(element, self._n, carry.leaf), True) for element in self._sources[0])
 
     def _replica_spec(self, spec: TensorSpec | None) -> PerReplicaSpec | None:
         if spec is None:
@@ -187,12 +188,12 @@ class DistributedFromFunction(_Distributed):
             return UNKNOWN_CARDINALITY
         return min((count // share for count in counts if count >= 0), default=INFINITE_CARDINALITY)
 
-    def _rounds(self) -> Iterator[Round]:
+    def _rounds(self, carry: _Carry) -> Iterator[Round]:
         iterators = [iter(source) for source in self._sources]
         turns = iterators * (self._n // len(iterators))  # whose element each replica takes
         while True:
             together = [next(turn, _END) for turn in turns]
-            elements = [_arrays(element) for element in together if element is not _END]
+            elements = [carry.element(_arrays(element)) for element in together if element is not _END]
             if not elements:
                 return
             empty = optree.tree_map(_empty_like, elements[0], none_is_leaf=True)
@@ -223,8 +224,9 @@ class DistributedIterator:
         carrier: FindCarriage = Carriage,
         replicas: int = 1,
         is_there: bool = False,
+        carry: _Carry | None = None,
     ) -> None:
-        """``is_there``: the source has its elements, and makes none."""
+        """``is_there``: the source has its elements, and makes none. ``carry`` is what ``rounds`` does with arrays."""
         #: Over how many replicas the elements are split.
         self.replicas = replicas
         self._rounds: Iterator[Round] | None = rounds
@@ -232,6 +234,7 @@ class DistributedIterator:
         self._ahead = ahead
         self._carrier = carrier
         self._is_there = is_there
+        self._carry = carry
         self._has_begun = False
         self._given_back: deque[Any] = deque()
         #: The number of elements handed out and not given back.
@@ -299,8 +302,10 @@ class DistributedIterator:
             return _LAST
         if self._has_begun and self._ahead:
             carrier = self._carrier()
-            carried = map(partial(_carried, carrier.copy), self._rounds)
-            self._rounds = ReadAhead(carried, self._ahead) if carrier.in_thread else carried
+            if self._carry is not None:
+                self._carry.copy = carrier.copy
+            if carrier.in_thread:
+                self._rounds = ReadAhead(self._rounds, self._ahead)
             self._ahead = 0
         try:
             found = next(self._rounds, _LAST)
@@ -331,33 +336,36 @@ class OptionalElement:
         return self._element
 
 
-def split(element: Any, n: int) -> Any:
-    """``element``, a nest of global batches, with a PerReplica of ``n`` views in place of every array.
+def split(element: Any, n: int, carry: Callable[[Any], Any] | None = None) -> Any:
+    """``element``, a nest of global batches, with a PerReplica of ``n`` views in place of every array, or of what
+    ``carry`` makes of it.
 
     Each array is split by its own axis 0. Plain under one replica. A scalar is an :class:`UnbatchedDatasetError`.
     """
 
-    def shares(leaf: Any) -> PerReplica | None:
+    def shares(leaf: Any) -> Any:
         if leaf is None:
             return None
+        if n == 1:
+            return leaf if carry is None else carry(leaf)
         if not leaf.shape:
             raise UnbatchedDatasetError(
                 f"a scalar cannot be split over {n} replicas: {element!r:.200}; batch the data set by the global batch "
                 "size, .batch(size)"
             )
+        if carry is not None:
+            leaf = carry(leaf)
         size = -(-leaf.shape[0] // n)
         return PerReplica([leaf[replica * size : (replica + 1) * size] for replica in range(n)])
 
     if type(element) is tuple and _ARRAY.issuperset(map(type, element)):  # as most are: no walk for them
-        return element if n == 1 else tuple([shares(leaf) for leaf in element])
-    element = _arrays(element)
-    return element if n == 1 else optree.tree_map(shares, element, none_is_leaf=True)
+        return tuple([shares(leaf) for leaf in element])
+    return optree.tree_map(shares, _arrays(element), none_is_leaf=True)
 
 
 _END: Any = object()
 _LAST = (_END, True)
 _ARRAY = frozenset({np.ndarray})
-_COMPONENTS = frozenset({PerReplica})
 
 
 def refuse_in_replica(what: str) -> None:
@@ -376,25 +384,28 @@ def _is_small(element: Any) -> bool:
     return all(type(part) is np.ndarray and part.nbytes <= INLINE_NBYTES for part in parts)
 
 
-def _carried(carry: Callable[[np.ndarray], np.ndarray], round_: Round) -> Round:
-    """A round in other memory, which its source cannot change any more."""
+class _Carry:
+    """What is done with the arrays that are read: nothing, until there is a ``copy`` to where the replicas read them,
+    which their source cannot change any more."""
 
-    def copy(leaf: Any) -> Any:
-        if isinstance(leaf, PerReplica):
-            return PerReplica([copy(component) for component in leaf.values])
-        if leaf is None:
-            return None
+    copy: Callable[[np.ndarray], np.ndarray] | None = None
+
+    def leaf(self, leaf: Any) -> Any:
+        """An array of any kind, carried."""
+        if self.copy is None:
+            return leaf
         if not isinstance(leaf, np.ndarray):  # a NumPy scalar, or an array of a device
             return leaf.copy()
-        copied = carry(leaf)
+        copied = self.copy(leaf)
         if not leaf.flags.writeable:
             copied.flags.writeable = False
         return copied
 
-    element, complete = round_
-    if type(element) is tuple and _COMPONENTS.issuperset(map(type, element)):
-        return tuple([copy(leaf) for leaf in element]), complete
-    return optree.tree_map(copy, element, none_is_leaf=True), complete
+    def element(self, element: Any) -> Any:
+        """A nest of them, with what is None left as it is."""
+        if self.copy is None:
+            return element
+        return optree.tree_map(self.leaf, element)
 
 
 class _Elsewhere:
