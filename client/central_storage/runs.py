@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from cs_proto import messages
-from cs_proto.arrays import Array
+from cs_proto.arrays import INLINE_NBYTES, Array
 from cs_proto.errors import ContextError
 from cs_proto.messages import Counters, RunFinished, Serving
 from cs_proto.recent import Held
-from cs_proto.records import Record, replace
+from cs_proto.records import Frame, Record, replace
 
 from .composites import Composite
 from .functions import Function, Pickled
@@ -92,10 +92,12 @@ class Runs(Seam):
         for replica, (pickled, buffers) in enumerate(pickles):
             is_held, self._held[replica] = self._held[replica].touch(name, frozen)
             carried = None if is_held else share(data)
-            small = pickled if len(pickled) <= _SMALL_NBYTES else share(pickled)
+            there: bytes | Frame | Array = pickled
+            if len(pickled) > _SMALL_NBYTES:
+                there = Frame(pickled) if len(pickled) <= INLINE_NBYTES else share(pickled)
             placed = tuple(map(share, buffers)) if buffers else ()
             held = self._results[replica].held()
-            said = (run, replica, self._seed, name, carried, frozen, small, placed, *step, held)
+            said = (run, replica, self._seed, name, carried, frozen, there, placed, *step, held)
             sent.said.append(said)
             self._send_values(self._worker_sockets[replica], messages.Run, said)
             moment("sent")

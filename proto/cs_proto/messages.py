@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Literal
 
 from .descriptors import Array, Location, is_wire_dtype, shape_fault
-from .records import Record, record, shown
+from .records import Frame, Record, record, shown
 from .schedules import Schedule
 
 #: Goes up when a record changes in a way an older peer cannot read.
@@ -847,7 +847,7 @@ class Run(_OfStep):
 
     ``digest`` names the pickled function; ``function`` says where it lies, for a worker that does not hold it.
     ``frozen`` keeps the unpickled object for good (``cs.function``). ``arguments`` is a pickle of (args, kwargs), or
-    says where a larger one lies, whose large buffers lie where ``buffers`` says.
+    says where one lies that is too large for a frame, whose large buffers lie where ``buffers`` says.
 
     A step of a ``series`` may be sent while up to ``lookahead`` others before it are not over: it begins when the one
     before it is. Of the worker's arena the script still holds results in the ranges of bytes ``held``, which are whole
@@ -860,7 +860,7 @@ class Run(_OfStep):
     digest: bytes
     function: Array | None
     frozen: bool
-    arguments: bytes | Array
+    arguments: bytes | Frame | Array
     buffers: tuple[Array, ...]
     series: int = 0
     lookahead: int = 0

@@ -325,6 +325,9 @@ def test_the_wire_form_is_what_the_protocol_says() -> None:
     assert [bytes(frame) for frame in frames] == [b"fn", b"args"]
     (header,) = encode(Run((5,), 1, 7, b"d" * 16, None, False, b"args", ()))
     assert msgpack.unpackb(header) == [91, [5], 1, 7, b"d" * 16, None, False, b"args", [], 0, 0, []]
+    header, frame = encode(Run((5,), 1, 7, b"d" * 16, None, False, Frame(b"args"), ()))
+    assert (msgpack.unpackb(header)[7], bytes(frame)) == ({"frame": 0}, b"args")
+    assert decode([header, frame]).__dict__["arguments"] == Frame(b"args")
     assert msgpack.unpackb(encode(Introduce("worker", 1, 2, 3))[0]) == [110, "worker", 1, 2, 3, ""]
     assert msgpack.unpackb(encode(Cancel((1,)))[0]) == [36, [1], 0]
     assert msgpack.unpackb(encode(Output("stdout", "é"))[0]) == [118, "stdout", "é"]

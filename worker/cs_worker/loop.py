@@ -186,9 +186,11 @@ class Loop:
         return result
 
 
-def _pickled(shop: Workshop, data: bytes | Array) -> Buffer:
+def _pickled(shop: Workshop, data: bytes | Frame | Array) -> Buffer:
     if isinstance(data, bytes):
         return data
+    if isinstance(data, Frame):
+        return data.data
     return data.place.data if isinstance(data.place, Frame) else shop.catalogue.map(data).data
 
 
