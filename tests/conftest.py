@@ -24,6 +24,7 @@ import hypothesis
 import numpy as np
 import pytest
 import zmq
+from _pytest.doctest import DoctestModule
 from tests.harness import leftovers
 from tests.harness.processes import MARK
 from tests.harness.timing import unit
@@ -76,6 +77,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["XDG_RUNTIME_DIR"] = str(directory / "run")
     os.environ["TMPDIR"] = str(directory / "tmp")
     os.environ["CS_LOG_DIR"] = os.environ["CS_MESSAGES_DIR"] = str(directory / "logs")
+    # Whoever imports NumPy starts its threads, which takes longer than what tests multiply.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ[MARK] = f"{os.getpid()}-{secrets.token_hex(3)}"
     tempfile.tempdir = None  # asked for once and remembered: ask again
     configure_logging("script")  # opens its file here rather than in the first test, which would leave it behind
@@ -106,6 +109,15 @@ def pytest_collection(session: pytest.Session) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             fcntl.flock(file, fcntl.LOCK_SH)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path: Path) -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Look for examples only where there are any: to go through what a module defines takes as long as to import it."""
+    collectors = yield
+    if file_path.suffix == ".py" and ">>> " not in file_path.read_text():
+        return [collector for collector in collectors if not isinstance(collector, DoctestModule)]
+    return collectors
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -137,23 +137,30 @@ def elsewhere() -> Iterator[Elsewhere]:
         yield Elsewhere(stack, os.path.join(parent, "run"), "--max-restarts", "0")
 
 
+@pytest.fixture(scope="module")
+def lasting() -> Iterator[Elsewhere]:
+    """One that every test leaves as it was, but for what its processes have printed."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="elsewhere-") as parent, ExitStack() as stack:
+        yield Elsewhere(stack, os.path.join(parent, "run"), "--max-restarts", "0")
+
+
 def script(elsewhere: Elsewhere, *, blocks: bool) -> tuple[str, ...]:
     path = Path(elsewhere.directory).parent / "script.py"
     path.write_text(SCRIPT.replace("BLOCKS", str(blocks)))
     return (str(path),)
 
 
-def test_what_a_script_holds_stays_what_it_is_when_the_next_one_is_served(elsewhere: Elsewhere) -> None:
-    path = Path(elsewhere.directory).parent / "holds.py"
+def test_what_a_script_holds_stays_what_it_is_when_the_next_one_is_served(lasting: Elsewhere) -> None:
+    path = Path(lasting.directory).parent / "holds.py"
     path.write_text(HOLDS)
-    ended = run(str(path), "5", environment=elsewhere.environment).ok()
+    ended = run(str(path), "5", environment=lasting.environment).ok()
     assert ended.lines == ["0 0", "11 11", "5 5", "16 16"]
 
 
-def test_a_strategy_that_is_dropped_or_refused_is_no_garbage_that_waits(elsewhere: Elsewhere) -> None:
-    path = Path(elsewhere.directory).parent / "drops.py"
+def test_a_strategy_that_is_dropped_or_refused_is_no_garbage_that_waits(lasting: Elsewhere) -> None:
+    path = Path(lasting.directory).parent / "drops.py"
     path.write_text(DROPS)
-    assert run(str(path), "again", environment=elsewhere.environment).ok().lines == ["refused", "2"]
+    assert run(str(path), "again", environment=lasting.environment).ok().lines == ["refused", "2"]
 
 
 def test_scripts_one_after_the_other_are_served_until_it_is_told_to_end(elsewhere: Elsewhere) -> None:
@@ -253,23 +260,23 @@ def test_another_takes_the_place_of_a_worker_that_is_killed() -> None:
 
 
 def test_ctrl_c_reaches_workers_whose_pids_mean_nothing_here_and_the_next_script_starts_after_one_that_is_killed(
-    elsewhere: Elsewhere,
+    lasting: Elsewhere,
 ) -> None:
-    with start(*script(elsewhere, blocks=True), environment=elsewhere.environment) as child:
-        for worker in elsewhere.workers:
+    with start(*script(lasting, blocks=True), environment=lasting.environment) as child:
+        for worker in lasting.workers:
             worker.wait_for("at work")
         child.press_ctrl_c()
         ended = child.wait().ok()
     assert ended.out == "KeyboardInterrupt \nread [0.0, 0.0, 0.0] 2\n"
-    assert elsewhere.health()[0] == 0
-    with start(*script(elsewhere, blocks=True), environment=elsewhere.environment) as child:
-        for worker in elsewhere.workers:
+    assert lasting.health()[0] == 0
+    with start(*script(lasting, blocks=True), environment=lasting.environment) as child:
+        for worker in lasting.workers:
             worker.wait_for(r"at work[\s\S]*at work")
         child.signal(signal.SIGKILL)
         assert child.wait().code == -9
-    again = run(*script(elsewhere, blocks=False), environment=elsewhere.environment).ok()
+    again = run(*script(lasting, blocks=False), environment=lasting.environment).ok()
     assert again.out == "read [4.0, 4.0, 4.0] 2\n"  # of what the killed one did nothing was committed
-    assert elsewhere.health()[0] == 0
+    assert lasting.health()[0] == 0
 
 
 TAKEN_UP = """
