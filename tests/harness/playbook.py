@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -162,7 +163,7 @@ class Playbook:
     ) -> None:
         self.config = Config(replicas, device, machine_nbytes, pid=1, started=0.0, step_timeout=step_timeout)
         self.now = 100.0
-        self.transcript: list[str] = []
+        self._told: list[tuple[str, object]] = []
         self.commands: list[Command] = []
         self.memory = ControlMemory()
         self._buffer = np.zeros(1 << 20, np.uint8)
@@ -314,9 +315,24 @@ class Playbook:
         self._sequence += 1
         return self._sequence
 
+    def copy(self) -> Playbook:
+        """One that goes on from here by itself. The engine that lives on there is built anew."""
+        made = copy(self)
+        made.memory = ControlMemory()
+        made.memory.write(dict(self.memory.items()))
+        made._buffer = self._buffer.copy()
+        made._engine = Engine(self.config, made.memory)
+        made.commands, made._told, made._heard = [*self.commands], [*self._told], [*self._heard]
+        made._finished, made.refuses = {*self._finished}, {**self.refuses}
+        return made
+
+    @property
+    def transcript(self) -> list[str]:
+        """What was said so far, in lines."""
+        return [f"{mark}{_short(item)}" for mark, item in self._told]
+
     def _tell(self, event: Event, commands: Iterable[Command]) -> None:
-        self.transcript.append(f"> {_short(event)}")
-        self.transcript += [f"    {_short(command)}" for command in commands]
+        self._told += [("> ", event), *(("    ", command) for command in commands)]
 
     def _difference(self, expected: Iterable[object], commands: Iterable[object]) -> str:
         lines = difflib.ndiff([_short(item) for item in expected], [_short(item) for item in commands])
@@ -352,7 +368,7 @@ def fits(expected: Iterable[Expected], commands: list[Command]) -> bool:
 
 
 def _short(item: object) -> str:
-    text = re.sub(r"(\w+)=", r"\1=", repr(item))
+    text = repr(item)
     return text if len(text) < 600 else text[:600] + "..."
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -150,12 +151,18 @@ class Actor:
         return hears(w(self.replica, self.incarnation), record)
 
 
+@cache
+def _begun(replicas: int) -> Playbook:
+    """What every world begins with."""
+    book = Playbook(replicas).begin()
+    return book.has(spec("w"), spec("n"), replace(spec("local"), ordinary=True)).has_optimizer()
+
+
 class World:
     """A controller that sends runs and workers that carry them out, around one engine; one of them dies once."""
 
     def __init__(self, programs: list[list[str]], replicas: int = 2, series: bool = False) -> None:
-        self.book = Playbook(replicas).begin()
-        self.book.has(spec("w"), spec("n"), replace(spec("local"), ordinary=True)).has_optimizer()
+        self.book = _begun(replicas).copy()
         self.programs = programs
         self.series = series
         self.actors = [Actor(replica, 1) for replica in range(replicas)]
