@@ -7,6 +7,7 @@ other on one machine do not see each other, and socket paths stay short.
 from __future__ import annotations
 
 import fcntl
+import gc
 import importlib.util
 import os
 import platform
@@ -125,6 +126,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Have the server's kernels compiled before the time of a test begins to run: on a machine that has none of them,
     or after a change of them, that takes up to a minute. Each worker of xdist does its share; the first test begins
     when all are ready."""
+    gc.freeze()  # what is collected stays: each look through it for garbage is a quarter of a second
     here = Path(__file__).parent
     folders = {item.path.relative_to(here).parts[0] for item in session.items if item.path.is_relative_to(here)}
     if session.config.option.collectonly or not folders & _NEEDS_KERNELS:
