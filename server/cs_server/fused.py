@@ -41,6 +41,9 @@ VALUE, COUNT = np.dtype("float32"), 1
 # Compiled code is called by compiled code, and by `native`, in none of Python's ways.
 _ALONE = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
+# What is done for every row is no call: what calls store stands in line behind the row before, which memory still has.
+_INLINED = _ALONE | {"inline": "always"}
+
 _AHEAD = 8  # ranges
 
 
@@ -49,9 +52,7 @@ def build(rule: Rule, dtype: np.dtype[Any]) -> bytes:
     inlined = numba.njit(error_model="numpy", forceinline=True, **_ALONE)(rule.step)
     loop, entry = _LOOPS[len(rule.slots)]
     # No fastmath: an update has the bits of the reference.
-    compiled = numba.njit(error_model="numpy", inline="always", **_ALONE)(
-        _with(loop, f"{rule.name}_{dtype}_loop", step=inlined)
-    )
+    compiled = numba.njit(error_model="numpy", **_INLINED)(_with(loop, f"{rule.name}_{dtype}_loop", step=inlined))
     return _machine_code(_with(entry, f"{rule.name}_{dtype}", loop=compiled, VALUE=dtype, COUNT=rule.count_of_numbers))
 
 
@@ -121,7 +122,7 @@ def _prefetch(context: Any, array: Any, index: Any) -> Any:
     return types.void(array, types.int64), generate
 
 
-@numba.njit(error_model="numpy", **_ALONE)
+@numba.njit(error_model="numpy", **_INLINED)
 def _foresee(ranges: Array, r: int, values: Array, chunk: int) -> None:
     """Have the beginning of a range that is updated soon come from memory. A row lies anywhere, so the processor cannot
     foresee it: without this a sparse update takes twice as long."""
@@ -145,7 +146,7 @@ def _done(progress: Array) -> int:
     return progress[0] >> 1 if progress.shape[0] > 0 else 0
 
 
-@numba.njit(error_model="numpy", **_ALONE)
+@numba.njit(error_model="numpy", **_INLINED)
 def _addends(addresses: Array, like: Array, scratch: Array, start: int, stop: int) -> tuple[Array, Array]:
     """Two arrays whose sum is that of elements start to stop of the gradients, added in replica order.
 
