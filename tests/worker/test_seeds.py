@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _random
 import random
 from collections.abc import Callable, Iterator
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 from cs_proto.messages import RunId
-from cs_worker.seeds import Seeds, _words_of, kept_random_state
+from cs_worker.seeds import Seeds, kept_random_state
 
 
 @pytest.fixture(autouse=True)
@@ -108,24 +107,6 @@ def test_what_was_kept_of_a_pair_is_forgotten(runs_between: int) -> None:
     found = np.random.standard_normal(3).tolist()
     Seeds(lambda number: None).begin(7, (8,), 1)
     assert np.random.standard_normal(3).tolist() == found
-
-
-@pytest.mark.parametrize("words", [(1, 2, 3, 4), (0, 0, 0, 1), (2**32 - 1,) * 4, (1, 2, 3, 0), (0, 0, 0, 0)])
-def test_a_state_is_numpys_whoever_makes_it(words: tuple[int, ...]) -> None:
-    seeds = Seeds(lambda number: None)
-    made = seeds._state(words)
-    state = np.random.RandomState(words).get_state(legacy=True)
-    assert made == state[1].tobytes() + np.uint32(state[2]).tobytes()
-    seeds._words = None
-    assert seeds._state(words) == made
-
-
-def test_the_state_of_pythons_generator_is_found() -> None:
-    generator = _random.Random(5)
-    words = _words_of(generator)
-    assert words is not None
-    generator.random()
-    assert np.frombuffer(words, np.uint32).tolist() == list(generator.getstate()[:-1])
 
 
 def test_another_generator_is_seeded_when_the_run_begins() -> None:

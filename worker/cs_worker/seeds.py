@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _random
 import ctypes
 import hashlib
 import random
@@ -16,9 +15,7 @@ from cs_proto.messages import RunId
 __all__ = ["Seeds", "kept_random_state"]
 
 #: NumPy's global generator draws from 624 words, and counts how many of them it has used.
-_WORDS = 624
-_STATE_NBYTES = (_WORDS + 1) * 4
-_ALL_USED = struct.pack("<I", _WORDS)
+_STATE_NBYTES = 625 * 4
 #: Of so many runs the state is made at once.
 _AHEAD = 8
 
@@ -33,8 +30,6 @@ class Seeds:
         self._device = device
         self._own = np.random.MT19937()
         self._maker = np.random.RandomState(self._own)
-        self._python = _random.Random()
-        self._words = _words_of(self._python)
         # Seeds for Python and the device, and NumPy's state.
         self._made: dict[tuple[int, RunId, int], tuple[int, int, bytes]] = {}
         self._generator, self._memory = self._own, _memory_of(self._own)  # NumPy's global one, when it was last seen
@@ -65,28 +60,12 @@ class Seeds:
         if (seed, run, replica) in self._made:
             return
         self._made.clear()
+        own = _memory_of(self._own)
         for number in range(run[0], run[0] + _AHEAD):
             key = (seed, (number,), replica)
             python, words = _numbers(*key)
-            self._made[key] = python, words[0], self._state(words)
-
-    def _state(self, words: tuple[int, ...]) -> bytes:
-        """The state of NumPy's generator behind ``seed(words)``."""
-        if self._words is None or not words[-1]:  # Python leaves out zeros at the end
             self._maker.seed(words)
-            return bytes(_memory_of(self._own))
-        self._python.seed(sum(word << 32 * place for place, word in enumerate(words)))
-        return bytes(self._words) + _ALL_USED
-
-
-def _words_of(generator: _random.Random) -> memoryview | None:
-    """The state of Python's generator, where it is: uint8[n]; None where that is not known. It is the same generator,
-    seeded in the same way, in a fifth of the time."""
-    words = struct.pack(f"<{_WORDS}I", *generator.getstate()[:-1])
-    place = ctypes.string_at(id(generator), type(generator).__basicsize__).find(words)
-    if place < 0:
-        return None
-    return memoryview((ctypes.c_char * len(words)).from_address(id(generator) + place)).cast("B")
+            self._made[key] = python, words[0], bytes(own)
 
 
 def _memory_of(generator: np.random.MT19937) -> memoryview:
