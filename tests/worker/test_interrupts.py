@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import select
@@ -206,6 +207,7 @@ def _run_and_ring_at(step: int, interrupts: Interrupts) -> tuple[list[str], bool
                     own.append("end")
 
     before = sys.gettrace()
+    gc.disable()  # whoever is told of a collection is called here, and what is raised there goes nowhere
     sys._getframe().f_trace_opcodes = True  # Python 3.12 counts them only where a frame wants them when it is told
     sys.settrace(count)
     try:
@@ -214,6 +216,7 @@ def _run_and_ring_at(step: int, interrupts: Interrupts) -> tuple[list[str], bool
         return own, True, True
     finally:
         sys.settrace(before)
+        gc.enable()
     return own, False, left < 0
 
 
