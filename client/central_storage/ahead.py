@@ -97,12 +97,17 @@ class _Shelf:
         while True:
             try:
                 item = self._ready.get(timeout=_NAME_WAIT_EVERY)
+                self._room.put(True)
                 break
             except Empty:
                 waited += _NAME_WAIT_EVERY
                 _log.warning("waiting %.0f s for the next element of a data set", waited)
+            except BaseException:  # Ctrl-C: an item that was in hand is lost, but not its room, nor that it is the end
+                self._room.put(True)
+                if self._items is None:
+                    self._ready.put(_End(None))
+                raise
         if type(item) is not _End:
-            self._room.put(True)
             return item
         self._ready.put(_End(None))
         raise item.error or StopIteration

@@ -314,8 +314,10 @@ class DistributedIterator:
             raise
         if not self._has_begun:
             self._has_begun = True
-            if self._is_there and _is_small(found[0]):
-                self._ahead = 0
+            if self._ahead and self._is_there and _is_small(found[0]):
+                self._ahead = 0  # a copy takes less time than to wake a thread
+                if self._carry is not None:
+                    self._carry.copy = np.copy
         return found
 
 

@@ -60,7 +60,8 @@ class InputOptions(_InputFields):
     ``experimental_fetch_to_device``: whether elements are brought to the replica's device (None: yes);
     ``experimental_replication_mode``: how often a data set function is called;
     ``experimental_place_dataset_on_device``: whether the data set itself runs on the replica's device;
-    ``experimental_per_replica_buffer_size``: the number of elements fetched ahead for each replica.
+    ``experimental_per_replica_buffer_size``: the number of elements fetched ahead for each replica; those of a list or
+    tuple of small arrays are there, and none is.
     ``experimental_prefetch_to_device`` is the older name of ``experimental_fetch_to_device``.
 
     Raises TypeError for a mode that is no InputReplicationMode and InvalidArgumentError for a buffer size that is no

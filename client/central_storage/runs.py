@@ -110,10 +110,10 @@ class Runs(Seam):
             return
         directory = os.getcwd()
         if self._where is None or self._where[0] != sys.path or self._where[1] != directory:
-            self._where = [*sys.path], directory
-            self._prepared = messages.Prepare(tuple(map(str, sys.path)), directory)
+            prepared = messages.Prepare(tuple(map(str, sys.path)), directory)
             for socket in self._worker_sockets:
-                self._send(socket, self._prepared)
+                self._send(socket, prepared)
+            self._where, self._prepared = ([*sys.path], directory), prepared
 
     def _take_up(self, restarted: messages.WorkerRestarted) -> None:
         """A worker is in the place of one that died: send it what it has to carry out yet, from the run on that the

@@ -35,7 +35,7 @@ __all__ = [
     "Mailboxes",
     "Outgoing",
     "Patience",
-    "Poller",
+    "Registrar",
 ]
 
 _log = logging.getLogger("central_storage.mailbox")
@@ -286,8 +286,8 @@ class Patience:
             before = now
 
 
-class Poller(Protocol):
-    """What a process waits with."""
+class Registrar(Protocol):
+    """Whom a process tells what it waits for."""
 
     def register(self, descriptor: int, flags: int) -> object:
         """Wait for ``descriptor``, too."""
@@ -299,7 +299,7 @@ class Poller(Protocol):
 class Mailboxes(Generic[K]):
     """The mailboxes of one process, by who is at the other end, with what came over ZeroMQ in between."""
 
-    def __init__(self, poller: Poller, fence: Fence, patience: Patience) -> None:
+    def __init__(self, poller: Registrar, fence: Fence, patience: Patience) -> None:
         """Doorbells are registered with ``poller``."""
         self._poller = poller
         self._fence = fence

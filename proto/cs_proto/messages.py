@@ -15,7 +15,7 @@ from .descriptors import Array, Location, is_wire_dtype, shape_fault
 from .records import Frame, Record, record, shown
 from .schedules import Schedule
 
-#: Goes up when a record changes in a way an older peer cannot read.
+#: Goes up when a record changes in a way that a peer of an older release cannot read. There has been no release yet.
 PROTOCOL = 1
 
 #: A run is a path: ``(5,)`` is the client's fifth run, ``(5, 2, 0)`` the first run nested in the merge_call that was

@@ -59,7 +59,8 @@ class Poller(Generic[S]):
 
     def used(self, socket: S) -> None:
         """Something is sent by ``socket``: to be called each time. What :meth:`poll` names may be received from."""
-        self._used.add(socket)
+        if socket in self._sockets.values():
+            self._used.add(socket)
 
     def poll(self, timeout: float | None) -> set[int | S]:
         """What has input within ``timeout`` seconds (None: no limit). It may come back earlier, with nothing."""

@@ -211,6 +211,8 @@ class Engine:
         """Whether what the event has changed may be written with what comes next. Not where it is much, since then that
         would be refused in its place when the store is full."""
         match event:
+            case Tick():
+                return not commands
             case Received(_, Return() as record):
                 return not commands and is_small(record)
             case Finished():

@@ -30,6 +30,10 @@ __all__ = ["PlainSteps", "is_small"]
 
 # Results of so many bytes are not written at once.
 _SMALL_NBYTES = 4096
+# What the messages of a plain step may have: they are written down as one record.
+_STEP_NBYTES = 1 << 20
+# Of a series that is sent further ahead, so many steps would have to be heard again at every tick.
+_MOST_AHEAD = 16
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,7 @@ class PlainSteps:
         store lacks is kept for the next flush."""
         tables, held = self._tables, self._held
         if not held and not tables.plain:
+            self._forget()
             return
         is_committing = self._committing or not self._ground  # of another server nobody knows
         steps = sorted(tables.plain.values(), key=attrgetter("count"))
@@ -182,7 +187,7 @@ class PlainSteps:
         if controller is None or hello is None or not all(worker.is_announced for worker in workers):
             return None
         sets = _sets(record)
-        if sets is None or record.lookahead < 0:
+        if sets is None or not 0 <= record.lookahead <= _MOST_AHEAD:
             return None
         for optimizer, number in sets:
             known = tables.sets.get(number)
@@ -201,17 +206,16 @@ class PlainSteps:
     # --- what follows -------------------------------------------------------------------------------------------------
 
     def _decide(self) -> list[Command] | None:
-        """All have returned: what follows is written down, but for where the store has no room for it."""
+        """All have returned: what follows is written down. None where it is too much, or the store has no room."""
         ground, tables = self._ground, self._tables
         assert ground is not None
         by_replica = sorted(self._held, key=lambda each: each[0].record.replica)  # type: ignore[attr-defined]
         returns = [event.record for event, _ in by_replica if isinstance(event.record, Return)]
         run = returns[0].run[0]
-        step = PlainStep(
-            self._count + 1,
-            tuple(now for _, now in self._held),
-            tuple(joined(event.parts or codec.encode(event.record)) for event, _ in self._held),
-        )
+        heard = tuple(joined(event.parts or codec.encode(event.record)) for event, _ in self._held)
+        if sum(map(len, heard)) > _STEP_NBYTES:
+            return None
+        step = PlainStep(self._count + 1, tuple(now for _, now in self._held), heard)
         try:
             if tables.is_ahead:
                 tables.flush()

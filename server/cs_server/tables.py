@@ -398,8 +398,8 @@ class Table(dict[K, V]):
 
 
 class Tables:
-    """All tables over one store. Nothing reaches the store before ``flush``, and then all of it at once. What an event
-    has changed is ended by ``flush``, ``keep`` or ``rollback``."""
+    """All tables over one store. Nothing but plain steps reaches it before ``flush``, and then all of it at once. What
+    an event has changed is ended by ``flush``, ``keep`` or ``rollback``."""
 
     def __init__(self, control: Control, replicas: int) -> None:
         # In the store a key begins with its table's letter. Letters are never used again for something else.

@@ -9,6 +9,8 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -153,6 +155,43 @@ def test_left_half_way(leave: Callable[[Any], None]) -> None:
     gc.collect()
     assert source.closed.is_set()
     assert readers() == []
+
+
+@pytest.mark.parametrize("end", [1, 5])
+def test_ctrl_c_at_any_instant_of_a_take_leaves_it_readable(end: int) -> None:
+    """It may cost the item that is being taken; nobody waits for what was lost."""
+    step, reached = 0, True
+    while reached:
+        with closing(ReadAhead(iter(range(end)), 1)) as items:
+            reached = _interrupted_at(step, items)
+            left = list(items)
+            assert left in (list(range(lost, end)) for lost in (0, 1))
+        step += 1
+    assert step > 20
+
+
+def _interrupted_at(step: int, items: ReadAhead) -> bool:
+    """Take one, with a KeyboardInterrupt before the given bytecode of it; whether there are as many."""
+    left = step
+
+    def count(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal left
+        frame.f_trace_opcodes = frame.f_code.co_name == "take"
+        if event == "opcode":
+            left -= 1
+            if left == -1:
+                raise KeyboardInterrupt
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        next(items)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
 
 
 def test_items_are_not_kept() -> None:

@@ -524,6 +524,15 @@ def test_small_arrays_that_are_there_are_not_read_ahead(kind):
             assert [share.tolist() for share in element.values] == [[[n, n]] * 2] * 2
 
 
+def test_what_is_done_to_small_arrays_is_not_done_to_those_that_are_there():
+    source = [np.full(4, n) for n in range(3)]
+    with iter(DistributedDataset(source, 2)) as iterator:
+        next(iterator)
+        for element in iterator:
+            element.values[0][:] = -1
+    assert [array.tolist() for array in source] == [[n] * 4 for n in range(3)]
+
+
 def test_what_is_large_or_has_to_be_made_is_read_ahead():
     class Made(list):
         pass

@@ -110,4 +110,5 @@ def test_what_is_not_registered_any_more_is_not_named(poller: Poller[Socket], so
     socket.get_message()
     assert poller.poll(None) == {socket}
     poller.unregister_socket(socket)
+    poller.used(socket)
     assert poller.poll(0) == set()

@@ -82,6 +82,7 @@ from cs_server.events import (
     Event,
     Fill,
     Finished,
+    Listening,
     ProcessDied,
     Received,
     Send,
@@ -367,7 +368,7 @@ def test_where_not_even_an_error_fits_the_store_says_so() -> None:
     book = Playbook(1)
     engine = Engine(book.config, ControlLog(np.zeros(80, np.uint8)))
     with pytest.raises(ControlFull):
-        engine.handle(Tick(), 1.0)
+        engine.handle(Listening(), 1.0)
 
 
 # --- what is not written at once --------------------------------------------------------------------------------------

@@ -290,6 +290,41 @@ def test_where_the_messages_find_no_room_nothing_is_lost() -> None:
         assert two.settle()
 
 
+def test_messages_that_no_record_could_hold_go_the_long_way() -> None:
+    two = Two(2)
+    for two.run in range(2, 6):
+        for replica in (0, 1):
+            said = two.said(replica, KINDS[0] * 400, 0)
+            assert isinstance(said.record, Return)
+            notes = tuple(records.replace(note, site="s" * 4000) for note in said.record.notes)
+            two.hear(replace(said, record=records.replace(said.record, notes=notes)))
+        assert two.settle()
+        assert not [key for key, _ in two.store.items() if key[:1] == PLAIN]
+
+
+@pytest.mark.parametrize(("lookahead", "is_plain"), [(16, True), (17, False)])
+def test_steps_sent_far_ahead_go_the_long_way(lookahead: int, is_plain: bool) -> None:
+    two = Two(1, lookahead)
+    for two.run in range(2, 6):
+        two.hear(two.said(0, KINDS[0], 2))
+        two.settle()
+    assert any(key[:1] == PLAIN for key, _ in two.store.items()) is is_plain
+
+
+def test_a_tick_of_which_nothing_follows_needs_no_room() -> None:
+    class Full(ControlMemory):
+        def write(self, changes: Mapping[bytes, bytes | None]) -> None:
+            raise ControlFull("the control store is full")
+
+    two = Two(2)
+    for two.run in range(2, 6):
+        for replica in (0, 1):
+            two.hear(two.said(replica, KINDS[0], 2))
+        two.settle()
+    two.store.__class__ = Full
+    assert two.hear(Tick()) == []
+
+
 def test_messages_that_do_not_read_back_are_damage() -> None:
     two = Two(1)
     for two.run in (2, 3):
