@@ -87,7 +87,7 @@ OTHERS = (
     Peer("torch-one-process", "torch_one_process", NO_READS, "torch"),
     Peer("ddp-gloo", "ddp_gloo", SMALLER, family="torch", environment=ONE_THREAD),
     Peer("ray-ps", "ray_ps", SMALLER, family="torch", environment={"RULE": "numpy"}),
-    Peer("ray-ps", "ray_ps", SMALLER, family="torch", environment={"RULE": "torch"}),
+    Peer("ray-ps", "ray_ps", NO_READS_SMALLER, family="torch", environment={"RULE": "torch"}),  # no rule in a read
     Peer("tf-central-storage", "tf_central_storage", family="tensorflow"),
 )
 
