@@ -97,7 +97,10 @@ class _Shelf:
         while True:
             try:
                 item = self._ready.get(timeout=_NAME_WAIT_EVERY)
-                self._room.put(True)
+                if type(item) is _End:
+                    self._ready.put(_End(None))
+                else:
+                    self._room.put(True)
                 break
             except Empty:
                 waited += _NAME_WAIT_EVERY
@@ -109,7 +112,6 @@ class _Shelf:
                 raise
         if type(item) is not _End:
             return item
-        self._ready.put(_End(None))
         raise item.error or StopIteration
 
     def stop(self) -> None:

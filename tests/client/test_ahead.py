@@ -157,15 +157,16 @@ def test_left_half_way(leave: Callable[[Any], None]) -> None:
     assert readers() == []
 
 
-@pytest.mark.parametrize("end", [1, 5])
-def test_ctrl_c_at_any_instant_of_a_take_leaves_it_readable(end: int) -> None:
+@pytest.mark.parametrize(("end", "taken"), [(1, 0), (5, 0), (5, 4), (0, 0), (2, 2)])
+def test_ctrl_c_at_any_instant_of_a_take_leaves_it_readable(end: int, taken: int) -> None:
     """It may cost the item that is being taken; nobody waits for what was lost."""
     step, reached = 0, True
     while reached:
         with closing(ReadAhead(iter(range(end)), 1)) as items:
+            assert [next(items) for _ in range(taken)] == list(range(taken))
             reached = _interrupted_at(step, items)
             left = list(items)
-            assert left in (list(range(lost, end)) for lost in (0, 1))
+            assert left in (list(range(taken + lost, end)) for lost in (0, 1))
         step += 1
     assert step > 20
 
@@ -189,6 +190,8 @@ def _interrupted_at(step: int, items: ReadAhead) -> bool:
         next(items)
     except KeyboardInterrupt:
         return True
+    except StopIteration:
+        pass
     finally:
         sys.settrace(before)
     return False
