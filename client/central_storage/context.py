@@ -46,6 +46,7 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "is_worker",
+    "reading",
     "replica_here",
     "require_cross_replica",
 ]
@@ -63,8 +64,25 @@ class _Stack(threading.local):
         #: Whether the lowest entry is that of experimental_set_strategy.
         self.is_set = False
 
+    def push(self, entry: tuple[Strategy, ReplicaContext | None]) -> None:
+        reading.epoch = None
+        self.entries.append(entry)
+
+    def pop(self) -> None:
+        reading.epoch = None
+        self.entries.pop()
+
+
+class _Reading(threading.local):
+    """How this thread reads variables. A view that a variable has kept beside ``epoch``, this very object, is its
+    value here and now; None: every variable's has to be asked for. A backend says so while it shows views that last,
+    and takes it back when they no longer do; every change of context takes it back, too."""
+
+    epoch: object = None
+
 
 _stack = _Stack()
+reading = _Reading()
 _default: list[ReplicaContext] = []
 
 
@@ -152,13 +170,13 @@ class enter_cross_replica:  # noqa: N801  (a function to its callers; entered at
         self._strategy = strategy
 
     def __enter__(self) -> Strategy:
-        _stack.entries.append((self._strategy, None))
+        _stack.push((self._strategy, None))
         return self._strategy
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        _stack.entries.pop()
+        _stack.pop()
 
 
 class Scope(AbstractContextManager[S], Generic[S]):
@@ -183,7 +201,7 @@ class Scope(AbstractContextManager[S], Generic[S]):
                 raise ContextError("a scope cannot be entered inside a replica function; the replica is already in one")
             if replica is None and entered is not self._strategy:
                 raise ContextError("the scope of one strategy cannot be entered inside the scope of another")
-        _stack.entries.append(self._entry)
+        _stack.push(self._entry)
         self._depth += 1
         return self._strategy
 
@@ -192,7 +210,7 @@ class Scope(AbstractContextManager[S], Generic[S]):
     ) -> None:
         if not self._depth or not _stack.entries or _stack.entries[-1] != self._entry:
             raise ContextError("a scope is left that is not the innermost context of this thread")
-        _stack.entries.pop()
+        _stack.pop()
         self._depth -= 1
         self._is_left = not self._depth
 
@@ -220,13 +238,13 @@ class enter_replica:  # noqa: N801  (as above)
         self._context = ReplicaContext(strategy, backend)
 
     def __enter__(self) -> ReplicaContext:
-        _stack.entries.append((self._context.strategy, self._context))
+        _stack.push((self._context.strategy, self._context))
         return self._context
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        _stack.entries.pop()
+        _stack.pop()
         self._context.end()
 
 

@@ -21,7 +21,7 @@ from cs_proto.records import replace
 from cs_proto.writing import write
 
 from . import nest
-from .context import call_site, current_replica, get_array_module, get_strategy, has_strategy
+from .context import call_site, current_replica, get_array_module, get_strategy, has_strategy, reading
 from .devices import full_name
 from .handles import Handle
 from .values import (
@@ -41,6 +41,9 @@ __all__ = ["Variable", "constraints_after"]
 
 #: By kind of dtype: a Python number, whose dtype NumPy lets the other operand decide.
 _WEAK = {"i": 0, "f": 0.0, "c": 0j}
+
+#: The epoch of a variable that has kept no view, in which no thread reads.
+_NEVER = object()
 
 
 class _Local:
@@ -171,6 +174,8 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
     def _describe(self, spec: VariableSpec) -> None:
         self._spec = spec
         self._dtype = np.dtype(spec.dtype)
+        self._view: np.ndarray
+        self._epoch: object = _NEVER
 
     def _cs_handle(self) -> tuple[str, int]:
         return ("variable", self._number if self._local is None else -id(self))
@@ -284,10 +289,18 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
 
     def current(self) -> np.ndarray:
         """What the array protocols give: a read-only view inside a replica, a copy elsewhere."""
+        if self._epoch is reading.epoch:
+            return self._view
         if self._local is not None:
             return self._local.value.copy()
         replica = current_replica(self._strategy)
-        return self._controller.read(self._number) if replica is None else replica.view(self._number)
+        if replica is None:
+            return self._controller.read(self._number)
+        value = replica.view(self._number)
+        if reading.epoch is not None:
+            self._view = value  # first: Ctrl-C may come in between
+            self._epoch = reading.epoch
+        return value
 
     def sparse_read(self, indices: Any, name: str | None = None) -> np.ndarray:
         """A copy of the rows ``indices`` (integers of any shape): their shape, then that of a row. Only these move.
@@ -303,6 +316,8 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """A read-only view inside a replica, a copy elsewhere."""
+        if self._epoch is reading.epoch and dtype is None and not copy:  # most reads, and a step has a thousand
+            return self._view
         value = self.current()
         if type(value) is not np.ndarray:  # of a GPU, where the replica is on one
             value = convert_to_tensor(value)

@@ -316,6 +316,38 @@ def test_reading_in_a_replica_is_a_view_or_a_copy(s: CentralStorageStrategy, sto
     assert store.reads == 0
 
 
+def test_a_kept_view_is_shown_in_its_context_and_epoch_alone(s: CentralStorageStrategy, store: Store) -> None:
+    v, asked = made(s, [1.0]), []
+
+    class Backend(Store):
+        def view(self, number: int) -> np.ndarray:
+            asked.append(number)
+            context.reading.epoch = store
+            return store.view(number)
+
+    def is_asked_for() -> bool:
+        before = len(asked)
+        assert np.asarray(v) is not None
+        return len(asked) > before
+
+    backend: Any = Backend()
+    with context.enter_replica(s, backend):
+        assert [is_asked_for(), is_asked_for()] == [True, False]
+        with context.enter_cross_replica(s):
+            assert np.asarray(v).flags.writeable
+        assert [is_asked_for(), is_asked_for()] == [True, False]
+        with context.enter_replica(s, backend):
+            assert [is_asked_for(), is_asked_for()] == [True, False]
+        assert [is_asked_for(), is_asked_for()] == [True, False]
+    assert np.asarray(v).flags.writeable
+    with s.scope():
+        assert np.asarray(v).flags.writeable
+    with context.enter_replica(s, backend):
+        context.reading.epoch = v  # of another backend
+        assert is_asked_for()
+    assert not is_asked_for()
+
+
 # --- outside every scope --------------------------------------------------------------------------------------------
 
 

@@ -60,6 +60,8 @@ class Catalogue:
         self._known: dict[int, messages.Variable] = {}
         #: Views that stay what they are: of the server's own memory, for a replica on a CPU.
         self.mapped: dict[int, np.ndarray] = {}
+        #: Another object when some of them are no longer what they were.
+        self.epoch = object()
         self._views: dict[int, np.ndarray] = self.mapped if device.is_host else {}
         self._carried_at = 0  # the count of waits when what of the views cannot be mapped was asked for
         self._gradients: dict[tuple[int, int], np.ndarray] = {}
@@ -94,6 +96,7 @@ class Catalogue:
     def forget(self, numbers: Iterable[int]) -> None:
         """Know no more of these variables, whose places may be others' by now; the server refuses who asks for one."""
         numbers = list(numbers)
+        self.epoch = object()
         self._gradients_of.clear()
         gone: list[np.ndarray | None] = []
         for number in numbers:

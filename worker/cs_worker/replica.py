@@ -19,6 +19,7 @@ import numpy as np
 import optree
 
 import central_storage
+from central_storage.context import reading
 from central_storage.sets import Numbers
 from central_storage.values import Shared, unshared
 from central_storage.vocabulary import from_value, to_exception, to_value
@@ -65,6 +66,7 @@ def _whole(method: Callable[Concatenate[Replica, P], T]) -> Callable[Concatenate
         try:
             return method(self, *args, **kwargs)
         finally:
+            reading.epoch = None  # what it has written is to be seen
             switch(before)
 
     functools.update_wrapper(call, method)
@@ -112,8 +114,11 @@ class Replica:
         brought to merge points for it is committed first; what it only noted to write is in a copy of its own. On a
         GPU a copy, made where the variable has changed since the last one; it must not be written to."""
         if not self._unseen and number not in self._written and threading.get_ident() == self._thread:
-            mapped = self._shop.catalogue.mapped.get(number)
+            catalogue = self._shop.catalogue
+            mapped = catalogue.mapped.get(number)
             if mapped is not None:  # the server's memory, seen before: most reads, which change nothing here
+                if not self._written:
+                    reading.epoch = catalogue.epoch  # so are all that were shown in it
                 return mapped
         return self._view(number)
 
