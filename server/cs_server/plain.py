@@ -15,9 +15,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import TypeAlias
 
 from cs_proto import codec
-from cs_proto.errors import PeerProtocolError
+from cs_proto.errors import InvalidArgumentError, PeerProtocolError
 from cs_proto.messages import ApplyPoint, Return, RunFinished, StepFinished
 
 from .catalogue import Catalogue
@@ -36,6 +37,9 @@ _STEP_NBYTES = 1 << 20
 _MOST_AHEAD = 16
 
 
+_Set: TypeAlias = tuple[int, int, tuple[int, ...]]
+
+
 @dataclass(frozen=True)
 class _Ground:
     """What holds as long as nothing but plain steps of one kind is heard: who speaks, and what every step brings."""
@@ -46,8 +50,8 @@ class _Ground:
     client: str
     series: int
     lookahead: int
-    #: (optimizer, set of variables) of each merge point.
-    sets: tuple[tuple[int, int], ...]
+    #: (optimizer, set of variables, those of them whose gradients are sparse) of each merge point.
+    sets: tuple[_Set, ...]
 
 
 class PlainSteps:
@@ -137,7 +141,7 @@ class PlainSteps:
             tally.replica_runs[replica] += count
             tally.points[replica] += count * points
             tally.applies[replica] += count * points
-        for _, number in _sets(record) or ():
+        for _, number, _ in _sets(record) or ():
             self._catalogue.applied(number, count)
 
     # --- what is plain ------------------------------------------------------------------------------------------------
@@ -161,10 +165,20 @@ class PlainSteps:
             and is_small(record)
             and record.count == len(record.notes)
             and _sets(record) == ground.sets
+            and self._are_sparse(record)
         )
         if fits and self._ground is None:
             self._ground = ground
         return fits
+
+    def _are_sparse(self, record: Return) -> bool:
+        """Whether its sparse gradients fit their variables."""
+        sparse = [note for note in record.notes if isinstance(note, ApplyPoint) and note.sparse]
+        try:
+            self._catalogue.check_sparse(sparse)
+        except InvalidArgumentError:
+            return False
+        return True
 
     def _look(self, record: Return) -> _Ground | None:
         """What plain steps like that of ``record`` may take for granted. None where something else is going on."""
@@ -189,7 +203,7 @@ class PlainSteps:
         sets = _sets(record)
         if sets is None or not 0 <= record.lookahead <= _MOST_AHEAD:
             return None
-        for optimizer, number in sets:
+        for optimizer, number, _ in sets:
             known = tables.sets.get(number)
             if known is None or known.optimizer != optimizer:
                 return None
@@ -227,7 +241,7 @@ class PlainSteps:
         if not ground.sets:
             return self._answers()
         operations = []
-        for k, (optimizer, number) in enumerate(ground.sets):
+        for k, (optimizer, number, _) in enumerate(ground.sets):
             points = [record.notes[k] for record in returns]
             applies = [point for point in points if isinstance(point, ApplyPoint)]
             operations.append(self._catalogue.apply(number, applies, self._applied[optimizer]))
@@ -255,13 +269,13 @@ def is_small(record: Return) -> bool:
     return len(value.body) + sum(array.nbytes for array in value.arrays) <= _SMALL_NBYTES
 
 
-def _sets(record: Return) -> tuple[tuple[int, int], ...] | None:
-    """Optimizer and set of variables of each of its notes; None where they are something else."""
+def _sets(record: Return) -> tuple[_Set, ...] | None:
+    """What each of its notes is about; None where they are something else."""
     sets = []
     for k, note in enumerate(record.notes):
-        if type(note) is not ApplyPoint or note.k != k or not note.variable_set or note.sparse:
+        if type(note) is not ApplyPoint or note.k != k or not note.variable_set:
             return None
-        sets.append((note.optimizer, note.variable_set))
+        sets.append((note.optimizer, note.variable_set, tuple([gradient.variable for gradient in note.sparse])))
     return tuple(sets)
 
 

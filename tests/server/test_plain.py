@@ -32,7 +32,8 @@ from tests.harness.playbook import (
     worker,
 )
 
-from cs_proto import records
+from cs_proto import records, segments
+from cs_proto.arrays import Array, Location
 from cs_proto.messages import (
     PROTOCOL,
     ApplyPoint,
@@ -45,6 +46,7 @@ from cs_proto.messages import (
     Register,
     Return,
     RunFinished,
+    SparseGradient,
     Statistics,
     StepFinished,
     Value,
@@ -56,13 +58,36 @@ from cs_server.events import Command, Commit, Event, Finished, MemoryAvailable, 
 PLAIN = b"y"
 """The first letter of the keys of steps of which only the messages are in the store."""
 
-# Optimizer and set of what a step applies.
-KINDS: tuple[tuple[tuple[int, int], ...], ...] = (((1, 1),), ((1, 1), (2, 2)), ((2, 2), (2, 2)), ())
+# Optimizer and set of what a step applies, and of which variables the gradients are sparse.
+KINDS: tuple[tuple[tuple[int, ...], ...], ...] = (
+    ((1, 1),),
+    ((1, 1), (2, 2)),
+    ((2, 2), (2, 2)),
+    (),
+    ((1, 1, 2),),
+    ((1, 1), (2, 2, 1, 2)),
+)
 BETWEEN = ("tick", "statistics", "describe", "again", "down", "assign", "rate", "cancel", "death", "stranger", "hello")
 
 
-def applies(k: int, optimizer: int, number: int, buffers: int) -> ApplyPoint:
-    return ApplyPoint(k, f"train.py:{k}", optimizer, number, (), buffers)
+def applies(k: int, replica: int, run: int, optimizer: int, number: int, *sparse: int) -> ApplyPoint:
+    arena = segments.arena(replica)
+    rows = tuple(
+        SparseGradient(
+            variable,
+            Array("float32", (run,), Location(arena, 128 * variable)),
+            Array("int64", (run,), Location(arena, 4096)),
+        )
+        for variable in sparse
+    )
+    return ApplyPoint(k, f"train.py:{k}", optimizer, number, (), run % 2, rows)
+
+
+def misfitting(note: ApplyPoint) -> ApplyPoint:
+    """The same with sparse gradients whose rows are wider than the variable's."""
+    wider = [records.replace(each.values, shape=(*each.values.shape, 2)) for each in note.sparse]
+    pairs = zip(note.sparse, wider, strict=True)
+    return records.replace(note, sparse=tuple(records.replace(each, values=values) for each, values in pairs))
 
 
 class Two:
@@ -120,9 +145,9 @@ class Two:
         return commands
 
     def said(
-        self, replica: int, kind: tuple[tuple[int, int], ...], series: int, trouble: str = "", client: str = "c"
+        self, replica: int, kind: tuple[tuple[int, ...], ...], series: int, trouble: str = "", client: str = "c"
     ) -> Received:
-        notes = tuple(applies(k, *each, self.run % 2) for k, each in enumerate(kind))
+        notes = tuple(applies(k, replica, self.run, *each) for k, each in enumerate(kind))
         raises = "builtins.ValueError" if trouble == "raises" else ""
         event = returns(replica, len(kind) + (trouble == "miscounts"), notes, (self.run,), raises, series=series)
         record = event.record
@@ -134,6 +159,8 @@ class Two:
             record = records.replace(record, notes=(*notes, note))
         if trouble == "swaps" and len(notes) > 1:
             record = records.replace(record, notes=notes[::-1])
+        if trouble == "misfits":
+            record = records.replace(record, notes=tuple(map(misfitting, notes)))
         if trouble in ("older", "newer"):
             run = self.run + 1 if trouble == "newer" else max(self.run - 1, series)
             record = records.replace(record, run=(run,))
@@ -193,7 +220,7 @@ def steps(draw: st.DrawFn) -> list[tuple[Any, ...]]:
     )
 
 
-TROUBLES = ("raises", "large", "writes", "miscounts", "swaps", "other", "older", "newer")
+TROUBLES = ("raises", "large", "writes", "miscounts", "swaps", "other", "older", "newer", "misfits")
 
 
 def carried_out(two: Two, plan: list[tuple[Any, ...]]) -> None:
@@ -234,22 +261,26 @@ def test_what_is_not_plain_comes_among_plain_steps(what: str) -> None:
         for where in range(4) if what in BETWEEN else (0,):
             event = (what, where) if what in BETWEEN else None
             trouble = what if what in TROUBLES else ""
-            before, after = (KINDS[0], series, 6, event, trouble, False), (KINDS[1], series, 5, None, "", True)
-            carried_out(Two(2), [before, after])
+            for kind in (KINDS[0], KINDS[-1]):
+                before, after = (kind, series, 6, event, trouble, False), (KINDS[1], series, 5, None, "", True)
+                carried_out(Two(2), [before, after])
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("series", [0, 2])
-def test_of_a_plain_step_the_messages_are_written_and_nothing_else(replicas: int, series: int) -> None:
+@pytest.mark.parametrize("kind", [KINDS[1], KINDS[-1]])
+def test_of_a_plain_step_the_messages_are_written_and_nothing_else(
+    kind: tuple[tuple[int, ...], ...], replicas: int, series: int
+) -> None:
     two = Two(replicas)
     places = set()
     for two.run in range(2, 12):
         before = dict(two.store.items())
         for replica in range(replicas - 1):
-            assert two.hear(two.said(replica, KINDS[1], series)) == []
+            assert two.hear(two.said(replica, kind, series)) == []
         if two.run > 3:  # the first plain one: with it all is written that is known
             assert dict(two.store.items()) == before
-        (commit,) = two.hear(two.said(replicas - 1, KINDS[1], series))
+        (commit,) = two.hear(two.said(replicas - 1, kind, series))
         assert isinstance(commit, Commit)
         after = dict(two.store.items())
         answers = [type(command.record) for command in two.settle() if isinstance(command, Send)]
