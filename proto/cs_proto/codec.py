@@ -9,16 +9,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
 import msgpack
 
-from . import messages  # noqa: F401  (fills the table of records)
 from .errors import LocalProtocolError, PeerProtocolError
-from .records import Buffer, Frames, Record, from_wire, shown
+from .messages import Return, Value  # the module fills the table of records
+from .records import Buffer, Frames, Record, altered, from_wire, shown
 
-__all__ = ["BULK_LIMITS", "LIMITS", "PACKET_NBYTES", "Limits", "decode", "encode", "encode_values", "pack"]
+__all__ = [
+    "BULK_LIMITS",
+    "LIMITS",
+    "PACKET_NBYTES",
+    "Decoder",
+    "Limits",
+    "decode",
+    "encode",
+    "encode_values",
+    "pack",
+]
 
 
 @dataclass(frozen=True)
@@ -134,6 +144,49 @@ def decode(parts: Sequence[Buffer], limits: Limits = LIMITS) -> Record:
     if held.taken != len(frames):
         raise PeerProtocolError(f"{len(frames)} frames, of which the header names {held.taken}")
     return record
+
+
+# How a Return from a run of the client begins, up to the number of the run, and by the first byte of that how many more
+# it has. What stands before the bytes of a value, of which there are up to 255.
+_RETURN = bytes([0x90 + 1 + len(fields(Return)), Return.code, 0x91])
+_NUMBER_NBYTES = dict.fromkeys(range(128), 0) | {0xCC + power: 1 << power for power in range(4)}
+_VALUE, _SHORT_BYTES = bytes([0x93, Value.code]), 0xC4
+# So many are known again.
+_KNOWN = 32
+
+
+class Decoder:
+    """Decodes many messages, as :func:`decode` does each. What a replica returns from a small step is what it returned
+    from one before, but for the number of the run and the bytes of the value: it is known again by what lies between
+    these, which is not read once more."""
+
+    def __init__(self) -> None:
+        #: What lies between number and value, what comes behind that, and the record; the last one first.
+        self._known: list[tuple[bytes, bytes, Return]] = []
+
+    def decode(self, parts: Sequence[Buffer]) -> Record:
+        """The record in ``parts``, within :data:`LIMITS`. Raises :class:`PeerProtocolError` as :func:`decode`."""
+        header = parts[0] if len(parts) == 1 else b""
+        at = len(_RETURN)
+        if type(header) is not bytes or header[:at] != _RETURN or len(header) == at:
+            return decode(parts)
+        start = at + 1 + _NUMBER_NBYTES.get(header[at], len(header))
+        number = header[at] if start == at + 1 else int.from_bytes(header[at + 1 : start], "big")
+        for between, behind, known in self._known:
+            if header.startswith(between, start) and header.endswith(behind):
+                first, last = start + len(between) + 2, len(header) - len(behind)
+                is_whole = 0 <= last - first < 256 and header[first - 2 : first] == bytes((_SHORT_BYTES, last - first))
+                if is_whole and number >= known.series:
+                    return altered(known, run=(number,), value=Value(header[first:last], ()))
+        record = decode(parts)
+        if type(record) is Return and record.value is not None:
+            wire: Any = record.to_wire([])
+            _, _, *before, value, error, series, lookahead, client = wire
+            between = b"".join(map(pack, before)) + _VALUE
+            behind = b"".join(map(pack, (value[2], error, series, lookahead, client)))
+            if not value[2] and header == header[:start] + between + pack(value[1]) + behind:  # nobody else's spelling
+                self._known = [(between, behind, record), *self._known[: _KNOWN - 1]]
+        return record
 
 
 def _count(limit: int) -> Callable[[object], object]:

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Literal, TypeVar, Union, dataclass_transform
 
 from .errors import LocalProtocolError
 
-__all__ = ["RECORDS", "Buffer", "Frame", "Frames", "Record", "from_wire", "record", "replace", "shown"]
+__all__ = ["RECORDS", "Buffer", "Frame", "Frames", "Record", "altered", "from_wire", "record", "replace", "shown"]
 
 Buffer = bytes | bytearray | memoryview
 
@@ -151,6 +151,14 @@ def replace(record: R, /, **changes: Any) -> R:
         return kind(**values)
     made = object.__new__(kind)
     made.__dict__.update(values)
+    return made
+
+
+def altered(record: R, /, **changes: Any) -> R:
+    """As :func:`replace`, but not checked: what is put in must fit."""
+    made = object.__new__(type(record))
+    made.__dict__.update(record.__dict__)
+    made.__dict__.update(changes)
     return made
 
 

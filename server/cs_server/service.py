@@ -29,7 +29,7 @@ import zmq
 from cs_proto import segments as names
 from cs_proto.arena import Arena
 from cs_proto.arrays import Array, Location, array_of
-from cs_proto.codec import BULK_LIMITS, LIMITS, decode, encode
+from cs_proto.codec import BULK_LIMITS, LIMITS, Decoder, encode
 from cs_proto.errors import (
     CentralStorageError,
     ConfigurationError,
@@ -262,6 +262,7 @@ class Service:
             self._poller, threading.Lock(), Patience(_PATIENCE, time.monotonic, os.sched_yield)
         )
         self._next_look = 0.0
+        self._decoder = Decoder()
 
     def prepare(self) -> None:
         """Make what every run needs, and take up what a server before this one left."""
@@ -382,7 +383,7 @@ class Service:
     def _heard(self, peer: bytes, parts: Sequence[Buffer]) -> Record | None:
         """The record in ``parts``; None where there is none, which the peer is told."""
         try:
-            record = decode(parts)
+            record = self._decoder.decode(parts)
             for array in _looked_at(record):
                 self._check_place(array)
         except PeerProtocolError as error:

@@ -1,0 +1,99 @@
+"""A decoder that knows returns again reads what :func:`cs_proto.codec.decode` reads, whatever arrives."""
+
+from __future__ import annotations
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cs_proto import codec
+from cs_proto.arrays import Array, Location, array_of
+from cs_proto.codec import Decoder, decode, encode
+from cs_proto.errors import PeerProtocolError
+from cs_proto.messages import ApplyPoint, Return, Value
+from cs_proto.records import Record, replace
+
+FIRST = Return((5,), 0, 1, (ApplyPoint(0, "train.py:12", 1, 1, (), 0),), 1, Value(b"loss", ()), None, 2, 2, "c")
+
+FRAMED = (array_of(np.array(1.0)),)
+LOCATED = (Array("float32", (2,), Location("arena/0", 64)),)
+
+
+def read(decoded: object, parts: list[bytes]) -> Record | str:
+    try:
+        record = decoded(parts)  # type: ignore[operator]
+    except PeerProtocolError as error:
+        return str(error)
+    assert isinstance(record, Record)
+    return record
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> list[bytes]:
+    """A return like the first one, often with a byte changed, left out or added."""
+    record = replace(
+        FIRST,
+        run=(draw(st.sampled_from([2, 5, 127, 128, 300, 1 << 20, 1 << 40])),),
+        replica=draw(st.integers(0, 1)),
+        notes=() if draw(st.booleans()) else FIRST.notes,
+        value=Value(draw(st.binary(max_size=8) | st.just(bytes(300))), draw(st.sampled_from([(), FRAMED, LOCATED]))),
+        series=draw(st.sampled_from([0, 2])),
+    )
+    header, *frames = [bytes(part) for part in encode(record)]
+    at = draw(st.integers(0, len(header) - 1))
+    new = draw(st.sampled_from([b"", b"\x00", b"\xc4", b"\xff", header[at : at + 1] * 2]))
+    return [header[:at] + new + header[at + 1 :] if draw(st.booleans()) else header, *frames]
+
+
+@given(st.lists(messages(), max_size=40))
+@settings(deadline=None)
+def test_what_is_known_again_is_what_was_sent(said: list[list[bytes]]) -> None:
+    decoder = Decoder()
+    for parts in [[bytes(encode(FIRST)[0])], *said]:
+        assert read(decoder.decode, parts) == read(decode, parts)
+
+
+def test_of_a_return_that_is_known_again_nothing_else_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = Decoder()
+    decoder.decode(encode(FIRST))
+    monkeypatch.setattr(codec, "decode", None)
+    for run, body in ((6, b""), (200, b"a"), (70_000, bytes(255)), (1 << 33, b"loss")):
+        again = replace(FIRST, run=(run,), value=Value(body, ()))
+        assert decoder.decode(encode(again)) == again
+
+
+def test_a_step_before_its_series_is_refused_also_when_it_is_known_again() -> None:
+    decoder = Decoder()
+    decoder.decode(encode(FIRST))
+    early = encode(replace(FIRST, run=(3,)))[0].replace(b"\x91\x03", b"\x91\x01", 1)
+    assert read(decoder.decode, [early]) == read(decode, [early]) != FIRST
+    assert "is no step of a series" in str(read(decoder.decode, [early]))
+
+
+@pytest.mark.parametrize("instead", [b"\xd9\x04", b"\xc5\x04", b"\xc4\x03", b"\xc4\x05", b"\xa4l", b"\x90\xc0"])
+def test_what_is_not_the_bytes_of_a_value_is_refused_also_when_all_else_is_known(instead: bytes) -> None:
+    decoder = Decoder()
+    decoder.decode(encode(FIRST))
+    damaged = bytes(encode(FIRST)[0]).replace(b"\xc4\x04loss", instead + b"loss")
+    assert isinstance(read(decoder.decode, [damaged]), str)
+    assert read(decoder.decode, [damaged]) == read(decode, [damaged])
+
+
+def test_as_many_are_known_as_replicas_take_turns_with_buffers() -> None:
+    decoder = Decoder()
+    for number in range(100):
+        record = replace(FIRST, replica=number)
+        assert decoder.decode(encode(record)) == record
+    assert len(decoder._known) == codec._KNOWN
+
+
+def test_what_another_program_spells_otherwise_is_read_each_time() -> None:
+    wire = msgpack.unpackb(encode(FIRST)[0])
+    header = b"\xdc\x00\x0b" + b"".join(map(msgpack.packb, wire))
+    decoder = Decoder()
+    assert decoder.decode([header]) == FIRST
+    wide = bytes(encode(FIRST)[0]).replace(b"\xc4\x04loss", b"\xc5\x00\x04loss")
+    assert decoder.decode([wide]) == FIRST
+    assert not decoder._known
