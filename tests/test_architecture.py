@@ -57,6 +57,20 @@ def copy_of_tree(place: Path) -> Path:
     return place
 
 
+def test_no_name_of_a_module_is_given_twice() -> None:
+    """A second constant of one name changes the first, and nothing else notices."""
+    for path in sorted(path for role in ROLES for path in (ROOT / role).rglob("*.py")):
+        names = [
+            name.id
+            for statement in ast.parse(path.read_text()).body
+            if isinstance(statement, ast.Assign | ast.AnnAssign)
+            for target in (statement.targets if isinstance(statement, ast.Assign) else [statement.target])
+            for name in (target.elts if isinstance(target, ast.Tuple) else [target])
+            if isinstance(name, ast.Name)
+        ]
+        assert len(names) == len(set(names)), (path, sorted(names))
+
+
 def test_the_public_names_are_these() -> None:
     assert sorted(central_storage.__all__) == sorted(PUBLIC.split())
     assert all(hasattr(central_storage, name) for name in central_storage.__all__)

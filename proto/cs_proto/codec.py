@@ -10,13 +10,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import msgpack
 
 from .errors import LocalProtocolError, PeerProtocolError
-from .messages import Return, Value  # the module fills the table of records
-from .records import Buffer, Frames, Record, altered, from_wire, shown
+from .messages import ApplyPoint, Return, Run, Value  # the module fills the table of records
+from .records import Buffer, Frame, Frames, Record, altered, from_wire, shown
 
 __all__ = [
     "BULK_LIMITS",
@@ -81,29 +82,27 @@ def encode(record: Record, limits: Limits = LIMITS) -> list[Buffer]:
     frames: list[Buffer] = []
     if not isinstance(record, Record):
         raise LocalProtocolError(f"{shown(record)} is neither a record nor in one")
-    try:
-        header = pack(record.to_wire(frames))
-    except UnicodeEncodeError as error:
-        raise LocalProtocolError(f"a {type(record).__name__} with text that is not Unicode: {error}") from error
-    except TypeError as error:
-        raise LocalProtocolError(f"a {type(record).__name__} in which something cannot travel: {error}") from error
-    if len(header) > limits.header_nbytes:
-        _refuse_header(type(record), header, limits)
-    return [header, *frames]
+    return [_header(type(record), partial(record.to_wire, frames), limits), *frames]
 
 
 def encode_values(kind: type[Record], values: Sequence[Any], limits: Limits = LIMITS) -> list[Buffer]:
     """What :func:`encode` gives of ``kind(*values)``, for who sends one of a kind at every step and knows what the
-    values are: nothing is built, and only its size is checked."""
+    values are: nothing is built, and nothing is checked that :func:`encode` does not check."""
     frames: list[Buffer] = []
-    header = pack(kind.wire_of(frames, *values))
+    return [_header(kind, partial(kind.wire_of, frames, *values), limits), *frames]
+
+
+def _header(kind: type[Record], wire: Callable[[], object], limits: Limits) -> bytes:
+    try:
+        header = pack(wire())
+    except UnicodeEncodeError as error:
+        raise LocalProtocolError(f"a {kind.__name__} with text that is not Unicode: {error}") from error
+    except TypeError as error:
+        raise LocalProtocolError(f"a {kind.__name__} in which something cannot travel: {error}") from error
     if len(header) > limits.header_nbytes:
-        _refuse_header(kind, header, limits)
-    return [header, *frames]
-
-
-def _refuse_header(kind: type[Record], header: bytes, limits: Limits) -> NoReturn:
-    raise LocalProtocolError(f"a {kind.__name__} with a header of {len(header)} bytes; at most {limits.header_nbytes}")
+        at_most = limits.header_nbytes
+        raise LocalProtocolError(f"a {kind.__name__} with a header of {len(header)} bytes; at most {at_most}")
+    return header
 
 
 def decode(parts: Sequence[Buffer], limits: Limits = LIMITS) -> Record:
@@ -117,8 +116,8 @@ def decode(parts: Sequence[Buffer], limits: Limits = LIMITS) -> Record:
     if len(frames) > limits.frames:
         raise PeerProtocolError(f"{len(frames)} frames; at most {limits.frames}")
     for number, frame in enumerate(frames):
-        nbytes = len(frame) if type(frame) is bytes else memoryview(frame).nbytes
-        if nbytes > limits.frame_nbytes:
+        if not _has_room(frame, limits):
+            nbytes = memoryview(frame).nbytes
             raise PeerProtocolError(f"frame {number} has {nbytes} bytes; at most {limits.frame_nbytes}")
     count = _count(limits.items) if header_nbytes > _COUNTED_NBYTES else None
     try:
@@ -146,47 +145,79 @@ def decode(parts: Sequence[Buffer], limits: Limits = LIMITS) -> Record:
     return record
 
 
-# How a Return from a run of the client begins, up to the number of the run, and by the first byte of that how many more
-# it has. What stands before the bytes of a value, of which there are up to 255.
-_RETURN = bytes([0x90 + 1 + len(fields(Return)), Return.code, 0x91])
-_NUMBER_NBYTES = dict.fromkeys(range(128), 0) | {0xCC + power: 1 << power for power in range(4)}
-_VALUE, _SHORT_BYTES = bytes([0x93, Value.code]), 0xC4
-# So many are known again.
+# What a message begins with when it is of a run of the client, up to the number of that; and by the first byte of the
+# number how many more it has, where that is not too large for a run.
+_BEGINNINGS = {bytes([0x91 + len(fields(kind)), kind.code, 0x91]): kind for kind in (Return, Run)}
+_NUMBER_NBYTES = dict.fromkeys(range(128), 0) | {0xCC + power: 1 << power for power in range(3)}
+# How bytes begin of which there are up to 255, or up to 65535.
+_BYTES, _MORE_BYTES = 0xC4, 0xC5
+# So many of either kind are known again.
 _KNOWN = 32
 
 
 class Decoder:
-    """Decodes many messages, as :func:`decode` does each. What a replica returns from a small step is what it returned
-    from one before, but for the number of the run and the bytes of the value: it is known again by what lies between
-    these, which is not read once more."""
+    """Decodes many messages, as :func:`decode` does each. What is sent at a step is what was sent at one before but for
+    the number of the run and the pickled arguments, or the result: so it is known again by everything else, which is
+    not read once more."""
 
-    def __init__(self) -> None:
-        #: What lies between number and value, what comes behind that, and the record; the last one first.
-        self._known: list[tuple[bytes, bytes, Return]] = []
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        self._limits = limits
+        #: By beginning: what lies between the number and the bytes that change, what comes behind these (None where
+        #: they are no part of the header), and the record; the last one first.
+        self._known: dict[bytes, list[tuple[bytes, bytes | None, Return | Run]]] = {each: [] for each in _BEGINNINGS}
 
     def decode(self, parts: Sequence[Buffer]) -> Record:
-        """The record in ``parts``, within :data:`LIMITS`. Raises :class:`PeerProtocolError` as :func:`decode`."""
-        header = parts[0] if len(parts) == 1 else b""
-        at = len(_RETURN)
-        if type(header) is not bytes or header[:at] != _RETURN or len(header) == at:
-            return decode(parts)
-        start = at + 1 + _NUMBER_NBYTES.get(header[at], len(header))
-        number = header[at] if start == at + 1 else int.from_bytes(header[at + 1 : start], "big")
-        for between, behind, known in self._known:
-            if header.startswith(between, start) and header.endswith(behind):
-                first, last = start + len(between) + 2, len(header) - len(behind)
-                is_whole = 0 <= last - first < 256 and header[first - 2 : first] == bytes((_SHORT_BYTES, last - first))
-                if is_whole and number >= known.series:
-                    return altered(known, run=(number,), value=Value(header[first:last], ()))
-        record = decode(parts)
-        if type(record) is Return and record.value is not None:
-            wire: Any = record.to_wire([])
-            _, _, *before, value, error, series, lookahead, client = wire
-            between = b"".join(map(pack, before)) + _VALUE
-            behind = b"".join(map(pack, (value[2], error, series, lookahead, client)))
-            if not value[2] and header == header[:start] + between + pack(value[1]) + behind:  # nobody else's spelling
-                self._known = [(between, behind, record), *self._known[: _KNOWN - 1]]
+        """The record in ``parts``. Raises :class:`PeerProtocolError` as :func:`decode`."""
+        header = parts[0] if parts else b""
+        if type(header) is not bytes or (entries := self._known.get(header[:3])) is None or len(header) == 3:
+            return decode(parts, self._limits)
+        start = 4 + _NUMBER_NBYTES.get(header[3], len(header))
+        number = header[3] if start == 4 else int.from_bytes(header[4:start], "big")
+        for between, behind, known in entries:
+            if header.startswith(between, start) and number >= known.series:
+                at = start + len(between)
+                if behind is None:
+                    if at == len(header) and len(parts) == 2 and _has_room(parts[1], self._limits):
+                        return altered(known, run=(number,), arguments=Frame(parts[1]))
+                elif len(parts) == 1 and at < (last := len(header) - len(behind)) and header.endswith(behind):
+                    first = at + (2 if header[at] == _BYTES else 3)
+                    length = int.from_bytes(header[at + 1 : first], "big")
+                    if header[at] in (_BYTES, _MORE_BYTES) and first + length == last:
+                        if type(known) is Run:
+                            return altered(known, run=(number,), arguments=header[first:last])
+                        return altered(known, run=(number,), value=Value(header[first:last], ()))
+        record = decode(parts, self._limits)
+        rest = _rest(record)
+        if rest is not None:
+            between, body, behind = rest
+            if header[start:] == between + body + (behind or b""):  # nobody else's spelling
+                self._known[header[:3]] = [(between, behind, record), *entries[: _KNOWN - 1]]  # type: ignore[list-item]
         return record
+
+
+def _has_room(frame: Buffer, limits: Limits) -> bool:
+    return (len(frame) if type(frame) is bytes else memoryview(frame).nbytes) <= limits.frame_nbytes
+
+
+def _rest(record: Record) -> tuple[bytes, bytes, bytes | None] | None:
+    """How a message is spelled behind the number of its run: before the bytes that change, these, and what is behind
+    them. None where more of it changes from step to step."""
+    if type(record) is Return and record.value is not None and not record.value.arrays:
+        if any(type(note) is not ApplyPoint or note.sparse for note in record.notes):
+            return None
+        wire: Any = record.to_wire([])
+        _, _, *before, (code, body, arrays), error, series, lookahead, client = wire
+        between = b"".join(map(pack, before)) + b"\x93" + pack(code)
+        return between, pack(body), b"".join(map(pack, (arrays, error, series, lookahead, client)))
+    if type(record) is Run and record.function is None and not record.buffers and not record.held:
+        wire = record.to_wire([])
+        _, _, *before, arguments, buffers, series, lookahead, held = wire
+        between, behind = b"".join(map(pack, before)), b"".join(map(pack, (buffers, series, lookahead, held)))
+        if type(record.arguments) is bytes:
+            return between, pack(arguments), behind
+        if type(record.arguments) is Frame:
+            return between + pack(arguments) + behind, b"", None
+    return None
 
 
 def _count(limit: int) -> Callable[[object], object]:

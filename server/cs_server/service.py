@@ -58,6 +58,7 @@ from cs_proto.messages import (
     Kill,
     Left,
     Located,
+    Note,
     Offer,
     Put,
     ReducePoint,
@@ -122,12 +123,16 @@ _moment = moments("server", time.perf_counter_ns)
 # Address ranges, of which only touched pages take memory. The control segment's two halves must each hold what
 # replicas bring to one run and return from it; arenas are bounded by the memory there is.
 _CONTROL_NBYTES = 8 << 30
+# What heads the control segment, in words of 8 bytes: twice the number of commits, odd within one, and how often
+# something moved.
+_WORD_NBYTES = 8
+_COMMITS, _LAYOUT = 0, 1
 _PAGE_NBYTES = 2 << 20
 # The journal's, in multiples of the machine's memory.
 _JOURNAL = 4
 # A server that takes another's place waits so long, in seconds, for the memory of the GPU that the driver has not taken
 # back from that one.
-_PATIENCE = 30.0
+_RELEASE_PATIENCE = 30.0
 # Messages taken from the socket before the clock and the supervisor are looked at again.
 _BATCH = 64
 _TICK = 1.0
@@ -237,7 +242,7 @@ class Service:
         self._control = segments.make(names.CONTROL, _CONTROL_NBYTES, "")
         self._control.reserve(0, 2 * names.CONTROL_HEADER_NBYTES)
         control = self._control.elements("uint8")
-        self._commits, self._layout = control[:8].view(np.uint64), control[8:16].view(np.uint64)
+        self._counts = control[: 2 * _WORD_NBYTES].data.cast("Q")
         self._engine = Engine(
             Config(
                 config.replicas,
@@ -427,12 +432,12 @@ class Service:
                         record = replace(record, uuid=self._gpu.uuid, places=places, keeps=self._gpu.keeps)
                     self._send(peer, self._inlined(record) if inline else record)
                 case Commit(ticket):
-                    self._commits[0] |= np.uint64(1)  # odd from here, also where a server before this one was killed
+                    self._counts[_COMMITS] |= 1  # odd from here, also where a server before this one was killed
                     failpoint("server.commit")
                     self._versions.count(command)
                     (self._gpu or self._arithmetic).commit(command)
                     failpoint("server.committed")
-                    self._commits[0] += np.uint64(1)
+                    self._counts[_COMMITS] += 1
                     _moment("committed")
                     outcomes.append(Finished(ticket))
                     self._segments.worked()
@@ -447,7 +452,7 @@ class Service:
                 case Dismiss(client):
                     self._segments.send(Left(client))
                 case Discard(segment, start, stop):
-                    self._layout[0] += np.uint64(1)
+                    self._counts[_LAYOUT] += 1
                     self._discard(segment, start, stop)
                 case FreeResults():
                     self._results.reset()
@@ -583,7 +588,7 @@ def _on_gpu(config: ServerConfig, segments: Segments, arithmetic: Arithmetic) ->
     if config.recovery:
         reservation = _JOURNAL * -(-config.machine_nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
         journal = Journal(segments.make(names.JOURNAL, reservation, ""))
-    patience = _PATIENCE if config.incarnation > 1 else 0.0
+    patience = _RELEASE_PATIENCE if config.incarnation > 1 else 0.0
     return GpuParameters(config.parameter_device, config.replicas, segments, arithmetic, journal, patience)
 
 
@@ -658,6 +663,8 @@ def _rows(point: ApplyPoint) -> Iterator[Array]:
 def _looked_at(record: Record) -> Iterator[Array]:
     """The arrays of ``record`` that the server itself will look at."""
     match record:
+        case Return(notes=notes):
+            yield from _noted(notes)
         case AssignSlot(value=value):
             yield value
         case Assign(value=value, indices=indices):
@@ -666,18 +673,22 @@ def _looked_at(record: Record) -> Iterator[Array]:
                 yield indices
         case Create(value=Array() as value):
             yield value
-        case Ask() | Return():
-            for note in record.notes:
-                if isinstance(note, ApplyPoint):
-                    yield from _rows(note)
-                else:
-                    yield note.value
-                if isinstance(note, WriteNote) and note.indices is not None:
-                    yield note.indices
-            match record:
-                case Ask(point=ApplyPoint() as point):
+        case Ask(point=point):
+            yield from _noted(record.notes)
+            match point:
+                case ApplyPoint():
                     yield from _rows(point)
-                case Ask(point=ReducePoint(arrays=arrays) | GatherPoint(arrays=arrays)):
+                case ReducePoint(arrays=arrays) | GatherPoint(arrays=arrays):
                     yield from arrays
-                case Ask(point=AssignPoint(value=value) | CreatePoint(value=value)):
+                case AssignPoint(value=value) | CreatePoint(value=value):
                     yield value
+
+
+def _noted(notes: Iterable[Note]) -> Iterator[Array]:
+    for note in notes:
+        if isinstance(note, ApplyPoint):
+            yield from _rows(note)
+        else:
+            yield note.value
+        if isinstance(note, WriteNote) and note.indices is not None:
+            yield note.indices

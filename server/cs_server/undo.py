@@ -61,14 +61,15 @@ class Lane:
     def __init__(self, memory: NDArray[np.uint8] | None = None) -> None:
         if memory is None:
             memory = np.empty(0, np.uint8)
-        self._words = memory[:_LINE_NBYTES].view(np.int64)
+        self._line = memory[:_LINE_NBYTES].view(np.int64)
+        self._words = self._line.data  # an array takes long for a single number
         self._area = memory[_LINE_NBYTES:]
 
     @property
     def progress(self) -> NDArray[np.int64]:
         """The word that says how far the phase is, for compiled code that goes through the pieces itself; empty where
         nothing is kept."""
-        return self._words[_PROGRESS : _PROGRESS + 1]
+        return self._line[_PROGRESS : _PROGRESS + 1]
 
     def area(self, dtype: np.dtype[Any]) -> Array:
         """Where compiled code keeps the arrays of a piece, back to back."""
@@ -77,16 +78,16 @@ class Lane:
     @property
     def is_kept(self) -> bool:
         """Whether the old values of the piece at hand are kept: it may be half overwritten."""
-        return bool(self._words.size and self._words[_PROGRESS] & 1)
+        return bool(len(self._words) and self._words[_PROGRESS] & 1)
 
     @property
     def done(self) -> int:
         """How many pieces of the phase are done."""
-        return int(self._words[_PROGRESS]) >> 1 if self._words.size else 0
+        return self._words[_PROGRESS] >> 1 if len(self._words) else 0
 
     def enter(self, tag: int) -> None:
         """Begin a phase, or go on with it where a server before this one ended in the midst of it."""
-        if self._words.size and (self._words[_LANE_TAG] != tag or sabotaged("no-undo")):
+        if len(self._words) and (self._words[_LANE_TAG] != tag or sabotaged("no-undo")):
             _say(self._words, _PROGRESS, 0)
             _say(self._words, _LANE_TAG, tag)
 
@@ -94,18 +95,18 @@ class Lane:
         """Those of this lane's ``pieces`` that are not done. Each is done when the next one is asked for."""
         for number in range(self.done, len(pieces)):
             yield pieces[number]
-            if self._words.size:
+            if len(self._words):
                 _say(self._words, _PROGRESS, 2 * number + 2)
 
     def keep(self, places: Sequence[Place]) -> None:
         """Keep the old values of the piece at hand: of every place that is overwritten. Where they are kept already,
         because a server ended in the midst of it, they are given back."""
-        if self._words.size and not self.give_back(places):
+        if len(self._words) and not self.give_back(places):
             self.note([array[index] for array, index in places])
 
     def note(self, values: Sequence[Array]) -> None:
         """Keep these old values of the piece at hand, of which nothing has been overwritten."""
-        if not self._words.size:
+        if not len(self._words):
             return
         first = 0
         for old in values:
@@ -134,7 +135,7 @@ class Undo:
     def __init__(self, memory: NDArray[np.uint8] | None, lanes: int) -> None:
         """``memory`` is of ``UNDO_NBYTES`` bytes, zeros at first; a commit has up to ``lanes`` lanes."""
         self._memory = memory
-        self._head = np.zeros(3, np.int64) if memory is None else memory[:24].view(np.int64)
+        self._head = (np.zeros(3, np.int64) if memory is None else memory[:24].view(np.int64)).data
         self._limit = min(lanes, LANES)
         self._phase = self._ticket = 0
         self._lanes: dict[int, Lane] = {}
@@ -142,7 +143,7 @@ class Undo:
     @property
     def lanes(self) -> int:
         """How many lanes the commit has. That decides which lane does what, so it is that of whoever began it."""
-        return int(self._head[_COUNT])
+        return self._head[_COUNT]
 
     def begin(self, ticket: int) -> None:
         """A commit begins, or is taken up. Tickets grow from 1 and are never used again."""
@@ -153,7 +154,7 @@ class Undo:
 
     def is_done(self, ticket: int) -> bool:
         """Whether that commit, the last one, has ended: what it was made of may have been overwritten since."""
-        return bool(self._head[_DONE] == ticket) and not sabotaged("no-undo")
+        return self._head[_DONE] == ticket and not sabotaged("no-undo")
 
     def end(self) -> None:
         """The commit is done."""
@@ -186,6 +187,6 @@ class Undo:
         return self._ticket * _PHASES + self._phase
 
 
-def _say(words: NDArray[np.int64], which: int, value: int) -> None:
+def _say(words: memoryview, which: int, value: int) -> None:
     """The only way in which a word changes, but for those that compiled code writes. Tests cut the row of them."""
     words[which] = value

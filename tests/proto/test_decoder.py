@@ -1,4 +1,4 @@
-"""A decoder that knows returns again reads what :func:`cs_proto.codec.decode` reads, whatever arrives."""
+"""A decoder that knows runs and returns again reads what :func:`cs_proto.codec.decode` reads, whatever arrives."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from hypothesis import strategies as st
 
 from cs_proto import codec
 from cs_proto.arrays import Array, Location, array_of
-from cs_proto.codec import Decoder, decode, encode
+from cs_proto.codec import Decoder, Limits, decode, encode
 from cs_proto.errors import PeerProtocolError
-from cs_proto.messages import ApplyPoint, Return, Value
-from cs_proto.records import Record, replace
+from cs_proto.messages import ApplyPoint, Return, Run, Value
+from cs_proto.records import Frame, Record, replace
 
 FIRST = Return((5,), 0, 1, (ApplyPoint(0, "train.py:12", 1, 1, (), 0),), 1, Value(b"loss", ()), None, 2, 2, "c")
+
+RUN = Run((5,), 0, 7, bytes(16), None, True, b"pickle", (), 2, 2)
+
+RETURN = bytes(encode(FIRST)[0][:3])
 
 FRAMED = (array_of(np.array(1.0)),)
 LOCATED = (Array("float32", (2,), Location("arena/0", 64)),)
@@ -32,26 +36,32 @@ def read(decoded: object, parts: list[bytes]) -> Record | str:
 
 @st.composite
 def messages(draw: st.DrawFn) -> list[bytes]:
-    """A return like the first one, often with a byte changed, left out or added."""
-    record = replace(
+    """A return or run like the first one, often with a byte changed, left out or added."""
+    number = draw(st.sampled_from([2, 5, 127, 128, 300, 1 << 20, 1 << 40]))
+    pickled = draw(st.binary(max_size=8) | st.just(bytes(300)) | st.builds(Frame, st.binary(max_size=8)))
+    held = draw(st.sampled_from([(), ((0, 4096),)]))
+    returned = replace(
         FIRST,
-        run=(draw(st.sampled_from([2, 5, 127, 128, 300, 1 << 20, 1 << 40])),),
+        run=(number,),
         replica=draw(st.integers(0, 1)),
         notes=() if draw(st.booleans()) else FIRST.notes,
         value=Value(draw(st.binary(max_size=8) | st.just(bytes(300))), draw(st.sampled_from([(), FRAMED, LOCATED]))),
         series=draw(st.sampled_from([0, 2])),
     )
-    header, *frames = [bytes(part) for part in encode(record)]
+    run = replace(RUN, run=(number,), arguments=pickled, held=held, series=draw(st.sampled_from([0, 2])))
+    header, *frames = [bytes(part) for part in encode(draw(st.sampled_from([returned, run])))]
     at = draw(st.integers(0, len(header) - 1))
     new = draw(st.sampled_from([b"", b"\x00", b"\xc4", b"\xff", header[at : at + 1] * 2]))
-    return [header[:at] + new + header[at + 1 :] if draw(st.booleans()) else header, *frames]
+    if draw(st.booleans()):
+        header = header[:at] + new + header[at + 1 :]
+    return [header, *frames, *draw(st.sampled_from([(), (), (b"more",)]))]
 
 
 @given(st.lists(messages(), max_size=40))
 @settings(deadline=None)
 def test_what_is_known_again_is_what_was_sent(said: list[list[bytes]]) -> None:
     decoder = Decoder()
-    for parts in [[bytes(encode(FIRST)[0])], *said]:
+    for parts in [encode(FIRST), encode(RUN), encode(replace(RUN, arguments=Frame(b""))), *said]:
         assert read(decoder.decode, parts) == read(decode, parts)
 
 
@@ -59,9 +69,26 @@ def test_of_a_return_that_is_known_again_nothing_else_is_read(monkeypatch: pytes
     decoder = Decoder()
     decoder.decode(encode(FIRST))
     monkeypatch.setattr(codec, "decode", None)
-    for run, body in ((6, b""), (200, b"a"), (70_000, bytes(255)), (1 << 33, b"loss")):
+    for run, body in ((6, b""), (200, b"a"), (70_000, bytes(255)), (1 << 31, bytes(256))):
         again = replace(FIRST, run=(run,), value=Value(body, ()))
         assert decoder.decode(encode(again)) == again
+
+
+@pytest.mark.parametrize("kind", [bytes, Frame])
+def test_of_a_run_that_is_known_again_nothing_else_is_read(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
+    decoder = Decoder()
+    decoder.decode(encode(replace(RUN, arguments=kind(b"pickle"))))
+    monkeypatch.setattr(codec, "decode", None)
+    for run, pickled in ((6, b""), (200, b"a"), (70_000, bytes(255)), (1 << 31, bytes(4096))):
+        again = replace(RUN, run=(run,), arguments=kind(pickled))
+        assert decoder.decode(encode(again)) == again
+
+
+def test_a_frame_that_is_too_large_is_refused_also_when_its_run_is_known_again() -> None:
+    decoder = Decoder(Limits(frame_nbytes=8))
+    decoder.decode(encode(replace(RUN, arguments=Frame(bytes(8)))))
+    with pytest.raises(PeerProtocolError, match="frame 0 has 9 bytes"):
+        decoder.decode(encode(replace(RUN, arguments=Frame(bytes(9)))))
 
 
 def test_a_step_before_its_series_is_refused_also_when_it_is_known_again() -> None:
@@ -86,7 +113,7 @@ def test_as_many_are_known_as_replicas_take_turns_with_buffers() -> None:
     for number in range(100):
         record = replace(FIRST, replica=number)
         assert decoder.decode(encode(record)) == record
-    assert len(decoder._known) == codec._KNOWN
+    assert len(decoder._known[RETURN]) == codec._KNOWN
 
 
 def test_what_another_program_spells_otherwise_is_read_each_time() -> None:
@@ -96,4 +123,4 @@ def test_what_another_program_spells_otherwise_is_read_each_time() -> None:
     assert decoder.decode([header]) == FIRST
     wide = bytes(encode(FIRST)[0]).replace(b"\xc4\x04loss", b"\xc5\x00\x04loss")
     assert decoder.decode([wide]) == FIRST
-    assert not decoder._known
+    assert not decoder._known[RETURN]

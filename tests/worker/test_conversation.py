@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -13,6 +13,7 @@ import pytest
 
 from cs_proto import messages
 from cs_proto.arrays import bytes_array
+from cs_proto.codec import decode
 from cs_proto.errors import Fenced, PeerProtocolError, ReplicaLostError
 from cs_proto.failures import error_of
 from cs_proto.messages import (
@@ -33,7 +34,7 @@ from cs_proto.messages import (
     StepFinished,
     Value,
 )
-from cs_proto.records import Record
+from cs_proto.records import Buffer, Record
 from cs_worker.conversation import Conversation, path_text
 from cs_worker.interrupts import Interrupts
 from cs_worker.link import COLLEAGUE, SERVER, SUPERVISOR, Link
@@ -61,6 +62,9 @@ class PlayedLink:
             raise KeyError("nothing comes any more")
         return self.coming.popleft()
 
+    def send_server_parts(self, parts: Sequence[Buffer]) -> None:
+        self.to_server.append(decode(parts))
+
     def send_server(self, record: Record) -> None:
         self.to_server.append(record)
 
@@ -69,6 +73,11 @@ class PlayedLink:
 
     def give_up(self, reason: str) -> None:
         raise SystemExit(reason)
+
+
+def say(conversation: Conversation, said: Return | MergeCallReturn) -> None:
+    path = said.run if isinstance(said, Return) else (*said.run, said.k)
+    conversation.say(path, type(said), *vars(said).values())
 
 
 class Played:
@@ -402,7 +411,7 @@ def test_a_server_in_the_place_of_a_dead_one_is_told_again_what_it_may_not_have_
     said = [Return((number,), 0, 1, (), 0, Value(b"", ()), None) for number in (1, 2)]
     for number in (1, 2):
         played.conversation.begin_run(CONTROLLER, run(number))
-        played.conversation.say(said[number - 1])
+        say(played.conversation, said[number - 1])
     played.link.to_server.clear()
     played.comes((SUPERVISOR, died), (SUPERVISOR, serving), (SERVER, Committed((2,), 0)), (SUPERVISOR, serving))
     played.conversation.wait("a test", lambda r: r if isinstance(r, Committed) else None, asked=question)
@@ -414,7 +423,7 @@ def test_a_server_in_the_place_of_a_dead_one_is_told_again_what_it_may_not_have_
 
 def test_what_was_said_of_a_step_that_is_over_is_not_said_again(played: Played) -> None:
     played.conversation.begin_run(CONTROLLER, step(1, 1))
-    played.conversation.say(Return((1,), 0, 1, (), 0, Value(b"", ()), None, 1, 2))
+    say(played.conversation, Return((1,), 0, 1, (), 0, Value(b"", ()), None, 1, 2))
     played.comes((SERVER, StepFinished((1,), False)), (SUPERVISOR, Serving("ipc:///run/server", "/run", "")))
     with pytest.raises(KeyError):
         played.conversation.next_work()
@@ -426,12 +435,12 @@ def test_what_was_said_of_nested_runs_and_merge_calls_that_are_over_is_not_said_
     serving = (SUPERVISOR, Serving("ipc:///run/server", "/run", "ipc"))
     played.conversation.begin_run(CONTROLLER, run(1))
     for record in said:
-        played.during[record.run] = partial(played.conversation.say, record)
+        played.during[record.run] = partial(say, played.conversation, record)
     nested = [(HOLDER, run(*record.run)) for record in said]
     played.comes(*nested, serving, nested[1], (SERVER, Committed((1,), 0)))
     played.wait((1,), 0, at_merge_call=True)
     assert played.link.to_server == [*said, said[-1]]
-    played.conversation.say(MergeCallReturn((1,), 1, (), error_of(ValueError("no"))))
+    say(played.conversation, MergeCallReturn((1,), 1, (), error_of(ValueError("no"))))
     played.comes(serving, (SERVER, Committed((1,), 2)), serving, (SERVER, Committed((1,), 3)))
     played.wait((1,), 2, at_merge_call=True)
     played.wait((1,), 3)

@@ -15,13 +15,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cs_proto import messages
+from cs_proto.codec import encode_values
 from cs_proto.errors import Fenced, PeerProtocolError, ReplicaLostError, code_of
 from cs_proto.failures import error_of
 from cs_proto.messages import Forget, Prepare, Run, RunId
-from cs_proto.records import Record
+from cs_proto.records import Buffer, Record
 
 from .interrupts import Interrupts
 from .link import COLLEAGUE, SERVER, SUPERVISOR, Link
@@ -59,7 +60,7 @@ class Conversation:
         self._left = b""  # the controller that has gone
         self._dead_server: messages.Died | None = None
         # What another server is told again: what this run has said without waiting, and the questions, outermost first.
-        self._said: list[Record] = []
+        self._said: list[tuple[RunId, list[Buffer]]] = []  # with the path of what that ends
         self._asked: list[Record] = []
         self._requests = 0
         #: Counts what variables may have changed at: begins of runs, and waits for anything but bytes.
@@ -129,22 +130,24 @@ class Conversation:
         self._requests += 1
         return self._requests
 
-    def say(self, record: Record) -> None:
-        """Send to the server what it does not answer. Raises LocalProtocolError where it is too large to travel."""
-        self.link.send_server(record)
-        self._said.append(record)
+    def say(self, path: RunId, kind: type[Record], *values: Any) -> None:
+        """Send ``kind(*values)`` to the server, which does not answer it: what ends the run, or the merge_call, that
+        ``path`` is. Raises LocalProtocolError where it is too large to travel."""
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("send %.300r", kind(*values))
+        parts = encode_values(kind, values)
+        self.link.send_server_parts(parts)
+        self._said.append((path, parts))
 
     def is_over(self, path: RunId) -> None:
         """A nested run, or a merge_call, and those before it at the same place are over: the server has heard all that
         was said of them."""
         depth = len(path)
 
-        def is_heard(said: Record) -> bool:
-            assert isinstance(said, messages.Return | messages.MergeCallReturn)
-            where = said.run if isinstance(said, messages.Return) else (*said.run, said.k)
+        def is_heard(where: RunId) -> bool:
             return len(where) >= depth and where[: depth - 1] == path[:-1] and where[depth - 1] <= path[-1]
 
-        self._said = [said for said in self._said if not is_heard(said)]
+        self._said = [(where, parts) for where, parts in self._said if not is_heard(where)]
 
     def _is_taken(self, run: RunId) -> bool:
         return run[-1] <= self._nested.get(run[:-1], -1)
@@ -259,8 +262,10 @@ class Conversation:
                 self._work = deque(work for work in self._work if work[0] != self._left)
                 self._note_cancel()
             elif isinstance(record, messages.Serving):
-                for said in (*self._said, *self._asked):
-                    self.link.send_server(said)
+                for _, parts in self._said:
+                    self.link.send_server_parts(parts)
+                for asked in self._asked:
+                    self.link.send_server(asked)
         elif sender[:1] == b"c" and isinstance(record, messages.Cancel):
             self._cancelled = (sender, record)
             self._note_cancel()

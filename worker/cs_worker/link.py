@@ -22,7 +22,7 @@ import zmq
 
 from central_storage.lifeline import Lifeline
 from cs_proto import messages
-from cs_proto.codec import BULK_LIMITS, decode, encode
+from cs_proto.codec import BULK_LIMITS, Decoder, encode
 from cs_proto.errors import ConfigurationError, ContextError, PeerProtocolError, ShutdownError
 from cs_proto.mailbox import Mailboxes, Patience
 from cs_proto.moments import moments
@@ -75,6 +75,7 @@ class Link:
         self._mail: Mailboxes[bytes] = Mailboxes(
             self._poller, threading.Lock(), Patience(_PATIENCE, time.monotonic, os.sched_yield)
         )
+        self._decoder = Decoder(BULK_LIMITS)
         self._next_look = 0.0
         self._early: deque[tuple[bytes, Record]] = deque()
         self._poller.register(lifeline.fileno())
@@ -181,6 +182,10 @@ class Link:
         """Send to the server. Raises LocalProtocolError where the record is too large to travel."""
         self._send(self._server, SERVER, record)
 
+    def send_server_parts(self, parts: Sequence[Buffer]) -> None:
+        """As :meth:`send_server`, of a record that is encoded."""
+        self._post(self._server, SERVER, parts)
+
     def send_peer(self, identity: bytes, record: Record) -> None:
         """Answer a peer of the ROUTER; dropped where it has gone."""
         self._send(self._router, identity, record)
@@ -233,15 +238,17 @@ class Link:
         return socket
 
     def _send(self, socket: zmq.Socket[bytes], peer: bytes, record: Record) -> None:
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("send %.300r", record)
+        self._post(socket, peer, encode(record))
+
+    def _post(self, socket: zmq.Socket[bytes], peer: bytes, parts: Sequence[Buffer]) -> None:
         if self.is_inherited:
             raise ContextError(
                 "a process that a replica function forks is no replica; use variables, optimizers and the context in "
                 "the function itself"
             )
-        if _log.isEnabledFor(logging.DEBUG):
-            _log.debug("send %.300r", record)
         # Copied: the user's arrays behind a frame may change as soon as this returns. Large ones are in an arena.
-        parts = encode(record)
         if not self._mail.post(peer, parts):
             socket.send_multipart([peer, *parts] if socket is self._router else parts)
             self._poller.used(socket)
@@ -258,7 +265,7 @@ class Link:
 
     def _read(self, sender: bytes, parts: Sequence[Buffer]) -> tuple[bytes, Record] | None:
         try:
-            record = decode(parts, BULK_LIMITS)
+            record = self._decoder.decode(parts)
         except PeerProtocolError as error:
             _log.warning("%s: dropped a malformed message from %r: %s", self._config.name, sender, error)
             return None

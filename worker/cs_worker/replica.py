@@ -343,13 +343,14 @@ class Replica:
         shop = self._shop
         shop.device.settle()  # where that fails this process must end: what it noted is not there
         head = (self._run, self.replica, shop.config.incarnation, tuple(self._notes), self.count)
+        rest = (*self._step, shop.conversation.client)
         failpoint("worker.return")
         try:
-            shop.conversation.say(messages.Return(*head, value, error, *self._step, shop.conversation.client))
+            shop.conversation.say(self._run, messages.Return, *head, value, error, *rest)
         except LocalProtocolError as refused:
             too_large = ResultError(f"the result of the replica function is too large to travel: {refused}")
             failed = error_of(too_large, self.replica, self.count)
-            shop.conversation.say(messages.Return(*head, None, failed, *self._step, shop.conversation.client))
+            shop.conversation.say(self._run, messages.Return, *head, None, failed, *rest)
         failpoint("worker.returned")
 
     # --- how it is done -----------------------------------------------------------------------------------------

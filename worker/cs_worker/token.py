@@ -98,10 +98,10 @@ class TokenController:
         self._tokens.append(_HeldToken(token, seed))
         try:
             values = self._call(token, function)
-            self._conversation.say(messages.MergeCallReturn(token.run, token.k, values, None))
+            self._conversation.say((*token.run, token.k), messages.MergeCallReturn, token.run, token.k, values, None)
         except BaseException as error:
             failure = raised_error(error, self._config.replica, token.k, self._arena)
-            self._conversation.say(messages.MergeCallReturn(token.run, token.k, (), failure))
+            self._conversation.say((*token.run, token.k), messages.MergeCallReturn, token.run, token.k, (), failure)
             raise
         finally:
             self._tokens.pop()
