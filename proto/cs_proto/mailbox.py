@@ -175,7 +175,7 @@ class Mailbox:
     """One end of a mailbox. Used by one thread."""
 
     def __init__(
-        self, number: int, memory: memoryview, doorbells: Sequence[int], fence: Fence, *, is_maker: bool, spins: bool
+        self, number: int, memory: memoryview, doorbells: Sequence[int], *, is_maker: bool, spins: bool
     ) -> None:
         """``memory`` has :data:`NBYTES`; ``doorbells`` are the maker's and the opener's eventfds, which do not block
         and are owned from here on."""
@@ -188,7 +188,6 @@ class Mailbox:
         self._in, self._out = Incoming(rings[not is_maker]), Outgoing(rings[is_maker])
         self._words = self._in.words
         self._own, self._other = (here, there) if is_maker else (there, here)
-        self._fence = fence
         self._sent = 0
         self._came = 1  # the Offer to who opens it, or the Taken to who made it
         self._must_wait = False  # what is posted next, for what was sent elsewhere before it
@@ -198,16 +197,15 @@ class Mailbox:
         return self._own
 
     def post(self, parts: Sequence[Buffer]) -> bool:
-        """Send a message. False where it has to go elsewhere, as the first does; then :meth:`sent_elsewhere` has to be
-        called."""
-        if not self._sent or not self._out.post(parts, self._sent):
-            return False
-        with self._fence:
-            pass
-        if self._out.words[_SLEEPS]:
+        """Send a message, of which :meth:`ring` tells. False where it has to go elsewhere, as the first does; then
+        :meth:`sent_elsewhere` has to be called."""
+        return bool(self._sent) and self._out.post(parts, self._sent)
+
+    def ring(self) -> None:
+        """Wake the reader of what was posted, where it sleeps. A fence must come before."""
+        if self._out.words[_SLEEPS] and self._other >= 0:
             self.rung += 1
             os.eventfd_write(self._other, 1)
-        return True
 
     def sent_elsewhere(self) -> None:
         """A message was sent that was not posted."""
@@ -299,11 +297,14 @@ class Registrar(Protocol):
 class Mailboxes(Generic[K]):
     """The mailboxes of one process, by who is at the other end, with what came over ZeroMQ in between."""
 
-    def __init__(self, poller: Registrar, fence: Fence, patience: Patience) -> None:
-        """Doorbells are registered with ``poller``."""
+    def __init__(self, poller: Registrar, fence: Fence, patience: Patience, *, rings_late: bool = False) -> None:
+        """Doorbells are registered with ``poller``. With ``rings_late`` the owner calls :meth:`ring` for what it has
+        posted: whom it wakes may take its processor at once, before others have what is for them."""
         self._poller = poller
         self._fence = fence
         self._patience = patience
+        self._rings_late = rings_late
+        self._unrung: list[Mailbox] = []
         self._boxes: dict[K, Mailbox] = {}
         self._offered: dict[K, Mailbox] = {}
         self._due: deque[tuple[K, Sequence[Buffer]]] = deque()
@@ -370,7 +371,7 @@ class Mailboxes(Generic[K]):
             for doorbell in doorbells:
                 os.close(doorbell)
             return f"its memory cannot be mapped ({error.strerror})"
-        return Mailbox(mailbox.mailbox, mapping.memory, doorbells, self._fence, is_maker=is_maker, spins=mailbox.spins)
+        return Mailbox(mailbox.mailbox, mapping.memory, doorbells, is_maker=is_maker, spins=mailbox.spins)
 
     def _add(self, peer: K, box: Mailbox) -> None:
         """What is left in the mailbox with ``peer`` before this one has come, too."""
@@ -414,7 +415,19 @@ class Mailboxes(Generic[K]):
         if box is None or peer in self._offered or not box.post(parts):
             return False
         self.posted += 1
+        self._unrung.append(box)
+        if not self._rings_late:
+            self.ring()
         return True
+
+    def ring(self) -> None:
+        """Wake whoever sleeps of those to whom something was posted since the last time."""
+        if self._unrung:
+            with self._fence:
+                pass
+            for box in self._unrung:
+                box.ring()
+            self._unrung.clear()
 
     def sent(self, peer: K) -> None:
         """A message went to ``peer`` over ZeroMQ."""

@@ -255,7 +255,8 @@ class PlainSteps:
         run = returns[0].run
         commands: list[Command] = []
         if ground.series:
-            commands += [Send(peer, StepFinished(run, False)) for peer, _ in ground.workers]
+            finished = StepFinished(run, False)
+            commands += [Send(peer, finished) for peer, _ in ground.workers]
         values = tuple([record.value for record in returns if record.value is not None])
         commands.append(Send(ground.controller, RunFinished(run, values, None, len(ground.sets))))
         return commands

@@ -264,8 +264,10 @@ class Service:
         self._poller.register(segments.fileno())
         self._poller.register(wake)
         self._mail: Mailboxes[bytes] = Mailboxes(
-            self._poller, threading.Lock(), Patience(_PATIENCE, time.monotonic, os.sched_yield)
+            self._poller, threading.Lock(), Patience(_PATIENCE, time.monotonic, os.sched_yield), rings_late=True
         )
+        # What was sent last, and may be for others too: who is to be woken by it is not woken before all have it.
+        self._sent: tuple[Record, list[Buffer]] | None = None
         self._next_look = 0.0
         self._decoder = Decoder()
 
@@ -316,6 +318,7 @@ class Service:
         What a peer sent wrongly is refused here and now, and is no event. Raises ShutdownError where the supervisor is
         gone.
         """
+        self._ring()
         is_there = self._segments.has_kept or self._mail.is_there()
         ready: set[int | zmq.Socket[bytes]] = set()
         if not is_there or time.monotonic() >= self._next_look:
@@ -423,6 +426,8 @@ class Service:
         """Carry out ``commands`` in order; what the engine is to be told of their outcome."""
         outcomes: list[Event] = []
         for command in commands:
+            if type(command) is not Send:
+                self._ring()  # it may take long
             match command:
                 case Send(peer, record, inline):
                     if self._gpu and isinstance(record, Slots):
@@ -468,6 +473,7 @@ class Service:
                         self._gpu.load_kernel(rule, dtype)
                 case Log(text, slow):
                     _log.log(logging.WARNING if slow else logging.INFO, "%s", text)
+        self._ring()
         return outcomes
 
     def _allocate(self, command: Allocate) -> None:
@@ -526,7 +532,10 @@ class Service:
     def _transmit(self, peer: bytes, record: Record) -> None:
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("to %r: %.300r", peer, record)
-        parts = encode(record, BULK_LIMITS)
+        if self._sent is None or self._sent[0] is not record:
+            self._ring()
+            self._sent = record, encode(record, BULK_LIMITS)
+        parts = self._sent[1]
         if not self._mail.post(peer, parts):
             self._poller.used(self._router)
             try:
@@ -538,6 +547,10 @@ class Service:
             else:
                 self._mail.sent(peer)
         _moment("sent")
+
+    def _ring(self) -> None:
+        self._mail.ring()
+        self._sent = None
 
     def _inlined(self, record: Record) -> Record:
         """``record`` with the bytes of its arrays in frames."""

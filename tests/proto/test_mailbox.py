@@ -170,11 +170,12 @@ class Fence:
 class Ends:
     """Both ends of a mailbox with a socket beside it, in one process."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, rings_late: bool = False) -> None:
+        """``rings_late`` is of the end here."""
         self.poller = select.poll()
         self.fence, self.other_fence = Fence(), Fence()
         patience = Patience(0, lambda: 0, lambda: None)
-        self.here: Mailboxes[str] = Mailboxes(self.poller, self.fence, patience)
+        self.here: Mailboxes[str] = Mailboxes(self.poller, self.fence, patience, rings_late=rings_late)
         self.there: Mailboxes[str] = Mailboxes(self.poller, self.other_fence, patience)
 
     def offer(self, number: int = 7) -> tuple[messages.Offer | None, list[int]]:
@@ -341,6 +342,35 @@ def test_the_doorbell_is_rung_for_who_sleeps_and_for_nobody_else(ends: Ends) -> 
     assert not ends.poller.poll(0)
     assert ends.here.post("there", [b"4"])
     assert not ends.poller.poll(0)
+
+
+def test_who_rings_late_wakes_nobody_before_it_says_so_and_then_whoever_still_sleeps() -> None:
+    ends = Ends(rings_late=True)
+    try:
+        ends.shake_hands()
+        assert not ends.there.is_there()
+        assert ends.here.post("there", [b"1"])
+        assert ends.there._look()
+        assert not ends.poller.poll(0)
+        ends.here.ring()
+        assert ends.poller.poll(0)
+        ends.there.awake(dict(ends.poller.poll(0)))
+        assert ends.there.take() == ("here", [b"1"])
+        ends.here.ring()  # nothing was posted since
+        assert not ends.there.is_there()
+        ends.here.ring()
+        assert ends.here.post("there", [b"2"])
+        ends.there.awake({})
+        ends.here.ring()  # it has looked meanwhile
+        assert not ends.poller.poll(0)
+        assert ends.there.take() == ("here", [b"2"])
+        assert not ends.there.is_there()
+        assert ends.here.post("there", [b"3"])
+        ends.here.forget("there")
+        ends.here.ring()  # its mailbox is gone
+        assert not ends.poller.poll(0)
+    finally:
+        ends.close()
 
 
 def test_who_is_to_be_quiet_wakes_nobody_and_is_heard_with_what_comes_next(ends: Ends) -> None:
