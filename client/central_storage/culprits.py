@@ -27,6 +27,7 @@ from types import (
 )
 from typing import Any
 
+from cs_proto.frozen import frozen
 from cs_proto.records import shown
 
 from .handles import Handle
@@ -78,7 +79,7 @@ _ELSEWHERE = {
 _FALLBACK = "make it inside the function, or pass plain data instead"
 
 
-@dataclass(frozen=True)
+@frozen
 class Culprit:
     """What cannot be sent. ``where`` says how it is reached, ``sentence`` the whole story."""
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import optree
 
 from cs_proto.errors import InvalidArgumentError, NotADatasetError
+from cs_proto.frozen import frozen, with_changes
 
 from . import streams
 from .specs import TensorSpec, joined, observed, zeros
@@ -29,7 +29,7 @@ INFINITE_CARDINALITY = -1
 UNKNOWN_CARDINALITY = -2
 
 
-@dataclass(frozen=True)
+@frozen
 class Plan:
     """How the elements of a data set come about."""
 
@@ -327,7 +327,7 @@ class Dataset:
 
     def _pick(self, stream: Iterable[Any], count: int) -> Dataset:
         """The same kind of elements in ``stream``'s order, as row numbers while they are that."""
-        return Dataset(replace(self.plan, stream=stream, count=count))
+        return Dataset(with_changes(self.plan, stream=stream, count=count))
 
     def _derive(
         self,

@@ -13,12 +13,12 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Literal, Protocol
 
 from cs_proto.errors import LaunchError, ReplicaError, ReplicaLostError, ShutdownError
+from cs_proto.frozen import fields_of, frozen
 from cs_proto.messages import Died, Worker
 
 __all__ = ["ENVIRONMENT", "Failure", "Kind", "Known", "died_failure", "note_uncaught", "read", "write"]
@@ -34,7 +34,7 @@ _TEXT_LENGTH = 16_384
 Kind = Literal["death", "exception", "start", "usage"]
 
 
-@dataclass(frozen=True)
+@frozen
 class Failure:
     """What went wrong first."""
 
@@ -96,7 +96,7 @@ def write(path: str, failure: Failure, exit_code: int) -> None:
     record = {
         "format": _FORMAT,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        **asdict(failure),
+        **vars(failure),
         **texts,
         "exit_code": exit_code,
     }
@@ -117,7 +117,7 @@ def read(path: str) -> Failure | None:
     try:
         with open(path, encoding="utf-8") as file:
             record = json.load(file)
-        return Failure(**{name: record[name] for name in Failure.__dataclass_fields__})
+        return Failure(**{name: record[name] for name in fields_of(Failure)})
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

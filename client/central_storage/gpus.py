@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from cs_proto.errors import DeviceError
+from cs_proto.frozen import frozen
 from cs_proto.gpus import driver_directory
 
 __all__ = ["Gpu", "gpu_count", "shown", "user_visible", "visible_gpus"]
@@ -20,7 +20,7 @@ __all__ = ["Gpu", "gpu_count", "shown", "user_visible", "visible_gpus"]
 _DEVICES = Path("/dev")
 
 
-@dataclass(frozen=True)
+@frozen
 class Gpu:
     """A GPU that CUDA shows: its ``entry`` in CUDA_VISIBLE_DEVICES; where they are known its UUID, PCI address and
     ``minor``, the number of its device file."""
@@ -90,7 +90,7 @@ def shown(device: str, gpus: Sequence[Gpu]) -> dict[str, str]:
     }
 
 
-@dataclass(frozen=True)
+@frozen
 class _Known:
     address: str
     uuid: str

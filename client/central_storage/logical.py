@@ -11,13 +11,13 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from cs_proto.errors import InvalidArgumentError
+from cs_proto.frozen import frozen
 
 from .values import convert_to_tensor
 
@@ -27,7 +27,7 @@ __all__ = ["LogicalTensor", "Piece", "Place", "assign", "replicate", "split"]
 Place = Callable[[Any, str], Any]
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Piece:
     """The part ``where`` (one slice per axis) of an array, as an array on ``device`` (a full name)."""
 

@@ -12,7 +12,6 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -30,6 +29,7 @@ from cs_proto.errors import (
     ShutdownError,
     replica_exception_class,
 )
+from cs_proto.frozen import frozen
 from cs_proto.records import Record
 from cs_proto.segments import frame_view
 
@@ -60,7 +60,7 @@ def connect(address: str | None = None, timeout: float = 10.0) -> Observer:
     return Observer(Session(address, timeout))
 
 
-@dataclass(frozen=True)
+@frozen
 class Question(Generic[T]):
     """What to send, and what the answer to it means."""
 

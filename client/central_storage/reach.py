@@ -14,10 +14,11 @@ import sys
 import sysconfig
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
+
+from cs_proto.frozen import frozen
 
 __all__ = ["Reads", "is_importable", "is_users", "reads_of", "submodules"]
 
@@ -57,7 +58,7 @@ def is_importable(thing: Any) -> bool:
     return found is thing
 
 
-@dataclass(frozen=True)
+@frozen
 class Reads:
     """The names that a code object and those nested in it read.
 

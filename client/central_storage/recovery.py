@@ -6,9 +6,8 @@ the server act on it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from cs_proto.errors import ConfigurationError
+from cs_proto.frozen import frozen
 
 __all__ = ["Recovery"]
 
@@ -16,7 +15,7 @@ _MOST_RESTARTS = 1_000_000
 _LONGEST_STEP = 1e6
 
 
-@dataclass(frozen=True)
+@frozen
 class Recovery:
     """``max_restarts``: how often, in all, processes of the service are started again. ``server_recovery``: the server
     is one of them. ``step_timeout``: a replica that others, or the script, wait for is killed and started again when

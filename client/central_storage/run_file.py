@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+
+from cs_proto.frozen import frozen
 
 __all__ = ["RunFile"]
 
@@ -17,7 +18,7 @@ _NAME = "run"
 _DRAFT = "run.draft"
 
 
-@dataclass(frozen=True)
+@frozen
 class RunFile:
     """``run`` tells apart the runs that lie in one directory one after the other. ``return_timeout`` (seconds): how
     long those who were connected wait for the next supervisor. ``server`` and ``workers`` are the incarnations that
@@ -47,7 +48,7 @@ class RunFile:
         """Put it there, whole or not at all. Raises OSError."""
         draft = os.path.join(directory, _DRAFT)
         with open(draft, "w", encoding="utf-8") as file:
-            json.dump(asdict(self), file)
+            json.dump(vars(self), file)
         os.replace(draft, os.path.join(directory, _NAME))
 
     @staticmethod

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from cs_proto.arrays import dtype_name
 from cs_proto.errors import CheckpointError, CheckpointMismatchError, ContextError, InvalidArgumentError
+from cs_proto.frozen import frozen
 
 from .averages import ExponentialMovingAverage
 from .backend import Strategy
@@ -107,7 +108,7 @@ class Status:
             _log.warning("%s: %s", self.path, _difference(self.missing, self.unused))
 
 
-@dataclass(frozen=True)
+@frozen
 class _Entry:
     """An array of an object: what it is, and how it is read and set."""
 

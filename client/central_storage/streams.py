@@ -16,6 +16,7 @@ import numpy as np
 import optree
 
 from cs_proto.errors import InvalidArgumentError
+from cs_proto.frozen import frozen
 
 from .ahead import ReadAhead
 from .specs import TensorSpec
@@ -46,7 +47,7 @@ __all__ = [
 Stream = Iterable[Any]
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Sliced:
     """``source[start:stop:step]``."""
 
@@ -59,7 +60,7 @@ class Sliced:
         return itertools.islice(self.source, self.start, self.stop, self.step)
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Repeated:
     """``source`` so many times; without end where ``times`` is None."""
 
@@ -122,7 +123,7 @@ class Cached:
         self.kept[:] = [tuple(seen)]
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Prefetched:
     """``source``, its next ``size`` items computed ahead by one thread, which ends with the iteration."""
 
@@ -133,7 +134,7 @@ class Prefetched:
         return ReadAhead(iter(self.source), self.size)
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Mapped:
     """``function`` of every item, with what it returns made an element."""
 
@@ -144,7 +145,7 @@ class Mapped:
         return (as_element(self.function(item)) for item in self.source)
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Filtered:
     """The items for which ``predicate`` gives one true bool."""
 
@@ -160,7 +161,7 @@ class Filtered:
                 yield item
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Generated:
     """What ``generator(*arguments)`` yields, checked against ``signature`` (a nest of TensorSpec) if there is one.
 
@@ -188,7 +189,7 @@ class Generated:
         return treespec.unflatten(map(_fitted, leaves, specs))
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Zipped:
     """Nests of one item of each of ``sources``, put together by ``treespec``, as long as all have one."""
 
@@ -199,7 +200,7 @@ class Zipped:
         return (self.treespec.unflatten(items) for items in zip(*self.sources, strict=False))
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Chained:
     """The items of each of ``sources``, one after the other."""
 
@@ -209,7 +210,7 @@ class Chained:
         return itertools.chain.from_iterable(self.sources)
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Numbered:
     """Pairs of an int64 number, counted from ``start``, and an item."""
 
@@ -220,7 +221,7 @@ class Numbered:
         return ((np.int64(number), item) for number, item in enumerate(self.source, self.start))
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Stacked:
     """``size`` elements at a time, stacked one by one: the batch of whatever elements."""
 
@@ -232,7 +233,7 @@ class Stacked:
         return map(stack, _groups(self.source, self.size, self.drop_remainder))
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Indexed:
     """The rows of ``table`` that ``source`` names, ``size`` at a time, each batch by one look-up an array."""
 
@@ -248,7 +249,7 @@ class Indexed:
             yield treespec.unflatten([_frozen(leaf[index]) for leaf in leaves])
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Unbatched:
     """The rows of every element, one by one."""
 

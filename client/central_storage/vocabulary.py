@@ -11,7 +11,6 @@ one thing apart: an exception class of the user's that this process already has 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import sys
 import traceback
@@ -31,6 +30,7 @@ from cs_proto.errors import (
 )
 from cs_proto.failures import error_of
 from cs_proto.messages import Error, Value
+from cs_proto.records import replace
 
 from .arrivals import class_named
 from .bodies import Place, Resolve, View, read_body, write_body
@@ -72,7 +72,7 @@ def to_error(exc: BaseException, replica: int, merge_index: int, place: Place) -
         arguments = reduced[1]  # with the names of files, which args leaves out
     error = error_of(exc, replica, merge_index, _traceback(exc))
     if _is_data(arguments):
-        error = dataclasses.replace(error, exception=code_of(type(exc)))
+        error = replace(error, exception=code_of(type(exc)))
     else:
         arguments = (error.message,)
     attributes = {name: value for name, value in vars(exc).items() if name[:2] != "__" and _is_data({name: value})}
@@ -80,7 +80,7 @@ def to_error(exc: BaseException, replica: int, merge_index: int, place: Place) -
         value = to_value((arguments, attributes), place)
     except MemoryPlanError:  # large arrays as arguments: no room for them must not hide what happened
         value = to_value(((error.message,), {}), array_of)
-    return dataclasses.replace(error, arguments=value)
+    return replace(error, arguments=value)
 
 
 def to_exception(error: Error, view: View, resolve: Resolve) -> BaseException:

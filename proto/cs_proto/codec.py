@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
 import msgpack
 
 from .errors import LocalProtocolError, PeerProtocolError
+from .frozen import fields_of, frozen
 from .messages import ApplyPoint, Return, Run, Value  # the module fills the table of records
 from .records import Buffer, Frame, Frames, Record, altered, from_wire, shown
 
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
+@frozen
 class Limits:
     """What a receiver accepts. Sizes are bytes.
 
@@ -147,7 +147,7 @@ def decode(parts: Sequence[Buffer], limits: Limits = LIMITS) -> Record:
 
 # What a message begins with when it is of a run of the client, up to the number of that; and by the first byte of the
 # number how many more it has, where that is not too large for a run.
-_BEGINNINGS = {bytes([0x91 + len(fields(kind)), kind.code, 0x91]): kind for kind in (Return, Run)}
+_BEGINNINGS = {bytes([0x91 + len(fields_of(kind)), kind.code, 0x91]): kind for kind in (Return, Run)}
 _NUMBER_NBYTES = dict.fromkeys(range(128), 0) | {0xCC + power: 1 << power for power in range(3)}
 # How bytes begin of which there are up to 255, or up to 65535.
 _BYTES, _MORE_BYTES = 0xC4, 0xC5

@@ -24,7 +24,8 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+
+from .frozen import frozen
 
 __all__ = ["FAILPOINTS", "SABOTAGES", "FailpointError", "failpoint", "failpoints_of", "sabotaged", "sabotages_of"]
 
@@ -66,7 +67,7 @@ class FailpointError(Exception):
     """What the action ``raise`` raises."""
 
 
-@dataclass(frozen=True)
+@frozen
 class _Item:
     text: str
     name: str

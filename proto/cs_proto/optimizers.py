@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from .errors import InvalidArgumentError
+from .frozen import frozen
 
 __all__ = ["CLIPS", "OPTIMIZERS", "SHARED", "SLOTS", "Hyperparameters", "check", "check_change", "is_flag", "rule_of"]
 
@@ -20,7 +20,7 @@ Hyperparameters: TypeAlias = Mapping[str, float]
 """Name to finite number; a flag such as ``amsgrad`` is True or False, or 1.0 or 0.0 as messages carry it."""
 
 
-@dataclass(frozen=True)
+@frozen
 class _Number:
     """The finite numbers from low to high; `open_end` leaves high itself out."""
 
@@ -45,7 +45,7 @@ class _Number:
         return f"a number in [{self.low:g}, {self.high:g}{')' if self.open_end else ']'}"
 
 
-@dataclass(frozen=True)
+@frozen
 class _Flag:
     """True or False; also 1 or 0."""
 
@@ -56,7 +56,7 @@ class _Flag:
         return "True or False"
 
 
-@dataclass(frozen=True)
+@frozen
 class _Optimizer:
     """What an optimizer takes, and the name of the rule it follows then."""
 

@@ -19,10 +19,10 @@ import reprlib
 import types
 import typing
 from collections.abc import Callable, Sequence
-from dataclasses import FrozenInstanceError, dataclass, fields
 from typing import Any, ClassVar, Literal, TypeVar, Union, dataclass_transform
 
 from .errors import LocalProtocolError
+from .frozen import fields_of, frozen, name_fields, refuse_change, refuse_deletion
 
 __all__ = ["RECORDS", "Buffer", "Frame", "Frames", "Record", "altered", "from_wire", "record", "replace", "shown"]
 
@@ -35,11 +35,17 @@ RECORDS: dict[int, type[Record]] = {}
 _INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1
 
 
-@dataclass(frozen=True, slots=True)
 class Frame:
     """Bulk bytes that travel as a message part of their own. Equal when the bytes are."""
 
+    __slots__ = ("data",)
     data: Buffer
+
+    def __init__(self, data: Buffer) -> None:
+        object.__setattr__(self, "data", data)
+
+    __setattr__ = refuse_change
+    __delattr__ = refuse_deletion
 
     @property
     def nbytes(self) -> int:
@@ -79,11 +85,8 @@ class Record:
         ``{"frame": number}``, their bytes appended to ``frames``."""
         raise NotImplementedError
 
-    def __setattr__(self, name: str, value: object) -> typing.NoReturn:
-        raise FrozenInstanceError(f"cannot assign to field {name!r}")
-
-    def __delattr__(self, name: str) -> typing.NoReturn:
-        raise FrozenInstanceError(f"cannot delete field {name!r}")
+    __setattr__ = refuse_change
+    __delattr__ = refuse_deletion
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and self.__dict__ == other.__dict__
@@ -114,11 +117,11 @@ def record(code: int) -> Callable[[type[R]], type[R]]:
             raise LocalProtocolError(f"code {code} of {cls.__name__} is not between 1 and 255")
         if code in RECORDS:
             raise LocalProtocolError(f"code {code} is taken by {RECORDS[code].__name__}")
-        made = dataclass(init=False, repr=False, eq=False)(cls)  # those are the base's
-        made.code = code
-        _compile_at_first_use(made)
-        RECORDS[code] = made
-        return made
+        name_fields(cls)
+        cls.code = code
+        _compile_at_first_use(cls)
+        RECORDS[code] = cls
+        return cls
 
     return build
 
@@ -168,8 +171,8 @@ def _compile(cls: type[Record]) -> None:
     hints = typing.get_type_hints(cls)
     known: dict[str, Any] = {"_cls": cls, "_wrong": _wrong, "_wrong_length": _wrong_length, "_nothing": ()}
     parameters, checks, stores, written, read = [], [], [], [str(cls.code)], []
-    for number, field in enumerate(fields(cls)):  # type: ignore[arg-type]
-        name, kind = field.name, _type_of(hints[field.name])  # no name begins with _
+    for number, name in enumerate(fields_of(cls)):
+        kind = _type_of(hints[name])  # no name begins with _
         known |= {f"t_{name}": kind, f"c_{name}": kind.classes, f"h_{name}": kind.holds}
         known |= {f"w_{name}": kind.write, f"r_{name}": kind.read}
         has_default = hasattr(cls, name)
@@ -200,7 +203,7 @@ def _compile(cls: type[Record]) -> None:
 def _compile_values(cls: type[Record]) -> None:
     """Give a class its ``wire_of``."""
     hints = typing.get_type_hints(cls)
-    kinds = {field.name: _type_of(hints[field.name]) for field in fields(cls)}  # type: ignore[arg-type]
+    kinds = {name: _type_of(hints[name]) for name in fields_of(cls)}
     known: dict[str, Any] = {f"_w_{name}": kind.write for name, kind in kinds.items()}
     parameters = [f"_{name}" for name in kinds]
     written = [str(cls.code), *(kind.written(f"_{name}", f"_w_{name}") for name, kind in kinds.items())]
@@ -261,7 +264,7 @@ _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxtuple, _SHORT.maxlist = 3, 80, 80, 8, 8
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(eq=False)
 class _Type:
     """One field type. A value is of it when its class is one of ``classes`` or when it ``holds``; ``read`` turns what
     msgpack read into such a value where that differs, and leaves what does not fit as it is; ``write`` turns a value

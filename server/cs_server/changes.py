@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from cs_proto.frozen import frozen
 from cs_proto.ranges import merged
 
 from .updates import Array
@@ -19,7 +19,7 @@ _SHORT_ROW_NBYTES = 32
 _MANY_ROWS = 4
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Change:
     """Elements of a segment: ``width`` from ``first`` on or, of the table that begins there, the ``rows``."""
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
+from cs_proto.frozen import frozen
 from cs_proto.optimizers import CLIPS, Hyperparameters
 
 from .updates import Array
@@ -19,7 +19,7 @@ from .updates import Array
 __all__ = ["Clipping", "square_of"]
 
 
-@dataclass(frozen=True)
+@frozen
 class Clipping:
     """The bounds of one optimizer; None where there is none."""
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 
 from cs_proto.errors import ConfigurationError, DeviceError
+from cs_proto.frozen import frozen
 
 __all__ = ["ServerConfig"]
 
@@ -20,7 +20,7 @@ _DEVICE = re.compile(r"(cpu|gpu):(0|[1-9][0-9]{0,3})")
 _MAX_REPLICAS = 1024
 
 
-@dataclass(frozen=True)
+@frozen
 class ServerConfig:
     """Where the run lives, what the server serves, and the machine it runs on.
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from cs_proto import segments
+from cs_proto.frozen import frozen, with_changes
 from cs_proto.optimizers import Hyperparameters
 
 from .arithmetic import Memory
@@ -38,7 +38,7 @@ _LAUNCH = 2048
 _REMEMBERED = 64
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class _Gradient:
     """The gradient of one replica, 1-D. ``segment``: it lies on the GPU, under that name; ``is_locked``: a kernel reads
     it in the machine's memory."""
@@ -107,7 +107,7 @@ class DeviceUpdates:
         norm = math.sqrt(sum(of_others))
         kept = tuple(pair for pair in operation.hyperparameters if pair[0] != "global_clipnorm")
         bound = (("global_clipnorm", factor * norm),) if factor != 1 and norm else ()
-        return here, [replace(there[0], hyperparameters=(*kept, *bound))], factor
+        return here, [with_changes(there[0], hyperparameters=(*kept, *bound))], factor
 
     def _totals(self, part: Apply, clipping: Clipping) -> Iterator[np.ndarray]:
         """The summed gradients of variables that do not lie on the GPU."""
@@ -212,7 +212,7 @@ class DeviceUpdates:
         of_variable = whole if rule.moves == "all" and not only_named else changed
         of_slots = changed if only_named else whole
         yield of_variable, rows.dtype, mark
-        yield from ((replace(of_slots, segment=name), rows.dtype, mark) for name in rows.slots)
+        yield from ((with_changes(of_slots, segment=name), rows.dtype, mark) for name in rows.slots)
 
     def _update(
         self,
@@ -300,7 +300,7 @@ def _part(operation: Apply, is_wanted: Callable[[str], bool]) -> list[Apply]:
     """What of an update concerns the dtypes that are wanted; none where nothing does."""
     dense = tuple(part for part in operation.dense if is_wanted(part.dtype))
     sparse = tuple(part for part in operation.sparse if is_wanted(part.dtype))
-    return [replace(operation, dense=dense, sparse=sparse)] if dense or sparse else []
+    return [with_changes(operation, dense=dense, sparse=sparse)] if dense or sparse else []
 
 
 def _which_range(part: Dense, pieces: Pieces) -> np.ndarray:

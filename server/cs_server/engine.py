@@ -10,12 +10,10 @@ another server), and a commit that ends is ended once more, with the same answer
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
-
 from cs_proto.arrays import Location
 from cs_proto.errors import CentralStorageError, PeerProtocolError
 from cs_proto.failures import error_of
+from cs_proto.frozen import frozen, with_changes
 from cs_proto.messages import (
     Ask,
     Assign,
@@ -83,7 +81,7 @@ __all__ = ["Config", "Engine"]
 _HEARD_TWICE = (RunFinished, StepFinished)
 
 
-@dataclass(frozen=True)
+@frozen
 class Config:
     """What does not change while a server runs: ``machine_nbytes`` is the memory of the machine, from which the slabs'
     address ranges follow; ``started`` the time, on the clock of ``now``, at which the server began. A replica for which
@@ -141,11 +139,11 @@ class Engine:
         except CentralStorageError as error:
             instead = self._instead(event, error)
         try:
-            return self._attempt(dataclasses.replace(asked, event=instead), now)
+            return self._attempt(with_changes(asked, event=instead), now)
         except CentralStorageError as error:
             if not isinstance(event, Received) or isinstance(instead, _Refusal):
                 raise
-            return self._attempt(dataclasses.replace(asked, event=_refused(event, error)), now)
+            return self._attempt(with_changes(asked, event=_refused(event, error)), now)
 
     def resume(self) -> list[Command]:
         """What a server that was restarted has to do first: segments opened, and what was under way done again."""
@@ -358,7 +356,7 @@ class Engine:
             self._requests.done(job)
 
 
-@dataclass(frozen=True)
+@frozen
 class _Refusal:
     """In the place of a message that is not acted on."""
 

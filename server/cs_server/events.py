@@ -7,40 +7,49 @@ here opens, waits or computes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from cs_proto.arrays import Array
+from cs_proto.frozen import frozen
 from cs_proto.messages import Died, Error, ReduceOpName, WriteOp
 from cs_proto.records import Buffer, Record
 
 # --- events ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@frozen
 class Received:
     """A record came from the peer with this routing identity; in these ``parts``, where they are at hand."""
 
     peer: bytes
     record: Record
-    parts: Sequence[Buffer] = field(default=(), compare=False, repr=False)
+    parts: Sequence[Buffer] = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Received) and (self.peer, self.record) == (other.peer, other.record)
+
+    def __hash__(self) -> int:
+        return hash((self.peer, self.record))
+
+    def __repr__(self) -> str:
+        return f"Received(peer={self.peer!r}, record={self.record!r})"
 
 
-@dataclass(frozen=True)
+@frozen
 class ProcessDied:
     """The supervisor says that a worker is gone."""
 
     died: Died
 
 
-@dataclass(frozen=True)
+@frozen
 class ClientLeft:
     """The supervisor says that a controller is gone."""
 
     client: str
 
 
-@dataclass(frozen=True)
+@frozen
 class MemoryAvailable:
     """Bytes that may still be touched, of the machine's memory and of the GPU where variables lie (-1: they lie on
     none); told before every record that could plan memory."""
@@ -49,7 +58,7 @@ class MemoryAvailable:
     device_nbytes: int = -1
 
 
-@dataclass(frozen=True)
+@frozen
 class Computed:
     """The arithmetic of a :class:`Compute` command is done; its arrays lie in frames or in the server's arena."""
 
@@ -58,7 +67,7 @@ class Computed:
     error: Error | None
 
 
-@dataclass(frozen=True)
+@frozen
 class Reserved:
     """``event`` again, which needs something: what of it there is by now, and what was refused, why."""
 
@@ -67,14 +76,14 @@ class Reserved:
     refused: tuple[tuple[Needed, Error], ...] = ()
 
 
-@dataclass(frozen=True)
+@frozen
 class Finished:
     """A :class:`Commit` has been carried out whole."""
 
     ticket: int
 
 
-@dataclass(frozen=True)
+@frozen
 class Fingerprinted:
     """What :class:`Fingerprint` asked for: equal for equal bytes."""
 
@@ -82,12 +91,12 @@ class Fingerprinted:
     digest: bytes
 
 
-@dataclass(frozen=True)
+@frozen
 class Tick:
     """Time passes. Once a second, so that waits can be named."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Listening:
     """From now on peers are heard; what they said to a server before this one may not have been."""
 
@@ -108,7 +117,7 @@ Event = (
 # --- commands -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@frozen
 class Send:
     """Send a record. ``inline``: arrays that lie in segments are copied into frames first."""
 
@@ -117,7 +126,7 @@ class Send:
     inline: bool = False
 
 
-@dataclass(frozen=True)
+@frozen
 class Allocate:
     """Have the supervisor make a segment where it does not exist; make bytes ``start`` to ``stop`` present, or only
     sure to find memory when they are touched (``is_lazy``)."""
@@ -130,7 +139,7 @@ class Allocate:
     is_lazy: bool = False
 
 
-@dataclass(frozen=True)
+@frozen
 class LoadKernel:
     """Have the GPU ready to update variables of ``dtype`` by ``rule``: the commits that do it load nothing any more."""
 
@@ -142,7 +151,7 @@ Needed = Allocate | LoadKernel
 """What must be there before an event that needs it is acted on: a commit cannot fail for lack of it."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Reserve:
     """Carry out ``needed``, of an event of which nothing has happened yet. Answered by ``asked``, with what came of it
     added: at the first that is refused no more are tried."""
@@ -151,7 +160,7 @@ class Reserve:
     asked: Reserved
 
 
-@dataclass(frozen=True)
+@frozen
 class Compute:
     """all_reduce or all_gather: ``components[replica][leaf]``, combined leaf by leaf in replica order.
 
@@ -165,7 +174,7 @@ class Compute:
     components: tuple[tuple[Array, ...], ...]
 
 
-@dataclass(frozen=True)
+@frozen
 class Dense:
     """The part of an update that lies in one slab.
 
@@ -180,7 +189,7 @@ class Dense:
     gradients: tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@frozen
 class Rows:
     """The part of an update that a sparse gradient makes: of the variable of ``shape`` (height, elements of a row) from
     element ``first`` on; (values, indices) in replica order."""
@@ -193,7 +202,7 @@ class Rows:
     gradients: tuple[tuple[Array, Array], ...]
 
 
-@dataclass(frozen=True)
+@frozen
 class Apply:
     """One optimizer step of ``variables``. ``t`` counts this optimizer's steps from 1; the learning rate is that of
     this step."""
@@ -206,7 +215,7 @@ class Apply:
     variables: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
+@frozen
 class Write:
     """One write to one variable. ``reduce`` combines several sources in replica order first (SUM, MEAN); with one
     source it is None. A scatter writes its one source to the rows ``indices``. ``variables`` is the one variable that
@@ -220,7 +229,7 @@ class Write:
     variables: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
+@frozen
 class Fill:
     """Set elements ``first`` to ``last`` (exclusive) of a segment to a value: the start of a slot. ``is_lazy``: it is
     zero, and the memory is given back."""
@@ -233,7 +242,7 @@ class Fill:
     is_lazy: bool = False
 
 
-@dataclass(frozen=True)
+@frozen
 class Commit:
     """Change variables: every operation in order, then :class:`Finished`. Checked before; it cannot fail halfway."""
 
@@ -241,7 +250,7 @@ class Commit:
     operations: tuple[Apply | Write | Fill, ...]
 
 
-@dataclass(frozen=True)
+@frozen
 class Fingerprint:
     """A digest of what lies behind these arrays now. Answered by :class:`Fingerprinted`."""
 
@@ -249,7 +258,7 @@ class Fingerprint:
     arrays: tuple[Array, ...]
 
 
-@dataclass(frozen=True)
+@frozen
 class EndWorker:
     """Have the supervisor kill this worker, which starts it again."""
 
@@ -258,7 +267,7 @@ class EndWorker:
     reason: str
 
 
-@dataclass(frozen=True)
+@frozen
 class TraceWorker:
     """Have this worker print where its threads are."""
 
@@ -266,14 +275,14 @@ class TraceWorker:
     incarnation: int
 
 
-@dataclass(frozen=True)
+@frozen
 class Dismiss:
     """The runs of a client that has gone are given up: have its workers told."""
 
     client: str
 
 
-@dataclass(frozen=True)
+@frozen
 class Log:
     """Say a line. ``slow`` where it names a wait."""
 
@@ -281,7 +290,7 @@ class Log:
     slow: bool = False
 
 
-@dataclass(frozen=True)
+@frozen
 class Discard:
     """Give the whole pages of bytes ``start`` to ``stop`` of a segment back: nobody needs them any more."""
 
@@ -290,7 +299,7 @@ class Discard:
     stop: int
 
 
-@dataclass(frozen=True)
+@frozen
 class Load:
     """Bring bytes ``start`` to ``stop`` of a segment to the GPU where variables lie: a server before this one made them
     there, and the segment has what it left."""
@@ -300,7 +309,7 @@ class Load:
     stop: int
 
 
-@dataclass(frozen=True)
+@frozen
 class FreeResults:
     """What :class:`Compute` commands before this one brought is not needed any more."""
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
 
 import msgpack
 import numpy as np
 
 from cs_proto.errors import MemoryPlanError
+from cs_proto.frozen import frozen
 from cs_proto.segments import Mapping
 
 from .changes import Change
@@ -89,7 +89,7 @@ class Journal:
 
     def finish(self, ticket: int) -> None:
         """All is written down: the commit has happened."""
-        packed = msgpack.packb([astuple(entry) for entry in self._entries])
+        packed = msgpack.packb([tuple(vars(entry).values()) for entry in self._entries])
         place, there = self._room(len(packed))
         there[:] = np.frombuffer(packed, np.uint8)
         self._head[1:] = place, len(packed)
@@ -112,7 +112,7 @@ class Journal:
         return self._bytes[place : place + count * np.dtype(dtype).itemsize].view(dtype)
 
 
-@dataclass(frozen=True)
+@frozen
 class _Entry:
     """One change: its rows, if it has any (a place of 0: it has none), and its values lie at places of the segment."""
 

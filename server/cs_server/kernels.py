@@ -17,7 +17,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from itertools import islice, pairwise, product
@@ -27,6 +26,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from cs_proto.errors import InvalidArgumentError
+from cs_proto.frozen import frozen
 from cs_proto.optimizers import SLOTS, Hyperparameters
 from cs_server import native
 from cs_server.undo import Lane
@@ -194,7 +194,7 @@ def merge_kernel(dtype: np.dtype[Any]) -> Callable[..., int] | None:
     return _kernels.get(key)
 
 
-@dataclass(frozen=True)
+@frozen
 class Loaded:
     """How long `load` took, how many kernels it had to compile and where the code is kept (None: nowhere)."""
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+
+from cs_proto.frozen import frozen
 
 __all__ = ["PIECE", "Pieces", "contiguous", "cut", "runs", "split"]
 
@@ -14,7 +15,7 @@ __all__ = ["PIECE", "Pieces", "contiguous", "cut", "runs", "split"]
 PIECE = 1 << 13
 
 
-@dataclass(frozen=True, eq=False)
+@frozen(eq=False)
 class Pieces:
     """Work for blocks of threads, int64 [n] each: elements of a segment from ``starts`` on, so many as ``counts``;
     ``sources`` are those of the gradient, -1 where it is zero."""

@@ -13,12 +13,12 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import TypeAlias
 
 from cs_proto import codec
 from cs_proto.errors import InvalidArgumentError, PeerProtocolError
+from cs_proto.frozen import frozen
 from cs_proto.messages import ApplyPoint, Return, RunFinished, StepFinished
 
 from .catalogue import Catalogue
@@ -40,7 +40,7 @@ _MOST_AHEAD = 16
 _Set: TypeAlias = tuple[int, int, tuple[int, ...]]
 
 
-@dataclass(frozen=True)
+@frozen
 class _Ground:
     """What holds as long as nothing but plain steps of one kind is heard: who speaks, and what every step brings."""
 

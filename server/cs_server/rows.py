@@ -9,11 +9,11 @@ whose gradient is zero but for the rows that are named. A rule that moves named 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 
+from cs_proto.frozen import frozen
 from cs_proto.messages import WriteOp
 from cs_proto.optimizers import Hyperparameters
 from cs_proto.writing import write
@@ -34,7 +34,7 @@ Phase: TypeAlias = Callable[[Sequence[Piece], Callable[[Sequence[Piece], Lane], 
 """Has some work done for the pieces of each lane, by several threads."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Merged:
     """The summed gradient of a table: int64 ``rows`` [n], each once, in the order in which they were first named, and
     ``sums`` [n, elements of a row]."""

@@ -7,7 +7,6 @@ decided here. Started by the command line; ends when SIGTERM comes or the superv
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import hashlib
 import logging
@@ -18,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,6 +38,7 @@ from cs_proto.errors import (
 )
 from cs_proto.failpoints import failpoint
 from cs_proto.failures import error_of
+from cs_proto.frozen import with_changes
 from cs_proto.mailbox import Mailboxes, Patience
 from cs_proto.messages import (
     ApplyPoint,
@@ -499,9 +498,9 @@ class Service:
                 if isinstance(each, Allocate) and each.segment in self._segments:
                     self._discard(each.segment, each.start, each.stop)
                 refused = (*asked.refused, (each, error_of(error)))
-                return dataclasses.replace(asked, granted=tuple(granted), refused=refused)
+                return with_changes(asked, granted=tuple(granted), refused=refused)
             granted.append(each)
-        return dataclasses.replace(asked, granted=tuple(granted))
+        return with_changes(asked, granted=tuple(granted))
 
     def _discard(self, segment: str, start: int, stop: int) -> None:
         if self._gpu:
@@ -555,10 +554,9 @@ class Service:
     def _inlined(self, record: Record) -> Record:
         """``record`` with the bytes of its arrays in frames."""
         changed = {}
-        for field in fields(record):  # type: ignore[arg-type]  # every record is a dataclass
-            value = getattr(record, field.name)
+        for name, value in vars(record).items():
             if isinstance(value, tuple) and any(isinstance(item, Array) for item in value):
-                changed[field.name] = tuple(map(self._in_frame, value))
+                changed[name] = tuple(map(self._in_frame, value))
         return replace(record, **changed)
 
     def _in_frame(self, array: Array) -> Array:

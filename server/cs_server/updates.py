@@ -9,7 +9,6 @@ compiler. `kernels` applies the rules, `rows` those of sparse gradients; the cat
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Literal, TypeAlias
 
@@ -17,12 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cs_proto.errors import InvalidArgumentError
+from cs_proto.frozen import frozen
 from cs_proto.optimizers import SLOTS, Hyperparameters
 
 Array: TypeAlias = NDArray[Any]
 
 
-@dataclass(frozen=True)
+@frozen
 class Rule:
     """One way of updating a variable.
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from cs_proto.errors import ConfigurationError
+from cs_proto.frozen import frozen
 
 __all__ = ["Config"]
 
@@ -13,7 +13,7 @@ __all__ = ["Config"]
 _SOCKET_PATH_NBYTES = 107
 
 
-@dataclass(frozen=True)
+@frozen
 class Config:
     """One worker: where the service lives, which replica it runs, which start of it this is, on what device.
 

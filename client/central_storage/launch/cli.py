@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import NoReturn
@@ -18,6 +17,7 @@ from central_storage.failure import ENVIRONMENT, Failure, Kind, write
 from central_storage.recovery import Recovery
 from central_storage.run_file import RunFile
 from cs_proto.errors import ConfigurationError, DeviceError, LaunchError, NoAnswerError, ShutdownError
+from cs_proto.frozen import with_changes
 from cs_proto.gpus import require_cupy
 from cs_proto.messages import Joined
 
@@ -179,7 +179,11 @@ def _serve(options: argparse.Namespace) -> int:
             logs=LogFiles.under(options.log_directory, run_directory.path) if options.log_directory else None,
             medium=medium,
             recovery=plan.recovery,
-            run_file=replace(before, return_timeout=begun.return_timeout) if before else begun if is_kept else None,
+            run_file=with_changes(before, return_timeout=begun.return_timeout)
+            if before
+            else begun
+            if is_kept
+            else None,
             mailboxes=options.mailboxes == "on",
             error_path=options.error_file,
         )

@@ -10,28 +10,28 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from central_storage.gpus import Gpu, visible_gpus
+from cs_proto.frozen import frozen
 
 __all__ = ["Machine", "Share", "core_count", "machine", "numa_nodes", "shares"]
 
 _SYS = Path("/sys")
 
 
-@dataclass(frozen=True)
-class Machine:
+class Machine(NamedTuple):
     """What the workers share: ``cores`` usable ones, the NUMA nodes' processors where workers may be kept on a node
     (else none), the GPUs that the user sees, and the node of each, -1 where it is not known."""
 
     cores: int
-    nodes: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    nodes: Mapping[int, frozenset[int]] = {}
     gpus: Sequence[Gpu] = ()
     gpu_nodes: Sequence[int] = ()
 
 
-@dataclass(frozen=True)
+@frozen
 class Share:
     """What a worker gets: so many ``threads``, on these ``processors``; on any where there are none."""
 

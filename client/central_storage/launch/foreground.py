@@ -10,12 +10,12 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 from central_storage.failure import Failure, died_failure, read, write
 from central_storage.recovery import Recovery
 from cs_proto.errors import ReplicaLostError
+from cs_proto.frozen import with_changes
 
 from .children import Child, reap_adopted
 from .loop import Loop, Signals
@@ -166,14 +166,14 @@ class _Foreground:
         died = self._service.first_failure
         if self._service.start_failure is not None:
             first = Failure("start", "launcher", None, None, "a failed start") if died is None else died_failure(died)
-            return replace(first, kind="start", message=self._service.start_failure)
+            return with_changes(first, kind="start", message=self._service.start_failure)
         if self._signal is not None or not self._script_code():
             return None
         if (said := read(error_file(self._directory.path))) is not None:
             if died is not None and said.kind == "exception" and said.cause.startswith(ReplicaLostError.__name__):
                 # The server's answer was there before the supervisor's notice of the death.
-                return replace(died_failure(died), message=said.message, traceback=said.traceback)
-            return replace(said, log=said.log or self._service.last_lines(said.role, said.rank))
+                return with_changes(died_failure(died), message=said.message, traceback=said.traceback)
+            return with_changes(said, log=said.log or self._service.last_lines(said.role, said.rank))
         if died is not None:
             return died_failure(died)
         if self._script is None:

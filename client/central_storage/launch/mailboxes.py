@@ -11,9 +11,9 @@ import os
 import platform
 import re
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 from cs_proto.errors import ConfigurationError
+from cs_proto.frozen import frozen
 from cs_proto.mailbox import IS_ORDERED, NBYTES
 from cs_proto.messages import Mailbox
 
@@ -47,7 +47,7 @@ def mailboxes_by_default() -> str:
     return said
 
 
-@dataclass(frozen=True)
+@frozen
 class _Made:
     maker: object
     opener: str

@@ -12,10 +12,10 @@ import errno
 import fcntl
 import os
 import re
-from dataclasses import dataclass
 from typing import Protocol
 
 from cs_proto.errors import ContextError, InvalidArgumentError, MemoryPlanError
+from cs_proto.frozen import frozen
 from cs_proto.messages import MakeSegment, Segment
 
 __all__ = ["Files", "Medium", "Memfd", "Memory", "Unshared"]
@@ -134,7 +134,7 @@ class Unshared(Memfd):
     is_shared = False
 
 
-@dataclass(frozen=True)
+@frozen
 class _Kept:
     reservation: int
     writer: str

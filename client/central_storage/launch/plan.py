@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 
 from central_storage.failure import ENVIRONMENT
 from central_storage.gpus import shown, user_visible
 from central_storage.recovery import Recovery
+from cs_proto.frozen import frozen, with_changes
 from cs_proto.messages import Role
 
 from .cores import Machine, Share, shares
@@ -44,17 +44,17 @@ _PLACES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 _NOT_FOR_SERVICES = ("CS_ADDRESS", "CS_DEVICES", "CS_PARAMETER_DEVICE", "CS_GPUS", "CS_VISIBLE_DEVICES", ENVIRONMENT)
 
 
-@dataclass(frozen=True)
+@frozen
 class Options:
     """Devices in short form, where the run lives, and what becomes of it when a process dies."""
 
     devices: tuple[str, ...]
     parameter_device: str
     run_directory: str
-    recovery: Recovery = field(default_factory=Recovery)
+    recovery: Recovery = Recovery()
 
 
-@dataclass(frozen=True)
+@frozen
 class Command:
     """A process to be: what it is, its arguments, its whole environment, and where it may run."""
 
@@ -77,7 +77,7 @@ def next_incarnation(command: Command) -> Command:
     argv, number = list(command.argv), command.incarnation + 1
     if "--incarnation" in argv:
         argv[argv.index("--incarnation") + 1] = str(number)
-    return replace(command, argv=tuple(argv), incarnation=number)
+    return with_changes(command, argv=tuple(argv), incarnation=number)
 
 
 def of_incarnation(command: Command, number: int) -> Command:
@@ -98,10 +98,11 @@ def service_commands(
     """The server, then a worker for each device.
 
     ``environment`` is the user's; what it says about threads and where they run is obeyed. Otherwise the workers share
-    the cores of ``machine`` between them (see :func:`cores.shares`) and the server has all of them to itself, since
-    the workers wait while it applies. A worker on GPUs sees these only; the server sees the GPU of the variables or
-    none; a worker on a CPU sees what the script sees. ``python_path`` is the PYTHONPATH with which they find the
-    project's packages.
+    the cores of ``machine`` between them (see :func:`cores.shares`) and the server updates on all of them, since
+    the workers wait while it does; libraries have one thread in it, since it calls none that has use for more and
+    NumPy's would look for work while all processes start. A worker on GPUs sees these only; the server sees the GPU of
+    the variables or none; a worker on a CPU sees what the script sees. ``python_path`` is the PYTHONPATH with which
+    they find the project's packages.
 
     Raises DeviceError where CUDA cannot show a worker what it is to have.
     """
@@ -133,7 +134,7 @@ def service_commands(
         ),
         {
             **kept,
-            **_thread_variables(environment, machine.cores),
+            **_thread_variables(environment, 1),
             **_gpu_variables(options.parameter_device, environment, machine),
             "CS_ROLE": "server",
         },

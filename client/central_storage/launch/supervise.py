@@ -13,13 +13,13 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Literal
 
 from central_storage.recovery import Recovery
 from central_storage.run_file import RunFile
 from cs_proto.errors import CentralStorageError, LaunchError, code_of
+from cs_proto.frozen import with_changes
 from cs_proto.messages import (
     Died,
     Error,
@@ -193,7 +193,7 @@ class Service:
             commands = [child.command for child in self._children] or self._commands
             started = [command.incarnation for command in commands]
             here = {peer.introduction.client for peer in self._peers if peer.introduction is not None} - {""}
-            self._run_file = replace(
+            self._run_file = with_changes(
                 self._run_file,
                 server=started[0],
                 workers=tuple(started[1:]),

@@ -71,10 +71,11 @@ def test_a_service_inside_a_launched_script_is_not_told_of_the_outer_one() -> No
 
 
 @pytest.mark.parametrize(("cores", "each"), [(8, "4"), (5, "2"), (1, "1")])
-def test_workers_share_the_processors_and_the_server_has_them_all(cores: int, each: str) -> None:
+def test_workers_share_the_processors_and_the_server_updates_on_all(cores: int, each: str) -> None:
     server, w0, w1 = plan(cores=cores)
+    assert threads(server) == str(cores)
     for name in THREADS:
-        assert server.environment[name] == str(cores)
+        assert server.environment[name] == "1"
         assert w0.environment[name] == w1.environment[name] == each
 
 
@@ -137,7 +138,7 @@ def test_each_worker_gets_its_own_instance_of_a_divided_gpu_and_no_worker_two() 
 def test_a_worker_stays_near_its_gpu_unless_the_user_places_threads() -> None:
     server, w0, w1, w2 = on("gpu:0", "gpu:1", "gpu:2")
     assert [command.processors for command in (server, w0, w1, w2)] == [set(), BIG.nodes[1], BIG.nodes[1], BIG.nodes[0]]
-    assert [command.environment["OMP_NUM_THREADS"] for command in (server, w0, w1, w2)] == ["8", "2", "2", "2"]
+    assert [command.environment["OMP_NUM_THREADS"] for command in (server, w0, w1, w2)] == ["1", "2", "2", "2"]
     for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"):
         assert {command.processors for command in on("gpu:0", environment={name: "x"})} == {frozenset()}
 
