@@ -360,7 +360,9 @@ def split(element: Any, n: int, carry: Callable[[Any], Any] | None = None) -> An
         size = -(-leaf.shape[0] // n)
         return PerReplica([leaf[replica * size : (replica + 1) * size] for replica in range(n)])
 
-    if type(element) is tuple and _ARRAY.issuperset(map(type, element)):  # as most are: no walk for them
+    if type(element) is np.ndarray:  # as many are, or a tuple of such: no walk for them
+        return shares(element)
+    if type(element) is tuple and _ARRAY.issuperset(map(type, element)):
         return tuple([shares(leaf) for leaf in element])
     return optree.tree_map(shares, _arrays(element), none_is_leaf=True)
 

@@ -225,6 +225,8 @@ def regroup(values: Sequence[Any], always_wrap: bool = False) -> Any:
     if len(values) == 1 and not always_wrap:
         return values[0]
     if not always_wrap and _LEAVES.issuperset(map(type, values)):
+        if values[0] is None and all(value is None for value in values):  # as of steps that return nothing
+            return None
         is_number = type(values[0]) is float or type(values[0]) is np.ndarray  # as most results are; never common
         return PerReplica(values) if is_number else _merged(tuple(values))
     leaves, treespec = optree.tree_flatten(values[0], none_is_leaf=True)

@@ -240,8 +240,11 @@ class Arithmetic:
         if not self._undo.opens():
             return
         count = self._undo.lanes
-        lanes = [self._undo.lane(which) for which in range(min(count, len(items)))]
-        self._spread(len(lanes), lambda which: work(items[which::count], lanes[which]))
+        if len(items) == 1:
+            work(items, self._undo.lane(0))
+        else:
+            lanes = [self._undo.lane(which) for which in range(min(count, len(items)))]
+            self._spread(len(lanes), lambda which: work(items[which::count], lanes[which]))
         failpoint("server.phase")
         self._undo.close()
 
