@@ -125,24 +125,25 @@ class Arithmetic:
 
     def _apply(self, operation: Apply) -> None:
         rule, given, t = RULES[operation.rule], dict(operation.hyperparameters), operation.t
-        merged = [self._merged(rows) for rows in operation.sparse]
+        sparse = [self._gradients(rows) for rows in operation.sparse]
         clipping = Clipping.of(given)
         if clipping is None:
             for part in operation.dense:
                 self._dense(rule, part, given, t)
         else:
+            merged = [merge(each, *rows.shape) for each, rows in zip(sparse, operation.sparse, strict=True)]
             self._clipped(rule, operation.dense, merged, given, t, clipping)
-        for rows, gradient in zip(operation.sparse, merged, strict=True):
+            sparse = [[(gradient.sums, gradient.rows)] for gradient in merged]
+        for rows, gradients in zip(operation.sparse, sparse, strict=True):
             place = slice(rows.first, rows.first + math.prod(rows.shape))
             parameters, *slots = (
                 self._memory.elements(name, rows.dtype)[place].reshape(rows.shape)
                 for name in (rows.parameters, *rows.slots)
             )
-            apply_rows(rule, parameters, tuple(slots), gradient, given, t, self._phase)
+            apply_rows(rule, parameters, tuple(slots), gradients, given, t, self._phase, self._undo.lanes)
 
-    def _merged(self, rows: Rows) -> Merged:
-        gradients = [(self._memory.view(values), self._memory.view(indices)) for values, indices in rows.gradients]
-        return merge(gradients, *rows.shape)
+    def _gradients(self, rows: Rows) -> list[tuple[np.ndarray, np.ndarray]]:
+        return [(self._memory.view(values), self._memory.view(indices)) for values, indices in rows.gradients]
 
     def _dense(self, rule: Rule, part: Dense, given: Hyperparameters, t: int) -> None:
         plan = self._plans.get(id(part))

@@ -6,12 +6,12 @@ Owns how machine code is made and nothing else: the code trusts its caller with 
 `kernels`, which checks them, may use it. Importing this module imports numba; nothing but `kernels` imports it, and
 only when a kernel has to be compiled.
 
-A kernel takes element ranges of one slab, where in the gradients each of them begins, the parameters, the slots, the
-base addresses of the replicas' gradients, the rule's numbers, how many elements it does at a time, what of a `Lane` it
-needs to survive the server: its word and its area, or two empty arrays; and memory for the sum of a piece, since
-compiled code that runs without numba cannot ask for any. Addresses instead of arrays make it one compiled function for
-any number of replicas. There is one loop for each number of slots, and each rule gets a copy of that loop in which the
-global `step` is its own step.
+A rule has two kernels: a dense one takes element ranges of one slab, a sparse one the rows that gradients name. Both
+take the parameters, the slots, the base addresses of the replicas' gradients, the rule's numbers, what of a `Lane` they
+need to survive the server: its word and its area, or two empty arrays; and memory for the sum of a piece and for the
+rows, since compiled code that runs without numba cannot ask for any. Addresses instead of arrays make it one compiled
+function for any number of replicas. What is done with a piece of memory is a function for each number of slots; each
+rule gets a copy of it in which the global `step` is its own step, and of the loops in which `piece` is that.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,9 @@ from cs_server.updates import Array, Rule
 if TYPE_CHECKING:
 
     def step(*values: Any) -> tuple[Any, ...]: ...
+    def piece(*arguments: Any) -> None: ...
     def loop(*arguments: Any) -> None: ...
+    def arrays(words: Array, first: int) -> tuple[Array, ...]: ...
 
 
 VALUE, COUNT = np.dtype("float32"), 1
@@ -44,16 +46,29 @@ _ALONE = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 # What is done for every row is no call: what calls store stands in line behind the row before, which memory still has.
 _INLINED = _ALONE | {"inline": "always"}
 
-_AHEAD = 8  # ranges
+_AHEAD = 8  # rows
+_FACTOR = 0x9E3779B97F4A7C1  # of the hash of a row
+_PLACE = np.dtype("int32")
 
 
-def build(rule: Rule, dtype: np.dtype[Any]) -> bytes:
-    """The machine code of the kernel of this rule and dtype, for `native.kernel`."""
-    inlined = numba.njit(error_model="numpy", forceinline=True, **_ALONE)(rule.step)
-    loop, entry = _LOOPS[len(rule.slots)]
+def build(rule: Rule, dtype: np.dtype[Any], *, is_sparse: bool = False) -> bytes:
+    """The machine code of the kernel of this rule and dtype, for `native.kernel`: of whole ranges, or of the rows that
+    sparse gradients name."""
+    loop, entry = (_sparse, _enter_sparse) if is_sparse else (_dense, _enter_dense)
+    count = len(rule.slots)
     # No fastmath: an update has the bits of the reference.
-    compiled = numba.njit(error_model="numpy", **_INLINED)(_with(loop, f"{rule.name}_{dtype}_loop", step=inlined))
-    return _machine_code(_with(entry, f"{rule.name}_{dtype}", loop=compiled, VALUE=dtype, COUNT=rule.count_of_numbers))
+    inlined = numba.njit(error_model="numpy", forceinline=True, **_ALONE)(rule.step)
+    piece = _compiled(_PIECES[count], rule, dtype, step=inlined)
+    compiled = _compiled(loop, rule, dtype, piece=piece)
+    arrays = _compiled(_ARRAYS[count], rule, dtype, VALUE=dtype)
+    names = {"loop": compiled, "arrays": arrays, "VALUE": dtype, "COUNT": rule.count_of_numbers}
+    return _machine_code(_with(entry, f"{rule.name}_{dtype}", **names))
+
+
+def _compiled(function: Any, rule: Rule, dtype: np.dtype[Any], **names: Any) -> Any:
+    return numba.njit(error_model="numpy", **_INLINED)(
+        _with(function, f"{rule.name}_{dtype}{function.__name__}", **names)
+    )
 
 
 def build_merge(dtype: np.dtype[Any]) -> bytes:
@@ -123,13 +138,15 @@ def _prefetch(context: Any, array: Any, index: Any) -> Any:
 
 
 @numba.njit(error_model="numpy", **_INLINED)
-def _foresee(ranges: Array, r: int, values: Array, chunk: int) -> None:
-    """Have the beginning of a range that is updated soon come from memory. A row lies anywhere, so the processor cannot
-    foresee it: without this a sparse update takes twice as long."""
-    if r + _AHEAD < ranges.shape[0]:
-        start = ranges[r + _AHEAD, 0]
-        for i in range(start, min(ranges[r + _AHEAD, 1], start + chunk), 64 // values.itemsize):
-            _prefetch(values, i)
+def _elements(address: int, like: Array, count: int) -> Array:
+    return numba.carray(_pointer(address, like), count)
+
+
+@numba.njit(error_model="numpy", **_INLINED)
+def _foresee(values: Array, start: int, stop: int) -> None:
+    """Have some elements come from memory."""
+    for i in range(start, stop, 64 // values.itemsize):
+        _prefetch(values, i)
 
 
 @numba.njit(error_model="numpy", **_ALONE)
@@ -170,164 +187,230 @@ def _addends(addresses: Array, like: Array, scratch: Array, start: int, stop: in
     return total, final
 
 
+# A piece of an update, the lane's number so and so: elements start to stop of parameters and slots, whose gradients are
+# ``g + h``. What a server before this one has kept of it is given back, for it may be half done.
+
+
 def _no_slot(
-    ranges: Array,
-    places: Array,
-    parameters: Array,
-    addresses: Array,
+    arrays: tuple[Array, ...],
+    start: int,
+    stop: int,
+    g: Array,
+    h: Array,
+    number: int,
     numbers: tuple[Any, ...],
-    chunk: int,
     progress: Array,
     area: Array,
-    scratch: Array,
 ) -> None:
-    done, number = _done(progress), 0
-    for r in range(ranges.shape[0]):
-        shift = places[r] - ranges[r, 0]
-        _foresee(ranges, r, parameters, chunk)
-        for start in range(ranges[r, 0], ranges[r, 1], chunk):
-            number += 1
-            if number <= done:
-                continue
-            stop = min(start + chunk, ranges[r, 1])
-            size = stop - start
-            g, h = _addends(addresses, parameters, scratch, start + shift, stop + shift)
-            w = parameters[start:stop]
-            if progress.shape[0] > 0:
-                kept_w = area[:size]
-                for i in range(size):
-                    kept_w[i] = w[i]
-                _tell(progress, 2 * number - 1)
+    w = arrays[0][start:stop]
+    if progress.shape[0] > 0:
+        kept_w = area[: w.shape[0]]
+        if progress[0] == 2 * number - 1:
             for i in range(w.shape[0]):
-                (w[i],) = step(w[i], g[i] + h[i], *numbers)
-            if progress.shape[0] > 0:
-                _tell(progress, 2 * number)
+                w[i] = kept_w[i]
+        else:
+            for i in range(w.shape[0]):
+                kept_w[i] = w[i]
+            _tell(progress, 2 * number - 1)
+    for i in range(w.shape[0]):
+        (w[i],) = step(w[i], g[i] + h[i], *numbers)
+    if progress.shape[0] > 0:
+        _tell(progress, 2 * number)
 
 
 def _one_slot(
-    ranges: Array,
-    places: Array,
-    parameters: Array,
-    slot_a: Array,
-    addresses: Array,
+    arrays: tuple[Array, ...],
+    start: int,
+    stop: int,
+    g: Array,
+    h: Array,
+    number: int,
     numbers: tuple[Any, ...],
-    chunk: int,
     progress: Array,
     area: Array,
-    scratch: Array,
 ) -> None:
-    done, number = _done(progress), 0
-    for r in range(ranges.shape[0]):
-        shift = places[r] - ranges[r, 0]
-        _foresee(ranges, r, parameters, chunk)
-        _foresee(ranges, r, slot_a, chunk)
-        for start in range(ranges[r, 0], ranges[r, 1], chunk):
-            number += 1
-            if number <= done:
-                continue
-            stop = min(start + chunk, ranges[r, 1])
-            size = stop - start
-            g, h = _addends(addresses, parameters, scratch, start + shift, stop + shift)
-            w = parameters[start:stop]
-            a = slot_a[start:stop]
-            if progress.shape[0] > 0:
-                kept_w = area[:size]
-                kept_a = area[size : 2 * size]
-                for i in range(size):
-                    kept_w[i], kept_a[i] = w[i], a[i]
-                _tell(progress, 2 * number - 1)
-            for i in range(w.shape[0]):
-                w[i], a[i] = step(w[i], g[i] + h[i], a[i], *numbers)
-            if progress.shape[0] > 0:
-                _tell(progress, 2 * number)
+    w, a = arrays[0][start:stop], arrays[1][start:stop]
+    size = w.shape[0]
+    if progress.shape[0] > 0:
+        kept_w, kept_a = area[:size], area[size : 2 * size]
+        if progress[0] == 2 * number - 1:
+            for i in range(size):
+                w[i], a[i] = kept_w[i], kept_a[i]
+        else:
+            for i in range(size):
+                kept_w[i], kept_a[i] = w[i], a[i]
+            _tell(progress, 2 * number - 1)
+    for i in range(w.shape[0]):
+        w[i], a[i] = step(w[i], g[i] + h[i], a[i], *numbers)
+    if progress.shape[0] > 0:
+        _tell(progress, 2 * number)
 
 
 def _two_slots(
-    ranges: Array,
-    places: Array,
-    parameters: Array,
-    slot_a: Array,
-    slot_b: Array,
-    addresses: Array,
+    arrays: tuple[Array, ...],
+    start: int,
+    stop: int,
+    g: Array,
+    h: Array,
+    number: int,
     numbers: tuple[Any, ...],
-    chunk: int,
     progress: Array,
     area: Array,
-    scratch: Array,
 ) -> None:
-    done, number = _done(progress), 0
-    for r in range(ranges.shape[0]):
-        shift = places[r] - ranges[r, 0]
-        _foresee(ranges, r, parameters, chunk)
-        _foresee(ranges, r, slot_a, chunk)
-        _foresee(ranges, r, slot_b, chunk)
-        for start in range(ranges[r, 0], ranges[r, 1], chunk):
-            number += 1
-            if number <= done:
-                continue
-            stop = min(start + chunk, ranges[r, 1])
-            size = stop - start
-            g, h = _addends(addresses, parameters, scratch, start + shift, stop + shift)
-            w = parameters[start:stop]
-            a = slot_a[start:stop]
-            b = slot_b[start:stop]
-            if progress.shape[0] > 0:
-                kept_w = area[:size]
-                kept_a = area[size : 2 * size]
-                kept_b = area[2 * size : 3 * size]
-                for i in range(size):
-                    kept_w[i], kept_a[i], kept_b[i] = w[i], a[i], b[i]
-                _tell(progress, 2 * number - 1)
-            for i in range(w.shape[0]):
-                w[i], a[i], b[i] = step(w[i], g[i] + h[i], a[i], b[i], *numbers)
-            if progress.shape[0] > 0:
-                _tell(progress, 2 * number)
+    w, a, b = arrays[0][start:stop], arrays[1][start:stop], arrays[2][start:stop]
+    size = w.shape[0]
+    if progress.shape[0] > 0:
+        kept_w, kept_a, kept_b = area[:size], area[size : 2 * size], area[2 * size : 3 * size]
+        if progress[0] == 2 * number - 1:
+            for i in range(size):
+                w[i], a[i], b[i] = kept_w[i], kept_a[i], kept_b[i]
+        else:
+            for i in range(size):
+                kept_w[i], kept_a[i], kept_b[i] = w[i], a[i], b[i]
+            _tell(progress, 2 * number - 1)
+    for i in range(w.shape[0]):
+        w[i], a[i], b[i] = step(w[i], g[i] + h[i], a[i], b[i], *numbers)
+    if progress.shape[0] > 0:
+        _tell(progress, 2 * number)
 
 
 def _three_slots(
+    arrays: tuple[Array, ...],
+    start: int,
+    stop: int,
+    g: Array,
+    h: Array,
+    number: int,
+    numbers: tuple[Any, ...],
+    progress: Array,
+    area: Array,
+) -> None:
+    w, a, b = arrays[0][start:stop], arrays[1][start:stop], arrays[2][start:stop]
+    c = arrays[3][start:stop]
+    size = w.shape[0]
+    if progress.shape[0] > 0:
+        kept_w, kept_a, kept_b = area[:size], area[size : 2 * size], area[2 * size : 3 * size]
+        kept_c = area[3 * size : 4 * size]
+        if progress[0] == 2 * number - 1:
+            for i in range(size):
+                w[i], a[i], b[i], c[i] = kept_w[i], kept_a[i], kept_b[i], kept_c[i]
+        else:
+            for i in range(size):
+                kept_w[i], kept_a[i], kept_b[i], kept_c[i] = w[i], a[i], b[i], c[i]
+            _tell(progress, 2 * number - 1)
+    for i in range(w.shape[0]):
+        w[i], a[i], b[i], c[i] = step(w[i], g[i] + h[i], a[i], b[i], c[i], *numbers)
+    if progress.shape[0] > 0:
+        _tell(progress, 2 * number)
+
+
+def _dense(
     ranges: Array,
-    places: Array,
-    parameters: Array,
-    slot_a: Array,
-    slot_b: Array,
-    slot_c: Array,
     addresses: Array,
+    arrays: tuple[Array, ...],
     numbers: tuple[Any, ...],
     chunk: int,
     progress: Array,
     area: Array,
     scratch: Array,
 ) -> None:
+    """Update ranges whose gradients, of the addresses, lie where the parameters do."""
     done, number = _done(progress), 0
     for r in range(ranges.shape[0]):
-        shift = places[r] - ranges[r, 0]
-        _foresee(ranges, r, parameters, chunk)
-        _foresee(ranges, r, slot_a, chunk)
-        _foresee(ranges, r, slot_b, chunk)
-        _foresee(ranges, r, slot_c, chunk)
         for start in range(ranges[r, 0], ranges[r, 1], chunk):
             number += 1
             if number <= done:
                 continue
             stop = min(start + chunk, ranges[r, 1])
-            size = stop - start
-            g, h = _addends(addresses, parameters, scratch, start + shift, stop + shift)
-            w = parameters[start:stop]
-            a = slot_a[start:stop]
-            b = slot_b[start:stop]
-            c = slot_c[start:stop]
-            if progress.shape[0] > 0:
-                kept_w = area[:size]
-                kept_a = area[size : 2 * size]
-                kept_b = area[2 * size : 3 * size]
-                kept_c = area[3 * size : 4 * size]
-                for i in range(size):
-                    kept_w[i], kept_a[i], kept_b[i], kept_c[i] = w[i], a[i], b[i], c[i]
-                _tell(progress, 2 * number - 1)
-            for i in range(w.shape[0]):
-                w[i], a[i], b[i], c[i] = step(w[i], g[i] + h[i], a[i], b[i], c[i], *numbers)
-            if progress.shape[0] > 0:
-                _tell(progress, 2 * number)
+            g, h = _addends(addresses, arrays[0], scratch, start, stop)
+            piece(arrays, start, stop, g, h, number, numbers, progress, area)
+
+
+def _sparse(
+    values: Array,
+    indices: Array,
+    lengths: Array,
+    share: Array,
+    memory: tuple[Array, Array, Array],
+    arrays: tuple[Array, ...],
+    numbers: tuple[Any, ...],
+    chunk: int,
+    progress: Array,
+    area: Array,
+    scratch: Array,
+) -> None:
+    """Update the lane's share of the rows that are named, in the order in which they were first named, each by the sum
+    of its gradients in the order of replicas and places. ``share`` is the lane, how many there are, the table's height
+    and width; ``scratch`` is of two pieces, the first one of -0.0."""
+    table, named, brought = memory
+    like, width = arrays[0], share[3]
+    count = _share(values, indices, lengths, share, width * like.itemsize, table, named, brought)
+    done, number, ahead = _done(progress), 0, min(width, chunk)
+    for k in range(count):
+        if k + _AHEAD < count:
+            start = named[k + _AHEAD, 0] * width
+            for array in arrays:
+                _foresee(array, start, start + ahead)
+            _foresee(_elements(brought[named[k + _AHEAD, 1], 0], like, width), 0, ahead)
+        for first in range(0, width, chunk):
+            number += 1
+            if number <= done:
+                continue
+            last = min(first + chunk, width)
+            node = named[k, 1]
+            g, h = _elements(brought[node, 0], like, width)[first:last], scratch[: last - first]
+            node = brought[node, 1]
+            while node >= 0:
+                total = scratch[chunk : chunk + last - first]
+                for i in range(total.shape[0]):
+                    total[i] = g[i] + h[i]
+                g, h = total, _elements(brought[node, 0], like, width)[first:last]
+                node = brought[node, 1]
+            start = named[k, 0] * width
+            piece(arrays, start + first, start + last, g, h, number, numbers, progress, area)
+
+
+@numba.njit(error_model="numpy", **_ALONE)
+def _share(
+    values: Array,
+    indices: Array,
+    lengths: Array,
+    share: Array,
+    nbytes: int,
+    table: Array,
+    named: Array,
+    brought: Array,
+) -> int:
+    """How many different rows of the table the replicas name, of those that fall to the lane.
+
+    ``named`` gets each row, its first gradient and its last one; ``brought`` of each gradient the address and the next
+    one of its row, or -1. ``table`` (a power of two of -1, at least twice as many as there are indices) finds the place
+    of a row by its hash.
+    """
+    count, gradients, mask = 0, 0, table.shape[0] - 1
+    for replica in range(lengths.shape[0]):
+        rows = _elements(indices[replica], lengths, lengths[replica])
+        for i in range(rows.shape[0]):
+            row = rows[i]
+            hashed = row * _FACTOR
+            if not 0 <= row < share[2] or (hashed >> 48 & 0x7FFF) % share[1] != share[0]:
+                continue
+            slot = hashed >> 29 & mask
+            while table[slot] >= 0 and named[table[slot], 0] != row:
+                slot = (slot + 1) & mask
+            place = table[slot]
+            if place < 0:
+                table[slot] = count
+                named[count, 0] = row
+                named[count, 1] = gradients
+                count += 1
+            else:
+                brought[named[place, 2], 1] = gradients
+            named[table[slot], 2] = gradients
+            brought[gradients, 0] = values[replica] + i * nbytes
+            brought[gradients, 1] = -1
+            gradients += 1
+    return count
 
 
 @numba.njit(error_model="numpy", **_ALONE)
@@ -343,7 +426,7 @@ def _merged(
         values = numba.carray(_pointer(value_addresses[replica], sums), (lengths[replica], sums.shape[1]))
         for i in range(indices.shape[0]):
             row = indices[i]
-            slot = (row * 0x9E3779B97F4A7C1 >> 29) & mask
+            slot = row * _FACTOR >> 29 & mask
             while table[slot] >= 0 and rows[table[slot]] != row:
                 slot = (slot + 1) & mask
             place = table[slot]
@@ -359,9 +442,10 @@ def _merged(
     return count
 
 
-# How kernels are entered: the words are the address and the length of each array, in this order: ranges, addresses,
-# numbers, progress, area, scratch (as long as a piece), places, parameters, slots. Of `_enter_merge`: the arguments of
-# `_merged`, and two counts: where the result goes, and the elements of a row.
+# How kernels are entered: the words are the address and the length of each array. First numbers, progress, area and
+# scratch; then of a dense one ranges, addresses, of a sparse one the addresses of values and of indices, lengths,
+# share, table, named, brought; at last parameters, slots. Of `_enter_merge` the arguments of `_merged`, and two counts:
+# where the result goes, and the elements of a row.
 
 
 @numba.njit(error_model="numpy", **_ALONE)
@@ -369,56 +453,56 @@ def _array(words: Array, place: int, dtype: Any) -> Array:
     return numba.carray(_pointer(words[2 * place], dtype), words[2 * place + 1])
 
 
-@numba.njit(error_model="numpy", **_ALONE)
-def _ranges(words: Array) -> Array:
-    return numba.carray(_pointer(words[0], words), (words[1], 2))
+# How kernels are entered: the words are the address and the length of each array, in this order: ranges, addresses,
+# numbers, progress, area, scratch (as long as a piece), places, parameters, slots. Of `_enter_merge`: the arguments of
+# `_merged`, and two counts: where the result goes, and the elements of a row.
 
 
 @numba.njit(error_model="numpy", **_ALONE)
-def _further(words: Array, dtype: Any) -> tuple[Array, Array, Array, Array]:
-    addresses, progress = _array(words, 1, words.dtype), _array(words, 3, words.dtype)
-    return addresses, progress, _array(words, 4, dtype), _array(words, 5, dtype)
+def _table(words: Array, place: int, width: int) -> Array:
+    return numba.carray(_pointer(words[2 * place], words), (words[2 * place + 1], width))
 
 
-def _enter_no_slot(call: Any) -> None:
-    words = numba.carray(call, 16)
-    addresses, progress, area, scratch = _further(words, VALUE)
-    numbers: Any = to_fixed_tuple(_array(words, 2, VALUE), COUNT)
-    ranges, places = _ranges(words), _array(words, 6, words.dtype)
-    parameters = _array(words, 7, VALUE)
-    loop(ranges, places, parameters, addresses, numbers, len(scratch), progress, area, scratch)
-
-
-def _enter_one_slot(call: Any) -> None:
-    words = numba.carray(call, 18)
-    addresses, progress, area, scratch = _further(words, VALUE)
-    numbers: Any = to_fixed_tuple(_array(words, 2, VALUE), COUNT)
-    ranges, places = _ranges(words), _array(words, 6, words.dtype)
-    parameters, slot_a = _array(words, 7, VALUE), _array(words, 8, VALUE)
-    loop(ranges, places, parameters, slot_a, addresses, numbers, len(scratch), progress, area, scratch)
-
-
-def _enter_two_slots(call: Any) -> None:
+def _enter_dense(call: Any) -> None:
     words = numba.carray(call, 20)
-    addresses, progress, area, scratch = _further(words, VALUE)
-    numbers: Any = to_fixed_tuple(_array(words, 2, VALUE), COUNT)
-    ranges, places = _ranges(words), _array(words, 6, words.dtype)
-    parameters, slot_a, slot_b = _array(words, 7, VALUE), _array(words, 8, VALUE), _array(words, 9, VALUE)
-    loop(ranges, places, parameters, slot_a, slot_b, addresses, numbers, len(scratch), progress, area, scratch)
+    integers = words.dtype
+    numbers: Any = to_fixed_tuple(_array(words, 0, VALUE), COUNT)
+    progress, area, scratch = _array(words, 1, integers), _array(words, 2, VALUE), _array(words, 3, VALUE)
+    ranges, addresses = _table(words, 4, 2), _array(words, 5, integers)
+    loop(ranges, addresses, arrays(words, 6), numbers, len(scratch), progress, area, scratch)
 
 
-def _enter_three_slots(call: Any) -> None:
-    words = numba.carray(call, 22)
-    addresses, progress, area, scratch = _further(words, VALUE)
-    numbers: Any = to_fixed_tuple(_array(words, 2, VALUE), COUNT)
-    ranges, places = _ranges(words), _array(words, 6, words.dtype)
-    parameters, slot_a, slot_b, slot_c = (
-        _array(words, 7, VALUE),
-        _array(words, 8, VALUE),
-        _array(words, 9, VALUE),
-        _array(words, 10, VALUE),
+def _enter_sparse(call: Any) -> None:
+    words = numba.carray(call, 30)
+    integers = words.dtype
+    numbers: Any = to_fixed_tuple(_array(words, 0, VALUE), COUNT)
+    progress, area, scratch = _array(words, 1, integers), _array(words, 2, VALUE), _array(words, 3, VALUE)
+    values, indices, lengths = _array(words, 4, integers), _array(words, 5, integers), _array(words, 6, integers)
+    share, table = _array(words, 7, integers), _array(words, 8, _PLACE)
+    named, brought = _table(words, 9, 3), _table(words, 10, 2)
+    memory, chunk = (table, named, brought), len(scratch) // 2
+    loop(values, indices, lengths, share, memory, arrays(words, 11), numbers, chunk, progress, area, scratch)
+
+
+def _arrays_one(words: Array, first: int) -> Any:
+    return (_array(words, first, VALUE),)
+
+
+def _arrays_two(words: Array, first: int) -> Any:
+    return _array(words, first, VALUE), _array(words, first + 1, VALUE)
+
+
+def _arrays_three(words: Array, first: int) -> Any:
+    return _array(words, first, VALUE), _array(words, first + 1, VALUE), _array(words, first + 2, VALUE)
+
+
+def _arrays_four(words: Array, first: int) -> Any:
+    return (
+        _array(words, first, VALUE),
+        _array(words, first + 1, VALUE),
+        _array(words, first + 2, VALUE),
+        _array(words, first + 3, VALUE),
     )
-    loop(ranges, places, parameters, slot_a, slot_b, slot_c, addresses, numbers, len(scratch), progress, area, scratch)
 
 
 def _enter_merge(call: Any) -> None:
@@ -430,9 +514,6 @@ def _enter_merge(call: Any) -> None:
     counts[0] = _merged(addresses, indices, lengths, table, rows, sums)
 
 
-_LOOPS: tuple[tuple[Callable[..., None], Callable[..., None]], ...] = (
-    (_no_slot, _enter_no_slot),
-    (_one_slot, _enter_one_slot),
-    (_two_slots, _enter_two_slots),
-    (_three_slots, _enter_three_slots),
-)
+# By the number of slots.
+_PIECES: tuple[Callable[..., None], ...] = (_no_slot, _one_slot, _two_slots, _three_slots)
+_ARRAYS: tuple[Callable[..., Any], ...] = (_arrays_one, _arrays_two, _arrays_three, _arrays_four)

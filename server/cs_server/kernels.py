@@ -16,10 +16,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
-from itertools import islice, pairwise, product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -37,8 +37,8 @@ KERNEL_DTYPES = ("float32", "float64")
 
 ALWAYS = (("sgd", "float32"), ("adam", "float32"))
 """Rule and dtype of the kernels that are compiled, where they are not kept, before anything is served. All together
-would take more than half a minute the first time on a machine; each is about a second for the update that needs it
-first, and half of that more is the loop of sparse gradients."""
+would take more than a minute the first time on a machine; each is about a second for the update that needs it first,
+and so is that of the rule's sparse gradients."""
 
 CHUNK_NBYTES = 256 * 1024 - 192
 """What the reference does at a time of each array: the sum of the gradients is still in the cache when the rule reads
@@ -93,7 +93,7 @@ def bound(
     addresses = _checked(rule, ranges, parameters, slots, gradients)
     kernel, written, dtype = _kernel(rule, parameters.dtype), (parameters, *slots), parameters.dtype
     if kernel is not None:
-        update = _ready(kernel, ranges, ranges[:, 0], written, addresses, lane)
+        update = _update(rule, kernel, written, lane, 1, ranges, addresses)
         return lambda hyperparameters, t: update(scalars(rule, hyperparameters, t, dtype))
 
     def plain(hyperparameters: Hyperparameters, t: int) -> None:
@@ -113,68 +113,72 @@ def bound(
 
 
 def has_kernel(rule: Rule, dtype: np.dtype[Any]) -> bool:
-    """Whether compiled code applies this rule to this dtype, so that `apply_named` may be called."""
-    return _kernel(rule, dtype) is not None
+    """Whether compiled code applies this rule to rows of this dtype, so that `bound_rows` may be called."""
+    return _kernel(rule, dtype, is_sparse=True) is not None
 
 
-def apply_named(
+def bound_rows(
     rule: Rule,
-    rows: Array,
-    places: Array,
     parameters: Array,
     slots: tuple[Array, ...],
-    sums: Array,
+    gradients: Sequence[tuple[Array, Array]],
     hyperparameters: Hyperparameters,
     t: int,
-    lane: Lane = _KEEPS_NOTHING,
-) -> None:
-    """Apply the rule's t-th update to some rows of a table, in place; no other row is looked at.
+) -> Callable[[int, int, Lane], None]:
+    """The rule's t-th update of the rows that sparse gradients name, in place; no other row is looked at. Called with
+    the number of a share, from 0, and that of all shares: each row falls to one of them, and several threads may do
+    them at once.
 
-    Parameters and slots are 2-D, contiguous, of one dtype and shape [height, width]. `rows` is int64 [n], each row at
-    most once, in any order; its gradient is the row of `sums` [m, width], with m at most height, that `places` int64
-    [n] says.
+    Parameters and slots are 2-D, contiguous, of one dtype and shape [height, width]. A gradient is (values [k, width],
+    int64 indices [k]), both contiguous; equal rows are added in this order. An index outside [0, height) is left out.
 
     Raises InvalidArgumentError before anything is changed, when something of this does not hold.
     """
-    kernel = _kernel(rule, parameters.dtype)
+    kernel, dtype = _kernel(rule, parameters.dtype, is_sparse=True), parameters.dtype
     if kernel is None:
-        raise InvalidArgumentError(f"{rule.name} is not compiled for {parameters.dtype}")
+        raise InvalidArgumentError(f"{rule.name} is not compiled for {dtype}")
     height, width = parameters.shape
-    flat, flat_slots = parameters.reshape(-1), tuple(slot.reshape(-1) for slot in slots)
-    if sums.shape[1:] != (width,) or len(sums) > height or rows.shape != places.shape:
-        raise InvalidArgumentError(f"sums {sums.shape} of rows {rows.shape} do not fit a table {parameters.shape}")
-    for what, array, limit in (("rows", rows, height), ("places", places, len(sums))):
-        if array.dtype != np.int64 or array.ndim != 1 or (array.size and not 0 <= array.min() <= array.max() < limit):
-            raise InvalidArgumentError(f"{what}: must be int64 [n], within [0, {limit})")
-    gradient = sums.reshape(-1)
-    written = _written(rule, flat, flat_slots)
-    addresses = np.array([_address("sums", gradient, flat[: gradient.size], False)], np.int64)
-    _check_apart(written, addresses.tolist(), flat.nbytes, gradient.nbytes)
-    ranges = np.empty((len(rows), 2), np.int64)
-    np.multiply(rows, width, out=ranges[:, 0])
-    np.add(ranges[:, 0], width, out=ranges[:, 1])
-    numbers = scalars(rule, hyperparameters, t, parameters.dtype)
-    _ready(kernel, ranges, places * width, (flat, *flat_slots), addresses, lane)(numbers)
+    written = (parameters.reshape(-1), *(slot.reshape(-1) for slot in slots))
+    starts, read = _written(rule, written[0], written[1:]), []
+    for values, indices in gradients:
+        if values.shape != (*indices.shape, width) or indices.ndim != 1:
+            raise InvalidArgumentError(f"values {values.shape} of rows {indices.shape} do not fit a width of {width}")
+        if values.dtype != dtype or indices.dtype != np.int64:
+            raise InvalidArgumentError(f"values {values.dtype} of rows {indices.dtype} must be {dtype} and int64")
+        if not (values.flags.c_contiguous and values.flags.aligned and indices.flags.c_contiguous):
+            raise InvalidArgumentError("values and rows must be contiguous and aligned")
+        if not indices.flags.aligned:
+            raise InvalidArgumentError("rows must be aligned")
+        read.append((values.ctypes.data, indices.ctypes.data, len(indices)))
+        _check_apart(starts, [read[-1][0]], written[0].nbytes, values.nbytes)
+    where = [np.array(each, np.int64) for each in zip(*read, strict=True)]
+    numbers, total = scalars(rule, hyperparameters, t, dtype), sum(count for *_, count in read)
+
+    def update(share: int, shares: int, lane: Lane, kept: object = gradients) -> None:
+        memory = (
+            np.full(1 << max(4, (2 * total - 1).bit_length()), -1, np.int32),
+            np.empty((total, 3), np.int64),
+            np.empty((total, 2), np.int64),
+        )
+        place = np.array([share, shares, height, width])
+        _update(rule, kernel, written, lane, 2, *where, place, *memory)(numbers)
+
+    return update
 
 
-def _ready(
-    kernel: Callable[..., _Update],
-    ranges: Array,
-    places: Array,
-    written: tuple[Array, ...],
-    addresses: Array,
-    lane: Lane,
+def _update(
+    rule: Rule, kernel: native.Bind, written: tuple[Array, ...], lane: Lane, pieces: int, *arrays: Array
 ) -> _Update:
-    """The kernel over these arrays: all that is left to say is the rule's numbers."""
+    """The kernel over arrays as `fused` describes them, with scratch of so many ``pieces``: all that is left to say is
+    the rule's numbers."""
     dtype = written[0].dtype
     block = (KEPT_BLOCK_NBYTES if lane.progress.size else BLOCK_NBYTES) // dtype.itemsize
-    run = kernel(ranges, places, *written, addresses, block, lane.progress, lane.area(dtype))
+    numbers, scratch = np.zeros(rule.count_of_numbers, dtype), np.full(pieces * block, -0.0, dtype)
+    run = kernel(numbers, lane.progress, lane.area(dtype), scratch, *arrays, *written)
 
-    def update(numbers: tuple[Any, ...]) -> None:
-        if lane.is_kept:
-            part = next(islice(_chunks(ranges, block), lane.done, None))
-            lane.give_back([(array, part) for array in written])
-        run(numbers)
+    def update(of_rule: tuple[Any, ...]) -> None:
+        numbers[:] = of_rule
+        run()
 
     return update
 
@@ -191,7 +195,8 @@ def merge_kernel(dtype: np.dtype[Any]) -> Callable[..., int] | None:
     key = (_MERGE, dtype)
     if key not in _kernels and dtype.name in KERNEL_DTYPES:
         _prepare(None, dtype, cache_directory())
-    return _kernels.get(key)
+    bind = _kernels.get(key)
+    return None if bind is None else partial(_merge, bind)
 
 
 @frozen
@@ -214,12 +219,13 @@ def load(run_directory: Path | None = None, share: tuple[int, int] | None = None
     begin = time.perf_counter()
     directory = cache_directory(run_directory)
     compiled = 0
-    rules = (None, *(rule for rule in RULES.values() if rule.is_compiled))
-    for number, (name, rule) in enumerate(product(KERNEL_DTYPES, rules)):
-        dtype, key = np.dtype(name), (_MERGE if rule is None else rule.name, name)
+    rules = [rule for rule in RULES.values() if rule.is_compiled]
+    kernels = [(None, False), *product(rules, (False, True))]
+    for number, (name, (rule, is_sparse)) in enumerate(product(KERNEL_DTYPES, kernels)):
+        dtype, key = np.dtype(name), (_name(rule, is_sparse), name)
         is_asked = key in ALWAYS or (share is not None and number % share[1] == share[0])
         if is_asked:
-            compiled += _prepare(rule, dtype, directory, is_awaited=False)
+            compiled += _prepare(rule, dtype, directory, is_sparse=is_sparse, is_awaited=False)
     return Loaded(time.perf_counter() - begin, compiled, directory)
 
 
@@ -304,22 +310,34 @@ def _check_ranges(ranges: Array, length: int) -> None:
 # The kernels of this process.
 
 _MERGE = "merge"
-_kernels: dict[tuple[str, np.dtype[Any]], Callable[..., Any] | None] = {}
+_ROWS = "_rows"
+_kernels: dict[tuple[str, np.dtype[Any]], native.Bind | None] = {}
 _building = threading.Lock()
 _HASH_NBYTES = hashlib.sha256().digest_size
 
 
-def _kernel(rule: Rule, dtype: np.dtype[Any]) -> Callable[..., _Update] | None:
-    key = (rule.name, dtype)
+def _kernel(rule: Rule, dtype: np.dtype[Any], *, is_sparse: bool = False) -> native.Bind | None:
+    key = (_name(rule, is_sparse), dtype)
     if key not in _kernels and rule.is_compiled and dtype.name in KERNEL_DTYPES:
-        _prepare(rule, dtype, cache_directory())
+        _prepare(rule, dtype, cache_directory(), is_sparse=is_sparse)
     return _kernels.get(key)
 
 
-def _prepare(rule: Rule | None, dtype: np.dtype[Any], directory: Path | None, *, is_awaited: bool = True) -> bool:
-    """Whether something had to be compiled: the kernel of a rule or, None, that of sparse gradients. Where an update
+def _name(rule: Rule | None, is_sparse: bool) -> str:
+    return _MERGE if rule is None else rule.name + _ROWS if is_sparse else rule.name
+
+
+def _prepare(
+    rule: Rule | None,
+    dtype: np.dtype[Any],
+    directory: Path | None,
+    *,
+    is_sparse: bool = False,
+    is_awaited: bool = True,
+) -> bool:
+    """Whether something had to be compiled: a kernel of a rule or, None, the sum of sparse gradients. Where an update
     waits for it, that is said."""
-    name = _MERGE if rule is None else rule.name
+    name = _name(rule, is_sparse)
     with _building:
         if (name, dtype) in _kernels:
             return False
@@ -333,28 +351,13 @@ def _prepare(rule: Rule | None, dtype: np.dtype[Any], directory: Path | None, *,
                 _logger.warning("compiling %s for %s, which takes seconds, once for each user", name, dtype)
             from cs_server import fused  # imports numba
 
-            code = fused.build_merge(dtype) if rule is None else fused.build(rule, dtype)
+            code = fused.build_merge(dtype) if rule is None else fused.build(rule, dtype, is_sparse=is_sparse)
             if path is not None:
                 _keep(code, path)
         else:
             code = kept
-        bind = native.kernel(code)
-        _kernels[name, dtype] = partial(_merge, bind) if rule is None else partial(_dense, bind, rule.count_of_numbers)
+        _kernels[name, dtype] = native.kernel(code)
         return kept is None
-
-
-def _dense(bind: native.Bind, count: int, ranges: Array, places: Array, parameters: Array, *further: Any) -> _Update:
-    """A kernel over arrays as `fused` describes them."""
-    *slots, addresses, chunk, progress, area = further
-    numbers, scratch = np.zeros(count, parameters.dtype), np.full(chunk, -0.0, parameters.dtype)
-    begin = np.ascontiguousarray(places)
-    run = bind(ranges, addresses, numbers, progress, area, scratch, begin, parameters, *slots)
-
-    def update(of_rule: tuple[Any, ...]) -> None:
-        numbers[:] = of_rule
-        run()
-
-    return update
 
 
 def _merge(bind: native.Bind, *arguments: Array) -> int:

@@ -1,15 +1,16 @@
 """Sparse gradients: rows named by several replicas, or twice by one, become one gradient a row, and rules by rows.
 
 Owns the fixed order in which duplicates are added (by replica, then by position), which rows an update reads and
-writes, and how it is cut into the pieces of which a commit consists (`undo`). The rule itself is that of `kernels`,
-over pieces that fit the cache: named rows where they lie (gathered where it is not compiled), or a stretch of the table
-whose gradient is zero but for the rows that are named. A rule that moves named rows only never looks at the rest.
+writes, and how it is cut into the pieces of which a commit consists (`undo`). A rule that moves named rows only never
+looks at the rest: `kernels` adds up and updates row by row where they lie; what is not compiled, rows gathered into
+pieces that fit the cache. Of other rules a piece is a stretch of the table, whose gradient is zero but for the rows
+that are named.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from cs_proto.messages import WriteOp
 from cs_proto.optimizers import Hyperparameters
 from cs_proto.writing import write
 
-from .kernels import apply_dense, apply_named, has_kernel, merge_kernel
+from .kernels import apply_dense, bound_rows, has_kernel, merge_kernel
 from .undo import KEPT_NBYTES, Lane
 from .updates import Array, Rule
 
@@ -30,8 +31,8 @@ _PIECE = 1 << 16
 Piece: TypeAlias = tuple[slice, slice]
 """Rows and columns of a table: all columns, unless a row is so wide that it is cut."""
 
-Phase: TypeAlias = Callable[[Sequence[Piece], Callable[[Sequence[Piece], Lane], None]], None]
-"""Has some work done for the pieces of each lane, by several threads."""
+Phase: TypeAlias = Callable[[Sequence[Any], Callable[[Sequence[Any], Lane], None]], None]
+"""Has some work done for the pieces, or shares, of each lane, by several threads."""
 
 
 @frozen
@@ -49,8 +50,8 @@ def merge(gradients: Sequence[tuple[Array, Array]], height: int, width: int) -> 
     ``values`` [k, ...] have ``width`` elements a row and one dtype, ``indices`` are int64 [k]. The replicas have
     checked that they lie in [0, height); a row that does not is left out, since a commit cannot fail.
     """
-    inside = [_inside(values.reshape(len(indices), width), indices, height) for values, indices in gradients]
-    values, named = [_aligned(values) for values, _ in inside], [_aligned(indices) for _, indices in inside]
+    inside = [_inside(values, indices, height) for values, indices in _aligned(gradients, width)]
+    values, named = [values for values, _ in inside], [indices for _, indices in inside]
     kernel = merge_kernel(values[0].dtype)
     if kernel is None:
         return merge_reference(values, named)
@@ -80,33 +81,35 @@ def apply_rows(
     rule: Rule,
     parameters: Array,
     slots: tuple[Array, ...],
-    gradient: Merged,
+    gradients: Sequence[tuple[Array, Array]],
     hyperparameters: Hyperparameters,
     t: int,
     phase: Phase,
+    lanes: int,
 ) -> None:
-    """Apply the rule's t-th update under a sparse gradient, in place.
+    """Apply the rule's t-th update under sparse gradients as :func:`merge` takes them, in place.
 
     Parameters and slots are 2-D, contiguous, of one dtype and shape [height, width]; ``phase`` spreads the pieces over
-    threads. Rows that the gradient does not name move as the rule says, or not at all where ``lazy`` is set.
+    threads, of which there are up to ``lanes``. Rows that no gradient names move as the rule says, or not at all where
+    ``lazy`` is set.
     """
     height, width = parameters.shape
     if not height or not width:
         return
     arrays = (parameters, *slots)
     if rule.moves == "rows" or hyperparameters.get("lazy"):
-        if not len(gradient.rows):
-            return
         if has_kernel(rule, parameters.dtype):
+            aligned = _aligned(gradients, width)
+            update = bound_rows(rule, parameters, slots, aligned, hyperparameters, t)
+            count = max(1, min(lanes, sum(values.size for values, _ in aligned) // _PIECE))
 
-            def compiled(mine: Sequence[Piece], lane: Lane) -> None:
-                places = np.concatenate([np.arange(piece.start, piece.stop) for piece, _ in mine])
-                rows = gradient.rows[places]
-                apply_named(rule, rows, places, parameters, slots, gradient.sums, hyperparameters, t, lane)
+            def compiled(shares: Sequence[int], lane: Lane) -> None:
+                for share in shares:  # at most one: it goes through the pieces of it itself
+                    update(share, count, lane)
 
-            count, step, whole = len(gradient.rows), max(1, _PIECE // width), slice(0, width)
-            phase([(slice(first, min(first + step, count)), whole) for first in range(0, count, step)], compiled)
+            phase(range(count), compiled)
             return
+        gradient = merge(gradients, height, width)
 
         def named(mine: Sequence[Piece], lane: Lane) -> None:
             for piece, columns in lane.rest(mine):
@@ -121,6 +124,7 @@ def apply_rows(
 
         phase(_pieces(len(gradient.rows), width, parameters.itemsize), named)
         return
+    gradient = merge(gradients, height, width)
     order = np.argsort(gradient.rows)
     rows, sums = gradient.rows[order], gradient.sums[order]
 
@@ -199,5 +203,12 @@ def _inside(values: Array, indices: Array, height: int) -> tuple[Array, Array]:
     return values[kept], indices[kept]
 
 
-def _aligned(array: Array) -> Array:
-    return np.require(array, requirements=["C_CONTIGUOUS", "ALIGNED"])
+def _aligned(gradients: Sequence[tuple[Array, Array]], width: int) -> list[tuple[Array, Array]]:
+    """Values as [k, width], and both as compiled code reads them."""
+    return [
+        (
+            np.require(values.reshape(len(indices), width), requirements=["C_CONTIGUOUS", "ALIGNED"]),
+            np.require(indices, requirements=["C_CONTIGUOUS", "ALIGNED"]),
+        )
+        for values, indices in gradients
+    ]

@@ -18,7 +18,8 @@ from tests.harness.updates import HYPERPARAMETERS, assert_same_bits
 
 from cs_proto.errors import InvalidArgumentError
 from cs_server import kernels
-from cs_server.kernels import ALWAYS, KERNEL_DTYPES, apply_dense, apply_named, cache_directory
+from cs_server.kernels import ALWAYS, KERNEL_DTYPES, apply_dense, bound_rows, cache_directory
+from cs_server.undo import Lane
 from cs_server.updates import RULES, Array, Rule, reference
 
 STEPS = 20
@@ -206,18 +207,20 @@ def test_bad_input_is_refused_and_nothing_changed(case: str) -> None:
         np.testing.assert_array_equal(array, value)
 
 
-TABLE, SUMS, ROWS = np.ones((4, 2), "float32"), np.ones((2, 2), "float32"), np.array([3, 0])
+TABLE, VALUES, ROWS = np.ones((4, 2), "float32"), np.ones((2, 2), "float32"), np.array([3, 0])
 BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
-    "row beyond": ({"rows": np.array([1, 4])}, r"rows: must be int64 \[n\], within \[0, 4\)"),
-    "row before": ({"rows": np.array([-1, 0])}, "rows: "),
-    "rows dtype": ({"rows": ROWS.astype("i4")}, "rows: "),
-    "place beyond": ({"places": np.array([0, 2])}, r"places: must be int64 \[n\], within \[0, 2\)"),
-    "more rows than places": ({"rows": np.array([0, 1, 2])}, "do not fit"),
-    "sums of another width": ({"sums": np.ones((2, 3), "float32")}, "do not fit"),
-    "more sums than rows of the table": ({"sums": np.ones((5, 2), "float32")}, "do not fit"),
-    "sums dtype": ({"sums": SUMS.astype("float64")}, "sums: float64"),
-    "sums are parameters": ({"sums": TABLE[:2]}, "must not overlap"),
+    "rows dtype": ({"gradients": [(VALUES, ROWS.astype("i4"))]}, "float32 of rows int32 must be float32 and int64"),
+    "rows 2-D": ({"gradients": [(VALUES.reshape(1, 2, 2), ROWS.reshape(1, 2))]}, "do not fit"),
+    "rows strided": ({"gradients": [(VALUES, np.array([3, 0, 0])[::2])]}, "contiguous"),
+    "rows misaligned": ({"gradients": [(VALUES, _misaligned(ROWS))]}, "aligned"),
+    "more rows than values": ({"gradients": [(VALUES, np.array([0, 1, 2]))]}, "do not fit"),
+    "values of another width": ({"gradients": [(np.ones((2, 3), "float32"), ROWS)]}, "do not fit"),
+    "values dtype": ({"gradients": [(VALUES.astype("float64"), ROWS)]}, "float64 of rows int64 must be float32"),
+    "values strided": ({"gradients": [(np.ones((2, 4), "float32")[:, ::2], ROWS)]}, "contiguous"),
+    "values misaligned": ({"gradients": [(_misaligned(VALUES.reshape(-1)).reshape(2, 2), ROWS)]}, "aligned"),
+    "values are parameters": ({"gradients": [(VALUES, ROWS), (TABLE[:2], ROWS)]}, "must not overlap"),
     "slot too many": ({"slots": (TABLE.copy(),)}, "1 arrays"),
+    "parameters read-only": ({"parameters": _read_only(TABLE)}, "read-only"),
     "dtype": ({"parameters": TABLE.astype("float16")}, "sgd is not compiled for float16"),
 }
 
@@ -225,10 +228,25 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", BAD_ROWS)
 def test_bad_rows_are_refused_and_nothing_changed(case: str) -> None:
     changes, message = BAD_ROWS[case]
-    given = {"rows": ROWS, "places": np.array([0, 1]), "parameters": TABLE, "slots": (), "sums": SUMS}
+    given = {"parameters": TABLE, "slots": (), "gradients": [(VALUES, ROWS)]}
     with pytest.raises(InvalidArgumentError, match=message):
-        apply_named(rule=RULES["sgd"], hyperparameters=HYPERPARAMETERS, t=1, **given | changes)
+        bound_rows(rule=RULES["sgd"], hyperparameters=HYPERPARAMETERS, t=1, **given | changes)
     np.testing.assert_array_equal(TABLE, 1)
+
+
+@pytest.mark.parametrize("shares", [1, 2, 3, 7])
+def test_every_row_falls_to_one_share(shares: int) -> None:
+    rows = np.array([*range(0, 4000, 4), *range(10_000, 10_500), 3, 3, -5, 1 << 40])
+    counts, values = np.zeros((1 << 20, 1)), np.ones((len(rows), 1))
+    update = bound_rows(RULES["sgd"], counts, (), [(values, rows)], HYPERPARAMETERS | {"learning_rate": -1.0}, 1)
+    moved = []
+    for share in range(shares):
+        before = counts.copy()
+        update(share, shares, Lane())
+        moved.append(np.count_nonzero(counts != before))
+    assert sum(moved) == 1501
+    assert min(moved) > 1501 // shares // 2
+    assert np.unique(counts, return_counts=True)[1].tolist() == [(1 << 20) - 1501, 1500, 1]
 
 
 # The kept code. Every load below is a process of its own, as a server is.

@@ -24,7 +24,8 @@ ROWS += ("adamax", "adadelta", "ftrl", "ftrl_power")
 
 
 def one_by_one(items: Sequence[Any], work: Callable[[Sequence[Any], Lane], None]) -> None:
-    work(items, Lane())
+    for item in items:
+        work([item], Lane())
 
 
 @st.composite
@@ -90,9 +91,9 @@ def expected_after(
     ("name", "dtype"), [(name, dtype) for name in RULES for dtype in DTYPES if RULES[name].takes(np.dtype(dtype))]
 )
 @settings(max_examples=8, deadline=None)
-@given(data=st.data(), piece=st.sampled_from([1, 16, 1 << 15]))
+@given(data=st.data(), piece=st.sampled_from([1, 16, 1 << 15]), lanes=st.integers(1, 5))
 def test_rules_by_rows_have_the_bits_of_the_dense_reference(
-    name: str, dtype: str, data: st.DataObject, piece: int
+    name: str, dtype: str, data: st.DataObject, piece: int, lanes: int
 ) -> None:
     rule = RULES[name]
     height, width, brought = data.draw(gradients(dtype))
@@ -106,7 +107,7 @@ def test_rules_by_rows_have_the_bits_of_the_dense_reference(
             patch.setattr(rows, "_PIECE", piece)
             for t in (1, 2):
                 expected = expected_after(rule, parameters, slots, gradient, is_lazy, t)
-                apply_rows(rule, parameters, slots, gradient, given, t, one_by_one)
+                apply_rows(rule, parameters, slots, brought, given, t, one_by_one, lanes)
                 for found, wanted in zip((parameters, *slots), expected, strict=True):
                     assert_same_bits(found, wanted)
 
@@ -121,32 +122,37 @@ def test_the_work_is_that_of_the_named_rows(name: str) -> None:
     rule = RULES[name]
     table = np.ones((100_000, 4), np.float32)
     slots = tuple(np.full((100_000, 4), value, np.float32) for value in rule.initial(HYPERPARAMETERS))
-    gradient = Merged(np.array([5, 90_000]), np.ones((2, 4), np.float32))
+    gradients = [(np.ones((4, 4), np.float32), np.array([5, 90_000, -1, 100_000]))]
     pieces: list[Any] = []
 
     def counting(items: Sequence[Any], work: Callable[[Sequence[Any], Lane], None]) -> None:
         pieces.extend(items)
         one_by_one(items, work)
 
-    apply_rows(rule, table, slots, gradient, HYPERPARAMETERS | {"lazy": 1.0}, 1, counting)
-    assert pieces == [(slice(0, 2), slice(0, 4))]
+    apply_rows(rule, table, slots, gradients, HYPERPARAMETERS | {"lazy": 1.0}, 1, counting, 8)
+    assert len(pieces) == 1
     assert np.flatnonzero((table != 1).any(axis=1)).tolist() == [5, 90_000]
 
 
-def test_threads_share_the_pieces() -> None:
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_threads_share_the_pieces(is_lazy: bool) -> None:
     rule, height, width = RULES["adam"], 20_000, 8
+    given = HYPERPARAMETERS | {"lazy": float(is_lazy)}
+    shares: list[Any] = []
     random = np.random.default_rng(1)
     values, indices = random.standard_normal((30_000, width)).astype("f4"), random.integers(0, height, 30_000)
     gradient = merge([(values, indices)], height, width)
     parameters = random.standard_normal((height, width)).astype("f4")
     slots = tuple(np.zeros((height, width), "f4") for _ in rule.slots)
-    expected = expected_after(rule, parameters, slots, gradient, False, 1)
+    expected = expected_after(rule, parameters, slots, gradient, is_lazy, 1)
     with ThreadPoolExecutor(4) as pool:
 
         def spread(items: Sequence[Any], work: Callable[[Sequence[Any], Lane], None]) -> None:
+            shares.extend(items)
             list(pool.map(lambda item: work([item], Lane()), items))
 
-        apply_rows(rule, parameters, slots, gradient, HYPERPARAMETERS, 1, spread)
+        apply_rows(rule, parameters, slots, [(values, indices)], given, 1, spread, 3)
+    assert len(shares) == 3
     for found, wanted in zip((parameters, *slots), expected, strict=True):
         assert_same_bits(found, wanted)
 
@@ -156,5 +162,5 @@ def test_threads_share_the_pieces() -> None:
 def test_an_empty_table_stays_one(name: str, height: int, width: int) -> None:
     rule = RULES[name]
     empty = np.zeros((height, width), "f4")
-    gradient = merge([(np.zeros((2, width), "f4"), np.array([0, 1]))], height, width)
-    apply_rows(rule, empty, tuple(empty.copy() for _ in rule.slots), gradient, HYPERPARAMETERS, 1, one_by_one)
+    gradients = [(np.zeros((2, width), "f4"), np.array([0, 1]))]
+    apply_rows(rule, empty, tuple(empty.copy() for _ in rule.slots), gradients, HYPERPARAMETERS, 1, one_by_one, 2)

@@ -87,29 +87,68 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     arithmetic._shares.cache_clear()
 
 
-def in_python(rule: Rule, fuse: Fuse, say: Callable[..., None]) -> Callable[..., Callable[[Any], None]]:
-    """The loop of a kernel as Python runs it; every element that is written is an event."""
+class InPython:
+    """The loops of kernels as Python runs them; every element that is written is an event."""
 
-    def step(*values: Any) -> tuple[Any, ...]:
-        fuse.burn()
-        with np.errstate(all="ignore"):
-            return rule.step(*values)
+    def __init__(self, fuse: Fuse, say: Callable[..., None]) -> None:
+        self.fuse = fuse
+        self.say = say
+        self.at_hand: dict[int, tuple[Any, ...]] = {}  # by lane: its progress, the piece's number, arrays and place
 
-    def addends(addresses: Any, like: Any, scratch: Any, start: int, stop: int) -> Any:
-        arrays = [
-            np.frombuffer((ctypes.c_char * like.nbytes).from_address(int(address)), like.dtype)[start:stop]
-            for address in addresses
-        ]
-        total = np.full(stop - start, -0.0, like.dtype)
-        for array in arrays[:-1]:
-            total += array
-        return total, arrays[-1]
+    def kernel(self, rule: Rule, *, is_sparse: bool) -> Callable[..., Callable[[], None]]:
+        def step(*values: Any) -> tuple[Any, ...]:
+            self.fuse.burn()
+            with np.errstate(all="ignore"):
+                return rule.step(*values)
 
-    replaced = {"step": step, "_addends": addends, "_done": fused._done.py_func, "_foresee": lambda *_: None}
-    replaced["_tell"] = lambda progress, value: say(progress, 0, value)
-    loop = FunctionType(fused._LOOPS[len(rule.slots)][0].__code__, vars(fused) | replaced)
-    # The rule's numbers come last; of the scratch the sum above has no need.
-    return lambda *arrays: lambda numbers: loop(*arrays[:-3], numbers, *arrays[-3:], None)
+        def piece(*given: Any) -> None:
+            arrays, start, stop, *_, number, _, progress, _ = given
+            if progress.size:
+                self.at_hand[progress.ctypes.data] = progress, number, arrays, slice(start, stop)
+            of_rule(*given)
+
+        replaced = {"step": step, "piece": piece, "_done": fused._done.py_func, "_foresee": lambda *_: None}
+        replaced |= {"_elements": elements, "_addends": addends, "_share": share}
+        replaced["_tell"] = lambda progress, value: self.say(progress, 0, value)
+        of_rule = with_globals(fused._PIECES[len(rule.slots)], replaced)
+
+        def bind(numbers: Any, progress: Any, area: Any, scratch: Any, *given: Any) -> Callable[[], None]:
+            last = len(given) - 1 - len(rule.slots)
+            written = given[last:]
+
+            def run() -> None:
+                if is_sparse:
+                    where, memory, chunk = given[:4], given[4:last], len(scratch) // 2
+                    loop = with_globals(fused._sparse, replaced)
+                    loop(*where, memory, written, tuple(numbers), chunk, progress, area, scratch)
+                else:
+                    loop = with_globals(fused._dense, replaced)
+                    loop(*given[:last], written, tuple(numbers), len(scratch), progress, area, scratch)
+
+            return run
+
+        return bind
+
+
+def with_globals(function: Any, replaced: dict[str, Any]) -> Any:
+    return FunctionType(function.__code__, vars(fused) | replaced)
+
+
+def elements(address: int, like: Any, count: int) -> Any:
+    return np.frombuffer((ctypes.c_char * (count * like.itemsize)).from_address(int(address)), like.dtype)
+
+
+def addends(addresses: Any, like: Any, scratch: Any, start: int, stop: int) -> Any:
+    total = np.full(stop - start, -0.0, like.dtype)
+    *firsts, last = (elements(address, like, like.size)[start:stop] for address in addresses)
+    for array in firsts:
+        total += array
+    return total, last
+
+
+def share(*given: Any) -> Any:
+    with np.errstate(over="ignore"):  # of the hash
+        return with_globals(fused._share.py_func, {"_elements": elements})(*given)
 
 
 class Server:
@@ -150,12 +189,13 @@ class Server:
             patch.setattr(undo, "_say", say)
             patch.setattr(Lane, "give_back", give_back)
             patch.setattr(Lane, "enter", enter)
-            compiled = kernels._kernel
-            patch.setattr(
-                kernels,
-                "_kernel",
-                lambda rule, dtype: None if compiled(rule, dtype) is None else in_python(rule, fuse, say),
-            )
+            compiled, by_python = kernels._kernel, InPython(fuse, say)
+
+            def kernel(rule: Rule, dtype: Any, *, is_sparse: bool = False) -> Any:
+                known = compiled(rule, dtype, is_sparse=is_sparse)
+                return None if known is None else by_python.kernel(rule, is_sparse=is_sparse)
+
+            patch.setattr(kernels, "_kernel", kernel)
             if left is None:
                 self.commit(command)
                 return fuse.count
@@ -170,6 +210,10 @@ class Server:
             if lane.is_kept and lane.done == done:
                 for array, index in places:
                     array[index] = noise.standard_normal(array[index].shape).astype(array.dtype)
+        for progress, number, arrays, place in by_python.at_hand.values():
+            if progress[0] == 2 * number - 1:
+                for array in arrays:
+                    array[place] = noise.standard_normal(array[place].shape).astype(array.dtype)
         return fuse.count
 
 
