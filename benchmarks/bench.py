@@ -44,9 +44,8 @@ LARGEST = "embedding-1e7"  # 5 GB or more a peer: making them is most of its tim
 #: what they measure, so there are few. The first step is that after the start.
 GROUPS = (
     (FIRST_STEP, EMPTY, "sgd-1MB", "adam-1MB", "adam-16MB", MANY, "digits", "digits-many-steps"),
-    ("sgd-100MB", "adam-100MB", IN_PLACE, COPIED),
-    ("read-1MBx1", "read-400MBx1", "read-400MBx1000"),
-    ("embedding-1e5", "embedding", LARGEST),
+    ("sgd-100MB", "adam-100MB", IN_PLACE, COPIED, "read-1MBx1", "read-400MBx1", "read-400MBx1000"),
+    (LARGEST, "embedding", "embedding-1e5"),
 )
 QUICK = ("sgd-1MB", "adam-1MB", "adam-16MB", MANY, "adam-400MB", "read-1MBx1", "read-400MBx1000")
 QUICK += ("digits", "digits-many-steps", "embedding", FIRST_STEP, EMPTY)
@@ -65,7 +64,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 @dataclass(frozen=True)
 class Peer:
-    """A program. Of two with one name the faster is taken, work by work."""
+    """A program, with as many ways to do a work as it names: the fastest is taken, work by work."""
 
     name: str
     module: str
@@ -73,6 +72,14 @@ class Peer:
     family: str = ""  # of its virtual environment; the empty one is ours
     environment: dict[str, str] = field(default_factory=dict, hash=False)
     has_places: bool = False  # where gradients are best; without, it is all the same to the peer where they lie
+    ways: tuple[str, ...] = ()
+
+    def names(self, work: str) -> list[str]:
+        """The work in every way. In a read there is no rule, and of a first step that of the first way is the first."""
+        if not self.ways:
+            return [work]
+        is_one = work == FIRST_STEP or isinstance(WORKS[work], Read)
+        return [f"{work}/{way}" for way in self.ways[: 1 if is_one else None]]
 
 
 OWN = (
@@ -86,8 +93,7 @@ OWN = (
 OTHERS = (
     Peer("torch-one-process", "torch_one_process", NO_READS, "torch"),
     Peer("ddp-gloo", "ddp_gloo", SMALLER, family="torch", environment=ONE_THREAD),
-    Peer("ray-ps", "ray_ps", SMALLER, family="torch", environment={"RULE": "numpy"}),
-    Peer("ray-ps", "ray_ps", NO_READS_SMALLER, family="torch", environment={"RULE": "torch"}),  # no rule in a read
+    Peer("ray-ps", "ray_ps", SMALLER, family="torch", ways=("numpy", "torch")),
     Peer("tf-central-storage", "tf_central_storage", family="tensorflow"),
 )
 
@@ -100,36 +106,40 @@ class Bench:
     failures: list[str] = field(default_factory=list)
 
     def measure(self, peers: Sequence[Peer], works: Iterable[str], rounds: int) -> None:
-        """All peers in turn, ``rounds`` times, after a round that finds the number of steps and the faster of two. What
+        """All peers in turn, ``rounds`` times, after a round that finds the number of steps and the fastest way. What
         did as many steps in that one already as are to be done has one round less."""
         asked, begun = set(works), time.monotonic()
-        steps: dict[tuple[Peer, str], int] = {}
-        fastest: dict[tuple[str, str], tuple[float, Peer]] = {}
+        latest: dict[tuple[Peer, str], tuple[float, str]] = {}  # seconds of a step, and the fastest way
         like = {work: LIKE[work] if LIKE.get(work) in asked else work for work in asked}
 
-        def is_due(peer: Peer, work: str, is_search: bool) -> bool:
+        def due(peer: Peer, work: str, is_search: bool) -> list[str]:
+            """The names under which it is to be measured now."""
             if work not in asked or work not in peer.works or _is_same(peer, work, asked):
-                return False
+                return []
             if is_search:
-                return like[work] == work
-            is_fastest = fastest.get((like[work], peer.name), (0, None))[1] is peer
-            return is_fastest and len(self.figures.get((work, peer.name), ())) < rounds
+                return peer.names(work) if like[work] == work else []
+            if (peer, like[work]) not in latest or len(self.figures.get((work, peer.name), ())) >= rounds:
+                return []
+            return [work + latest[peer, like[work]][1]]
 
         for number, group, peer in product(range(rounds + 1), GROUPS, peers):
-            wanted = [work for work in group if is_due(peer, work, is_search=not number)]
+            wanted = [name for work in group for name in due(peer, work, is_search=not number)]
             if not wanted:
                 continue
             self._progress(f"round {number} of {rounds}", peer.name, wanted, begun)
-            count = {work: steps.get((peer, like[work]), _steps(work, math.inf)) for work in wanted}
-            for work, seconds in self.run(peer, count):
-                steps[peer, work] = _steps(work, seconds)
+            count = {}
+            for name in wanted:
+                work = name.partition("/")[0]
+                count[name] = _steps(work, latest[peer, like[work]][0] if number else math.inf)
+            for name, seconds in self.run(peer, count):
+                work, slash, way = name.partition("/")
                 if number:
                     self.figures.setdefault((work, peer.name), []).append(seconds)
+                elif seconds < latest.get((peer, work), (math.inf, ""))[0]:
+                    self.figures[work, peer.name] = [seconds] if _steps(work, seconds) == FEWEST else []
+                else:
                     continue
-                known = fastest.get((work, peer.name), (math.inf, peer))
-                fastest[work, peer.name] = best = min(known, (seconds, peer), key=lambda each: each[0])
-                if best[1] is peer:
-                    self.figures[work, peer.name] = [seconds] if steps[peer, work] == FEWEST else []
+                latest[peer, work] = seconds, slash + way
         for peer in peers:
             if _is_same(peer, COPIED, asked) and (IN_PLACE, peer.name) in self.figures:
                 self.figures[COPIED, peer.name] = self.figures[IN_PLACE, peer.name]
@@ -161,7 +171,8 @@ class Bench:
             missing = ", ".join(list(steps)[len(lines) :])
             last = "\n    ".join(err.strip().splitlines()[-5:])
             self.failures.append(f"{peer.name} failed at {missing} (exit code {process.returncode}):\n    {last}")
-        return [(line["work"], line["at"] - begun if line["work"] == FIRST_STEP else line["seconds"]) for line in lines]
+        taken = [line["at"] - begun if line["work"].startswith(FIRST_STEP) else line["seconds"] for line in lines]
+        return [(line["work"], seconds) for line, seconds in zip(lines, taken, strict=True)]
 
     @staticmethod
     def _progress(where: str, peer: str, works: list[str], begun: float) -> None:

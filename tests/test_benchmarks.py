@@ -82,35 +82,42 @@ def test_a_peer_that_fails_is_named_and_the_others_go_on(benchmark: Any) -> None
 def test_every_work_has_its_rounds_and_nothing_is_measured_twice(
     benchmark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = ("sgd-1MB", "adam-400MB", "adam-400MB-copied", "embedding", "embedding-1e7")
-    ours, slow, fast, off = (
+    names = ("sgd-1MB", "adam-400MB", "adam-400MB-copied", "read-1MBx1", "embedding", "embedding-1e7")
+    ours, theirs, off = (
         benchmark.bench.Peer("ours", "ours", names, has_places=True),
-        benchmark.bench.Peer("theirs", "slow", names),
-        benchmark.bench.Peer("theirs", "fast", names),
+        benchmark.bench.Peer("theirs", "theirs", names, ways=("slow", "fast")),
         benchmark.bench.Peer("off", "off", ("adam-400MB",)),
     )
     seconds = {"sgd-1MB": 1e-4, "adam-400MB": 1.0, "adam-400MB-copied": 1.5, "embedding": 0.1, "embedding-1e7": 0.2}
+    seconds["read-1MBx1"] = 1e-3
     programs: list[tuple[str, dict[str, int]]] = []
 
     def run(bench: Any, peer: Any, steps: dict[str, int]) -> list[tuple[str, float]]:
         programs.append((peer.module, steps))
-        return [(work, seconds[work] * (2 if peer is slow else 1)) for work in steps]
+        return [(name, seconds[name.partition("/")[0]] * (1 if name.endswith("/fast") else 2)) for name in steps]
 
     monkeypatch.setattr(benchmark.bench, "MOST", 1000)
     monkeypatch.setattr(benchmark.bench.Bench, "run", run)
     bench = benchmark.bench.Bench()
-    bench.measure((ours, slow, fast, off), names, rounds=5)
-    expected = {(work, "ours"): [seconds[work]] * 5 for work in names}
-    expected |= {(work, "theirs"): [seconds[work]] * 5 for work in names}  # of the faster program
+    bench.measure((ours, theirs, off), names, rounds=5)
+    expected = {(work, "ours"): [seconds[work] * 2] * 5 for work in names}
+    expected |= {(work, "theirs"): [seconds[work]] * 5 for work in names}  # the faster way
+    expected["read-1MBx1", "theirs"] = [2e-3] * 5  # there is one way
     expected["adam-400MB-copied", "theirs"] = [1.0] * 5
-    expected["adam-400MB", "off"] = [1.0] * 5
+    expected["adam-400MB", "off"] = [2.0] * 5
     assert bench.figures == expected
-    done = {peer.module: [steps for module, steps in programs if module == peer.module] for peer in (ours, slow, off)}
-    assert done["slow"] == [{"sgd-1MB": 3}, {"adam-400MB": 3}, {"embedding": 3}]
+    done = {peer.module: [steps for module, steps in programs if module == peer.module] for peer in (ours, theirs, off)}
+    assert done["theirs"][0] == {"sgd-1MB/slow": 3, "sgd-1MB/fast": 3}
+    assert done["theirs"][3:6] == [
+        {"sgd-1MB/fast": 1000},
+        {"adam-400MB/fast": 3, "read-1MBx1/slow": 250},
+        {"embedding-1e7/fast": 5, "embedding/fast": 5},
+    ]
     assert done["off"] == [{"adam-400MB": 3}] * 5  # no more than in the search, which counts
-    first, last = [{"adam-400MB": 3, "adam-400MB-copied": 3}] * 4, {"adam-400MB-copied": 3}
+    first = [{"adam-400MB": 3, "adam-400MB-copied": 3, "read-1MBx1": 250}] * 4
+    last = {"adam-400MB-copied": 3, "read-1MBx1": 250}
     assert [steps for steps in done["ours"] if "adam-400MB-copied" in steps] == [*first, last]
-    assert [steps["embedding-1e7"] for steps in done["ours"] if "embedding-1e7" in steps] == [5] * 5
+    assert [steps["embedding-1e7"] for steps in done["ours"] if "embedding-1e7" in steps] == [3] * 5
 
 
 def test_rows_are_shown_written_and_drawn(benchmark: Any, tmp_path: Path) -> None:

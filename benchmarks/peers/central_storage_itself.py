@@ -61,13 +61,16 @@ class ApplyTrial:
             optimizer.apply_gradients([(kept[0], variables[0])])
 
         self.step = copied if work.is_copied else in_place
+        self.compare = lambda steps: work.check(
+            np.concatenate([np.asarray(v) for v in variables]) if variables[1:] else np.asarray(variables[0]), steps
+        )
 
     def run(self, steps: int) -> None:
         _send_ahead(self.strategy, self.step, [np.full(REPLICAS, self.done + n < WARM) for n in range(steps)])
         self.done += steps
 
     def check(self) -> None:
-        self.work.check(np.concatenate([variable.numpy() for variable in self.variables]), self.done)
+        self.strategy.run(self.compare, args=(self.done,))
 
 
 class ReadTrial:
@@ -145,13 +148,14 @@ class EmbeddingTrial:
             optimizer.apply_gradients([(cs.IndexedSlices(rows, ids, table.shape), table)])
 
         self.step = step
+        self.compare = lambda ids: work.check(np.asarray(table), ids)
 
     def run(self, steps: int) -> None:
         _send_ahead(self.strategy, self.step, list(self.ids[self.done : self.done + steps].reshape(steps, -1)))
         self.done += steps
 
     def check(self) -> None:
-        self.work.check(self.table.numpy(), self.ids[: self.done])
+        self.strategy.run(self.compare, args=(self.ids[: self.done],))
 
 
 class EmptyTrial:

@@ -108,7 +108,7 @@ class EmbeddingTrial:
 
     def __init__(self, work: Embedding, steps: int) -> None:
         self.work, self.done, self.ids = work, 0, work.ids(steps)
-        self.rule = SparseAdagrad(work.initial())
+        self.rule = SparseAdagrad(work.initial().copy())
 
     def run(self, steps: int) -> None:
         for _ in range(steps):

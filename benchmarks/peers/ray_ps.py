@@ -1,8 +1,8 @@
 """ray-ps: a parameter server in Ray, an actor that holds the variables, and an actor for each replica.
 
 Arrays travel through Ray's object store, so workers map what the server put there; steps are chained by references, and
-the script waits for what it needs alone. ``RULE=torch`` in the environment applies rules by torch's fused optimizers,
-``RULE=numpy`` by NumPy.
+the script waits for what it needs alone. Rules are applied in one of two ways, ``numpy`` and ``torch``, whose
+optimizers are fused.
 """
 
 from __future__ import annotations
@@ -19,21 +19,19 @@ from works import REPLICAS, Apply, Digits, Embedding, Read, Work, loss_and_gradi
 
 from peers import numpy_one_process
 
-IS_TORCH = os.environ.get("RULE") == "torch"
-
 
 class Server:
     """Owns the variables; what it returns is put into the object store."""
 
-    def __init__(self, work: Work) -> None:
-        self.work = work
+    def __init__(self, work: Work, way: str) -> None:
+        self.work, self.is_torch = work, way == "torch"
         if isinstance(work, Embedding):
             self._own_table(work)
             return
         values = [work.initial()] if isinstance(work, Apply) else work.initial()
         if isinstance(work, Read):
             self.values = values
-        elif IS_TORCH:
+        elif self.is_torch:
             import torch
 
             from peers.torch_one_process import optimizer_of
@@ -48,7 +46,7 @@ class Server:
             self.values = values
 
     def _own_table(self, work: Embedding) -> None:
-        if IS_TORCH:
+        if self.is_torch:
             import torch
 
             from peers.torch_one_process import adagrad, table_of
@@ -58,7 +56,7 @@ class Server:
             self.optimizer = adagrad(self.module)
             self.table = self.module.weight.detach().numpy()
         else:
-            self.sparse = numpy_one_process.SparseAdagrad(work.initial())
+            self.sparse = numpy_one_process.SparseAdagrad(work.initial().copy())
             self.table = self.sparse.table
 
     def weights(self) -> list[np.ndarray]:
@@ -68,7 +66,7 @@ class Server:
     def apply(self, *gradients: list[np.ndarray]) -> list[np.ndarray]:
         """Sum the replicas' gradients, apply the rule, return all variables."""
         sums = [np.add(*parts) for parts in zip(*gradients, strict=True)]
-        if IS_TORCH:
+        if self.is_torch:
             import torch
 
             for parameter, gradient in zip(self.parameters, sums, strict=True):
@@ -87,7 +85,7 @@ class Server:
         """Apply (ids, gradient) of each replica; return the rows that each replica draws next."""
         ids = np.concatenate([ids for ids, _ in gradients])
         values = np.concatenate([value for _, value in gradients])
-        if IS_TORCH:
+        if self.is_torch:
             import torch
 
             shape = self.table.shape
@@ -147,9 +145,9 @@ class Worker:
 class RayTrial:
     """What all works have in common."""
 
-    def __init__(self, work: Any, steps: int) -> None:
+    def __init__(self, work: Any, steps: int, way: str) -> None:
         self.work, self.done = work, 0
-        self.server = ray.remote(num_cpus=0)(Server).remote(work)
+        self.server = ray.remote(num_cpus=0)(Server).remote(work, way)
         self.workers = [ray.remote(num_cpus=0)(Worker).remote(work, replica) for replica in range(REPLICAS)]
         if not isinstance(work, Embedding):
             self.weights = self.server.weights.remote()
@@ -207,8 +205,8 @@ class DigitsTrial(RayTrial):
 class EmbeddingTrial(RayTrial):
     """Only rows travel: the answer to gradients are the rows that come next."""
 
-    def __init__(self, work: Embedding, steps: int) -> None:
-        super().__init__(work, steps)
+    def __init__(self, work: Embedding, steps: int, way: str) -> None:
+        super().__init__(work, steps, way)
         self.ids = work.ids(steps)
         self.rows = [self.server.rows.remote(ids) for ids in self.ids[0]]
         self.rows = ray.put(ray.get(self.rows))
@@ -235,8 +233,8 @@ TRIALS: dict[type[Work], Callable[..., Any]] = {
 
 
 @contextmanager
-def opened(work: Work, steps: int) -> Iterator[Trial]:
-    trial = TRIALS[type(work)](work, steps)
+def opened(work: Work, steps: int, way: str = "numpy") -> Iterator[Trial]:
+    trial = TRIALS[type(work)](work, steps, way)
     yield trial
     trial.close()
 

@@ -37,7 +37,7 @@ def weights_of(layers: torch.nn.Module) -> list:
 
 def table_of(work: Embedding) -> torch.nn.Embedding:
     """The table as a module with sparse gradients."""
-    return torch.nn.Embedding(work.rows, work.width, sparse=True, _weight=torch.from_numpy(work.initial()))
+    return torch.nn.Embedding(work.rows, work.width, sparse=True, _weight=torch.from_numpy(work.initial().copy()))
 
 
 def adagrad(table: torch.nn.Module) -> torch.optim.Optimizer:
