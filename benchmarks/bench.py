@@ -230,7 +230,7 @@ def main() -> None:
     print(report.table(rows))
     print(f"\n{memory.table()}")
     if options.quick:
-        print(f"\n{parts.table(OWN[0], bench)}")
+        print(f"\n{parts.table(OWN[0], bench, options.works or parts.SHOWN)}")
     if not options.quick and rows:
         report.save(rows, machine, options.results)
         print(f"\nwritten to {options.results}/results.json and results.svg")

@@ -1,4 +1,8 @@
-"""Where the time of a step goes, in the real processes: the parts of a run, its messages and its wake-ups."""
+"""Where the time of a step goes, in the real processes: its parts, its messages and its wake-ups.
+
+A step of ``run`` lasts from the call to its results. Where the script is ahead, one lasts from a commit to the next:
+what the script does meanwhile is waited for by nobody but who wants its processor, and stands apart.
+"""
 
 from __future__ import annotations
 
@@ -7,46 +11,62 @@ import statistics
 import tempfile
 from bisect import bisect_left, bisect_right
 from collections import Counter
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import report
-from works import EMPTY
+from works import EMPTY, FIRST_STEP, WORKS, Apply, Digits, Embedding
 
 if TYPE_CHECKING:
     from bench import Bench, Peer
 
-STEPS = 300
-WORKS = (EMPTY, "digits")
+STEPS = 200
+SHOWN = (EMPTY, "digits", "read-400MBx1000", "sgd-1MB", "embedding")
 
 #: By role and moment: the part of the step that ends there. What is not named is not waited for by anybody.
 PARTS = {
-    ("client", "pickled"): "pickle check",
-    ("client", "sent"): "encode, send (client)",
     ("worker", "decoded"): "decode (worker)",
     ("worker", "called"): "arguments, seeds",
+    ("worker", "looked-up"): "function: look-up",
+    ("worker", "sliced"): "function: IndexedSlices",
+    ("worker", "applied"): "function: apply_gradients",
     ("worker", "returned"): "function",
     ("worker", "sent"): "result, encode, send (worker)",
     ("server", "decoded"): "decode (server)",
     ("server", "decided"): "merge: decide, write down",
     ("server", "committed"): "commit",
     ("server", "sent"): "encode, send (server)",
+}
+SCRIPT = {
+    ("client", "begun"): "between runs (script)",
+    ("client", "pickled"): "pickle check",
+    ("client", "sent"): "encode, send (client)",
     ("client", "decoded"): "decode (client)",
     ("client", "over"): "result (client)",
 }
-#: Who wakes whom: a wake-up counts from the last message of the one to the first sign of the other.
-WAKES = (("client", "worker", "wake: client to worker"), ("worker", "server", "wake: worker to server"))
-LAST = ("server", "client", "wake: server to client")
+#: Who wakes whom: a wake-up counts from the last message of the one to the first sign of the other. What is first named
+#: is waited for in a step of ``run``, what is last named where the script is ahead.
+WAKES = {
+    ("client", "worker"): "wake: client to worker",
+    ("server", "client"): "wake: server to client",
+    ("worker", "server"): "wake: worker to server",
+    ("server", "worker"): "wake: server to worker",
+}
 
 Moments = list[tuple[str, int]]
+#: Nanoseconds by part, how many messages were sent and how often somebody was woken.
+Step = tuple[Counter[str], int, int]
 
 
-def table(peer: Peer, bench: Bench) -> str:
+def table(peer: Peer, bench: Bench, works: Iterable[str]) -> str:
     """For people: medians over steps of ``peer``; of what two workers do, the longer. Empty where ``bench`` notes that
     it failed."""
     shown = []
-    for work in WORKS:
+    for work in works:
+        if work == FIRST_STEP:
+            continue
         with tempfile.TemporaryDirectory() as directory:
             os.environ["CS_MOMENTS"] = directory
             bench.run(peer, {work: STEPS})
@@ -68,22 +88,39 @@ def _left(directory: Path) -> list[tuple[str, Moments]]:
 
 def lines(work: str, left: list[tuple[str, Moments]]) -> list[str]:
     """The table of one work, from the moments of every process, by role."""
-    client = next(moments for role, moments in left if role == "client")
-    begun = [when for name, when in client if name == "begun"][-STEPS:]
-    over = [when for name, when in client if name == "over"][-STEPS:]
-    steps = [_step(left, first, last) for first, last in zip(begun, over, strict=True)]
-    shown = [f"{'parts of ' + work:<32}{'median':>10}"]
-    for part in [*PARTS.values(), *(wake for _, _, wake in (*WAKES, LAST)), "all"]:
-        seconds = [durations[part] / 1e9 for durations, _, _ in steps if part in durations]
-        if seconds:
-            shown.append(f"  {part:<30}{report.shown(statistics.median(seconds)):>10}")
+    is_ahead = _is_ahead(work)
+    if is_ahead:
+        bounds = [*pairwise(_whens(left, "server", "committed")[-STEPS - 1 :])]
+    else:
+        begun, over = (_whens(left, "client", name)[-STEPS:] for name in ("begun", "over"))
+        bounds = [*zip(begun, over, strict=True)]
+    steps = [_step(left, first, last) for first, last in bounds]
+    wakes = [*WAKES.values()]
+    parts = [*PARTS.values(), *wakes[2:]] if is_ahead else [*SCRIPT.values(), *PARTS.values(), *wakes[:3]]
+    shown = [f"{'parts of ' + work:<32}{'median':>10}", *_medians([*parts, "all"], steps)]
+    if is_ahead:
+        shown += ["  meanwhile, in the script:", *_medians(SCRIPT.values(), steps)]
     for what, place in (("messages", 1), ("wake-ups", 2)):
         shown.append(f"  {what:<30}{statistics.median([step[place] for step in steps]):>10g}")
     return shown
 
 
-def _step(left: list[tuple[str, Moments]], first: int, last: int) -> tuple[Counter[str], int, int]:
-    """Nanoseconds by part, how many messages were sent and how often somebody was woken, between two moments."""
+def _is_ahead(work: str) -> bool:
+    kind = WORKS[work]
+    return kind.is_ahead if isinstance(kind, Digits) else isinstance(kind, Apply | Embedding)
+
+
+def _whens(left: list[tuple[str, Moments]], role: str, name: str) -> list[int]:
+    return [when for each, moments in left if each == role for noted, when in moments if noted == name]
+
+
+def _medians(parts: Iterable[str], steps: list[Step]) -> list[str]:
+    found = [(part, [durations[part] / 1e9 for durations, _, _ in steps if part in durations]) for part in parts]
+    return [f"  {part:<30}{report.shown(statistics.median(each)):>10}" for part, each in found if each]
+
+
+def _step(left: list[tuple[str, Moments]], first: int, last: int) -> Step:
+    """What lies between two moments."""
     longest: Counter[str] = Counter({"all": last - first})
     sent: dict[str, list[int]] = {}
     woken: dict[str, list[int]] = {}
@@ -93,16 +130,21 @@ def _step(left: list[tuple[str, Moments]], first: int, last: int) -> tuple[Count
         mine = moments[bisect_left(whens, first) : bisect_right(whens, last)]
         durations: Counter[str] = Counter()
         for (_, before), (name, when) in pairwise(mine):
-            if (role, name) in PARTS:
-                durations[PARTS[role, name]] += when - before
+            part = PARTS.get((role, name)) or SCRIPT.get((role, name))
+            if part:
+                durations[part] += when - before
         for part, nanoseconds in durations.items():
             longest[part] = max(longest[part], nanoseconds)
         sent.setdefault(role, []).extend(when for name, when in mine if name == "sent")
         woken.setdefault(role, []).extend(when for name, when in mine if name == "woken")
         heard.setdefault(role, []).extend(when for name, when in mine if name in ("woken", "found"))
-    for waker, sleeper, wake in (*WAKES, LAST):
-        since = max(sent.get(waker, [first]), default=first)
-        after = [when for when in heard.get(sleeper, []) if when > since]
+    for (waker, sleeper), wake in WAKES.items():
+        said = sent.get(waker, [])
+        signs = [when for when in heard.get(sleeper, []) if when > min(said, default=first)]
+        if sleeper == "worker":  # the first of several
+            said = [when for when in said if when < min(signs, default=last)]
+        since = max(said, default=first)
+        after = [when for when in signs if when > since]
         if after:
             longest[wake] = min(after) - since
     return longest, sum(map(len, sent.values())), sum(map(len, woken.values()))

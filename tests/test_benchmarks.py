@@ -161,7 +161,6 @@ def test_too_few_rounds_are_refused(
 def test_the_parts_of_a_step_are_put_together(benchmark: Any) -> None:
     import parts  # found when benchmark/ is on the path
 
-    us = 1000
     client = [
         ("begun", 0),
         ("pickled", 10),
@@ -175,11 +174,8 @@ def test_the_parts_of_a_step_are_put_together(benchmark: Any) -> None:
     other = [("found", 30), ("decoded", 36), ("called", 40), ("returned", 60), ("sent", 62)]
     server = [("woken", 90), ("decoded", 92), ("decided", 97), ("woken", 130), ("decoded", 133), ("decided", 140)]
     server += [("committed", 160), ("decided", 164), ("sent", 180)]
-    left = [
-        (role, [(name, step * 1000 * us + when * us) for step in range(parts.STEPS) for name, when in moments])
-        for role, moments in (("client", client), ("worker", worker), ("worker", other), ("server", server))
-    ]
-    lines = {line[:32].strip(): line[32:].strip() for line in parts.lines("digits", left)}
+    left = left_by(parts.STEPS, 1000, client=[client], worker=[worker, other], server=[server])
+    lines = shown(parts.lines("digits", left))
     assert lines.pop("parts of digits") == "median"
     assert lines == {
         "pickle check": "10.0 µs",
@@ -201,3 +197,57 @@ def test_the_parts_of_a_step_are_put_together(benchmark: Any) -> None:
         "messages": "5",
         "wake-ups": "4",  # one was looking when its message came
     }
+
+
+def test_where_the_script_is_ahead_a_step_lies_between_two_commits(benchmark: Any) -> None:
+    import parts  # found when benchmark/ is on the path
+
+    # Workers take turns; the script sends the next step meanwhile, which wakes nobody.
+    server = [("committed", 0), ("decided", 4), ("sent", 10), ("sent", 12), ("woken", 90), ("decoded", 93)]
+    server += [("decided", 95), ("sent", 99), ("found", 130), ("decoded", 132), ("decided", 140)]
+    worker = [("woken", 20), ("decoded", 25), ("called", 30), ("looked-up", 50), ("sliced", 53), ("applied", 60)]
+    worker += [("returned", 61), ("sent", 70)]
+    other = [("found", 40), ("decoded", 44), ("called", 50), ("looked-up", 75), ("sliced", 77), ("applied", 86)]
+    other += [("returned", 88), ("sent", 100)]
+    client = [("woken", 101), ("decoded", 105), ("over", 106), ("begun", 110), ("pickled", 113), ("sent", 118)]
+    left = left_by(parts.STEPS + 1, 200, client=[client], worker=[worker, other], server=[server])
+    lines = shown(parts.lines("embedding", left))
+    assert lines.pop("parts of embedding") == "median"
+    assert lines == {
+        "decode (worker)": "5.00 µs",
+        "arguments, seeds": "6.00 µs",
+        "function: look-up": "25.0 µs",
+        "function: IndexedSlices": "3.00 µs",
+        "function: apply_gradients": "9.00 µs",
+        "function": "2.00 µs",
+        "result, encode, send (worker)": "12.0 µs",
+        "decode (server)": "5.00 µs",
+        "merge: decide, write down": "14.0 µs",
+        "commit": "60.0 µs",
+        "encode, send (server)": "12.0 µs",
+        "wake: worker to server": "30.0 µs",
+        "wake: server to worker": "8.00 µs",
+        "all": "200 µs",
+        "meanwhile, in the script:": "",
+        "between runs (script)": "4.00 µs",
+        "pickle check": "3.00 µs",
+        "encode, send (client)": "5.00 µs",
+        "decode (client)": "4.00 µs",
+        "result (client)": "1.00 µs",
+        "messages": "6",
+        "wake-ups": "3",
+    }
+
+
+def left_by(steps: int, length: int, **moments: list[list[tuple[str, int]]]) -> list[tuple[str, list[tuple[str, int]]]]:
+    """What processes leave that do the same in every step of so many µs."""
+    return [
+        (role, [(name, (step * length + when) * 1000) for step in range(steps) for name, when in mine])
+        for role, processes in moments.items()
+        for mine in processes
+    ]
+
+
+def shown(lines: list[str]) -> dict[str, str]:
+    """The two columns of a table."""
+    return {line[:32].strip(): line[32:].strip() for line in lines}

@@ -4,6 +4,7 @@ environment take one off."""
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,7 @@ from works import (
 )
 
 import central_storage as cs
+from cs_proto.moments import moments
 
 
 class ApplyTrial:
@@ -144,8 +146,13 @@ class EmbeddingTrial:
 
         @cs.function
         def step(ids: np.ndarray) -> None:
+            note = moments("worker", time.perf_counter_ns)
             rows = cs.nn.embedding_lookup(table, ids)
-            optimizer.apply_gradients([(cs.IndexedSlices(rows, ids, table.shape), table)])
+            note("looked-up")
+            gradient = cs.IndexedSlices(rows, ids, table.shape)
+            note("sliced")
+            optimizer.apply_gradients([(gradient, table)])
+            note("applied")
 
         self.step = step
         self.compare = lambda ids: work.check(np.asarray(table), ids)

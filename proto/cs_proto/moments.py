@@ -8,6 +8,7 @@ since nothing here has one; ``benchmarks/parts.py`` puts together what several p
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 from collections import deque
 from collections.abc import Callable
@@ -19,9 +20,10 @@ __all__ = ["moments"]
 _KEPT = 200_000
 
 
+@functools.cache
 def moments(role: str, clock: Callable[[], int]) -> Callable[[str], None]:
     """What notes that this process has come to the place of that name. ``clock`` counts nanoseconds, the same in all
-    processes of the machine."""
+    processes of the machine. For one role and clock it is the same everywhere in the process."""
     directory = os.environ.get("CS_MOMENTS")
     if not directory:
         return _not_asked
