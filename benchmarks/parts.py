@@ -95,11 +95,11 @@ def lines(work: str, left: list[tuple[str, Moments]]) -> list[str]:
         begun, over = (_whens(left, "client", name)[-STEPS:] for name in ("begun", "over"))
         bounds = [*zip(begun, over, strict=True)]
     steps = [_step(left, first, last) for first, last in bounds]
-    wakes = [*WAKES.values()]
-    parts = [*PARTS.values(), *wakes[2:]] if is_ahead else [*SCRIPT.values(), *PARTS.values(), *wakes[:3]]
+    script, wakes = [*SCRIPT.values()], [*WAKES.values()]
+    parts = [*PARTS.values(), *wakes[2:]] if is_ahead else [*script[:3], *PARTS.values(), *script[3:], *wakes[:3]]
     shown = [f"{'parts of ' + work:<32}{'median':>10}", *_medians([*parts, "all"], steps)]
     if is_ahead:
-        shown += ["  meanwhile, in the script:", *_medians(SCRIPT.values(), steps)]
+        shown += ["  meanwhile, in the script:", *_medians(script, steps)]
     for what, place in (("messages", 1), ("wake-ups", 2)):
         shown.append(f"  {what:<30}{statistics.median([step[place] for step in steps]):>10g}")
     return shown

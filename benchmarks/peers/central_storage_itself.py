@@ -63,9 +63,13 @@ class ApplyTrial:
             optimizer.apply_gradients([(kept[0], variables[0])])
 
         self.step = copied if work.is_copied else in_place
-        self.compare = lambda steps: work.check(
-            np.concatenate([np.asarray(v) for v in variables]) if variables[1:] else np.asarray(variables[0]), steps
-        )
+
+        @_once
+        def compare(steps: int) -> None:
+            values = [np.asarray(variable) for variable in variables]
+            work.check(np.concatenate(values) if values[1:] else values[0], steps)
+
+        self.compare = compare
 
     def run(self, steps: int) -> None:
         _send_ahead(self.strategy, self.step, [np.full(REPLICAS, self.done + n < WARM) for n in range(steps)])
@@ -155,7 +159,7 @@ class EmbeddingTrial:
             note("applied")
 
         self.step = step
-        self.compare = lambda ids: work.check(np.asarray(table), ids)
+        self.compare = _once(lambda ids: work.check(np.asarray(table), ids))
 
     def run(self, steps: int) -> None:
         _send_ahead(self.strategy, self.step, list(self.ids[self.done : self.done + steps].reshape(steps, -1)))
@@ -196,6 +200,11 @@ def opened(work: Work, steps: int) -> Iterator[Trial]:
     devices = ["cpu:0", "cpu:1"]
     with cs.CentralStorageStrategy(devices, server_recovery=recovery, max_restarts=restarts) as strategy:
         yield TRIALS[type(work)](strategy, work, steps)
+
+
+def _once(function: Callable[[Any], None]) -> Callable[[Any], None]:
+    """By the first replica alone: of a variable there is one."""
+    return lambda value: None if cs.get_replica_context().replica_id_in_sync_group else function(value)
 
 
 def _send_ahead(strategy: cs.CentralStorageStrategy, step: Callable[..., Any], elements: list[Any]) -> None:
