@@ -399,7 +399,10 @@ def test_missing_gradients_are_named_and_skipped(
             optimizer.apply_gradients([(np.ones(2, F32), np.ones(2))])
         with pytest.raises(ValueError, match=r"SGD.apply_gradients takes pairs, as in \[\(gradient, variable\)\]"):
             optimizer.apply_gradients((np.ones(3, F32), w))  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="argument 2 is shorter"):
+            optimizer.apply_gradients(zip([np.ones(2, F32)] * 2, [w], strict=True))
         optimizer.apply_gradients([])
+        optimizer.apply_gradients(zip((), (), strict=True))
     assert [[number for _, number in dense] for _, dense, _ in backend.applied] == [[b.number]]
 
 

@@ -260,12 +260,11 @@ class Optimizer(Handle):
         backend = current_replica(self._strategy)
         if backend is None:
             raise ContextError(self._why_not_here())
-        given = list(grads_and_vars)
-        if self._applied_in_place(backend, given):
+        gradients, variables = self._unzipped(grads_and_vars)
+        if not variables or self._applied_in_place(backend, gradients, variables):
             return
+        given = list(zip(gradients, variables, strict=True))
         pairs = [(gradient, variable) for gradient, variable in given if gradient is not None]
-        if not given:
-            return
         if not pairs:
             raise ValueError(f"{self.name}.apply_gradients: every gradient is None, so nothing is left to apply")
         numbers = [self._checked(variable) for _, variable in pairs]
@@ -301,20 +300,31 @@ class Optimizer(Handle):
             return "apply_gradients must be called inside a replica function (strategy.run)"
         return f"optimizer {self.name} belongs to another strategy"
 
-    def _applied_in_place(self, backend: ReplicaBackend, given: Sequence[tuple[Any, Variable]]) -> bool:
+    def _unzipped(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> tuple[list[Any], list[Variable]]:
+        """The gradients and the variables. No pair is kept: ten thousand would set the garbage collector off."""
+        gradients, variables = [], []
+        for pair in grads_and_vars:
+            try:
+                gradient, variable = pair
+            except (TypeError, ValueError):
+                raise InvalidArgumentError(
+                    f"{self.name}.apply_gradients takes pairs, as in [(gradient, variable)] or zip(gradients, "
+                    "variables)"
+                ) from None
+            gradients.append(gradient)
+            variables.append(variable)
+        return gradients, variables
+
+    def _applied_in_place(
+        self, backend: ReplicaBackend, gradients: Sequence[Any], variables: Sequence[Variable]
+    ) -> bool:
         """Whether the gradients are just what ``gradient_buffers`` gave for these variables, and are applied: neither
         needs a look one by one then."""
-        try:
-            variables = [variable for _, variable in given]
-        except (TypeError, ValueError):
-            raise InvalidArgumentError(
-                f"{self.name}.apply_gradients takes pairs, as in [(gradient, variable)] or zip(gradients, variables)"
-            ) from None
         assert self._strategy is not None
         found = self._strategy.variable_sets.find(variables)
         if found is None or not found.is_free:
             return False
-        return backend.apply_buffers(self._number, [gradient for gradient, _ in given], found.numbers, call_site())
+        return backend.apply_buffers(self._number, gradients, found.numbers, call_site())
 
     def evaluate_schedule(self) -> None:
         """Before a run: bring the learning rate of a callable that is not ours up to the step."""
