@@ -85,11 +85,11 @@ def embedding_lookup(var: Any, ids: Any) -> Any:
     rows = var.shape[:1]
     if not rows:
         raise InvalidArgumentError("embedding_lookup needs a table with at least one axis, the rows")
+    if isinstance(var, Variable):
+        return var.sparse_read(indices, "embedding_lookup")
     wrong = indices[(indices < 0) | (indices >= rows[0])]
     if wrong.size:
         raise InvalidArgumentError(f"id {int(wrong[0])} is outside [0, {rows[0]})")
-    if isinstance(var, Variable):
-        return var.sparse_read(indices)
     return get_array_module().take(var, indices, axis=0)
 
 

@@ -308,7 +308,7 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
         Raises InvalidArgumentError (a ValueError) for a variable without axes, indices that are no integers, and rows
         that it does not have.
         """
-        rows = self._rows("sparse_read", indices)
+        rows = self._rows(name or "sparse_read", indices)
         if self._local is not None:
             copied: np.ndarray = self._local.value[rows]
             return copied
@@ -524,7 +524,7 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
         if array.size and not 0 <= int(array.min()) <= int(array.max()) < self.shape[0]:
             wrong = array[(array < 0) | (array >= self.shape[0])].flat[0]
             raise InvalidArgumentError(f"{self.name}.{what}: row {wrong} is outside [0, {self.shape[0]})")
-        return array.astype(np.int64)
+        return array.astype(np.int64, copy=False)
 
     # --- ways to the server -----------------------------------------------------------------------------------
 

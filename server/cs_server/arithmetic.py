@@ -30,7 +30,7 @@ from cs_proto.writing import write
 from .clipping import Clipping, square_of
 from .events import Apply, Commit, Compute, Dense, Fill, Rows, Write
 from .kernels import apply_dense, bound
-from .rows import Merged, apply_rows, merge, write_rows
+from .rows import Merged, Table, merge, write_rows
 from .undo import KEPT_NBYTES, Lane, Undo
 from .updates import RULES, Rule
 
@@ -77,6 +77,8 @@ class Arithmetic:
         self._undo = Undo(undo, threads)
         # By the identity of the part, which is the same in every step of the same variables.
         self._plans: dict[int, _Plan] = {}
+        # By the rule and the place.
+        self._tables: dict[tuple[object, ...], Table] = {}
         self._pool = ThreadPoolExecutor(threads - 1, "apply") if threads > 1 else None
 
     def compute(self, command: Compute) -> tuple[Array, ...]:
@@ -135,12 +137,20 @@ class Arithmetic:
             self._clipped(rule, operation.dense, merged, given, t, clipping)
             sparse = [[(gradient.sums, gradient.rows)] for gradient in merged]
         for rows, gradients in zip(operation.sparse, sparse, strict=True):
+            self._table(rule, rows).apply(gradients, given, t, self._phase, self._undo.lanes)
+
+    def _table(self, rule: Rule, rows: Rows) -> Table:
+        key = (rule.name, rows.dtype, rows.first, rows.shape, rows.parameters, rows.slots)
+        if key not in self._tables:
+            if len(self._tables) >= _PLANS:
+                self._tables.clear()
             place = slice(rows.first, rows.first + math.prod(rows.shape))
             parameters, *slots = (
                 self._memory.elements(name, rows.dtype)[place].reshape(rows.shape)
                 for name in (rows.parameters, *rows.slots)
             )
-            apply_rows(rule, parameters, tuple(slots), gradients, given, t, self._phase, self._undo.lanes)
+            self._tables[key] = Table(rule, parameters, tuple(slots))
+        return self._tables[key]
 
     def _gradients(self, rows: Rows) -> list[tuple[np.ndarray, np.ndarray]]:
         return [(self._memory.view(values), self._memory.view(indices)) for values, indices in rows.gradients]

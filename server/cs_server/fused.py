@@ -384,32 +384,39 @@ def _share(
     """How many different rows of the table the replicas name, of those that fall to the lane.
 
     ``named`` gets each row, its first gradient and its last one; ``brought`` of each gradient the address and the next
-    one of its row, or -1. ``table`` (a power of two of -1, at least twice as many as there are indices) finds the place
-    of a row by its hash.
+    one of its row, or -1. Both have room for all gradients. ``table``, a power of two, at least twice as many, finds
+    the place of a row by its hash; of it so much is used as that takes.
     """
-    count, gradients, mask = 0, 0, table.shape[0] - 1
+    mine, height = 0, np.uint64(share[2])
     for replica in range(lengths.shape[0]):
         rows = _elements(indices[replica], lengths, lengths[replica])
         for i in range(rows.shape[0]):
             row = rows[i]
-            hashed = row * _FACTOR
-            if not 0 <= row < share[2] or (hashed >> 48 & 0x7FFF) % share[1] != share[0]:
-                continue
-            slot = hashed >> 29 & mask
-            while table[slot] >= 0 and named[table[slot], 0] != row:
-                slot = (slot + 1) & mask
-            place = table[slot]
-            if place < 0:
-                table[slot] = count
-                named[count, 0] = row
-                named[count, 1] = gradients
-                count += 1
-            else:
-                brought[named[place, 2], 1] = gradients
-            named[table[slot], 2] = gradients
-            brought[gradients, 0] = values[replica] + i * nbytes
-            brought[gradients, 1] = -1
-            gradients += 1
+            brought[mine, 0] = values[replica] + i * nbytes
+            brought[mine, 1] = row
+            falls = (row * _FACTOR >> 48 & 0xFFFF) * share[1] >> 16 == share[0]
+            mine += falls & (np.uint64(row) < height)  # no branch, of which nobody could foresee the way
+    size = 16
+    while size < 2 * mine:
+        size *= 2
+    for slot in range(size):
+        table[slot] = -1
+    count, mask = 0, size - 1
+    for gradient in range(mine):
+        row = brought[gradient, 1]
+        brought[gradient, 1] = -1
+        slot = row * _FACTOR >> 29 & mask
+        while table[slot] >= 0 and named[table[slot], 0] != row:
+            slot = (slot + 1) & mask
+        place = table[slot]
+        if place < 0:
+            place = table[slot] = count
+            named[count, 0] = row
+            named[count, 1] = gradient
+            count += 1
+        else:
+            brought[named[place, 2], 1] = gradient
+        named[place, 2] = gradient
     return count
 
 

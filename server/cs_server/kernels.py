@@ -113,57 +113,78 @@ def bound(
 
 
 def has_kernel(rule: Rule, dtype: np.dtype[Any]) -> bool:
-    """Whether compiled code applies this rule to rows of this dtype, so that `bound_rows` may be called."""
+    """Whether compiled code applies this rule to rows of this dtype, so that there may be `BoundRows`."""
     return _kernel(rule, dtype, is_sparse=True) is not None
 
 
-def bound_rows(
-    rule: Rule,
-    parameters: Array,
-    slots: tuple[Array, ...],
-    gradients: Sequence[tuple[Array, Array]],
-    hyperparameters: Hyperparameters,
-    t: int,
-) -> Callable[[int, int, Lane], None]:
-    """The rule's t-th update of the rows that sparse gradients name, in place; no other row is looked at. Called with
-    the number of a share, from 0, and that of all shares: each row falls to one of them, and several threads may do
-    them at once.
+class BoundRows:
+    """Updates of the rows of a table that sparse gradients name, in place; no other row is looked at. The arrays are
+    checked once, and not when an update is made."""
 
-    Parameters and slots are 2-D, contiguous, of one dtype and shape [height, width]. A gradient is (values [k, width],
-    int64 indices [k]), both contiguous; equal rows are added in this order. An index outside [0, height) is left out.
+    def __init__(self, rule: Rule, parameters: Array, slots: tuple[Array, ...]) -> None:
+        """Parameters and slots are 2-D, contiguous, of one dtype and shape [height, width]. Raises
+        InvalidArgumentError when something of this does not hold."""
+        kernel = _kernel(rule, parameters.dtype, is_sparse=True)
+        if kernel is None:
+            raise InvalidArgumentError(f"{rule.name} is not compiled for {parameters.dtype}")
+        self._rule, self._kernel, self._shape = rule, kernel, parameters.shape
+        self._written = (parameters.reshape(-1), *(slot.reshape(-1) for slot in slots))
+        self._starts = _written(rule, self._written[0], self._written[1:])
+        self._shares: dict[int, _Share] = {}
+        self._gradients: Sequence[tuple[Array, Array]] = ()
 
-    Raises InvalidArgumentError before anything is changed, when something of this does not hold.
-    """
-    kernel, dtype = _kernel(rule, parameters.dtype, is_sparse=True), parameters.dtype
-    if kernel is None:
-        raise InvalidArgumentError(f"{rule.name} is not compiled for {dtype}")
-    height, width = parameters.shape
-    written = (parameters.reshape(-1), *(slot.reshape(-1) for slot in slots))
-    starts, read = _written(rule, written[0], written[1:]), []
-    for values, indices in gradients:
-        if values.shape != (*indices.shape, width) or indices.ndim != 1:
-            raise InvalidArgumentError(f"values {values.shape} of rows {indices.shape} do not fit a width of {width}")
-        if values.dtype != dtype or indices.dtype != np.int64:
-            raise InvalidArgumentError(f"values {values.dtype} of rows {indices.dtype} must be {dtype} and int64")
-        if not (values.flags.c_contiguous and values.flags.aligned and indices.flags.c_contiguous):
-            raise InvalidArgumentError("values and rows must be contiguous and aligned")
-        if not indices.flags.aligned:
-            raise InvalidArgumentError("rows must be aligned")
-        read.append((values.ctypes.data, indices.ctypes.data, len(indices)))
-        _check_apart(starts, [read[-1][0]], written[0].nbytes, values.nbytes)
-    where = [np.array(each, np.int64) for each in zip(*read, strict=True)]
-    numbers, total = scalars(rule, hyperparameters, t, dtype), sum(count for *_, count in read)
+    def take(self, gradients: Sequence[tuple[Array, Array]]) -> None:
+        """What the next update is made of: of each replica (values [k, width], int64 indices [k]), both contiguous.
+        Equal rows are added in this order; an index outside [0, height) is left out.
 
-    def update(share: int, shares: int, lane: Lane, kept: object = gradients) -> None:
-        memory = (
-            np.full(1 << max(4, (2 * total - 1).bit_length()), -1, np.int32),
-            np.empty((total, 3), np.int64),
-            np.empty((total, 2), np.int64),
-        )
-        place = np.array([share, shares, height, width])
-        _update(rule, kernel, written, lane, 2, *where, place, *memory)(numbers)
+        Raises InvalidArgumentError when something of this does not hold.
+        """
+        width, parameters, read = self._shape[1], self._written[0], []
+        for values, indices in gradients:
+            if indices.ndim != 1 or values.shape != (len(indices), width):
+                raise InvalidArgumentError(
+                    f"values {values.shape} of rows {indices.shape} do not fit a width of {width}"
+                )
+            if values.dtype != parameters.dtype or indices.dtype != np.int64:
+                raise InvalidArgumentError(
+                    f"values {values.dtype} of rows {indices.dtype} must be {parameters.dtype} and int64"
+                )
+            if not all(array.flags.c_contiguous and array.flags.aligned for array in (values, indices)):
+                raise InvalidArgumentError("values and rows must be contiguous and aligned")
+            value, index = (array.__array_interface__["data"][0] for array in (values, indices))
+            _check_apart(self._starts, [value], parameters.nbytes, values.nbytes)
+            read.append((value, index, len(indices)))
+        if not read:
+            raise InvalidArgumentError(f"{self._rule.name} needs the gradient of at least one replica")
+        self._where, self._gradients = np.array(read, np.int64).T.copy(), gradients
 
-    return update
+    def apply(self, share: int, shares: int, lane: Lane, hyperparameters: Hyperparameters, t: int) -> None:
+        """Do one of the ``shares`` of the rule's t-th update, from 0: each row falls to one of them, and several
+        threads may do them at once."""
+        total, dtype = int(self._where[2].sum()), self._written[0].dtype
+        known = self._shares.get(share)
+        if known is None or not known.fits(lane, len(self._gradients), total):
+            known = self._shares[share] = _Share(lane, len(self._gradients), total)
+            known.update = _update(self._rule, self._kernel, self._written, lane, 2, *known.arrays)
+        known.where[:] = self._where
+        known.place[:] = share, shares, *self._shape
+        known.update(scalars(self._rule, hyperparameters, t, dtype))
+
+
+class _Share:
+    """The memory that a lane needs to find the rows of its share, and its kernel over that."""
+
+    update: _Update
+
+    def __init__(self, lane: Lane, replicas: int, room: int) -> None:
+        self._lane, self._room = lane, room
+        self.where, self.place = np.empty((3, replicas), np.int64), np.empty(4, np.int64)
+        table = np.empty(1 << max(4, (2 * room - 1).bit_length()), np.int32)
+        memory = table, np.empty((room, 3), np.int64), np.empty((room + 1, 2), np.int64)
+        self.arrays = (*self.where, self.place, *memory)
+
+    def fits(self, lane: Lane, replicas: int, total: int) -> bool:
+        return self._lane is lane and self.where.shape[1] == replicas and total <= self._room <= 16 * total
 
 
 def _update(

@@ -19,11 +19,11 @@ from cs_proto.messages import WriteOp
 from cs_proto.optimizers import Hyperparameters
 from cs_proto.writing import write
 
-from .kernels import apply_dense, bound_rows, has_kernel, merge_kernel
+from .kernels import BoundRows, apply_dense, has_kernel, merge_kernel
 from .undo import KEPT_NBYTES, Lane
 from .updates import Array, Rule
 
-__all__ = ["Merged", "apply_rows", "merge", "write_rows"]
+__all__ = ["Merged", "Table", "merge", "write_rows"]
 
 #: Elements of one piece: of a rule with three slots all arrays of a piece stay in the cache.
 _PIECE = 1 << 16
@@ -77,71 +77,90 @@ def merge_reference(values: Sequence[Array], indices: Sequence[Array]) -> Merged
     return Merged(unique[order], sums)
 
 
-def apply_rows(
-    rule: Rule,
-    parameters: Array,
-    slots: tuple[Array, ...],
-    gradients: Sequence[tuple[Array, Array]],
-    hyperparameters: Hyperparameters,
-    t: int,
-    phase: Phase,
-    lanes: int,
-) -> None:
-    """Apply the rule's t-th update under sparse gradients as :func:`merge` takes them, in place.
+class Table:
+    """Parameters and slots, 2-D, contiguous, of one dtype and shape [height, width], and updates of them."""
 
-    Parameters and slots are 2-D, contiguous, of one dtype and shape [height, width]; ``phase`` spreads the pieces over
-    threads, of which there are up to ``lanes``. Rows that no gradient names move as the rule says, or not at all where
-    ``lazy`` is set.
-    """
-    height, width = parameters.shape
-    if not height or not width:
-        return
-    arrays = (parameters, *slots)
-    if rule.moves == "rows" or hyperparameters.get("lazy"):
-        if has_kernel(rule, parameters.dtype):
-            aligned = _aligned(gradients, width)
-            update = bound_rows(rule, parameters, slots, aligned, hyperparameters, t)
-            count = max(1, min(lanes, sum(values.size for values, _ in aligned) // _PIECE))
+    def __init__(self, rule: Rule, parameters: Array, slots: tuple[Array, ...]) -> None:
+        self._rule, self._parameters, self._slots = rule, parameters, slots
+        is_compiled = parameters.size > 0 and has_kernel(rule, parameters.dtype)
+        self._bound = BoundRows(rule, parameters, slots) if is_compiled else None
 
-            def compiled(shares: Sequence[int], lane: Lane) -> None:
-                for share in shares:  # at most one: it goes through the pieces of it itself
-                    update(share, count, lane)
+    def apply(
+        self,
+        gradients: Sequence[tuple[Array, Array]],
+        hyperparameters: Hyperparameters,
+        t: int,
+        phase: Phase,
+        lanes: int,
+    ) -> None:
+        """Apply the rule's t-th update under sparse gradients as :func:`merge` takes them, in place.
 
-            phase(range(count), compiled)
+        ``phase`` spreads the pieces over threads, of which there are up to ``lanes``. Rows that no gradient names move
+        as the rule says, or not at all where ``lazy`` is set.
+        """
+        if not self._parameters.size:
             return
-        gradient = merge(gradients, height, width)
+        if self._rule.moves != "rows" and not hyperparameters.get("lazy"):
+            self._whole(merge(gradients, *self._parameters.shape), hyperparameters, t, phase)
+        elif self._bound is None:
+            self._gathered(merge(gradients, *self._parameters.shape), hyperparameters, t, phase)
+        else:
+            self._named(self._bound, gradients, hyperparameters, t, phase, lanes)
 
-        def named(mine: Sequence[Piece], lane: Lane) -> None:
+    def _named(
+        self,
+        bound: BoundRows,
+        gradients: Sequence[tuple[Array, Array]],
+        hyperparameters: Hyperparameters,
+        t: int,
+        phase: Phase,
+        lanes: int,
+    ) -> None:
+        aligned = _aligned(gradients, self._parameters.shape[1])
+        bound.take(aligned)
+        count = max(1, min(lanes, sum(values.size for values, _ in aligned) // _PIECE))
+
+        def named(shares: Sequence[int], lane: Lane) -> None:
+            for share in shares:  # at most one: it goes through the pieces of it itself
+                bound.apply(share, count, lane, hyperparameters, t)
+
+        phase(range(count), named)
+
+    def _gathered(self, gradient: Merged, hyperparameters: Hyperparameters, t: int, phase: Phase) -> None:
+        arrays = (self._parameters, *self._slots)
+
+        def gathered(mine: Sequence[Piece], lane: Lane) -> None:
             for piece, columns in lane.rest(mine):
                 places = [(array[:, columns], gradient.rows[piece]) for array in arrays]
                 lane.give_back(places)
-                gathered = [_rows_of(array, rows) for array, rows in places]
-                lane.note(gathered)
+                taken = [_rows_of(array, rows) for array, rows in places]
+                lane.note(taken)
                 sums = np.ascontiguousarray(gradient.sums[piece, columns])
-                _update(rule, gathered[0], gathered[1:], sums, hyperparameters, t)
-                for (array, rows), values in zip(places, gathered, strict=True):
+                _update(self._rule, taken[0], taken[1:], sums, hyperparameters, t)
+                for (array, rows), values in zip(places, taken, strict=True):
                     array[rows] = values
 
-        phase(_pieces(len(gradient.rows), width, parameters.itemsize), named)
-        return
-    gradient = merge(gradients, height, width)
-    order = np.argsort(gradient.rows)
-    rows, sums = gradient.rows[order], gradient.sums[order]
+        phase(_pieces(len(gradient.rows), arrays[0].shape[1], arrays[0].itemsize), gathered)
 
-    def stretch(mine: Sequence[Piece], lane: Lane) -> None:
-        for piece, columns in lane.rest(mine):
-            lane.keep([(array, (piece, columns)) for array in arrays])
-            named = slice(*np.searchsorted(rows, (piece.start, piece.stop)))
-            places = rows[named] - piece.start
-            here, *slots_here = (array[piece, columns] for array in arrays)
-            dense = np.zeros(here.shape, parameters.dtype)
-            dense[places] = sums[named, columns]
-            updated = here if rule.moves == "all" else here.copy()
-            _update(rule, updated, slots_here, dense, hyperparameters, t)
-            if updated is not here:
-                here[places] = updated[places]
+    def _whole(self, gradient: Merged, hyperparameters: Hyperparameters, t: int, phase: Phase) -> None:
+        rule, arrays, order = self._rule, (self._parameters, *self._slots), np.argsort(gradient.rows)
+        height, width = self._parameters.shape
+        rows, sums = gradient.rows[order], gradient.sums[order]
 
-    phase(_pieces(height, width, parameters.itemsize), stretch)
+        def stretch(mine: Sequence[Piece], lane: Lane) -> None:
+            for piece, columns in lane.rest(mine):
+                lane.keep([(array, (piece, columns)) for array in arrays])
+                named = slice(*np.searchsorted(rows, (piece.start, piece.stop)))
+                places = rows[named] - piece.start
+                here, *slots_here = (array[piece, columns] for array in arrays)
+                dense = np.zeros(here.shape, here.dtype)
+                dense[places] = sums[named, columns]
+                updated = here if rule.moves == "all" else here.copy()
+                _update(rule, updated, slots_here, dense, hyperparameters, t)
+                if updated is not here:
+                    here[places] = updated[places]
+
+        phase(_pieces(height, width, arrays[0].itemsize), stretch)
 
 
 def write_rows(target: Array, op: WriteOp, value: Array, indices: Array, phase: Phase) -> None:

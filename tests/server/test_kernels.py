@@ -18,7 +18,7 @@ from tests.harness.updates import HYPERPARAMETERS, assert_same_bits
 
 from cs_proto.errors import InvalidArgumentError
 from cs_server import kernels
-from cs_server.kernels import ALWAYS, KERNEL_DTYPES, apply_dense, bound_rows, cache_directory
+from cs_server.kernels import ALWAYS, KERNEL_DTYPES, BoundRows, apply_dense, cache_directory
 from cs_server.undo import Lane
 from cs_server.updates import RULES, Array, Rule, reference
 
@@ -219,6 +219,7 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "values strided": ({"gradients": [(np.ones((2, 4), "float32")[:, ::2], ROWS)]}, "contiguous"),
     "values misaligned": ({"gradients": [(_misaligned(VALUES.reshape(-1)).reshape(2, 2), ROWS)]}, "aligned"),
     "values are parameters": ({"gradients": [(VALUES, ROWS), (TABLE[:2], ROWS)]}, "must not overlap"),
+    "no replica": ({"gradients": []}, "at least one replica"),
     "slot too many": ({"slots": (TABLE.copy(),)}, "1 arrays"),
     "parameters read-only": ({"parameters": _read_only(TABLE)}, "read-only"),
     "dtype": ({"parameters": TABLE.astype("float16")}, "sgd is not compiled for float16"),
@@ -228,9 +229,9 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", BAD_ROWS)
 def test_bad_rows_are_refused_and_nothing_changed(case: str) -> None:
     changes, message = BAD_ROWS[case]
-    given = {"parameters": TABLE, "slots": (), "gradients": [(VALUES, ROWS)]}
+    given: dict[str, Any] = {"parameters": TABLE, "slots": (), "gradients": [(VALUES, ROWS)]} | changes
     with pytest.raises(InvalidArgumentError, match=message):
-        bound_rows(rule=RULES["sgd"], hyperparameters=HYPERPARAMETERS, t=1, **given | changes)
+        BoundRows(RULES["sgd"], given["parameters"], given["slots"]).take(given["gradients"])
     np.testing.assert_array_equal(TABLE, 1)
 
 
@@ -238,11 +239,12 @@ def test_bad_rows_are_refused_and_nothing_changed(case: str) -> None:
 def test_every_row_falls_to_one_share(shares: int) -> None:
     rows = np.array([*range(0, 4000, 4), *range(10_000, 10_500), 3, 3, -5, 1 << 40])
     counts, values = np.zeros((1 << 20, 1)), np.ones((len(rows), 1))
-    update = bound_rows(RULES["sgd"], counts, (), [(values, rows)], HYPERPARAMETERS | {"learning_rate": -1.0}, 1)
+    bound = BoundRows(RULES["sgd"], counts, ())
+    bound.take([(values, rows)])
     moved = []
     for share in range(shares):
         before = counts.copy()
-        update(share, shares, Lane())
+        bound.apply(share, shares, Lane(), HYPERPARAMETERS | {"learning_rate": -1.0}, 1)
         moved.append(np.count_nonzero(counts != before))
     assert sum(moved) == 1501
     assert min(moved) > 1501 // shares // 2

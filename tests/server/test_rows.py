@@ -14,7 +14,7 @@ from tests.harness.updates import HYPERPARAMETERS, assert_same_bits
 
 from cs_server import rows
 from cs_server.kernels import KERNEL_DTYPES
-from cs_server.rows import Merged, apply_rows, merge, merge_reference
+from cs_server.rows import Merged, Table, merge, merge_reference
 from cs_server.undo import Lane
 from cs_server.updates import RULES, Array, Rule, reference
 
@@ -107,7 +107,7 @@ def test_rules_by_rows_have_the_bits_of_the_dense_reference(
             patch.setattr(rows, "_PIECE", piece)
             for t in (1, 2):
                 expected = expected_after(rule, parameters, slots, gradient, is_lazy, t)
-                apply_rows(rule, parameters, slots, brought, given, t, one_by_one, lanes)
+                Table(rule, parameters, slots).apply(brought, given, t, one_by_one, lanes)
                 for found, wanted in zip((parameters, *slots), expected, strict=True):
                     assert_same_bits(found, wanted)
 
@@ -129,7 +129,7 @@ def test_the_work_is_that_of_the_named_rows(name: str) -> None:
         pieces.extend(items)
         one_by_one(items, work)
 
-    apply_rows(rule, table, slots, gradients, HYPERPARAMETERS | {"lazy": 1.0}, 1, counting, 8)
+    Table(rule, table, slots).apply(gradients, HYPERPARAMETERS | {"lazy": 1.0}, 1, counting, 8)
     assert len(pieces) == 1
     assert np.flatnonzero((table != 1).any(axis=1)).tolist() == [5, 90_000]
 
@@ -151,7 +151,7 @@ def test_threads_share_the_pieces(is_lazy: bool) -> None:
             shares.extend(items)
             list(pool.map(lambda item: work([item], Lane()), items))
 
-        apply_rows(rule, parameters, slots, [(values, indices)], given, 1, spread, 3)
+        Table(rule, parameters, slots).apply([(values, indices)], given, 1, spread, 3)
     assert len(shares) == 3
     for found, wanted in zip((parameters, *slots), expected, strict=True):
         assert_same_bits(found, wanted)
@@ -163,4 +163,4 @@ def test_an_empty_table_stays_one(name: str, height: int, width: int) -> None:
     rule = RULES[name]
     empty = np.zeros((height, width), "f4")
     gradients = [(np.zeros((2, width), "f4"), np.array([0, 1]))]
-    apply_rows(rule, empty, tuple(empty.copy() for _ in rule.slots), gradients, HYPERPARAMETERS, 1, one_by_one, 2)
+    Table(rule, empty, tuple(empty.copy() for _ in rule.slots)).apply(gradients, HYPERPARAMETERS, 1, one_by_one, 2)

@@ -451,7 +451,7 @@ def _fitting_rows(gradient: IndexedSlices, variable: Variable) -> tuple[np.ndarr
                 raise InvalidArgumentError(
                     f"the gradient of {variable.name} names row {index}, but the variable has {variable.shape[0]} rows"
                 )
-    return values, indices.astype(np.int64)
+    return values, indices.astype(np.int64, copy=False)
 
 
 def _array(value: Any) -> Any:
