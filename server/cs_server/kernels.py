@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
-from itertools import pairwise, product
+from itertools import pairwise, product, takewhile
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -51,6 +51,11 @@ KEPT_BLOCK_NBYTES = 1024
 """The same where it keeps what it overwrites: the copy never leaves the innermost cache, and the next block is on its
 way from memory while this one is computed. Four times as much costs a third of the update (`benchmarks/undo.py`)."""
 
+# What /proc/cpuinfo says that is not of the kind of processor.
+_OF_THE_MOMENT = {
+    *("processor", "physical id", "core id", "siblings", "cpu cores", "apicid", "initial apicid"),
+    *("cpu MHz", "microcode", "bogomips", "BogoMIPS"),
+}
 _KEEPS_NOTHING = Lane()
 # Given the numbers of the rule, an update.
 _Update: TypeAlias = Callable[[tuple[Any, ...]], None]
@@ -447,21 +452,20 @@ def _private(path: Path) -> Path:
 
 def _fingerprint() -> str:
     """Names what compiled code depends on: our sources, the compiler, the libraries and the processor."""
-    import llvmlite.binding
-
     digest = hashlib.sha256()
     for source in ("updates.py", "kernels.py", "fused.py", "native.py"):
         digest.update(Path(__file__).with_name(source).read_bytes())
-    numba = find_spec("numba")  # its import takes longer than all else that a server does at its start
-    digest.update(Path(numba.origin).with_name("_version.py").read_bytes() if numba and numba.origin else b"")
+    for compiler in ("numba", "llvmlite"):  # to import them takes longer than all else that a server does at its start
+        found = find_spec(compiler)
+        digest.update(Path(found.origin).with_name("_version.py").read_bytes() if found and found.origin else b"")
     digest.update(repr(SLOTS).encode())
-    depends = (
-        llvmlite.__version__,
-        np.__version__,
-        sys.version,
-        platform.machine(),
-        llvmlite.binding.get_host_cpu_name(),
-        llvmlite.binding.get_host_cpu_features().flatten(),
-    )
+    depends = (np.__version__, sys.version, platform.machine(), _processor())
     digest.update("\0".join(depends).encode())
     return digest.hexdigest()[:16]
+
+
+def _processor() -> str:
+    """What the kernel says of the processor but for what changes; as exact as LLVM, which would have to be imported."""
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+        first = takewhile(str.strip, file)  # they are alike
+        return "".join(line for line in first if line.partition("\t")[0].rstrip(" :") not in _OF_THE_MOMENT)

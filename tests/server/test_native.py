@@ -1,0 +1,87 @@
+"""Kept machine code gets into memory without LLVM, and is left to LLVM where it is of another kind."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cs_server import kernels, native
+from cs_server.updates import RULES
+
+
+def code_of(name: str, dtype: str) -> bytes:
+    directory = kernels.cache_directory()
+    assert directory is not None
+    code = kernels._read(kernels._path(name, np.dtype(dtype), directory))
+    assert code is not None
+    return code
+
+
+def updated() -> list[float]:
+    """What SGD makes of three of five parameters."""
+    parameters, gradient = np.arange(5, dtype=np.float32), np.full(5, 2, np.float32)
+    kernels.apply_dense(RULES["sgd"], np.array([[1, 4]]), parameters, (), (gradient,), {"learning_rate": 0.5}, 1)
+    return parameters.tolist()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="LLVM does it for other processors")
+def test_every_kernel_does_without_llvm() -> None:
+    names = [rule.name for rule in RULES.values() if rule.is_compiled]
+    for name in (*names, "merge"):
+        for dtype in kernels.KERNEL_DTYPES:
+            assert native.in_memory(code_of(name, dtype)), (name, dtype)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="LLVM does it for other processors")
+def test_a_server_imports_neither_numba_nor_llvm_for_what_is_kept() -> None:
+    code_of("sgd", "float32")
+    code = (
+        "import sys; from cs_server import kernels; assert not kernels.load().compiled; "
+        "sys.exit(', '.join({'numba', 'llvmlite'} & sys.modules.keys()) or None)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], timeout=60, check=False, stderr=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_code_does_the_same_whoever_puts_it_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    code_of("sgd", "float32")
+    with monkeypatch.context() as fresh:
+        fresh.setattr(kernels, "_kernels", {})
+        ours = updated()
+    monkeypatch.setattr(kernels, "_kernels", {})
+    monkeypatch.setattr(native, "in_memory", lambda code: None)
+    assert ours == updated() == [0, 0, 1, 2, 4]
+
+
+def test_what_is_not_for_it_is_left_to_llvm(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = code_of("sgd", "float32")
+    assert native.in_memory(b"") is None
+    assert native.in_memory(code[:18] + b"\xb7" + code[19:]) is None  # for another processor
+    assert native.in_memory(code.replace(b"\0kernel\0", b"\0nobody\0")) is None
+    other = native._RELOCATION.pack(0, 2, 1, 0)[8:12]  # relative to where it is
+    wrong = bytearray(code)
+    for section in _relocations(code):
+        wrong[section + 8 : section + 12] = other
+    assert native.in_memory(bytes(wrong)) is None
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert native.in_memory(code) is None
+
+
+def _relocations(code: bytes) -> list[int]:
+    """Where the relocations of the code lie."""
+    _, _, _, _, _, sections_at, _, count, _ = native._HEADER.unpack_from(code)
+    sections = [native._SECTION.unpack_from(code, sections_at + n * native._SECTION.size) for n in range(count)]
+    kinds = [section for section in sections if section[1] == 4 and sections[section[7]][1] == 1]
+    return [at for section in kinds for at in range(section[4], section[4] + section[5], native._RELOCATION.size)]
+
+
+def test_a_processor_is_named_by_what_does_not_change() -> None:
+    assert kernels._processor() == kernels._processor()
+    named = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    assert "MHz" not in kernels._processor()
+    assert all(word in kernels._processor() for word in named.split() if word in {"avx2", "asimd", "fma"})
