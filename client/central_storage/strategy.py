@@ -7,14 +7,14 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 from weakref import WeakValueDictionary, ref
 
 from cs_proto import messages
 from cs_proto.errors import ConfigurationError, ContextError, ShutdownError
 from cs_proto.messages import Counters
 
-from . import context, devices, logical, saving
+from . import context, devices, logical
 from .ahead import Carriage
 from .averages import ExponentialMovingAverage
 from .backend import ControllerBackend, ReplicaBackend
@@ -28,6 +28,9 @@ from .run_steps import LocalSeries
 from .series import Series
 from .sets import VariableSets
 from .variable import Variable
+
+if TYPE_CHECKING:
+    from . import saving
 
 __all__ = ["CentralStorageStrategy", "DefaultStrategy"]
 
@@ -243,6 +246,8 @@ class CentralStorageStrategy(StrategyBase, Handle):
         The file is replaced as a whole: a kill at any moment leaves the last one. Raises OSError where the disk
         refuses, ContextError in a replica, ShutdownError after ``shutdown()``.
         """
+        from . import saving  # late, like below: no step needs it
+
         path = self._file(directory)
         saving.save(path, self._everything(), {})
         return path
@@ -254,9 +259,13 @@ class CentralStorageStrategy(StrategyBase, Handle):
         All is checked before anything is set. Raises CheckpointError (a ValueError) where there is no whole checkpoint
         or something has another shape or dtype, CheckpointMismatchError where either side has what the other has not.
         """
+        from . import saving
+
         return saving.restore(self._file(directory), self._everything(), strict=True)[0]
 
     def _file(self, directory: str | os.PathLike[str]) -> str:
+        from . import saving
+
         return os.path.join(directory, f"strategy{saving.SUFFIX}")
 
     def _everything(self) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -41,7 +40,7 @@ __all__ = [
 _log = logging.getLogger("central_storage.mailbox")
 
 #: Whether mailboxes work on this machine.
-IS_ORDERED = platform.machine() in ("x86_64", "AMD64")
+IS_ORDERED = os.uname().machine in ("x86_64", "AMD64")
 
 # Each of the four words of 8 bytes has a cache line of its own, and the lines that the processor fetches beside it.
 _WORDS_NBYTES = 4096

@@ -10,7 +10,6 @@ segments of their own with the slab's offsets.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -99,6 +98,8 @@ class Catalogue:
         """The variable called ``name``. Raises InvalidArgumentError, which says what is called like it."""
         number = self._numbers.get(name)
         if number is None:
+            import difflib  # late: only mistakes need it
+
             close = difflib.get_close_matches(name, self._numbers, n=3)
             raise InvalidArgumentError(
                 f"there is no variable {name!r}; "

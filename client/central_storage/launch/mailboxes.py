@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import platform
 import re
 from contextlib import ExitStack
 
@@ -35,7 +34,7 @@ def why_no_mailboxes(medium: Medium, *, wanted: bool) -> str:
     return (
         ""
         if IS_ORDERED
-        else f"mailboxes need a processor that keeps stores in order, which {platform.machine()} is not"
+        else f"mailboxes need a processor that keeps stores in order, which {os.uname().machine} is not"
     )
 
 

@@ -11,9 +11,7 @@ import fcntl
 import logging
 import os
 import re
-import shutil
 import stat
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -174,6 +172,8 @@ def _remove_content(path: str, what: re.Pattern[str] = _CONTENT, but: str = "") 
 
 
 def _remove_tree(path: str) -> None:
+    import shutil  # late: what it and tempfile import takes a twelfth of a supervisor's start
+
     try:
         shutil.rmtree(path)
     except FileNotFoundError:
@@ -186,9 +186,8 @@ def _places() -> list[str]:
     """Where run directories may be, the preferred place first."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     places = [runtime] if _is_ours(runtime) else []
-    with suppress(FileNotFoundError):  # no place for temporary files at all
-        places.append(tempfile.gettempdir())
-    return list(dict.fromkeys([*places, "/tmp"]))
+    said = [os.path.abspath(path) for path in map(os.environ.get, ("TMPDIR", "TEMP", "TMP")) if path]  # as tempfile
+    return list(dict.fromkeys([*places, *said, "/tmp", "/var/tmp"]))
 
 
 def _usable(place: str) -> bool:

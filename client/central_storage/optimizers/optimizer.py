@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import operator
 import warnings
@@ -104,6 +103,8 @@ class Optimizer(Handle):
     def _unknown(self, name: str) -> str:
         parameters = inspect.signature(type(self)).parameters.values()
         known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD] + list(Shared.__annotations__)
+        import difflib  # late: only mistakes need it
+
         meant = ["learning_rate"] if name == "lr" else difflib.get_close_matches(name, known, 1)
         hint = f"; did you mean {meant[0]}?" if meant else ";"
         return f"{self.kind} takes no argument {name!r}{hint} it takes {', '.join(known)}"
