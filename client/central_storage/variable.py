@@ -278,8 +278,8 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
 
     def value(self) -> np.ndarray:
         """A copy of the current value, which never changes: NumPy's, or CuPy's in a replica on a GPU."""
-        replica = self._replica
-        return self.current() if replica is None else replica.view(self._number).copy()
+        value = self.current()
+        return value if self._replica is None else value.copy()
 
     read_value = value
 
@@ -327,16 +327,18 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """NumPy's operators and ufuncs act on the value; a variable is never their output."""
-        if any(isinstance(out, Variable) for out in kwargs.get("out", ())):
+        if kwargs and any(isinstance(out, Variable) for out in kwargs.get("out", ())):
             _refuse_in_place()
-        arrays = [x.current() if isinstance(x, Variable) else self._like(x) for x in inputs]
-        if any(isinstance(x, DistributedValues) for x in arrays):
-            return NotImplemented
-        return getattr(ufunc, method)(*arrays, **kwargs)
+        arrays = []
+        for x in inputs:
+            if isinstance(x, DistributedValues):
+                return NotImplemented
+            arrays.append(x.current() if isinstance(x, Variable) else self._like(x))
+        return ufunc(*arrays, **kwargs) if method == "__call__" else getattr(ufunc, method)(*arrays, **kwargs)
 
     def _like(self, other: Any) -> Any:
         """``other`` as an operand: a list of Python numbers has no dtype of its own, as a Python number has none."""
-        if not isinstance(other, list | tuple):
+        if not isinstance(other, (list, tuple)):  # as a union it would be made at every operator
             return other
         array = convert_to_tensor(other)
         weak = array.dtype.kind in "ifc" and all(map(_is_python_number, nest.flatten(other)))
