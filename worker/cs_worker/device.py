@@ -7,7 +7,7 @@ the parameters themselves; what one on a GPU does instead is in ``gpu``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -17,7 +17,8 @@ from cs_proto.errors import DeviceError
 from cs_proto.gpus import local_number, require_cupy
 from cs_proto.messages import DevicePlace
 
-from . import gpu
+if TYPE_CHECKING:
+    from . import gpu
 
 __all__ = ["Device", "open_device", "place"]
 
@@ -147,6 +148,8 @@ def open_device(name: str) -> Device:
     full_names = tuple(map(full_name, logical))
     if not logical[0].startswith("gpu:"):
         return _Host(replica, full_names)
+    from . import gpu  # late, like below: most workers have none
+
     cupy = _cupy(logical[0])
     try:
         return gpu.Gpu(
@@ -165,6 +168,8 @@ def place(array: Any, name: str) -> Any:
     device = canonical(name)
     if not device.startswith("gpu:"):
         return array.get() if hasattr(array, "__cuda_array_interface__") else array
+    from . import gpu
+
     if not gpu.can_be_on(array):
         return array
     cupy = _cupy(device)
