@@ -265,12 +265,16 @@ class Arithmetic:
             for which in range(count):
                 share(which)
             return
-        others = [self._pool.submit(share, which) for which in range(1, count)]
+        others = {which: self._pool.submit(share, which) for which in range(1, count)}
         try:
             share(0)
+            for which in list(others):
+                if others[which].cancel():  # no thread has come to it: other processes have the processors
+                    del others[which]
+                    share(which)
         finally:
-            wait(others)
-        for other in others:
+            wait(others.values())
+        for other in others.values():
             other.result()
 
     def _fill(self, operations: Sequence[Fill], lane: Lane) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
+from threading import Event, Semaphore
 
 import numpy as np
 import pytest
@@ -164,6 +165,26 @@ def test_apply_has_the_bits_of_the_reference_and_leaves_the_rest_alone(dtype: st
     )
     assert w.tobytes() == expected_w.tobytes()
     assert m.tobytes() == expected_m.tobytes()
+
+
+@pytest.mark.parametrize("busy", [1, 2])
+def test_the_share_of_a_thread_that_has_other_work_is_done_all_the_same(
+    busy: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arithmetic, "_ELEMENTS_PER_THREAD", 1)
+    arithmetic._shares.cache_clear()
+    memory = Bytes(w=np.zeros(1000), g=np.arange(1000.0))
+    door, inside, spread = Event(), Semaphore(0), Arithmetic(memory, 3)
+    assert spread._pool is not None
+    for _ in range(busy):
+        spread._pool.submit(lambda: (inside.release(), door.wait()))
+        inside.acquire()
+    part = Dense("float64", ((0, 1000),), "w", (), ("g",))
+    spread.commit(Commit(1, (Apply("sgd", (("learning_rate", 1.0),), 1, (part,)),)))
+    door.set()
+    spread.close()
+    arithmetic._shares.cache_clear()
+    assert memory.segments["w"].tolist() == (-np.arange(1000.0)).tolist()
 
 
 def test_operations_follow_each_other() -> None:
