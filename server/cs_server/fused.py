@@ -460,11 +460,6 @@ def _array(words: Array, place: int, dtype: Any) -> Array:
     return numba.carray(_pointer(words[2 * place], dtype), words[2 * place + 1])
 
 
-# How kernels are entered: the words are the address and the length of each array, in this order: ranges, addresses,
-# numbers, progress, area, scratch (as long as a piece), places, parameters, slots. Of `_enter_merge`: the arguments of
-# `_merged`, and two counts: where the result goes, and the elements of a row.
-
-
 @numba.njit(error_model="numpy", **_ALONE)
 def _table(words: Array, place: int, width: int) -> Array:
     return numba.carray(_pointer(words[2 * place], words), (words[2 * place + 1], width))

@@ -51,7 +51,12 @@ KEPT_BLOCK_NBYTES = 1024
 """The same where it keeps what it overwrites: the copy never leaves the innermost cache, and the next block is on its
 way from memory while this one is computed. Four times as much costs a third of the update (`benchmarks/undo.py`)."""
 
-# What /proc/cpuinfo says that is not of the kind of processor.
+KEPT_SHARE_NBYTES = 1 << 20
+"""How much memory to find rows in a lane may keep for the next update of a table. More is needed for more than 20000
+rows; to get it anew takes about an eighth of what the shortest update of those takes, and less of a longer one."""
+
+_CPUINFO = Path("/proc/cpuinfo")
+# What it says that is not of the kind of processor.
 _OF_THE_MOMENT = {
     *("processor", "physical id", "core id", "siblings", "cpu cores", "apicid", "initial apicid"),
     *("cpu MHz", "microcode", "bogomips", "BogoMIPS"),
@@ -167,13 +172,15 @@ class BoundRows:
         """Do one of the ``shares`` of the rule's t-th update, from 0: each row falls to one of them, and several
         threads may do them at once."""
         total, dtype = int(self._where[2].sum()), self._written[0].dtype
-        known = self._shares.get(share)
+        known = self._shares.pop(share, None)
         if known is None or not known.fits(lane, len(self._gradients), total):
-            known = self._shares[share] = _Share(lane, len(self._gradients), total)
+            known = _Share(lane, len(self._gradients), total)
             known.update = _update(self._rule, self._kernel, self._written, lane, 2, *known.arrays)
         known.where[:] = self._where
         known.place[:] = share, shares, *self._shape
         known.update(scalars(self._rule, hyperparameters, t, dtype))
+        if known.nbytes <= KEPT_SHARE_NBYTES:
+            self._shares[share] = known
 
 
 class _Share:
@@ -187,6 +194,7 @@ class _Share:
         table = np.empty(1 << max(4, (2 * room - 1).bit_length()), np.int32)
         memory = table, np.empty((room, 3), np.int64), np.empty((room + 1, 2), np.int64)
         self.arrays = (*self.where, self.place, *memory)
+        self.nbytes = sum(array.nbytes for array in memory)
 
     def fits(self, lane: Lane, replicas: int, total: int) -> bool:
         return self._lane is lane and self.where.shape[1] == replicas and total <= self._room <= 16 * total
@@ -465,7 +473,13 @@ def _fingerprint() -> str:
 
 
 def _processor() -> str:
-    """What the kernel says of the processor but for what changes; as exact as LLVM, which would have to be imported."""
-    with open("/proc/cpuinfo", encoding="utf-8") as file:
-        first = takewhile(str.strip, file)  # they are alike
-        return "".join(line for line in first if line.partition("\t")[0].rstrip(" :") not in _OF_THE_MOMENT)
+    """What the kernel says of the processor but for what changes; as exact as LLVM, which would have to be imported,
+    and is where the kernel does not say it."""
+    try:
+        lines = _CPUINFO.read_text("utf-8").splitlines(keepends=True)
+    except OSError:
+        import llvmlite.binding as llvm
+
+        return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
+    first = takewhile(str.strip, lines)  # they are alike
+    return "".join(line for line in first if line.partition("\t")[0].rstrip(" :") not in _OF_THE_MOMENT)

@@ -2,8 +2,8 @@
 
 That needs no numba, whose import alone takes longer than everything else a server does at its start; and the code is no
 pickle. Nor does it need LLVM, which takes half as long as NumPy, where the code is of the kind that a kernel is on most
-machines: for x86-64, and complete in itself. What else there is LLVM puts into memory. Whoever calls `kernel` vouches
-for the code: where it came from, and that it is whole.
+machines: for x86-64, and complete in itself but for `memset`. What else there is LLVM puts into memory. Whoever calls
+`kernel` vouches for the code: where it came from, and that it is whole.
 """
 
 import ctypes
@@ -83,6 +83,8 @@ _OF_X86_64 = (b"\x7fELF", 2, 1, 1, 62)  # of 64 bits, little-endian, an object f
 _CONTENT, _SYMBOLS, _RELOCATIONS = 1, 2, 4  # kinds of section
 _IS_WRITTEN, _IS_LOADED, _IS_FOR_THREADS = 1, 2, 1024
 _ABSOLUTE = 1  # the one kind of relocation: 64 bits of an address
+_ELSEWHERE = 0  # the section of a symbol that is not in the file
+_FILL = b"memset"  # what LLVM makes of a loop that fills memory: all that a kernel calls
 
 
 def in_memory(code: bytes) -> tuple[Any, int] | None:
@@ -108,11 +110,15 @@ def in_memory(code: bytes) -> tuple[Any, int] | None:
         memory[place : place + nbytes] = code[at : at + nbytes]
     [symbols] = [section for section in sections if section[1] == _SYMBOLS]
     names_at = sections[symbols[6]][4]
-    addresses, function = [], None
+    libc, addresses, function = ctypes.CDLL(None, use_errno=True), [], None
     for at in range(symbols[4], symbols[4] + symbols[5], _SYMBOL.size):
-        name, _, _, section, value, _ = _SYMBOL.unpack_from(code, at)
-        addresses.append(base + places[section] + value if section in places else None)
-        if code[names_at + name : code.index(b"\0", names_at + name)] == SYMBOL.encode():
+        start, _, _, section, value, _ = _SYMBOL.unpack_from(code, at)
+        name = code[names_at + start : code.index(b"\0", names_at + start)]
+        if section == _ELSEWHERE and name == _FILL:
+            addresses.append(ctypes.cast(libc.memset, ctypes.c_void_p).value)
+        else:
+            addresses.append(base + places[section] + value if section in places else None)
+        if name == SYMBOL.encode():
             function = addresses[-1]
     for _, sort, _, _, at, nbytes, _, of, _, _ in sections:
         for entry in range(at, at + nbytes, _RELOCATION.size) if sort == _RELOCATIONS and of in places else ():
@@ -120,7 +126,6 @@ def in_memory(code: bytes) -> tuple[Any, int] | None:
             if how != _ABSOLUTE or addresses[symbol] is None:
                 return None
             struct.pack_into("<Q", memory, places[of] + place, addresses[symbol] + addend)
-    libc = ctypes.CDLL(None, use_errno=True)
     if function is None or libc.mprotect(ctypes.c_void_p(base), ctypes.c_size_t(size), mmap.PROT_READ | mmap.PROT_EXEC):
         return None
     return memory, function

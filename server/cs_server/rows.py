@@ -10,6 +10,7 @@ that are named.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -82,8 +83,12 @@ class Table:
 
     def __init__(self, rule: Rule, parameters: Array, slots: tuple[Array, ...]) -> None:
         self._rule, self._parameters, self._slots = rule, parameters, slots
-        is_compiled = parameters.size > 0 and has_kernel(rule, parameters.dtype)
-        self._bound = BoundRows(rule, parameters, slots) if is_compiled else None
+
+    @cached_property
+    def _bound(self) -> BoundRows | None:
+        # Not before an update goes by rows, which those of a rule that moves more than them may never do.
+        is_compiled = has_kernel(self._rule, self._parameters.dtype)
+        return BoundRows(self._rule, self._parameters, self._slots) if is_compiled else None
 
     def apply(
         self,

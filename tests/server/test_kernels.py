@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -249,6 +250,37 @@ def test_every_row_falls_to_one_share(shares: int) -> None:
     assert sum(moved) == 1501
     assert min(moved) > 1501 // shares // 2
     assert np.unique(counts, return_counts=True)[1].tolist() == [(1 << 20) - 1501, 1500, 1]
+
+
+def test_memory_for_many_rows_is_given_back() -> None:
+    count = 100_000
+    table, values, rows = np.ones((count, 1)), np.ones((count, 1)), np.arange(count)
+    bound = BoundRows(RULES["sgd"], table, ())
+    bound.take([(values, rows)])
+    tracemalloc.start()
+    try:
+        for share in (0, 1):
+            bound.apply(share, 2, Lane(), HYPERPARAMETERS | {"learning_rate": 2.0}, 1)
+        kept, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < kernels.KEPT_SHARE_NBYTES < 40 * count < most
+    assert np.unique(table).tolist() == [-1]
+
+
+def test_a_share_that_could_not_be_made_is_made_by_the_next_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise MemoryError
+
+    table, lane = np.ones((2, 1)), Lane()
+    bound = BoundRows(RULES["sgd"], table, ())
+    bound.take([(np.ones((1, 1)), np.array([1]))])
+    with monkeypatch.context() as once:
+        once.setattr(kernels, "_update", full)
+        with pytest.raises(MemoryError):
+            bound.apply(0, 1, lane, HYPERPARAMETERS, 1)
+    bound.apply(0, 1, lane, HYPERPARAMETERS | {"learning_rate": 2.0}, 1)
+    assert table.tolist() == [[1], [-1]]
 
 
 # The kept code. Every load below is a process of its own, as a server is.

@@ -7,10 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import llvmlite.binding as llvm
 import numpy as np
 import pytest
 
 from cs_server import kernels, native
+from cs_server.undo import Lane
 from cs_server.updates import RULES
 
 
@@ -22,19 +24,29 @@ def code_of(name: str, dtype: str) -> bytes:
     return code
 
 
+def no_llvm(code: bytes) -> None:
+    raise AssertionError("LLVM was asked")
+
+
 def updated() -> list[float]:
-    """What SGD makes of three of five parameters."""
+    """What SGD makes of three of five parameters, and of one row of three."""
     parameters, gradient = np.arange(5, dtype=np.float32), np.full(5, 2, np.float32)
     kernels.apply_dense(RULES["sgd"], np.array([[1, 4]]), parameters, (), (gradient,), {"learning_rate": 0.5}, 1)
-    return parameters.tolist()
+    table, values = np.arange(3, dtype=np.float32).reshape(3, 1), np.full((2, 1), 2, np.float32)
+    rows = kernels.BoundRows(RULES["sgd"], table, ())
+    rows.take([(values, np.array([1, 1]))])
+    rows.apply(0, 1, Lane(), {"learning_rate": 0.5}, 1)
+    return [*parameters.tolist(), *table.reshape(-1).tolist()]
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="LLVM does it for other processors")
-def test_every_kernel_does_without_llvm() -> None:
+def test_every_kernel_does_without_llvm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "by_llvm", no_llvm)
     names = [rule.name for rule in RULES.values() if rule.is_compiled]
-    for name in (*names, "merge"):
+    for name in (*names, *(f"{name}_rows" for name in names), "merge"):
         for dtype in kernels.KERNEL_DTYPES:
             assert native.in_memory(code_of(name, dtype)), (name, dtype)
+            native.kernel(code_of(name, dtype))
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="LLVM does it for other processors")
@@ -52,10 +64,12 @@ def test_code_does_the_same_whoever_puts_it_into_memory(monkeypatch: pytest.Monk
     code_of("sgd", "float32")
     with monkeypatch.context() as fresh:
         fresh.setattr(kernels, "_kernels", {})
+        if platform.machine() == "x86_64":
+            fresh.setattr(native, "by_llvm", no_llvm)
         ours = updated()
     monkeypatch.setattr(kernels, "_kernels", {})
     monkeypatch.setattr(native, "in_memory", lambda code: None)
-    assert ours == updated() == [0, 0, 1, 2, 4]
+    assert ours == updated() == [0, 0, 1, 2, 4, 0, -1, 2]
 
 
 def test_what_is_not_for_it_is_left_to_llvm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,6 +77,8 @@ def test_what_is_not_for_it_is_left_to_llvm(monkeypatch: pytest.MonkeyPatch) -> 
     assert native.in_memory(b"") is None
     assert native.in_memory(code[:18] + b"\xb7" + code[19:]) is None  # for another processor
     assert native.in_memory(code.replace(b"\0kernel\0", b"\0nobody\0")) is None
+    calling = code_of("sgd_rows", "float32")
+    assert native.in_memory(calling.replace(b"\0memset\0", b"\0memcpy\0")) is None
     other = native._RELOCATION.pack(0, 2, 1, 0)[8:12]  # relative to where it is
     wrong = bytearray(code)
     for section in _relocations(code):
@@ -80,8 +96,30 @@ def _relocations(code: bytes) -> list[int]:
     return [at for section in kinds for at in range(section[4], section[4] + section[5], native._RELOCATION.size)]
 
 
-def test_a_processor_is_named_by_what_does_not_change() -> None:
-    assert kernels._processor() == kernels._processor()
-    named = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
-    assert "MHz" not in kernels._processor()
-    assert all(word in kernels._processor() for word in named.split() if word in {"avx2", "asimd", "fma"})
+OF_THE_MOMENT = ("processor", "physical id", "core id", "siblings", "cpu cores", "apicid", "initial apicid")
+OF_THE_MOMENT += ("cpu MHz", "microcode", "bogomips", "BogoMIPS")
+
+
+def test_a_processor_is_named_by_what_does_not_change(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(kernels, "_CPUINFO", tmp_path / "cpuinfo")
+
+    def named(**changed: str) -> str:
+        lines = dict.fromkeys(OF_THE_MOMENT, "1") | {"flags": "fma avx2", "model": "1"} | changed
+        first = "".join(f"{name}\t: {value}\n" for name, value in lines.items())
+        kernels._CPUINFO.write_text(f"{first}\nprocessor\t: 1\nflags\t: of another\n")
+        return kernels._processor()
+
+    for name in OF_THE_MOMENT:
+        assert named(**{name: "2"}) == named(), name
+    for name in ("flags", "model"):
+        assert named(**{name: "2"}) != named(), name
+    assert "avx2" in named()
+    assert "another" not in named()
+
+
+def test_a_processor_of_which_the_kernel_says_nothing_is_named_by_llvm(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(kernels, "_CPUINFO", tmp_path)  # not to be read: a directory
+    assert kernels._processor().split() == [llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()]
+    assert kernels.cache_directory() is not None

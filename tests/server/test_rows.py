@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.harness.updates import HYPERPARAMETERS, assert_same_bits
 
-from cs_server import rows
+from cs_server import kernels, rows
 from cs_server.kernels import KERNEL_DTYPES
 from cs_server.rows import Merged, Table, merge, merge_reference
 from cs_server.undo import Lane
@@ -132,6 +132,17 @@ def test_the_work_is_that_of_the_named_rows(name: str) -> None:
     Table(rule, table, slots).apply(gradients, HYPERPARAMETERS | {"lazy": 1.0}, 1, counting, 8)
     assert len(pieces) == 1
     assert np.flatnonzero((table != 1).any(axis=1)).tolist() == [5, 90_000]
+
+
+@pytest.mark.parametrize("name", ["adam", "nadam"])
+def test_no_kernel_of_rows_is_made_before_an_update_goes_by_rows(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(kernels, "_kernels", {})
+    rule, gradients = RULES[name], [(np.ones((1, 2), np.float32), np.array([1]))]
+    table = Table(rule, np.ones((3, 2), np.float32), tuple(np.ones((3, 2), np.float32) for _ in rule.slots))
+    table.apply(gradients, HYPERPARAMETERS, 1, one_by_one, 1)
+    assert {made for made, _ in kernels._kernels} == {name, "merge"}
+    table.apply(gradients, HYPERPARAMETERS | {"lazy": 1.0}, 2, one_by_one, 1)
+    assert {made for made, _ in kernels._kernels} == {name, "merge", f"{name}_rows"}
 
 
 @pytest.mark.parametrize("is_lazy", [False, True])
