@@ -44,8 +44,10 @@ collect_ignore += [] if importlib.util.find_spec("torch") else ["interop"]
 
 #: The same examples every time, or a commit would fail for what an older one did. CS_EXPLORE=1 looks for new ones.
 # How long an input takes to draw is no fault of a test: the first of a process reads all modules for their constants.
-hypothesis.settings.register_profile("same", derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-hypothesis.settings.load_profile("default" if "CS_EXPLORE" in os.environ else "same")
+for name, is_same in (("same", True), ("explore", False)):
+    slow = hypothesis.HealthCheck.too_slow  # as a busy machine is: no test asserts a time
+    hypothesis.settings.register_profile(name, derandomize=is_same, deadline=None, suppress_health_check=[slow])
+hypothesis.settings.load_profile("explore" if "CS_EXPLORE" in os.environ else "same")
 
 _directory = pytest.StashKey[Path]()
 _failed = pytest.StashKey[bool]()

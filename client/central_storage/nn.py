@@ -86,7 +86,7 @@ def embedding_lookup(var: Any, ids: Any) -> Any:
     if not rows:
         raise InvalidArgumentError("embedding_lookup needs a table with at least one axis, the rows")
     if isinstance(var, Variable):
-        return var.sparse_read(indices, "embedding_lookup")
+        return var._read_rows("embedding_lookup", indices)  # noqa: SLF001  (sparse_read under another name)
     wrong = indices[(indices < 0) | (indices >= rows[0])]
     if wrong.size:
         raise InvalidArgumentError(f"id {int(wrong[0])} is outside [0, {rows[0]})")

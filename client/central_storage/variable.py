@@ -308,7 +308,11 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
         Raises InvalidArgumentError (a ValueError) for a variable without axes, indices that are no integers, and rows
         that it does not have.
         """
-        rows = self._rows(name or "sparse_read", indices)
+        return self._read_rows("sparse_read", indices)
+
+    def _read_rows(self, what: str, indices: Any) -> np.ndarray:
+        """As :meth:`sparse_read`; errors speak of ``what``."""
+        rows = self._rows(what, indices)
         if self._local is not None:
             copied: np.ndarray = self._local.value[rows]
             return copied

@@ -151,8 +151,8 @@ _BEGINNINGS = {bytes([0x91 + len(fields_of(kind)), kind.code, 0x91]): kind for k
 _NUMBER_NBYTES = dict.fromkeys(range(128), 0) | {0xCC + power: 1 << power for power in range(3)}
 # How bytes begin of which there are up to 255, or up to 65535.
 _BYTES, _MORE_BYTES = 0xC4, 0xC5
-# So many of either kind are known again.
-_KNOWN = 32
+# So many of either kind are known again, where their headers are small.
+_KNOWN, _KNOWN_NBYTES = 32, 16 * 1024
 
 
 class Decoder:
@@ -187,11 +187,11 @@ class Decoder:
                             return altered(known, run=(number,), arguments=header[first:last])
                         return altered(known, run=(number,), value=Value(header[first:last], ()))
         record = decode(parts, self._limits)
-        rest = _rest(record)
+        rest = _rest(record) if len(header) <= _KNOWN_NBYTES else None
         if rest is not None:
-            between, body, behind = rest
+            between, body, behind, known = rest
             if header[start:] == between + body + (behind or b""):  # nobody else's spelling
-                self._known[header[:3]] = [(between, behind, record), *entries[: _KNOWN - 1]]  # type: ignore[list-item]
+                self._known[header[:3]] = [(between, behind, known), *entries[: _KNOWN - 1]]
         return record
 
 
@@ -199,24 +199,26 @@ def _has_room(frame: Buffer, limits: Limits) -> bool:
     return (len(frame) if type(frame) is bytes else memoryview(frame).nbytes) <= limits.frame_nbytes
 
 
-def _rest(record: Record) -> tuple[bytes, bytes, bytes | None] | None:
+def _rest(record: Record) -> tuple[bytes, bytes, bytes | None, Return | Run] | None:
     """How a message is spelled behind the number of its run: before the bytes that change, these, and what is behind
-    them. None where more of it changes from step to step."""
+    them; and the record without them. None where more of it changes from step to step."""
     if type(record) is Return and record.value is not None and not record.value.arrays:
         if any(type(note) is not ApplyPoint or note.sparse for note in record.notes):
             return None
         wire: Any = record.to_wire([])
         _, _, *before, (code, body, arrays), error, series, lookahead, client = wire
         between = b"".join(map(pack, before)) + b"\x93" + pack(code)
-        return between, pack(body), b"".join(map(pack, (arrays, error, series, lookahead, client)))
+        behind = b"".join(map(pack, (arrays, error, series, lookahead, client)))
+        return between, pack(body), behind, altered(record, value=None)
     if type(record) is Run and record.function is None and not record.buffers and not record.held:
         wire = record.to_wire([])
         _, _, *before, arguments, buffers, series, lookahead, held = wire
         between, behind = b"".join(map(pack, before)), b"".join(map(pack, (buffers, series, lookahead, held)))
+        known = altered(record, arguments=b"")
         if type(record.arguments) is bytes:
-            return between, pack(arguments), behind
+            return between, pack(arguments), behind, known
         if type(record.arguments) is Frame:
-            return between + pack(arguments) + behind, b"", None
+            return between + pack(arguments) + behind, b"", None, known
     return None
 
 

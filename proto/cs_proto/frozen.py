@@ -31,7 +31,8 @@ def frozen(*, eq: bool) -> Callable[[type[T]], type[T]]: ...
 
 
 def frozen(cls: type[T] | None = None, /, *, eq: bool = True) -> Any:
-    """Class decorator: as ``dataclass(frozen=True, eq=eq)``. A method that the class has itself is kept."""
+    """Class decorator: as ``dataclass(frozen=True, eq=eq)``. A method that the class has itself is kept; with an
+    ``__eq__`` of its own it has its own ``__hash__``, or none."""
     if cls is None:
         return lambda made: _made(made, eq)
     return _made(cls, eq)
@@ -44,7 +45,7 @@ def _made(cls: type[T], eq: bool) -> type[T]:
     if eq and "__eq__" not in own:
         methods |= {"__eq__": _is_equal, "__hash__": _hashed}
     for name, method in methods.items():
-        if name not in own or own[name] is None:  # a class with __eq__ and no __hash__ has None there
+        if name not in own:
             setattr(cls, name, method)
 
     def build(self: T, *values: Any, **named: Any) -> None:

@@ -17,7 +17,6 @@ import math
 import mmap
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 
 import numpy as np
 
@@ -25,6 +24,7 @@ from cs_proto import reduction, segments
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import DeviceError, DeviceMemoryError
 from cs_proto.messages import DevicePlace
+from cs_proto.records import replace
 from cs_proto.writing import write
 
 from .arithmetic import Arithmetic, Memory

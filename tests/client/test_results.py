@@ -170,7 +170,7 @@ def test_what_is_used_stays_bounded_when_results_are_dropped() -> None:
     assert os.fstat(both.file).st_blocks * 512 <= 2 * LARGE
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     steps=st.lists(
         st.tuples(

@@ -204,7 +204,7 @@ def test_writes_outside_replicas_count_once(
         (lambda v: v.scatter_sub(cs.IndexedSlices(np.ones(1), [0])), InvalidArgumentError, "float64"),
         (lambda v: v.__setitem__(0, 1.0), TypeError, "assign the whole of it, or its rows with scatter_update"),
         (lambda v: v.sparse_read([0.5]), InvalidArgumentError, "indices are integers"),
-        (lambda v: v.sparse_read(3), InvalidArgumentError, "row 3 is outside"),
+        (lambda v: v.sparse_read(3, name="looked_up"), InvalidArgumentError, "sparse_read: row 3 is outside"),
     ],
 )
 def test_what_does_not_fit_changes_nothing(

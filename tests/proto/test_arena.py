@@ -126,7 +126,7 @@ PAGES = st.lists(st.integers(0, 255), max_size=12).map(
 )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(held=PAGES, sizes=st.lists(st.integers(1, 3 * INLINE_NBYTES), max_size=12), parts=st.integers(1, 2))
 def test_what_is_held_is_left_alone(held: list[tuple[int, int]], sizes: list[int], parts: int) -> None:
     made = arena()

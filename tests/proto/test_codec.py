@@ -36,7 +36,7 @@ from cs_proto.records import RECORDS, Buffer, Frame, Record
 
 ARRAY = array_of(np.arange(6, dtype=np.float32).reshape(2, 3))
 ASK = Ask((5,), 0, 1, (), ReducePoint(0, "train.py:12", "SUM", (ARRAY, ARRAY)))
-FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FUZZ = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 
 
 def wire(value: object, *frames: bytes) -> list[Buffer]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cs_proto import codec
@@ -58,7 +58,6 @@ def messages(draw: st.DrawFn) -> list[bytes]:
 
 
 @given(st.lists(messages(), max_size=40))
-@settings(deadline=None)
 def test_what_is_known_again_is_what_was_sent(said: list[list[bytes]]) -> None:
     decoder = Decoder()
     for parts in [encode(FIRST), encode(RUN), encode(replace(RUN, arguments=Frame(b""))), *said]:
@@ -114,6 +113,24 @@ def test_as_many_are_known_as_replicas_take_turns_with_buffers() -> None:
         record = replace(FIRST, replica=number)
         assert decoder.decode(encode(record)) == record
     assert len(decoder._known[RETURN]) == codec._KNOWN
+
+
+def test_of_what_is_known_the_bytes_that_change_are_not_kept() -> None:
+    """A peer that sends much must not fill the memory of who only listens."""
+    decoder = Decoder()
+    kinds = [replace(FIRST, value=Value(bytes(8192), ())), replace(RUN, arguments=bytes(8192))]
+    for record in [*kinds, replace(RUN, arguments=Frame(bytes(1 << 20)))]:
+        assert decoder.decode(encode(record)) == record
+    long = replace(FIRST, notes=tuple(ApplyPoint(k, "train.py:12" * 40, 1, 1, (), 0) for k in range(40)))
+    assert decoder.decode(encode(long)) == long
+    kept = [known for entries in decoder._known.values() for known in entries]
+    assert len(kept) == len(kinds) + 1
+    assert sum(len(between) + len(behind or b"") for between, behind, _ in kept) < 1024
+    assert [getattr(known, "value", None) or getattr(known, "arguments", None) for _, _, known in kept] == [
+        None,
+        b"",
+        b"",
+    ]
 
 
 def test_what_another_program_spells_otherwise_is_read_each_time() -> None:

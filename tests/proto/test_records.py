@@ -38,7 +38,7 @@ KINDS = [kind for _, kind in sorted(RECORDS.items()) if kind.__module__.startswi
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_every_kind_comes_back_as_it_was_sent(kind: type[Record], data: st.DataObject) -> None:
     sent = data.draw(records(kind))
@@ -49,7 +49,7 @@ def test_every_kind_comes_back_as_it_was_sent(kind: type[Record], data: st.DataO
     assert [bytes(part) for part in encode(got)] == parts
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(any_record())
 def test_a_record_cannot_be_changed(sent: Record) -> None:
     name = dataclasses.fields(sent)[0].name  # type: ignore[arg-type]

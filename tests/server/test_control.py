@@ -39,7 +39,7 @@ CHANGES = st.dictionaries(st.binary(max_size=4), st.none() | st.binary(max_size=
 
 
 @given(st.lists(CHANGES, max_size=30))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_both_kinds_and_a_reopened_log_agree(script: list[dict[bytes, bytes | None]]) -> None:
     # Keys of up to 4 bytes in 8 KiB: the log is rewritten often and never full.
     memory, buffer = ControlMemory(), np.zeros(64 + 2 * 8192, np.uint8)

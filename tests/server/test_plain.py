@@ -250,7 +250,7 @@ def carried_out(two: Two, plan: list[tuple[Any, ...]]) -> None:
 
 
 @given(replicas=st.integers(1, 3), lookahead=st.integers(0, 2), plan=steps())
-@settings(deadline=None, max_examples=400 if "CS_ALL_PROGRAMS" in os.environ else 30)
+@settings(max_examples=400 if "CS_ALL_PROGRAMS" in os.environ else 30)
 def test_the_short_way_is_the_long_way(replicas: int, lookahead: int, plan: list[tuple[Any, ...]]) -> None:
     carried_out(Two(replicas, lookahead), plan)
 

@@ -174,7 +174,6 @@ def test_variables_are_what_a_dictionary_of_arrays_is(
         settings=settings(
             max_examples=examples,
             stateful_step_count=15,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )

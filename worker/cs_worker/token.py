@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from cs_proto.arrays import INLINE_NBYTES, Array, array_of
 from cs_proto.errors import ContextError
 from cs_proto.messages import AssignOp, Counters, Run, Token, VariableSpec, WriteOp
 from cs_proto.recent import Held
-from cs_proto.records import Record
+from cs_proto.records import Record, replace
 from cs_proto.schedules import Schedule
 
 from .catalogue import Catalogue

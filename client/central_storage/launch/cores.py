@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
 
 from central_storage.gpus import Gpu, visible_gpus
 from cs_proto.frozen import frozen
@@ -21,12 +21,13 @@ __all__ = ["Machine", "Share", "core_count", "machine", "numa_nodes", "shares"]
 _SYS = Path("/sys")
 
 
-class Machine(NamedTuple):
+@frozen
+class Machine:
     """What the workers share: ``cores`` usable ones, the NUMA nodes' processors where workers may be kept on a node
     (else none), the GPUs that the user sees, and the node of each, -1 where it is not known."""
 
     cores: int
-    nodes: Mapping[int, frozenset[int]] = {}
+    nodes: Mapping[int, frozenset[int]] = MappingProxyType({})
     gpus: Sequence[Gpu] = ()
     gpu_nodes: Sequence[int] = ()
 

@@ -186,8 +186,10 @@ def _places() -> list[str]:
     """Where run directories may be, the preferred place first."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     places = [runtime] if _is_ours(runtime) else []
-    said = [os.path.abspath(path) for path in map(os.environ.get, ("TMPDIR", "TEMP", "TMP")) if path]  # as tempfile
-    return list(dict.fromkeys([*places, *said, "/tmp", "/var/tmp"]))
+    for path in filter(None, map(os.environ.get, ("TMPDIR", "TEMP", "TMP"))):  # as tempfile
+        with suppress(FileNotFoundError):  # a relative one, in a working directory that is gone
+            places.append(os.path.abspath(path))
+    return list(dict.fromkeys([*places, "/tmp", "/var/tmp"]))
 
 
 def _usable(place: str) -> bool:

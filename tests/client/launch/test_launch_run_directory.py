@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from central_storage.launch.packages import python_path
-from central_storage.launch.run_directory import RunDirectory
+from central_storage.launch.run_directory import RunDirectory, _places
 from cs_proto.errors import ConfigurationError, LaunchError
 
 
@@ -196,3 +196,11 @@ def test_twenty_starts_at_once_neither_meet_nor_clean_each_other_up(runtime: Pat
         print(file=starts.stdin, flush=True)
         assert starts.stdout.readline() == "True\n"
     assert list(runtime.iterdir()) == []
+
+
+def test_a_relative_place_in_a_directory_that_is_gone_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    monkeypatch.setenv("TMPDIR", "relative")
+    assert "/tmp" in _places()
