@@ -116,11 +116,14 @@ class StandInSupervisor:
                         source.close()
 
     def _answer(self, connection: socket.socket) -> bool:
-        """Hear one packet. False at its end."""
+        """Hear one packet. False at the end of the connection, whoever has hung up."""
         try:
-            packet = connection.recv(1 << 17)
+            return self._has_answered(connection)
         except ConnectionError:
             return False
+
+    def _has_answered(self, connection: socket.socket) -> bool:
+        packet = connection.recv(1 << 17)
         if not packet:
             return False
         record = decode([packet])
