@@ -16,6 +16,7 @@ import numpy as np
 
 from cs_proto import messages, segments
 from cs_proto.arrays import INLINE_NBYTES, Array, Location
+from cs_proto.carried import aligned_copy
 from cs_proto.errors import ReplicaLostError, ShutdownError
 from cs_proto.messages import AssignOp, Counters, Serving, VariableSpec, WriteOp
 from cs_proto.records import Record, replace
@@ -131,9 +132,9 @@ class ServiceLink(Runs):
             self._assign(number, op, value, rows)
 
     def read(self, number: int) -> np.ndarray:
-        """A copy of the variable's current value."""
+        """A copy of the variable's current value, which begins at a multiple of 64 bytes."""
         with self._operation():
-            return self._copy(self._place(number))
+            return aligned_copy(self._view(self._place(number)))
 
     def read_rows(self, number: int, rows: np.ndarray) -> np.ndarray:
         """A copy of these rows of the variable's current value."""

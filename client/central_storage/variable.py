@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from cs_proto.arrays import dtype_name, is_wire_dtype
+from cs_proto.carried import aligned_copy
 from cs_proto.errors import ContextError, InvalidArgumentError
 from cs_proto.messages import AssignOp, VariableSpec, WriteOp
 from cs_proto.messages import Variable as VariableRecord
@@ -41,6 +42,9 @@ __all__ = ["Variable", "constraints_after"]
 
 #: By kind of dtype: a Python number, whose dtype NumPy lets the other operand decide.
 _WEAK = {"i": 0, "f": 0.0, "c": 0j}
+
+#: DLPack's name of the machine's own memory.
+_DLPACK_CPU = (1, 0)
 
 #: The epoch of a variable that has kept no view, in which no thread reads.
 _NEVER = object()
@@ -292,7 +296,7 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
         if self._epoch is reading.epoch:
             return self._view
         if self._local is not None:
-            return self._local.value.copy()
+            return aligned_copy(self._local.value)
         replica = current_replica(self._strategy)
         if replica is None:
             return self._controller.read(self._number)
@@ -349,16 +353,44 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
         array = array.astype(np.result_type(self._dtype, _WEAK[array.dtype.kind])) if weak else array
         return get_array_module().asarray(array)
 
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        """The value for torch, JAX and others: the read-only view is handed out where the consumer asks for no
-        writable memory (``max_version`` of 1.0 or later), else a copy."""
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """The value for torch, JAX and others.
+
+        In a replica on a CPU a consumer that knows of read-only memory (``max_version`` of (1, 0) or later) gets the
+        read-only view; any other gets a copy of its own. Elsewhere the value is a copy already. A copy begins at a
+        multiple of 64 bytes, so that JAX need not make another. Raises BufferError where ``copy`` is False and a copy
+        is needed, and where the value does not lie on ``dl_device``.
+        """
         value = self.current()
-        if kwargs.get("max_version") is None and isinstance(value, np.ndarray) and not value.flags.writeable:
-            value = np.array(value)
-        return value.__dlpack__(**kwargs)
+        options = {"stream": stream, "max_version": max_version, "dl_device": dl_device}
+        if not isinstance(value, np.ndarray):  # of a GPU
+            return value.__dlpack__(**_given(options | {"copy": copy}))
+        knows_read_only = max_version is not None and max_version[0] >= 1
+        is_view = not value.flags.writeable
+        if copy is False and not (is_view and knows_read_only):
+            why = (
+                "its memory is read-only, which a consumer that asks for no max_version of (1, 0) or later cannot know"
+                if is_view
+                else "outside a replica function the value is always a copy"
+            )
+            raise BufferError(f"copy=False: variable {self.name!r} cannot be shared here: {why}; leave copy out")
+        if is_view and (copy or not knows_read_only):
+            value = aligned_copy(value)
+        return value.__dlpack__(**_given(options))
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return self.current().__dlpack_device__()
+        """Where the value lies, as (DLPack's type of device, index); nothing is read for it."""
+        replica = self._replica
+        if replica is None or replica.array_module() is np:
+            return _DLPACK_CPU
+        return replica.view(self._number).__dlpack_device__()
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -590,6 +622,11 @@ def _initial(initial_value: Any, dtype: Any) -> np.ndarray:
 
 def _is_python_number(value: object) -> bool:
     return isinstance(value, int | float | complex) and not isinstance(value, np.generic)
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that are not None: an older NumPy or CuPy knows of fewer."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _refuse_in_place() -> NoReturn:

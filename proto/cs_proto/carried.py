@@ -13,13 +13,13 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from .arrays import Array, Location, array_of, item_nbytes
+from .arrays import Array, Location, array_of, dtype_name, item_nbytes
 from .errors import LocalProtocolError
 from .messages import Done, Fetch, Fetched, Put
 from .records import Record
 from .segments import frame_view
 
-__all__ = ["Carried", "Carry", "aligned"]
+__all__ = ["Carried", "Carry", "aligned", "aligned_copy"]
 
 R = TypeVar("R", bound=Record)
 
@@ -104,3 +104,10 @@ def aligned(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     room = np.empty(nbytes + _ALIGNMENT, np.uint8)
     start = -room.ctypes.data % _ALIGNMENT
     return room[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def aligned_copy(array: np.ndarray) -> np.ndarray:
+    """A writable copy of ``array`` that begins where one in a segment could."""
+    copy = aligned(dtype_name(array.dtype), array.shape)
+    copy[...] = array
+    return copy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import pickle
 from collections.abc import Callable
@@ -39,6 +40,7 @@ class Store:
         self.points: list[tuple[Any, ...]] = []
         self.forgotten: list[int] = []
         self.reads = 0
+        self.answers: list[np.ndarray] = []
 
     def create(self, spec: VariableSpec, value: np.ndarray, site: str) -> Record:
         number = len(self.values) + 1
@@ -57,7 +59,8 @@ class Store:
 
     def read(self, number: int) -> np.ndarray:
         self.reads += 1
-        return self.values[number].copy()
+        self.answers.append(self.values[number].copy())
+        return self.answers[-1]
 
     def read_rows(self, number: int, rows: np.ndarray) -> np.ndarray:
         copied: np.ndarray = self.values[number][rows]
@@ -428,6 +431,95 @@ def test_arithmetic_is_that_of_the_value(s: CentralStorageStrategy) -> None:
         with pytest.raises(TypeError):
             v + cs.PerReplica([1, 2])
         assert not hasattr(v, "__cuda_array_interface__")
+
+
+class Unversioned:
+    """What a consumer sees that knows of no read-only memory, as JAX does: ``__dlpack__`` is asked for no version."""
+
+    def __init__(self, producer: Any) -> None:
+        self.producer = producer
+
+    def __dlpack__(self, *, stream: Any = None) -> Any:
+        return self.producer.__dlpack__(stream=stream)
+
+    def __dlpack_device__(self) -> Any:
+        return self.producer.__dlpack_device__()
+
+
+def address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def test_dlpack_reads_the_value_once_and_its_device_not_at_all(s: CentralStorageStrategy, store: Store) -> None:
+    v = made(s, np.arange(5, dtype=F32))
+    assert v.__dlpack_device__() == (1, 0)
+    assert store.reads == 0
+    for consumed in (np.from_dlpack(v), np.from_dlpack(Unversioned(v)), np.from_dlpack(v, copy=True)):
+        assert any(np.shares_memory(consumed, read) for read in store.answers)
+        assert consumed.tolist() == [0, 1, 2, 3, 4]
+    assert store.reads == 3
+
+
+@pytest.mark.parametrize("options", [{}, {"max_version": None}, {"max_version": (0, 8)}, {"copy": True}], ids=str)
+def test_dlpack_in_a_replica_copies_to_a_multiple_of_64_bytes(
+    s: CentralStorageStrategy, store: Store, options: dict[str, Any]
+) -> None:
+    v = made(s, np.arange(5, dtype=F32))
+    with context.enter_replica(s, store):  # type: ignore[arg-type]
+        consumed = np.from_dlpack(Once(v.__dlpack__(**options)))
+        ctypes.memset(address(consumed), 9, 4)  # NumPy takes every array without a version for read-only; JAX does not
+        assert address(consumed) % 64 == 0
+        assert v.numpy().tolist() == [0, 1, 2, 3, 4]
+        assert address(np.from_dlpack(Unversioned(v))) % 64 == 0
+
+
+class Once:
+    """A capsule as a producer."""
+
+    def __init__(self, capsule: Any) -> None:
+        self.capsule = capsule
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return self.capsule
+
+    def __dlpack_device__(self) -> Any:
+        return 1, 0
+
+
+def test_dlpack_in_a_replica_is_the_view_where_the_consumer_knows_of_read_only_memory(
+    s: CentralStorageStrategy, store: Store
+) -> None:
+    v = made(s, np.arange(5, dtype=F32))
+    with context.enter_replica(s, store):  # type: ignore[arg-type]
+        for copy_it in (None, False):
+            view = np.from_dlpack(v, copy=copy_it)
+            assert address(view) == address(store.values[1])
+            assert not view.flags.writeable
+
+
+def test_dlpack_refuses_what_would_need_a_copy_or_another_device(s: CentralStorageStrategy, store: Store) -> None:
+    v, local = made(s, np.zeros(5, F32)), cs.Variable([1.0])
+    for variable in (v, local):
+        with pytest.raises(BufferError, match=r"copy=False.*variable 'Variable'.*leave copy out"):
+            np.from_dlpack(variable, copy=False)
+        with pytest.raises(BufferError, match="device"):
+            variable.__dlpack__(dl_device=(2, 0))
+        assert variable.__dlpack_device__() == (1, 0)
+        assert np.from_dlpack(Once(variable.__dlpack__(dl_device=(1, 0)))).size == variable.size
+    with context.enter_replica(s, store):  # type: ignore[arg-type]
+        with pytest.raises(BufferError, match=r"copy=False.*max_version"):
+            v.__dlpack__(copy=False)
+        with pytest.raises(BufferError, match="device"):
+            v.__dlpack__(dl_device=(2, 0), max_version=(1, 0))
+
+
+def test_dlpack_of_a_local_variable_is_an_aligned_copy() -> None:
+    v = cs.Variable(np.arange(5, dtype=F32))
+    for producer in (v, Unversioned(v)):
+        consumed = np.from_dlpack(producer)
+        assert address(consumed) % 64 == 0
+        ctypes.memset(address(consumed), 9, 4)
+        assert v.numpy().tolist() == [0, 1, 2, 3, 4]
 
 
 def test_scalars_are_numbers(s: CentralStorageStrategy) -> None:

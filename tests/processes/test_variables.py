@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -281,6 +282,32 @@ def test_dlpack_and_arrays_are_views_in_a_replica_and_copies_elsewhere(two: cs.C
     copied = np.from_dlpack(v)
     v.assign(np.zeros(5, F32))
     assert copied.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("size", [5, 100_000])
+def test_what_dlpack_copies_begins_at_a_multiple_of_64_bytes(two: cs.CentralStorageStrategy, size: int) -> None:
+    v = made(two, np.arange(size, dtype=F32))
+
+    class Unversioned:  # as JAX sees it
+        def __dlpack__(self, *, stream: Any = None) -> Any:
+            return v.__dlpack__(stream=stream)
+
+        def __dlpack_device__(self) -> Any:
+            return v.__dlpack_device__()
+
+    def look() -> tuple[int, bool, bool]:
+        taken = np.from_dlpack(Unversioned())
+        before = np.array_equal(taken, np.arange(size, dtype=F32))
+        address = taken.__array_interface__["data"][0]
+        ctypes.memset(address, 7, taken.nbytes)  # NumPy takes it for read-only, which not every consumer does
+        return address % 64, before, bool(np.asarray(v)[1] == 1)
+
+    assert two.run(look) == (0, True, True)
+    kept = [np.from_dlpack(v) for _ in range(4)]
+    assert [array.__array_interface__["data"][0] % 64 for array in kept] == [0] * 4
+    for array in kept:
+        array[:] = 7
+    assert v.numpy()[1] == 1
 
 
 def test_write_notes_of_steps_that_are_sent_ahead(two: cs.CentralStorageStrategy) -> None:
