@@ -4,9 +4,9 @@
 
 Nothing is copied either way: in a replica `torch.from_dlpack(variable)` is the parameter process's own memory, mapped
 read-only, and autograd adds into `gradient_buffers`. Two things follow. The module reads its parameters and never
-writes them (an in-place `p.add_()` on them ends the worker with a segmentation fault: torch knows no read-only
-memory); updates are the central optimizer's. And `bind` is called anew in every step, since a commit may move a
-variable.
+writes them (torch knows no read-only memory: an in-place `p.add_()` on them ends the worker with a segmentation fault,
+and the run with an error that names the variable); updates are the central optimizer's. And `bind` is called anew in
+every step, since a commit may move a variable.
 """
 
 from __future__ import annotations

@@ -36,7 +36,9 @@ __all__ = [
     "host_gradients",
     "inputs",
     "is_device_gradients",
+    "is_parameters",
     "parameters",
+    "read_only_at",
     "server_arena",
     "slots",
     "versions",
@@ -69,6 +71,11 @@ _mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, 
 def parameters(dtype: str) -> str:
     """The slab of all variables of one dtype."""
     return f"parameters/{dtype.lower()}"
+
+
+def is_parameters(name: str) -> bool:
+    """Whether this is a slab of variables."""
+    return name.startswith("parameters/")
 
 
 def slots(optimizer: int, slot: str, dtype: str) -> str:
@@ -129,6 +136,19 @@ def versions() -> str:
     return "versions"
 
 
+# Name, address and length of what this process has mapped and may only read, for as long as something views it.
+_read_only: weakref.WeakKeyDictionary[mmap.mmap, tuple[str, int, int]] = weakref.WeakKeyDictionary()
+
+
+def read_only_at(address: int) -> tuple[str, int] | None:
+    """The segment that is mapped at ``address`` and that this process may only read, and the offset there in bytes;
+    None where there is no such segment."""
+    for name, start, nbytes in list(_read_only.values()):
+        if start <= address < start + nbytes:
+            return name, address - start
+    return None
+
+
 class Mapping:
     """A segment mapped into this process. Closing waits for nobody: views keep the pages until they go."""
 
@@ -154,6 +174,8 @@ class Mapping:
             weakref.finalize(self, os.close, descriptor).atexit = False
         else:
             os.close(descriptor)
+            start: int = np.frombuffer(self.memory, np.uint8).__array_interface__["data"][0]
+            _read_only[self._map] = name, start, nbytes
 
     @property
     def free_nbytes(self) -> int | None:

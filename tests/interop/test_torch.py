@@ -220,3 +220,28 @@ def test_a_data_loader_that_fails(two: cs.CentralStorageStrategy) -> None:
 def test_tensors_that_no_array_can_hold(make: Any) -> None:
     with pytest.raises(cs.errors.InvalidArgumentError, match="Tensor"):
         next(iter(cs.get_strategy().experimental_distribute_dataset([make()])))
+
+
+@pytest.fixture(scope="module")
+def mortal() -> Iterator[cs.CentralStorageStrategy]:
+    """A strategy of one replica whose workers may die as often as a test likes."""
+    with cs.CentralStorageStrategy(["cpu:0"], max_restarts=1000) as strategy:
+        yield strategy
+
+
+@pytest.mark.parametrize(("what", "size"), [("variable", 10), ("variable", 2_000_000), ("argument", 2_000_000)])
+def test_an_in_place_operation_is_named_as_the_cause(mortal: cs.CentralStorageStrategy, what: str, size: int) -> None:
+    with mortal.scope():
+        weights = cs.Variable(np.zeros(size, np.float32), name="weights")
+
+    def step(x: np.ndarray) -> None:
+        import torch
+
+        torch.set_num_threads(4)  # which a large operation uses
+        torch.from_dlpack(weights if what == "variable" else x).add_(1)
+
+    named = rf"variable 'weights\w*' \(float32\[{size}\]\)" if what == "variable" else "an argument of the replica"
+    with pytest.raises(cs.errors.ReplicaLostError, match=f"SIGSEGV: something wrote in place to {named}.*clone"):
+        mortal.run(step, args=(np.zeros(size, np.float32),))
+    assert not weights.numpy().any()
+    assert mortal.run(lambda: 5) == 5

@@ -3,6 +3,7 @@ with, losses included; or an error says what stands, and the next run works."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import signal
@@ -50,8 +51,6 @@ def leave() -> None:
 
 def use_up() -> None:
     """Run into a limit of memory, in code that cannot raise for it."""
-    import ctypes
-
     resource.setrlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20))
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
@@ -408,6 +407,48 @@ def test_a_function_that_kills_its_only_worker_before_anything_is_heard_of_it() 
         with pytest.raises(errors.ReplicaLostError, match=r"SIGSEGV.*second worker"):
             strategy.run(crash)
         assert strategy.run(lambda: 5) == 5
+
+
+def write_at(array: np.ndarray) -> None:
+    """As native code does that knows of no read-only memory."""
+    ctypes.memset(array.__array_interface__["data"][0] + array.nbytes - 8, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [
+        ("variable", r"wrote in place to variable 'written' \(float64\[30000, 3\]\).*write to a copy"),
+        ("argument", r"wrote in place to an argument of the replica function.*write to a copy"),
+    ],
+)
+def test_a_write_in_place_is_named_as_the_cause(mortal: cs.CentralStorageStrategy, where: str, told: str) -> None:
+    with mortal.scope():
+        w = cs.Variable(np.zeros((30_000, 3)), name="written")
+        neighbour = cs.Variable(np.zeros(1000))
+
+    def step(x: np.ndarray) -> None:
+        float(np.sum(neighbour))
+        if replica() == 0:
+            write_at(np.asarray(w) if where == "variable" else x)
+
+    with pytest.raises(errors.ReplicaLostError, match=rf"(?s): SIGSEGV: something {told}.*second worker") as lost:
+        mortal.run(step, args=(np.ones(20_000),))
+    assert "in write_at" in str(lost.value), "the stack is there, too"
+    assert not w.numpy().any()
+    assert not neighbour.numpy().any()
+    assert local(mortal, meet) == (2.0, 2.0)
+
+
+def test_a_segmentation_fault_elsewhere_is_no_write_in_place(mortal: cs.CentralStorageStrategy) -> None:
+    def step(x: np.ndarray) -> None:
+        float(np.sum(x))
+        if replica() == 0:
+            ctypes.memset(0, 1, 8)
+
+    with pytest.raises(errors.ReplicaLostError, match=r": SIGSEGV\. ") as lost:
+        mortal.run(step, args=(np.ones(20_000),))
+    assert "in place" not in str(lost.value)
+    assert local(mortal, meet) == (2.0, 2.0)
 
 
 def test_a_replay_that_is_another(mortal: cs.CentralStorageStrategy, tmp_path: Path) -> None:

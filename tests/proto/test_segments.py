@@ -79,6 +79,20 @@ def test_a_reader_cannot_write(file: int) -> None:
         reader.memory[0] = 1
 
 
+def test_what_may_only_be_read_is_found_by_its_address_as_long_as_something_views_it(file: int) -> None:
+    reader, writer = mapping(file, writable=False), mapping(file)
+    view, address = reader.elements("uint8"), reader.elements("uint8").__array_interface__["data"][0]
+    assert segments.read_only_at(address) == ("arena/0", 0)
+    assert segments.read_only_at(address + NBYTES - 1) == ("arena/0", NBYTES - 1)
+    assert segments.read_only_at(address + NBYTES) is None
+    assert segments.read_only_at(address - 1) is None
+    assert segments.read_only_at(writer.elements("uint8").__array_interface__["data"][0]) is None
+    del reader
+    assert segments.read_only_at(address) == ("arena/0", 0)
+    del view
+    assert segments.read_only_at(address) is None
+
+
 def test_the_kernel_keeps_a_reader_from_mapping_for_writing(file: int) -> None:
     descriptor = os.open(f"/proc/self/fd/{file}", os.O_RDONLY)
     with pytest.raises(PermissionError):

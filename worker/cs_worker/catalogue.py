@@ -38,6 +38,8 @@ R = TypeVar("R", bound=Record)
 
 # Of so many sets of variables the places of gradients are kept as lists.
 _SETS_KEPT = 64
+# Of a variable's name so many characters are shown where the rest of the line must be seen, too.
+_NAME_LENGTH = 100
 
 
 class Catalogue:
@@ -197,6 +199,17 @@ class Catalogue:
     def _describe_optimizer(self, number: int) -> messages.Described:
         request = self._conversation.next_request()
         return self.ask(messages.Describe(request, (), (number,)), request, messages.Described)
+
+    def what_lies_at(self, segment: str, offset: int) -> str:
+        """What of this replica's lies ``offset`` bytes from the start of a segment, in words. Asks nobody."""
+        if not segments.is_parameters(segment):
+            return "an argument of the replica function"
+        for record in self._known.values():
+            first = record.place.offset
+            if record.place.segment == segment and first <= offset < first + record.array.nbytes:
+                shape = ", ".join(map(str, record.spec.shape))
+                return f"variable {record.spec.name[:_NAME_LENGTH]!r} ({record.spec.dtype}[{shape}])"
+        return "a variable"
 
     def slot(self, optimizer: int, variable: int, slot: str) -> np.ndarray:
         """A copy of what an optimizer keeps beside a variable; the server makes it where it is missing."""

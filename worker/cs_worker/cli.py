@@ -20,6 +20,7 @@ from cs_proto.errors import CentralStorageError, ContextError, ShutdownError
 
 from .config import Config
 from .device import open_device
+from .faults import name_faults
 from .interrupts import Interrupts, ring_doorbell
 from .link import Link, register
 from .loop import Loop
@@ -60,7 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         registered = register(link, config, device.name)
-        Loop(config, device, registered, connection, link, interrupts, turns).serve()
+        loop = Loop(config, device, registered, connection, link, interrupts, turns)
+        name_faults(loop.what_lies_at)
+        loop.serve()
     except CentralStorageError as error:
         print(f"cs-worker: {error}", file=sys.stderr)  # noqa: T201
         return 2

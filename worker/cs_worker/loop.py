@@ -81,6 +81,8 @@ class Loop:
             controller.strategy,
             turns,
         )
+        #: What lies in a segment at an offset, in words.
+        self.what_lies_at = catalogue.what_lies_at
         self._programs = Programs(catalogue.map)
         self._seeds = Seeds(device.seed)
         self._own_path = list(sys.path)

@@ -133,7 +133,8 @@ class Child:
 
     @property
     def cause(self) -> str:
-        """Why it ended: ``exit code 3``, ``SIGKILL``, ``SIGKILL by the supervisor: it was not ready within 60 s``."""
+        """Why it ended: ``exit code 3``, ``SIGKILL``, ``SIGKILL by the supervisor: it was not ready within 60 s``,
+        ``SIGSEGV: something wrote in place to ...``."""
         if self.returncode is None:
             return "still running"
         if self.returncode >= 0:
@@ -141,9 +142,10 @@ class Child:
         if self._reason and -self.returncode in (signal.SIGKILL, signal.SIGUSR1):
             return f"SIGKILL by the supervisor: {self._reason}"
         try:
-            return signal.Signals(-self.returncode).name
+            name = signal.Signals(-self.returncode).name
         except ValueError:
             return f"signal {-self.returncode}"
+        return self.tail.last_that_begins(f"{name}: ") or name  # what it could say about it itself
 
     def listen(self, wanted: bool = True) -> None:
         """Read its output as it comes, or leave it in the pipes for now."""

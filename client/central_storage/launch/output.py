@@ -95,6 +95,10 @@ class Tail:
         """At most 20 lines, the last one last."""
         return "\n".join(self._lines)
 
+    def last_that_begins(self, start: str) -> str:
+        """The last of these lines that begins so; "" where none does."""
+        return next((line for line in reversed(self._lines) if line.startswith(start)), "")
+
 
 class LogFiles:
     """A file ``<label>.log`` for each process, with both streams in the order in which they were read."""

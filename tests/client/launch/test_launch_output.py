@@ -49,6 +49,13 @@ def test_the_tail_is_the_last_twenty_lines() -> None:
     assert len(lines[-1]) == 500
 
 
+def test_the_last_line_that_begins_so() -> None:
+    tail = Tail()
+    assert tail.last_that_begins("SIGSEGV: ") == ""
+    tail.add(["SIGSEGV: one", "SIGSEGV: two", "and SIGSEGV: three", ""])
+    assert tail.last_that_begins("SIGSEGV: ") == "SIGSEGV: two"
+
+
 def test_lines_carry_their_process() -> None:
     assert prefixed("w0", ["a", ""]) == "[w0] a\n[w0] \n"
 

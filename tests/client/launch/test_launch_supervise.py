@@ -108,6 +108,20 @@ def test_a_death_before_readiness_is_a_failed_start_with_its_last_lines(world: W
     assert (world.service.first_failure.role, world.service.first_failure.rank) == ("worker", 1)
 
 
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV: it wrote to what it may only read"),
+        ("os.kill(os.getpid(), signal.SIGBUS)", "SIGBUS"),
+        ("sys.exit(3)", "exit code 3"),
+    ],
+)
+def test_what_a_process_says_of_the_signal_that_ends_it_is_the_cause(world: World, code: str, cause: str) -> None:
+    world.start(w0=f"print('SIGSEGV: it wrote to what it may only read'); sys.stdout.flush(); {code}")
+    assert f"ended by {cause} before the service was up" in failed(world.client())
+    assert world.service.first_failure.cause == cause
+
+
 def test_the_start_deadline_names_who_is_not_ready(world: World) -> None:
     world.start(workers=2, start_timeout=unit(0.3), w1="print('loading'); link.recv(1)")
     message = failed(world.client())
