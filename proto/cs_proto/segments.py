@@ -3,7 +3,8 @@
 Every segment is made by the supervisor on the server's request and handed out as a descriptor, so its contents
 outlive any other process. Its file is as long as its *reservation* from the start and is never resized; only what
 is touched takes memory, so a mapping made once stays valid for ever. A reader's descriptor is open read-only: the
-kernel, not good manners, keeps workers from writing parameters.
+kernel keeps a worker from writing parameters by mistake. Code that sets out to write them can, since it runs as the
+same user.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The memory of a run: the supervisor makes every segment, keeps it, and decides who may write it.
 
 Contents live as long as the supervisor, whoever else is killed. A segment is a memfd of its full reservation, of
-which only touched pages take memory. A reader gets a descriptor opened read-only. :class:`Memfd` is the usual
+which only touched pages take memory. A reader gets a descriptor opened read-only, which guards against mistakes: a
+process of the same user may change the segment's mode and open it anew. :class:`Memfd` is the usual
 medium; :class:`Files` keeps the segments where another supervisor finds them when this one was killed.
 :class:`Unshared` is for the server alone.
 """
@@ -62,7 +63,7 @@ class Memfd:
         try:
             os.ftruncate(descriptor, nbytes)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            os.fchmod(descriptor, 0o400)  # a reader cannot open it again for writing, either
+            os.fchmod(descriptor, 0o400)  # a reader does not open it again for writing by mistake
         except OSError:
             os.close(descriptor)
             raise

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import mmap
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def test_the_server_the_named_writer_and_the_controller_may_write_an_arena(
 
 
 @pytest.mark.parametrize("asker", ["w1", "w00", "observer", "script", ""])
-def test_nobody_else_can_write_by_any_way(memory: Memory, made: int, asker: str) -> None:
+def test_nobody_else_gets_a_descriptor_that_can_write(memory: Memory, made: int, asker: str) -> None:
     os.pwrite(made, b"whole", 0)
     writable, descriptor = hand_out(memory, asker)
     assert not writable
@@ -70,6 +71,30 @@ def test_nobody_else_can_write_by_any_way(memory: Memory, made: int, asker: str)
         assert mapping[:5] == b"whole"
     assert fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
     os.close(descriptor)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+@pytest.mark.parametrize("asker", ["w0", "w1"])
+def test_another_user_can_open_it_neither_for_reading_nor_for_writing(memory: Memory, made: int, asker: str) -> None:
+    os.pwrite(made, b"whole", 0)
+    _, descriptor = hand_out(memory, asker)
+    for opened in (made, descriptor):
+        path = f"/proc/{os.getpid()}/fd/{opened}"
+        for command in ("cat {}", "dd if=/dev/zero bs=4 count=1 conv=notrunc of={}"):
+            tried = subprocess.run(
+                command.format(path).split(),
+                user=65534,
+                group=65534,
+                extra_groups=[],
+                capture_output=True,
+                text=True,
+                env={"PATH": os.defpath, "LC_ALL": "C"},
+                check=False,
+            )
+            assert (tried.returncode, tried.stdout) == (1, "")
+            assert "Permission denied" in tried.stderr
+    os.close(descriptor)
+    assert os.pread(made, 5, 0) == b"whole"
 
 
 @pytest.mark.parametrize("name", ["gradients/0/0/float32", "arena/server", "arena/0/1"])
