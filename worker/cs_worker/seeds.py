@@ -1,4 +1,7 @@
-"""Random state of a replica: a function of (strategy seed, run, replica), whatever ran before in this process."""
+"""Random state of a replica: a function of (strategy seed, draw, replica), whatever ran before in this process.
+
+A draw is a run as random numbers count it: a path as a run's id is, beginning with the ``draw`` of its ``Run``.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ import numpy as np
 
 from cs_proto.messages import RunId
 
+from .torch_generators import GENERATORS
+
 __all__ = ["Seeds", "kept_random_state"]
 
 #: NumPy's global generator draws from 624 words, and counts how many of them it has used.
@@ -21,30 +26,30 @@ _AHEAD = 8
 
 
 class Seeds:
-    """The random state of the controller's runs, one after the other. NumPy's takes longest to make, most of it where
-    nothing of that was done just before; so that of some runs is made at once, by a generator of its own, when the
+    """The random state of the controller's draws, one after the other. NumPy's takes longest to make, most of it where
+    nothing of that was done just before; so that of some draws is made at once, by a generator of its own, when the
     worker has said what it had to say."""
 
     def __init__(self, device: Callable[[int], None]) -> None:
         """``device`` seeds the generator of the replica's device, with a number of 32 bits."""
         self._device = device
+        GENERATORS.watch()
         self._own = np.random.MT19937()
         self._maker = np.random.RandomState(self._own)
-        # Seeds for Python and the device, and NumPy's state.
-        self._made: dict[tuple[int, RunId, int], tuple[int, int, bytes]] = {}
+        # Seeds for Python, the device and torch, and NumPy's state.
+        self._made: dict[tuple[int, RunId, int], tuple[int, int, int, bytes]] = {}
         self._generator, self._memory = self._own, _memory_of(self._own)  # NumPy's global one, when it was last seen
         self._written = b""
 
-    def begin(self, seed: int, run: RunId, replica: int) -> None:
-        """Seed ``random``, ``numpy.random``'s global generator and the device's."""
-        made = self._made.pop((seed, run, replica), None)
+    def begin(self, seed: int, draw: RunId, replica: int) -> None:
+        """Seed ``random``, ``numpy.random``'s global generator, the device's, and torch's."""
+        made = self._made.pop((seed, draw, replica), None)
         generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
         if made is None or type(generator) is not np.random.MT19937:
-            python, words = _numbers(seed, run, replica)
-            device = words[0]
+            python, device, torch, words = _numbers(seed, draw, replica)
             np.random.seed(words)
         else:
-            python, device, state = made
+            python, device, torch, state = made
             if generator is not self._generator:
                 self._generator, self._memory, self._written = generator, _memory_of(generator), b""
             with generator.lock:
@@ -54,18 +59,19 @@ class Seeds:
                 np.random.set_bit_generator(generator)  # type: ignore[attr-defined]
         random.seed(python)
         self._device(device)
+        GENERATORS.seed(torch)
 
-    def expect(self, seed: int, run: RunId, replica: int) -> None:
-        """This run of the controller, and those after it, begin next in all likelihood."""
-        if (seed, run, replica) in self._made:
+    def expect(self, seed: int, draw: RunId, replica: int) -> None:
+        """This draw of the controller, and those after it, begin next in all likelihood."""
+        if (seed, draw, replica) in self._made:
             return
         self._made.clear()
         own = _memory_of(self._own)
-        for number in range(run[0], run[0] + _AHEAD):
+        for number in range(draw[0], draw[0] + _AHEAD):
             key = (seed, (number,), replica)
-            python, words = _numbers(*key)
+            python, device, torch, words = _numbers(*key)
             self._maker.seed(words)
-            self._made[key] = python, words[0], bytes(own)
+            self._made[key] = python, device, torch, bytes(own)
 
 
 def _memory_of(generator: np.random.MT19937) -> memoryview:
@@ -74,22 +80,25 @@ def _memory_of(generator: np.random.MT19937) -> memoryview:
     return memoryview((ctypes.c_char * _STATE_NBYTES).from_address(address)).cast("B")
 
 
-def _numbers(seed: int, run: RunId, replica: int) -> tuple[int, tuple[int, ...]]:
-    """What Python's and NumPy's generators are seeded with."""
-    # A hash, because neighbouring runs differ by one and generators want seeds that differ everywhere.
-    key = ",".join(map(str, (seed, *run, replica)))
+def _numbers(seed: int, draw: RunId, replica: int) -> tuple[int, int, int, tuple[int, ...]]:
+    """What the generators of Python, the device (32 bits), torch (64 bits) and NumPy are seeded with."""
+    # A hash, because neighbouring draws differ by one and generators want seeds that differ everywhere.
+    key = ",".join(map(str, (seed, *draw, replica)))
     digest = hashlib.blake2b(key.encode(), digest_size=32).digest()
-    return int.from_bytes(digest[:16], "little"), struct.unpack("<4I", digest[16:])
+    words = struct.unpack("<4I", digest[16:])
+    return int.from_bytes(digest[:16], "little"), words[0], words[1] | words[2] << 32, words
 
 
 def kept_random_state(device: Callable[[], Callable[[], None]] | None = None) -> Callable[[], None]:
-    """Remember the state as it is, with ``device`` the device's, too; the answer puts it back. For the run around a
-    nested run."""
+    """Remember the state as it is, torch's too, and with ``device`` the device's; the answer puts it back. For the run
+    around a nested run."""
     python, numpy, restore_device = random.getstate(), np.random.get_state(), device and device()
+    restore_torch = GENERATORS.keep()
 
     def restore() -> None:
         random.setstate(python)
         np.random.set_state(numpy)
+        restore_torch()
         if restore_device is not None:
             restore_device()
 
