@@ -192,6 +192,17 @@ class ControllerBackend(_Catalogue, Protocol):
     def assign_slot(self, optimizer: int, variable: int, slot: str, value: np.ndarray) -> None:
         """Write a slot, whose shape and dtype ``value`` has."""
 
+    @property
+    def seed(self) -> int:
+        """The strategy's, of which random numbers are made beside the draw and the replica."""
+
+    def draws(self) -> int:
+        """How many runs of the script have begun, counted on from what :meth:`set_draws` said: the ``draw`` of the next
+        is one more. Steps that were sent ahead and never began do not count."""
+
+    def set_draws(self, draws: int) -> None:
+        """Let random numbers go on as if so many runs had begun."""
+
     def carrier(self) -> Carriage:
         """What copies an array to where the replicas read it, ahead of the run that it is an argument of, and whether a
         thread may do it. May be called in any thread."""

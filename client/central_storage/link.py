@@ -216,6 +216,21 @@ class ServiceLink(Runs):
                     self._inputs = Inputs(shared)
         return Carriage(np.copy if self._inputs is None else self._inputs.carry, in_thread=self._threads is None)
 
+    @property
+    def seed(self) -> int:
+        """The strategy's."""
+        return self._seed
+
+    def draws(self) -> int:
+        """How many runs have begun, counted on from what :meth:`set_draws` said."""
+        with self._operation():
+            return self._draws
+
+    def set_draws(self, draws: int) -> None:
+        """Let the next run be number ``draws`` + 1 of those that random numbers are made for."""
+        with self._operation():
+            self._draws = draws
+
     def statistics(self) -> Counters:
         """The server's counters."""
         with self._operation():

@@ -49,6 +49,7 @@ class Runs(Seam):
         self._seed = seed
         self._adopt: Adopt = _nothing_adopted
         self._runs = 0
+        self._draws = 0  # as runs, but counted on from a checkpoint that is restored, and without steps never begun
         self._answered = 0  # the last run whose end is known
         self._prepared: messages.Prepare | None = None  # what workers were told last, and from what it was made
         self._where: tuple[list[str], str] | None = None
@@ -82,7 +83,7 @@ class Runs(Seam):
         pickles = [dump_arguments(args, kwargs, adopt, _in_place) for args, kwargs in arguments]
         moment("pickled")
         self._runs += 1
-        run, parts = (self._runs,), series.lookahead + 1
+        run, draw, parts = (self._runs,), self._draws + 1, series.lookahead + 1
         series.number = series.number or run[0]
         self._arena.reset((run[0] - series.number) % parts, parts)
         step = (series.number, series.lookahead) if series.lookahead else (0, 0)
@@ -97,10 +98,11 @@ class Runs(Seam):
                 there = Frame(pickled) if len(pickled) <= INLINE_NBYTES else share(pickled)
             placed = tuple(map(share, buffers)) if buffers else ()
             held = self._results[replica].held()
-            said = (run, replica, self._seed, name, carried, frozen, there, placed, *step, held)
+            said = (run, draw, replica, self._seed, name, carried, frozen, there, placed, *step, held)
             sent.said.append(said)
             self._send_values(self._worker_sockets[replica], messages.Run, said)
             moment("sent")
+        self._draws = draw
         series.unanswered.append(sent)
         self._latest, self._sent = series, series.unanswered
 
@@ -198,7 +200,7 @@ class Runs(Seam):
                     raise
                 heard, cancel = self._cancel(series), False
             except Exception as error:
-                series.failed(error)
+                self._draws -= len(series.failed(error))
                 if self._ended is not None:
                     raise
             else:
@@ -224,7 +226,9 @@ class Runs(Seam):
             series.answered(outcome)
             return
         assert isinstance(outcome, BaseException)
-        for sent in series.failed(outcome)[:1]:  # workers drop it and the rest, with the functions these brought
+        dropped = series.failed(outcome)
+        self._draws -= len(dropped)  # the next run draws what it would have drawn had none been sent ahead
+        for sent in dropped[:1]:  # workers drop it and the rest, with the functions these brought
             self._held = sent.held
 
     def _read_outcome(self, finished: RunFinished) -> list[Any] | BaseException:

@@ -146,7 +146,7 @@ def decode(parts: Sequence[Buffer], limits: Limits = LIMITS) -> Record:
 
 
 # What a message begins with when it is of a run of the client, up to the number of that; and by the first byte of the
-# number how many more it has, where that is not too large for a run.
+# number how many more it has, where that is not too large for a run. A Run goes on with the number of its draw.
 _BEGINNINGS = {bytes([0x91 + len(fields_of(kind)), kind.code, 0x91]): kind for kind in (Return, Run)}
 _NUMBER_NBYTES = dict.fromkeys(range(128), 0) | {0xCC + power: 1 << power for power in range(3)}
 # How bytes begin of which there are up to 255, or up to 65535.
@@ -157,12 +157,12 @@ _KNOWN, _KNOWN_NBYTES = 32, 16 * 1024
 
 class Decoder:
     """Decodes many messages, as :func:`decode` does each. What is sent at a step is what was sent at one before but for
-    the number of the run and the pickled arguments, or the result: so it is known again by everything else, which is
-    not read once more."""
+    the number of the run and the pickled arguments, or the result, and of a Run the number of its draw: so it is known
+    again by everything else, which is not read once more."""
 
     def __init__(self, limits: Limits = LIMITS) -> None:
         self._limits = limits
-        #: By beginning: what lies between the number and the bytes that change, what comes behind these (None where
+        #: By beginning: what lies between the numbers and the bytes that change, what comes behind these (None where
         #: they are no part of the header), and the record; the last one first.
         self._known: dict[bytes, list[tuple[bytes, bytes | None, Return | Run]]] = {each: [] for each in _BEGINNINGS}
 
@@ -173,18 +173,23 @@ class Decoder:
             return decode(parts, self._limits)
         start = 4 + _NUMBER_NBYTES.get(header[3], len(header))
         number = header[3] if start == 4 else int.from_bytes(header[4:start], "big")
+        draw = 1
+        if header[1] == Run.code and start < len(header):
+            first = start + 1
+            start = first + _NUMBER_NBYTES.get(header[start], len(header))
+            draw = header[first - 1] if start == first else int.from_bytes(header[first:start], "big")
         for between, behind, known in entries:
-            if header.startswith(between, start) and number >= known.series:
+            if header.startswith(between, start) and number >= known.series and draw >= 1:
                 at = start + len(between)
                 if behind is None:
                     if at == len(header) and len(parts) == 2 and _has_room(parts[1], self._limits):
-                        return altered(known, run=(number,), arguments=Frame(parts[1]))
+                        return altered(known, run=(number,), draw=draw, arguments=Frame(parts[1]))
                 elif len(parts) == 1 and at < (last := len(header) - len(behind)) and header.endswith(behind):
                     first = at + (2 if header[at] == _BYTES else 3)
                     length = int.from_bytes(header[at + 1 : first], "big")
                     if header[at] in (_BYTES, _MORE_BYTES) and first + length == last:
                         if type(known) is Run:
-                            return altered(known, run=(number,), arguments=header[first:last])
+                            return altered(known, run=(number,), draw=draw, arguments=header[first:last])
                         return altered(known, run=(number,), value=Value(header[first:last], ()))
         record = decode(parts, self._limits)
         rest = _rest(record) if len(header) <= _KNOWN_NBYTES else None
@@ -212,7 +217,7 @@ def _rest(record: Record) -> tuple[bytes, bytes, bytes | None, Return | Run] | N
         return between, pack(body), behind, altered(record, value=None)
     if type(record) is Run and record.function is None and not record.buffers and not record.held:
         wire = record.to_wire([])
-        _, _, *before, arguments, buffers, series, lookahead, held = wire
+        _, _, _, *before, arguments, buffers, series, lookahead, held = wire
         between, behind = b"".join(map(pack, before)), b"".join(map(pack, (buffers, series, lookahead, held)))
         known = altered(record, arguments=b"")
         if type(record.arguments) is bytes:

@@ -845,6 +845,10 @@ class Prepare(Record):
 class Run(_OfStep):
     """Run a function as one replica.
 
+    ``draw`` is the number that its random numbers are made from, beside the strategy's seed and the replica: the
+    controller counts its runs by it from 1, and goes on from the count of a checkpoint that it restores, so it may be
+    less than before while the number of the run only grows. A nested run has that of the run around it.
+
     ``digest`` names the pickled function; ``function`` says where it lies, for a worker that does not hold it.
     ``frozen`` keeps the unpickled object for good (``cs.function``). ``arguments`` is a pickle of (args, kwargs), or
     says where one lies that is too large for a frame, whose large buffers lie where ``buffers`` says.
@@ -855,6 +859,7 @@ class Run(_OfStep):
     """
 
     run: RunId
+    draw: int
     replica: int
     seed: int
     digest: bytes
@@ -867,6 +872,11 @@ class Run(_OfStep):
     held: tuple[tuple[int, int], ...] = ()
 
     @property
+    def draw_path(self) -> RunId:
+        """What random numbers count in place of ``run``: the same path, with ``draw`` at its beginning."""
+        return (self.draw, *self.run[1:])
+
+    @property
     def part(self) -> tuple[int, int]:
         """The part of the arenas that this run uses, and into how many they are divided."""
         parts = self.lookahead + 1
@@ -874,6 +884,8 @@ class Run(_OfStep):
 
     def check(self) -> None:
         super().check()
+        if self.draw < 1:
+            self.refuse(f"draw {self.draw}; they are counted from 1")
         if self.lookahead < 0:
             self.refuse(f"a lookahead of {self.lookahead} steps")
         if len(self.digest) != 16:

@@ -182,7 +182,15 @@ class Service:
         data = shipping.dump_function(function, handle_id)
         arguments, buffers = shipping.dump_arguments(args, dict(kwargs or {}), handle_id, self._place)
         return messages.Run(
-            run, replica, self.seed, shipping.digest(data), bytes_array(data), frozen, bytes_array(arguments), buffers
+            run,
+            run[0],
+            replica,
+            self.seed,
+            shipping.digest(data),
+            bytes_array(data),
+            frozen,
+            bytes_array(arguments),
+            buffers,
         )
 
     def settle(self) -> None:

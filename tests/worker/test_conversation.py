@@ -112,11 +112,11 @@ def played() -> Iterator[Played]:
 
 
 def run(*path: int) -> Run:
-    return Run(path, 0, 7, bytes(16), None, False, bytes_array(b""), ())
+    return Run(path, path[0], 0, 7, bytes(16), None, False, bytes_array(b""), ())
 
 
 def step(number: int, series: int) -> Run:
-    return Run((number,), 0, 7, bytes(16), None, False, bytes_array(b""), (), series, 2)
+    return Run((number,), number, 0, 7, bytes(16), None, False, bytes_array(b""), (), series, 2)
 
 
 def refusals(played: Played) -> list[bytes]:

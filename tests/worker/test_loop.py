@@ -139,7 +139,7 @@ def test_a_frozen_function_is_one_object(alone: Service) -> None:
 
 def test_a_function_that_is_left_out(alone: Service) -> None:
     full = alone.run_record((900,), 0, lambda: "held")
-    short = messages.Run((901,), 0, 7, full.digest, None, False, full.arguments, ())
+    short = messages.Run((901,), 901, 0, 7, full.digest, None, False, full.arguments, ())
     for run in (full, short):
         alone.tell(0, run)
         assert alone.result() == "held"
@@ -147,7 +147,7 @@ def test_a_function_that_is_left_out(alone: Service) -> None:
 
 def test_a_function_that_is_not_held(alone: Service) -> None:
     full = alone.run_record((910,), 0, lambda: None)
-    alone.tell(0, messages.Run((910,), 0, 7, b"0123456789abcdef", None, False, full.arguments, ()))
+    alone.tell(0, messages.Run((910,), 910, 0, 7, b"0123456789abcdef", None, False, full.arguments, ()))
     with pytest.raises(PeerProtocolError, match="30313233343536373839616263646566 was left out"):
         alone.result()
 

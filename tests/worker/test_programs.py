@@ -36,7 +36,7 @@ class Sender:
         data = dump_function(function, handle_id)
         held = not frozen and self.recent.touch(digest(data))
         sent = not held if with_function is None else with_function
-        run = Run((1,), 0, 7, digest(data), bytes_array(data) if sent else None, frozen, bytes_array(b""), ())
+        run = Run((1,), 1, 0, 7, digest(data), bytes_array(data) if sent else None, frozen, bytes_array(b""), ())
         return self.programs.load(self.identity, run, no_handle)
 
 
@@ -111,6 +111,8 @@ def test_a_frozen_function_that_failed_to_load_may_load_later(programs: Programs
     captured = Sent("variable", 1)
     data = dump_function(lambda: captured, handle_id)
     with pytest.raises(ShippingError, match="not yet"):
-        programs.load(CONTROLLER, Run((1,), 0, 7, digest(data), bytes_array(data), True, bytes_array(b""), ()), resolve)
-    function = programs.load(CONTROLLER, Run((2,), 0, 7, digest(data), None, True, bytes_array(b""), ()), resolve)
+        programs.load(
+            CONTROLLER, Run((1,), 1, 0, 7, digest(data), bytes_array(data), True, bytes_array(b""), ()), resolve
+        )
+    function = programs.load(CONTROLLER, Run((2,), 2, 0, 7, digest(data), None, True, bytes_array(b""), ()), resolve)
     assert function() == "the handle"

@@ -110,7 +110,7 @@ class Loop:
             with self._shop.turns.taken(work.run):
                 said = self._carry_out(controller, work)
             said()  # after the turn: what the script does next is not this replica's
-            self._seeds.expect(work.seed, (work.run[0] + 1,), work.replica)
+            self._seeds.expect(work.seed, (work.draw + 1,), work.replica)
             if not self._has_worked:
                 self._has_worked = True
                 self._shop.conversation.link.send_supervisor(messages.Worked(self._shop.config.incarnation))
@@ -174,7 +174,7 @@ class Loop:
         args, kwargs = load_arguments(_pickled(shop, run.arguments), buffers, shop.catalogue.resolve)
         if not shop.device.is_host:
             args, kwargs = nest.map_structure(self._bring, (args, kwargs))
-        self._seeds.begin(run.seed, run.run, run.replica)
+        self._seeds.begin(run.seed, run.draw_path, run.replica)
         moment("called")
         try:
             result = function(*args, **kwargs)

@@ -85,7 +85,7 @@ class Replica:
         self.count = 0
         self._shop = shop
         self._run = run.run
-        self._seed = run.seed
+        self._sent = run
         self._series = run.series
         self._step = (run.series, run.lookahead)
         self._thread = threading.get_ident()
@@ -332,7 +332,7 @@ class Replica:
             return self._received(from_value(answer.value, shop.catalogue.copy, shop.catalogue.resolve))
         assert isinstance(answer, messages.Token)
         try:
-            return self._received(shop.controller.merge(answer, function, self._seed))
+            return self._received(shop.controller.merge(answer, function, self._sent))
         except Exception as error:
             # The server ends the run for everybody; nothing it would answer is of use any more.
             self._failed = raised_error(error, self.replica, self.count, shop.arena)

@@ -7,6 +7,7 @@ It is the backend of the strategy handle in a worker for good, so it says no whi
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -40,14 +41,17 @@ from .raised import raised_error
 
 __all__ = ["TokenController"]
 
+_log = logging.getLogger("central_storage.worker")
+
 
 class _HeldToken:
-    """A token that this worker holds: the merge point, the run's seed, and what has been numbered under it."""
+    """A token that this worker holds: the merge point of ``run``, and what has been numbered under it."""
 
-    def __init__(self, token: Token, seed: int) -> None:
+    def __init__(self, token: Token, run: Run) -> None:
         self.point = (*token.run, token.k)
         self.client = path_text(self.point)
-        self.seed = seed
+        self.seed = run.seed
+        self.draw = run.draw
         self.runs = 0
         self.sequence = 0
 
@@ -91,10 +95,10 @@ class TokenController:
         """The one handle of the strategy in this worker."""
         return self._strategy
 
-    def merge(self, token: Token, function: Callable[..., Any], seed: int) -> Any:
+    def merge(self, token: Token, function: Callable[..., Any], run: Run) -> Any:
         """Call ``function`` with all replicas' arguments regrouped, tell the server what it returned or raised, and
-        give replica 0's share. Called by replica 0 at its merge point."""
-        self._tokens.append(_HeldToken(token, seed))
+        give replica 0's share. Called by replica 0 at its merge point of ``run``."""
+        self._tokens.append(_HeldToken(token, run))
         try:
             values = self._call(token, function)
             self._conversation.say((*token.run, token.k), messages.MergeCallReturn, token.run, token.k, values, None)
@@ -243,6 +247,23 @@ class TokenController:
         """A plain copy: the other workers do not map this one's memory ahead of a run."""
         return Carriage()
 
+    @property
+    def seed(self) -> int:
+        """The strategy's, as the run of the merge_call has it."""
+        return self._token("the strategy's seed").seed
+
+    def draws(self) -> int:
+        """The draw of the run of the merge_call, which is the last that has begun."""
+        return self._token("the number of runs").draw
+
+    def set_draws(self, draws: int) -> None:
+        """Leave the count to the script, which sends the runs, and say so."""
+        if draws != self._token("the number of runs").draw:
+            _log.warning(
+                "a checkpoint that is restored in a merge function does not set the count of runs, so random numbers "
+                "go on as before; restore it in the script"
+            )
+
     def statistics(self) -> Counters:
         """The server's counters."""
         self._check_thread()
@@ -272,7 +293,8 @@ class TokenController:
         for worker, (arguments, buffers) in zip(self._workers, pickles, strict=True):
             is_held, self._held[worker.replica] = self._held[worker.replica].touch(name, frozen)
             function = None if is_held else self._arena.share(data)
-            record = Run(run, worker.replica, token.seed, name, function, frozen, self._arena.share(arguments), buffers)
+            shared = self._arena.share(arguments)
+            record = Run(run, token.draw, worker.replica, token.seed, name, function, frozen, shared, buffers)
             records.append(record)
             if worker.replica != self._config.replica:
                 self._conversation.link.send_worker(worker.endpoint, record)

@@ -78,7 +78,7 @@ class TorchGenerators:
             return None
         if self._cuda is not torch.cuda:
             self._cuda = torch.cuda
-            # torch.cuda.manual_seed_all would wait for the start of CUDA, too, but takes 0.1 ms at every run until then.
+            # torch.cuda.manual_seed_all would wait for the start of CUDA, too, but takes 0.1 ms at every run till then.
             torch.cuda._lazy_call(self._seed_cuda)  # noqa: SLF001
         return torch
 
@@ -97,9 +97,7 @@ class _Finder:
     def __init__(self, generators: TorchGenerators) -> None:
         self._generators = generators
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != "torch":
             return None
         finders = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
