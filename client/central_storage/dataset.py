@@ -198,8 +198,10 @@ class Dataset:
         """
         size = _at_least(1, buffer_size, "shuffle: buffer_size")
         origin = int(np.random.randint(1 << 31)) if seed is None else _at_least(0, seed, "shuffle: seed")
+        if origin >= 1 << 63:
+            raise InvalidArgumentError(f"shuffle: seed is at most 2**63 - 1, not {origin}")
         reshuffles = reshuffle_each_iteration is None or bool(reshuffle_each_iteration)
-        stream = streams.Shuffled(self.plan.stream, size, origin, reshuffles)
+        stream = streams.Shuffled(self.plan.stream, size, reshuffles, seed is not None, [origin, 0])
         return self._pick(stream, self.plan.count)
 
     def cache(self) -> Dataset:

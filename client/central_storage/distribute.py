@@ -9,18 +9,20 @@ replica. From the second on they are read ahead by a thread. This module knows n
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import optree
 
 from cs_proto.arrays import INLINE_NBYTES
 from cs_proto.errors import (
+    CheckpointError,
     DatasetContextError,
     InvalidArgumentError,
     NotADatasetError,
@@ -33,6 +35,7 @@ from .context import has_strategy, in_cross_replica_context
 from .dataset import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset
 from .options import InputOptions, InputReplicationMode
 from .specs import PerReplicaSpec, TensorSpec, observed
+from .streams import Order, orders_of, set_orders
 from .values import PerReplica, convert_to_tensor, regroup
 
 __all__ = [
@@ -68,6 +71,15 @@ class InputContext:
         return size
 
 
+class Place(NamedTuple):
+    """How far a training has gone through its data: the number of the iteration (from 0), that of the elements used in
+    it, and the orders in which its shuffles began it. What a checkpoint holds of a distributed data set."""
+
+    epoch: int
+    position: int
+    orders: tuple[Order, ...]
+
+
 class _Distributed:
     """What both kinds of distributed data set have in common."""
 
@@ -75,6 +87,9 @@ class _Distributed:
 
     def __init__(self, n: int, options: InputOptions | None, carrier: FindCarriage) -> None:
         self._n = n
+        self._begun = 0  # iterations
+        self._latest: Callable[[], DistributedIterator | None] = _nobody  # the iterator of the last of them
+        self._restored: Place | None = None  # where the next one goes on
         self._carrier = carrier
         self._options = InputOptions() if options is None else options
         if not isinstance(self._options, InputOptions):
@@ -86,13 +101,71 @@ class _Distributed:
             )
 
     def __iter__(self) -> DistributedIterator:
-        """A new iterator from the beginning."""
+        """A new iterator from the beginning, or from where the iteration was that a checkpoint has restored."""
         refuse_in_replica("iterated")
         options = self._options
         ahead = options.experimental_per_replica_buffer_size if options.experimental_fetch_to_device else 0
         is_there = {*map(type, self._sources)} <= {list, tuple}
         carry, spec = _Carry(), lambda: self.element_spec
-        return DistributedIterator(self._rounds(carry), spec, ahead, self._carrier, self._n, is_there, carry)
+        rounds = partial(self._rounds, carry)
+        iterator = DistributedIterator(rounds, spec, ahead, self._carrier, self._n, is_there, carry, self)
+        place, self._restored = self._restored, None
+        if place is None:
+            self.is_iterated_by(iterator, self._begun)
+        else:
+            iterator.go_to(place)
+        return iterator
+
+    @property
+    def epoch(self) -> int:
+        """The number, from 0, of the iteration under way or, between two, of the next one: where a script that goes on
+        from a checkpoint begins to count. An iteration that is left half-way counts as one."""
+        iterator = self._latest()
+        return self._begun - 1 if iterator is not None and not iterator.is_over else self._begun
+
+    def place(self) -> Place:
+        """Where the iteration under way is, or the next one begins. Waits for steps that were sent ahead; the elements
+        of steps that did not begin are not used. Raises DatasetContextError in a process that it was sent to."""
+        iterator = self._latest()
+        if iterator is not None and not iterator.is_over:
+            return iterator.place()
+        return self._restored or Place(self._begun, 0, self.orders())
+
+    def go_to(self, place: Place) -> None:
+        """Let the next iteration go on at ``place``: elements before it are read and dropped when it begins."""
+        iterator = self._latest()
+        if iterator is not None and iterator.is_at(place):
+            return  # it was restored itself, or goes on anyway
+        self._begun, self._latest, self._restored = place.epoch, _nobody, place if place.position else None
+        if self._restored is None:
+            self.set_orders(place.orders)
+
+    def is_iterated_by(self, iterator: DistributedIterator, epoch: int) -> None:
+        """``iterator`` has iteration number ``epoch``, which is the latest."""
+        iterator.epoch, self._begun, self._latest = epoch, epoch + 1, weakref.ref(iterator)
+
+    def orders(self) -> tuple[Order, ...]:
+        """The orders in which the shuffles begin their next iteration. Raises DatasetContextError in a process that
+        the data set was sent to."""
+        if any(isinstance(source, _Elsewhere) for source in self._sources):
+            iter(self._sources[0])
+        return tuple(orders_of(self._pipelines()).values())
+
+    def set_orders(self, orders: Sequence[Order]) -> None:
+        """Let the next iteration go through ``orders``."""
+        set_orders(self._pipelines(), orders)
+
+    def fault(self, place: Place) -> str | None:
+        """Why an iteration of this cannot be at ``place``, which has as many orders as there are shuffles."""
+        if place.epoch < 0 or place.position < 0 or any(min(order) < 0 for order in place.orders):
+            return f"{place} is nowhere in a data set"
+        for number, (shuffled, order) in enumerate(zip(orders_of(self._pipelines()), place.orders, strict=True)):
+            if shuffled.is_seeded and shuffled.state[0] != order[0]:
+                return f"its shuffle {number} has the seed {order[0]} there, {shuffled.state[0]} here"
+        return None
+
+    def _pipelines(self) -> list[Dataset]:
+        return [source for source in self._sources if isinstance(source, Dataset)]
 
     def _rounds(self, carry: _Carry) -> Iterator[Round]:
         raise NotImplementedError
@@ -218,27 +291,36 @@ class DistributedIterator:
 
     def __init__(
         self,
-        rounds: Iterator[Round],
+        rounds: Callable[[], Iterator[Round]],
         element_spec: Callable[[], Any],
         ahead: int = 0,
         carrier: FindCarriage = Carriage,
         replicas: int = 1,
         is_there: bool = False,
         carry: _Carry | None = None,
+        data: _Distributed | None = None,
     ) -> None:
-        """``is_there``: the source has its elements, and makes none. ``carry`` is what ``rounds`` does with arrays."""
+        """``rounds`` begins the iteration, from its beginning. ``is_there``: the source has its elements, and makes
+        none. ``carry`` is what ``rounds`` does with arrays; ``data`` whose iteration it is."""
         #: Over how many replicas the elements are split.
         self.replicas = replicas
-        self._rounds: Iterator[Round] | None = rounds
+        #: The number, from 0, of the iteration of its data set.
+        self.epoch = 0
+        self._data = data
+        self._begin = rounds
+        self._rounds: Iterator[Round] | None = None
         self._spec = element_spec
-        self._ahead = ahead
+        self._size = self._ahead = ahead
         self._carrier = carrier
         self._is_there = is_there
         self._carry = carry
-        self._has_begun = False
+        self._has_begun = self._has_ended = False
         self._given_back: deque[Any] = deque()
         #: The number of elements handed out and not given back.
         self.position = 0
+        self._skip = 0  # elements that were used before this iteration was restored
+        self._orders: tuple[Order, ...] | None = None  # of the shuffles, at the beginning, once they are known
+        self._borrowers: list[weakref.WeakMethod[Callable[[], int]]] = []
 
     def __iter__(self) -> DistributedIterator:
         return self
@@ -265,6 +347,55 @@ class DistributedIterator:
         self._given_back.extendleft(reversed(elements))
         self.position -= len(elements)
 
+    def lend(self, unbegun: Callable[[], int]) -> None:
+        """Elements are taken for steps by whoever has the method ``unbegun``, as long as it lives: it tells how many of
+        those that were handed out last are for steps that do not begin."""
+        self._borrowers = [weakref.WeakMethod(unbegun), *filter(_is_alive, self._borrowers)]
+
+    def end_lending(self, unbegun: Callable[[], int]) -> None:
+        """Nothing more is taken for the steps of ``unbegun``."""
+        self._borrowers = [borrower for borrower in self._borrowers if borrower() != unbegun]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the iteration has ended, or was closed, and nobody uses its elements any more."""
+        return self._has_ended and not self._given_back and not any(map(_is_alive, self._borrowers))
+
+    def place(self) -> Place:
+        """Where the iteration is. Waits for steps that were sent ahead; the elements of those that did not begin are
+        not used. Raises DatasetContextError in a process that it was sent to."""
+        assert self._data is not None
+        orders = self._data.orders() if self._orders is None else self._orders
+        unbegun = sum(count() for borrower in self._borrowers if (count := borrower()) is not None)
+        return Place(self.epoch, self.position - unbegun, orders)
+
+    def is_at(self, place: Place) -> bool:
+        """Whether this is an iteration under way, and there."""
+        return not self.is_over and self.place() == place
+
+    def go_to(self, place: Place) -> None:
+        """Go on at ``place``: elements before it are read again and dropped, when the next one is asked for."""
+        assert self._data is not None
+        self.close()
+        if self._carry is not None:
+            self._carry.copy = None
+        self._ahead, self._has_begun, self._has_ended = self._size, False, False
+        self.position = self._skip = place.position
+        self._orders = place.orders
+        self._data.is_iterated_by(self, place.epoch)
+
+    def fault(self, place: Place) -> str | None:
+        """Why the iteration cannot go on at ``place``, which has as many orders as there are shuffles."""
+        assert self._data is not None
+        if any(map(_is_alive, self._borrowers)):
+            return "run_steps takes elements from it; leave its loop before it is restored"
+        return self._data.fault(place)
+
+    def orders(self) -> tuple[Order, ...]:
+        """As the data set's."""
+        assert self._data is not None
+        return self._data.orders()
+
     @property
     def element_spec(self) -> Any:
         """As the data set's."""
@@ -273,6 +404,7 @@ class DistributedIterator:
     def close(self) -> None:
         """End the iteration and free what it holds: generators are closed, threads of ``prefetch`` end."""
         rounds, self._rounds = self._rounds, None
+        self._has_ended = True
         self._given_back.clear()
         if rounds is not None and hasattr(rounds, "close"):
             rounds.close()
@@ -298,9 +430,9 @@ class DistributedIterator:
         return element
 
     def _read(self) -> Round:
-        if self._rounds is None:
+        if self._has_ended:
             return _LAST
-        if self._has_begun and self._ahead:
+        if self._has_begun and self._ahead and self._rounds is not None:
             carrier = self._carrier()
             if self._carry is not None:
                 self._carry.copy = carrier.copy
@@ -308,6 +440,9 @@ class DistributedIterator:
                 self._rounds = ReadAhead(self._rounds, self._ahead)
             self._ahead = 0
         try:
+            if self._rounds is None or self._skip:
+                self._resume()
+            assert self._rounds is not None
             found = next(self._rounds, _LAST)
         except Exception:  # whatever the source raises is its end; after Ctrl-C it may be asked again
             self.close()
@@ -319,6 +454,23 @@ class DistributedIterator:
                 if self._carry is not None:
                     self._carry.copy = np.copy
         return found
+
+    def _resume(self) -> None:
+        """Begin with the first element, or with the first that was not used when a checkpoint was saved."""
+        if self._rounds is None:
+            if self._data is not None:
+                if self._orders is None:
+                    self._orders = self._data.orders()
+                else:
+                    self._data.set_orders(self._orders)
+            self._rounds = self._begin()
+        while self._skip:  # one by one: after Ctrl-C it goes on
+            if next(self._rounds, None) is None:
+                raise CheckpointError(
+                    f"the data set has ended after {self.position - self._skip} elements, but {self.position} were "
+                    "used when the checkpoint was saved; give it the data that it had then"
+                )
+            self._skip -= 1
 
 
 class OptionalElement:
@@ -365,6 +517,14 @@ def split(element: Any, n: int, carry: Callable[[Any], Any] | None = None) -> An
     if type(element) is tuple and _ARRAY.issuperset(map(type, element)):
         return tuple([shares(leaf) for leaf in element])
     return optree.tree_map(shares, _arrays(element), none_is_leaf=True)
+
+
+def _nobody() -> None:
+    return None
+
+
+def _is_alive(reference: Callable[[], object]) -> bool:
+    return reference() is not None
 
 
 _END: Any = object()
@@ -428,9 +588,7 @@ def elsewhere(kind: type) -> DistributedDataset | DistributedIterator:
     distributed = DistributedDataset(_Elsewhere(), 1)
     if kind is not DistributedIterator:
         return distributed
-    return DistributedIterator(
-        (element for _ in range(1) for element in _Elsewhere()), lambda: distributed.element_spec
-    )
+    return DistributedIterator(_Elsewhere().__iter__, lambda: distributed.element_spec, data=distributed)
 
 
 def _checked(dataset: Any) -> Any:

@@ -75,6 +75,7 @@ class Steps:
         self._pulled = self._taken = 0
         self._at_end: Exception | None = None  # what to raise after the results that are left
         self._is_open = True
+        elements.lend(self._unbegun)
 
     @property
     def steps(self) -> int:
@@ -117,9 +118,9 @@ class Steps:
         try:
             self._series.settle()
         finally:
-            begun = self._series.begun + self._series.ahead - self._taken
-            unused = list(self._used)[begun:]
+            unused = list(self._used)[len(self._used) - self._count_unbegun() :]
             self._used.clear()
+            self._elements.end_lending(self._unbegun)
             if self._is_own:
                 self._elements.close()
             else:
@@ -143,6 +144,14 @@ class Steps:
     def __del__(self) -> None:
         with suppress(Exception):  # the service may be gone, and whoever is interested has heard of it
             self.close()
+
+    def _unbegun(self) -> int:
+        """Of how many of the last elements the steps do not begin, or not yet. Waits for those that were sent ahead."""
+        self._series.settle()
+        return self._count_unbegun()
+
+    def _count_unbegun(self) -> int:
+        return len(self._used) - (self._series.begun + self._series.ahead - self._taken)
 
     def _send_ahead(self) -> None:
         """Take elements and send their steps, as many as may be under way."""

@@ -30,6 +30,8 @@ from .averages import ExponentialMovingAverage
 from .backend import Strategy
 from .composites import Composite
 from .context import get_replica_context, has_strategy, require_cross_replica
+from .dataset import Dataset
+from .distribute import DistributedDataset, DistributedFromFunction, DistributedIterator, Place
 from .handles import Handle
 from .optimizers import Optimizer
 from .reach import is_users
@@ -40,6 +42,11 @@ __all__ = ["SUFFIX", "Status", "Walked", "find_file", "require_trackable", "rest
 SUFFIX = ".safetensors"
 
 _log = logging.getLogger("central_storage.saving")
+
+_DATA = DistributedDataset | DistributedFromFunction
+# What a strategy itself has in a checkpoint. Objects need not have it, nor the other way round: files of format 1 and
+# those of variables outside every strategy are without it.
+_STRATEGY = "(strategy)"
 
 # Goes up when a file changes in a way an older reader cannot read.
 _FORMAT = 1
@@ -116,6 +123,8 @@ class _Entry:
     shape: tuple[int, ...]
     read: Callable[[], Any]
     write: Callable[[np.ndarray], object]
+    #: Why a value cannot be set, where shape and dtype do not say it all.
+    fault: Callable[[np.ndarray], str | None] | None = None
 
 
 @dataclass
@@ -125,6 +134,8 @@ class _Found:
     variables: dict[Variable, list[str]] = field(default_factory=dict)
     optimizers: dict[Optimizer, str] = field(default_factory=dict)
     averages: dict[ExponentialMovingAverage, str] = field(default_factory=dict)
+    iterators: dict[DistributedIterator, str] = field(default_factory=dict)
+    data: dict[DistributedDataset | DistributedFromFunction, str] = field(default_factory=dict)
 
     def label(self, variable: Variable) -> str:
         """What a variable is called beside an optimizer or average. One that was not given goes by its name."""
@@ -156,6 +167,11 @@ class _Found:
         for average, way in self.averages.items():
             for variable, shadow in average.averages():
                 found[f"{way}/{self.label(variable)}"] = _of_variable(shadow)
+        # A data set whose iterator is here, too, is where that is: so that comes first.
+        for data, way in (*self.iterators.items(), *self.data.items()):
+            found |= _of_data(data, way)
+        for number, strategy in enumerate(self.strategies()):
+            found |= _of_strategy(strategy, f"{_STRATEGY}{number or ''}")
         return found
 
     def to_be_made(self, keys: Iterable[str]) -> dict[str, _Entry]:
@@ -206,18 +222,22 @@ def restore(path: str, objects: Mapping[str, Any], *, strict: bool) -> tuple[Sta
             keys = [also.get(way, way) for way in ways.get(name, [name])]
             there = next((key for key in keys if key in stored.keys), None)
             if there is None:
-                missing.append(name)
+                if not name.startswith(_STRATEGY):
+                    missing.append(name)
             else:
                 planned.append((there, entry))
         taken = {key for key, _ in planned}
         # First what takes memory, which there may not be.
         planned = [*found.to_be_made(stored.keys - taken).items(), *planned]
-        unused = stored.keys - {key for key, _ in planned}
+        unused = {key for key in stored.keys - {key for key, _ in planned} if not key.startswith(_STRATEGY)}
         wrong = [fault for key, entry in planned if (fault := stored.fault(key, entry))]
         if wrong:
             raise CheckpointError(f"{path} does not fit: {'; '.join(wrong)}. Nothing was restored")
         if strict and (missing or unused):
             raise CheckpointMismatchError(f"{path}: {_difference(missing, unused)}. Nothing was restored")
+        for key, entry in planned:
+            if entry.fault is not None and (why := entry.fault(stored.array(key))):
+                raise CheckpointError(f"{path} does not fit: {key}: {why}. Nothing was restored")
         for key, entry in planned:
             entry.write(stored.array(key))
     return Status(path, missing, unused), stored.index
@@ -230,9 +250,16 @@ def require_trackable(name: str, value: Any) -> None:
     """Raise InvalidArgumentError where ``value`` can hold no variable."""
     if isinstance(value, Variable | Optimizer | list | tuple | Mapping) or _is_walked(value):
         return
+    if isinstance(value, DistributedIterator | _DATA):
+        return
+    if isinstance(value, Dataset):
+        raise InvalidArgumentError(
+            f"{name} is a Dataset, which has no position; give the distributed data set that is made of it, "
+            "strategy.experimental_distribute_dataset(dataset), or its iterator"
+        )
     raise InvalidArgumentError(
         f"{name} is a {type(value).__name__}, which holds no variables; a checkpoint takes variables, optimizers, "
-        "metrics, moving averages, and lists, dicts and objects of them"
+        "metrics, moving averages, distributed data sets and their iterators, and lists, dicts and objects of them"
     )
 
 
@@ -248,6 +275,10 @@ def _find(objects: Mapping[str, Any]) -> _Found:
             found.optimizers.setdefault(value, way)
         elif isinstance(value, ExponentialMovingAverage):
             found.averages.setdefault(value, way)
+        elif isinstance(value, DistributedIterator):
+            found.iterators.setdefault(value, way)
+        elif isinstance(value, _DATA):
+            found.data.setdefault(value, way)
         elif id(value) not in seen:
             seen[id(value)] = value
             left.extend((f"{way}/{_quoted(name)}", part) for name, part in _parts(value))
@@ -315,6 +346,59 @@ def _of_optimizer(optimizer: Optimizer, way: str) -> dict[str, _Entry]:
     if not callable(optimizer.learning_rate):  # a schedule is the script's
         found[f"{way}/learning_rate"] = _Entry(np.dtype(np.float64), (), lambda: optimizer.learning_rate, write_rate)
     return found
+
+
+def _of_data(data: DistributedDataset | DistributedFromFunction | DistributedIterator, way: str) -> dict[str, _Entry]:
+    """The number of the iteration, that of the elements used in it, and of each shuffle its seed, the iterations begun,
+    and whether a cache remembers its order. The data set is set when the last of these is."""
+    parts: dict[str, np.ndarray] = {}
+
+    def place() -> Place:
+        orders = [(int(seed), int(begun), bool(is_kept)) for seed, begun, is_kept in parts["shuffles"]]
+        return Place(int(parts["epoch"]), int(parts["position"]), tuple(orders))
+
+    def entry(name: str, shape: tuple[int, ...], read: Callable[[], Any]) -> _Entry:
+        def fault(value: np.ndarray) -> str | None:
+            parts[name] = value
+            if name != "shuffles":
+                return None
+            return data.fault(place()) if len(parts) == 3 else "its epoch or its position is missing"
+
+        def write(value: np.ndarray) -> None:
+            if name == "shuffles":
+                data.go_to(place())
+
+        return _Entry(np.dtype(np.int64), shape, read, write, fault)
+
+    count = len(data.orders())
+    return {
+        f"{way}/epoch": entry("epoch", (), lambda: data.place().epoch),
+        f"{way}/position": entry("position", (), lambda: data.place().position),
+        f"{way}/shuffles": entry("shuffles", (count, 3), lambda: np.reshape(data.place().orders, (count, 3))),
+    }
+
+
+def _of_strategy(strategy: Strategy, way: str) -> dict[str, _Entry]:
+    """What the random numbers of its next run follow from."""
+    controller = strategy.controller
+
+    def compare_seeds(value: np.ndarray) -> None:
+        if int(value) != controller.seed:
+            _log.warning(
+                "the checkpoint was saved with the seed %d, this strategy has %d: random numbers go on otherwise than "
+                "they would have",
+                value,
+                controller.seed,
+            )
+
+    def fault(value: np.ndarray) -> str | None:
+        return f"{value} runs cannot have begun" if value < 0 else None
+
+    int64 = np.dtype(np.int64)
+    return {
+        f"{way}/seed": _Entry(int64, (), lambda: controller.seed, compare_seeds),
+        f"{way}/draws": _Entry(int64, (), controller.draws, lambda value: controller.set_draws(int(value)), fault),
+    }
 
 
 # --- the file -----------------------------------------------------------------------------------------------------

@@ -240,8 +240,11 @@ class CentralStorageStrategy(StrategyBase, Handle):
         """Every variable of the strategy, in the order in which they were made."""
         return tuple(map(self._handle_of, self._catalogue.variables()))
 
-    def save(self, directory: str | os.PathLike[str]) -> str:
-        """Write all variables, optimizers and moving averages to ``directory``, made if need be; the file's path.
+    def save(self, directory: str | os.PathLike[str], *, data: Any = None) -> str:
+        """Write all variables, optimizers and moving averages, the number of runs that random numbers are made from,
+        and the positions in ``data`` to ``directory``, made if need be; the file's path.
+
+        ``data`` is a distributed data set or an iterator of one, or a list, tuple or dict of them.
 
         The file is replaced as a whole: a kill at any moment leaves the last one. Raises OSError where the disk
         refuses, ContextError in a replica, ShutdownError after ``shutdown()``.
@@ -249,32 +252,37 @@ class CentralStorageStrategy(StrategyBase, Handle):
         from . import saving  # late, like below: no step needs it
 
         path = self._file(directory)
-        saving.save(path, self._everything(), {})
+        saving.save(path, self._everything(data), {})
         return path
 
-    def restore(self, directory: str | os.PathLike[str]) -> saving.Status:
-        """Set variables (by name), optimizers (in the order in which they were made) and moving averages to what
-        :meth:`save` wrote, with whatever devices then. Make them first, as the script did that saved.
+    def restore(self, directory: str | os.PathLike[str], *, data: Any = None) -> saving.Status:
+        """Set variables (by name), optimizers (in the order in which they were made), moving averages and ``data`` to
+        what :meth:`save` wrote, with whatever devices then. Make them first, as the script did that saved.
 
         All is checked before anything is set. Raises CheckpointError (a ValueError) where there is no whole checkpoint
         or something has another shape or dtype, CheckpointMismatchError where either side has what the other has not.
         """
         from . import saving
 
-        return saving.restore(self._file(directory), self._everything(), strict=True)[0]
+        return saving.restore(self._file(directory), self._everything(data), strict=True)[0]
 
     def _file(self, directory: str | os.PathLike[str]) -> str:
         from . import saving
 
         return os.path.join(directory, f"strategy{saving.SUFFIX}")
 
-    def _everything(self) -> dict[str, Any]:
+    def _everything(self, data: Any) -> dict[str, Any]:
+        from . import saving
+
+        if data is not None:
+            saving.require_trackable("data", data)
         averages = dict(sorted(self._averages.items()))
         shadows = {shadow for average in averages.values() for _, shadow in average.averages()}
         return {
             "variables": {variable.name: variable for variable in self.variables if variable not in shadows},
             "optimizers": self._handles.of_kind("optimizer"),
             "moving_averages": averages,
+            "data": data,
         }
 
     def statistics(self) -> Counters:

@@ -40,11 +40,17 @@ __all__ = [
     "Zipped",
     "as_element",
     "first_row",
+    "orders_of",
     "rows",
+    "set_orders",
     "stack",
 ]
 
 Stream = Iterable[Any]
+
+#: What the order of a shuffle's next iteration follows from: its seed, the number of iterations begun, and whether a
+#: cache remembers that order, which then is the one of all later iterations.
+Order = tuple[int, int, bool]
 
 
 @frozen(eq=False)
@@ -83,15 +89,16 @@ class Shuffled:
 
     source: Stream
     size: int
-    seed: int
     reshuffle: bool
-    #: The number of iterations begun, in a list because each has an order of its own.
-    begun: list[int] = field(default_factory=lambda: [0])
+    #: Whether the user gave the seed.
+    is_seeded: bool
+    #: The seed, and the number of iterations begun, from which the order of the next one follows.
+    state: list[int]
 
     def __iter__(self) -> Iterator[Any]:
-        random = np.random.default_rng([self.seed, self.begun[0] if self.reshuffle else 0])
-        self.begun[0] += 1
-        return self._draw(random)
+        seed, begun = self.state
+        self.state[1] += 1
+        return self._draw(np.random.default_rng([seed, begun if self.reshuffle else 0]))
 
     def _draw(self, random: np.random.Generator) -> Iterator[Any]:
         items = iter(self.source)
@@ -111,15 +118,21 @@ class Cached:
     source: Stream
     #: Empty until then; afterwards it holds the one tuple of all items.
     kept: list[tuple[Any, ...]] = field(default_factory=list)
+    #: The orders of the shuffles behind this that are remembered, or are to be.
+    orders: dict[Shuffled, Order] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Any]:
         if self.kept:
             yield from self.kept[0]
             return
+        for shuffled, order in self.orders.items():
+            shuffled.state[:] = order[:2]
+        orders = {shuffled: (*order[:2], True) for shuffled, order in orders_of([self.source]).items()}
         seen = []
         for item in self.source:
             seen.append(item)
             yield item
+        self.orders.update(orders)
         self.kept[:] = [tuple(seen)]
 
 
@@ -261,6 +274,51 @@ class Unbatched:
             if len(lengths) != 1 or () in lengths:
                 raise InvalidArgumentError("unbatch: the arrays of an element need an axis 0 of one length")
             yield from rows(element, range(lengths.pop()[0]))
+
+
+def orders_of(streams: Iterable[Stream]) -> dict[Shuffled, Order]:
+    """The orders of all shuffles in pipelines, always in the same sequence: what :func:`set_orders` takes."""
+    found: dict[Shuffled, Order] = {}
+    for stream in streams:
+        if isinstance(stream, Cached) and stream.orders:
+            found |= {shuffled: order for shuffled, order in stream.orders.items() if shuffled not in found}
+            continue
+        if isinstance(stream, Shuffled):
+            seed, begun = stream.state
+            found.setdefault(stream, (seed, begun, False))
+        found |= {shuffled: order for shuffled, order in orders_of(_behind(stream)).items() if shuffled not in found}
+    return found
+
+
+def set_orders(streams: Sequence[Stream], orders: Iterable[Order]) -> None:
+    """Let the next iteration of pipelines go through the orders that :func:`orders_of` gave for such."""
+    _set_orders(streams, dict(zip(orders_of(streams), orders, strict=True)))
+
+
+def _set_orders(streams: Iterable[Stream], orders: dict[Shuffled, Order]) -> None:
+    for stream in streams:
+        if isinstance(stream, Shuffled):
+            stream.state[:] = orders[stream][:2]
+        if isinstance(stream, Cached) and (behind := _all_behind(stream)):
+            stream.kept.clear()
+            stream.orders.clear()
+            if all(orders[shuffled][2] for shuffled in behind):
+                stream.orders.update({shuffled: orders[shuffled] for shuffled in behind})
+        _set_orders(_behind(stream), orders)
+
+
+def _all_behind(stream: Stream) -> list[Shuffled]:
+    found = [stream] if isinstance(stream, Shuffled) else []
+    for source in _behind(stream):
+        found += [shuffled for shuffled in _all_behind(source) if shuffled not in found]
+    return found
+
+
+def _behind(stream: Any) -> Sequence[Stream]:
+    """The stages that a stage, or a data set, takes its items from."""
+    if hasattr(stream, "plan"):
+        return (stream.plan.stream,)
+    return getattr(stream, "sources", None) or ((stream.source,) if hasattr(stream, "source") else ())
 
 
 class Numbers:

@@ -58,7 +58,7 @@ def elements(count: int, fails_at: int | None = None) -> DistributedIterator:
                 raise OSError(number)
             yield np.array([number]), True
 
-    return DistributedIterator(rounds(), lambda: None)
+    return DistributedIterator(rounds, lambda: None)
 
 
 def stepped(
@@ -153,7 +153,7 @@ def test_a_ctrl_c_in_the_data_set_cancels_what_was_sent() -> None:
         raise KeyboardInterrupt
 
     played = Played()
-    iterator = DistributedIterator(rounds(), lambda: None)
+    iterator = DistributedIterator(rounds, lambda: None)
     steps = stepped(Series(played, 4), iterator, None, lambda batch: 0)
     with pytest.raises(KeyboardInterrupt):
         next(steps)
