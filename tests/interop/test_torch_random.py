@@ -79,13 +79,30 @@ def importing(flag: Path | None) -> Callable[[], Any]:
 
 
 @pytest.mark.parametrize("make", [with_dropout, importing])
-def test_a_worker_that_dies_changes_no_number(tmp_path: Path, make: Callable[[Path | None], Callable[[], Any]]) -> None:
-    found = []
-    for flag in (None, tmp_path / "died"):
-        with cs.CentralStorageStrategy(DEVICES, max_restarts=100) as strategy:
-            with strategy.scope():
-                step = make(flag)
-            found.append(drawn(strategy, step, 4))
+def test_neither_a_death_nor_a_restart_nor_threads_change_a_number(
+    tmp_path: Path, make: Callable[[Path | None], Callable[[], Any]]
+) -> None:
+    def train(strategy: cs.CentralStorageStrategy, flag: Path | None) -> list[list[list[float]]]:
+        with strategy.scope():
+            step = make(flag)
+        found = drawn(strategy, step, 4)
+        strategy.save(tmp_path)
+        goes_on = drawn(strategy, step, 2)
+        strategy.restore(tmp_path)
+        assert drawn(strategy, step, 2) == goes_on
+        return found + goes_on
+
+    with cs.CentralStorageStrategy(DEVICES) as strategy:
+        once = train(strategy, None)
+    with cs.CentralStorageStrategy(DEVICES) as strategy:
+        again = train(strategy, tmp_path / "died")
     assert (tmp_path / "died").exists()
-    assert found[0] == found[1]
-    assert found[0][0] != found[0][1]  # every run draws numbers of its own
+    with cs.CentralStorageStrategy(DEVICES, in_process=True) as strategy:
+        torch.manual_seed(99)
+        torch.rand(1)
+        in_threads = train(strategy, None)
+        mine = torch.rand(1)
+    torch.manual_seed(99)
+    assert mine == torch.rand(2)[1]  # the script's own go on
+    assert once == again == in_threads
+    assert len({str(run) for run in once}) == 6  # every run draws numbers of its own

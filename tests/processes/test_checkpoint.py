@@ -134,6 +134,8 @@ def test_slots_are_those_of_the_variables_that_were_updated(two: cs.CentralStora
         "optimizer/learning_rate",
         f"optimizer/m/({w.name})",
         f"optimizer/v/({w.name})",
+        "(strategy)/seed",
+        "(strategy)/draws",
     }
 
 
