@@ -23,8 +23,10 @@ class Checkpoint(Walked):
         checkpoint.restore(path).assert_consumed()
 
     An object is a variable, an optimizer (its slots, iterations and learning rate, not a schedule), a metric, a moving
-    average, or a list, tuple, dict or object of a class of yours that has such as items or attributes, at any depth. A
-    variable that is reached in two ways is saved once. The value is the central one, so a checkpoint restores into a
+    average, a distributed data set or an iterator of one (how far it has been used, and the seeds of its shuffles), or
+    a list, tuple, dict or object of a class of yours that has such as items or attributes, at any depth. A variable
+    that is reached in two ways is saved once. Of the strategies that variables and optimizers belong to, the number of
+    runs is saved, from which the random numbers of the next run follow. The value is the central one, so a checkpoint restores into a
     strategy with other devices or another number of replicas, or into variables outside every strategy.
 
     Raises InvalidArgumentError (a ValueError) for what can hold no variables.
@@ -68,9 +70,12 @@ class Checkpoint(Walked):
         """Set the objects to what ``save_path`` holds; None does nothing. Call a method of the result to say whether
         differences are an error: ``assert_consumed()``, ``assert_existing_objects_matched()``, ``expect_partial()``.
 
-        Slots of optimizers and moving averages are made where they are missing; variables are not. Everything is
-        checked before anything is set. Raises CheckpointError (a ValueError) where there is no whole checkpoint or an
-        array has another shape or dtype, ContextError in a replica.
+        Slots of optimizers and moving averages are made where they are missing; variables are not. A data set goes on
+        at the saved position when it is iterated next, an iterator with its next element; elements before it are read
+        again and dropped. A strategy with another seed than the saved one is warned of. Everything is
+        checked before anything is set. Raises CheckpointError (a ValueError) where there is no whole checkpoint, an
+        array has another shape or dtype, a shuffle another seed or ``run_steps`` takes elements from an iterator,
+        ContextError in a replica.
         """
         if save_path is None:
             return Status(None, (), ())

@@ -53,12 +53,16 @@ class _Training:
             self.table = cs.Variable(rng.normal(size=(_ROWS, 4)))
             self.seen = cs.Variable(0.0, aggregation=cs.VariableAggregation.MEAN, dtype=np.float64)
             self.optimizer: Any = getattr(cs.optimizers, recipe.rule)(learning_rate=0.01)
+        # A shuffle without a seed goes on as it was; made again it has to have one.
+        order = cs.data.Dataset.range(_STEPS).shuffle(_STEPS, seed=None if recipe.is_resumed else recipe.seed)
+        data = strategy.experimental_distribute_dataset(order.map(lambda k: np.full(REPLICAS, k)))
+        self.elements = iter(data)
         self.checkpoint = cs.train.Checkpoint(
-            dense=self.dense, table=self.table, seen=self.seen, optimizer=self.optimizer
+            dense=self.dense, table=self.table, seen=self.seen, optimizer=self.optimizer, elements=self.elements
         )
 
-    def train(self, first: int, stop: int, ahead: int) -> list[bytes]:
-        """Steps from ``first`` to before ``stop``; what the replicas made of each, as bytes."""
+    def train(self, count: int, ahead: int) -> list[bytes]:
+        """So many steps from here on; what the replicas made of each, as bytes."""
         dense, table, seen, optimizer, recipe = self.dense, self.table, self.seen, self.optimizer, self._recipe
 
         def step(element: Any) -> float:
@@ -68,8 +72,7 @@ class _Training:
             time.sleep(_PAUSE * os.urandom(1)[0] / 255)
             rng = np.random.default_rng([recipe.seed, k, replica])
             gradient = rng.normal(size=dense.shape).astype(np.float32) * np.asarray(dense)
-            if not recipe.is_resumed:  # the random state of a replica belongs to the number of the run
-                gradient += np.random.normal(size=dense.shape).astype(np.float32)
+            gradient += np.random.normal(size=dense.shape).astype(np.float32)
             rows = rng.integers(0, _ROWS, 3)
             optimizer.apply_gradients(
                 [(gradient, dense), (cs.IndexedSlices(np.asarray(table)[rows] * rng.normal(size=(3, 1)), rows), table)]
@@ -78,12 +81,10 @@ class _Training:
             seen.assign(loss)
             return loss
 
-        elements = [np.full(REPLICAS, k) for k in range(first, stop)]
         if ahead:
-            data = self._strategy.experimental_distribute_dataset(elements)
-            results = list(self._strategy.run_steps(step, data, lookahead=ahead))
+            results = list(self._strategy.run_steps(step, self.elements, count, lookahead=ahead))
         else:
-            results = [self._strategy.run(step, args=(int(element[0]),)) for element in elements]
+            results = [self._strategy.run(step, args=(next(self.elements),)) for _ in range(count)]
         return [np.array(self._strategy.experimental_local_results(result)).tobytes() for result in results]
 
     def state(self, directory: Path) -> bytes:
@@ -113,10 +114,10 @@ def pairs(rng: random.Random, count: int) -> list[str]:
         with _service(seed) as strategy:
             for number, recipe in enumerate(recipes):
                 training = _Training(strategy, recipe)
-                said = training.train(0, _STEPS // 2, ahead)
+                said = training.train(_STEPS // 2, ahead)
                 if recipe.is_resumed:
                     training.checkpoint.save(directory / f"{number}")
-                said += training.train(_STEPS // 2, _STEPS, ahead)
+                said += training.train(_STEPS // 2, ahead)
                 once.append((said, training.state(directory)))
         with _service(seed) as strategy:
             for number, (recipe, (said, state)) in enumerate(zip(recipes, once, strict=True)):
@@ -126,7 +127,7 @@ def pairs(rng: random.Random, count: int) -> list[str]:
                     with strategy.scope():
                         path = directory / f"{number}-1.safetensors"
                         training.checkpoint.restore(path).assert_existing_objects_matched()
-                again = training.train(first, _STEPS, 2 - ahead)
+                again = training.train(_STEPS - first, 2 - ahead)
                 what = f"{recipe.rule} over {recipe.elements} elements, {'resumed' if first else 'made again'}"
                 different = [k for k in range(first, _STEPS) if said[k] != again[k - first]]
                 if different:
