@@ -43,8 +43,8 @@ class CentralStorageStrategy(StrategyBase, Handle):
     ``parameter_device`` holds the variables; None means the only compute device, or CPU 0. Without a launcher the
     constructor starts the service and ``shutdown()``, the end of the script or its death stops it.
 
-    ``seed`` seeds Python's, NumPy's, CuPy's and torch's random state in each replica of each run. ``start_timeout`` (seconds) limits
-    the start.
+    ``seed`` seeds Python's, NumPy's, CuPy's and torch's random state in each replica of each run.
+    ``start_timeout`` (seconds) limits the start.
 
     ``in_process`` runs the service in threads of the script, for a debugger and for fast tests: replicas take turns,
     so ``breakpoint()`` in a replica function works, and results have the same bits. Such a service is always one of

@@ -26,8 +26,9 @@ class Checkpoint(Walked):
     average, a distributed data set or an iterator of one (how far it has been used, and the seeds of its shuffles), or
     a list, tuple, dict or object of a class of yours that has such as items or attributes, at any depth. A variable
     that is reached in two ways is saved once. Of the strategies that variables and optimizers belong to, the number of
-    runs is saved, from which the random numbers of the next run follow. The value is the central one, so a checkpoint restores into a
-    strategy with other devices or another number of replicas, or into variables outside every strategy.
+    runs is saved, from which the random numbers of the next run follow. The value is the central one, so
+    a checkpoint restores into a strategy with other devices or another number of replicas, or into variables outside
+    every strategy.
 
     Raises InvalidArgumentError (a ValueError) for what can hold no variables.
 
