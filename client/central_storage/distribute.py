@@ -464,13 +464,19 @@ class DistributedIterator:
                 else:
                     self._data.set_orders(self._orders)
             self._rounds = self._begin()
-        while self._skip:  # one by one: after Ctrl-C it goes on
-            if next(self._rounds, None) is None:
-                raise CheckpointError(
-                    f"the data set has ended after {self.position - self._skip} elements, but {self.position} were "
-                    "used when the checkpoint was saved; give it the data that it had then"
-                )
-            self._skip -= 1
+        try:
+            for used in range(self._skip):
+                if next(self._rounds, None) is None:
+                    raise CheckpointError(
+                        f"the data set has ended after {used} elements, but {self._skip} were used when the checkpoint "
+                        "was saved; give it the data that it had then"
+                    )
+        except KeyboardInterrupt:  # asked again, it begins again: a generator that was interrupted gives nothing more
+            rounds, self._rounds = self._rounds, None
+            if hasattr(rounds, "close"):
+                rounds.close()
+            raise
+        self._skip = 0
 
 
 class OptionalElement:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -255,31 +255,28 @@ def test_data_that_has_become_shorter_is_said(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_while_elements_are_dropped_loses_none(tmp_path: Path) -> None:
-    other = split(batches())
-    Checkpoint(data=other).restore(saved_of(split(batches()), tmp_path))
+    presses = [KeyboardInterrupt]
+
+    def interrupted(row: Any) -> Any:
+        if row == 4 and presses:
+            raise presses.pop()
+        return row
+
+    def make() -> DistributedDataset:
+        return split(rows().shuffle(5, seed=1).map(interrupted).batch(3))
+
+    iterator = iter(make())
+    with pytest.raises(KeyboardInterrupt):
+        list(iterator)
+    wanted = [shown(element) for element in make()][3:]
+    path = saved_of(make(), tmp_path)
+    other = make()
+    Checkpoint(data=other).restore(path)
+    presses.append(KeyboardInterrupt)
     iterator = iter(other)
-    iterator._begin = Interrupted
     with pytest.raises(KeyboardInterrupt):
         next(iterator)
-    assert [shown(element) for element in iterator] == [[[number] * 2] for number in range(3, 7)]
-
-
-class Interrupted:
-    """Rounds, with a Ctrl-C before the third."""
-
-    def __init__(self) -> None:
-        self._left, self._is_pressed = batches(), False
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        if len(self._left) == 5 and not self._is_pressed:
-            self._is_pressed = True
-            raise KeyboardInterrupt
-        if not self._left:
-            raise StopIteration
-        return self._left.pop(0), True
+    assert [shown(element) for element in iterator] == wanted
 
 
 def test_a_plain_data_set_has_no_position() -> None:
