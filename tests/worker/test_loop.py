@@ -25,6 +25,7 @@ from cs_proto.errors import (
     ResultError,
     ShippingError,
 )
+from cs_proto.records import replace
 
 
 def test_arguments_go_in_and_a_result_comes_back(alone: Service) -> None:
@@ -262,6 +263,9 @@ def test_random_state_is_that_of_the_run(pair: Service) -> None:
     pair.run(draw, run=(50,))
     assert [pair.result(replica) for replica in range(2)] == first
     assert len({*first, *second}) == 4
+    for replica in range(2):  # a later run that draws what the first one drew
+        pair.tell(replica, replace(pair.run_record((52,), replica, draw), draw=50))
+    assert [pair.result(replica) for replica in range(2)] == first
 
 
 def test_prepare_is_where_the_script_is(alone: Service, tmp_path: Path) -> None:
