@@ -392,7 +392,7 @@ def _of_strategy(strategy: Strategy, way: str) -> dict[str, _Entry]:
             )
 
     def fault(value: np.ndarray) -> str | None:
-        return f"{value} runs cannot have begun" if value < 0 else None
+        return f"{value} runs cannot have begun" if not 0 <= value < 1 << 62 else None
 
     int64 = np.dtype(np.int64)
     return {

@@ -192,6 +192,22 @@ def test_a_file_without_the_count_leaves_it(services: list[cs.CentralStorageStra
     cs.train.Checkpoint(w=cs.Variable(0.0)).restore(with_count).assert_consumed()
 
 
+def test_a_count_that_is_none_is_refused(services: list[cs.CentralStorageStrategy], tmp_path: Path) -> None:
+    strategy, _ = services
+    with strategy.scope():
+        w = cs.Variable(1.0)
+    checkpoint = cs.train.Checkpoint(w=w)
+    count = strategy.controller.draws()
+    strategy.controller.set_draws(-1)
+    path = checkpoint.save(tmp_path / "c")
+    strategy.controller.set_draws(count)
+    w.assign(2.0)
+    with pytest.raises(cs.errors.CheckpointError, match=r"\(strategy\)/draws: -1 runs cannot have begun\. Nothing was"):
+        checkpoint.restore(path)
+    assert float(w) == 2
+    assert strategy.controller.draws() == count
+
+
 def test_a_merge_function_saves_the_count_and_leaves_it_at_a_restore(
     services: list[cs.CentralStorageStrategy], tmp_path: Path
 ) -> None:
