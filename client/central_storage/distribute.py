@@ -144,11 +144,19 @@ class _Distributed:
         """``iterator`` has iteration number ``epoch``, which is the latest."""
         iterator.epoch, self._begun, self._latest = epoch, epoch + 1, weakref.ref(iterator)
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether this stands for a data set in another process than the one that made it."""
+        return isinstance(self._sources[0], _Elsewhere)
+
     def orders(self) -> tuple[Order, ...]:
         """The orders in which the shuffles begin their next iteration. Raises DatasetContextError in a process that
         the data set was sent to."""
-        if any(isinstance(source, _Elsewhere) for source in self._sources):
-            iter(self._sources[0])
+        if self.is_elsewhere:
+            raise DatasetContextError(
+                "the position of a distributed data set is known in the script that made it, not where it was sent with "
+                "a function; save and restore the checkpoint in the script"
+            )
         return tuple(orders_of(self._pipelines()).values())
 
     def set_orders(self, orders: Sequence[Order]) -> None:
@@ -459,10 +467,10 @@ class DistributedIterator:
         """Begin with the first element, or with the first that was not used when a checkpoint was saved."""
         if self._rounds is None:
             if self._data is not None:
-                if self._orders is None:
-                    self._orders = self._data.orders()
-                else:
+                if self._orders is not None:
                     self._data.set_orders(self._orders)
+                elif not self._data.is_elsewhere:
+                    self._orders = self._data.orders()
             self._rounds = self._begin()
         try:
             for used in range(self._skip):

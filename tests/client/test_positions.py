@@ -286,7 +286,7 @@ def test_a_plain_data_set_has_no_position() -> None:
 
 def test_where_it_was_sent_to_there_is_no_position(tmp_path: Path) -> None:
     for kind in (DistributedDataset, type(iter(split(batches())))):
-        with pytest.raises(DatasetContextError, match="in the script that made it"):
+        with pytest.raises(DatasetContextError, match="save and restore the checkpoint in the script"):
             Checkpoint(data=elsewhere(kind)).save(tmp_path / "c")
 
 
