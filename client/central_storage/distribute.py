@@ -154,8 +154,8 @@ class _Distributed:
         the data set was sent to."""
         if self.is_elsewhere:
             raise DatasetContextError(
-                "the position of a distributed data set is known in the script that made it, not where it was sent with "
-                "a function; save and restore the checkpoint in the script"
+                "the position of a distributed data set is known in the script that made it, not where it was sent "
+                "with a function; save and restore the checkpoint in the script"
             )
         return tuple(orders_of(self._pipelines()).values())
 
