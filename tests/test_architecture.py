@@ -32,7 +32,7 @@ BROKEN = {
     "worker-not-launch": ("worker/cs_worker/device.py", "import central_storage.launch"),
     "sans-io": ("proto/cs_proto/records.py", "import time"),
     "server-no-code": ("server/cs_server/kernels.py", "import pickle"),
-    "server-layers": ("server/cs_server/updates.py", "import cs_server.machine"),
+    "server-layers": ("server/cs_server/updates.py", "import cs_server.segments"),
     "engine-opens-nothing": ("server/cs_server/merge.py", "import socket"),
 }
 

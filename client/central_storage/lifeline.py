@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from cs_proto.arrays import Array, Location
 from cs_proto.carried import Carried, Carry
 from cs_proto.codec import PACKET_NBYTES, decode, encode
 from cs_proto.errors import LaunchError, ShutdownError, replica_exception_class
@@ -89,6 +90,8 @@ class Lifeline:
         self.while_waiting: Callable[[], None] = _nothing
         self._waiting: deque[Record] = deque()
         self._mappings: dict[str, Mapping | Carried] = {}
+        # Arrays that a GPU's driver has page-locked lie there: they stay mapped.
+        self._outgrown: list[Mapping | Carried] = []
         #: How this process asks the server; said by its owner before it opens a segment that it may have to carry.
         self.carry: Carry = _no_way
         #: Why the bytes of segments travel in frames; empty where they are mapped.
@@ -171,13 +174,21 @@ class Lifeline:
             if record is not None:
                 yield record
 
-    def segment(self, name: str) -> Mapping | Carried:
-        """The segment called ``name``, mapped once, with the access the supervisor grants this process. Where that
-        fails, this segment and those opened later are carried."""
+    def segment(self, name: str, stop: int = 0) -> Mapping | Carried:
+        """The segment called ``name``, mapped with the access the supervisor grants this process: once, and anew where
+        it has been extended and its first ``stop`` bytes are not mapped; earlier views stay valid. Where mapping fails,
+        this segment and those opened later are carried."""
         mapping = self._mappings.get(name)
-        if mapping is None:
+        if mapping is None or mapping.nbytes < stop:
+            if mapping is not None:
+                self._outgrown.append(mapping)
             mapping = self._mappings[name] = self._open(name)
         return mapping
+
+    def segment_of(self, array: Array) -> Mapping | Carried:
+        """The segment that the array lies in, mapped as far as it."""
+        assert isinstance(array.place, Location)
+        return self.segment(array.place.segment, array.place.offset + array.nbytes)
 
     def mailbox(self, request: MakeMailbox | OpenMailbox) -> tuple[Mailbox, list[int]]:
         """The supervisor's answer, with its descriptors, which are the caller's."""
@@ -193,6 +204,7 @@ class Lifeline:
         """Close the connection. Mapped segments stay valid while something views them."""
         self._link.close()
         self._mappings.clear()
+        self._outgrown.clear()
 
     def _open(self, name: str) -> Mapping | Carried:
         for record, descriptors in self._answers(OpenSegment(name)):

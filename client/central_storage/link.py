@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cs_proto import messages, segments
-from cs_proto.arrays import INLINE_NBYTES, Array, Location
+from cs_proto.arrays import INLINE_NBYTES, Array
 from cs_proto.carried import aligned_copy
 from cs_proto.errors import ReplicaLostError, ShutdownError
 from cs_proto.messages import AssignOp, Counters, Serving, VariableSpec, WriteOp
@@ -140,8 +140,7 @@ class ServiceLink(Runs):
         """A copy of these rows of the variable's current value."""
         with self._operation():
             array = self._place(number)
-            assert isinstance(array.place, Location)
-            return self._lifeline.segment(array.place.segment).rows(array, rows)
+            return self._lifeline.segment_of(array).rows(array, rows)
 
     def forget(self, number: int) -> None:
         """Free the variable before the next operation, unless somebody got a handle of it again."""

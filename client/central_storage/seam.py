@@ -337,8 +337,7 @@ class Seam(ABC):
         return np.array(self._view(array))
 
     def _view(self, array: Array) -> np.ndarray:
-        place = array.place
-        return self._lifeline.segment(place.segment).view(array) if isinstance(place, Location) else frame_view(array)
+        return self._lifeline.segment_of(array).view(array) if isinstance(array.place, Location) else frame_view(array)
 
     def _next_sequence(self) -> int:
         self._sequence += 1

@@ -31,8 +31,8 @@ _TRIES = 2
 class Sight:
     """The variables that were asked for, where they lie."""
 
-    def __init__(self, counters: np.ndarray, memory: Callable[[str], Mapping]) -> None:
-        """``counters``: uint64 [2], changed by the server. ``memory`` gives a segment by name."""
+    def __init__(self, counters: np.ndarray, memory: Callable[[Array], Mapping]) -> None:
+        """``counters``: uint64 [2], changed by the server. ``memory`` gives the segment that an array lies in."""
         self._counters = counters
         self._memory = memory
         self._arrays: dict[str, Array] = {}
@@ -66,8 +66,7 @@ class Sight:
         return None
 
     def _view(self, array: Array) -> np.ndarray:
-        assert isinstance(array.place, Location)
-        return self._memory(array.place.segment).view(array)
+        return self._memory(array).view(array)
 
 
 def open_sight(address: str) -> tuple[Sight, Lifeline] | None:
@@ -80,14 +79,15 @@ def open_sight(address: str) -> tuple[Sight, Lifeline] | None:
     except (LaunchError, ShutdownError):
         return None
 
-    def memory(name: str) -> Mapping:
-        mapping = connection.segment(name)
+    def memory(array: Array) -> Mapping:
+        mapping = connection.segment_of(array)
         if not isinstance(mapping, Mapping):
             raise ShutdownError(connection.carried_because)
         return mapping
 
     try:
-        return Sight(memory(segments.CONTROL).elements("uint64")[:2], memory), connection
+        counters = Array("uint64", (2,), Location(segments.CONTROL, 0))
+        return Sight(memory(counters).view(counters), memory), connection
     except ShutdownError:
         connection.close()
         return None

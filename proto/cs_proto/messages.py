@@ -407,7 +407,9 @@ class Put(Record):
 @record(42)
 class Locate(Record):
     """A worker on a GPU asks where variables lie on the GPU of the variables or, with ``buffers`` (0 or 1, else -1),
-    where its gradients of them may be computed there: in the buffers that an apply calls ``buffers`` + 2."""
+    where its gradients of them may be computed there: in the buffers that an apply calls ``buffers`` + 2. Any worker
+    says so with 1 before it uses the second set of its gradient buffers of these variables' dtypes, which is made then.
+    """
 
     request: int
     variables: tuple[int, ...]
@@ -918,9 +920,15 @@ class Introduce(Record):
     client: str = ""
 
 
+def _check_reservation(request: MakeSegment | ExtendSegment) -> None:
+    Location(request.segment, 0)
+    if not 0 < request.reservation < 1 << 62:
+        request.refuse(f"a reservation of {request.reservation} bytes")
+
+
 @record(111)
 class MakeSegment(Record):
-    """Server to supervisor: make a segment (or hand out the one of that name) of ``reservation`` bytes.
+    """Server to supervisor: make a segment of ``reservation`` bytes (or hand out the one of that name, however long).
 
     ``writer`` names who else may map it for writing: ``""`` nobody, ``w0`` worker 0, ``controller``.
     """
@@ -930,9 +938,7 @@ class MakeSegment(Record):
     writer: str
 
     def check(self) -> None:
-        Location(self.segment, 0)
-        if not 0 < self.reservation < 1 << 62:
-            self.refuse(f"a reservation of {self.reservation} bytes")
+        _check_reservation(self)
 
 
 @record(112)
@@ -1102,3 +1108,15 @@ class ShowStacks(Record):
 
     replica: int
     incarnation: int
+
+
+@record(131)
+class ExtendSegment(Record):
+    """Server to supervisor: make the segment of that name ``reservation`` bytes long, if it is shorter, and hand it
+    out. Mappings of it stay valid, and as long as they are."""
+
+    segment: str
+    reservation: int
+
+    def check(self) -> None:
+        _check_reservation(self)

@@ -1,10 +1,10 @@
 """Names of the segments, and a mapped segment.
 
 Every segment is made by the supervisor on the server's request and handed out as a descriptor, so its contents
-outlive any other process. Its file is as long as its *reservation* from the start and is never resized; only what
-is touched takes memory, so a mapping made once stays valid for ever. A reader's descriptor is open read-only: the
-kernel keeps a worker from writing parameters by mistake. Code that sets out to write them can, since it runs as the
-same user.
+outlive any other process. Its file is as long as its *reservation*, and only what is touched takes memory. It may
+become longer and never shorter, so a mapping made once stays valid for ever; who needs what lies beyond it maps the
+segment anew. A reader's descriptor is open read-only: the kernel keeps a worker from writing parameters by mistake.
+Code that sets out to write them can, since it runs as the same user.
 """
 
 from __future__ import annotations

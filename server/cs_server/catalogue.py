@@ -3,9 +3,9 @@
 Owns names, numbers, places and the plan that keeps the service inside the machine's memory. It knows nothing of runs
 and of who asks; ``requests`` and ``progress`` call it. Every method that can refuse does so before it changes anything.
 
-A slab holds the variables of one dtype one after the other. Its reservation is fixed when it is made and far larger
-than the memory (only touched pages count), so that growth never moves anything. Slots and gradient buffers are
-segments of their own with the slab's offsets.
+A slab holds the variables of one dtype one after the other, in a reservation of addresses of which only touched pages
+take memory. A variable that does not fit extends it and moves nothing. Slots and gradient buffers are segments of their
+own with the slab's offsets.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from cs_proto.schedules import Schedule, rate
 from cs_proto.sizes import in_units
 
 from . import versions
+from .addresses import Addresses, pages
 from .events import Allocate, Apply, Command, Dense, Discard, Load, LoadKernel, Needed, Rows, Write
 from .tables import Hole, Slab, SlotFill, SlotNames, Steps, Tables, VariableSet
 from .translate import DTYPES
@@ -36,9 +37,6 @@ __all__ = ["Catalogue"]
 
 #: Every variable begins at a multiple of this.
 _ALIGNMENT = 64
-#: A slab's address range, in multiples of the machine's memory, and the page size it is a multiple of (a huge page).
-_RESERVATION = 4
-_PAGE_NBYTES = 2 << 20
 # Characters that a variable's name has at most.
 _NAME_LENGTH = 512
 
@@ -47,16 +45,16 @@ class Catalogue:
     """Variables and optimizers. Commands that make segments go to ``out``."""
 
     def __init__(
-        self, tables: Tables, out: list[Command], replicas: int, machine_nbytes: int, device: str = "cpu:0"
+        self, tables: Tables, out: list[Command], replicas: int, addresses: Addresses, device: str = "cpu:0"
     ) -> None:
-        """``device``: where the variables lie."""
+        """``addresses``: how long segments may be. ``device``: where the variables lie."""
         self._tables = tables
         self._out = out
         self._replicas = replicas
         self._device = device
         #: What was refused to the event at hand: whoever needs it fails with that.
         self.refused: dict[Needed, Error] = {}
-        self._reservation = -(-_RESERVATION * machine_nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
+        self._addresses = addresses
         self._numbers = {variable.spec.name: number for number, variable in tables.variables.items()}
         #: Of a name that was taken, the count at which a free one was found last: those before are taken.
         self._counts: dict[str, int] = {}
@@ -115,7 +113,8 @@ class Catalogue:
         """Make a variable of that spec, under a name of its own. ``value``, if any, is only compared with it. And what
         makes it zeros, where another one was in its place.
 
-        Raises MemoryPlanError where variable and gradient buffers do not fit the memory that is left.
+        Raises MemoryPlanError where variable and gradient buffers do not fit the memory that is left, or the addresses
+        that the service may take.
         """
         if value is not None:
             _check_fits(f"the value of variable {spec.name!r}", value, spec)
@@ -128,29 +127,37 @@ class Catalogue:
             "for its value and its gradient buffers",
             device_nbytes=self._on_device(spec.dtype, nbytes),
         )
-        slab = self._tables.slabs.get(spec.dtype) or Slab(self._reservation, 0, 0, 0)
+        slab = self._tables.slabs.get(spec.dtype) or Slab(0, 0, 0, 0)
         room = _room(nbytes)
         hole = self._hole_for(spec.dtype, room)
         end = slab.tail if hole is not None else slab.tail + room
-        if end > slab.reservation:
-            raise MemoryPlanError(
-                f"variable {name!r}: {nbytes} bytes planned{in_units(nbytes)}, but of the {slab.reservation} bytes of "
-                f"addresses reserved for {spec.dtype} variables{in_units(slab.reservation)} "
-                f"{slab.reservation - slab.tail} are available"
-            )
+        reservation = self._reservation(f"variable {name!r}", spec.dtype, slab, end)
         place = Location(segments.parameters(spec.dtype), slab.tail if hole is None else hole)
         needed, is_lazy = [], False
-        if spec.dtype not in self._tables.slabs:
-            needed += [Allocate(name, slab.reservation, writer) for name, writer in self._segments_of_slab(spec.dtype)]
+        if reservation > slab.reservation:
+            # All of them, since a commit that looks at gradients extends nothing.
+            made = self._segments_of_slab(spec.dtype, slab.gradient_sets)
+            needed += [Allocate(name, reservation, writer, end, end) for name, writer in made]
         if nbytes:
             # A large table that has no dense gradients may be zeros, of which nothing is touched before it is named.
             is_lazy = value is None and not spec.trainable
-            needed.append(Allocate(place.segment, slab.reservation, "", place.offset, place.offset + nbytes, is_lazy))
+            needed.append(Allocate(place.segment, reservation, "", place.offset, place.offset + nbytes, is_lazy))
         if (page := versions.page_of(self._tables.tally.variables + 1)) is not None:
-            needed.append(Allocate(segments.versions(), versions.NBYTES, "", *page, is_lazy=True))
+            if page[1] > self._addresses.versions:
+                raise MemoryPlanError(
+                    f"variable {name!r}: {page[1]} bytes needed{in_units(page[1])} to count the changes of all "
+                    f"variables that were ever made, {self._addresses.versions} bytes of addresses available"
+                    f"{in_units(self._addresses.versions)}; keep variables instead of making new ones, or start the "
+                    "service again"
+                )
+            needed.append(Allocate(segments.versions(), self._addresses.versions, "", *page, is_lazy=True))
         self._allocate(f"variable {name!r}", needed)
-        self._tables.slabs[spec.dtype] = Slab(
-            slab.reservation, end, slab.nbytes + nbytes, slab.idle_nbytes + may_be_idle
+        self._tables.slabs[spec.dtype] = replace(
+            slab,
+            reservation=reservation,
+            tail=end,
+            nbytes=slab.nbytes + nbytes,
+            idle_nbytes=slab.idle_nbytes + may_be_idle,
         )
         self._tables.tally.variables += 1
         variable = Variable(self._tables.tally.variables, replace(spec, name=name), place, 0)
@@ -163,6 +170,36 @@ class Catalogue:
         if left:
             self._tables.holes[spec.dtype, hole + room] = Hole(left)
         return variable, (SlotFill(place.segment, spec.dtype, *_elements(variable), 0.0, is_lazy),)
+
+    def _reservation(self, what: str, dtype: str, slab: Slab, end: int) -> int:
+        """How long the segments of a slab have to be that ends at byte ``end``. At least twice as long as before where
+        that is longer, since every process maps a segment anew that is extended. Raises MemoryPlanError."""
+        if 0 < slab.reservation >= end:
+            return slab.reservation
+        longest = self._addresses.longest_slab
+        if end > longest:
+            nbytes = end - slab.tail
+            raise MemoryPlanError(
+                f"{what}: {nbytes} bytes planned{in_units(nbytes)}, but of the {longest} bytes of addresses that there "
+                f"may be for {dtype} variables{in_units(longest)} {longest - slab.tail} are available; use smaller or "
+                "fewer variables"
+            )
+        return min(longest, max(self._addresses.slab, 2 * slab.reservation, pages(end)))
+
+    def use_second_gradients(self, dtypes: Iterable[str]) -> None:
+        """Have the second set of every replica's gradient buffers of these dtypes. Raises MemoryPlanError where it
+        cannot be had."""
+        for dtype in dict.fromkeys(dtypes):
+            slab = self._tables.slabs[dtype]
+            if _is_optimizable(dtype) and slab.gradient_sets < 2:
+                needed = [
+                    Allocate(
+                        segments.gradients(replica, 1, dtype), slab.reservation, f"w{replica}", slab.tail, slab.tail
+                    )
+                    for replica in range(self._replicas)
+                ]
+                self._allocate(f"the second set of {dtype} gradient buffers", needed)
+                self._tables.slabs[dtype] = replace(slab, gradient_sets=2)
 
     def free(self, numbers: Iterable[int]) -> int:
         """Forget those of the variables that no optimizer has taken up, and give their memory back; how many."""
@@ -180,7 +217,7 @@ class Catalogue:
         del self._tables.variables[variable.number]
         self._drop_name(variable.spec.name)
         if nbytes:
-            for segment, _ in self._segments_of_slab(dtype):
+            for segment, _ in self._segments_of_slab(dtype, self._tables.slabs[dtype].gradient_sets):
                 self._out.append(Discard(segment, offset, offset + nbytes))
         idle_nbytes = nbytes if variable.spec.trainable and _is_optimizable(dtype) else 0
         holes, room, slab = self._tables.holes, _room(nbytes), self._tables.slabs[dtype]
@@ -406,7 +443,7 @@ class Catalogue:
         made = [
             Allocate(segment, slab.reservation, writer)
             for dtype, slab in self._tables.slabs.items()
-            for segment, writer in self._segments_of_slab(dtype)
+            for segment, writer in self._segments_of_slab(dtype, slab.gradient_sets)
         ]
         names = {
             (segments.slots(optimizer, slot, dtype), dtype)
@@ -421,7 +458,7 @@ class Catalogue:
         return [
             Discard(segment, offset, offset + hole.nbytes)
             for (dtype, offset), hole in self._tables.holes.items()
-            for segment, _ in self._segments_of_slab(dtype)
+            for segment, _ in self._segments_of_slab(dtype, self._tables.slabs[dtype].gradient_sets)
         ]
 
     def loads(self) -> list[Load]:
@@ -447,11 +484,11 @@ class Catalogue:
         dtypes = {self._variable(number).spec.dtype for number in variables}
         return [LoadKernel(optimizer.rule, dtype) for dtype in sorted(dtypes) if self._on_device(dtype, 1)]
 
-    def _segments_of_slab(self, dtype: str) -> Iterable[tuple[str, str]]:
+    def _segments_of_slab(self, dtype: str, gradient_sets: int) -> Iterable[tuple[str, str]]:
         yield segments.parameters(dtype), ""
         if _is_optimizable(dtype):
             for replica in range(self._replicas):
-                for buffers in (0, 1):
+                for buffers in range(gradient_sets):
                     yield segments.gradients(replica, buffers, dtype), f"w{replica}"
 
     def slots(self, optimizer: int, variable: int) -> tuple[tuple[tuple[str, Array], ...], tuple[SlotFill, ...]]:

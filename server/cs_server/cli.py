@@ -36,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             replicas=options.replicas,
             threads=options.threads,
             machine_nbytes=machine.total_nbytes(),
+            address_nbytes=machine.address_nbytes(),
             incarnation=options.incarnation,
             recovery=options.recovery == "on",
             step_timeout=options.step_timeout,

@@ -25,7 +25,7 @@ class ServerConfig:
     """Where the run lives, what the server serves, and the machine it runs on.
 
     ``parameter_device`` is in short form. ``threads`` is how many cores one update may use. ``machine_nbytes`` is the
-    size of the machine's memory, of which address reservations are multiples: the same for every server of a run.
+    size of the machine's memory, ``address_nbytes`` how many bytes of addresses the segments may take.
     ``incarnation`` counts the servers of a run from 1. ``recovery``: another may take this one's place.
     ``step_timeout``: after so many seconds in which a replica for which others wait was not heard, its worker is to be
     killed; None never.
@@ -38,6 +38,7 @@ class ServerConfig:
     replicas: int
     threads: int
     machine_nbytes: int
+    address_nbytes: int
     incarnation: int = 1
     recovery: bool = True
     step_timeout: float | None = None
@@ -51,10 +52,11 @@ class ServerConfig:
             )
         if not 1 <= self.replicas <= _MAX_REPLICAS:
             raise ConfigurationError(f"{self.replicas} replicas: there are between 1 and {_MAX_REPLICAS}")
-        if self.threads < 1 or self.incarnation < 1 or self.machine_nbytes < 1:
+        if min(self.threads, self.incarnation, self.machine_nbytes, self.address_nbytes) < 1:
             raise ConfigurationError(
-                f"threads ({self.threads}), incarnation ({self.incarnation}) and the machine's memory "
-                f"({self.machine_nbytes} bytes) are at least 1"
+                f"threads ({self.threads}), incarnation ({self.incarnation}), the machine's memory "
+                f"({self.machine_nbytes} bytes) and the addresses for segments ({self.address_nbytes} bytes) are at "
+                "least 1"
             )
         if self.step_timeout is not None and not self.step_timeout > 0:
             raise ConfigurationError(f"a step timeout of {self.step_timeout} seconds; it is more than 0")

@@ -103,6 +103,10 @@ class DeviceMemory:
         for first, last in pairwise(cuts):
             yield first, last, int(self.addresses(segment, np.array([first]))[0])
 
+    def made(self, segment: str) -> list[tuple[int, int]]:
+        """What was made of a segment: bytes from and to."""
+        return [(start, stop) for (name, start), stop in self._made.items() if name == segment]
+
     def borders(self, names: Iterable[str]) -> np.ndarray:
         """The offsets, ascending, at which something of these segments ends and something else begins."""
         return np.unique(np.concatenate([self._starts[name] for name in names]))

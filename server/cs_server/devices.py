@@ -25,6 +25,7 @@ from cs_proto.arrays import Array, Location
 from cs_proto.errors import DeviceError, DeviceMemoryError
 from cs_proto.messages import DevicePlace
 from cs_proto.records import replace
+from cs_proto.segments import Mapping
 from cs_proto.writing import write
 
 from .arithmetic import Arithmetic, Memory
@@ -152,6 +153,16 @@ class GpuParameters:
                 self._gpu.zero(address, last - first)
         self._gpu.wait()
         self._updates.forget()
+
+    def extended(self, before: Mapping, after: Mapping) -> None:
+        """A segment was extended and lies elsewhere in this process now: what is page-locked follows."""
+        self._updates.forget()  # they name addresses
+        first = before.elements("uint8").ctypes.data
+        self._gpu.page_unlock(first, first + before.nbytes)
+        if self._journal is None and before.name.startswith("parameters/"):
+            for start, stop in self._on_device.made(before.name):
+                if stop <= before.nbytes:
+                    self._lock(after.elements("uint8"), start, stop)
 
     def load_kernel(self, rule: str, dtype: str) -> None:
         """What the updates of ``dtype`` variables by ``rule`` need, so that a commit loads nothing.

@@ -42,6 +42,7 @@ from cs_proto.messages import (
 )
 from cs_proto.records import Record, replace
 
+from .addresses import Addresses
 from .catalogue import Catalogue
 from .commits import Commits, Operations
 from .control import Control
@@ -83,13 +84,13 @@ _HEARD_TWICE = (RunFinished, StepFinished)
 
 @frozen
 class Config:
-    """What does not change while a server runs: ``machine_nbytes`` is the memory of the machine, from which the slabs'
-    address ranges follow; ``started`` the time, on the clock of ``now``, at which the server began. A replica for which
-    others wait and that was not heard for ``step_timeout`` seconds is ended; None never."""
+    """What does not change while a server runs: ``addresses`` says how long segments may be; ``started`` is the time,
+    on the clock of ``now``, at which the server began. A replica for which others wait and that was not heard for
+    ``step_timeout`` seconds is ended; None never."""
 
     replicas: int
     parameter_device: str
-    machine_nbytes: int
+    addresses: Addresses
     pid: int
     started: float
     step_timeout: float | None = None
@@ -108,7 +109,7 @@ class Engine:
         self._tables = tables = Tables(control, config.replicas)
         n, out = config.replicas, self._out
         self._sessions = Sessions(tables, out, n, config.parameter_device, config.pid)
-        self._catalogue = Catalogue(tables, out, n, config.machine_nbytes, config.parameter_device)
+        self._catalogue = Catalogue(tables, out, n, config.addresses, config.parameter_device)
         self._commits = Commits(tables, out, self._operations)
         self._recollection = Recollection(tables, out, self._catalogue)
         self._runs = Runs(tables, out, self._sessions, self._catalogue, self._commits, self._recollection, n)

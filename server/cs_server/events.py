@@ -128,8 +128,9 @@ class Send:
 
 @frozen
 class Allocate:
-    """Have the supervisor make a segment where it does not exist; make bytes ``start`` to ``stop`` present, or only
-    sure to find memory when they are touched (``is_lazy``)."""
+    """Have the supervisor make a segment where it does not exist, and extend it to ``reservation`` bytes where it is
+    shorter than ``stop``; make bytes ``start`` to ``stop`` present, or only sure to find memory when they are touched
+    (``is_lazy``)."""
 
     segment: str
     reservation: int

@@ -33,13 +33,12 @@ _STEP_NBYTES = 1 << 20
 class Journal:
     """The segment, laid out anew by every commit."""
 
-    def __init__(self, mapping: Mapping) -> None:
-        """Take up what lies there. Raises MemoryPlanError where not even the first page finds memory."""
-        self._mapping = mapping
+    def __init__(self, memory: Callable[[int], Mapping]) -> None:
+        """Take up what lies in ``memory``, which is asked for so many bytes of the segment and may give more. Raises
+        MemoryPlanError where not even the first page finds memory."""
+        self._memory = memory
         self._nbytes = 0
         self.reserve(0)
-        self._bytes = mapping.elements("uint8")
-        self._head = self._bytes[: _HEAD.size].view(np.uint64)
         self._entries: list[_Entry] = []
         self._end = _HEAD_NBYTES
         if self.ticket:
@@ -63,11 +62,16 @@ class Journal:
             # In few steps, so that what is page-locked is not in small parts. What the plan allows is less.
             ample = -(-max(wanted, self._nbytes * 9 // 8) // _STEP_NBYTES) * _STEP_NBYTES
             try:
-                self._mapping.populate(self._nbytes, ample)
+                self._extend(ample)
             except MemoryPlanError:
-                ample = wanted
-                self._mapping.populate(self._nbytes, wanted)
-            self._nbytes = ample
+                self._extend(wanted)
+
+    def _extend(self, nbytes: int) -> None:
+        mapping = self._memory(nbytes)
+        mapping.populate(self._nbytes, nbytes)
+        self._nbytes = nbytes
+        self._bytes = mapping.elements("uint8")
+        self._head = self._bytes[: _HEAD.size].view(np.uint64)
 
     def begin(self) -> None:
         """A commit begins: nothing is written down any more."""

@@ -1,18 +1,24 @@
-"""How much memory the machine has, and how much of it this process may still touch.
+"""How much memory the machine has, how much of it this process may still touch, and how many addresses it may map.
 
-The smaller of what the kernel calls available and what is left in every control group around this process (version 1,
-version 2, or both). Files in the page cache count as free, since the kernel gives them up first. Asked by the service
-before anything that could plan memory.
+Memory: the smaller of what the kernel calls available and what is left in every control group around this process
+(version 1, version 2, or both). Files in the page cache count as free, since the kernel gives them up first. Asked by
+the service before anything that could plan memory.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["available_nbytes", "total_nbytes"]
+from cs_proto.sizes import in_units
 
+__all__ = ["address_nbytes", "addresses_left", "available_nbytes", "total_nbytes"]
+
+# A process has 128 TiB of addresses on x86-64. The other half is for what extends a segment and for the rest of the
+# process, such as the runtime of a GPU.
+_ADDRESS_NBYTES = 64 << 40
 # (limit, usage, key in memory.stat of what the kernel can drop) for each version.
 _FILES = {
     "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -33,6 +39,22 @@ def available_nbytes(proc: Path = Path("/proc/self")) -> int:
         if left is not None:
             available = min(available, left)
     return max(0, available)
+
+
+def address_nbytes() -> int:
+    """How many bytes of addresses the segments of this process may take: half of what it may have."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return _ADDRESS_NBYTES if limit == resource.RLIM_INFINITY else min(_ADDRESS_NBYTES, limit // 2)
+
+
+def addresses_left() -> str:
+    """How many addresses this process may still map, in words."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    if limit == resource.RLIM_INFINITY:
+        return f"{used} bytes of addresses{in_units(used)} are in use, and no limit is set"
+    free = max(0, limit - used)
+    return f"{free} bytes of addresses{in_units(free)} are available under a limit of {limit} bytes{in_units(limit)}"
 
 
 def _kernel_nbytes(name: str, meminfo: Path = Path("/proc/meminfo")) -> int:

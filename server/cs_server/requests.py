@@ -206,12 +206,14 @@ class Requests:
         self._out.append(Send(peer, Described(record.request, variables, optimizers, slotted)))
 
     def locate(self, peer: bytes, record: Locate) -> None:
-        """Say where variables lie, or gradients of the replica that asks. What is told of a GPU's memory lets a peer
-        write there, so only workers may ask."""
+        """Say where variables lie, or gradients of the replica that asks; their second set is there when this is
+        answered. What is told of a GPU's memory lets a peer write there, so only workers may ask."""
         replica = self._sessions.replica_at(peer)
         if replica is None:
             raise PeerProtocolError("a Locate is a worker's")
         arrays = [self._catalogue.variable(number).array for number in record.variables]
+        if record.buffers == 1:
+            self._catalogue.use_second_gradients(array.dtype for array in arrays)
         if record.buffers >= 0:
             arrays = [self._catalogue.gradient(replica, record.buffers + 2, array) for array in arrays]
         self._out.append(Send(peer, Located(record.request, b"", tuple(arrays), (), False)))

@@ -7,12 +7,13 @@ deaths from :meth:`Segments.receive_nowait`, and has memory made and looked at h
 
 from __future__ import annotations
 
+import mmap
 import os
 import select
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from cs_proto.arrays import Array, Location
 from cs_proto.codec import PACKET_NBYTES, decode, encode
 from cs_proto.errors import LaunchError, MemoryPlanError, ShutdownError, replica_exception_class
 from cs_proto.messages import (
+    ExtendSegment,
     Introduce,
     Mailbox,
     MakeSegment,
@@ -32,6 +34,9 @@ from cs_proto.messages import (
 )
 from cs_proto.records import Record
 from cs_proto.segments import Mapping, frame_view
+from cs_proto.sizes import in_units
+
+from . import machine
 
 __all__ = ["Segments"]
 
@@ -46,6 +51,8 @@ class Segments:
 
     def __init__(self, run_directory: str, incarnation: int) -> None:
         """Connect and introduce this process. Raises :class:`LaunchError` where no supervisor listens."""
+        #: Called with a mapping of a segment that was extended, and the longer one that takes its place.
+        self.on_extended: Callable[[Mapping, Mapping], None] = _nothing
         self._mappings: dict[str, Mapping] = {}
         self._writers: dict[str, str] = {}
         self._elements: dict[tuple[str, str], np.ndarray] = {}
@@ -105,19 +112,26 @@ class Segments:
             os.close(descriptor)
         return record
 
-    def make(self, name: str, reservation: int, writer: str) -> Mapping:
-        """The segment of that name, made where it does not exist. Raises what the supervisor refuses it with."""
+    def make(self, name: str, reservation: int, writer: str, stop: int = 0) -> Mapping:
+        """The segment of that name, made where it does not exist, and extended to ``reservation`` bytes where it is
+        shorter than ``stop``. What was mapped of it before stays valid. Raises what the supervisor refuses it with, and
+        :class:`~cs_proto.errors.MemoryPlanError` where it cannot be mapped."""
         self._writers[name] = writer
         if name not in self._mappings:
+            _check_addresses(name, reservation)
             self._map(MakeSegment(name, reservation, writer))
+        if self._mappings[name].nbytes < stop:
+            _check_addresses(name, reservation)
+            self._map(ExtendSegment(name, reservation))
         return self._mappings[name]
 
-    def get(self, name: str) -> Mapping:
-        """The segment of that name, made earlier by this server or one before it.
+    def get(self, name: str, stop: int = 0) -> Mapping:
+        """The segment of that name, made earlier by this server or one before it; its first ``stop`` bytes at least,
+        if it is that long.
 
         Raises :class:`~cs_proto.errors.InvalidArgumentError` where there is none.
         """
-        if name not in self._mappings:
+        if name not in self._mappings or self._mappings[name].nbytes < stop:
             self._map(OpenSegment(name))
         return self._mappings[name]
 
@@ -142,19 +156,21 @@ class Segments:
     def view(self, array: Array) -> np.ndarray:
         """The array behind a descriptor: of a frame read-only, of a segment what lies there now."""
         if isinstance(array.place, Location):
-            return self.get(array.place.segment).view(array)
+            return self.get(array.place.segment, array.place.offset + array.nbytes).view(array)
         return frame_view(array)
 
     def elements(self, name: str, dtype: str) -> np.ndarray:
-        """A whole segment as a 1-D array of ``dtype``."""
+        """A whole segment, as long as it is now, as a 1-D array of ``dtype``."""
         key = (name, dtype)
         if key not in self._elements:
             self._elements[key] = self.get(name).elements(dtype)
         return self._elements[key]
 
     def discard(self, name: str, start: int, stop: int) -> None:
-        """Give the whole pages between two bytes of a segment back; they read as zeros afterwards."""
-        self.get(name).discard(start, stop)
+        """Give the whole pages between two bytes of a segment back; they read as zeros afterwards. Of what lies beyond
+        the mapping, because it could not be extended, nothing was touched."""
+        mapping = self.get(name)
+        mapping.discard(start, min(stop, mapping.nbytes))
 
     def close(self) -> None:
         """Close the connection. Mapped memory stays while something views it."""
@@ -162,18 +178,11 @@ class Segments:
         self._mappings.clear()
         self._elements.clear()
 
-    def _map(self, request: MakeSegment | OpenSegment) -> None:
+    def _map(self, request: MakeSegment | ExtendSegment | OpenSegment) -> None:
         self.send(request)
         for record, descriptors in self._answers():
             if isinstance(record, Segment) and record.segment == request.segment and descriptors:
-                name, nbytes = request.segment, record.reservation
-                try:
-                    self._mappings[name] = Mapping(name, descriptors[0], nbytes, writable=record.writable)
-                except OSError as error:
-                    raise MemoryPlanError(
-                        f"the server cannot map segment {name} of {nbytes} bytes ({error.strerror}): shared mappings "
-                        "must be allowed, and address space must not be limited (ulimit -v)"
-                    ) from error
+                self._take(record, descriptors[0])
                 return
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -183,6 +192,22 @@ class Segments:
         raise MemoryPlanError(
             f"the supervisor did not hand out segment {request.segment} within {_ANSWER_TIMEOUT:.0f} s; is it stopped?"
         )
+
+    def _take(self, segment: Segment, descriptor: int) -> None:
+        """Map the segment as long as it is; nothing where that much of it is mapped."""
+        name, nbytes = segment.segment, segment.reservation
+        before = self._mappings.get(name)
+        if before is not None and before.nbytes >= nbytes:
+            os.close(descriptor)
+            return
+        try:
+            mapping = Mapping(name, descriptor, nbytes, writable=segment.writable)
+        except OSError as error:
+            raise _cannot_map(name, nbytes, error) from error
+        self._mappings[name] = mapping
+        if before is not None:
+            self._elements = {key: elements for key, elements in self._elements.items() if key[0] != name}
+            self.on_extended(before, mapping)
 
     def _answers(self) -> Iterator[tuple[Record, list[int]]]:
         deadline = time.monotonic() + _ANSWER_TIMEOUT
@@ -199,6 +224,27 @@ class Segments:
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
         return decode([packet]), descriptors
+
+
+def _nothing(before: Mapping, after: Mapping) -> None:
+    pass
+
+
+def _check_addresses(name: str, nbytes: int) -> None:
+    """Raise MemoryPlanError where there are too few addresses: a segment that is made as long cannot be made shorter,
+    and every process maps all of it."""
+    try:
+        mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ).close()
+    except OSError as error:
+        raise _cannot_map(name, nbytes, error) from error
+
+
+def _cannot_map(name: str, nbytes: int, error: OSError) -> MemoryPlanError:
+    return MemoryPlanError(
+        f"the server cannot map segment {name} of {nbytes} bytes{in_units(nbytes)} ({error.strerror}): "
+        f"{machine.addresses_left()}; shared mappings must be allowed; raise the limit of addresses (ulimit -v) where "
+        "there is one, or use smaller variables, fewer replicas or fewer optimizers"
+    )
 
 
 def _gone() -> ShutdownError:

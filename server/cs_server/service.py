@@ -71,7 +71,7 @@ from cs_proto.moments import moments
 from cs_proto.polling import Poller
 from cs_proto.records import Buffer, Record, replace
 
-from . import kernels, machine, undo
+from . import addresses, kernels, machine, undo
 from .arithmetic import Arithmetic
 from .carrying import carry
 from .config import ServerConfig
@@ -108,7 +108,6 @@ from .events import (
 )
 from .journal import Journal
 from .segments import Segments
-from .versions import NBYTES as _VERSIONS_NBYTES
 from .versions import Versions
 
 if TYPE_CHECKING:
@@ -119,16 +118,12 @@ __all__ = ["Service", "ThreadedServer", "serve"]
 _log = logging.getLogger("cs_server.service")
 _moment = moments("server", time.perf_counter_ns)
 
-# Address ranges, of which only touched pages take memory. The control segment's two halves must each hold what
-# replicas bring to one run and return from it; arenas are bounded by the memory there is.
-_CONTROL_NBYTES = 8 << 30
 # What heads the control segment, in words of 8 bytes: twice the number of commits, odd within one, and how often
 # something moved.
 _WORD_NBYTES = 8
 _COMMITS, _LAYOUT = 0, 1
-_PAGE_NBYTES = 2 << 20
-# The journal's, in multiples of the machine's memory.
-_JOURNAL = 4
+# Server, workers and script each map the segments where they are one process.
+_SHARERS = 3
 # A server that takes another's place waits so long, in seconds, for the memory of the GPU that the driver has not taken
 # back from that one.
 _RELEASE_PATIENCE = 30.0
@@ -183,8 +178,15 @@ class ThreadedServer:
         """
         # One thread for updates: the pools of a script end before its last functions are called.
         # Where a thread ends so does its script, and the memory with it: there is nothing to recover.
-        nbytes = machine.total_nbytes()
-        self._config = ServerConfig(run_directory, parameter_device, replicas, 1, nbytes, recovery=False)
+        self._config = ServerConfig(
+            run_directory,
+            parameter_device,
+            replicas,
+            threads=1,
+            machine_nbytes=machine.total_nbytes(),
+            address_nbytes=machine.address_nbytes() // _SHARERS,
+            recovery=False,
+        )
         self._wake, self._wake_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def run(self) -> None:
@@ -238,26 +240,28 @@ class Service:
         self._segments = segments
         self._router = router
         self._wake = wake
-        self._control = segments.make(names.CONTROL, _CONTROL_NBYTES, "")
+        lengths = addresses.divided(config.address_nbytes, config.machine_nbytes, config.replicas)
+        self._control = segments.make(names.CONTROL, lengths.control, "")
         self._control.reserve(0, 2 * names.CONTROL_HEADER_NBYTES)
         control = self._control.elements("uint8")
         self._counts = control[: 2 * _WORD_NBYTES].data.cast("Q")
+        versions = segments.make(names.versions(), lengths.versions, "")
         self._engine = Engine(
             Config(
                 config.replicas,
                 config.parameter_device,
-                config.machine_nbytes,
+                with_changes(lengths, versions=versions.nbytes),  # of a server before this one, if there was one
                 os.getpid(),
                 time.monotonic(),
                 config.step_timeout,
             ),
             ControlLog(control[names.CONTROL_HEADER_NBYTES :], reserve=self._reserve_control),
         )
-        nbytes = self._arena_nbytes = -(-config.machine_nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
+        nbytes = self._arena_nbytes = lengths.arena
         self._results = Arena(lambda: segments.make(names.server_arena(), nbytes, ""), self._engine.results_nbytes)
         self._arithmetic = Arithmetic(segments, config.threads, self._results.place, self._undo_memory())
-        self._gpu = _on_gpu(config, segments, self._arithmetic)
-        self._versions = Versions(segments.make(names.versions(), _VERSIONS_NBYTES, ""))
+        self._gpu = _on_gpu(config, segments, self._arithmetic, lengths.slab)
+        self._versions = Versions(versions)
         self._next_tick = time.monotonic() + _TICK
         self._poller: Poller[zmq.Socket[bytes]] = Poller()
         self._poller.register(segments.fileno())
@@ -476,7 +480,7 @@ class Service:
         return outcomes
 
     def _allocate(self, command: Allocate) -> None:
-        made = self._segments.make(command.segment, command.reservation, command.writer)
+        made = self._segments.make(command.segment, command.reservation, command.writer, command.stop)
         (made.reserve if command.is_lazy else made.populate)(command.start, command.stop)
         if self._gpu:
             self._gpu.make(command.segment, command.start, command.stop)
@@ -589,18 +593,23 @@ class _Loading:
             os.write(self._wake_writer, _LOADED)
 
 
-def _on_gpu(config: ServerConfig, segments: Segments, arithmetic: Arithmetic) -> GpuParameters | None:
-    """The variables on a GPU; None where they lie in the machine's memory."""
+def _on_gpu(
+    config: ServerConfig, segments: Segments, arithmetic: Arithmetic, journal_nbytes: int
+) -> GpuParameters | None:
+    """The variables on a GPU; None where they lie in the machine's memory. The journal is made so long."""
     if not config.parameter_device.startswith("gpu:"):
         return None
     from .devices import GpuParameters  # a server without a GPU has nothing to do with one
 
-    journal = None
-    if config.recovery:
-        reservation = _JOURNAL * -(-config.machine_nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
-        journal = Journal(segments.make(names.JOURNAL, reservation, ""))
+    def memory(nbytes: int) -> names.Mapping:
+        made = segments.make(names.JOURNAL, journal_nbytes, "")
+        return segments.make(names.JOURNAL, max(2 * made.nbytes, addresses.pages(nbytes)), "", nbytes)
+
+    journal = Journal(memory) if config.recovery else None
     patience = _RELEASE_PATIENCE if config.incarnation > 1 else 0.0
-    return GpuParameters(config.parameter_device, config.replicas, segments, arithmetic, journal, patience)
+    gpu = GpuParameters(config.parameter_device, config.replicas, segments, arithmetic, journal, patience)
+    segments.on_extended = gpu.extended
+    return gpu
 
 
 def _connected(config: ServerConfig, stack: ExitStack) -> Segments:

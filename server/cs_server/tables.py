@@ -106,13 +106,15 @@ class HeldGet(_Row):
 
 @record(204)
 class Slab(_Row):
-    """All variables of one dtype: up to where its places are given away, bytes of its variables, and the part of
-    them that no optimizer has touched although one may."""
+    """All variables of one dtype: how long its segments may become before they are extended, up to where its places
+    are given away, bytes of its variables, and the part of them that no optimizer has touched although one may. And how
+    many sets of gradient buffers each replica has."""
 
     reservation: int
     tail: int
     nbytes: int
     idle_nbytes: int
+    gradient_sets: int = 1
 
 
 @record(214)

@@ -15,10 +15,8 @@ from cs_proto.segments import Mapping
 
 from .events import Commit, Fill
 
-__all__ = ["NBYTES", "Versions", "page_of"]
+__all__ = ["Versions", "page_of"]
 
-#: Address range of the segment: a uint64 for each variable that there ever was, of which touched pages take memory.
-NBYTES = 8 << 30
 _PAGE_NBYTES = 4096
 _NUMBER_NBYTES = 8
 # Of so many variables one by one is faster.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +16,12 @@ from tests.harness.timing import unit
 from central_storage import lifeline
 from central_storage.lifeline import Lifeline
 from central_storage.run_file import RunFile
+from cs_proto.arrays import Array, Location
+from cs_proto.carried import Carried
 from cs_proto.errors import InvalidArgumentError, ShutdownError
 from cs_proto.messages import Introduce, Serving
+from cs_proto.segments import Mapping
+from cs_server.segments import Segments
 
 RUN = RunFile("a run", 1, "cpu:0", unit(50), server=1, workers=(1,), serves=True)
 SERVING = Serving("ipc:///server", "/run", "ipc")
@@ -47,6 +52,51 @@ def test_it_introduces_itself_to_the_next_and_keeps_its_descriptor(killed: Lifel
         assert killed.fileno() == before
         assert killed.receive_nowait() == SERVING
         assert second.said.empty()  # it was introduced once
+
+
+def test_a_segment_that_was_extended_is_mapped_anew(tmp_path: Path) -> None:
+    with StandInSupervisor(tmp_path) as supervisor:
+        ours = Lifeline(lifeline.connect(str(tmp_path)), "worker")
+        server = Segments(str(tmp_path), 1)
+        assert {supervisor.next().role for _ in range(2)} == {"worker", "server"}  # type: ignore[attr-defined]
+        server.make("parameters/int32", 4096, "")
+        first, second = (Array("int32", (2,), Location("parameters/int32", offset)) for offset in (0, 4096))
+        view = ours.segment_of(first).view(first)
+        server.make("parameters/int32", 8192, "", 8192)
+        server.view(first)[:] = [1, 2]
+        server.view(second)[:] = [3, 4]
+        before = ours.segment_of(first)
+        assert before.nbytes == 4096  # it has all that is asked for
+        after = ours.segment_of(second)
+        assert (after.nbytes, after.view(second).tolist()) == (8192, [3, 4])
+        assert ours.segment_of(first) is ours.segment("parameters/int32") is after
+        assert view.tolist() == after.view(first).tolist() == [1, 2]
+        ours.close()
+        server.close()
+
+
+def test_a_segment_that_was_extended_is_carried_where_addresses_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with StandInSupervisor(tmp_path) as supervisor:
+        ours = Lifeline(lifeline.connect(str(tmp_path)), "worker")
+        server = Segments(str(tmp_path), 1)
+        assert {supervisor.next().role for _ in range(2)} == {"worker", "server"}  # type: ignore[attr-defined]
+        server.make("parameters/int32", 4096, "").elements("int32")[:2] = [1, 2]
+        first, second = (Array("int32", (2,), Location("parameters/int32", offset)) for offset in (0, 4096))
+        view = ours.segment_of(first).view(first)
+        server.make("parameters/int32", 8192, "", 8192)
+
+        def refuses(name: str, descriptor: int, nbytes: int, *, writable: bool) -> Mapping:
+            os.close(descriptor)
+            raise OSError(12, "Cannot allocate memory")
+
+        monkeypatch.setattr(lifeline, "Mapping", refuses)
+        assert isinstance(ours.segment_of(second), Carried)
+        assert ours.carried_because == "the service's memory cannot be mapped here (Cannot allocate memory)"
+        assert view.tolist() == [1, 2]
+        ours.close()
+        server.close()
 
 
 def test_a_question_goes_to_the_next(killed: Lifeline, tmp_path: Path) -> None:

@@ -47,8 +47,9 @@ def memory() -> Memory:
 
 @pytest.fixture
 def sight(memory: Memory) -> Sight:
-    def lies_in(name: str) -> Mapping:
-        assert name == "parameters/float64"
+    def lies_in(array: Array) -> Mapping:
+        assert isinstance(array.place, Location)
+        assert array.place.segment == "parameters/float64"
         return cast("Mapping", memory)
 
     seen = Sight(memory.counters, lies_in)

@@ -52,6 +52,7 @@ from cs_proto.messages import (
     WriteNote,
 )
 from cs_proto.records import Record
+from cs_server.addresses import divided
 from cs_server.control import ControlLog, ControlMemory
 from cs_server.engine import Config, Engine
 from cs_server.events import (
@@ -76,6 +77,8 @@ from cs_server.events import (
 )
 
 MACHINE_NBYTES = 1 << 30
+#: How long segments may be there.
+ADDRESSES = divided(64 << 40, MACHINE_NBYTES, 2)
 CONTROLLER = b"c1"
 OBSERVER = b"o1"
 DEFAULTS = {
@@ -157,11 +160,10 @@ class Playbook:
         self,
         replicas: int = 2,
         *,
-        machine_nbytes: int = MACHINE_NBYTES,
         step_timeout: float | None = None,
         device: str = "CPU:0",
     ) -> None:
-        self.config = Config(replicas, device, machine_nbytes, pid=1, started=0.0, step_timeout=step_timeout)
+        self.config = Config(replicas, device, ADDRESSES, pid=1, started=0.0, step_timeout=step_timeout)
         self.now = 100.0
         self._told: list[tuple[str, object]] = []
         self.commands: list[Command] = []
@@ -501,8 +503,10 @@ def reads(k: int, line: int = 50) -> ReadPoint:
     return ReadPoint(k, site(line))
 
 
-def allocates(segment: str, start: int = 0, stop: int = 0, writer: str = "") -> Allocate:
-    return Allocate(segment, 4 * MACHINE_NBYTES, writer, start, stop)
+def allocates(
+    segment: str, start: int = 0, stop: int = 0, writer: str = "", reservation: int = ADDRESSES.slab
+) -> Allocate:
+    return Allocate(segment, reservation, writer, start, stop)
 
 
 def steps(

@@ -22,6 +22,7 @@ from cs_proto.messages import (
     ApplyPoint,
     Configure,
     DevicePlace,
+    ExtendSegment,
     Fetch,
     Joined,
     Locate,
@@ -239,6 +240,7 @@ _SPECIAL: Mapping[type[Record], Callable[[], st.SearchStrategy[Any]]] = {
     Return: _returns,
     Run: lambda: _built(Run, function=st.one_of(st.none(), _pickles()), arguments=_pickles()),
     MakeSegment: lambda: _built(MakeSegment, segment=SEGMENTS, reservation=st.integers(1, 1 << 50)),
+    ExtendSegment: lambda: _built(ExtendSegment, segment=SEGMENTS, reservation=st.integers(1, 1 << 50)),
 }
 
 

@@ -19,6 +19,7 @@ from cs_proto.codec import decode, encode
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.failures import error_of
 from cs_proto.messages import (
+    ExtendSegment,
     Mailbox,
     MakeMailbox,
     MakeSegment,
@@ -130,7 +131,7 @@ class StandInSupervisor:
         if isinstance(record, MakeMailbox | OpenMailbox):
             connection.sendall(b"".join(encode(Mailbox(0, False, "this one makes none"))))
             return True
-        if not isinstance(record, MakeSegment | OpenSegment):
+        if not isinstance(record, MakeSegment | ExtendSegment | OpenSegment):
             self.said.put(record)
             return True
         name = record.segment
@@ -142,6 +143,9 @@ class StandInSupervisor:
             os.ftruncate(descriptor, record.reservation)
             self._segments[name] = _Kept(record.reservation, record.writer, descriptor)
         kept = self._segments.get(name)
+        if isinstance(record, ExtendSegment) and kept is not None and kept.reservation < record.reservation:
+            os.ftruncate(kept.descriptor, record.reservation)
+            kept.reservation = record.reservation
         if kept is None:
             error = error_of(InvalidArgumentError(f"there is no segment {name!r}"))
             connection.sendall(b"".join(encode(SegmentRefused(name, error))))

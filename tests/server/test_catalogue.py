@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.harness.playbook import MACHINE_NBYTES, allocates, array, lies, scalar, spec
+from tests.harness.playbook import ADDRESSES, allocates, array, lies, scalar, spec
 
 from cs_proto.arrays import Array, Location, array_of
 from cs_proto.errors import DeviceMemoryError, InvalidArgumentError, MemoryPlanError
+from cs_proto.failures import error_of
 from cs_proto.messages import ApplyPoint, Optimizer, Schedule, SparseGradient, VariableSpec
-from cs_server import versions
+from cs_server.addresses import PAGE_NBYTES, Addresses, divided
 from cs_server.catalogue import Catalogue
 from cs_server.control import ControlMemory
 from cs_server.events import Allocate, Apply, Command, Dense, Discard, Load, LoadKernel, Rows, Write
@@ -42,17 +43,17 @@ def block(dtype: str, *shape: int) -> Array:
 class Book:
     """A catalogue over a store of its own."""
 
-    def __init__(self, replicas: int = 2, machine_nbytes: int = MACHINE_NBYTES, device: str = "cpu:0") -> None:
+    def __init__(self, replicas: int = 2, addresses: Addresses = ADDRESSES, device: str = "cpu:0") -> None:
         self.control = ControlMemory()
         self.replicas = replicas
-        self.machine_nbytes = machine_nbytes
+        self.addresses = addresses
         self.device = device
         self.reopen()
 
     def reopen(self) -> None:
         self.tables = Tables(self.control, self.replicas)
         self.out: list[Command] = []
-        self.catalogue = Catalogue(self.tables, self.out, self.replicas, self.machine_nbytes, self.device)
+        self.catalogue = Catalogue(self.tables, self.out, self.replicas, self.addresses, self.device)
 
     def make(self, name: str, shape: tuple[int, ...] = (), dtype: str = "float32", trainable: bool = True) -> int:
         made, _ = self.catalogue.create(VariableSpec(name, dtype, shape, trainable, 0, 0), None)
@@ -91,11 +92,9 @@ def test_variables_of_a_dtype_lie_aligned_and_next_to_each_other(book: Book) -> 
 def test_the_first_of_a_dtype_makes_its_segments_and_each_is_made_present(book: Book) -> None:
     book.make("w", (2,))
     assert book.out == [
-        allocates("parameters/float32"),
-        allocates("gradients/0/0/float32", writer="w0"),
-        allocates("gradients/0/1/float32", writer="w0"),
-        allocates("gradients/1/0/float32", writer="w1"),
-        allocates("gradients/1/1/float32", writer="w1"),
+        allocates("parameters/float32", 64, 64),
+        allocates("gradients/0/0/float32", 64, 64, writer="w0"),
+        allocates("gradients/1/0/float32", 64, 64, writer="w1"),
         allocates("parameters/float32", 0, 8),
     ]
     book.out.clear()
@@ -118,15 +117,7 @@ def test_a_table_without_dense_gradients_is_touched_by_what_is_written(book: Boo
 
 def test_dtypes_without_gradients_have_no_gradient_buffers(book: Book) -> None:
     book.make("n", (2,), "int64")
-    assert book.out == [allocates("parameters/int64"), allocates("parameters/int64", 0, 16)]
-
-
-def test_a_reservation_is_whole_pages() -> None:
-    book = Book(machine_nbytes=1_000_001)
-    book.make("w")
-    allocation = book.out[0]
-    assert isinstance(allocation, Allocate)
-    assert allocation.reservation == 2 * (2 << 20)
+    assert book.out == [allocates("parameters/int64", 64, 64), allocates("parameters/int64", 0, 16)]
 
 
 def test_each_page_of_versions_is_made_with_its_first_variable(book: Book) -> None:
@@ -135,7 +126,7 @@ def test_each_page_of_versions_is_made_with_its_first_variable(book: Book) -> No
     book.make("last", (0,))
     book.out.clear()
     book.make("first", (0,))
-    assert book.out == [Allocate("versions", versions.NBYTES, "", 4096, 8192, is_lazy=True)]
+    assert book.out == [Allocate("versions", ADDRESSES.versions, "", 4096, 8192, is_lazy=True)]
 
 
 def test_unknown_variables_and_optimizers_are_named_with_what_there_is(book: Book) -> None:
@@ -260,11 +251,93 @@ def test_nothing_is_loaded_where_variables_lie_in_the_machines_memory(book: Book
 
 
 def test_a_slab_never_outgrows_its_reservation() -> None:
-    book = Book(machine_nbytes=1 << 20)  # 4 MiB of addresses
+    book = Book(addresses=divided(64 << 40, 1 << 20, 2))  # 4 MiB of addresses
     book.make("half", (500_000,), trainable=False)
-    with pytest.raises(MemoryPlanError, match=r"'w': 2400000 bytes planned \(2.3 MiB\), but of the 4194304 bytes of"):
+    with pytest.raises(
+        MemoryPlanError, match=r"'w': 2400000 bytes planned \(2.3 MiB\), but of the 4194304 .* 2194304 are"
+    ):
         book.make("w", (600_000,))
     book.make("other", (600_000,), "int32")  # a slab of its own
+
+
+SHORT = replace(ADDRESSES, slab=PAGE_NBYTES, longest_slab=1 << 30)
+FILLS_A_PAGE = PAGE_NBYTES // 4
+
+
+def test_what_does_not_fit_extends_every_segment_of_its_slab() -> None:
+    book = Book(addresses=SHORT)
+    book.make("w", (FILLS_A_PAGE,))
+    book.catalogue.configure(0, "Adam", ADAM)
+    book.catalogue.variable_set(1, (1,))
+    book.out.clear()
+    start = PAGE_NBYTES
+    assert book.catalogue.variable(book.make("b", (2,))).place.offset == start
+    end, length = start + 64, 2 * PAGE_NBYTES
+    assert book.out == [
+        Allocate("parameters/float32", length, "", end, end),
+        Allocate("gradients/0/0/float32", length, "w0", end, end),
+        Allocate("gradients/1/0/float32", length, "w1", end, end),
+        Allocate("parameters/float32", length, "", start, start + 8),
+    ]
+    book.out.clear()
+    book.catalogue.variable_set(1, (2,))  # slots follow when there is something to keep in them
+    assert book.out == [Allocate(f"slots/1/{slot}/float32", length, "", start, start + 8) for slot in "mv"]
+    book.tables.flush()
+    book.reopen()
+    assert {each.reservation for each in book.catalogue.allocations()} == {length}
+    book.make("large", (FILLS_A_PAGE,))
+    assert book.tables.slabs["float32"].reservation == 2 * length
+    book.make("larger", (8 * FILLS_A_PAGE,), trainable=False)
+    assert book.tables.slabs["float32"].reservation == 11 * PAGE_NBYTES
+
+
+def test_a_hole_extends_nothing() -> None:
+    book = Book(addresses=SHORT)
+    first = book.make("w", (FILLS_A_PAGE,))
+    book.catalogue.free([first])
+    book.tables.flush()
+    book.out.clear()
+    book.make("again", (FILLS_A_PAGE,))
+    assert book.out == [allocates("parameters/float32", 0, PAGE_NBYTES, reservation=PAGE_NBYTES)]
+
+
+def test_a_variable_beyond_the_longest_slab_is_refused_and_changes_nothing() -> None:
+    book = Book(addresses=replace(SHORT, longest_slab=5 * PAGE_NBYTES))
+    book.make("w", (FILLS_A_PAGE,))
+    with pytest.raises(
+        MemoryPlanError, match=r"'b': 8388672 bytes planned .*10485760 bytes of addr.* 8388608 are avail"
+    ):
+        book.make("b", (4 * FILLS_A_PAGE + 16,))
+    assert book.tables.slabs["float32"].reservation == PAGE_NBYTES
+    book.make("b", (3 * FILLS_A_PAGE,))
+    assert book.tables.slabs["float32"].reservation == 4 * PAGE_NBYTES
+    book.make("c", (16,))
+    assert book.tables.slabs["float32"].reservation == 5 * PAGE_NBYTES
+
+
+def test_the_second_set_of_gradients_is_made_when_it_is_used(book: Book) -> None:
+    number = book.make("w", (2,))
+    book.make("n", (2,), "int64")
+    book.out.clear()
+    book.catalogue.use_second_gradients(["float32", "int64", "float32"])
+    second = [allocates(f"gradients/{r}/1/float32", 64, 64, writer=f"w{r}") for r in (0, 1)]
+    assert book.out == second
+    book.tables.flush()
+    book.reopen()
+    book.catalogue.use_second_gradients(["float32"])
+    assert book.out == []
+    assert {each.segment for each in book.catalogue.allocations()} >= {each.segment for each in second}
+    book.catalogue.free([number])
+    assert {each.segment for each in book.out} >= {each.segment for each in second}  # what it held is given back
+
+
+def test_the_second_set_of_gradients_may_be_refused(book: Book) -> None:
+    book.make("w", (2,))
+    refused = allocates("gradients/1/1/float32", 64, 64, writer="w1")
+    book.catalogue.refused = {refused: error_of(MemoryPlanError("no addresses"))}
+    with pytest.raises(MemoryPlanError, match="the second set of float32 gradient buffers: no addresses"):
+        book.catalogue.use_second_gradients(["float32"])
+    assert book.tables.slabs["float32"].gradient_sets == 1
 
 
 # --- optimizers and slots -----------------------------------------------------------------------------------------
@@ -559,7 +632,7 @@ def test_a_freed_place_is_zeroed_for_the_next_one_that_fits(book: Book) -> None:
     assert book.catalogue.free([second, 99]) == 1
     book.tables.flush()
     start, stop = place.offset, place.offset + 80
-    names = ["parameters/float32", *(f"gradients/{r}/{b}/float32" for r in (0, 1) for b in (0, 1))]
+    names = ["parameters/float32", *(f"gradients/{r}/0/float32" for r in (0, 1))]
     assert book.out == [Discard(name, start, stop) for name in names]
     with pytest.raises(InvalidArgumentError, match="no variable 2"):
         book.catalogue.variable(second)
@@ -598,7 +671,7 @@ def test_freed_memory_is_no_longer_promised_to_gradients() -> None:
 @given(st.lists(st.one_of(st.integers(0, 300_000), st.none()), max_size=40), st.randoms(use_true_random=False))
 def test_places_never_overlap_and_nothing_is_lost(sizes: list[int | None], random: Random) -> None:
     """``None`` frees one of those there are, a number makes one of so many elements."""
-    book = Book(replicas=1, machine_nbytes=1 << 34)
+    book = Book(replicas=1)
     there: list[int] = []
     for size in sizes:
         if size is not None:

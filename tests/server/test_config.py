@@ -9,7 +9,7 @@ import pytest
 from cs_proto.errors import ConfigurationError, DeviceError
 from cs_server.config import ServerConfig
 
-GOOD = ServerConfig("/run/user/0/cs-1", "cpu:0", replicas=2, threads=2, machine_nbytes=1 << 34)
+GOOD = ServerConfig("/run/user/0/cs-1", "cpu:0", replicas=2, threads=2, machine_nbytes=1 << 34, address_nbytes=1 << 46)
 
 
 def test_a_good_one() -> None:
@@ -27,6 +27,7 @@ def test_a_good_one() -> None:
         ({"threads": 0}, ConfigurationError, "threads"),
         ({"incarnation": 0}, ConfigurationError, "incarnation"),
         ({"machine_nbytes": 0}, ConfigurationError, "0 bytes"),
+        ({"address_nbytes": 0}, ConfigurationError, r"addresses for segments \(0 bytes\)"),
         ({"parameter_device": "GPU:0"}, DeviceError, "'GPU:0' is not a device in short form; write cpu:0"),
         ({"parameter_device": "cpu"}, DeviceError, "write cpu:0"),
     ],

@@ -44,6 +44,14 @@ class Segments:
             self.mappings[name] = Mapping(name, descriptor, NBYTES, writable=True)
         return self.mappings[name]
 
+    def extend(self, name: str) -> tuple[Mapping, Mapping]:
+        """The mapping of a segment, and one of twice its length that takes its place."""
+        before = self.mappings[name]
+        descriptor = os.dup(before._descriptor)
+        os.ftruncate(descriptor, 2 * NBYTES)
+        after = self.mappings[name] = Mapping(name, descriptor, 2 * NBYTES, writable=True)
+        return before, after
+
     def view(self, array: Array) -> np.ndarray:
         return self.get(array.place.segment).view(array) if isinstance(array.place, Location) else frame_view(array)
 
@@ -111,7 +119,7 @@ class Both:
 
     def server(self) -> GpuParameters:
         """A server that begins with what the segments hold."""
-        journal = Journal(self.here.get(JOURNAL)) if self._journal else None
+        journal = Journal(lambda nbytes: self.here.get(JOURNAL)) if self._journal else None
         return GpuParameters("gpu:0", self.replicas, self.here, Arithmetic(self.here, 1), journal)
 
     def again(self) -> None:
@@ -553,6 +561,24 @@ def test_memory_that_nobody_needs_is_given_back_to_the_gpu(gpus: StandInGpus) ->
     both.gpu.discard("parameters/float32", 4 * size, 8 * size)
     assert both.gpu.available_nbytes() == free
     both.close()
+
+
+@pytest.mark.parametrize("journal", [True, False])
+def test_what_is_page_locked_follows_a_segment_that_is_extended(gpus: StandInGpus, journal: bool) -> None:
+    both = Both(journal=journal)
+    dense = variables(both, "adam", ["float32"])
+    both.commit(apply("adam", dense))
+    locked = gpus.cupy.counts()["page_locked_nbytes"]
+    for name in ("parameters/float32", "gradients/0/0/float32", "gradients/1/0/float32"):
+        before, after = both.here.extend(name)
+        both.gpu.extended(before, after)
+    both.brings("gradients/0/0/float32", 0, np.full(200, 5, "float32"))
+    both.commit(apply("adam", dense, t=2))
+    both.assert_same()
+    assert gpus.cupy.counts()["page_locked_nbytes"] == locked
+    del before, after
+    both.close()
+    assert gpus.cupy.counts()["page_locked_nbytes"] == 0
 
 
 def test_page_locks_go_before_the_pages(gpus: StandInGpus) -> None:

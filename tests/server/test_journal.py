@@ -32,22 +32,47 @@ class Limited(Mapping):
 
 def test_what_is_written_down_is_done_by_the_server_after_this_one() -> None:
     mapping = Limited(64 * MIB)
-    journal = Journal(mapping)
+    journal = Journal(lambda nbytes: mapping)
     journal.begin()
     journal.place(Change("parameters/float32", 2, 3), "float32")[:] = [1, 2, 3]
     journal.place(Change("parameters/float32", 8, 2, np.array([0, 3])), "float32")[:] = [4, 5, 6, 7]
-    assert Journal(mapping).ticket == 0  # not yet whole: nothing has happened
+    assert Journal(lambda nbytes: mapping).ticket == 0  # not yet whole: nothing has happened
     journal.finish(7)
     found = np.zeros(16, np.float32)
-    after = Journal(mapping)
+    after = Journal(lambda nbytes: mapping)
     after.replay(lambda segment, dtype: {("parameters/float32", "float32"): found}[segment, dtype])
     assert after.ticket == 7
     assert found.tolist() == [0, 0, 1, 2, 3, 0, 0, 0, 4, 5, 0, 0, 0, 0, 6, 7]
 
 
+def test_it_is_extended_with_what_a_commit_may_change() -> None:
+    descriptor = os.memfd_create("journal")
+    asked: list[int] = []
+
+    def memory(nbytes: int) -> Mapping:
+        asked.append(nbytes)
+        length = -(-nbytes // MIB) * MIB
+        os.ftruncate(descriptor, max(length, os.fstat(descriptor).st_size))
+        return Mapping(JOURNAL, os.dup(descriptor), length, writable=True)
+
+    journal = Journal(memory)
+    journal.begin()
+    first = journal.place(Change("parameters/float32", 0, 2), "float32")
+    journal.reserve(4 * MIB)
+    journal.place(Change("parameters/float32", 2, MIB // 4), "float32")[:] = 3
+    first[:] = [1, 2]
+    journal.finish(7)
+    found = np.zeros(2 + MIB // 4, np.float32)
+    after = Journal(lambda nbytes: Mapping(JOURNAL, os.dup(descriptor), os.fstat(descriptor).st_size, writable=True))
+    after.replay(lambda segment, dtype: found)
+    assert (after.ticket, found[:3].tolist(), found[-1]) == (7, [1, 2, 3], 3)
+    assert len(asked) == 2
+    os.close(descriptor)
+
+
 def test_no_more_memory_is_needed_than_was_asked_for() -> None:
     mapping = Limited(17 * MIB + 8192)
-    journal = Journal(mapping)
+    journal = Journal(lambda nbytes: mapping)
     journal.reserve(16 * MIB)
     journal.reserve(17 * MIB)  # an eighth more than before would not fit
     assert len(journal.memory) == 17 * MIB + 4096

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.harness.playbook import (
+    ADDRESSES,
     CONTROLLER,
     DEFAULTS,
-    MACHINE_NBYTES,
     OBSERVER,
     Playbook,
     array,
@@ -95,7 +95,7 @@ class Two:
 
     def __init__(self, replicas: int, lookahead: int = 2) -> None:
         self.replicas, self.lookahead = replicas, lookahead
-        self.config = Config(replicas, "CPU:0", MACHINE_NBYTES, pid=1, started=0.0, step_timeout=None)
+        self.config = Config(replicas, "CPU:0", ADDRESSES, pid=1, started=0.0, step_timeout=None)
         self.store, self.other_store = ControlMemory(), ControlMemory()
         self.short, self.long = Engine(self.config, self.store), Engine(self.config, self.other_store)
         self.now = 100.0

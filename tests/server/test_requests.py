@@ -26,6 +26,8 @@ from tests.harness.playbook import (
 )
 
 from cs_proto.arrays import Array, Location
+from cs_proto.errors import MemoryPlanError
+from cs_proto.failures import error_of
 from cs_proto.messages import (
     Accepted,
     Assign,
@@ -43,6 +45,8 @@ from cs_proto.messages import (
     Get,
     Goodbye,
     Got,
+    Locate,
+    Located,
     Optimizer,
     PointFailed,
     Refused,
@@ -52,7 +56,7 @@ from cs_proto.messages import (
     Variable,
 )
 from cs_proto.records import Record
-from cs_server.events import Discard, Fill, LoadKernel, MemoryAvailable, Send
+from cs_server.events import Allocate, Discard, Fill, LoadKernel, MemoryAvailable, Send
 
 W = lies("parameters/float32", 0, (2,))
 B = lies("parameters/float32", 64, (2,))
@@ -68,7 +72,7 @@ def variable(number: int, name: str, place: Array, version: int = 0) -> Variable
 def test_variables_are_freed_once_and_their_place_is_zeroed_before_it_is_used_again() -> None:
     book = Playbook(1).begin().has(spec("a", (2,)), spec("b", (2,)))
     free = hears(CONTROLLER, Free("c", book.sequence(), (1, 7)))
-    names = ["parameters/float32", "gradients/0/0/float32", "gradients/0/1/float32"]
+    names = ["parameters/float32", "gradients/0/0/float32"]
     book.on(free, *(Discard(name, 0, 8) for name in names), Send(CONTROLLER, Done(3, 1, 0)))
     book.on(hears(OBSERVER, Get(1, (), (), False)), to(OBSERVER, Got, variables=(variable(2, "b", B),)))
     book.on(
@@ -79,6 +83,24 @@ def test_variables_are_freed_once_and_their_place_is_zeroed_before_it_is_used_ag
     made = variable(3, "c", lies("parameters/float32", 0, (1,)))
     book.on(book.finished(), Send(CONTROLLER, Created(4, made)))
     book.repeat_all()
+
+
+def test_a_worker_has_the_second_set_of_gradients_made() -> None:
+    book = Playbook(2).begin().has(spec("w", (2,)), spec("n", (2,), "int64"))
+    second = [allocates(f"gradients/{r}/1/float32", 64, 64, writer=f"w{r}") for r in (0, 1)]
+    asks_for_it = hears(w(0), Locate(5, (1,), 1))
+    book.on(asks_for_it, *second, to(w(0), Located))
+    book.on(asks_for_it, to(w(0), Located))
+    assert {each.segment for each in book.resume() if isinstance(each, Allocate)} >= {s.segment for s in second}
+    book.on(hears(w(0), Locate(6, (2,), 1)), to(w(0), Located))  # whole numbers have no gradients
+
+
+def test_a_second_set_that_cannot_be_had_is_refused_to_who_asks() -> None:
+    book = Playbook(1).begin().has(spec("w", (2,)))
+    second = allocates("gradients/0/1/float32", 64, 64, writer="w0")
+    book.refuses = {second: error_of(MemoryPlanError("no addresses"))}
+    refusal = to(w(0), Refused, "cs.MemoryPlanError", "second set of float32 gradient buffers: no addresses")
+    assert refusal.fits(book.does(hears(w(0), Locate(5, (1,), 1)))[-1])
 
 
 def test_nothing_is_freed_while_a_run_is_open() -> None:
@@ -110,9 +132,8 @@ def test_a_variable_is_made_at_once_where_its_value_follows() -> None:
     book = Playbook(1).begin()
     book.on(
         hears(CONTROLLER, Create("c", 1, spec("w", (2,)), None)),
-        allocates("parameters/float32"),
-        allocates("gradients/0/0/float32", writer="w0"),
-        allocates("gradients/0/1/float32", writer="w0"),
+        allocates("parameters/float32", 64, 64),
+        allocates("gradients/0/0/float32", 64, 64, writer="w0"),
         allocates("parameters/float32", 0, 8),
         Send(CONTROLLER, Created(1, variable(1, "w", W))),
     )
@@ -371,7 +392,8 @@ def test_a_variable_that_finds_no_memory_is_refused_and_nothing_has_changed(valu
     book = Playbook(1).begin()
     before = dict(book.memory.items())
     segment = allocates("parameters/float32", 0, 8)
-    others = [allocates("parameters/float32"), *(allocates(f"gradients/0/{b}/float32", writer="w0") for b in (0, 1))]
+    gradients = allocates("gradients/0/0/float32", 64, 64, writer="w0")
+    others = [allocates("parameters/float32", 64, 64), gradients]
     book.refuses = {segment: full("parameters/float32")}
     create = hears(CONTROLLER, Create("c", book.sequence(), spec("w", (2,)), value))
     no_room = to(CONTROLLER, Refused, "cs.DeviceMemoryError", "variable 'w': no room in parameters/float32 of gpu:0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
 import socket
 import tempfile
@@ -70,6 +71,38 @@ def test_views(connected: Segments) -> None:
         connected.view(Array("int32", (2,), Location("arena/0", 4 * PAGE - 4)))
 
 
+def test_a_segment_is_extended_where_more_of_it_is_needed(connected: Segments) -> None:
+    before = connected.make("parameters/int32", 2 * PAGE, "", PAGE)
+    elements = connected.elements("parameters/int32", "int32")
+    elements[3] = 7
+    told: list[tuple[int, int]] = []
+    connected.on_extended = lambda before, after: told.append((before.nbytes, after.nbytes))
+    assert connected.make("parameters/int32", 4 * PAGE, "", 2 * PAGE) is before  # it is long enough
+    after = connected.make("parameters/int32", 4 * PAGE, "", 2 * PAGE + 1)
+    assert (before.nbytes, after.nbytes) == (2 * PAGE, 4 * PAGE)
+    assert told == [(2 * PAGE, 4 * PAGE)]
+    longer = connected.elements("parameters/int32", "int32")
+    assert longer.shape == (PAGE,)
+    assert longer[3] == 7
+    elements[3] = 8  # a plan of an update keeps the array that it was made with
+    assert longer[3] == 8
+    assert connected.get("parameters/int32") is after
+
+
+def test_a_segment_that_another_has_extended(supervisor: StandInSupervisor, connected: Segments) -> None:
+    connected.make("arena/0", PAGE, "w0")
+    other = Segments(str(supervisor.run_directory), 4)
+    other.make("arena/0", 4 * PAGE, "w0", 4 * PAGE)
+    beyond = Array("int32", (2,), Location("arena/0", 3 * PAGE))
+    other.view(beyond)[:] = [5, 6]
+    assert connected.view(beyond).tolist() == [5, 6]
+    other.close()
+    # One that takes the place of a server that was killed before it had written down how long the segment is.
+    later = Segments(str(supervisor.run_directory), 5)
+    assert later.make("arena/0", PAGE, "w0").nbytes == 4 * PAGE
+    later.close()
+
+
 def test_a_refusal_is_raised_as_what_it_says(supervisor: StandInSupervisor, connected: Segments) -> None:
     with pytest.raises(InvalidArgumentError, match="there is no segment 'arena/7'"):
         connected.get("arena/7")
@@ -87,8 +120,30 @@ def test_memory_that_cannot_be_mapped_is_said_with_what_to_do(
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr("cs_server.segments.Mapping", refuses)
-    with pytest.raises(MemoryPlanError, match=r"cannot map segment arena/0 of 4096 bytes \(Operation not permitted\)"):
+    with pytest.raises(
+        MemoryPlanError, match=r"cannot map segment arena/0 of 4096 bytes .*\(Operation not permitted\)"
+    ):
         connected.make("arena/0", 4096, "w0")
+
+
+def test_too_few_addresses_are_said_with_need_and_have(
+    supervisor: StandInSupervisor, connected: Segments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connected.make("parameters/int32", PAGE, "").elements("int32")[0] = 7
+    limit = 1 << 40
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
+    words = (
+        rf"{1 << 55} bytes \(32.0 PiB\) .*Cannot allocate memory.*available under a limit of {limit} bytes \(1.0 TiB\)"
+    )
+    with pytest.raises(MemoryPlanError, match=words):
+        connected.make("parameters/int32", 1 << 55, "", 2 * PAGE)
+    with pytest.raises(MemoryPlanError, match=words):
+        connected.make("slots/1/m/int32", 1 << 55, "")
+    assert supervisor.mapping("parameters/int32").nbytes == PAGE  # another server maps all that there is
+    assert "slots/1/m/int32" not in supervisor.names()
+    assert connected.elements("parameters/int32", "int32")[0] == 7
+    connected.discard("parameters/int32", 0, 2 * PAGE)  # as for what a refused variable has been given
+    assert connected.elements("parameters/int32", "int32")[0] == 0
 
 
 def test_what_comes_before_an_answer_is_kept_in_order(supervisor: StandInSupervisor, connected: Segments) -> None:

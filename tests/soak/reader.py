@@ -35,7 +35,7 @@ def unguarded(observer: cs.observer.Observer) -> Callable[[str], np.ndarray]:
 
     def read(name: str) -> np.ndarray:
         array = arrays[name]
-        return np.array(supervisor.segment(array.place.segment).view(array))
+        return np.array(supervisor.segment_of(array).view(array))
 
     return read
 

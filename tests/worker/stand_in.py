@@ -49,6 +49,8 @@ class Service:
     def __init__(self, replicas: int = 1, environment: Mapping[str, str] | None = None, device: str = "cpu:0") -> None:
         self.directory = tempfile.mkdtemp(prefix="w-")
         self.replicas = replicas
+        #: The replicas that have asked for the second set of their gradient buffers.
+        self.second_gradients: list[int] = []
         self.variables: dict[int, messages.Variable] = {}
         self.optimizers: dict[int, messages.Optimizer] = {}
         self.seed = 7
@@ -214,8 +216,8 @@ class Service:
     # --- what the test sees ---------------------------------------------------------------------------------------
 
     def from_server_socket(self, kind: type[R], replica: int | None = None) -> tuple[int, R]:
-        """The next record that the server gets (of ``replica``), which must be of that kind. Describe and Get are
-        answered."""
+        """The next record that the server gets (of ``replica``), which must be of that kind. Describe, Get and
+        Locate are answered."""
         while True:
             for position, (sender, record) in enumerate(self._from_server):
                 if replica is None or sender == replica:
@@ -368,6 +370,10 @@ class Service:
                 everything = tuple(self.variables.values())
                 arrays = tuple(variable.array for variable in everything)
                 self.answer(replica, messages.Got(record.request, 0, everything, arrays))
+            elif isinstance(record, messages.Locate):
+                self.second_gradients.append(replica)
+                arrays = tuple(self.variables[number].array for number in record.variables)
+                self.answer(replica, messages.Located(record.request, b"", arrays, (), False))
             else:
                 self._from_server.append((replica, record))
             self.asked_about += isinstance(record, messages.Describe | messages.Get)

@@ -574,6 +574,25 @@ def test_two_sets_of_buffers_then_a_commit(alone: Service) -> None:
     assert alone.decode(returned.value) == [[False] * 3, [3.0, 2.0, 3.0]]
 
 
+def test_the_second_set_of_buffers_is_asked_for_once(one_worker: Service) -> None:
+    optimizer, v = Model(one_worker).known()
+    before = len(one_worker.second_gradients)
+
+    def step() -> None:
+        optimizer.apply_gradients([(np.ones(4, F32), v)])
+
+    def step_twice() -> None:
+        step()
+        step()
+
+    for function in (step, step_twice, step_twice):
+        one_worker.run(function)
+        assert one_worker.returned().error is None
+    # A test before this one may have asked.
+    assert (before, len(one_worker.second_gradients)) in ((0, 1), (1, 1))
+    one_worker.settle()
+
+
 def test_a_third_apply_of_arrays_elsewhere_waits_too(alone: Service) -> None:
     optimizer, v = Model(alone).known()
 

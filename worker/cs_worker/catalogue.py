@@ -67,6 +67,8 @@ class Catalogue:
         self._views: dict[int, np.ndarray] = self.mapped if device.is_host else {}
         self._carried_at = 0  # the count of waits when what of the views cannot be mapped was asked for
         self._gradients: dict[tuple[int, int], np.ndarray] = {}
+        #: The dtypes of which the second set of gradient buffers is there.
+        self._second_gradients: set[str] = set()
         self._gradients_of: dict[tuple[tuple[int, ...], int], list[np.ndarray]] = {}
         self._handles: dict[tuple[str, int], object] = {}
         self._missed_in: object = None
@@ -243,8 +245,8 @@ class Catalogue:
 
     def rows(self, number: int, rows: np.ndarray) -> np.ndarray:
         """A copy of these rows of the variable's value; ``rows`` is int64 of any shape, within the variable."""
-        record = self.place(number)
-        return self._lifeline.segment(record.place.segment).rows(record.array, rows)
+        array = self.place(number).array
+        return self._lifeline.segment_of(array).rows(array, rows)
 
     def gradients(self, numbers: tuple[int, ...], buffers: int) -> list[np.ndarray]:
         """The places of several variables in a set of gradient buffers, as :meth:`gradient` gives them; page-locked
@@ -273,6 +275,8 @@ class Catalogue:
                 raise InvalidArgumentError(
                     f"variable {record.spec.name} is {record.spec.dtype}; only floating-point variables have gradients"
                 )
+            if buffers:
+                self._use_second_gradients(record)
             array, segment = self._gradient(record, buffers)
             if isinstance(segment, Carried):
                 view = aligned(record.spec.dtype, record.spec.shape)
@@ -281,6 +285,14 @@ class Catalogue:
                 view = segment.view(array)
             self._gradients[number, buffers] = view
         return view
+
+    def _use_second_gradients(self, record: messages.Variable) -> None:
+        """Have the server make the second set of gradient buffers of the variable's dtype. Raises MemoryPlanError where
+        it cannot."""
+        if record.spec.dtype not in self._second_gradients:
+            request = self._conversation.next_request()
+            self.ask(messages.Locate(request, (record.number,), 1), request, messages.Located)
+            self._second_gradients.add(record.spec.dtype)
 
     def deliver(self, numbers: Iterable[int], buffers: int) -> None:
         """Let the server have these variables' gradients in a set of buffers, where it does not see them itself.
@@ -297,12 +309,12 @@ class Catalogue:
     def _gradient(self, record: messages.Variable, buffers: int) -> tuple[Array, Mapping | Carried]:
         segment = segments.gradients(self._replica, buffers, record.spec.dtype)
         array = Array(record.spec.dtype, record.spec.shape, Location(segment, record.place.offset))
-        return array, self._lifeline.segment(segment)
+        return array, self._lifeline.segment_of(array)
 
     def map(self, array: Array) -> np.ndarray:
         """The array where it lies, in a segment or in a frame; a copy only where the segment cannot be mapped."""
         if isinstance(array.place, Location):
-            return self._lifeline.segment(array.place.segment).view(array)
+            return self._lifeline.segment_of(array).view(array)
         return frame_view(array)
 
     def copy(self, array: Array) -> np.ndarray:

@@ -1,10 +1,10 @@
 """The memory of a run: the supervisor makes every segment, keeps it, and decides who may write it.
 
 Contents live as long as the supervisor, whoever else is killed. A segment is a memfd of its full reservation, of
-which only touched pages take memory. A reader gets a descriptor opened read-only, which guards against mistakes: a
-process of the same user may change the segment's mode and open it anew. :class:`Memfd` is the usual
-medium; :class:`Files` keeps the segments where another supervisor finds them when this one was killed.
-:class:`Unshared` is for the server alone.
+which only touched pages take memory; the server may have it extended. A reader gets a descriptor opened read-only,
+which guards against mistakes: a process of the same user may change the segment's mode and open it anew.
+:class:`Memfd` is the usual medium; :class:`Files` keeps the segments where another supervisor finds them when this one
+was killed. :class:`Unshared` is for the server alone.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import re
 from typing import Protocol
 
 from cs_proto.errors import ContextError, InvalidArgumentError, MemoryPlanError
-from cs_proto.frozen import frozen
-from cs_proto.messages import MakeSegment, Segment
+from cs_proto.frozen import frozen, with_changes
+from cs_proto.messages import ExtendSegment, MakeSegment, Segment
 
 __all__ = ["Files", "Medium", "Memfd", "Memory", "Unshared"]
 
@@ -47,8 +47,8 @@ class Medium(Protocol):
 
 
 class Memfd:
-    """Anonymous memory of the kernel's: no name in any file system, no limit but memory itself. The length is sealed,
-    so nobody can take pages away under another's mapping."""
+    """Anonymous memory of the kernel's: no name in any file system, no limit but memory itself. Sealed, so that nobody
+    can make it shorter and take pages away under another's mapping."""
 
     title = "shared memory (memfd)"
     is_shared = True
@@ -62,7 +62,7 @@ class Memfd:
         descriptor = os.memfd_create(f"cs-{self._run}-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(descriptor, nbytes)
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
             os.fchmod(descriptor, 0o400)  # a reader does not open it again for writing by mistake
         except OSError:
             os.close(descriptor)
@@ -152,24 +152,38 @@ class Memory:
         self._kept = {name: _Kept(nbytes, writer, opened) for name, nbytes, writer, opened in medium.found()}
 
     def make(self, asker: str, request: MakeSegment) -> tuple[Segment, int | None]:
-        """Make a segment, or find it where a server that was started again asks for the same one.
+        """Make a segment, or find it, as long as it is, where a server that was started again asks for it.
 
         ``asker`` is ``server``, ``w0``, ``controller`` or anything else. The answer, and a descriptor that the caller
         closes when it is sent. Raises ContextError for another asker than the server, InvalidArgumentError where the
-        segment exists otherwise or ``writer`` is nobody, MemoryPlanError where the kernel refuses.
+        segment exists for another writer or ``writer`` is nobody, MemoryPlanError where the kernel refuses.
         """
-        if asker != "server":
-            raise ContextError(f"only the server may make segments; {asker} asked for {request.segment}")
+        _check_server(asker, request.segment)
         if _WRITER.fullmatch(request.writer) is None:
             raise InvalidArgumentError(f"{request.writer!r:.60} is no writer: '', 'controller', or 'w0', 'w1', ...")
         kept = self._kept.get(request.segment)
         if kept is None:
             self._kept[request.segment] = self._new(request)
-        elif (kept.reservation, kept.writer) != (request.reservation, request.writer):
+        elif kept.writer != request.writer:
             raise InvalidArgumentError(
-                f"segment {request.segment} exists with {kept.reservation} bytes and writer {kept.writer!r}, "
-                f"not {request.reservation} bytes and writer {request.writer!r}"
+                f"segment {request.segment} exists with writer {kept.writer!r}, not writer {request.writer!r}"
             )
+        return self.open(asker, request.segment)
+
+    def extend(self, asker: str, request: ExtendSegment) -> tuple[Segment, int | None]:
+        """Make a segment longer, where it is shorter than ``request`` says. Mappings that there are do not change.
+
+        The answer, and a descriptor that the caller closes when it is sent. Raises ContextError for another asker than
+        the server, InvalidArgumentError for an unknown name, MemoryPlanError where the kernel refuses.
+        """
+        _check_server(asker, request.segment)
+        kept = self._kept.get(request.segment)
+        if kept is not None and kept.reservation < request.reservation:
+            try:
+                os.ftruncate(kept.descriptor, request.reservation)
+            except OSError as error:
+                raise _refusal(request.segment, request.reservation, error) from error
+            self._kept[request.segment] = with_changes(kept, reservation=request.reservation)
         return self.open(asker, request.segment)
 
     def open(self, asker: str, name: str) -> tuple[Segment, int | None]:
@@ -204,6 +218,11 @@ class Memory:
         except OSError as error:
             raise _refusal(request.segment, request.reservation, error) from error
         return _Kept(request.reservation, request.writer, descriptor)
+
+
+def _check_server(asker: str, name: str) -> None:
+    if asker != "server":
+        raise ContextError(f"only the server may make segments; {asker} asked for {name}")
 
 
 def _refusal(name: str, nbytes: int, error: OSError) -> MemoryPlanError:

@@ -23,6 +23,7 @@ from cs_proto.frozen import with_changes
 from cs_proto.messages import (
     Died,
     Error,
+    ExtendSegment,
     Interrupt,
     Introduce,
     Join,
@@ -416,7 +417,7 @@ class Service:
             self._join(peer, record)
         elif peer.introduction is None:
             self._refuse(peer, f"a stranger sent {type(record).__name__} before Introduce")
-        elif isinstance(record, (MakeSegment, OpenSegment)):
+        elif isinstance(record, (MakeSegment, ExtendSegment, OpenSegment)):
             self._hand_out(peer, record)
         elif isinstance(record, MakeMailbox):
             mailbox, descriptors = self._mailroom.make(peer, peer.label, record.peer)
@@ -589,10 +590,12 @@ class Service:
         if first is not None and first.restarts and (first.role, first.rank) == (command.role, command.rank):
             self.first_failure = None  # it is made good
 
-    def _hand_out(self, peer: Peer, request: MakeSegment | OpenSegment) -> None:
+    def _hand_out(self, peer: Peer, request: MakeSegment | ExtendSegment | OpenSegment) -> None:
         try:
             if isinstance(request, MakeSegment):
                 segment, descriptor = self._memory.make(peer.label, request)
+            elif isinstance(request, ExtendSegment):
+                segment, descriptor = self._memory.extend(peer.label, request)
             else:
                 segment, descriptor = self._memory.open(peer.label, request.segment)
         except CentralStorageError as error:

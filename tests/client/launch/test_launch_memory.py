@@ -14,7 +14,7 @@ import pytest
 
 from central_storage.launch.memory import Files, Medium, Memfd, Memory, Unshared
 from cs_proto.errors import ContextError, InvalidArgumentError, MemoryPlanError
-from cs_proto.messages import MakeSegment, Segment
+from cs_proto.messages import ExtendSegment, MakeSegment, Segment
 
 NBYTES = 1 << 20
 
@@ -109,8 +109,8 @@ def test_the_controller_writes_nothing_but_arenas(memory: Memory, name: str) -> 
 
 
 @pytest.mark.parametrize("medium", ["memfd"], indirect=True)  # a file cannot be sealed; its directory is private
-def test_nobody_can_change_the_length_under_a_mapping(made: int) -> None:
-    for length in (0, NBYTES * 2):
+def test_nobody_can_make_it_shorter_under_a_mapping(made: int) -> None:
+    for length in (0, NBYTES - 1):
         with pytest.raises(PermissionError):
             os.ftruncate(made, length)
 
@@ -135,10 +135,45 @@ def test_a_server_that_asks_again_gets_the_same_memory(memory: Memory, made: int
     _, again = memory.make("server", MakeSegment("arena/0", NBYTES, "w0"))
     assert os.pread(again, 4, 0) == b"kept"
     os.close(again)
-    with pytest.raises(InvalidArgumentError, match=f"exists with {NBYTES} bytes and writer 'w0', not 4096"):
-        memory.make("server", MakeSegment("arena/0", 4096, "w0"))
-    with pytest.raises(InvalidArgumentError, match="writer ''"):
+    for reservation in (4096, 2 * NBYTES):  # under another limit it asks for another length
+        segment, again = memory.make("server", MakeSegment("arena/0", reservation, "w0"))
+        os.close(again)
+        assert segment.reservation == os.fstat(made).st_size == NBYTES
+    with pytest.raises(InvalidArgumentError, match="exists with writer 'w0', not writer ''"):
         memory.make("server", MakeSegment("arena/0", NBYTES, ""))
+
+
+def test_the_server_may_extend_a_segment(memory: Memory, made: int) -> None:
+    with mmap.mmap(made, NBYTES) as mapping:
+        mapping[:5] = b"whole"
+        for reservation, length in ((2 * NBYTES, 2 * NBYTES), (NBYTES, 2 * NBYTES)):
+            segment, descriptor = memory.extend("server", ExtendSegment("arena/0", reservation))
+            assert segment == Segment("arena/0", length, True)
+            assert os.fstat(descriptor).st_size == length
+            os.close(descriptor)
+        with mmap.mmap(made, 2 * NBYTES) as longer:
+            longer[5:10] = b" both"
+        assert mapping[:10] == b"whole both"
+    segment, descriptor = memory.open("w1", "arena/0")
+    assert segment == Segment("arena/0", 2 * NBYTES, False)
+    os.close(descriptor)
+
+
+def test_what_cannot_be_extended_is_refused(memory: Memory, made: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ContextError, match="only the server may make segments; w0 asked for arena/0"):
+        memory.extend("w0", ExtendSegment("arena/0", 2 * NBYTES))
+    with pytest.raises(InvalidArgumentError, match="there is no segment 'arena/1'; there are arena/0"):
+        memory.extend("server", ExtendSegment("arena/1", NBYTES))
+
+    def refuse(descriptor: int, nbytes: int) -> None:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    with pytest.raises(MemoryPlanError, match=rf"segment arena/0 of {2 * NBYTES} bytes: File too large"):
+        memory.extend("server", ExtendSegment("arena/0", 2 * NBYTES))
+    segment, descriptor = memory.open("server", "arena/0")
+    os.close(descriptor)
+    assert segment.reservation == os.fstat(made).st_size == NBYTES
 
 
 def test_what_makes_no_sense_is_refused(memory: Memory, made: int) -> None:

@@ -1,0 +1,63 @@
+"""How the addresses of a process are divided among the segments that it may have to map.
+
+A reservation takes no memory until it is touched, but it takes addresses, and the server maps every segment. So each
+kind of segment gets a part of a budget, whatever the size of the machine. A slab and what lies beside it begin with a
+share that leaves room for every dtype, every replica and several optimizers, and are extended when a variable is made
+that needs more. The others keep the length that they begin with.
+"""
+
+from __future__ import annotations
+
+from cs_proto.descriptors import DTYPES
+from cs_proto.frozen import frozen
+from cs_proto.optimizers import SLOTS
+
+__all__ = ["PAGE_NBYTES", "Addresses", "divided", "pages"]
+
+#: Reservations are multiples of this, a huge page.
+PAGE_NBYTES = 2 << 20
+# A slab may have holes, so it may become longer than the machine's memory.
+_MOST = 4
+# So many optimizers, each with the most slots that a rule has, fit into the budget together. Others extend it.
+_OPTIMIZERS = 16
+_CONTROL_NBYTES = 8 << 30
+_VERSIONS_NBYTES = 8 << 30
+
+
+@frozen
+class Addresses:
+    """Reservations in bytes, each a multiple of ``PAGE_NBYTES``: of a slab and each segment beside it at first
+    (``slab``) and at most (``longest_slab``), of an arena, of the control segment and of the versions."""
+
+    slab: int
+    longest_slab: int
+    arena: int
+    control: int
+    versions: int
+
+
+def divided(budget: int, machine_nbytes: int, replicas: int) -> Addresses:
+    """The division of ``budget`` bytes of addresses, on a machine of so much memory."""
+    optimizable = sum(dtype.startswith(("float", "complex")) for dtype in DTYPES)
+    slots = _OPTIMIZERS * max(map(len, SLOTS.values()))
+    # The slab of every dtype; of those that can be optimized the slots and each replica's two sets of gradients.
+    count = len(DTYPES) + optimizable * (2 * replicas + slots)
+    longest = pages(_MOST * machine_nbytes)
+    arenas = replicas + 3  # the server's, the controller's, and the controller's inputs
+    return Addresses(
+        slab=min(longest, _whole(budget // 2 // count)),
+        longest_slab=longest,
+        arena=min(pages(machine_nbytes), _whole(budget // 4 // arenas)),
+        control=min(_CONTROL_NBYTES, _whole(budget // 16)),
+        versions=min(_VERSIONS_NBYTES, _whole(budget // 32)),
+    )
+
+
+def pages(nbytes: int) -> int:
+    """So many bytes, and up to the end of the page."""
+    return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
+
+
+def _whole(nbytes: int) -> int:
+    """Whole pages of so many bytes, and at least one."""
+    return max(1, nbytes // PAGE_NBYTES) * PAGE_NBYTES
