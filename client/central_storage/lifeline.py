@@ -31,6 +31,7 @@ from cs_proto.messages import (
     Segment,
     SegmentRefused,
 )
+from cs_proto.polling import is_readable
 from cs_proto.records import Record
 from cs_proto.segments import Mapping
 
@@ -132,7 +133,7 @@ class Lifeline:
         """The next record, or None where none waits. Raises :class:`ShutdownError` at end-of-file."""
         if self._waiting:
             return self._waiting.popleft()
-        if not select.select([self._link], [], [], 0)[0]:
+        if not is_readable(self.fileno(), 0):
             return None
         read = self._read()
         if read is None:
@@ -169,7 +170,7 @@ class Lifeline:
     def until_end(self, timeout: float) -> Iterator[Record]:
         """Every record until the supervisor hangs up (:class:`ShutdownError`) or ``timeout`` seconds have passed."""
         deadline = time.monotonic() + timeout
-        while self._waiting or select.select([self._link], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        while self._waiting or is_readable(self.fileno(), max(0.0, deadline - time.monotonic())):
             record = self.receive_nowait()
             if record is not None:
                 yield record
@@ -221,8 +222,7 @@ class Lifeline:
         self.send(request)
         deadline = time.monotonic() + _ANSWER_TIMEOUT
         while time.monotonic() < deadline:
-            is_readable = select.select([self._link], [], [], _LOOK_EVERY)[0]
-            if is_readable and (read := self._read()) is not None:
+            if is_readable(self.fileno(), _LOOK_EVERY) and (read := self._read()) is not None:
                 yield read
             if mended != self._mended:  # the supervisor that was asked may be gone
                 mended = self._mended
@@ -313,7 +313,7 @@ class Lifeline:
 def _has_spoken(link: socket.socket, timeout: float) -> bool | None:
     """Whether the other end has sent something, False where it has hung up; None where neither within ``timeout``
     seconds."""
-    if not select.select([link], [], [], timeout)[0]:
+    if not is_readable(link.fileno(), timeout):
         return None
     try:
         return bool(link.recv(1, socket.MSG_PEEK))

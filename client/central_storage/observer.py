@@ -18,7 +18,7 @@ from typing import Any, Generic, Self, TypeVar
 import numpy as np
 import zmq
 
-from cs_proto import messages
+from cs_proto import messages, open_files
 from cs_proto.codec import BULK_LIMITS, decode, encode
 from cs_proto.errors import (
     ConfigurationError,
@@ -47,6 +47,10 @@ LOOK_EVERY = 0.2
 _ASK_AGAIN = (1.0, 4.0)
 # A wait this long is named, and again after as long.
 _NAME_EVERY = 10.0
+# What an observer opens: a context of ZeroMQ with a socket, asyncio's loop apart, and the connection to the supervisor.
+_DESCRIPTORS = 16
+# Between two tries to reach a server that does not listen, milliseconds: at first, and after more and more tries.
+_RECONNECT = (100, 2000)
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +59,8 @@ def connect(address: str | None = None, timeout: float = 10.0) -> Observer:
     """An observer of the service whose run directory is ``address`` (default: ``CS_ADDRESS``).
 
     ``timeout`` (seconds) limits this and every later question. Raises ConfigurationError without an address,
-    LaunchError where no service is, NoAnswerError (a TimeoutError) where it does not answer in time.
+    LaunchError where no service is, NoAnswerError (a TimeoutError) where it does not answer in time,
+    DescriptorLimitError (an OSError) where this process or the server has no descriptors left for another observer.
     """
     return Observer(Session(address, timeout))
 
@@ -93,12 +98,15 @@ class Session:
         self._repeated: Question[Any] | None = None
         if not os.path.exists(self._path):
             raise LaunchError(f"no service answers in {address}; it has ended, or the address names the wrong run")
+        open_files.check(_DESCRIPTORS, "an observer")
 
     def open(self, context: zmq.Context[Any]) -> Any:
         """A socket of ``context`` to the server; closed with the context."""
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT[0])
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT[1])
         socket.setsockopt(zmq.IDENTITY, f"o{self._client}".encode())
         socket.connect(f"ipc://{self._path}")
         # An observer that nobody closes may be garbage all at once: a context would wait for ever for its socket then.
@@ -176,7 +184,8 @@ class Session:
         """What a message says to ``question``; None where it answers another one, or :meth:`repeats` is to be sent.
         Raises what the server refuses."""
         record = decode([frames[0].bytes, *(frame.buffer for frame in frames[1:])], BULK_LIMITS)
-        if isinstance(record, messages.Refused) and record.number == question.number:
+        # A refusal without a number is of a Hello, which may have been said once more.
+        if isinstance(record, messages.Refused) and record.number in (0, question.number):
             error = replica_exception_class(record.error.exception)(record.error.message)
             if not isinstance(error, PeerProtocolError) or self._repeated is question:
                 raise error

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import zmq
 
-from cs_proto import messages, segments
+from cs_proto import messages, open_files, segments
 from cs_proto.arena import Arena
 from cs_proto.arrays import Array, Location
 from cs_proto.codec import BULK_LIMITS, decode, encode, encode_values
@@ -62,6 +62,8 @@ _PATIENCE = 300e-6
 # While mail comes without a pause, what else there may be is looked at so often; and in the longest sleep, seconds.
 _LOOK_EVERY = 10e-3
 _LONGEST_SLEEP = 1.0
+# What a strategy opens at first: a context of ZeroMQ, which ends the process where it cannot, and what it waits with.
+_DESCRIPTORS = 16
 # The supervisor gets this long to say who was not ready in time.
 _SAY_SO = 5.0
 # The supervisor kills what has not ended 3 s after it was asked to, and hangs up then.
@@ -94,7 +96,11 @@ class Seam(ABC):
         stop: Callable[[], None] | None,
         threads: Threads | None,
     ) -> None:
-        """Say hello to the server behind ``serving``. ``stop`` and ``threads`` as in :class:`ServiceLink`."""
+        """Say hello to the server behind ``serving``. ``stop`` and ``threads`` as in :class:`ServiceLink`.
+
+        Raises DescriptorLimitError where this process may open too few files.
+        """
+        open_files.check(_DESCRIPTORS, "a strategy")
         self._lifeline = lifeline
         self._threads = threads
         self._stop = stop

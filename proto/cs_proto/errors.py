@@ -13,6 +13,7 @@
     ├── ResultError              (TypeError)     a replica's result outside the closed vocabulary
     ├── MemoryPlanError          (MemoryError)   planned bytes exceed available bytes; nothing was touched
     ├── DeviceMemoryError        (MemoryError)   a device has no room for an array; names it, what is free and the plan
+    ├── DescriptorLimitError     (OSError)       a process may open no more files or connections; says how many it has
     ├── OutOfRangeError          (IndexError)    a data set iterator is exhausted
     ├── MergeMismatchError       (RuntimeError)  replicas disagree about what comes next
     │   └── StructureMismatchError (AssertionError)  they combine nests of different structure
@@ -47,6 +48,7 @@ __all__ = [
     "ConfigurationError",
     "ContextError",
     "DatasetContextError",
+    "DescriptorLimitError",
     "DeviceError",
     "DeviceMemoryError",
     "Fenced",
@@ -125,6 +127,10 @@ class MemoryPlanError(CentralStorageError, MemoryError):
 
 class DeviceMemoryError(CentralStorageError, MemoryError):
     """A device has no room for an array. What it held is untouched."""
+
+
+class DescriptorLimitError(CentralStorageError, OSError):
+    """A process, this one or one of the service, has no descriptors left for another connection. Nothing was opened."""
 
 
 class OutOfRangeError(CentralStorageError, IndexError):
@@ -270,6 +276,7 @@ _OURS = (
     ResultError,
     MemoryPlanError,
     DeviceMemoryError,
+    DescriptorLimitError,
     OutOfRangeError,
     MergeMismatchError,
     StructureMismatchError,

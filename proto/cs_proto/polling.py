@@ -10,7 +10,7 @@ from __future__ import annotations
 import select
 from typing import Generic, Protocol, TypeVar
 
-__all__ = ["Poller"]
+__all__ = ["Poller", "is_readable"]
 
 # ZMQ_EVENTS: what a socket is ready for.
 _EVENTS = 15
@@ -82,3 +82,11 @@ def _has_input(socket: _Socket) -> bool:
     events = socket.getsockopt(_EVENTS)
     assert isinstance(events, int)
     return bool(events & select.POLLIN)  # ZeroMQ's is the kernel's
+
+
+def is_readable(descriptor: int, timeout: float | None) -> bool:
+    """Whether ``descriptor`` has input, or its other end has hung up, within ``timeout`` seconds (None: no limit).
+    Unlike ``select.select`` it takes descriptors of any number."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(None if timeout is None else 1000 * timeout))

@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from cs_proto import open_files
 from cs_proto.errors import ConfigurationError, DeviceError, LaunchError, MemoryPlanError
 
 from . import machine
@@ -26,6 +27,7 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until told to end. Exit codes: 0 ended when told, 1 failed, 2 a command line that makes no sense."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    open_files.raise_limit()
     _configure_logging()
     parser = _parser()
     options = parser.parse_args(arguments)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import select
 import socket
 import time
 from collections import deque
@@ -32,6 +31,7 @@ from cs_proto.messages import (
     SegmentRefused,
     Worked,
 )
+from cs_proto.polling import is_readable
 from cs_proto.records import Record
 from cs_proto.segments import Mapping, frame_view
 from cs_proto.sizes import in_units
@@ -105,7 +105,7 @@ class Segments:
         """The next record that is no answer, or None where none waits. Raises :class:`ShutdownError` at end-of-file."""
         if self._kept:
             return self._kept.popleft()
-        if not select.select([self._link], [], [], 0)[0]:
+        if not is_readable(self.fileno(), 0):
             return None
         record, descriptors = self._read()
         for descriptor in descriptors:  # the late answer to a question that is over
@@ -211,7 +211,7 @@ class Segments:
 
     def _answers(self) -> Iterator[tuple[Record, list[int]]]:
         deadline = time.monotonic() + _ANSWER_TIMEOUT
-        while select.select([self._link], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        while is_readable(self.fileno(), max(0.0, deadline - time.monotonic())):
             yield self._read()
 
     def _read(self) -> tuple[Record, list[int]]:

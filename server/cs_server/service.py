@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections import deque
@@ -24,10 +25,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import zmq
 
+from cs_proto import open_files
 from cs_proto import segments as names
 from cs_proto.arena import Arena
 from cs_proto.arrays import Array, Location, array_of
 from cs_proto.codec import BULK_LIMITS, LIMITS, Decoder, encode
+from cs_proto.door import Door
 from cs_proto.errors import (
     CentralStorageError,
     ConfigurationError,
@@ -136,6 +139,8 @@ _PATIENCE = 50e-6
 _LOOK_EVERY = 1e-3
 # Answers that are being sent when the process ends get this long to leave, in milliseconds.
 _LINGER = 200
+# A connection that has not said by then that it is ZeroMQ's is closed, in milliseconds.
+_HANDSHAKE = 5000
 _FENCED = code_of(Fenced)
 _LOADED = b"\0"  # on the wake-up pipe, on which a signal is its number
 
@@ -233,7 +238,10 @@ class Service:
         router: zmq.Socket[bytes],
         wake: int,
     ) -> None:
-        """``router`` is bound; ``wake`` is a descriptor from which signal numbers are read."""
+        """``router`` is for workers and clients; ``wake`` is a descriptor from which signal numbers are read.
+
+        Raises ConfigurationError where nobody could connect to it.
+        """
         self.is_told_to_end = False
         self._listens = False
         self._config = config
@@ -266,6 +274,7 @@ class Service:
         self._poller: Poller[zmq.Socket[bytes]] = Poller()
         self._poller.register(segments.fileno())
         self._poller.register(wake)
+        self._door = _door(self._poller, router, config)
         self._mail: Mailboxes[bytes] = Mailboxes(
             self._poller, threading.Lock(), Patience(_PATIENCE, time.monotonic, os.sched_yield), rings_late=True
         )
@@ -293,7 +302,8 @@ class Service:
         self._control.reserve(names.CONTROL_HEADER_NBYTES + start, names.CONTROL_HEADER_NBYTES + stop)
 
     def close(self) -> None:
-        """Close the mailboxes, end the threads of the arithmetic, and give the GPU back."""
+        """Close the door and the mailboxes, end the threads of the arithmetic, and give the GPU back."""
+        self._door.close()
         self._mail.close()
         self._arithmetic.close()
         if self._gpu:
@@ -302,6 +312,7 @@ class Service:
     def listen(self) -> None:
         """Begin to hear workers and clients."""
         self._poller.register_socket(self._router)
+        self._door.open()
         self._listens = True
         self._settle([Listening()])
 
@@ -327,6 +338,7 @@ class Service:
         if not is_there or time.monotonic() >= self._next_look:
             ready = self._poller.poll(0 if is_there else timeout)
             self._mail.awake(ready)
+            self._door.look(ready)
             self._next_look = time.monotonic() + _LOOK_EVERY
         _moment("woken" if ready and not is_there else "found")
         if self._wake in ready and signal.SIGTERM in os.read(self._wake, 64):
@@ -351,6 +363,7 @@ class Service:
         if time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + _TICK
             if self._listens:  # else whoever is silent may have spoken
+                self._door.open()
                 yield Tick()
 
     def _notices(self) -> Iterator[Event]:
@@ -380,6 +393,9 @@ class Service:
             return
         failpoint("server.heard")
         if isinstance(heard, Hello):
+            if heard.role == "observer" and not open_files.may_have_guests():
+                self._send(peer, Refused(0, error_of(open_files.shortage(f"the server (pid {os.getpid()})"))))
+                return
             yield from self._notices()  # of whoever left before it came
         if isinstance(heard, Fetch | Put):
             self._send(peer, carry(heard, partial(self._engine.writer, peer), self._segments))
@@ -622,14 +638,14 @@ def _put_together(config: ServerConfig, segments: Segments, wake: int, stack: Ex
     """A service that hears nobody but the supervisor yet; ``stack`` takes it apart."""
     context = zmq.Context()
     stack.callback(context.destroy, linger=_LINGER)
-    service = Service(config, segments, _bound(context, config), wake)
+    service = Service(config, segments, _router(context), wake)
     stack.callback(service.close)
     service.prepare()
     return service
 
 
-def _bound(context: zmq.Context[zmq.Socket[bytes]], config: ServerConfig) -> zmq.Socket[bytes]:
-    """The ROUTER at which workers and clients find the server."""
+def _router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    """The socket for workers and clients."""
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.LINGER, _LINGER)
     # One larger part ends the peer's connection before a byte of it is stored; up to here decode says what is wrong.
@@ -640,11 +656,19 @@ def _bound(context: zmq.Context[zmq.Socket[bytes]], config: ServerConfig) -> zmq
     router.setsockopt(zmq.RCVHWM, 0)
     router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that connects again under its name is that peer
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a peer that is gone is an error, not silence
-    try:
-        router.bind(config.endpoint)
-    except zmq.ZMQError as error:
-        raise ConfigurationError(f"cannot listen at {config.endpoint}: {error}") from error
+    router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE)
     return router
+
+
+def _door(
+    poller: Poller[zmq.Socket[bytes]], router: zmq.Socket[bytes], config: ServerConfig
+) -> Door[zmq.Socket[bytes]]:
+    """Where workers and clients find the server."""
+    path = config.endpoint.removeprefix("ipc://")
+    try:
+        return Door(poller, router, path, partial(socket.socket, socket.AF_UNIX, socket.SOCK_STREAM))
+    except OSError as error:
+        raise ConfigurationError(f"cannot listen at {config.endpoint}: {error.strerror}") from error
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """A network that loses: between the server of a service in this process and everybody who talks to it.
 
-What is not a message cannot be lost, so it stands in the ROUTER's place: the socket that the server has bound is
-renamed, and the proxy listens where it was. A seed decides which messages are dropped, doubled and delayed, in both
+What is not a message cannot be lost, so it stands in the ROUTER's place: the server has its door under another name,
+and the proxy listens where that would be. A seed decides which messages are dropped, doubled and delayed, in both
 directions. As over a socket that breaks and comes again, messages of one peer keep their order. What is dropped is
 never sent again by libzmq; the supervisor says ``Serving``, as it does after a server's restart, and the peers have to
 know what of theirs is unanswered.
@@ -9,14 +9,15 @@ know what of theirs is unanswered.
 
 from __future__ import annotations
 
-import os
 import random
+import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -25,7 +26,9 @@ import zmq
 from central_storage import seam
 from central_storage.launch import in_process
 from central_storage.launch.supervise import Service
+from cs_proto.door import Door
 from cs_proto.mailbox import Mailboxes
+from cs_proto.polling import Poller
 from cs_proto.records import Buffer
 from cs_server import service
 from cs_worker import link
@@ -90,13 +93,13 @@ class Lossy:
     def _run(self) -> None:
         while not self._is_over:
             waiting = any(self._queues.values())
-            for socket, _ in self._poller.poll(1 if waiting else 20):
-                if socket is self._front:
+            for sender, _ in self._poller.poll(1 if waiting else 20):
+                if sender is self._front:
                     peer, *parts = self._front.recv_multipart()
                     self._heard(peer, True, parts)
                 else:
-                    peer = next(name for name, back in self._backs.items() if back is socket)
-                    self._heard(peer, False, socket.recv_multipart())
+                    peer = next(name for name, back in self._backs.items() if back is sender)
+                    self._heard(peer, False, sender.recv_multipart())
             self._pass_on()
         self._context.destroy(linger=0)
 
@@ -168,14 +171,13 @@ def lossy_service(seed: int, faults: Faults, *, mailboxes: bool) -> Iterator[Cal
 
         return LossyMailboxes
 
-    bind = service._bound
-
-    def bound(context: zmq.Context[zmq.Socket[bytes]], config: service.ServerConfig) -> zmq.Socket[bytes]:
-        router = bind(context, config)
+    def door(
+        poller: Poller[zmq.Socket[bytes]], router: zmq.Socket[bytes], config: service.ServerConfig
+    ) -> Door[zmq.Socket[bytes]]:
         path = config.endpoint.removeprefix("ipc://")
-        os.rename(path, f"{path}.behind")
+        behind = Door(poller, router, f"{path}.behind", partial(socket.socket, socket.AF_UNIX, socket.SOCK_STREAM))
         made.append(Lossy(path, f"{path}.behind", seed, faults))
-        return router
+        return behind
 
     class Telling(Service):
         """A supervisor that says Serving again whenever a message was dropped."""
@@ -195,7 +197,7 @@ def lossy_service(seed: int, faults: Faults, *, mailboxes: bool) -> Iterator[Cal
 
     with ExitStack() as patches:
         for module, name, replacement in (
-            (service, "_bound", bound),
+            (service, "_door", door),
             (in_process, "Service", Telling),
             (service, "Mailboxes", lossy_mailboxes(lambda peer: True)),
             (link, "Mailboxes", lossy_mailboxes(lambda peer: peer == link.SERVER)),

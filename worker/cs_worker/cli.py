@@ -16,6 +16,7 @@ from typing import NoReturn
 from central_storage import context, lifeline
 from central_storage.diagnosis import configure_logging, dump_stacks_on_signal
 from central_storage.lifeline import Lifeline
+from cs_proto import open_files
 from cs_proto.errors import CentralStorageError, ContextError, ShutdownError
 
 from .config import Config
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one worker until it is told to end. Exit code 0 after SIGTERM, 1 where the service is gone, 2 where it
     cannot start."""
     options = _parser().parse_args(arguments)
+    open_files.raise_limit()
     configure_logging(f"w{options.replica}")
     interrupts, turns = Interrupts(), ProcessTurns()
     interrupts.install()

@@ -12,10 +12,12 @@ from __future__ import annotations
 import logging
 import math
 import os
+import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NoReturn
 
 import zmq
@@ -23,6 +25,7 @@ import zmq
 from central_storage.lifeline import Lifeline
 from cs_proto import messages
 from cs_proto.codec import BULK_LIMITS, Decoder, encode
+from cs_proto.door import Door
 from cs_proto.errors import ConfigurationError, ContextError, PeerProtocolError, ShutdownError
 from cs_proto.mailbox import Mailboxes, Patience
 from cs_proto.moments import moments
@@ -49,6 +52,8 @@ _OF_MAILBOXES = frozenset({messages.Offer, messages.Taken})
 
 # What is being sent when the process ends gets this long to leave, in milliseconds.
 _LINGER = 100
+# A connection that has not said by then that it is ZeroMQ's is closed, in milliseconds.
+_HANDSHAKE = 5000
 # So long it looks for mail before it sleeps, seconds: longer than a client or server takes to answer.
 _PATIENCE = 300e-6
 # While mail comes without a pause, what else there may be is looked at so often; and in the longest sleep, seconds.
@@ -81,12 +86,16 @@ class Link:
         self._poller.register(lifeline.fileno())
         self._poller.register(doorbell)
         self._router = self._socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE)
         self._colleagues: dict[str, zmq.Socket[bytes]] = {}
+        path = config.endpoint.removeprefix("ipc://")
+        new_socket = partial(socket.socket, socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._router.bind(config.endpoint)
-        except zmq.ZMQError as error:
-            self.close()
-            raise ConfigurationError(f"cannot listen at {config.endpoint}: {error}") from error
+            self._door = Door(self._poller, self._router, path, new_socket)
+        except OSError as error:
+            self._context.destroy(linger=0)
+            raise ConfigurationError(f"cannot listen at {config.endpoint}: {error.strerror}") from error
+        self._next_open = 0.0
         self._server = self._connect(config.name.encode(), config.server_endpoint)
 
     @property
@@ -140,10 +149,14 @@ class Link:
 
     def _poll(self, timeout: float) -> set[int | zmq.Socket[bytes]]:
         """What is readable within ``timeout`` seconds; nobody sleeps long who could miss a doorbell."""
-        pause = min(timeout, _LONGEST_SLEEP) if self._mail else timeout
+        if time.monotonic() >= self._next_open:
+            self._next_open = time.monotonic() + _LONGEST_SLEEP
+            self._door.open()
+        pause = min(timeout, _LONGEST_SLEEP) if self._mail or self._door.is_full else timeout
         with self._turns.paused():
             ready = self._poller.poll(None if pause == math.inf else max(0.0, pause))
         self._mail.awake(ready)
+        self._door.look(ready)
         self._next_look = time.monotonic() + _LOOK_EVERY
         return ready
 
@@ -219,6 +232,7 @@ class Link:
     def close(self) -> None:
         """Close the sockets."""
         if not self.is_inherited:
+            self._door.close()
             self._mail.close()
             self._context.destroy(linger=_LINGER)
 

@@ -19,6 +19,7 @@ from contextlib import suppress
 
 from central_storage.diagnosis import configure_logging, dump_stacks_on_signal
 from central_storage.recovery import Recovery
+from cs_proto import open_files
 from cs_proto.codec import PACKET_NBYTES, encode
 from cs_proto.errors import CentralStorageError, code_of
 from cs_proto.messages import Error, StartFailed
@@ -59,6 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     configure_logging("supervisor")
     dump_stacks_on_signal()
+    open_files.raise_limit()
     owner = socket.socket(fileno=options.client_descriptor)
     owner.set_inheritable(False)
     try:
@@ -133,7 +135,10 @@ def _wait_until_read(owner: socket.socket, owner_pid: int) -> None:
     pidfd = _owner_pidfd(owner_pid)
     if pidfd is None:
         return
-    while pidfd not in select.select([owner.fileno(), pidfd], [], [])[0] and owner.recv(PACKET_NBYTES):
+    poller = select.poll()
+    poller.register(owner, select.POLLIN)
+    poller.register(pidfd, select.POLLIN)
+    while all(descriptor != pidfd for descriptor, _ in poller.poll()) and owner.recv(PACKET_NBYTES):
         pass
 
 

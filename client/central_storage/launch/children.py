@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from cs_proto import open_files
+
 from .connections import Peer
 from .loop import Loop
 from .output import Lines, Stream, Tail
@@ -89,9 +91,11 @@ class Child:
         *,
         on_lines: Callable[[Child, Stream, list[str]], None] | None,
         on_end: Callable[[Child], None],
+        open_files_limit: int | None = None,
     ) -> None:
         """Start ``command``. With ``on_lines`` it is a service: own session, no input, its output is read here;
-        without, it shares this process's terminal."""
+        without, it shares this process's terminal. It may open as many files as this process, or
+        ``open_files_limit``."""
         self.command = command
         self.tail = Tail()
         self.asked = False  # to end
@@ -112,7 +116,7 @@ class Child:
                 stderr=subprocess.PIPE if piped else None,
                 bufsize=0,
                 start_new_session=piped,
-                preexec_fn=_die_with(os.getpid()),
+                preexec_fn=_prepared(os.getpid(), open_files_limit),
             )
         self.pid = self._process.pid
         self._pidfd = os.pidfd_open(self.pid)
@@ -297,8 +301,12 @@ def _kept_on(processors: frozenset[int]) -> Iterator[None]:
                 os.sched_setaffinity(0, before)
 
 
-def _die_with(parent: int) -> Callable[[], None]:
-    def prepare() -> None:  # in the child, before exec
+def _prepared(parent: int, open_files_limit: int | None) -> Callable[[], None]:
+    """What a child does before it becomes another program: it will die with ``parent``."""
+
+    def prepare() -> None:
+        if open_files_limit is not None:
+            open_files.lower_limit(open_files_limit)
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # it died first
             os._exit(1)

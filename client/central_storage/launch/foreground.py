@@ -14,6 +14,7 @@ from functools import partial
 
 from central_storage.failure import Failure, died_failure, read, write
 from central_storage.recovery import Recovery
+from cs_proto import open_files
 from cs_proto.errors import ReplicaLostError
 from cs_proto.frozen import with_changes
 
@@ -82,6 +83,7 @@ class _Foreground:
         recovery: Recovery,
         mailboxes: bool,
     ) -> None:
+        self._limit_before = open_files.raise_limit()  # which the script keeps: it may use select()
         self._directory = run_directory
         self._loop = Loop()
         self._console = Console(self._loop)
@@ -125,7 +127,9 @@ class _Foreground:
 
     def _start_script(self) -> None:
         try:
-            self._script = Child(self._loop, self._command, on_lines=None, on_end=self._script_ended)
+            self._script = Child(
+                self._loop, self._command, on_lines=None, on_end=self._script_ended, open_files_limit=self._limit_before
+            )
         except OSError as error:
             self._console.write("stderr", f"[cs-launch] {self._command.argv[0]}: {error.strerror}\n")
             self._service.stop()

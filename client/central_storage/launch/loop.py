@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Self
 
-__all__ = ["Loop", "Signals", "Timer"]
+__all__ = ["Call", "Loop", "Signals", "Timer"]
 
 Call = Callable[[], None]
 

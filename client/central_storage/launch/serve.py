@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from central_storage.failure import Failure, died_failure, write
 from central_storage.recovery import Recovery
 from central_storage.run_file import RunFile
+from cs_proto import open_files
 
 from .children import Child, Running, reap_adopted
 from .elsewhere import Elsewhere
@@ -48,6 +49,7 @@ def serve(
     """Serve until SIGTERM or Ctrl-C; the exit code: 0, or 3, 4 or 5 where the service did not start, a worker or the
     server ended for good. After a worker's end the script that trains may still read; the service ends when it has
     gone."""
+    open_files.raise_limit()
     loop = Loop()
     console = Console(loop)
     service = Service(

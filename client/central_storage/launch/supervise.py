@@ -18,6 +18,7 @@ from typing import Literal
 
 from central_storage.recovery import Recovery
 from central_storage.run_file import RunFile
+from cs_proto import open_files
 from cs_proto.errors import CentralStorageError, LaunchError, code_of
 from cs_proto.frozen import with_changes
 from cs_proto.messages import (
@@ -48,7 +49,7 @@ from cs_proto.records import Record
 from .children import Child, Running, end_leftovers
 from .connections import Peer
 from .elsewhere import Elsewhere
-from .loop import Loop, Timer
+from .loop import Call, Loop, Timer
 from .mailboxes import Mailroom, why_no_mailboxes
 from .memory import Medium, Memfd, Memory
 from .output import LogFiles, Sink, Stream, prefixed
@@ -65,6 +66,11 @@ STOP_GRACE = 3.0
 _FAREWELL = 0.5
 # After a connection could not be accepted, the next try, seconds.
 _ACCEPT_AGAIN = 1.0
+# A connection whose process does not say within so many seconds who it is, is closed.
+_INTRODUCTION = 5.0
+# Nobody is accepted unless this share of the descriptors that this process may open is free, for segments, mailboxes
+# and the processes that it starts again.
+_FREE_SHARE = 8
 _PROCESSES = ("server", "worker")
 
 State = Literal["starting", "serving", "recovering", "failed", "stopping"]
@@ -150,7 +156,7 @@ class Service:
         self._listener.listen(128)
         self._listener.setblocking(False)
         self._loop.on_readable(self._listener.fileno(), self._accept)
-        self._timers.append(self._loop.call_later(self._start_timeout, self._start_deadline))
+        self._call_later(self._start_timeout, self._start_deadline)
         for command in self._commands:
             try:
                 child = self._start_child(self._loop, command, on_lines=self._lines, on_end=self._child_ended)
@@ -168,15 +174,20 @@ class Service:
         if isinstance(child, Elsewhere):
             child.is_awaited = True
             timeout = self._run_file.return_timeout
-            self._timers.append(self._loop.call_later(timeout, partial(self._stop_awaiting, child, timeout)))
+            self._call_later(timeout, partial(self._stop_awaiting, child, timeout))
         else:
-            self._timers.append(self._loop.call_later(self._start_timeout, partial(self._restart_deadline, child)))
-            self._timers.append(self._loop.call_later(self._run_file.return_timeout, self._stop_awaiting_clients))
+            self._call_later(self._start_timeout, partial(self._restart_deadline, child))
+            self._call_later(self._run_file.return_timeout, self._stop_awaiting_clients)
 
     def _stop_awaiting_clients(self) -> None:
         for client in self._awaited:
             self._has_left(client)
         self._awaited.clear()
+
+    def _call_later(self, delay: float, call: Call) -> None:
+        """Call ``call`` after ``delay`` seconds, unless this service is closed by then."""
+        self._timers = [timer for timer in self._timers if timer.call is not None]
+        self._timers.append(self._loop.call_later(delay, call))
 
     def _has_left(self, client: str) -> None:
         """A controller has gone, which the server says that it has heard."""
@@ -296,7 +307,7 @@ class Service:
             return
         self._tell_death(died, child.name, pause)
         if pause is not None:
-            self._timers.append(self._loop.call_later(pause, partial(self._start_again, child)))
+            self._call_later(pause, partial(self._start_again, child))
         elif isinstance(child, Elsewhere) and child.launcher is not None:
             child.launcher.send(Shutdown("its worker is not started again"))
         self._seat()
@@ -340,7 +351,7 @@ class Service:
             self._hand_on(ended, child)
             self._seat()
         if child.is_here:
-            self._timers.append(self._loop.call_later(self._start_timeout, partial(self._restart_deadline, child)))
+            self._call_later(self._start_timeout, partial(self._restart_deadline, child))
 
     def _restart_deadline(self, child: Running) -> None:
         if child.ready_since is None and child.returncode is None and not child.asked:
@@ -368,7 +379,7 @@ class Service:
             if not child.asked:
                 child.asked = True
                 child.signal(signal.SIGTERM)
-        self._timers.append(self._loop.call_later(grace, self._kill_children))
+        self._call_later(grace, self._kill_children)
 
     def _kill_children(self) -> None:
         for child in self._children:
@@ -377,19 +388,32 @@ class Service:
     # --- connections ----------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
+        free, limit = open_files.free(), open_files.limit()
+        if free < limit // _FREE_SHARE:
+            self._accept_later(f"{free} of {limit} descriptors are free, and {limit // _FREE_SHARE} must be")
+            return
         try:
             link, _ = self._listener.accept()
-        except OSError as error:  # too many open files, or no memory; the peer waits in the queue
-            _log.warning("a connection could not be accepted: %s", error.strerror)
-            listener = self._listener.fileno()
-            self._loop.on_readable(listener, None)
-            self._timers.append(
-                self._loop.call_later(_ACCEPT_AGAIN, partial(self._loop.on_readable, listener, self._accept))
-            )
+        except OSError as error:  # too many open files in the whole system, or no memory
+            self._accept_later(str(error.strerror))
             return
         peer = self._connect(link)
         if peer.uid != os.geteuid():
             self._refuse(peer, f"process {peer.pid} of user {peer.uid} connected")
+        else:
+            self._loop.call_later(_INTRODUCTION, partial(self._expect_introduction, peer))
+
+    def _accept_later(self, why: str) -> None:
+        """Whoever connects waits in the queue."""
+        _log.warning("nobody is accepted for the moment: %s", why)
+        listener = self._listener.fileno()
+        self._loop.on_readable(listener, None)
+        self._call_later(_ACCEPT_AGAIN, partial(self._loop.on_readable, listener, self._accept))
+
+    def _expect_introduction(self, peer: Peer) -> None:
+        has_spoken = peer.introduction is not None or any(launcher is peer for launcher, _ in self._queue)
+        if not has_spoken and not peer.closed:
+            self._refuse(peer, f"process {peer.pid} did not say who it is within {_INTRODUCTION:g} s")
 
     def _connect(self, link: socket.socket) -> Peer:
         peer = Peer(self._loop, link, self._record, self._peer_ended)
@@ -457,6 +481,8 @@ class Service:
             self._refuse(peer, f"{peer.label} introduced itself twice")
         elif who.role in _PROCESSES and self._child_of(peer, who) is None:
             self._refuse(peer, f"process {peer.pid} says it is {who.role} {who.rank}, but it was not started as that")
+        elif who.role == "observer" and not open_files.may_have_guests():
+            self._turn_away(peer)
         else:
             peer.introduction = who
             if who.client:
@@ -535,6 +561,12 @@ class Service:
             if (command.role, command.rank, command.incarnation) == identity and child.is_run_by(peer):
                 return child
         return None
+
+    def _turn_away(self, peer: Peer) -> None:
+        """There is no descriptor for another observer, which it is told."""
+        error = open_files.shortage(f"the supervisor (pid {os.getpid()})")
+        peer.send(StartFailed(_error(error)))
+        self._refuse(peer, f"process {peer.pid} is turned away: {error}")
 
     def _refuse(self, peer: Peer, reason: str) -> None:
         _log.error("%s; its connection is closed", reason)
