@@ -31,8 +31,9 @@ _USE_FD, _LAST_ENDPOINT = 89, 32
 _WAITING_SHARE, _MOST_WAITING = 32, 64
 # Beside what these peers take, this share of all descriptors stays free for everything else.
 _FREE_SHARE = 8
-# So many sockets may be without peers.
-_FEW = 8
+_UNKNOWN = -1
+# Four hexadecimal digits, of which most are free.
+_NUMBERS, _MOST_BATCHES = 1 << 16, 1 << 15
 
 
 class Listener(Protocol):
@@ -86,24 +87,28 @@ class Door(Generic[S]):
         self._path = path
         self._new_socket = new_socket
         self._batches: list[_Batch] = []
-        self._sweep_at = _FEW
-        self._free = 0
-        self._name = ""
+        #: How many descriptors were free at the last :meth:`open`. Where more are, peers may have gone.
+        self._free = _UNKNOWN
+        self._number = 0
         self._name, self._listener = self._listening()
         #: What ZeroMQ was given last, as long as it may not have accepted all who waited there.
         self._handed: int | None = None
 
     def open(self) -> None:
         """Let in who waits and who comes; after the door was full, look again whether there is room. Whoever polls
-        passes what is readable to :meth:`look`. To be called from time to time."""
-        self._sweep()
+        passes what is readable to :meth:`look`. To be called every now and then: it also closes the sockets of batches
+        that have gone."""
+        if self._has_accepted():
+            before, self._free = self._free, open_files.free()
+            if self._free > before:
+                self._sweep()
         self._poller.register(self._listener.fileno(), select.POLLIN)
 
     def look(self, ready: set[int | S]) -> None:
         """Let in who waits, if somebody does and there is room. Else nobody is let in before :meth:`open`."""
         if self._listener.fileno() not in ready or not self._has_accepted():
             return
-        self._sweep()
+        self._free = _UNKNOWN
         why = self._why_full()
         if not why:
             try:
@@ -149,31 +154,31 @@ class Door(Generic[S]):
         """Why there is no room for those who wait; empty where there is."""
         # The kernel lets one more wait than the backlog. Two descriptors are those of the socket that is handed over.
         needed, free = _backlog() + 3 + open_files.limit() // _FREE_SHARE, open_files.free()
+        if len(self._batches) >= _MOST_BATCHES:
+            return f"{_MOST_BATCHES} times somebody has been let in who is still there"
         if free >= needed:
             return ""
         return f"{free} of {open_files.limit()} descriptors are free, and {needed} must be"
 
     def _sweep(self) -> None:
-        """Close sockets all of whose peers have gone, where there may be some: descriptors have become free, or there
-        are twice as many sockets as the last time."""
-        before, self._free = self._free, open_files.free()
-        if len(self._batches) < _FEW or (len(self._batches) < self._sweep_at and self._free <= before):
-            return
+        """Close the sockets of batches all of whose peers have gone."""
         try:
             with open("/proc/net/unix", errors="surrogateescape") as file:
                 named = Counter(line.rstrip("\n").split(maxsplit=7)[-1] for line in file)
-        except OSError:
+        except OSError:  # they are kept, which costs a descriptor each
             return
-        for batch in [batch for batch in self._batches if named[batch.name] == 1]:  # the socket alone
+        for batch in [batch for batch in self._batches if named[batch.name] == 1]:  # its socket alone
             self._router.unbind(batch.endpoint)
             self._batches.remove(batch)
-        self._sweep_at = 2 * len(self._batches) + _FEW
         self._poller.used(self._router)
 
     def _listening(self) -> tuple[str, Listener]:
         """A socket that takes the place of what is at the path, and what it was called before."""
-        taken = {self._name, *(batch.name for batch in self._batches)}
-        name = next(aside for number in range(10_000) if (aside := f"{self._path}~{number}") not in taken)
+        taken = {batch.name for batch in self._batches}
+        while True:
+            self._number = (self._number + 1) % _NUMBERS
+            if (name := f"{self._path}~{self._number:04x}") not in taken:
+                break
         new = self._new_socket()
         try:
             with suppress(FileNotFoundError):  # left by a process that was killed here

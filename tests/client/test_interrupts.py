@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import select
 import signal
 from collections.abc import Iterator
 
 import pytest
 
 from central_storage.interrupts import Interrupts
+from cs_proto.polling import is_readable
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def interrupts() -> Iterator[Interrupts]:
 
 
 def wakes(interrupts: Interrupts) -> bool:
-    return bool(select.select([interrupts.fileno()], [], [], 0)[0])
+    return bool(is_readable(interrupts.fileno(), 0))
 
 
 def test_it_is_raised_where_it_is_asked_for(interrupts: Interrupts) -> None:

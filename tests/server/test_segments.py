@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import select
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from tests.harness.timing import unit
 from cs_proto.arrays import Array, Location, array_of
 from cs_proto.errors import InvalidArgumentError, LaunchError, LocalProtocolError, MemoryPlanError, ShutdownError
 from cs_proto.messages import Died, Introduce, Ready
+from cs_proto.polling import is_readable
 from cs_proto.segments import Mapping
 from cs_server import segments
 from cs_server.segments import Segments
@@ -154,7 +154,7 @@ def test_what_comes_before_an_answer_is_kept_in_order(supervisor: StandInSupervi
     assert not connected.has_kept
     assert connected.receive_nowait() is None
     supervisor.tell(died(2))
-    assert select.select([connected.fileno()], [], [], unit(10))[0]
+    assert is_readable(connected.fileno(), unit(10))
     assert not connected.has_kept
     assert connected.receive_nowait() == died(2)
 
@@ -168,7 +168,7 @@ def test_the_end_of_the_supervisor_is_noticed_whatever_is_done(
     supervisor: StandInSupervisor, connected: Segments
 ) -> None:
     supervisor.hang_up()
-    assert select.select([connected.fileno()], [], [], unit(10))[0]
+    assert is_readable(connected.fileno(), unit(10))
     with pytest.raises(ShutdownError, match="the supervisor is gone"):
         connected.receive_nowait()
     with pytest.raises(ShutdownError, match="the supervisor is gone"):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import pty
 import random
-import select
 import signal
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from tests.harness.timing import unit
 from tests.soak.sessions import LATE, LAUNCH, Late, Session, role_of, session
 
 from central_storage.launch.run_directory import RunDirectory
+from cs_proto.polling import is_readable
 
 __all__ = ["VICTIMS", "interrupted", "killed", "launches"]
 
@@ -211,7 +211,7 @@ def _read_until(terminal: int, process: subprocess.Popen[bytes], deadline: float
     """What is printed until the process ends or the deadline has come."""
     text = b""
     while process.poll() is None and (left := deadline - time.monotonic()) > 0:
-        if select.select([terminal], [], [], min(left, 0.05))[0]:
+        if is_readable(terminal, min(left, 0.05)):
             try:
                 text += os.read(terminal, 1 << 16)
             except OSError:  # the last one at the other end has gone

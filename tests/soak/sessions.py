@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -23,6 +22,8 @@ import numpy as np
 import psutil
 from tests.harness.processes import MARK, ROOT, marked, reap
 from tests.harness.timing import unit
+
+from cs_proto.polling import is_readable
 
 __all__ = ["LATE", "LAUNCH", "LAUNCHER", "PATIENCE", "Late", "Session", "Stuck", "role_of", "session"]
 
@@ -185,7 +186,7 @@ class Session:
 
     def _read(self, timeout: float) -> bool:
         """Take in lines of the history that are there within ``timeout`` seconds; whether there were any."""
-        if not select.select([self._fifo], [], [], timeout)[0]:
+        if not is_readable(self._fifo, timeout):
             return False
         try:
             data = os.read(self._fifo, 1 << 16)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import select
 import signal
 import sys
 import threading
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 from tests.harness.timing import unit
 
+from cs_proto.polling import is_readable
 from cs_worker.interrupts import Interrupts, ThreadInterrupts, ring_doorbell
 
 
@@ -225,7 +225,7 @@ def test_a_signal_rings_the_doorbell() -> None:
     doorbell = ring_doorbell()
     writer = signal.set_wakeup_fd(before)
     try:
-        assert not select.select([doorbell], [], [], 0)[0]
+        assert not is_readable(doorbell, 0)
         signal.set_wakeup_fd(writer)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)

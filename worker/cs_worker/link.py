@@ -67,7 +67,7 @@ class Link:
     def __init__(
         self, config: Config, lifeline: Lifeline, gone: Callable[[], NoReturn], doorbell: int, turns: Turns
     ) -> None:
-        """Bind and connect. ``gone`` is called where the supervisor is gone, and must not return; the descriptor
+        """Listen and connect. ``gone`` is called where the supervisor is gone, and must not return; the descriptor
         ``doorbell`` is readable after a signal, whose handler then runs here; ``turns`` hears of every wait."""
         self._config = config
         self._lifeline = lifeline

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import socket
 import sys
 import time
@@ -22,6 +21,7 @@ from central_storage.launch.supervise import Service
 from central_storage.recovery import Recovery
 from cs_proto.codec import decode, encode
 from cs_proto.messages import Introduce, Ready, Worked
+from cs_proto.polling import is_readable
 from cs_proto.records import Record
 
 #: When a test gives up, seconds; no step takes anywhere near this long.
@@ -80,7 +80,7 @@ def wait_gone(pid: int, limit: float = LIMIT) -> None:
     except ProcessLookupError:
         return
     try:
-        assert select.select([pidfd], [], [], limit)[0], f"process {pid} still runs"
+        assert is_readable(pidfd, limit), f"process {pid} still runs"
     finally:
         os.close(pidfd)
 

@@ -21,6 +21,7 @@ from central_storage.launch.run_directory import RunDirectory
 from central_storage.lifeline import Lifeline, connect
 from cs_proto.errors import LaunchError
 from cs_proto.messages import Output, Serving, StartFailed
+from cs_proto.polling import is_readable
 from cs_proto.records import Record
 
 Start = Callable[..., tuple[service.ServiceProcess, Lifeline]]
@@ -44,7 +45,7 @@ def start(standins: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPat
 
 
 def receive(lifeline: Lifeline) -> Record:
-    assert select.select([lifeline], [], [], LIMIT)[0], "no record came"
+    assert is_readable(lifeline, LIMIT), "no record came"
     record = lifeline.receive_nowait()
     assert record is not None
     return record
@@ -130,7 +131,7 @@ def test_a_script_that_does_not_read_stops_nobody_and_is_told_what_it_missed(sta
     deadline = time.monotonic() + LIMIT
     while not (log.exists() and "done" in log.read_text()[-100:]):
         assert time.monotonic() < deadline
-        select.select([], [], [], 0.01)
+        select.poll().poll(10)
     while dropped is None:
         record = receive(lifeline)
         assert isinstance(record, Output)

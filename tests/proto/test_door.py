@@ -1,0 +1,222 @@
+"""Peers are let in a few at a time, and none for whom there is no descriptor."""
+
+from __future__ import annotations
+
+import re
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from tests.harness.timing import unit
+
+from cs_proto import open_files
+from cs_proto.door import ASIDE_NBYTES, Door
+from cs_proto.polling import Poller
+
+LIMIT = 256
+
+
+class Entry:
+    """A ROUTER with a door, in a process that may open 256 files more than it has open now."""
+
+    def __init__(self, path: str, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path = path
+        self.stack = stack
+        in_use, base = open_files._in_use, open_files._in_use()
+        monkeypatch.setattr(open_files, "limit", lambda: LIMIT)
+        monkeypatch.setattr(open_files, "_in_use", lambda: in_use() - base)
+        self.context = zmq.Context()
+        stack.callback(self.context.destroy, linger=0)
+        self.router = self.context.socket(zmq.ROUTER)
+        self.poller: Poller[zmq.Socket[bytes]] = Poller()
+        new_socket = partial(socket.socket, socket.AF_UNIX, socket.SOCK_STREAM)
+        self.door = Door(self.poller, self.router, path, new_socket)
+        stack.callback(self.door.close)
+        self.poller.register_socket(self.router)
+        self.door.open()
+
+    def turn(self) -> list[list[bytes]]:
+        """What a role does at its receive seam: the message that has come, if any."""
+        ready = self.poller.poll(0.01)
+        self.door.look(ready)
+        return [self.router.recv_multipart()] if self.router in ready else []
+
+    def hear(self, count: int) -> list[list[bytes]]:
+        """The next ``count`` messages."""
+        heard: list[list[bytes]] = []
+        self.until(lambda: heard.extend(self.turn()) or len(heard) >= count)
+        return heard
+
+    def until(self, condition: Callable[[], Any]) -> None:
+        """Ask for ``condition`` until it holds."""
+        deadline = time.monotonic() + unit(5)
+        while not condition():
+            assert time.monotonic() < deadline, "it did not come about in time"
+
+    def dealer(self, name: bytes) -> zmq.Socket[bytes]:
+        made = self.context.socket(zmq.DEALER)
+        self.stack.callback(made.close, linger=0)
+        made.setsockopt(zmq.IDENTITY, name)
+        made.setsockopt(zmq.RECONNECT_IVL, 10)
+        made.connect(f"ipc://{self.path}")
+        return made
+
+    def silent(self, count: int) -> list[socket.socket]:
+        """Connections that say nothing, as many of ``count`` as there is room for in the queue."""
+        links: list[socket.socket] = []
+        while len(links) < count:
+            link = self.stack.enter_context(socket.socket(socket.AF_UNIX))
+            link.setblocking(False)
+            try:
+                link.connect(self.path)
+            except BlockingIOError:
+                link.close()
+                break
+            links.append(link)
+        return links
+
+    def sockets(self) -> int:
+        """How many sockets of this door there are, connections among them."""
+        return sum(self.path in line for line in Path("/proc/net/unix").read_text().splitlines())
+
+
+@pytest.fixture
+def entry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Entry]:
+    with ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory())
+        yield Entry(f"{directory}/door", stack, monkeypatch)
+
+
+def test_who_comes_is_heard_and_answered(entry: Entry) -> None:
+    peers = {f"p{number}".encode(): entry.dealer(f"p{number}".encode()) for number in range(30)}
+    for name, peer in peers.items():
+        peer.send(b"from " + name)
+    assert sorted(entry.hear(30)) == sorted([name, b"from " + name] for name in peers)
+    for name, peer in peers.items():
+        entry.router.send_multipart([name, b"to " + name])
+        assert peer.recv() == b"to " + name
+
+
+def test_nobody_is_let_in_for_whom_there_is_no_descriptor(entry: Entry, caplog: pytest.LogCaptureFixture) -> None:
+    inside = entry.dealer(b"inside")
+    inside.send(b"early")
+    assert entry.hear(1) == [[b"inside", b"early"]]
+    links: list[socket.socket] = []
+    while not entry.door.is_full:
+        links += entry.silent(1)
+        entry.turn()
+    entry.silent(100)  # what the queue holds
+    for _ in range(10):
+        entry.turn()
+        entry.door.open()
+    assert 32 <= open_files.free() < 100
+    inside.send(b"still")
+    assert entry.hear(1) == [[b"inside", b"still"]]
+    words = r"door: nobody is let in: \d+ of 256 descriptors are free, and 43 must be"
+    assert len(re.findall(words, caplog.text)) == 1
+
+    outside = entry.dealer(b"outside")
+    outside.send(b"late")
+    for link in links:
+        link.close()
+    heard: list[list[bytes]] = []
+
+    def is_heard() -> bool:
+        entry.door.open()
+        heard.extend(entry.turn())
+        return bool(heard)
+
+    entry.until(is_heard)
+    assert heard == [[b"outside", b"late"]]
+    assert not entry.door.is_full
+
+
+def test_sockets_are_closed_whose_peers_have_gone(entry: Entry) -> None:
+    before, sockets = open_files.free(), entry.sockets()
+    for number in range(40):
+        peer = entry.dealer(b"p%d" % number)
+        peer.send(b"hello")
+        entry.hear(1)
+        peer.close(linger=0)
+        entry.door.open()
+
+    def are_closed() -> bool:
+        entry.turn()
+        entry.door.open()
+        return entry.sockets() == sockets and open_files.free() == before
+
+    stays = entry.dealer(b"stays")
+    stays.send(b"hello")
+    entry.hear(1)
+    stays.send(b"again")
+    entry.hear(1)
+    stays.close(linger=0)
+    entry.until(are_closed)
+
+
+def test_a_peer_that_stays_is_not_cut_off_when_others_of_its_batch_go(entry: Entry) -> None:
+    stays, goes = entry.dealer(b"stays"), entry.dealer(b"goes")
+    stays.send(b"1")
+    goes.send(b"1")
+    entry.hear(2)
+    goes.close(linger=0)
+    for number in range(30):
+        entry.turn()
+        entry.door.open()
+        stays.send(b"%d" % number)
+        assert entry.hear(1) == [[b"stays", b"%d" % number]]
+        entry.router.send_multipart([b"stays", b"yes"])
+        assert stays.recv() == b"yes"
+
+
+def test_what_a_peer_has_sent_before_it_left_is_heard(entry: Entry) -> None:
+    sockets = entry.sockets()
+    peer = entry.dealer(b"p")
+    for _ in range(5):
+        peer.send(bytes(100_000))
+    entry.door.look(entry.poller.poll(unit(10)))
+    entry.until(lambda: entry.sockets() > sockets + 1)
+    peer.close(linger=10_000)
+
+    def is_closed() -> bool:
+        entry.door.open()
+        return entry.sockets() == sockets
+
+    entry.until(is_closed)
+    assert len(entry.hear(5)) == 5
+
+
+def test_what_a_killed_process_has_left_is_in_nobodys_way(entry: Entry, tmp_path: Path) -> None:
+    for name in (entry.path, *(f"{entry.path}~{number:04x}" for number in range(5))):
+        Path(name).unlink(missing_ok=True)
+        Path(name).touch()
+    new_socket = partial(socket.socket, socket.AF_UNIX, socket.SOCK_STREAM)
+    other = Door(entry.poller, entry.router, entry.path, new_socket)
+    other.open()
+    peer = entry.dealer(b"p")
+    peer.send(b"hello")
+    heard: list[list[bytes]] = []
+
+    def is_heard() -> bool:
+        ready = entry.poller.poll(0.01)
+        other.look(ready)
+        heard.extend([entry.router.recv_multipart()] if entry.router in ready else [])
+        return bool(heard)
+
+    entry.until(is_heard)
+    other.close()
+
+
+def test_a_place_where_nothing_can_be_made(entry: Entry) -> None:
+    new_socket = partial(socket.socket, socket.AF_UNIX, socket.SOCK_STREAM)
+    with pytest.raises(FileNotFoundError):
+        Door(entry.poller, entry.router, "/nowhere/at/all", new_socket)
+    with pytest.raises(OSError, match="too long"):
+        Door(entry.poller, entry.router, "/tmp/" + "x" * (103 - ASIDE_NBYTES), new_socket)
