@@ -14,9 +14,9 @@ import zmq.asyncio
 
 from central_storage import observer
 from central_storage.observer import Patience, Session
-from cs_proto import messages
+from cs_proto import messages, open_files
 from cs_proto.codec import decode, encode
-from cs_proto.errors import NoAnswerError, PeerProtocolError, code_of
+from cs_proto.errors import DescriptorLimitError, NoAnswerError, PeerProtocolError, code_of
 
 
 @pytest.fixture
@@ -61,6 +61,23 @@ def test_an_observer_that_the_server_has_forgotten_says_hello_once_more(tmp_path
     assert session.repeats(question) == []
     with pytest.raises(PeerProtocolError, match="has not said hello"):
         session.answer(question, refused)
+
+
+def test_an_observer_that_is_refused_when_it_says_hello_once_more_is_told(tmp_path: Path) -> None:
+    (tmp_path / "server").touch()
+    session = Session(str(tmp_path), 45.0)
+    question = session.get("weights")
+    error = messages.Error(code_of(DescriptorLimitError), "no descriptor is left", None, "", -1, 0, "")
+    refused = [zmq.Frame(part) for part in encode(messages.Refused(0, error))]
+    with pytest.raises(DescriptorLimitError, match="no descriptor is left"):
+        session.answer(question, refused)
+
+
+def test_a_process_without_descriptors_gets_no_observer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "server").touch()
+    monkeypatch.setattr(open_files, "free", lambda: 15)
+    with pytest.raises(DescriptorLimitError, match="an observer needs up to 16 descriptors"):
+        Session(str(tmp_path), 45.0)
 
 
 @pytest.mark.parametrize("kind", [zmq.Context, zmq.asyncio.Context])

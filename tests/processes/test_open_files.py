@@ -75,6 +75,28 @@ with cs.CentralStorageStrategy(["cpu:0"]) as strategy:
 """
 
 
+#: cs-launch, started with a soft limit of 300.
+LAUNCHES = """
+import os, resource, sys
+from central_storage.launch.cli import main
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (300, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+sys.exit(main(["--devices", "cpu:0", sys.argv[1]]))
+"""
+
+LAUNCHED = """
+import resource
+import central_storage as cs
+
+def limits():
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+with cs.CentralStorageStrategy() as strategy:
+    in_worker = strategy.run(limits)
+    print(limits()[0], in_worker[0] == min(in_worker[1], 1 << 20))
+"""
+
+
 @dataclass
 class Training:
     """A script that trains until it is told to end."""
@@ -187,3 +209,9 @@ def test_a_program_that_forgets_to_close_observers_is_told(training: Training) -
 def test_a_script_with_many_open_files_trains() -> None:
     ended = run("-c", MANY_FILES)
     assert ended.ok().out == "[1.0, 1.0, 1.0] True\n"
+
+
+def test_a_launched_script_keeps_its_limit_and_workers_have_the_hard_one(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(LAUNCHED)
+    ended = run("-c", LAUNCHES, tmp_path / "script.py")
+    assert "300 True" in ended.ok().lines

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
 
-from cs_proto.polling import Poller
+from cs_proto.polling import Poller, is_readable
 
 
 class Socket:
@@ -112,3 +114,18 @@ def test_what_is_not_registered_any_more_is_not_named(poller: Poller[Socket], so
     poller.unregister_socket(socket)
     poller.used(socket)
     assert poller.poll(0) == set()
+
+
+def test_descriptors_of_any_number_may_be_asked_for() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    reader, writer = os.pipe()
+    high = fcntl.fcntl(reader, fcntl.F_DUPFD_CLOEXEC, 2000)
+    try:
+        assert not is_readable(high, 0)
+        os.write(writer, b"!")
+        assert is_readable(high, None)
+    finally:
+        for descriptor in (reader, writer, high):
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -17,11 +17,13 @@ import pytest
 from tests.client.launch.standins import LIMIT, Client, World, packet, standin_command, standin_environment, wait_gone
 from tests.harness.timing import unit
 
+from central_storage.launch import supervise
 from central_storage.launch.memory import Memfd
 from central_storage.launch.plan import Command
 from central_storage.launch.restarts import Restarts
 from central_storage.launch.supervise import transport_of
 from central_storage.recovery import Recovery
+from cs_proto import open_files
 from cs_proto.messages import (
     Died,
     Introduce,
@@ -173,6 +175,45 @@ def test_nonsense_is_dropped_or_ends_that_connection_and_nothing_else(
     for words in ("dropped a Ready of controller", "dropped a Output", "dropped a Shutdown"):
         assert words in caplog.text
     assert len(world.service.living_pids) == 2
+
+
+def test_who_does_not_say_who_it_is_is_cut_off(
+    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "_INTRODUCTION", 0.0)
+    world.start()
+    assert world.client("").receive() is None
+    assert f"process {os.getpid()} did not say who it is within 0 s" in caplog.text
+
+
+def test_an_observer_without_a_descriptor_is_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.start()
+    honest = world.client()
+    assert isinstance(honest.receive(), Serving)
+    monkeypatch.setattr(open_files, "may_have_guests", lambda: False)
+    observer = world.client("observer")
+    answer = observer.receive()
+    assert isinstance(answer, StartFailed)
+    assert answer.error.exception == "cs.DescriptorLimitError"
+    assert re.search(rf"^the supervisor \(pid {os.getpid()}\) has \d+ of \d+ descriptors open", answer.error.message)
+    assert observer.receive() is None
+    assert isinstance(world.client().receive(), Serving)  # a script is no observer
+
+
+def test_while_there_are_no_descriptors_peers_wait_and_no_timers_are_kept(
+    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "_ACCEPT_AGAIN", 0.001)
+    world.start()
+    assert isinstance(world.client().receive(), Serving)
+    timers = len(world.service._timers)
+    monkeypatch.setattr(open_files, "limit", lambda: 800)
+    monkeypatch.setattr(open_files, "free", lambda: 99)
+    client = world.client()
+    world.until(lambda: caplog.text.count("99 of 800 descriptors are free, and 100 must be") > 20)
+    assert len(world.service._timers) <= timers + 1
+    monkeypatch.setattr(open_files, "free", lambda: 100)
+    assert isinstance(client.receive(), Serving)
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
