@@ -15,10 +15,9 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from cs_proto import open_files
+from cs_proto import machine, open_files
 from cs_proto.errors import ConfigurationError, DeviceError, LaunchError, MemoryPlanError
 
-from . import machine
 from .config import ServerConfig
 
 __all__ = ["main"]

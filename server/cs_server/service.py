@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import zmq
 
-from cs_proto import open_files
+from cs_proto import machine, open_files
 from cs_proto import segments as names
 from cs_proto.arena import Arena
 from cs_proto.arrays import Array, Location, array_of
@@ -74,7 +74,7 @@ from cs_proto.moments import moments
 from cs_proto.polling import Poller
 from cs_proto.records import Buffer, Record, replace
 
-from . import addresses, kernels, machine, undo
+from . import addresses, kernels, undo
 from .arithmetic import Arithmetic
 from .carrying import carry
 from .config import ServerConfig

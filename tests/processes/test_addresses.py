@@ -9,7 +9,7 @@ import pytest
 from tests.harness.processes import run
 
 import central_storage as cs
-from cs_server import machine
+from cs_proto import machine
 
 TIB = 1 << 40
 

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from tests.harness.playbook import DEFAULTS
 
+from cs_proto import machine
 from cs_proto.descriptors import DTYPES
 from cs_proto.errors import MemoryPlanError
 from cs_proto.messages import VariableSpec
 from cs_proto.optimizers import OPTIMIZERS, SLOTS, rule_of
-from cs_server import machine, undo
+from cs_server import undo
 from cs_server.addresses import PAGE_NBYTES, Addresses, divided
 from cs_server.catalogue import Catalogue
 from cs_server.control import ControlMemory

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cs_server import machine
+from cs_proto import machine
 
 MACHINE = 1 << 40
 

@@ -12,7 +12,7 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from cs_proto.sizes import in_units
+from .sizes import in_units
 
 __all__ = ["address_nbytes", "addresses_left", "available_nbytes", "total_nbytes"]
 
