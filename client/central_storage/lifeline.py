@@ -97,6 +97,8 @@ class Lifeline:
         self.carry: Carry = _no_way
         #: Why the bytes of segments travel in frames; empty where they are mapped.
         self.carried_because = ""
+        #: Whether segments that this process only reads are mapped so that what it has read may be preserved.
+        self.may_preserve = False
         try:
             self._link.sendall(b"".join(encode(self._introduction)))
         except OSError as error:
@@ -191,6 +193,11 @@ class Lifeline:
         assert isinstance(array.place, Location)
         return self.segment(array.place.segment, array.place.offset + array.nbytes)
 
+    def map_anew(self, name: str) -> None:
+        """Have the segment called ``name`` mapped once more where it is asked for next. The mapping that there is stays
+        for as long as something views it."""
+        self._mappings.pop(name, None)
+
     def mailbox(self, request: MakeMailbox | OpenMailbox) -> tuple[Mailbox, list[int]]:
         """The supervisor's answer, with its descriptors, which are the caller's."""
         if self.carried_because:
@@ -235,7 +242,13 @@ class Lifeline:
             os.close(descriptors[0])
         else:
             try:
-                return Mapping(segment.segment, descriptors[0], segment.reservation, writable=segment.writable)
+                return Mapping(
+                    segment.segment,
+                    descriptors[0],
+                    segment.reservation,
+                    writable=segment.writable,
+                    may_preserve=self.may_preserve and not segment.writable,
+                )
             except OSError as error:
                 self.carried_because = f"the service's memory cannot be mapped here ({error.strerror})"
         return Carried(segment.segment, segment.reservation, lambda *asked: self.carry(*asked))

@@ -14,12 +14,14 @@ import errno
 import mmap
 import os
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
 
 from .arrays import Array, Location, view_of
 from .errors import LocalProtocolError, MemoryPlanError
+from .ranges import merged
 from .records import Frame
 from .sizes import in_units
 
@@ -62,11 +64,14 @@ _MADV_POPULATE_WRITE = 23
 # With small pages, finding where a row of a large table lies takes as long as reading it.
 _MADV_COLLAPSE = 25
 _HUGE_NBYTES = 2 << 20
-# What the module mmap does not offer: a mapping in the place of another, and of memory that is not accounted for.
+# What the module mmap does not offer: a mapping in the place of another, and of memory that is not accounted for; and
+# other rights to what is mapped.
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
-_mmap = ctypes.CDLL(None, use_errno=True).mmap
+_libc = ctypes.CDLL(None, use_errno=True)
+_mmap, _mprotect = _libc.mmap, _libc.mprotect
 _mmap.restype = ctypes.c_void_p
 _mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def parameters(dtype: str) -> str:
@@ -153,18 +158,22 @@ def read_only_at(address: int) -> tuple[str, int] | None:
 class Mapping:
     """A segment mapped into this process. Closing waits for nobody: views keep the pages until they go."""
 
-    def __init__(self, name: str, descriptor: int, nbytes: int, *, writable: bool) -> None:
-        """Map ``nbytes`` of the open file ``descriptor``, which is owned from here on."""
+    def __init__(self, name: str, descriptor: int, nbytes: int, *, writable: bool, may_preserve: bool = False) -> None:
+        """Map ``nbytes`` of the open file ``descriptor``, which is owned from here on. ``may_preserve``: what is read
+        here may be preserved; not for what is writable, nor for memory that a device reads, whose driver would copy
+        every page when it locks it."""
         self.name = name
         self.nbytes = nbytes
         self.writable = writable
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         try:
-            self._map, self._first = _mapped(descriptor, nbytes, protection)
+            kind = mmap.MAP_PRIVATE if may_preserve else mmap.MAP_SHARED
+            self._map, self._first = _mapped(descriptor, nbytes, protection, kind)
         except (OSError, ValueError, OverflowError):
             os.close(descriptor)
             raise
         self.memory = memoryview(self._map)[self._first : self._first + nbytes]
+        self._address: int = np.frombuffer(self.memory, np.uint8).__array_interface__["data"][0]
         self._descriptor = descriptor
         status = os.fstatvfs(descriptor)
         # A file system of limited size must be asked before every first touch; the kernel's own memory has no size.
@@ -175,8 +184,7 @@ class Mapping:
             weakref.finalize(self, os.close, descriptor).atexit = False
         else:
             os.close(descriptor)
-            start: int = np.frombuffer(self.memory, np.uint8).__array_interface__["data"][0]
-            _read_only[self._map] = name, start, nbytes
+            _read_only[self._map] = name, self._address, nbytes
 
     @property
     def free_nbytes(self) -> int | None:
@@ -251,7 +259,7 @@ class Mapping:
                     f"bytes {start} to {stop} of segment {self.name} could not be made present: {error.strerror}"
                 ) from error
             # A write of what stands there makes a page present. Only bytes of the range itself: others have owners.
-            touched = np.frombuffer(self.memory, np.uint8)[start:stop]
+            touched = np.ctypeslib.as_array((ctypes.c_uint8 * (stop - start)).from_address(self._address + start))
             touched[:1] |= 0
             touched[-start % mmap.PAGESIZE :: mmap.PAGESIZE] |= 0
 
@@ -266,8 +274,37 @@ class Mapping:
         """Make these whole pages those of the segment again."""
         self._remap(start, stop, mmap.MAP_SHARED)
 
+    def preserve(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Let these bytes (start, stop), and what else lies in their pages, stay what they are in this mapping, whoever
+        writes them in the segment: their pages become this process's own. It takes one that ``may_preserve``.
+
+        Raises :class:`MemoryPlanError` where the kernel has no memory for that; then nothing has changed.
+        """
+        pages = _pages(ranges)
+        try:
+            for start, stop in pages:
+                self._protect(start, stop, mmap.PROT_READ | mmap.PROT_WRITE)
+                self._touch(start, stop)
+                self._protect(start, stop, mmap.PROT_READ)
+        except MemoryPlanError:
+            for start, stop in pages:
+                self._advise(mmap.MADV_DONTNEED, start, stop)
+                _mprotect(self._address + start, stop - start, mmap.PROT_READ)
+            raise
+
+    def preserved_nbytes(self, ranges: Sequence[tuple[int, int]]) -> int:
+        """The memory that :meth:`preserve` takes."""
+        return sum(stop - start for start, stop in _pages(ranges))
+
+    def _protect(self, start: int, stop: int, protection: int) -> None:
+        if _mprotect(self._address + start, stop - start, protection):
+            raise MemoryPlanError(
+                f"bytes {start} to {stop} of segment {self.name} could not be preserved: "
+                f"{os.strerror(ctypes.get_errno())}"
+            )
+
     def _remap(self, start: int, stop: int, kind: int) -> None:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory)) + start
+        address = self._address + start
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         if _mmap(address, stop - start, protection, kind | _MAP_FIXED, self._descriptor, start) != address:
             raise MemoryPlanError(
@@ -286,17 +323,23 @@ class Mapping:
         self._map.madvise(advice, self._first + first, last - first)
 
 
-def _mapped(descriptor: int, nbytes: int, protection: int) -> tuple[mmap.mmap, int]:
+def _pages(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The pages that bytes ``start`` to ``stop`` lie in, ascending."""
+    page = mmap.PAGESIZE
+    return merged((start - start % page, -(-stop // page) * page) for start, stop in ranges)
+
+
+def _mapped(descriptor: int, nbytes: int, protection: int, kind: int) -> tuple[mmap.mmap, int]:
     """A mapping, and where in it the file begins: at an address at which huge pages can be mapped, where that can be
     had. Raises OSError, ValueError and OverflowError."""
     try:
         room = mmap.mmap(-1, nbytes + _HUGE_NBYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, protection)
     except (OSError, OverflowError):  # no room for 2 MiB more, or none that is not accounted for
-        return mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED, protection), 0
+        return mmap.mmap(descriptor, nbytes, kind, protection), 0
     address: int = np.frombuffer(room, np.uint8).__array_interface__["data"][0]
     first = -address % _HUGE_NBYTES
     # It takes the place of the room, and goes with it.
-    if _mmap(address + first, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0) != address + first:
+    if _mmap(address + first, nbytes, protection, kind | _MAP_FIXED, descriptor, 0) != address + first:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
     return room, first

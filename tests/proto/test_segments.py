@@ -294,3 +294,81 @@ def test_what_the_kernel_does_not_map_again_is_refused(file: int, monkeypatch: p
     with pytest.raises(MemoryPlanError, match=r"bytes 0 to 4096 of segment arena/0 .* be mapped again: Bad file"):
         mapped.detach(0, PAGE)
     assert not mapped.elements("uint8").any()
+
+
+# --- what was read stays what it was ----------------------------------------------------------------------------------
+
+
+def reader(file: int) -> Mapping:
+    """A mapping that may preserve what was read."""
+    descriptor = os.open(f"/proc/self/fd/{file}", os.O_RDONLY)
+    return Mapping("parameters/float32", descriptor, NBYTES, writable=False, may_preserve=True)
+
+
+@pytest.fixture(params=[False, True], ids=["this kernel", "an old kernel"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param:
+        monkeypatch.setattr(segments, "_MADV_POPULATE_WRITE", 9999)  # EINVAL, as before Linux 5.14
+
+
+def test_a_reader_sees_what_is_written_until_it_preserves_it(file: int, kernel: None) -> None:
+    there, mine = mapping(file).elements("uint8"), reader(file)
+    view = mine.elements("uint8")
+    there[:] = 1
+    assert (view == 1).all()
+    there[:] = 2
+    mine.preserve([(PAGE + 5, 2 * PAGE), (2 * PAGE, 2 * PAGE + 1), (5 * PAGE, 5 * PAGE), (7 * PAGE + 9, NBYTES)])
+    there[:] = 3
+    seen = view.reshape(-1, PAGE)
+    assert (seen == seen[:, :1]).all()
+    assert seen[:, 0].tolist() == [3, 2, 2, 3, 3, 3, 3, 2]
+    assert (reader(file).elements("uint8") == 3).all()
+
+
+def test_what_is_preserved_cannot_be_written(file: int, kernel: None) -> None:
+    mine = reader(file)
+    mine.preserve([(0, PAGE)])
+    address = np.frombuffer(mine.memory, np.uint8).__array_interface__["data"][0]
+    with open("/proc/self/maps") as maps:
+        rights = [line.split()[1] for line in maps if int(line.partition("-")[0], 16) == address]
+    assert rights == ["r--p"]
+
+
+def test_preserving_takes_the_pages_of_the_ranges_once(file: int) -> None:
+    mine = reader(file)
+    assert mine.preserved_nbytes([(5, 6), (PAGE - 1, PAGE + 1), (5 * PAGE, 6 * PAGE)]) == 3 * PAGE
+    assert mine.preserved_nbytes([]) == 0
+
+
+def test_where_the_kernel_refuses_nothing_is_preserved(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    there, mine = mapping(file).elements("uint8"), reader(file)
+    view = mine.elements("uint8")
+    there[:] = 1
+    protect, asked = segments._mprotect, []
+
+    def refuse(address: int, nbytes: int, protection: int) -> int:
+        asked.append(protection)
+        return -1 if len(asked) == 3 else protect(address, nbytes, protection)
+
+    monkeypatch.setattr(segments, "_mprotect", refuse)
+    with pytest.raises(MemoryPlanError, match=rf"bytes {4 * PAGE} to {5 * PAGE} of segment .* could not be preserved"):
+        mine.preserve([(0, PAGE), (4 * PAGE, 5 * PAGE)])
+    there[:] = 2
+    assert (view == 2).all()
+
+
+def test_what_is_preserved_goes_with_its_last_view(file: int) -> None:
+    mine = reader(file)
+    view = mine.elements("uint8")[:10]
+    mine.preserve([(0, NBYTES)])
+    address = view.__array_interface__["data"][0]
+    del mine
+    assert is_mapped(address)
+    del view
+    assert not is_mapped(address)
+
+
+def is_mapped(address: int) -> bool:
+    with open("/proc/self/maps") as maps:
+        bounds = [tuple(int(end, 16) for end in line.split()[0].split("-")) for line in maps]
+    return any(start <= address < stop for start, stop in bounds)
