@@ -583,7 +583,8 @@ Note = ApplyPoint | AssignPoint | WriteNote
 @record(60)
 class Ask(_OfStep):
     """Replica to server: my notes since the last message, and a point whose answer I wait for. ``client`` is the one
-    whose run it is: another counts its runs from 1 again."""
+    whose run it is: another counts its runs from 1 again. ``preserved``: a commit changes nothing that the function has
+    been shown (:class:`Preserve`)."""
 
     run: RunId
     replica: int
@@ -592,6 +593,7 @@ class Ask(_OfStep):
     point: ApplyPoint | AssignPoint | CreatePoint | ReducePoint | GatherPoint | MergeCallPoint | ReadPoint
     series: int = 0
     client: str = ""
+    preserved: bool = False
 
 
 @record(61)
@@ -830,6 +832,18 @@ class WorkerRestarted(_OfRun):
 
     run: RunId
     worker: Worker
+
+
+# --- what the server asks -------------------------------------------------------------------------------------------
+
+
+@record(140)
+class Preserve(_OfRun):
+    """Server to a replica that waits at point ``k``: another replica reads its own update, so a commit comes in the
+    midst of the run. Preserve what the function has been shown of variables, and send the same Ask, ``preserved``."""
+
+    run: RunId
+    k: int
 
 
 # --- client to worker (and, during a merge_call, token holder to worker) --------------------------------------------

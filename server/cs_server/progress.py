@@ -3,7 +3,8 @@
 Owns the decisions: which merge points are agreed, when they are committed, who is answered, when a run is at an end.
 It is asked after every event and looks at nothing but the tables, so being asked once more changes nothing. Replicas
 look at variables without asking, so nothing is committed before each of them has returned or waits, and nobody who
-waits is let go on while a commit is under way.
+waits is let go on while a commit is under way. What a replica that waits has been shown stays what it is: before the
+commit it is asked to preserve that.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from cs_proto.messages import (
     GatherPoint,
     MergeCallPoint,
     PointFailed,
+    Preserve,
     ReadPoint,
     Reduced,
     ReducePoint,
@@ -81,6 +83,8 @@ class Progress:
             return  # somebody is at work, and the others have returned
         self._answer(run)
         if self._is_stopped(run) and self._must_commit(run):
+            if not self._is_preserved(run):
+                return
             self._commit(run)
             if self._commits.is_busy:
                 return
@@ -257,6 +261,16 @@ class Progress:
             return False
         reads = (self._tables.stands[run, replica].read for replica in self._waiting(run))
         return self._is_merge_call(run, state) or any(read is not None and read.k <= state.agreed for read in reads)
+
+    def _is_preserved(self, run: RunId) -> bool:
+        """Whether a commit changes nothing that those who wait have been shown; the others are asked to see to that."""
+        waiting = self._waiting(run)
+        for replica in waiting:
+            stand, peer = self._tables.stands[run, replica], self._sessions.worker_peer(replica)
+            if stand.views == "live" and peer is not None:
+                self._tables.stands[run, replica] = replace(stand, views="asked")
+                self._out.append(Send(peer, Preserve(run, stand.waiting if stand.read is None else stand.read.k)))
+        return all(self._tables.stands[run, replica].views == "preserved" for replica in waiting)
 
     def _commit(self, run: RunId) -> None:
         state = self._tables.runs[run]

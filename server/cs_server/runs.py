@@ -26,6 +26,7 @@ from cs_proto.messages import (
     Merged,
     Note,
     PointFailed,
+    Preserve,
     ReadPoint,
     Reduced,
     Return,
@@ -100,7 +101,8 @@ class Runs:
             self._bring(run, replica, point)
         stand = self._tables.stands[run, replica]
         if (reads and stand.read == point) or (not reads and stand.waiting == point.k):
-            return  # it waits for just this
+            self._ask_again(peer, record, stand)
+            return
         is_new = stand.again > known.again or (reads and stand.returned is None)
         answer = self.answer(run, replica, point.k, reads)
         must_wait = self._commits.is_busy or self.is_deferred(run)
@@ -115,10 +117,22 @@ class Runs:
             if stand.is_replaying and answer is None:
                 raise self._gone_on(stand, f"waits at {merge.title(point)}")
             self._tables.stands[run, replica] = replace(
-                stand, since=now, waiting=-1 if reads else point.k, read=point if isinstance(point, ReadPoint) else None
+                stand,
+                since=now,
+                waiting=-1 if reads else point.k,
+                read=point if isinstance(point, ReadPoint) else None,
+                views="preserved" if record.preserved else "live",
             )
             if inside == point.k and not reads:
                 self.tell_holder(run, replica)
+
+    def _ask_again(self, peer: bytes, record: Ask, stand: Stand) -> None:
+        """It waits for just this already: it says that it has preserved what it was asked to, or may not have heard
+        that it was."""
+        if record.preserved and stand.views != "preserved":
+            self._tables.stands[record.run, record.replica] = replace(stand, views="preserved")
+        elif stand.views == "asked":
+            self._out.append(Send(peer, Preserve(record.run, record.point.k)))
 
     def tell_holder(self, run: RunId, replica: int) -> None:
         """A replica comes to a merge_call whose token is out, so its worker is another than when it was handed out:

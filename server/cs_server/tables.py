@@ -177,7 +177,9 @@ class Stand(_Row):
     """Where one replica of a run stands: it has brought ``count`` merge points and ``writes`` write notes and,
     ``since`` then, it waits at merge point ``waiting`` (-1: it does not), or to ``read`` what it wrote, or has
     ``returned``, or its worker is lost. After one of ``deaths`` of its worker the run is replayed: of what is recorded
-    the worker in its place has brought ``again`` merge points and ``writes_again`` write notes."""
+    the worker in its place has brought ``again`` merge points and ``writes_again`` write notes. While it waits, what
+    its function has been shown of variables is ``live``, so that a commit would change it, or it has been ``asked`` to
+    preserve that, or that is ``preserved``."""
 
     count: int
     since: float
@@ -189,6 +191,7 @@ class Stand(_Row):
     again: int = 0
     writes_again: int = 0
     deaths: int = 0
+    views: Literal["live", "asked", "preserved"] = "live"
 
     @property
     def is_replaying(self) -> bool:
@@ -199,6 +202,11 @@ class Stand(_Row):
     def is_waiting(self) -> bool:
         """Whether it waits for an answer."""
         return self.waiting >= 0 or self.read is not None
+
+    @property
+    def is_preserving(self) -> bool:
+        """Whether it waits, and others wait for what it has been asked to preserve."""
+        return self.is_waiting and self.views == "asked"
 
     @property
     def is_stopped(self) -> bool:

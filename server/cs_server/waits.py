@@ -59,7 +59,7 @@ class Waits:
         if not stopped or now - max(min(stopped), state.named) < NAME_EVERY:
             return
         self._tables.runs[run] = replace(state, named=now)
-        working = [replica for replica, stand in enumerate(stands) if not stand.is_stopped]
+        working = [replica for replica, stand in enumerate(stands) if not stand.is_stopped or stand.is_preserving]
         seen = self._tables.tally.seen
         awaited = [
             f"{self._sessions.title(r)}, {'being started again' if r in self._tables.deaths else 'last seen'}"
@@ -99,13 +99,15 @@ class Waits:
         waiting = self._waiting(state, stands)
         for replica, stand in enumerate(stands):
             session = self._tables.workers.get(replica)
-            is_at_work = not stand.is_stopped or (replica == 0 and state.token >= 0)  # with the merge function
+            # With the merge function, too.
+            is_at_work = not stand.is_stopped or stand.is_preserving or (replica == 0 and state.token >= 0)
             if not is_at_work or not waiting or session is None or replica in self._tables.deaths:
                 continue
             seen = self._tables.tally.seen
             if now - max(seen[replica], min(waiting)) > timeout:
                 seen[replica] = now
-                reason = f"it did not come to its next merge point within {timeout:g} s in {name(run)}"
+                what = "preserve what it has read" if stand.is_preserving else "come to its next merge point"
+                reason = f"it did not {what} within {timeout:g} s in {name(run)}"
                 self._out.append(Log(f"{self._sessions.title(replica)} is ended: {reason}", slow=True))
                 self._out.append(EndWorker(replica, session.worker.incarnation, reason))
 

@@ -407,9 +407,16 @@ def dies(replica: int, incarnation: int = 1, cause: str = "SIGKILL") -> ProcessD
 
 
 def asks(
-    replica: int, point: Any, notes: tuple[Note, ...] = (), run: tuple[int, ...] = (1,), series: int = 0
+    replica: int,
+    point: Any,
+    notes: tuple[Note, ...] = (),
+    run: tuple[int, ...] = (1,),
+    series: int = 0,
+    preserved: bool = False,
 ) -> Received:
-    return Received(w(replica), Ask(run, replica, 1, notes, point, series))
+    """A replica asks. Who reads its own update, or calls a merge function, has preserved what it was shown."""
+    is_preserved = preserved or isinstance(point, ReadPoint | MergeCallPoint)
+    return Received(w(replica), Ask(run, replica, 1, notes, point, series, preserved=is_preserved))
 
 
 def returns(

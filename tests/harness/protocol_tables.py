@@ -33,6 +33,7 @@ _GROUPS = [
     (70, 89, "What the server answers"),
     (90, 109, "Controller to worker"),
     (110, 139, "The supervisor's socket"),
+    (140, 149, "What the server asks"),
 ]
 
 

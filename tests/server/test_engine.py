@@ -60,6 +60,7 @@ from cs_proto.messages import (
     MergeCallPoint,
     MergeCallReturn,
     PointFailed,
+    Preserve,
     ReadPoint,
     ReducePoint,
     Refused,
@@ -108,6 +109,7 @@ MOVES: dict[str, Callable[[int, int], Any]] = {
     "merge_call": lambda k, r: merge_calls(k, b"%d" % r),
 }
 WAITED = (ReadPoint, ReducePoint, GatherPoint, CreatePoint, MergeCallPoint)
+PRESERVED = (ReadPoint, MergeCallPoint)
 
 
 @dataclass
@@ -117,8 +119,9 @@ class Replica:
     number: int
     program: list[str]
     k: int = 0
-    #: The point whose answer it waits for.
+    #: The point whose answer it waits for, and the question.
     awaited: Any = None
+    asked: Ask | None = None
     has_returned: bool = False
     given_back: MergeCallReturn | None = None
     notes: list[Any] = field(default_factory=list)
@@ -138,7 +141,8 @@ class Replica:
             if isinstance(point, WAITED) or getattr(point, "checked", False) or getattr(point, "variables", ()):
                 self.awaited = point
                 notes, self.notes = tuple(self.notes), []
-                return Ask(RUN, self.number, 1, notes, point)
+                self.asked = Ask(RUN, self.number, 1, notes, point, preserved=isinstance(point, PRESERVED))
+                return self.asked
             self.notes.append(point)
         return self._return("")
 
@@ -193,6 +197,10 @@ def play(programs: list[list[str]], chance: random.Random | None) -> tuple[list[
             case Compute(ticket, _, _, components):
                 total = sum(float(np.frombuffer(c[0].place.data, "float32")[0]) for c in components)  # type: ignore[union-attr]
                 pending.append(Computed(ticket, (scalar(total),), None))
+            case Send(peer, Preserve()):
+                asked = replicas[int(peer[1:2])].asked
+                assert asked is not None
+                pending.append(hears(peer, replace(asked, preserved=True)))
             case Send(peer, record) if peer != CONTROLLER:
                 replicas[int(peer[1:2])].hear(record)
 

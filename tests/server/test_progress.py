@@ -17,6 +17,7 @@ from tests.harness.playbook import (
     assigns,
     commits,
     computes,
+    dies,
     fault,
     first_apply,
     gathers,
@@ -26,6 +27,7 @@ from tests.harness.playbook import (
     merge_calls,
     reads,
     reduces,
+    register,
     result,
     returns,
     scalar,
@@ -38,6 +40,7 @@ from tests.harness.playbook import (
 
 from cs_proto.messages import (
     Accepted,
+    Ask,
     Assign,
     Committed,
     CreatedInRun,
@@ -45,6 +48,7 @@ from cs_proto.messages import (
     MergeCallReturn,
     Merged,
     PointFailed,
+    Preserve,
     Reduced,
     Refused,
     RunFinished,
@@ -53,7 +57,18 @@ from cs_proto.messages import (
     Value,
     Variable,
 )
-from cs_server.events import Apply, Commit, Discard, Fill, MemoryAvailable, Send
+from cs_server.events import (
+    Apply,
+    Command,
+    Commit,
+    Discard,
+    Fill,
+    Fingerprint,
+    Fingerprinted,
+    MemoryAvailable,
+    Received,
+    Send,
+)
 
 W = lies("parameters/float32", 0)
 NONE, SUM, MEAN, ONLY_FIRST = range(4)
@@ -388,9 +403,121 @@ def test_nothing_is_committed_while_a_replica_is_at_work() -> None:
 def test_nobody_is_let_go_on_during_a_commit() -> None:
     book = training()
     book.on(asks(0, reads(1), (applies(0),), run=(2,)))
-    book.on(asks(1, reduces(1, scalar(1)), (applies(0),), run=(2,)), commits(steps(2, ((0, 1),))))
+    book.on(asks(1, reduces(1, scalar(1)), (applies(0),), run=(2,), preserved=True), commits(steps(2, ((0, 1),))))
     book.on(book.finished(), Send(w(0), Committed((2,), 1)))
     book.on(asks(0, reduces(1, scalar(2)), run=(2,)), computes((scalar(2),), (scalar(1),), reduce="SUM"))
+
+
+# --- a commit in the midst of a run ---------------------------------------------------------------------------------
+
+
+def reads_while_another_waits(replicas: int = 2) -> Playbook:
+    """Replica 0 reads its own update; the others wait at an all_reduce and have been asked to preserve what they have
+    been shown."""
+    book = training(replicas)
+    book.on(asks(0, reads(1), (applies(0),), run=(2,)))
+    for replica in range(1, replicas - 1):
+        book.on(asks(replica, reduces(1, scalar(1)), (applies(0),), run=(2,)))
+    asked = [Send(w(replica), Preserve((2,), 1)) for replica in range(1, replicas)]
+    book.on(asks(replicas - 1, reduces(1, scalar(1)), (applies(0),), run=(2,)), *asked)
+    return book
+
+
+def preserves(replica: int) -> Received:
+    return asks(replica, reduces(1, scalar(1)), (applies(0),), run=(2,), preserved=True)
+
+
+def test_who_waits_is_asked_to_preserve_what_it_has_been_shown() -> None:
+    book = reads_while_another_waits()
+    book.on(preserves(1), commits(steps(2, ((0, 1),))))
+    book.on(book.finished(), Send(w(0), Committed((2,), 1)))
+    book.on(asks(0, reduces(1, scalar(2)), run=(2,)), computes((scalar(2),), (scalar(1),), reduce="SUM"))
+    book.repeat_all()
+
+
+def test_a_commit_waits_for_all_of_them() -> None:
+    book = reads_while_another_waits(3)
+    book.on(preserves(2))
+    book.on(MemoryAvailable(1 << 30))  # nothing is asked twice
+    book.on(preserves(1), commits(steps(2, ((0, 1),), (0, 0, 0))))
+
+
+def test_what_is_preserved_is_so_for_every_commit_of_the_same_wait() -> None:
+    book = training()
+    book.on(asks(0, reads(1), (applies(0),), run=(2,)))
+    waits = asks(1, reduces(2, scalar(1)), (applies(0), applies(1, buffers=1)), run=(2,))
+    book.on(waits, Send(w(1), Preserve((2,), 2)))
+    book.on(replace(waits, record=replace(waits.record, preserved=True)), commits(steps(2, ((0, 1),))))
+    book.on(book.finished(), Send(w(0), Committed((2,), 1)))
+    book.on(asks(0, reads(2), (applies(1, buffers=1),), run=(2,)), commits(steps(3, ((0, 1),), (1, 1))))
+    book.on(book.finished(), Send(w(0), Committed((2,), 2)))
+
+
+def test_in_its_next_wait_it_is_asked_again() -> None:
+    book = reads_while_another_waits()
+    book.does(preserves(1))
+    book.does(book.finished())
+    book.does(asks(0, reduces(1, scalar(2)), run=(2,)))
+    book.on(book.computed(scalar(3)), to(w(0), Reduced), to(w(1), Reduced))
+    book.on(asks(0, reads(3), (applies(2),), run=(2,)))
+    book.on(asks(1, reduces(3, scalar(1)), (applies(2),), run=(2,)), Send(w(1), Preserve((2,), 3)))
+
+
+def test_where_nothing_is_committed_nobody_is_asked() -> None:
+    book = training()
+    book.on(asks(0, reduces(1, scalar(1)), (applies(0),), run=(2,)))
+    together = computes((scalar(1),), (scalar(1),), reduce="SUM")
+    book.on(asks(1, reduces(1, scalar(1)), (applies(0),), run=(2,)), together)
+    book.on(book.computed(scalar(2)), to(w(0), Reduced), to(w(1), Reduced))
+    book.on(returns(0, 2, run=(2,)))
+    book.on(returns(1, 2, run=(2,)), commits(steps(2, ((0, 1),))))
+
+
+def test_who_has_not_heard_of_it_is_asked_again() -> None:
+    """A worker says its question again to a server in the place of one that died."""
+    book = reads_while_another_waits()
+    again = asks(1, reduces(1, scalar(1)), (applies(0),), run=(2,))
+    book.on(again, Send(w(1), Preserve((2,), 1)))
+    book.on(preserves(1), commits(steps(2, ((0, 1),))))
+    book.on(again)  # it has come late
+
+
+def replays(book: Playbook) -> list[Command]:
+    """The worker of replica 1 dies, and the one in its place comes to where it waited; what follows in the end."""
+    event = dies(1)
+    commands = book.does(replace(event, died=replace(event.died, restarts=True)))
+    commands += book.does(hears(w(1, 2), register(1, 2)))
+    for again in (None, hears(w(1, 2), REPLAY)):
+        if again is not None:
+            commands = book.does(again)
+        while fingerprints := [command for command in commands if isinstance(command, Fingerprint)]:
+            commands = book.does(Fingerprinted(fingerprints[0].ticket, b"the same"))
+    return commands
+
+
+REPLAY = Ask((2,), 1, 2, (applies(0),), reduces(1, scalar(1)))
+
+
+def test_one_that_dies_before_it_has_preserved_is_asked_when_it_waits_again() -> None:
+    book = reads_while_another_waits()
+    assert replays(book) == [Send(w(1, 2), Preserve((2,), 1))]
+    book.on(hears(w(1, 2), replace(REPLAY, preserved=True)), commits(steps(2, ((0, 1),))))
+    book.on(book.finished(), Send(w(0), Committed((2,), 1)))
+
+
+def test_one_that_dies_when_it_has_preserved_is_asked_when_it_waits_again() -> None:
+    book = reads_while_another_waits(3)
+    book.on(preserves(1))
+    assert replays(book) == [Send(w(1, 2), Preserve((2,), 1))]
+    book.on(preserves(2))
+    book.on(hears(w(1, 2), replace(REPLAY, preserved=True)), commits(steps(2, ((0, 1),), (0, 0, 0))))
+
+
+def test_who_cannot_preserve_returns_an_error_and_the_run_ends_with_it() -> None:
+    book = reads_while_another_waits()
+    book.on(returns(1, 1, run=(2,), raises="cs.MemoryPlanError"), commits(steps(2, ((0, 1),))))
+    book.on(book.finished(), Send(w(0), Committed((2,), 1)))
+    book.on(returns(0, 1, run=(2,)), to(CONTROLLER, RunFinished, "cs.MemoryPlanError"))
 
 
 def test_who_has_written_nothing_reads_at_once() -> None:

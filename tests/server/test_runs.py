@@ -95,7 +95,7 @@ def test_a_wrong_question_fails_at_its_point_and_counts_for_nothing(wrong: Recei
     ask = wrong.record
     assert isinstance(ask, Ask)
     if len(ask.run) == 1:
-        ask = Ask((2,), 0, 1, ask.notes, ask.point)
+        ask = replace(ask, run=(2,))
     failed = to(w(0), PointFailed, "cs.PeerProtocolError", reason, k=ask.point.k, ends_run=True)
     book.on(hears(w(0), ask), failed)
     book.on(asks(0, reduces(0, scalar(1)), run=(2,)))

@@ -87,7 +87,7 @@ def test_reading_what_a_merge_point_wrote_commits_those_before_it_and_none_after
     seen = book()
     seen.on(asks(0, reads(1), (note(0, 0, 1), assigns(0, array(1, 1, 1)), note(1, 1, 2))))
     seen.on(
-        asks(1, reduces(1, scalar(1)), (assigns(0, array(2, 2, 2)), note(1, 0, 3))),
+        asks(1, reduces(1, scalar(1)), (assigns(0, array(2, 2, 2)), note(1, 0, 3)), preserved=True),
         commits(done(1), writes(W, "assign_add", array(1, 1, 1), array(2, 2, 2), reduce="SUM")),
     )
     seen.on(seen.finished(), to(w(0), Committed, k=1))
