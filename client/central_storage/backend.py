@@ -109,8 +109,13 @@ class ReplicaBackend(_Catalogue, Protocol):
     devices: tuple[str, ...]
 
     def view(self, number: int) -> np.ndarray:
-        """The variable's value on this replica's device: read-only, no copy, current until this replica next waits.
-        Commits what this replica noted for the variable first."""
+        """The variable's value on this replica's device: read-only, and it keeps its bits until the run is over. Free
+        of copies where no value is read again after its own update. Commits what this replica noted for the variable
+        first."""
+
+    def hold(self, value: Any) -> None:
+        """Hold what :meth:`view` gave until this replica's run is over: who reads a variable in CUDA's way holds the
+        variable and not the memory."""
 
     def apply(
         self,

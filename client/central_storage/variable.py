@@ -1,7 +1,8 @@
 """Variables: handles of arrays that live in the server.
 
-A variable holds no value. Inside a replica its array protocols give a read-only view of the server's own memory;
-everywhere else, and by ``value()``, ``read_value()`` and ``numpy()``, reading gives a copy that never changes.
+A variable holds no value. Inside a replica its array protocols give a read-only view of the server's own memory, which
+keeps its bits until the replica function returns, whoever updates the variable meanwhile. Everywhere else, and by
+``value()``, ``read_value()`` and ``numpy()``, reading gives a copy that never changes.
 """
 
 from __future__ import annotations
@@ -69,6 +70,11 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
     ``aggregation`` says how assigns made by several replicas become one; None is NONE. ``synchronization`` is stored;
     of ON_READ a variable is not ``trainable``, else it is unless said. ``constraint`` is a function of the value, an
     array, to a value of its shape and dtype, which every ``apply_gradients`` applies after its update.
+
+    In a replica ``np.asarray``, operators, indexing and DLPack read the server's memory without a copy. What was read
+    keeps its bits until the replica function returns, and must not be kept longer; ``numpy()``, ``value()`` and
+    ``read_value()`` give copies that may. A view that is held while the variables are updated and read again is copied
+    then.
 
     Made outside every scope it is *local*: the value is held here until a strategy's ``run`` takes the variable along;
     from then on it belongs to that strategy. Assigns to it in replicas need no aggregation and no agreement: each
@@ -292,7 +298,11 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
         return np.array(convert_to_tensor(self.current()))
 
     def current(self) -> np.ndarray:
-        """What the array protocols give: a read-only view inside a replica, a copy elsewhere."""
+        """What the array protocols give: a read-only view inside a replica, valid until its function returns, a copy
+        elsewhere.
+
+        Raises MemoryPlanError where views that are held through an update take more memory than there is.
+        """
         if self._epoch is reading.epoch:
             return self._view
         if self._local is not None:
@@ -305,6 +315,12 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
             self._view = value  # first: Ctrl-C may come in between
             self._epoch = reading.epoch
         return value
+
+    def forget_view(self) -> None:
+        """Hold no view any more: what is read next is asked for."""
+        if self._epoch is not _NEVER:
+            self._epoch = _NEVER  # first: Ctrl-C may come in between
+            del self._view
 
     def sparse_read(self, indices: Any, name: str | None = None) -> np.ndarray:
         """A copy of the rows ``indices`` (integers of any shape): their shape, then that of a row. Only these move.
@@ -323,7 +339,8 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
         return (self._replica or self._controller).read_rows(self._number, rows)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """A read-only view inside a replica, a copy elsewhere."""
+        """A read-only view inside a replica, valid until its function returns: after that it shows whatever the server
+        writes. A copy elsewhere."""
         if self._epoch is reading.epoch and dtype is None and not copy:  # most reads, and a step has a thousand
             return self._view
         value = self.current()
@@ -398,7 +415,9 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
         replica = self._replica
         if replica is None or replica.array_module() is np:
             raise AttributeError(f"variable {self.name} is not on a GPU here: no __cuda_array_interface__")
-        interface: dict[str, Any] = replica.view(self._number).__cuda_array_interface__  # type: ignore[attr-defined]
+        value: Any = replica.view(self._number)
+        replica.hold(value)
+        interface: dict[str, Any] = value.__cuda_array_interface__
         return interface
 
     def __getitem__(self, key: Any) -> Any:

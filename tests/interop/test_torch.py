@@ -245,3 +245,24 @@ def test_an_in_place_operation_is_named_as_the_cause(mortal: cs.CentralStorageSt
         mortal.run(step, args=(np.zeros(size, np.float32),))
     assert not weights.numpy().any()
     assert mortal.run(lambda: 5) == 5
+
+
+def test_a_tensor_over_a_variable_keeps_its_value_through_updates(two: cs.CentralStorageStrategy) -> None:
+    with two.scope():
+        w = cs.Variable(np.ones((300, 100), np.float32))
+        optimizer = cs.optimizers.SGD(learning_rate=1.0)
+
+    def step() -> float:
+        old = torch.from_dlpack(w)
+        parts = [old[3:, 1], old.T, torch.as_tensor(np.asarray(w)), torch.from_numpy(w[2:5])]
+        seen = [part.clone() for part in (old, *parts)]
+        optimizer.apply_gradients([(np.full(w.shape, -1, np.float32), w)])
+        new = torch.from_dlpack(w)
+        optimizer.apply_gradients([(np.full(w.shape, -1, np.float32), w)])
+        newest = torch.from_dlpack(w)
+        assert all(torch.equal(part, before) for part, before in zip((old, *parts), seen, strict=True))
+        assert float((newest - new).min()) == float((new - old).max()) == 2
+        return float(old[0, 0])
+
+    assert two.experimental_local_results(two.run(step)) == (1.0, 1.0)
+    assert two.experimental_local_results(two.run(step)) == (5.0, 5.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -10,9 +11,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from tests.harness.processes import MAILBOXES, run, start
+
+import central_storage as cs
 
 SCRIPT = """
 import hashlib
@@ -134,3 +139,31 @@ def test_whoever_cannot_map_says_so_beside_others_who_can(script: Path, shared: 
         server.signal(signal.SIGTERM)
         assert [child.wait().code for child in (server, maps, cannot)] == [0, 0, 0]
     assert "in frames" not in maps.err
+
+
+def test_where_no_address_range_is_left_for_what_is_read_after_an_update_it_is_carried(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def step() -> list[float]:
+        from central_storage import lifeline
+
+        def refuse(*args: Any, **kwargs: Any) -> None:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+        lifeline.Mapping = refuse  # type: ignore[assignment, misc]
+        values = []
+        for _ in range(3):
+            values.append(np.asarray(w))
+            (gradient,) = cs.gradient_buffers([w])
+            gradient[...] = -1
+            optimizer.apply_gradients([(gradient, w)])
+        return [float(value[0]) for value in (*values, np.asarray(w))]
+
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"]) as own:
+        with own.scope():
+            w, optimizer = cs.Variable(np.ones(3)), cs.optimizers.SGD(1.0)
+        for first in (1, 7):
+            assert own.experimental_local_results(own.run(step)) == ([first, first + 2, first + 4, first + 6],) * 2
+    printed = [line for line in capfd.readouterr().err.splitlines() if "bytes in frames" in line]
+    assert len(printed) == 2
+    assert all("cannot be mapped here (Cannot allocate memory)" in line for line in printed)

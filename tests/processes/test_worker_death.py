@@ -609,3 +609,36 @@ def test_results_that_are_held_outlive_the_worker_that_placed_them(
     for number, (array, copy) in enumerate(zip(held, again, strict=True)):
         assert ((array >> 32) == number // 2).all()
         assert (array == copy).all()
+
+
+def test_one_that_dies_when_it_has_preserved_what_it_was_shown(
+    mortal: cs.CentralStorageStrategy, tmp_path: Path
+) -> None:
+    with mortal.scope():
+        w = cs.Variable(np.zeros(3), aggregation=cs.VariableAggregation.SUM)
+
+    def preserve_and_die() -> None:
+        from cs_worker.catalogue import Catalogue
+
+        preserve = Catalogue.preserve
+
+        def die(self: Any) -> None:
+            preserve(self)
+            kill()
+
+        Catalogue.preserve = die  # type: ignore[method-assign]
+
+    def step() -> tuple[list[float], list[float]]:
+        old = np.asarray(w)
+        w.assign_add(np.ones(3))
+        if replica() == 0:
+            assert w[0] == old[0] + 2  # so replica 1 has to preserve what it holds before the update
+        else:
+            once(tmp_path / "died", preserve_and_die)
+        context().all_reduce("SUM", np.ones(1))
+        return old.tolist(), np.asarray(w).tolist()
+
+    pid = mortal.statistics().replicas[1].pid
+    for old in (0, 2):
+        assert mortal.experimental_local_results(mortal.run(step)) == (([old] * 3, [old + 2] * 3),) * 2
+    assert mortal.statistics().replicas[1].pid != pid

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,12 @@ from tests.worker.test_replica import Model, kinds
 from tests.worker.test_token import meet, merge, merged, nested, results
 from tests.worker.test_write_notes import slices, table
 
+import central_storage as cs
 from cs_proto import messages
-from cs_proto.errors import ContextError, InvalidArgumentError
+from cs_proto.arrays import array_of
+from cs_proto.codec import encode
+from cs_proto.errors import ContextError, InvalidArgumentError, MemoryPlanError
+from cs_proto.records import replace
 
 F32 = np.float32
 
@@ -131,3 +136,217 @@ def test_a_merge_function_reads_copies(pair: Service) -> None:
     nested(pair, (*run, 0, 0))
     merged(pair, run)
     assert results(pair) == [[False, True, False, True, False]] * 2
+
+
+# --- what was shown keeps its bits ------------------------------------------------------------------------------------
+
+
+def counted(step: Callable[[], Any]) -> Callable[[], tuple[Any, list[int]]]:
+    """A function that says with its result how many ranges were preserved in its run, time by time."""
+
+    def run() -> tuple[Any, list[int]]:
+        from cs_proto import segments
+
+        calls: list[int] = []
+        plain = segments.Mapping.preserve
+
+        def preserve(self: Any, ranges: Any) -> None:
+            calls.append(len(ranges))
+            plain(self, ranges)
+
+        segments.Mapping.preserve = preserve  # type: ignore[method-assign]
+        try:
+            return step(), calls
+        finally:
+            segments.Mapping.preserve = plain  # type: ignore[method-assign]
+
+    return run
+
+
+def test_a_plain_step_preserves_nothing(alone: Service) -> None:
+    optimizer, v = Model(alone).known()
+
+    def step() -> float:
+        value = np.asarray(v)
+        optimizer.apply_gradients([(value * F32(2), v)])
+        return float(value[0])
+
+    for _ in range(2):
+        alone.run(counted(step))
+        assert alone.result() == (1.0, [])
+
+
+def test_where_nothing_is_held_nothing_is_preserved(alone: Service) -> None:
+    optimizer, v = Model(alone).known()
+
+    def step() -> float:
+        optimizer.apply_gradients([(np.asarray(v) * F32(2), v)])
+        return float(np.asarray(v)[0])
+
+    run = alone.run(counted(step))
+    asked = alone.asked()
+    assert asked.preserved
+    alone.answer(0, messages.Committed(run, 1))
+    assert alone.result() == (1.0, [])
+
+
+def test_all_that_is_held_is_preserved_and_nothing_else(alone: Service) -> None:
+    optimizer, v = Model(alone).known()
+    w, other = table(alone), table(alone, 5000)
+
+    def step() -> list[Any]:
+        views = [np.asarray(v), w[1:], memoryview(np.asarray(v))]
+        assert np.asarray(other).sum() == 0  # read, and not held
+        optimizer.apply_gradients([(np.ones(4, F32), v)])
+        after = np.asarray(v)
+        return [*map(np.array, views), after, np.asarray(w), np.asarray(other)[:1]]
+
+    for count in range(2):
+        run = alone.run(counted(step))
+        assert alone.asked().preserved
+        alone.value(v._cs_handle()[1])[...] = 5 + count
+        alone.value(w._cs_handle()[1])[...] = 7 + count
+        alone.value(other._cs_handle()[1])[...] = 9
+        alone.answer(0, messages.Committed(run, 1))
+        found, calls = alone.result()
+        before, of_w = [1, 5][count], [0, 7][count]
+        assert [array.tolist() for array in found] == [
+            [before] * 4,
+            [of_w] * 2,
+            [before] * 4,
+            [5 + count] * 4,
+            [7 + count] * 3,
+            [9],
+        ]
+        assert calls == [2]
+        alone.value(other._cs_handle()[1])[...] = 0
+
+
+def reduced(run: messages.RunId, k: int = 0) -> messages.Reduced:
+    return messages.Reduced(run, k, (array_of(np.array([3.0])),))
+
+
+def test_who_is_asked_preserves_what_it_holds_and_asks_again(pair: Service) -> None:
+    v = table(pair)
+
+    def step() -> list[Any]:
+        held = np.asarray(v)
+        total = cs.get_replica_context().all_reduce("SUM", np.ones(1))
+        return [held, np.asarray(v), total]
+
+    run = pair.run(counted(step))
+    asked = pair.asked(0)
+    assert not asked.preserved
+    for _ in range(2):  # of a server that has not heard it, too
+        pair.answer(0, messages.Preserve(run, 0))
+        assert pair.asked(0) == replace(asked, preserved=True)
+    assert not pair.asked(1).preserved
+    pair.value(v._cs_handle()[1])[...] = 4
+    for replica, calls in ((0, [1]), (1, [])):
+        pair.answer(replica, reduced(run))
+        (held, new, total), seen = pair.result(replica)
+        assert (held.tolist(), new.tolist(), total.tolist()) == ([4 * replica] * 3, [4] * 3, [3])
+        assert seen == calls
+
+
+def test_another_server_is_told_that_it_is_preserved(pair: Service) -> None:
+    v = table(pair)
+
+    def step() -> list[Any]:
+        held = np.asarray(v)
+        cs.get_replica_context().all_reduce("SUM", np.ones(1))
+        return [held]
+
+    serving = messages.Serving(f"ipc://{pair.directory}/server", pair.directory, "")
+    run = pair.run(step)
+    asked = pair.asked(0)
+    pair.lifelines[0].sendall(b"".join(encode(serving)))  # in the place of one that died before it had asked
+    assert pair.asked(0) == asked
+    pair.answer(0, messages.Preserve(run, 0))
+    assert pair.asked(0).preserved
+    pair.value(v._cs_handle()[1])[...] = 4
+    pair.lifelines[0].sendall(b"".join(encode(serving)))
+    assert pair.asked(0) == replace(asked, preserved=True)
+    pair.asked(1)
+    for replica in (0, 1):
+        pair.answer(replica, reduced(run))
+        assert pair.result(replica)[0].tolist() == [4 * replica] * 3
+
+
+def test_one_that_has_read_nothing_needs_not_be_asked(pair: Service) -> None:
+    table(pair)
+
+    def step() -> None:
+        merge(lambda strategy: None)
+        cs.get_replica_context().all_reduce("SUM", np.ones(1))
+
+    run = pair.run(step)
+    meet(pair, run)
+    merged(pair, run)
+    for replica in (0, 1):
+        assert pair.asked(replica).preserved
+        pair.answer(replica, reduced(run, 1))
+        pair.result(replica)
+
+
+def test_what_there_is_no_memory_for_is_refused_by_name(alone: Service) -> None:
+    optimizer, v = Model(alone).known()
+    name = alone.variables[v._cs_handle()[1]].spec.name
+
+    def step() -> tuple[str, list[float], list[float]]:
+        from cs_proto import machine
+
+        plain = machine.available_nbytes
+        held = np.asarray(v)
+        optimizer.apply_gradients([(np.ones(4, F32), v)])
+        machine.available_nbytes = lambda: 4095
+        try:
+            np.asarray(v)
+        except MemoryPlanError as error:
+            refused = str(error)
+        finally:
+            machine.available_nbytes = plain
+        before = held.tolist()
+        new = np.asarray(v)  # there is room now
+        return refused, before + held.tolist(), new.tolist()
+
+    run = alone.run(step)
+    alone.asked()  # the second time
+    alone.value(v._cs_handle()[1])[...] = 5
+    alone.answer(0, messages.Committed(run, 1))
+    refused, before, new = alone.result()
+    assert refused == (
+        f"{name}: 4096 bytes are needed to preserve what was read before an update and is still held, and 4095 bytes "
+        "are available; let go of the arrays before the update, or read only the rows that you need, with sparse_read"
+    )
+    assert (before, new) == ([1] * 8, [5] * 4)
+
+
+def test_who_cannot_preserve_what_it_is_asked_to_goes_no_further(pair: Service) -> None:
+    v = table(pair)
+
+    def step() -> list[str]:
+        from cs_proto import machine
+
+        plain = machine.available_nbytes
+        held, refused = np.asarray(v), []
+        machine.available_nbytes = lambda: 0
+        try:
+            for _ in range(2):
+                try:
+                    cs.get_replica_context().all_reduce("SUM", np.ones(1))
+                except MemoryPlanError as error:
+                    refused.append(str(error))
+        finally:
+            machine.available_nbytes = plain
+        assert held.tolist() == [0] * 3
+        return refused
+
+    run = pair.run(step)
+    assert not pair.asked(0).preserved
+    pair.answer(0, messages.Preserve(run, 0))
+    first, second = pair.result(0)
+    assert "are needed to preserve what was read" in first
+    assert first in second
+    pair.asked(1)
+    assert not pair.has_more()

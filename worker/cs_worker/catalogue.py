@@ -9,6 +9,7 @@ loop.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,12 +18,13 @@ import numpy as np
 from central_storage.lifeline import Lifeline
 from central_storage.variable import Variable
 from central_storage.vocabulary import to_exception
-from cs_proto import messages, segments
+from cs_proto import machine, messages, segments
 from cs_proto.arrays import Array, Location
 from cs_proto.carried import Carried, aligned
-from cs_proto.errors import InvalidArgumentError
+from cs_proto.errors import InvalidArgumentError, MemoryPlanError
 from cs_proto.records import Record
 from cs_proto.segments import Mapping, frame_view
+from cs_proto.sizes import in_units
 
 from .conversation import Conversation
 from .device import Device
@@ -40,6 +42,8 @@ R = TypeVar("R", bound=Record)
 _SETS_KEPT = 64
 # Of a variable's name so many characters are shown where the rest of the line must be seen, too.
 _NAME_LENGTH = 100
+# An error names so many variables.
+_NAMED = 4
 
 
 class Catalogue:
@@ -60,12 +64,15 @@ class Catalogue:
         #: Whether gradients on the server's GPU must be in their segments, too.
         self.keeps_gradients = True
         self._known: dict[int, messages.Variable] = {}
-        #: Views that stay what they are: of the server's own memory, for a replica on a CPU.
+        #: Views of the server's own memory, for a replica on a CPU: what it has been shown since the last
+        #: :meth:`preserve`.
         self.mapped: dict[int, np.ndarray] = {}
         #: Another object when some of them are no longer what they were.
         self.epoch = object()
         self._views: dict[int, np.ndarray] = self.mapped if device.is_host else {}
-        self._carried_at = 0  # the count of waits when what of the views cannot be mapped was asked for
+        # Copies of what cannot be mapped, and the count of waits when they were asked for.
+        self._carried: dict[int, np.ndarray] = {}
+        self._carried_at = 0
         self._gradients: dict[tuple[int, int], np.ndarray] = {}
         #: The dtypes of which the second set of gradient buffers is there.
         self._second_gradients: set[str] = set()
@@ -108,7 +115,7 @@ class Catalogue:
             for buffers in (-1, 0, 1):
                 self._located.pop((number, buffers), None)
             gone.append(self._views.pop(number, None))
-            self.mapped.pop(number, None)
+            self._carried.pop(number, None)
             self._handles.pop(("variable", number), None)
             gone += (self._gradients.pop((number, buffers), None) for buffers in range(2))
         if not self._device.is_host:
@@ -220,21 +227,74 @@ class Catalogue:
         return self.copy(found.arrays[found.names.index(slot)])
 
     def view(self, number: int) -> np.ndarray:
-        """The variable's value: the server's own memory, read-only, one object for ever. Where that cannot be mapped, a
-        copy of the bytes, one object until this replica next waits."""
-        if self.carries and self._carried_at != self._conversation.waits:
-            self._views = {}
+        """The variable's value: the server's own memory, read-only, one object until :meth:`preserve`. Where that
+        cannot be mapped, a copy of the bytes, one object until this replica next waits."""
+        if self._carried_at != self._conversation.waits:
+            self._carried.clear()
             self._carried_at = self._conversation.waits
         view = self._views.get(number)
         if view is None:
+            view = self._carried.get(number)
+        if view is None:
             record = self.place(number)
-            view = self.map(record.array)
-            if self.carries and self._views is self.mapped:  # known only now: what is carried changes
-                self._views = {}
-            self._views[number] = view
-            if not self._device.is_host and not self.carries:
-                self._lock_slab(record.place.segment)
+            segment = self._lifeline.segment(record.place.segment)
+            view = segment.view(record.array)
+            if isinstance(segment, Carried):
+                self._carried[number] = view
+            else:
+                self._views[number] = view
+                if not self._device.is_host and not self.carries:
+                    self._lock_slab(record.place.segment)
         return view
+
+    def preserve(self) -> None:
+        """Let what the function has been shown and still holds, itself or parts of it, keep its bits, whatever is
+        committed from now on. Its pages become this process's own, where they are, and what is read next is mapped
+        anew. Where nothing is held nothing is copied.
+
+        Raises MemoryPlanError where there is no memory for that; then what is held still shows the server's memory.
+        """
+        if not self.mapped:
+            return
+        # Whatever is made of a view holds the array at its base, and so does nobody else once the views here are gone.
+        bases = {number: weakref.ref(_base(view)) for number, view in self.mapped.items()}
+        shapes = {number: view.shape for number, view in self.mapped.items()}
+        self.epoch = object()
+        self.mapped.clear()
+        for number in bases:
+            handle = self.strategy.handles.get("variable", number)
+            if isinstance(handle, Variable):
+                handle.forget_view()
+        held = {number: base for number, ref in bases.items() if (base := ref()) is not None and base.nbytes}
+        try:
+            while held:
+                self._preserve_segment(held)
+        except MemoryPlanError:
+            self.mapped.update((number, base.reshape(shapes[number])) for number, base in held.items())
+            raise
+
+    def _preserve_segment(self, held: dict[int, np.ndarray]) -> None:
+        """Preserve the arrays that lie in one segment, and take them out of ``held``, which is by variable."""
+        places = {number: self._known[number].place for number in held}
+        name = next(iter(places.values())).segment
+        numbers = [number for number, place in places.items() if place.segment == name]
+        mapping = self._lifeline.segment(name)
+        assert isinstance(mapping, Mapping)
+        starts = [places[number].offset for number in numbers]
+        ranges = [(start, start + held[number].nbytes) for start, number in zip(starts, numbers, strict=True)]
+        need, have = mapping.preserved_nbytes(ranges), machine.available_nbytes()
+        if need > have:
+            names = ", ".join(self.name(number) for number in numbers[:_NAMED])
+            names += f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
+            raise MemoryPlanError(
+                f"{names}: {need} bytes{in_units(need)} are needed to preserve what was read before an update and is "
+                f"still held, and {have} bytes are available{in_units(have)}; let go of the arrays before the update, "
+                "or read only the rows that you need, with sparse_read"
+            )
+        mapping.preserve(ranges)
+        for number in numbers:
+            del held[number]
+        self._lifeline.map_anew(name)
 
     def _lock_slab(self, segment: str) -> None:
         """Page-lock all that is known of a slab at once: one by one, every lock would have to be made anew to grow."""
@@ -342,6 +402,13 @@ class Catalogue:
             return None
 
         return wanted
+
+
+def _base(view: np.ndarray) -> np.ndarray:
+    """The array that holds the memory, which NumPy has every view of it refer to."""
+    while isinstance(view.base, np.ndarray):
+        view = view.base
+    return view
 
 
 def _answer_to(request: Record) -> str:

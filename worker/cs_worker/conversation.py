@@ -63,7 +63,8 @@ class Conversation:
         self._said: list[tuple[RunId, list[Buffer]]] = []  # with the path of what that ends
         self._asked: list[Record] = []
         self._requests = 0
-        #: Counts what variables may have changed at: begins of runs, and waits for anything but bytes.
+        #: Counts what variables may have changed at: begins of runs, nested ones too, and both ends of waits for
+        #: anything but bytes.
         self.waits = 0
         # Of the run under way, by merge_call, the last nested run that was taken: another holder of the same token
         # sends them once more.
@@ -168,6 +169,7 @@ class Conversation:
         self.waits += 1
         with self._interrupts.own_code(), self._asking(asked):  # what is half-done here must not be torn apart
             found = self._wait(what, wanted, merge_point)
+        self.waits += 1
         if merge_point is not None:
             run, k = merge_point
             self.is_over((*run, k))
@@ -226,6 +228,7 @@ class Conversation:
                 else:
                     self._nested[record.run[:-1]] = record.run[-1]
                     self.is_over((*record.run[:-1], record.run[-1] - 1))
+                    self.waits += 1
                     self._execute(sender, record)
                     if (found := self._claim(wanted)) is not None:  # it came while the nested run waited
                         return found

@@ -64,9 +64,11 @@ class Loop:
         conversation = Conversation(link, interrupts, self._execute)
         catalogue = Catalogue(conversation, lifeline, config.replica, device, registered.parameter_device)
         lifeline.carry = catalogue.carry
+        lifeline.may_preserve = device.is_host
         own = lifeline.segment(segments.arena(config.replica))
-        if lifeline.carried_because:
-            _log.warning("transport %s: %s", CARRIED, lifeline.carried_because)
+        self._lifeline = lifeline
+        self._has_said_carried = False
+        self._say_carried()
         arena = Arena(lambda: own)
         controller = TokenController(config, registered, conversation, catalogue, arena, interrupts, self._execute)
         self._shop = Workshop(
@@ -110,10 +112,17 @@ class Loop:
             with self._shop.turns.taken(work.run):
                 said = self._carry_out(controller, work)
             said()  # after the turn: what the script does next is not this replica's
+            self._say_carried()
             self._seeds.expect(work.seed, (work.draw + 1,), work.replica)
             if not self._has_worked:
                 self._has_worked = True
                 self._shop.conversation.link.send_supervisor(messages.Worked(self._shop.config.incarnation))
+
+    def _say_carried(self) -> None:
+        """Say once that segments cannot be mapped, which may show at any of them."""
+        if self._lifeline.carried_because and not self._has_said_carried:
+            self._has_said_carried = True
+            _log.warning("transport %s: %s", CARRIED, self._lifeline.carried_because)
 
     def _prepare(self, prepare: Prepare) -> None:
         """Find modules and files where the script finds them; what only this process needs stays behind that."""

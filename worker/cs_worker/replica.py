@@ -25,11 +25,11 @@ from central_storage.values import Shared, unshared
 from central_storage.vocabulary import from_value, to_exception, to_value
 from cs_proto import messages
 from cs_proto.arrays import INLINE_NBYTES, Array
-from cs_proto.errors import ContextError, LocalProtocolError, ResultError
+from cs_proto.errors import ContextError, LocalProtocolError, MemoryPlanError, ResultError
 from cs_proto.failpoints import failpoint
 from cs_proto.failures import error_of
 from cs_proto.messages import AssignOp, Error, Note, ReduceOpName, Run, Value, VariableSpec, WriteNote, WriteOp
-from cs_proto.records import Record
+from cs_proto.records import Record, replace
 from cs_proto.writing import write
 
 from .conversation import path_text
@@ -106,6 +106,8 @@ class Replica:
         #: The keys of what merge functions gave to all replicas alike, by ``id()``; ``_kept`` keeps that alive.
         self.shared: dict[int, tuple[int, int]] = {}
         self._kept: list[Any] = []
+        # By ``id()``: a loop may read the same a thousand times.
+        self._held: dict[int, Any] = {}
 
     # --- reading ----------------------------------------------------------------------------------------------
 
@@ -132,9 +134,12 @@ class Replica:
             return value
         if number not in self._shown:
             self._shown[number] = shop.device.bring(self._overlaid_value(number, notes))
-            self._kept.append(self._shown[number])  # who reads it in CUDA's way holds the variable, not the memory
         value = self._shown[number]
         return value
+
+    def hold(self, value: Any) -> None:
+        """Hold what :meth:`view` gave until this run is over."""
+        self._held[id(value)] = value
 
     @_whole
     def read_rows(self, number: int, rows: np.ndarray) -> np.ndarray:
@@ -289,8 +294,10 @@ class Replica:
         self._notes.append(note)
         self._writes += 1
         self._unseen.append(note)
-        self._shown.pop(number, None)
+        was_shown = self._shown.pop(number, None) is not None
         if number in self._overlaid:
+            if was_shown:  # and stays what it was
+                self._overlaid[number] = np.array(self._overlaid[number])
             self._overlay(self._overlaid[number], note)
 
     @_whole
@@ -382,30 +389,50 @@ class Replica:
         self._refuse_after_failure()
         shop, k = self._shop, point.k
         shop.device.settle()
+        is_merge_call = isinstance(point, messages.MergeCallPoint)
+        if is_merge_call or isinstance(point, messages.ReadPoint):
+            shop.catalogue.preserve()  # a commit follows
         head = (self._run, self.replica, shop.config.incarnation, tuple(self._notes))
-        ask = messages.Ask(*head, point, self._series, shop.conversation.client)
+        is_preserved = not shop.catalogue.mapped
+        ask = messages.Ask(*head, point, self._series, shop.conversation.client, is_preserved)
         failpoint("worker.ask")
         shop.conversation.link.send_server(ask)
         self._notes.clear()
-        is_merge_call = isinstance(point, messages.MergeCallPoint)
         if not isinstance(point, messages.ReadPoint):
             self.count += 1
             self._forget_overlays(self.count)
 
-        def wanted(record: Record) -> R | None:
+        def wanted(record: Record) -> Record | None:
             if getattr(record, "run", None) != self._run or getattr(record, "k", None) != k:
                 return None
             if isinstance(record, messages.PointFailed):
                 if record.ends_run:
                     self._failed = record.error
                 raise to_exception(record.error, shop.catalogue.copy, shop.catalogue.resolve)
-            return record if isinstance(record, answers) else None
+            return record if isinstance(record, (*answers, messages.Preserve)) else None
 
         what = f"{type(point).__name__} {k} of run {path_text(self._run)} at {point.site}"
-        answer = shop.conversation.wait(what, wanted, (self._run, k) if is_merge_call else None, ask)
+        merge_point = (self._run, k) if is_merge_call else None
+        while True:
+            answer: Record = shop.conversation.wait(what, wanted, merge_point, ask)
+            if not isinstance(answer, messages.Preserve):
+                break
+            self._preserve()
+            ask = replace(ask, preserved=True)
+            shop.conversation.link.send_server(ask)
         if self.count > k:
             shop.turns.pass_point(self._run, k)
+        assert isinstance(answer, answers)
         return answer
+
+    def _preserve(self) -> None:
+        """Another replica has a commit made in the midst of the run: what was shown here stays what it was. Where that
+        cannot be, the run is over for this replica, which does not hear the answer to what it asked."""
+        try:
+            self._shop.catalogue.preserve()
+        except MemoryPlanError as error:
+            self._failed = raised_error(error, self.replica, self.count, self._shop.arena)
+            raise
 
     def _overlaid_value(self, number: int, notes: Sequence[WriteNote]) -> np.ndarray:
         if number not in self._overlaid:
