@@ -72,7 +72,7 @@ def test_training_gives_what_it_gives_on_cpus(either: cs.CentralStorageStrategy)
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="the kernels of a stand-in are compiled by gcc")
-def test_variables_on_the_same_gpu_are_read_where_they_lie(capfd: pytest.CaptureFixture[str]) -> None:
+def test_variables_on_the_same_gpu_are_read_there_and_keep_their_bits(capfd: pytest.CaptureFixture[str]) -> None:
     with stand_in_gpus(2), cs.CentralStorageStrategy(["gpu:0", "gpu:1"], "gpu:0") as strategy:
         with strategy.scope():
             w, count = cs.Variable(np.ones((50, 10), F32)), cs.Variable(0, aggregation=cs.VariableAggregation.SUM)
@@ -80,10 +80,12 @@ def test_variables_on_the_same_gpu_are_read_where_they_lie(capfd: pytest.Capture
 
         def step() -> tuple[float, float, float, int, int]:
             xp = cs.get_array_module()
+            kept, held = w[...], xp.asarray(w)
             seen, rows = float((w + 0).sum()), float(cs.nn.embedding_lookup(w, xp.asarray([3, 3])).sum())
             optimizer.apply_gradients([(xp.full(w.shape, F32(-1)), w)])
             count.assign_add(np.int32(1))
-            after = float(xp.asarray(w).sum())  # the same memory, another value
+            after = float(xp.asarray(w).sum())
+            assert float(kept.sum()) == float(held.sum()) == seen
             counts = counted()
             return seen, rows, after, counts["opened"], counts["host_to_device_nbytes"]
 
@@ -95,7 +97,7 @@ def test_variables_on_the_same_gpu_are_read_where_they_lie(capfd: pytest.Capture
         assert copied[0] < 100  # row numbers
         assert copied[1] > 2000
     printed = capfd.readouterr().err
-    assert printed.count("transport CUDA IPC: variables on gpu:0 are read where they lie") == 1
+    assert printed.count("transport CUDA IPC: variables on gpu:0 are copied there, rows read where they lie") == 1
     assert printed.count("transport staging: variables are on another GPU") == 1
 
 
@@ -114,6 +116,40 @@ def test_only_what_has_changed_is_copied(two: cs.CentralStorageStrategy) -> None
     seen = np.array([two.experimental_local_results(two.run(step)) for _ in range(4)])
     assert set(np.diff(seen, axis=0).ravel().tolist()) == {4000}
     assert changing.numpy()[0] == 8
+
+
+def test_what_was_read_keeps_its_bits(two: cs.CentralStorageStrategy) -> None:
+    with two.scope():
+        w = cs.Variable(np.zeros(1000, F32), aggregation=cs.VariableAggregation.SUM)
+        optimizer = cs.optimizers.SGD(1.0)
+
+    def step() -> list[float]:
+        xp = cs.get_array_module()
+        read = [np.asarray(w), w[1:], xp.asarray(w), xp.from_dlpack(w.current())]
+        seen = [float(array.sum()) for array in read]
+        for _ in range(3):
+            optimizer.apply_gradients([(xp.full(1000, F32(-1)), w)])
+            read.append(xp.asarray(w))  # which holds the variable and not its memory
+            seen.append(float(read[-1].sum()))
+        w.scatter_add(cs.IndexedSlices(xp.ones(1, F32), xp.asarray([3])))
+        read += [xp.asarray(w), w[...]]
+        seen += [seen[-1] + 1] * 2
+        w.scatter_add(cs.IndexedSlices(xp.ones(1, F32), xp.asarray([3])))
+        assert float(w[3]) - float(read[-1][3]) == 1
+        context = cs.get_replica_context()
+        assert context is not None
+        if context.replica_id_in_sync_group == 0:
+            w.assign(np.full(1000, 9, F32))
+            assert w[0] == 18
+        else:
+            w.assign(np.full(1000, 9, F32))
+        context.all_reduce("SUM", xp.ones(2))
+        assert [float(array.sum()) for array in read] == seen
+        return seen[:1] + seen[4:7]
+
+    for first in (0, 18_000):
+        found = two.experimental_local_results(two.run(step))
+        assert found == ([first, first + 2000, first + 4000, first + 6000],) * 2
 
 
 def test_copies_that_are_asked_for_are_the_users(two: cs.CentralStorageStrategy) -> None:

@@ -257,7 +257,7 @@ def exporting(first: int = 0) -> Iterator[Callable[[float], bytes]]:
         server.stdin.close()
 
 
-def test_variables_and_gradients_on_the_same_device_are_not_copied(
+def test_variables_and_gradients_on_the_same_device_stay_there(
     gpus: StandInGpus, device: Device, caplog: pytest.LogCaptureFixture
 ) -> None:
     shared = Shared([5, 5, 5], [7, 7, 7])
@@ -266,18 +266,21 @@ def test_variables_and_gradients_on_the_same_device_are_not_copied(
         device.begin_run(shared)
         view = device.view(1, shared)
         assert view.tolist() == device.rows(1, np.arange(3), shared).tolist() == [5, 5, 5]
+        assert device.view(1, shared) is view
         device.settle()
         commit(6)
-        assert device.view(1, shared).tolist() == [6, 6, 6]
+        shared.versions[1] += 1
+        assert view.tolist() == [5, 5, 5]
+        assert device.view(1, shared).tolist() == device.rows(1, np.arange(3), shared).tolist() == [6, 6, 6]
         assert device.view(2, shared).tolist() == [7, 7, 7]
-        assert (copied(gpus)[0], gpus.cupy.counts()["opened"]) == (2, 1)  # row numbers, and what lies elsewhere
+        assert (copied(gpus)[0], gpus.cupy.counts()["opened"]) == (3, 1)  # row numbers, twice, and what lies elsewhere
 
         like = Array("float32", (3,), Location("gradients/0/2/float32", 0))
         assert device.shared([shared.places[1], None], [like, like]) is None
         (buffer,) = device.shared([shared.places[1]], [like]) or ()
         gpus.cupy.multiply(buffer, F32(2), out=buffer)
         device.put([(buffer, buffer)])
-        assert view.tolist() == [12, 12, 12]
+        assert device.rows(1, np.arange(3), shared).tolist() == [12, 12, 12]
         later = DevicePlace(shared.places[1].handle, 68, 1024, MARK)
         (other,) = device.shared([later], [like]) or ()
         other[...] = gpus.cupy.asarray(np.array([1, 2, 3], F32))
@@ -287,16 +290,17 @@ def test_variables_and_gradients_on_the_same_device_are_not_copied(
         commit(6)
 
         device.close_imports()  # the server is another now
-        assert view.tolist() == [6, 6, 6]  # whoever still holds it
+        assert buffer.tolist() == [6, 6, 6]  # whoever still holds it
         shared.places.clear()
         shared.write(1, [1, 2, 3])
         assert device.view(1, shared).tolist() == [1, 2, 3]
         device.settle()
         device.begin_run(shared)
         with pytest.raises(RuntimeError, match="illegal memory access"):
-            view.tolist()
+            buffer.tolist()
+        assert view.tolist() == [5, 5, 5]
     assert [record.message for record in caplog.records] == [
-        "transport CUDA IPC: variables on gpu:0 are read where they lie"
+        "transport CUDA IPC: variables on gpu:0 are copied there, rows read where they lie"
     ]
 
 

@@ -1,7 +1,8 @@
 """A replica's GPU: copies of variables by version, gradients on their way back, page-locked memory.
 
-A variable is copied when it is read and has changed since, on a stream of its own; what the run before read and has
-changed is copied when a run begins, beside the first computations. Streams wait for events and the host for nothing,
+A variable is copied when it is read and has changed since, on a stream of its own where it comes from the machine's
+memory; what the run before read and has changed is copied when a run begins, beside the first computations. A new value
+is a new array, so what was read keeps its bits. Streams wait for events and the host for nothing,
 until a message is to leave after which others may write what is still read here, or read what is still written
 (:meth:`Gpu.settle`). CuPy comes as an argument: ``device`` alone imports it.
 """
@@ -75,9 +76,6 @@ class Gpu:
         self._reads_host = bool(self._home.attributes.get("CanUseHostPointerForRegisteredMem", 0))
         self._copies: dict[int, _Copy] = {}
         self._used: set[int] = set()
-        # Copies of this run that a commit has made old. Whoever reads a variable in CUDA's way holds the variable, not
-        # its memory.
-        self._superseded: list[Any] = []
         # What the copying stream still reads or writes: memory that is given back is used again at once.
         self._in_flight: list[Any] = []
         # After the last kernel that reads shared memory.
@@ -95,7 +93,6 @@ class Gpu:
         self._home.use()
         self.array_module.cuda.Stream.null.use()
         used, self._used = self._used, set()
-        self._superseded.clear()
         self._shows_imports = False
         while self._closing:
             self.array_module.cuda.runtime.ipcCloseMemHandle(self._closing.pop())
@@ -138,8 +135,6 @@ class Gpu:
             return self.array_module.asarray(array)
 
     def view(self, number: int, parameters: Parameters) -> Any:
-        if (imported := self._variable(number, parameters)) is not None:
-            return imported
         self._used.add(number)
         copy = self._copies.get(number)
         if copy is None or copy.version != parameters.version(number):
@@ -195,7 +190,7 @@ class Gpu:
         if not is_it:
             self._say_other_bytes()
             return None
-        self._say(f"transport CUDA IPC: variables on {self.name} are read where they lie")
+        self._say(f"transport CUDA IPC: variables on {self.name} are copied there, rows read where they lie")
         memory = cupy.cuda.UnownedMemory(address, like.nbytes, self, self._home.id)
         return cupy.ndarray(like.shape, like.dtype, cupy.cuda.MemoryPointer(memory, 0))
 
@@ -255,12 +250,15 @@ class Gpu:
 
     def _start_copy(self, number: int, parameters: Parameters) -> _Copy:
         host, version = parameters.view(number), parameters.version(number)
-        if number in self._copies:
-            self._superseded.append(self._copies.pop(number).array)
+        imported = self._variable(number, parameters)
+        self._copies.pop(number, None)
         with self._home, self._memory(host.nbytes, f"variable {parameters.name(number)}"):
             array = self._empty(host)
             if not host.nbytes:
                 event = None
+            elif imported is not None:
+                array[...] = imported
+                event = self.array_module.cuda.get_current_stream().record()
             else:
                 # The memory may be that of an array which kernels of this stream still use.
                 self._copying.wait_event(self.array_module.cuda.get_current_stream().record())
@@ -284,7 +282,6 @@ class Gpu:
             return cupy.empty(like.shape, like.dtype)
         except cupy.cuda.memory.OutOfMemoryError:
             # Copies that this run has not read are kept for the case that nothing changes; here they are in the way.
-            self._superseded.clear()
             for number in self._copies.keys() - self._used:
                 del self._copies[number]
             self._wait()
