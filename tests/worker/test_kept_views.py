@@ -316,7 +316,7 @@ def test_what_there_is_no_memory_for_is_refused_by_name(alone: Service) -> None:
     alone.answer(0, messages.Committed(run, 1))
     refused, before, new = alone.result()
     assert refused == (
-        f"{name}: 4096 bytes are needed to preserve what was read before an update and is still held, and 4095 bytes "
+        f"{name}: 4096 bytes are needed to preserve what was read before an update and is still held, but 4095 bytes "
         "are available; let go of the arrays before the update, or read only the rows that you need, with sparse_read"
     )
     assert (before, new) == ([1] * 8, [5] * 4)
@@ -350,3 +350,29 @@ def test_who_cannot_preserve_what_it_is_asked_to_goes_no_further(pair: Service) 
     assert first in second
     pair.asked(1)
     assert not pair.has_more()
+
+
+def test_what_the_kernel_does_not_preserve_is_named_and_shows_the_servers_memory(alone: Service) -> None:
+    optimizer, v = Model(alone).known()
+    name = alone.variables[v._cs_handle()[1]].spec.name
+
+    def step() -> tuple[str, list[float]]:
+        from cs_proto import segments
+
+        protect = segments._mprotect
+        held = np.asarray(v)
+        optimizer.apply_gradients([(np.ones(4, F32), v)])
+        segments._mprotect = lambda *_: -1
+        try:
+            np.asarray(v)
+        except MemoryPlanError as error:
+            refused = str(error)
+        finally:
+            segments._mprotect = protect
+        return refused, held.tolist()
+
+    alone.run(step)
+    refused, held = alone.result()
+    assert refused.startswith(f"{name}: 4096 bytes are needed to preserve what was read before an update and is still")
+    assert "could not be preserved" in refused
+    assert held == [1] * 4

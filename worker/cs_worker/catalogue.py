@@ -284,17 +284,23 @@ class Catalogue:
         ranges = [(start, start + held[number].nbytes) for start, number in zip(starts, numbers, strict=True)]
         need, have = mapping.preserved_nbytes(ranges), machine.available_nbytes()
         if need > have:
-            names = ", ".join(self.name(number) for number in numbers[:_NAMED])
-            names += f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
-            raise MemoryPlanError(
-                f"{names}: {need} bytes{in_units(need)} are needed to preserve what was read before an update and is "
-                f"still held, and {have} bytes are available{in_units(have)}; let go of the arrays before the update, "
-                "or read only the rows that you need, with sparse_read"
-            )
-        mapping.preserve(ranges)
+            raise self._unpreserved(numbers, need, f"{have} bytes are available{in_units(have)}")
+        try:
+            mapping.preserve(ranges)
+        except MemoryPlanError as error:
+            raise self._unpreserved(numbers, need, str(error)) from error
         for number in numbers:
             del held[number]
         self._lifeline.map_anew(name)
+
+    def _unpreserved(self, numbers: Sequence[int], need: int, why: str) -> MemoryPlanError:
+        names = ", ".join(self.name(number) for number in numbers[:_NAMED])
+        names += f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
+        return MemoryPlanError(
+            f"{names}: {need} bytes{in_units(need)} are needed to preserve what was read before an update and is still "
+            f"held, but {why}; let go of the arrays before the update, or read only the rows that you need, with "
+            "sparse_read"
+        )
 
     def _lock_slab(self, segment: str) -> None:
         """Page-lock all that is known of a slab at once: one by one, every lock would have to be made anew to grow."""
