@@ -112,9 +112,11 @@ class Replica:
     # --- reading ----------------------------------------------------------------------------------------------
 
     def view(self, number: int) -> np.ndarray:
-        """The variable's value: read-only, no copy, current until this replica next waits. What this replica has
+        """The variable's value: read-only, no copy, with the same bits until the run is over. What this replica has
         brought to merge points for it is committed first; what it only noted to write is in a copy of its own. On a
-        GPU a copy, made where the variable has changed since the last one; it must not be written to."""
+        GPU a copy, made where the variable has changed since the last one; it must not be written to.
+
+        Raises MemoryPlanError where what is held through the commit takes more memory than there is."""
         if not self._unseen and number not in self._written and threading.get_ident() == self._thread:
             catalogue = self._shop.catalogue
             mapped = catalogue.mapped.get(number)
