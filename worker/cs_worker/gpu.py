@@ -49,11 +49,12 @@ class Parameters(Protocol):
 
 @dataclass
 class _Copy:
-    """A variable's value on the device; it is there after ``event``."""
+    """A variable's value on the device; it is there after ``event``. ``is_staged``: it came from host memory."""
 
     version: int
     array: Any
     event: Any
+    is_staged: bool
 
 
 class Gpu:
@@ -98,9 +99,13 @@ class Gpu:
             self.array_module.cuda.runtime.ipcCloseMemHandle(self._closing.pop())
         for number in used & self._copies.keys():
             if self._copies[number].version != parameters.version(number):
-                del self._copies[number]  # its memory may be what the new one takes
+                old = self._copies.pop(number)
+                is_staged = old.is_staged
+                del old  # its memory may be what the new one takes
+                if not is_staged:  # what lies on this device is copied fast, and where it lies may have to be asked
+                    continue
                 try:
-                    self._start_copy(number, parameters)
+                    self._start_copy(number, parameters, None)
                 except DeviceMemoryError:  # whoever reads it next is told, if it does not fit then either
                     return
 
@@ -138,7 +143,7 @@ class Gpu:
         self._used.add(number)
         copy = self._copies.get(number)
         if copy is None or copy.version != parameters.version(number):
-            copy = self._start_copy(number, parameters)
+            copy = self._start_copy(number, parameters, self._variable(number, parameters))
         return self._ready(copy)
 
     def rows(self, number: int, rows: np.ndarray, parameters: Parameters) -> Any:
@@ -248,9 +253,9 @@ class Gpu:
                     self.array_module.cuda.get_current_stream().wait_event(copy.event)
         return copy.array
 
-    def _start_copy(self, number: int, parameters: Parameters) -> _Copy:
+    def _start_copy(self, number: int, parameters: Parameters, imported: Any) -> _Copy:
+        """Copy the variable from ``imported``, or from host memory where that is None."""
         host, version = parameters.view(number), parameters.version(number)
-        imported = self._variable(number, parameters)
         self._copies.pop(number, None)
         with self._home, self._memory(host.nbytes, f"variable {parameters.name(number)}"):
             array = self._empty(host)
@@ -266,7 +271,7 @@ class Gpu:
                 self._copy(array.data.ptr, _address(host), host, kind)
                 event = self._copying.record()
                 self._in_flight.append(array)
-        copy = self._copies[number] = _Copy(version, array, event)
+        copy = self._copies[number] = _Copy(version, array, event, imported is None)
         return copy
 
     def _copy(self, target: int, source: int, host: np.ndarray, kind: int) -> None:
