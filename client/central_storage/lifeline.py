@@ -183,7 +183,7 @@ class Lifeline:
         this segment and those opened later are carried."""
         mapping = self._mappings.get(name)
         if mapping is None or mapping.nbytes < stop:
-            if mapping is not None:
+            if mapping is not None and not self.may_preserve:
                 self._outgrown.append(mapping)
             mapping = self._mappings[name] = self._open(name)
         return mapping

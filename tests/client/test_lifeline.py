@@ -87,7 +87,7 @@ def test_a_segment_that_was_extended_is_carried_where_addresses_are_missing(
         view = ours.segment_of(first).view(first)
         server.make("parameters/int32", 8192, "", 8192)
 
-        def refuses(name: str, descriptor: int, nbytes: int, *, writable: bool) -> Mapping:
+        def refuses(name: str, descriptor: int, nbytes: int, **access: bool) -> Mapping:
             os.close(descriptor)
             raise OSError(12, "Cannot allocate memory")
 

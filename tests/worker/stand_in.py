@@ -61,6 +61,8 @@ class Service:
         self._environment = dict(environment or {})
         self._device = device
         self._mappings: dict[str, Segment] = {}
+        #: How much of a segment workers are given, where that is not all of it.
+        self.reserved: dict[str, int] = {}
         self._tails: dict[str, int] = {}
         self._from_server: deque[tuple[int, Record]] = deque()
         self._runs = 0
@@ -402,7 +404,8 @@ class Service:
         writable = asked.segment.startswith((f"gradients/{replica}/", f"arena/{replica}"))
         descriptor = self._open_segment(asked.segment, os.O_RDWR if writable else os.O_RDONLY)
         try:
-            packet = b"".join(encode(messages.Segment(asked.segment, RESERVATION, writable)))
+            nbytes = self.reserved.get(asked.segment, RESERVATION)
+            packet = b"".join(encode(messages.Segment(asked.segment, nbytes, writable)))
             socket.send_fds(link, [packet], [descriptor])
         finally:
             os.close(descriptor)

@@ -14,7 +14,7 @@ from tests.worker.test_token import meet, merge, merged, nested, results
 from tests.worker.test_write_notes import slices, table
 
 import central_storage as cs
-from cs_proto import messages
+from cs_proto import messages, segments
 from cs_proto.arrays import array_of
 from cs_proto.codec import encode
 from cs_proto.errors import ContextError, InvalidArgumentError, MemoryPlanError
@@ -145,8 +145,6 @@ def counted(step: Callable[[], Any]) -> Callable[[], tuple[Any, list[int]]]:
     """A function that says with its result how many ranges were preserved in its run, time by time."""
 
     def run() -> tuple[Any, list[int]]:
-        from cs_proto import segments
-
         calls: list[int] = []
         plain = segments.Mapping.preserve
 
@@ -224,6 +222,29 @@ def test_all_that_is_held_is_preserved_and_nothing_else(alone: Service) -> None:
 
 def reduced(run: messages.RunId, k: int = 0) -> messages.Reduced:
     return messages.Reduced(run, k, (array_of(np.array([3.0])),))
+
+
+def test_what_was_mapped_before_the_segment_was_extended_is_preserved_too(alone: Service) -> None:
+    name = segments.parameters("float64")  # which no other test maps
+    alone.reserved[name] = 4096
+    v = Sent("variable", alone.add_variable(np.ones(4)))
+    alone.run(lambda: np.asarray(v).tolist(), frozen=True)
+    assert alone.result() == [1] * 4
+    del alone.reserved[name]
+    w = Sent("variable", alone.add_variable(np.zeros(5000)))  # ends beyond the first 4096 bytes
+
+    def step() -> list[Any]:
+        old = [np.asarray(v), np.asarray(w)]
+        v.assign(np.ones(4))  # type: ignore[attr-defined]
+        new = [np.asarray(v), np.asarray(w)]
+        return [[float(array[0]) for array in arrays] for arrays in (old, new)]
+
+    run = alone.run(counted(step))
+    assert alone.asked().preserved
+    for variable, value in ((v, 5), (w, 7)):
+        alone.value(variable._cs_handle()[1])[...] = value
+    alone.answer(0, messages.Committed(run, 1))
+    assert alone.result() == ([[1, 0], [5, 7]], [1, 1])  # two mappings, a range in each
 
 
 def test_who_is_asked_preserves_what_it_holds_and_asks_again(pair: Service) -> None:

@@ -67,6 +67,8 @@ class Catalogue:
         #: Views of the server's own memory, for a replica on a CPU: what it has been shown since the last
         #: :meth:`preserve`.
         self.mapped: dict[int, np.ndarray] = {}
+        # The mapping that each of them lies in: where a segment was extended, older ones lie in an older mapping.
+        self._mapping_of: dict[int, Mapping] = {}
         #: Another object when some of them are no longer what they were.
         self.epoch = object()
         self._views: dict[int, np.ndarray] = self.mapped if device.is_host else {}
@@ -115,6 +117,7 @@ class Catalogue:
             for buffers in (-1, 0, 1):
                 self._located.pop((number, buffers), None)
             gone.append(self._views.pop(number, None))
+            self._mapping_of.pop(number, None)
             self._carried.pop(number, None)
             self._handles.pop(("variable", number), None)
             gone += (self._gradients.pop((number, buffers), None) for buffers in range(2))
@@ -237,13 +240,15 @@ class Catalogue:
             view = self._carried.get(number)
         if view is None:
             record = self.place(number)
-            segment = self._lifeline.segment(record.place.segment)
+            segment = self._lifeline.segment_of(record.array)
             view = segment.view(record.array)
             if isinstance(segment, Carried):
                 self._carried[number] = view
             else:
                 self._views[number] = view
-                if not self._device.is_host and not self.carries:
+                if self._device.is_host:
+                    self._mapping_of[number] = segment
+                elif not self.carries:
                     self._lock_slab(record.place.segment)
         return view
 
@@ -261,6 +266,7 @@ class Catalogue:
         shapes = {number: view.shape for number, view in self.mapped.items()}
         self.epoch = object()
         self.mapped.clear()
+        mapping_of, self._mapping_of = self._mapping_of, {}
         for number in bases:
             handle = self.strategy.handles.get("variable", number)
             if isinstance(handle, Variable):
@@ -268,19 +274,16 @@ class Catalogue:
         held = {number: base for number, ref in bases.items() if (base := ref()) is not None and base.nbytes}
         try:
             while held:
-                self._preserve_segment(held)
+                self._preserve_in(mapping_of[next(iter(held))], mapping_of, held)
         except MemoryPlanError:
             self.mapped.update((number, base.reshape(shapes[number])) for number, base in held.items())
+            self._mapping_of = {number: mapping_of[number] for number in held}
             raise
 
-    def _preserve_segment(self, held: dict[int, np.ndarray]) -> None:
-        """Preserve the arrays that lie in one segment, and take them out of ``held``, which is by variable."""
-        places = {number: self._known[number].place for number in held}
-        name = next(iter(places.values())).segment
-        numbers = [number for number, place in places.items() if place.segment == name]
-        mapping = self._lifeline.segment(name)
-        assert isinstance(mapping, Mapping)
-        starts = [places[number].offset for number in numbers]
+    def _preserve_in(self, mapping: Mapping, mapping_of: dict[int, Mapping], held: dict[int, np.ndarray]) -> None:
+        """Preserve the arrays that lie in one mapping, and take them out of ``held``, which is by variable."""
+        numbers = [number for number in held if mapping_of[number] is mapping]
+        starts = [self._known[number].place.offset for number in numbers]
         ranges = [(start, start + held[number].nbytes) for start, number in zip(starts, numbers, strict=True)]
         need, have = mapping.preserved_nbytes(ranges), machine.available_nbytes()
         if need > have:
@@ -291,7 +294,7 @@ class Catalogue:
             raise self._unpreserved(numbers, need, str(error)) from error
         for number in numbers:
             del held[number]
-        self._lifeline.map_anew(name)
+        self._lifeline.map_anew(mapping.name)
 
     def _unpreserved(self, numbers: Sequence[int], need: int, why: str) -> MemoryPlanError:
         names = ", ".join(self.name(number) for number in numbers[:_NAMED])
