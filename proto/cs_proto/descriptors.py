@@ -11,7 +11,7 @@ import math
 import re
 from functools import lru_cache
 
-from .records import Buffer, Frame, Record, record, shown
+from .records import Buffer, Count, Frame, Record, record, shown
 
 __all__ = [
     "DTYPES",
@@ -66,13 +66,11 @@ class Location(Record):
     """A byte ``offset`` inside the segment called ``segment``."""
 
     segment: str
-    offset: int
+    offset: Count
 
     def check(self) -> None:
         if not _is_segment(self.segment):
             self.refuse(f"{self.segment!r} is not a segment name")
-        if not 0 <= self.offset < _MAX_NBYTES:
-            self.refuse(f"offset {self.offset} is out of range")
 
 
 @record(2)
@@ -80,7 +78,7 @@ class Array(Record):
     """A C-contiguous array: its dtype by name, its shape, and where its bytes are."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     place: Frame | Location
 
     def check(self) -> None:

@@ -9,18 +9,31 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
-from typing import Literal
+from typing import Annotated, Literal, TypeAlias
 
 from .descriptors import Array, Location, is_wire_dtype, shape_fault
-from .records import Frame, Record, record, shown
+from .records import Count, Finite, Frame, Range, Record, Seconds, record, shown
 from .schedules import Schedule
 
 #: Goes up when a record changes in a way that a peer of an older release cannot read. There has been no release yet.
 PROTOCOL = 1
 
+#: So many replicas a service has at most, and so many steps of a series are sent at most before those ahead of them
+#: are over.
+MOST_REPLICAS, MOST_AHEAD = 1024, 64
+
+#: The number of a variable, an optimizer, a set of variables or a write.
+Number: TypeAlias = Annotated[int, Range(1, (1 << 62) - 1)]
+Replica: TypeAlias = Annotated[int, Range(0, MOST_REPLICAS - 1)]
+Replicas: TypeAlias = Annotated[int, Range(1, MOST_REPLICAS)]
+#: How often a process was started, from 1.
+Incarnation: TypeAlias = Annotated[int, Range(1, (1 << 31) - 1)]
+Pid: TypeAlias = Annotated[int, Range(0, (1 << 31) - 1)]
+Lookahead: TypeAlias = Annotated[int, Range(0, MOST_AHEAD)]
+
 #: A run is a path: ``(5,)`` is the client's fifth run, ``(5, 2, 0)`` the first run nested in the merge_call that was
 #: merge point 2 of run 5. The same after a replay, without asking anybody.
-RunId = tuple[int, ...]
+RunId = tuple[Count, ...]
 
 Role = Literal["server", "worker", "controller", "observer", "script"]
 ReduceOpName = Literal["SUM", "MEAN"]
@@ -37,18 +50,18 @@ class _OfRun(Record):
 
     def check(self) -> None:
         run = self.run
-        if len(run) % 2 == 0 or len(run) > 65 or min(run) < 0:
+        if len(run) % 2 == 0 or len(run) > 65:
             self.refuse(f"{shown(run)} is not a run: (n,) or (n, k, j, ...)")
 
 
 class _OfStep(_OfRun):
     """Base of the records that say which series a run is a step of: its first run's number, 0 for a run on its own."""
 
-    series: int
+    series: Count
 
     def check(self) -> None:
         super().check()
-        if not 0 <= self.series <= self.run[0] or (self.series and len(self.run) > 1):
+        if self.series > self.run[0] or (self.series and len(self.run) > 1):
             self.refuse(f"{shown(self.run)} is no step of a series that began with run {self.series}")
 
 
@@ -76,8 +89,8 @@ class Error(Record):
     message: str
     arguments: Value | None
     origin: str
-    replica: int
-    merge_index: int
+    replica: Annotated[int, Range(-1, MOST_REPLICAS - 1)]
+    merge_index: Count
     traceback: str
 
 
@@ -88,10 +101,10 @@ class VariableSpec(Record):
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     trainable: bool
-    aggregation: int
-    synchronization: int
+    aggregation: Annotated[int, Range(0, 3)]
+    synchronization: Annotated[int, Range(0, 3)]
     ordinary: bool = False
 
     def check(self) -> None:
@@ -99,8 +112,6 @@ class VariableSpec(Record):
             self.refuse(f"{shown(self.name)} is not a variable name: 1-512 characters, no control characters")
         if not is_wire_dtype(self.dtype) or self.dtype[0] in "US":
             self.refuse(f"a variable cannot have dtype {shown(self.dtype)}")
-        if not 0 <= self.aggregation <= 3 or not 0 <= self.synchronization <= 3:
-            self.refuse("aggregation and synchronization are numbers 0-3")
         if fault := shape_fault(self.dtype, self.shape):
             self.refuse(fault)
 
@@ -109,10 +120,10 @@ class VariableSpec(Record):
 class Variable(Record):
     """A variable as it stands: its number, its spec under its final name, where its value lies, its version."""
 
-    number: int
+    number: Number
     spec: VariableSpec
     place: Location
-    version: int
+    version: Count
 
     @property
     def array(self) -> Array:
@@ -125,21 +136,21 @@ class Optimizer(Record):
     """An optimizer as it stands: its number, its kind (``SGD``), the rule that its hyperparameters chose when it was
     made, its hyperparameters by name, what the learning rate follows (None: it is the number), its iterations."""
 
-    number: int
+    number: Number
     kind: str
     rule: str
-    hyperparameters: tuple[tuple[str, float], ...]
+    hyperparameters: tuple[tuple[str, Finite], ...]
     schedule: Schedule | None
-    iterations: int
+    iterations: Count
 
 
 @record(8)
 class Worker(Record):
     """A registered worker: the client sends runs of ``replica`` to ``endpoint``."""
 
-    replica: int
-    incarnation: int
-    pid: int
+    replica: Replica
+    incarnation: Incarnation
+    pid: Pid
     device: str
     endpoint: str
 
@@ -151,8 +162,8 @@ class DevicePlace(Record):
     that all of it is what is meant. No handle: not there."""
 
     handle: bytes
-    offset: int
-    size: int
+    offset: Count
+    size: Count
     mark: bytes
 
     def check(self) -> None:
@@ -178,7 +189,7 @@ class DevicePlace(Record):
 class Register(Record):
     """Worker to server, first message: who I am and where I listen."""
 
-    protocol: int
+    protocol: Count
     worker: Worker
 
 
@@ -186,7 +197,7 @@ class Register(Record):
 class Registered(Record):
     """Server to every worker, once all have registered: you may take runs. ``workers`` in replica order."""
 
-    replicas: int
+    replicas: Replicas
     parameter_device: str
     workers: tuple[Worker, ...]
 
@@ -195,19 +206,19 @@ class Registered(Record):
 class Hello(Record):
     """Client to server, first message. One controller at a time; observers may only read."""
 
-    protocol: int
+    protocol: Count
     role: Literal["controller", "observer"]
     client: str
-    pid: int
+    pid: Pid
 
 
 @record(13)
 class Welcome(Record):
     """Server to client, once all workers have registered."""
 
-    replicas: int
+    replicas: Replicas
     parameter_device: str
-    server_pid: int
+    server_pid: Pid
     workers: tuple[Worker, ...]
 
 
@@ -223,7 +234,7 @@ class Offer(Record):
     """Who connects to who listens, before the mailbox is used: what you get from me and is not in ``mailbox`` counts
     from here on, and I post what fits there once you have opened it."""
 
-    mailbox: int
+    mailbox: Count
 
 
 @record(16)
@@ -231,7 +242,7 @@ class Taken(Record):
     """Answer to :class:`Offer`, over ZeroMQ: I have opened the mailbox and post what fits there from here on; or why
     not (``refused``), and everything goes over ZeroMQ as before."""
 
-    mailbox: int
+    mailbox: Count
     refused: str
 
 
@@ -242,7 +253,7 @@ class Taken(Record):
 class SparseGradient(Record):
     """The gradient of some rows of a variable: ``values[i]`` belongs to row ``indices[i]``; rows named twice add up."""
 
-    variable: int
+    variable: Number
     values: Array
     indices: Array
 
@@ -262,7 +273,7 @@ class Create(Record):
     """
 
     client: str
-    sequence: int
+    sequence: Count
     variable: VariableSpec
     value: Array | None
 
@@ -273,8 +284,8 @@ class Assign(Record):
     scatter ``value`` goes to the rows ``indices``."""
 
     client: str
-    sequence: int
-    variable: int
+    sequence: Count
+    variable: Number
     op: WriteOp
     value: Array
     indices: Array | None = None
@@ -286,16 +297,12 @@ class Configure(Record):
     ``iterations`` (-1: as they are). A learning rate without a schedule ends the schedule there was."""
 
     client: str
-    sequence: int
-    optimizer: int
+    sequence: Count
+    optimizer: Count
     kind: str
-    hyperparameters: tuple[tuple[str, float], ...]
+    hyperparameters: tuple[tuple[str, Finite], ...]
     schedule: Schedule | None
-    iterations: int
-
-    def check(self) -> None:
-        if not -1 <= self.iterations < 1 << 62:
-            self.refuse(f"{self.iterations} iterations")
+    iterations: Annotated[int, Range(-1, (1 << 62) - 1)]
 
 
 @record(33)
@@ -303,8 +310,8 @@ class Get(Record):
     """Read variables by number and by name; none of either means all. ``frames`` asks for the bytes in frames, for
     peers that map no memory; without it the reply says where the bytes lie."""
 
-    request: int
-    variables: tuple[int, ...]
+    request: Count
+    variables: tuple[Number, ...]
     names: tuple[str, ...]
     frames: bool
 
@@ -313,16 +320,16 @@ class Get(Record):
 class Describe(Record):
     """Ask what stands behind handles: variables and optimizers by number, without values."""
 
-    request: int
-    variables: tuple[int, ...]
-    optimizers: tuple[int, ...]
+    request: Count
+    variables: tuple[Number, ...]
+    optimizers: tuple[Number, ...]
 
 
 @record(35)
 class Statistics(Record):
     """Ask for the server's counters."""
 
-    request: int
+    request: Count
 
 
 @record(36)
@@ -334,11 +341,11 @@ class Cancel(_OfRun):
     """
 
     run: RunId
-    later: int = 0
+    later: Lookahead = 0
 
     def check(self) -> None:
         super().check()
-        if self.later < 0 or (self.later and len(self.run) > 1):
+        if self.later and len(self.run) > 1:
             self.refuse(f"{self.later} steps after {shown(self.run)}")
 
 
@@ -348,17 +355,17 @@ class Free(Record):
     places given to others; numbers that stand for nothing any more are left out."""
 
     client: str
-    sequence: int
-    variables: tuple[int, ...]
+    sequence: Count
+    variables: tuple[Number, ...]
 
 
 @record(38)
 class DescribeSlots(Record):
     """Ask where an optimizer's slots beside a variable lie; they are made where they are missing."""
 
-    request: int
-    optimizer: int
-    variable: int
+    request: Count
+    optimizer: Number
+    variable: Number
 
 
 @record(39)
@@ -366,9 +373,9 @@ class AssignSlot(Record):
     """The controller (or the holder of a merge_call token) writes a slot, once; it is made where it is missing."""
 
     client: str
-    sequence: int
-    optimizer: int
-    variable: int
+    sequence: Count
+    optimizer: Number
+    variable: Number
     slot: str
     value: Array
 
@@ -377,7 +384,7 @@ class AssignSlot(Record):
 class Fetch(Record):
     """The bytes of an array, or of the ``rows`` (int64) of it, for a peer that cannot map the segment it lies in."""
 
-    request: int
+    request: Count
     array: Array
     rows: Array | None
 
@@ -393,7 +400,7 @@ class Put(Record):
     """The bytes ``value`` belong into ``array`` (uint8[n]), where their sender may write and cannot map. Without a
     value the whole pages of ``array`` are given back."""
 
-    request: int
+    request: Count
     array: Array
     value: Array | None
 
@@ -411,13 +418,9 @@ class Locate(Record):
     says so with 1 before it uses the second set of its gradient buffers of these variables' dtypes, which is made then.
     """
 
-    request: int
-    variables: tuple[int, ...]
-    buffers: int
-
-    def check(self) -> None:
-        if self.buffers not in (-1, 0, 1):
-            self.refuse("buffers 0 or 1, or -1 for the variables themselves")
+    request: Count
+    variables: tuple[Number, ...]
+    buffers: Annotated[int, Range(-1, 1)]
 
 
 @record(43)
@@ -426,8 +429,8 @@ class Resent(_OfStep):
     answered. By it the server knows of a run that kills its worker before anything of it is heard."""
 
     run: RunId
-    replica: int
-    series: int = 0
+    replica: Replica
+    series: Count = 0
 
 
 @record(44)
@@ -436,13 +439,8 @@ class Awaited(_OfStep):
     run of whose replicas none has been heard, and that each of them is waited for."""
 
     run: RunId
-    seconds: float
-    series: int = 0
-
-    def check(self) -> None:
-        super().check()
-        if not 0 <= self.seconds < 1e9:
-            self.refuse(f"a wait of {self.seconds} s")
+    seconds: Seconds
+    series: Count = 0
 
 
 @record(45)
@@ -459,12 +457,12 @@ class AwaitedFor(Record):
 class _Point(Record):
     """Base of merge points. ``k`` counts a replica's merge points in a run from 0; ``site`` is file:line."""
 
-    k: int
+    k: Count
     site: str
 
     def check(self) -> None:
-        if self.k < 0 or len(self.site) > 4096:
-            self.refuse("k counts from 0, and a call site is file:line")
+        if len(self.site) > 4096:
+            self.refuse(f"a call site of {len(self.site)} characters; it is file:line, at most 4096")
 
 
 @record(50)
@@ -477,12 +475,12 @@ class ApplyPoint(_Point):
     and it is waited for; the answer is the set's number, which is all that later ones carry.
     """
 
-    k: int
+    k: Count
     site: str
-    optimizer: int
-    variable_set: int
-    variables: tuple[int, ...]
-    buffers: int
+    optimizer: Number
+    variable_set: Count
+    variables: tuple[Number, ...]
+    buffers: Annotated[int, Range(0, 3)]
     sparse: tuple[SparseGradient, ...] = ()
 
     def check(self) -> None:
@@ -491,8 +489,8 @@ class ApplyPoint(_Point):
             numbers = [gradient.variable for gradient in self.sparse]
             if any(later <= earlier for earlier, later in pairwise(numbers)):
                 self.refuse("sparse gradients ascend by variable")
-        if (self.variable_set == 0) == (not self.variables) or self.buffers not in range(4):
-            self.refuse("either variables or the number of their set; buffers 0 to 3")
+        if (self.variable_set == 0) == (not self.variables):
+            self.refuse("either variables or the number of their set")
 
 
 @record(51)
@@ -500,9 +498,9 @@ class AssignPoint(_Point):
     """An aggregated assign. ``checked`` (waited for) where only the comparison of replicas can find the error:
     values that came from Python scalars."""
 
-    k: int
+    k: Count
     site: str
-    variable: int
+    variable: Number
     op: AssignOp
     value: Array
     checked: bool
@@ -512,7 +510,7 @@ class AssignPoint(_Point):
 class CreatePoint(_Point):
     """A variable made inside a run; replica 0's value counts."""
 
-    k: int
+    k: Count
     site: str
     variable: VariableSpec
     value: Array
@@ -522,7 +520,7 @@ class CreatePoint(_Point):
 class ReducePoint(_Point):
     """all_reduce of the leaves of a nest."""
 
-    k: int
+    k: Count
     site: str
     op: ReduceOpName
     arrays: tuple[Array, ...]
@@ -532,9 +530,9 @@ class ReducePoint(_Point):
 class GatherPoint(_Point):
     """all_gather of the leaves of a nest along ``axis``."""
 
-    k: int
+    k: Count
     site: str
-    axis: int
+    axis: Annotated[int, Range(-(1 << 62), (1 << 62) - 1)]
     arrays: tuple[Array, ...]
 
 
@@ -542,7 +540,7 @@ class GatherPoint(_Point):
 class MergeCallPoint(_Point):
     """merge_call: this replica's (args, kwargs) as data. Replica 0's function is called in replica 0's worker."""
 
-    k: int
+    k: Count
     site: str
     arguments: Value
 
@@ -554,7 +552,7 @@ Point = ApplyPoint | AssignPoint | CreatePoint | ReducePoint | GatherPoint | Mer
 class ReadPoint(_Point):
     """Not a merge point: this replica wants to read what it wrote at points before ``k``, so they must be committed."""
 
-    k: int
+    k: Count
     site: str
 
 
@@ -563,18 +561,13 @@ class WriteNote(_Point):
     """Not a merge point, and only noted: a write that replicas need not agree on, brought after ``k`` merge points as
     this replica's ``number``-th in the run, from 0. With a scatter ``value`` goes to the rows ``indices``."""
 
-    k: int
-    number: int
+    k: Count
+    number: Count
     site: str
-    variable: int
+    variable: Number
     op: WriteOp
     value: Array
     indices: Array | None
-
-    def check(self) -> None:
-        super().check()
-        if self.number < 0:
-            self.refuse("write notes are numbered from 0")
 
 
 Note = ApplyPoint | AssignPoint | WriteNote
@@ -587,11 +580,11 @@ class Ask(_OfStep):
     been shown (:class:`Preserve`)."""
 
     run: RunId
-    replica: int
-    incarnation: int
+    replica: Replica
+    incarnation: Incarnation
     notes: tuple[ApplyPoint | AssignPoint | WriteNote, ...]
     point: ApplyPoint | AssignPoint | CreatePoint | ReducePoint | GatherPoint | MergeCallPoint | ReadPoint
-    series: int = 0
+    series: Count = 0
     client: str = ""
     preserved: bool = False
 
@@ -604,14 +597,14 @@ class Return(_OfStep):
     """
 
     run: RunId
-    replica: int
-    incarnation: int
+    replica: Replica
+    incarnation: Incarnation
     notes: tuple[ApplyPoint | AssignPoint | WriteNote, ...]
-    count: int
+    count: Count
     value: Value | None
     error: Error | None
-    series: int = 0
-    lookahead: int = 0
+    series: Count = 0
+    lookahead: Lookahead = 0
     client: str = ""
 
     def check(self) -> None:
@@ -625,7 +618,7 @@ class MergeCallReturn(_OfRun):
     """Holder of the token to server: the merge function of point ``k`` returned one value per replica, or raised."""
 
     run: RunId
-    k: int
+    k: Count
     values: tuple[Value, ...]
     error: Error | None
 
@@ -638,16 +631,16 @@ class Done(Record):
     """Reply to Assign, AssignSlot, Configure: the number of the thing written, and its version or iterations; to Free:
     how many variables are gone, and 0; to Put: 0 and 0."""
 
-    sequence: int
-    number: int
-    version: int
+    sequence: Count
+    number: Count
+    version: Count
 
 
 @record(71)
 class Created(Record):
     """Reply to Create."""
 
-    sequence: int
+    sequence: Count
     variable: Variable
 
 
@@ -655,8 +648,8 @@ class Created(Record):
 class Got(Record):
     """Reply to Get: variables in the order asked (numbers, then names), and an array for each."""
 
-    request: int
-    commits: int
+    request: Count
+    commits: Count
     variables: tuple[Variable, ...]
     arrays: tuple[Array, ...]
 
@@ -665,22 +658,22 @@ class Got(Record):
 class Described(Record):
     """Reply to Describe; ``slotted`` numbers, for each optimizer, the variables beside which it keeps slots."""
 
-    request: int
+    request: Count
     variables: tuple[Variable, ...]
     optimizers: tuple[Optimizer, ...]
-    slotted: tuple[tuple[int, ...], ...]
+    slotted: tuple[tuple[Number, ...], ...]
 
 
 @record(74)
 class ReplicaStatistics(Record):
     """Counters of one replica since the start of the server."""
 
-    replica: int
-    pid: int
+    replica: Replica
+    pid: Pid
     device: str
-    runs: int
-    points: int
-    applies: int
+    runs: Count
+    points: Count
+    applies: Count
 
 
 @record(75)
@@ -690,25 +683,25 @@ class Counters(Record):
     woke a sleeping process ``doorbells`` times: the server, or one that it had an answer for. A controller adds the
     workers that it has woken."""
 
-    request: int
-    pid: int
-    uptime: float
-    variables: int
-    parameter_nbytes: int
-    slot_nbytes: int
-    commits: int
-    runs: int
-    messages: int
+    request: Count
+    pid: Pid
+    uptime: Seconds
+    variables: Count
+    parameter_nbytes: Count
+    slot_nbytes: Count
+    commits: Count
+    runs: Count
+    messages: Count
     replicas: tuple[ReplicaStatistics, ...]
-    posted: int = 0
-    doorbells: int = 0
+    posted: Count = 0
+    doorbells: Count = 0
 
 
 @record(76)
 class Refused(Record):
     """Reply to a request or first message that was not done: ``number`` is its sequence or request number."""
 
-    number: int
+    number: Count
     error: Error
 
 
@@ -716,7 +709,7 @@ class Refused(Record):
 class Slots(Record):
     """Reply to DescribeSlots: the slots by name, in the rule's order, and where each lies."""
 
-    request: int
+    request: Count
     names: tuple[str, ...]
     arrays: tuple[Array, ...]
 
@@ -725,7 +718,7 @@ class Slots(Record):
 class Fetched(Record):
     """Reply to Fetch: the array in a frame, or its rows one after the other."""
 
-    request: int
+    request: Count
     array: Array
 
 
@@ -735,7 +728,7 @@ class Located(Record):
     and the arrays' places there. A server that dies takes these along; ``keeps``: another takes its place then, which
     needs the gradients in their segments, too."""
 
-    request: int
+    request: Count
     uuid: bytes
     arrays: tuple[Array, ...]
     places: tuple[DevicePlace, ...]
@@ -747,7 +740,7 @@ class Reduced(_OfRun):
     """Answer to a ReducePoint or GatherPoint: the results, leaf by leaf."""
 
     run: RunId
-    k: int
+    k: Count
     arrays: tuple[Array, ...]
 
 
@@ -756,7 +749,7 @@ class Token(_OfRun):
     """Answer to replica 0 at a MergeCallPoint: you are the controller now; here are all replicas' arguments."""
 
     run: RunId
-    k: int
+    k: Count
     arguments: tuple[Value, ...]
 
 
@@ -765,7 +758,7 @@ class Merged(_OfRun):
     """Answer to the other replicas at a MergeCallPoint: your share of what the merge function returned."""
 
     run: RunId
-    k: int
+    k: Count
     value: Value
 
 
@@ -774,8 +767,8 @@ class Accepted(_OfRun):
     """Answer to a checked ApplyPoint (``variable_set``: its number) or AssignPoint (0): compared and recorded."""
 
     run: RunId
-    k: int
-    variable_set: int
+    k: Count
+    variable_set: Count
 
 
 @record(84)
@@ -783,7 +776,7 @@ class CreatedInRun(_OfRun):
     """Answer to a CreatePoint."""
 
     run: RunId
-    k: int
+    k: Count
     variable: Variable
 
 
@@ -792,7 +785,7 @@ class Committed(_OfRun):
     """Answer to a ReadPoint: all points before ``k`` are committed."""
 
     run: RunId
-    k: int
+    k: Count
 
 
 @record(86)
@@ -800,7 +793,7 @@ class PointFailed(_OfRun):
     """Answer to any point: it fails with this error. ``ends_run`` where no further point of the run can succeed."""
 
     run: RunId
-    k: int
+    k: Count
     error: Error
     ends_run: bool
 
@@ -812,7 +805,7 @@ class RunFinished(_OfRun):
     run: RunId
     values: tuple[Value, ...]
     error: Error | None
-    commits: int
+    commits: Count
 
 
 @record(88)
@@ -832,18 +825,6 @@ class WorkerRestarted(_OfRun):
 
     run: RunId
     worker: Worker
-
-
-# --- what the server asks -------------------------------------------------------------------------------------------
-
-
-@record(140)
-class Preserve(_OfRun):
-    """Server to a replica that waits at point ``k``: another replica reads its own update, so a commit comes in the
-    midst of the run. Preserve what the function has been shown of variables, and send the same Ask, ``preserved``."""
-
-    run: RunId
-    k: int
 
 
 # --- client to worker (and, during a merge_call, token holder to worker) --------------------------------------------
@@ -875,17 +856,17 @@ class Run(_OfStep):
     """
 
     run: RunId
-    draw: int
-    replica: int
-    seed: int
+    draw: Number
+    replica: Replica
+    seed: Annotated[int, Range(0, (1 << 63) - 1)]
     digest: bytes
     function: Array | None
     frozen: bool
     arguments: bytes | Frame | Array
     buffers: tuple[Array, ...]
-    series: int = 0
-    lookahead: int = 0
-    held: tuple[tuple[int, int], ...] = ()
+    series: Count = 0
+    lookahead: Lookahead = 0
+    held: tuple[tuple[Count, Count], ...] = ()
 
     @property
     def draw_path(self) -> RunId:
@@ -900,10 +881,6 @@ class Run(_OfStep):
 
     def check(self) -> None:
         super().check()
-        if self.draw < 1:
-            self.refuse(f"draw {self.draw}; they are counted from 1")
-        if self.lookahead < 0:
-            self.refuse(f"a lookahead of {self.lookahead} steps")
         if len(self.digest) != 16:
             self.refuse("a digest has 16 bytes")
         for pickled in (self.function, self.arguments):
@@ -916,7 +893,7 @@ class Forget(Record):
     """The server has been told to free these variables. A worker forgets where they lie: what it has kept of one is no
     handle of whatever lies there next."""
 
-    variables: tuple[int, ...]
+    variables: tuple[Number, ...]
 
 
 # --- the supervisor's socket (SOCK_SEQPACKET; no frames, so each record is one packet) -------------------------------
@@ -928,16 +905,10 @@ class Introduce(Record):
     Hello."""
 
     role: Role
-    rank: int
-    incarnation: int
-    pid: int
+    rank: Replica
+    incarnation: Incarnation
+    pid: Pid
     client: str = ""
-
-
-def _check_reservation(request: MakeSegment | ExtendSegment) -> None:
-    Location(request.segment, 0)
-    if not 0 < request.reservation < 1 << 62:
-        request.refuse(f"a reservation of {request.reservation} bytes")
 
 
 @record(111)
@@ -948,11 +919,11 @@ class MakeSegment(Record):
     """
 
     segment: str
-    reservation: int
+    reservation: Number
     writer: str
 
     def check(self) -> None:
-        _check_reservation(self)
+        Location(self.segment, 0)
 
 
 @record(112)
@@ -967,7 +938,7 @@ class Segment(Record):
     """Supervisor's answer to either, with the descriptor as ancillary data."""
 
     segment: str
-    reservation: int
+    reservation: Number
     writable: bool
 
 
@@ -1002,9 +973,9 @@ class Died(Record):
     ``log`` holds the last lines it wrote. ``restarts``: another takes its place, as the next incarnation."""
 
     role: Role
-    rank: int
-    incarnation: int
-    pid: int
+    rank: Replica
+    incarnation: Incarnation
+    pid: Pid
     cause: str
     log: str
     restarts: bool = False
@@ -1037,9 +1008,9 @@ class Join(Record):
     """First packet of a launcher that would run one of the service's workers elsewhere, in a container of its own.
     ``incarnation`` from 1: it runs, or ran last, this one of worker ``rank`` for the supervisor before this one."""
 
-    pid: int
-    rank: int = 0
-    incarnation: int = 0
+    pid: Pid
+    rank: Replica = 0
+    incarnation: Annotated[int, Range(0, (1 << 31) - 1)] = 0
 
 
 @record(122)
@@ -1047,13 +1018,13 @@ class Joined(Record):
     """Supervisor's answer to :class:`Join`: the worker to run, or to go on running. ``transport`` says how the service
     talks."""
 
-    rank: int
-    incarnation: int
-    replicas: int
+    rank: Replica
+    incarnation: Incarnation
+    replicas: Replicas
     transport: str
 
     def check(self) -> None:
-        if not 0 <= self.rank < self.replicas or self.incarnation < 1:
+        if self.rank >= self.replicas:
             self.refuse(f"worker {self.rank}.{self.incarnation} of {self.replicas}")
 
 
@@ -1062,7 +1033,7 @@ class Interrupt(Record):
     """Controller to supervisor, and from there to who runs it: the run that this replica carries out is cancelled;
     have its process look (SIGINT)."""
 
-    replica: int
+    replica: Replica
 
 
 @record(124)
@@ -1070,7 +1041,7 @@ class Worked(Record):
     """Server or worker to supervisor, once: this incarnation has done a piece of work to the end, so its death is no
     proof that starting it again is in vain."""
 
-    incarnation: int
+    incarnation: Incarnation
 
 
 @record(125)
@@ -1078,8 +1049,8 @@ class Kill(Record):
     """Server to supervisor, and from there to who runs it: end this worker's incarnation, with the stacks of its
     threads in its output; ``reason`` says why, and becomes part of the cause of its death."""
 
-    replica: int
-    incarnation: int
+    replica: Replica
+    incarnation: Incarnation
     reason: str
 
 
@@ -1102,7 +1073,7 @@ class MakeMailbox(Record):
 class OpenMailbox(Record):
     """Server or worker to supervisor: hand me the mailbox that I was offered."""
 
-    mailbox: int
+    mailbox: Count
 
 
 @record(129)
@@ -1110,7 +1081,7 @@ class Mailbox(Record):
     """Supervisor's answer to either, with its memory and both doorbells (the maker's first) as ancillary data; or why
     not (``refused``). ``spins``: there are processors enough to look for mail a while before going to sleep."""
 
-    mailbox: int
+    mailbox: Count
     spins: bool
     refused: str
 
@@ -1120,8 +1091,8 @@ class ShowStacks(Record):
     """Server to supervisor, and from there to who runs it: have this worker's incarnation print the stacks of its
     threads (SIGUSR1). Others have waited for it for long, and it may hang."""
 
-    replica: int
-    incarnation: int
+    replica: Replica
+    incarnation: Incarnation
 
 
 @record(131)
@@ -1130,7 +1101,19 @@ class ExtendSegment(Record):
     out. Mappings of it stay valid, and as long as they are."""
 
     segment: str
-    reservation: int
+    reservation: Number
 
     def check(self) -> None:
-        _check_reservation(self)
+        Location(self.segment, 0)
+
+
+# --- what the server asks -------------------------------------------------------------------------------------------
+
+
+@record(140)
+class Preserve(_OfRun):
+    """Server to a replica that waits at point ``k``: another replica reads its own update, so a commit comes in the
+    midst of the run. Preserve what the function has been shown of variables, and send the same Ask, ``preserved``."""
+
+    run: RunId
+    k: Count

@@ -9,30 +9,66 @@ Building, writing and reading are on the path of every message, so they are comp
 the fields, with the checks of plain types in place: when the first of it is built or read, since no process meets all
 of the hundred classes and each takes as long as a thousand messages.
 
-The types a field may have: ``bool``, ``int``, ``float``, ``str``, ``bytes``, ``Literal[...]`` of strings,
-:class:`Frame`, a record class, ``tuple[T, ...]``, ``tuple[A, B]``, and unions of these with ``None``.
+The types a field may have: ``bool``, ``str``, ``bytes``, ``Annotated[int, Range(...)]`` and the same of ``float``,
+``Literal[...]`` of strings, :class:`Frame`, a record class, ``tuple[T, ...]``, ``tuple[A, B]``, and unions of these
+with ``None``. A number without a range is a type only of records that are not checked.
 """
 
 from __future__ import annotations
 
 import reprlib
+import sys
 import types
 import typing
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, TypeVar, Union, dataclass_transform
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, Union, dataclass_transform
 
 from .errors import LocalProtocolError
 from .frozen import fields_of, frozen, name_fields, refuse_change, refuse_deletion
 
-__all__ = ["RECORDS", "Buffer", "Frame", "Frames", "Record", "altered", "from_wire", "record", "replace", "shown"]
+__all__ = [
+    "RECORDS",
+    "Buffer",
+    "Count",
+    "Finite",
+    "Frame",
+    "Frames",
+    "Range",
+    "Record",
+    "Seconds",
+    "altered",
+    "from_wire",
+    "record",
+    "replace",
+    "shown",
+]
 
 Buffer = bytes | bytearray | memoryview
 
 #: Wire code -> record class, filled by :func:`record`.
 RECORDS: dict[int, type[Record]] = {}
 
+
+@frozen
+class Range:
+    """What a number in a record may be: from ``least`` to ``most``, both included. NaN is in no range."""
+
+    least: float
+    most: float
+
+    def __str__(self) -> str:
+        return f"from {self.least!r} to {self.most!r}"
+
+
+#: A number of things, or the number of one thing among others.
+Count: TypeAlias = Annotated[int, Range(0, (1 << 62) - 1)]
+#: Any number but NaN and infinities.
+Finite: TypeAlias = Annotated[float, Range(-sys.float_info.max, sys.float_info.max)]
+#: A time, or how long something lasts, in seconds.
+Seconds: TypeAlias = Annotated[float, Range(0.0, 1e12)]
+
 # Wire integers are what msgpack can carry.
-_INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1
+_WIRE_INT = Range(-(1 << 63), (1 << 64) - 1)
 
 
 class Frame:
@@ -168,11 +204,13 @@ def altered(record: R, /, **changes: Any) -> R:
 def _compile(cls: type[Record]) -> None:
     """Give a class its ``__init__``, ``to_wire`` and what reads it, each one function straight through the fields.
     Raises TypeError where a field is of no type that travels."""
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     known: dict[str, Any] = {"_cls": cls, "_wrong": _wrong, "_wrong_length": _wrong_length, "_nothing": ()}
     parameters, checks, stores, written, read = [], [], [], [str(cls.code)], []
     for number, name in enumerate(fields_of(cls)):
         kind = _type_of(hints[name])  # no name begins with _
+        if cls.is_checked and _is_unbounded(hints[name]):
+            raise TypeError(f"{cls.__name__}.{name}: a number declares its range, as in Annotated[int, Range(0, 3)]")
         known |= {f"t_{name}": kind, f"c_{name}": kind.classes, f"h_{name}": kind.holds}
         known |= {f"w_{name}": kind.write, f"r_{name}": kind.read}
         has_default = hasattr(cls, name)
@@ -202,7 +240,7 @@ def _compile(cls: type[Record]) -> None:
 
 def _compile_values(cls: type[Record]) -> None:
     """Give a class its ``wire_of``."""
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     kinds = {name: _type_of(hints[name]) for name in fields_of(cls)}
     known: dict[str, Any] = {f"_w_{name}": kind.write for name, kind in kinds.items()}
     parameters = [f"_{name}" for name in kinds]
@@ -268,8 +306,8 @@ _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxtuple, _SHORT.maxl
 class _Type:
     """One field type. A value is of it when its class is one of ``classes`` or when it ``holds``; ``read`` turns what
     msgpack read into such a value where that differs, and leaves what does not fit as it is; ``write`` turns a value
-    into what msgpack can write, where that differs. ``is_many``: tuples of any length, and
-    ``is_of_ints``: of ints."""
+    into what msgpack can write, where that differs. ``number`` and ``range``: the class of a number, and what it may
+    be; with ``is_many`` they are those of the members of tuples of any length."""
 
     title: str
     classes: frozenset[type]
@@ -277,23 +315,28 @@ class _Type:
     read: Callable[[Any, Frames], object] | None = None
     write: Callable[[Any, list[Buffer]], object] | None = None
     is_many: bool = False
-    is_of_ints: bool = False
+    number: Any = None
+    range: Range | None = None
 
     def test(self, name: str) -> str:
         """An expression: whether the field called ``name`` is of this type."""
-        if self.holds is _is_int:
-            return f"type({name}) is int and {_INT_MIN} <= {name} <= {_INT_MAX}"
         if self.is_many:
             holds = f"{name} is _nothing or h_{name}({name})"
-            if not self.is_of_ints:
+            if self.number is None:
                 return holds
-            one = f"{name}[0]"  # as in most numbers of runs and shapes
-            alone = f"type({name}) is tuple and len({name}) == 1 and type({one}) is int and 0 <= {one} <= {_INT_MAX}"
-            return f"{alone} or {holds}"
+            one = self._is_in_range(f"{name}[0]")  # as in most numbers of runs and shapes
+            return f"type({name}) is tuple and len({name}) == 1 and {one} or {holds}"
+        if self.number is not None:
+            return self._is_in_range(name)
         if self.holds is not _never:
             return f"type({name}) in c_{name} or h_{name}({name})"
         [only] = self.classes if len(self.classes) == 1 else [None]
         return f"type({name}) is {only.__name__}" if only in (bool, float, str, bytes) else f"type({name}) in c_{name}"
+
+    def _is_in_range(self, value: str) -> str:
+        assert self.number is not None
+        assert self.range is not None
+        return f"type({value}) is {self.number.__name__} and {self.range.least!r} <= {value} <= {self.range.most!r}"
 
     def reading(self, wire: str, read: str) -> str:
         """An expression: what is read from ``wire``, with ``read`` the name of the function for it."""
@@ -314,8 +357,20 @@ def _never(_value: object) -> bool:
     return False
 
 
-def _is_int(value: object) -> bool:
-    return type(value) is int and _INT_MIN <= value <= _INT_MAX
+def _number_type(number: Any, allowed: Range, title: str) -> _Type:
+    least, most = allowed.least, allowed.most
+
+    def holds(value: Any) -> bool:
+        return type(value) is number and least <= value <= most
+
+    return _Type(title, frozenset(), holds, _read_float if number is float else None, number=number, range=allowed)
+
+
+def _is_unbounded(hint: Any) -> bool:
+    """Whether it is, or holds, a number without a range."""
+    if typing.get_origin(hint) is Annotated:
+        return False
+    return hint in (int, float) or any(map(_is_unbounded, typing.get_args(hint)))
 
 
 def _read_float(wire: object, _frames: Frames) -> object:
@@ -333,7 +388,7 @@ def _write_part(value: Any, frames: list[Buffer]) -> object:
 
 _SCALARS: dict[object, _Type] = {
     bool: _Type("bool", frozenset({bool}), _never),
-    int: _Type("int", frozenset(), _is_int),
+    int: _number_type(int, _WIRE_INT, "int"),
     float: _Type("float", frozenset({float}), _never, _read_float),
     str: _Type("str", frozenset({str}), _never),
     bytes: _Type("bytes", frozenset({bytes}), _never),
@@ -346,6 +401,8 @@ def _type_of(hint: Any) -> _Type:
     if hint in _SCALARS:
         return _SCALARS[hint]
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated and arguments[0] in (int, float) and isinstance(arguments[1], Range):
+        return _number_type(arguments[0], arguments[1], f"{arguments[0].__name__} {arguments[1]}")
     if origin is Literal and all(type(a) is str for a in arguments):
         return _Type(f"one of {arguments}", frozenset(), lambda v: type(v) is str and v in arguments)
     if origin is tuple:
@@ -410,17 +467,19 @@ def _many_type(item: _Type) -> _Type:
         assert item_write is not None
         return [item_write(member, frames) for member in value]
 
-    def holds_ints(value: object) -> bool:
+    def holds_numbers(value: Any) -> bool:
         if type(value) is not tuple:
             return False
         for member in value:  # noqa: SIM110  (as above)
-            if type(member) is not int or not _INT_MIN <= member <= _INT_MAX:
+            if type(member) is not number or not least <= member <= most:
                 return False
         return True
 
-    ints = item_holds is _is_int
+    number, allowed = (None, None) if item.is_many else (item.number, item.range)
+    if allowed is not None:
+        holds, least, most = holds_numbers, allowed.least, allowed.most
     title, writes = f"a tuple of {item.title}", item_write is not None
-    return _Type(title, frozenset(), holds_ints if ints else holds, read, write if writes else None, True, ints)
+    return _Type(title, frozenset(), holds, read, write if writes else None, True, number, allowed)
 
 
 def _union_type(arguments: tuple[Any, ...]) -> _Type:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from .records import Record, record
+from .records import Finite, Record, record
 
 __all__ = ["FIELDS", "Kind", "Schedule", "rate"]
 
@@ -31,7 +31,7 @@ class Schedule(Record):
     """A learning rate that follows the step: a kind and its numbers (``cs_proto.schedules``)."""
 
     kind: Kind
-    numbers: tuple[float, ...]
+    numbers: tuple[Finite, ...]
 
     def check(self) -> None:
         if what := _fault(self.kind, self.numbers):
@@ -40,8 +40,6 @@ class Schedule(Record):
 
 def _fault(kind: Kind, numbers: Sequence[float]) -> str:
     """What is wrong with the numbers of a schedule; empty where nothing is."""
-    if not all(map(math.isfinite, numbers)):
-        return f"the numbers of {kind} must be finite"
     if kind == "PiecewiseConstantDecay":
         boundaries = numbers[: len(numbers) // 2]
         if len(numbers) % 2 == 0:

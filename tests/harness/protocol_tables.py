@@ -11,11 +11,12 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, Union
+from typing import Annotated, Any, Literal, Union
 
 from cs_proto.codec import BULK_LIMITS, LIMITS
 from cs_proto.errors import CODES, ReplicaError
-from cs_proto.records import RECORDS, Record
+from cs_proto.messages import Number
+from cs_proto.records import RECORDS, Count, Finite, Record, Seconds
 
 from .processes import ROOT
 
@@ -23,7 +24,9 @@ __all__ = ["DOCUMENT", "TABLES", "written"]
 
 DOCUMENT = ROOT / "docs" / "protocol.md"
 
-_SIMPLE = {bool: "bool", int: "int", float: "float", str: "str", bytes: "bin", type(None): "nil"}
+_SIMPLE = {bool: "bool", str: "str", bytes: "bin", type(None): "nil"}
+# What section 2 of the document tells.
+_NAMED = {Count: "count", Number: "number", Finite: "float", Seconds: "seconds"}
 _GROUPS = [
     (1, 9, "Data inside messages"),
     (10, 29, "Sessions"),
@@ -109,14 +112,18 @@ def written(text: str) -> str:
 
 
 def _fields(kind: type[Record]) -> str:
-    hints = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind, include_extras=True)
     return ", ".join(f"{field.name}: {_type(hints[field.name])}" for field in dataclasses.fields(kind))  # type: ignore[arg-type]
 
 
 def _type(hint: Any) -> str:
     if hint in _SIMPLE:
         return _SIMPLE[hint]
+    if hint in _NAMED:
+        return _NAMED[hint]
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return f"{arguments[1].least}..{_short(arguments[1].most)}"
     if origin is Literal:
         return " / ".join(f'"{argument}"' for argument in arguments)
     if origin is tuple and arguments[1:] == (Ellipsis,):
@@ -127,6 +134,11 @@ def _type(hint: Any) -> str:
         return " / ".join(map(_type, arguments))
     name: str = hint.__name__
     return name
+
+
+def _short(number: int) -> str:
+    bits = (number + 1).bit_length() - 1
+    return f"2^{bits} - 1" if bits > 20 and number + 1 == 1 << bits else str(number)
 
 
 def _meaning(kind: type[Record]) -> str:

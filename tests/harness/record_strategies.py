@@ -10,7 +10,7 @@ import dataclasses
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Union
+from typing import Annotated, Any, Literal, Union
 
 import numpy as np
 from hypothesis import strategies as st
@@ -19,13 +19,12 @@ from hypothesis.extra import numpy as npst
 from cs_proto.arrays import Array, Location, array_of, bytes_array
 from cs_proto.errors import LocalProtocolError
 from cs_proto.messages import (
+    MOST_AHEAD,
     ApplyPoint,
-    Configure,
     DevicePlace,
     ExtendSegment,
     Fetch,
     Joined,
-    Locate,
     MakeSegment,
     Put,
     Return,
@@ -38,8 +37,8 @@ from cs_proto.schedules import FIELDS, Kind, Schedule
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 NAMES = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=12)
-INTEGERS = st.integers(-(1 << 63), (1 << 64) - 1)
 COUNTS = st.integers(0, 1 << 40)
+NUMBERS = st.integers(1, 1 << 40)
 SEGMENTS = st.from_regex(r"[a-z0-9][a-z0-9_/-]{0,20}", fullmatch=True)
 # A path with an odd number of parts: (n,) or (n, k, j, ...).
 RUNS = st.tuples(COUNTS, st.lists(st.tuples(COUNTS, COUNTS), max_size=2)).map(
@@ -62,7 +61,7 @@ ARRAYS_IN_SEGMENTS = st.builds(
 
 _SCALARS: Mapping[object, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
-    int: INTEGERS,
+    int: st.integers(-(1 << 63), (1 << 64) - 1),
     float: st.floats(),
     str: TEXT,
     bytes: st.binary(max_size=12),
@@ -75,7 +74,7 @@ _FIELDS: Mapping[str, st.SearchStrategy[Any]] = {
     "run": RUNS,
     "k": COUNTS,
     "series": st.sampled_from([0, 0, 1]),  # of a nested run, 0
-    "lookahead": COUNTS,
+    "lookahead": st.integers(0, MOST_AHEAD),
     "later": st.sampled_from([0, 0, 3]),
     "digest": st.binary(min_size=16, max_size=16),
 }
@@ -93,7 +92,7 @@ def any_record() -> st.SearchStrategy[Any]:
 
 
 def _built(kind: type[Record], **given: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    hints = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind, include_extras=True)
     known = {**_FIELDS, **given}
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     fields = {name: known[name] if name in known else _of(hints[name]) for name in names}
@@ -111,6 +110,10 @@ def _of(hint: Any) -> st.SearchStrategy[Any]:
     if hint in _SCALARS:
         return _SCALARS[hint]
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated and arguments[0] is int:
+        return st.integers(arguments[1].least, arguments[1].most)
+    if origin is Annotated:
+        return st.floats(arguments[1].least, arguments[1].most)
     if origin is Literal:
         return st.sampled_from(arguments)
     if origin is tuple and arguments[1:] == (Ellipsis,):
@@ -145,7 +148,7 @@ def _rows() -> st.SearchStrategy[Any]:
 
     shapes = st.lists(st.integers(0, 1 << 10), min_size=1, max_size=4)
     arrays = st.builds(fitting, shapes, records(Location), st.sampled_from(["float32", "float16", "complex128"]))
-    return st.tuples(COUNTS, arrays).map(lambda drawn: SparseGradient(drawn[0], *drawn[1]))
+    return st.tuples(NUMBERS, arrays).map(lambda drawn: SparseGradient(drawn[0], *drawn[1]))
 
 
 def _fetches() -> st.SearchStrategy[Any]:
@@ -190,7 +193,7 @@ def _applies() -> st.SearchStrategy[Any]:
     first = _built(
         ApplyPoint,
         variable_set=st.just(0),
-        variables=st.lists(COUNTS, min_size=1, max_size=4).map(tuple),
+        variables=st.lists(NUMBERS, min_size=1, max_size=4).map(tuple),
         buffers=buffers,
         sparse=sparse,
     )
@@ -217,11 +220,8 @@ _SPECIAL: Mapping[type[Record], Callable[[], st.SearchStrategy[Any]]] = {
         name=NAMES,
         dtype=st.sampled_from(["float32", "float64", "int8", "bool", "complex64"]),
         shape=st.lists(st.integers(0, 1 << 20), max_size=4).map(tuple),
-        aggregation=st.integers(0, 3),
-        synchronization=st.integers(0, 3),
     ),
     ApplyPoint: _applies,
-    Configure: lambda: _built(Configure, iterations=st.integers(-1, 1 << 60)),
     SparseGradient: _rows,
     DevicePlace: lambda: st.one_of(
         st.just(DevicePlace(b"", 0, 0, b"")),
@@ -233,14 +233,13 @@ _SPECIAL: Mapping[type[Record], Callable[[], st.SearchStrategy[Any]]] = {
             st.binary(min_size=16, max_size=16),
         ),
     ),
-    Locate: lambda: _built(Locate, buffers=st.integers(-1, 1)),
     Fetch: _fetches,
     Put: _puts,
     Schedule: _schedules,
     Return: _returns,
     Run: lambda: _built(Run, function=st.one_of(st.none(), _pickles()), arguments=_pickles()),
-    MakeSegment: lambda: _built(MakeSegment, segment=SEGMENTS, reservation=st.integers(1, 1 << 50)),
-    ExtendSegment: lambda: _built(ExtendSegment, segment=SEGMENTS, reservation=st.integers(1, 1 << 50)),
+    MakeSegment: lambda: _built(MakeSegment, segment=SEGMENTS),
+    ExtendSegment: lambda: _built(ExtendSegment, segment=SEGMENTS),
 }
 
 

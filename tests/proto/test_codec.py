@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import tracemalloc
 from collections.abc import Sequence
 
@@ -145,14 +144,14 @@ def test_damaged_messages(parts: list[bytes]) -> None:
         (wire([35]), "Statistics has 1 fields, not 0"),
         (wire([35, 1, 2]), "Statistics has 1 fields, not 2"),
         (wire([35, "1"]), "Statistics.request must be int"),
-        (wire([35, None]), "Statistics.request must be int, not None"),
+        (wire([35, None]), "Statistics.request must be int from 0 to .*, not None"),
         (wire([36, 5, 0]), "Cancel.run must be a tuple of int"),
         (wire([36, [1.0], 0]), "Cancel.run must be a tuple of int"),
         (wire([32, "c", 1, 0, "SGD", [["m"]], None, -1]), "Configure.hyperparameters must be a tuple of a tuple"),
-        (wire([60, [5], 0, 1, [], [35, 1], 0, ""]), "a Statistics does not belong here"),
-        (wire([60, [5], 0, 1, [[53, 0, "", "SUM", []]], [56, 0, ""], 0, ""]), "a ReducePoint does not belong here"),
-        (wire([60, [5], 0, 1, [None], [56, 0, ""], 0, ""]), "Ask.notes must be a tuple of ApplyPoint or AssignPoint"),
-        (wire([60, [5], 0, 1, [], None, 0, ""]), "Ask.point must be"),
+        (wire([60, [5], 0, 1, [], [35, 1], 0, "", False]), "a Statistics does not belong here"),
+        (wire([60, [5], 0, 1, [[53, 0, "", "SUM", []]], [56, 0, ""], 0, "", False]), "a ReducePoint does not belong here"),
+        (wire([60, [5], 0, 1, [None], [56, 0, ""], 0, "", False]), "Ask.notes must be a tuple of ApplyPoint or AssignPoint"),
+        (wire([60, [5], 0, 1, [], None, 0, "", False]), "Ask.point must be"),
         (wire([3, b"", [[35, 1]]]), "a Statistics does not belong here"),
         ([*wire([35, 1]), b"more"], "1 frames, of which the header names 0"),
         ([msgpack.packb([35, 1]) + b"\x00"], "not one msgpack value"),
@@ -201,7 +200,7 @@ def test_frames_are_named_in_order_and_once(second: object) -> None:
         (Goodbye("c" * 100), Limits(header_nbytes=100), "a header of 104 bytes; at most 100"),
         (ASK, Limits(frames=1), "2 frames; at most 1"),
         (ASK, Limits(frame_nbytes=23), "frame 0 has 24 bytes; at most 23"),
-        (Get(1, tuple(range(100)), (), False), Limits(items=99), "exceeds max_array_len"),
+        (Get(1, tuple(range(1, 101)), (), False), Limits(items=99), "exceeds max_array_len"),
         (Goodbye("c" * 100), Limits(text_nbytes=99), "exceeds max_str_len"),
     ],
 )
@@ -289,7 +288,7 @@ def test_encode_passes_frames_on_uncopied() -> None:
     assert np.frombuffer(frame, np.int64)[3] == 77
 
 
-@pytest.mark.parametrize("number", [0.0, -0.0, 1e-310, math.inf, -math.inf, math.nan, 0.1])
+@pytest.mark.parametrize("number", [0.0, -0.0, 1e-310, 1.7e308, -5e-324, 0.1])
 def test_floats_arrive_bit_by_bit(number: float) -> None:
     got = decode(encode(Configure("c", 1, 0, "SGD", (("learning_rate", number),), None, -1)))
     assert isinstance(got, Configure)

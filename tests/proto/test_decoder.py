@@ -106,7 +106,7 @@ def test_a_draw_of_nothing_is_refused_also_when_its_run_is_known_again() -> None
     decoder.decode(encode(RUN))
     nothing = bytes(encode(RUN)[0]).replace(b"\x91\x05\x05", b"\x91\x05\x00", 1)
     assert read(decoder.decode, [nothing]) == read(decode, [nothing])
-    assert "draw 0; they are counted from 1" in str(read(decoder.decode, [nothing]))
+    assert "Run.draw must be int from 1" in str(read(decoder.decode, [nothing]))
 
 
 @pytest.mark.parametrize("instead", [b"\xd9\x04", b"\xc5\x04", b"\xc4\x03", b"\xc4\x05", b"\xa4l", b"\x90\xc0"])

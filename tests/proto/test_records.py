@@ -31,7 +31,7 @@ from cs_proto.messages import (
     VariableSpec,
     Worker,
 )
-from cs_proto.records import RECORDS, Frame, Frames, Record, _compile, from_wire, record, shown
+from cs_proto.records import RECORDS, Count, Frame, Frames, Record, _compile, from_wire, record, shown
 
 # The server's private rows are records too, and are proved by its own tests.
 KINDS = [kind for _, kind in sorted(RECORDS.items()) if kind.__module__.startswith("cs_proto.")]
@@ -80,34 +80,34 @@ def test_codes_are_the_wire_and_stand_in_the_order_of_the_file() -> None:
         (lambda: Value(b"x", (None,)), "arrays must be a tuple of Array"),
         (lambda: Run((1,), 1, 0, 0, b"d" * 16, b"f", False, bytes_array(b""), ()), "function must be Array or None"),
         (lambda: Ask((1,), 0, 1, (), Statistics(1)), "point must be ApplyPoint or"),
-        (lambda: Done(1, 2, None), "version must be int, not None"),
+        (lambda: Done(1, 2, None), "version must be int from 0 to .*, not None"),
         (lambda: Cancel(()), "is not a run"),
         (lambda: Cancel((1, 2)), "is not a run"),
-        (lambda: Cancel((1, -2, 3)), "is not a run"),
+        (lambda: Cancel((1, -2, 3)), "Cancel.run must be a tuple of int from 0"),
         (lambda: Cancel((1,) * 67), "is not a run"),
-        (lambda: ReducePoint(-1, "f.py:1", "SUM", ()), "k counts from 0"),
-        (lambda: ReducePoint(0, "f" * 4097, "SUM", ()), "k counts from 0"),
+        (lambda: ReducePoint(-1, "f.py:1", "SUM", ()), "k must be int from 0"),
+        (lambda: ReducePoint(0, "f" * 4097, "SUM", ()), "a call site of 4097 characters"),
         (lambda: ApplyPoint(0, "f.py:1", 1, 0, (), 0), "either variables or the number of their set"),
         (lambda: ApplyPoint(0, "f.py:1", 1, 3, (1,), 0), "either variables or the number of their set"),
-        (lambda: ApplyPoint(0, "f.py:1", 1, 3, (), 4), "buffers 0 to 3"),
-        (lambda: Locate(1, (), 2), "buffers 0 or 1"),
+        (lambda: ApplyPoint(0, "f.py:1", 1, 3, (), 4), "buffers must be int from 0 to 3"),
+        (lambda: Locate(1, (), 2), "buffers must be int from -1 to 1"),
         (lambda: DevicePlace(bytes(64), 16, 64, b""), "a mark of 0"),
         (lambda: DevicePlace(bytes(64), 15, 64, bytes(16)), "offset 15 in a block of 64"),
         (lambda: DevicePlace(bytes(64), 49, 64, bytes(16)), "offset 49 in a block of 64"),
         (lambda: DevicePlace(b"", 0, 64, b""), "offset 0 in a block of 64"),
         (lambda: Return((1,), 0, 1, (), 0, None, None), "a value or an error"),
         (lambda: Run((1,), 1, 0, 0, b"d", None, False, bytes_array(b""), ()), "a digest has 16 bytes"),
-        (lambda: Run((1,), 0, 0, 0, b"d" * 16, None, False, bytes_array(b""), ()), "draw 0; they are counted from 1"),
+        (lambda: Run((1,), 0, 0, 0, b"d" * 16, None, False, bytes_array(b""), ()), "Run.draw must be int from 1"),
         (lambda: VariableSpec("", "float32", (), True, 0, 0), "is not a variable name"),
         (lambda: VariableSpec("a\n", "float32", (), True, 0, 0), "is not a variable name"),
         (lambda: VariableSpec("a", "U3", (), True, 0, 0), "a variable cannot have dtype"),
         (lambda: VariableSpec("a", "object", (), True, 0, 0), "a variable cannot have dtype"),
-        (lambda: VariableSpec("a", "float32", (-1,), True, 0, 0), "is not one"),
+        (lambda: VariableSpec("a", "float32", (-1,), True, 0, 0), "shape must be a tuple of int from 0"),
         (lambda: VariableSpec("a", "float32", (1,) * 33, True, 0, 0), "is not one"),
-        (lambda: VariableSpec("a", "float32", (1 << 62,), True, 0, 0), "is too large"),
-        (lambda: VariableSpec("a", "float32", (), True, 4, 0), "numbers 0-3"),
-        (lambda: VariableSpec("a", "float32", (), True, 0, -1), "numbers 0-3"),
-        (lambda: MakeSegment("x", 0, ""), "a reservation of 0 bytes"),
+        (lambda: VariableSpec("a", "float32", (1 << 61,), True, 0, 0), "is too large"),
+        (lambda: VariableSpec("a", "float32", (), True, 4, 0), "aggregation must be int from 0 to 3"),
+        (lambda: VariableSpec("a", "float32", (), True, 0, -1), "synchronization must be int from 0 to 3"),
+        (lambda: MakeSegment("x", 0, ""), "reservation must be int from 1"),
         (lambda: MakeSegment("../x", 1, ""), "is not a segment name"),
         (lambda: CreatePoint(0, "", None, None), "variable must be VariableSpec"),
         (lambda: Worker(0, 1, 2, "CPU:0", None), "endpoint must be str"),
@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_refused_where_it_is_built(build: object, said: str
 
 def test_a_code_is_given_once() -> None:
     class Late(Record):
-        number: int
+        number: Count
 
     with pytest.raises(LocalProtocolError, match="code 35 is taken by Statistics"):
         record(35)(Late)
@@ -148,7 +148,7 @@ def test_no_kind_has_a_field_of_an_unknown_type() -> None:
 
 def test_a_record_that_is_read_before_any_is_built_is_what_it_is_built_as() -> None:
     class Pair(Record):
-        left: int
+        left: Count
         right: str = "r"
 
     try:
