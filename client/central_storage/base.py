@@ -183,7 +183,7 @@ class StrategyBase:
         ``lookahead`` have been sent, and workers begin each when the one before it is committed. Whatever else the
         loop asks of the strategy (a learning rate, a variable, a save, ``run``) first waits for those, so it always
         falls between the same two steps; what the loop changes in captured values is seen from the first step after
-        them. ``lookahead=0`` sends each step when its result is wanted.
+        them. ``lookahead=0`` sends each step when its result is wanted; it is at most 64.
 
         Where step k fails, no later one begins; the iterator raises what ``run`` would and ends. One that is left
         early waits for the steps that were sent, at most ``lookahead``; ``steps`` of the iterator counts them. Ctrl-C

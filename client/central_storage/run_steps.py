@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from cs_proto.errors import InvalidArgumentError
+from cs_proto.messages import MOST_AHEAD
 
 from .distribute import DistributedDataset, DistributedFromFunction, DistributedIterator
 from .series import Arguments
@@ -228,3 +229,5 @@ def check(fn: object, dataset: object, replicas: int, steps: object, kwargs: obj
             raise TypeError(f"{name} must be an int, not {value!r}")
         if value < 0:
             raise InvalidArgumentError(f"{name} must not be negative, but is {value}")
+        if name == "lookahead" and value > MOST_AHEAD:
+            raise InvalidArgumentError(f"lookahead must be at most {MOST_AHEAD}, but is {value}")

@@ -82,11 +82,10 @@ class Runs(Seam):
         # Placed when all is pickled: what is adopted meanwhile may be brought by way of the arena, too.
         pickles = [dump_arguments(args, kwargs, adopt, _in_place) for args, kwargs in arguments]
         moment("pickled")
-        self._runs += 1
-        run, draw, parts = (self._runs,), self._draws + 1, series.lookahead + 1
-        series.number = series.number or run[0]
-        self._arena.reset((run[0] - series.number) % parts, parts)
-        step = (series.number, series.lookahead) if series.lookahead else (0, 0)
+        run, draw, parts = (self._runs + 1,), self._draws + 1, series.lookahead + 1
+        number = series.number or run[0]
+        self._arena.reset((run[0] - number) % parts, parts)
+        step = (number, series.lookahead) if series.lookahead else (0, 0)
         sent = Sent(run, [], data, pickles, [*self._held] if series.lookahead else [])
         self._prepare()
         share = self._arena.share
@@ -100,6 +99,8 @@ class Runs(Seam):
             held = self._results[replica].held()
             said = (run, draw, replica, self._seed, name, carried, frozen, there, placed, *step, held)
             sent.said.append(said)
+            # Not before: the server takes no run that is far ahead of the last one that it has heard of.
+            self._runs, series.number = run[0], number
             self._send_values(self._worker_sockets[replica], messages.Run, said)
             moment("sent")
         self._draws = draw

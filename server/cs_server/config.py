@@ -11,13 +11,13 @@ import re
 
 from cs_proto.errors import ConfigurationError, DeviceError
 from cs_proto.frozen import frozen
+from cs_proto.messages import MOST_REPLICAS
 
 __all__ = ["ServerConfig"]
 
 # A socket's path is limited to 107 bytes by the kernel; the longest name in a run directory takes 20.
 _PATH_NBYTES = 87
 _DEVICE = re.compile(r"(cpu|gpu):(0|[1-9][0-9]{0,3})")
-_MAX_REPLICAS = 1024
 
 
 @frozen
@@ -50,8 +50,8 @@ class ServerConfig:
                 f"run directory {self.run_directory!r} must be an absolute path of at most {_PATH_NBYTES} bytes, since "
                 "sockets lie in it; choose a shorter one"
             )
-        if not 1 <= self.replicas <= _MAX_REPLICAS:
-            raise ConfigurationError(f"{self.replicas} replicas: there are between 1 and {_MAX_REPLICAS}")
+        if not 1 <= self.replicas <= MOST_REPLICAS:
+            raise ConfigurationError(f"{self.replicas} replicas: there are between 1 and {MOST_REPLICAS}")
         if min(self.threads, self.incarnation, self.machine_nbytes, self.address_nbytes) < 1:
             raise ConfigurationError(
                 f"threads ({self.threads}), incarnation ({self.incarnation}), the machine's memory "

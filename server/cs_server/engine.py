@@ -323,10 +323,8 @@ class Engine:
                 self._sessions.check_controller(peer, record)
                 self._replays.resent(record, now)
             case Register():
-                replaced = self._sessions.register(peer, record)
+                self._sessions.register(peer, record)
                 self._tables.tally.seen[record.worker.replica] = now
-                if replaced is not None:
-                    self._replays.died(replaced)
             case Hello():
                 if self._sessions.hello(peer, record, now):
                     self._runs.finish_again()

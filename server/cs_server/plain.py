@@ -19,7 +19,7 @@ from typing import TypeAlias
 from cs_proto import codec
 from cs_proto.errors import InvalidArgumentError, PeerProtocolError
 from cs_proto.frozen import frozen
-from cs_proto.messages import ApplyPoint, Return, RunFinished, StepFinished
+from cs_proto.messages import MOST_AHEAD, ApplyPoint, Return, RunFinished, StepFinished
 
 from .catalogue import Catalogue
 from .control import ControlDamaged, ControlFull
@@ -151,7 +151,7 @@ class PlainSteps:
         ground = self._ground or self._look(record)
         if ground is None or not 0 <= record.replica < self._replicas:
             return False
-        is_next = record.run[0] > self._run and len(record.run) == 1
+        is_next = self._run < record.run[0] <= self._run + 1 + MOST_AHEAD and len(record.run) == 1
         for held, _ in self._held:
             other = held.record
             assert isinstance(other, Return)

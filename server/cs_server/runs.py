@@ -12,6 +12,7 @@ from cs_proto.arrays import Location
 from cs_proto.errors import ContextError, PeerProtocolError, ReplicaLostError
 from cs_proto.failures import error_of
 from cs_proto.messages import (
+    MOST_AHEAD,
     Accepted,
     ApplyPoint,
     Ask,
@@ -471,6 +472,7 @@ class Runs:
             parent = self._tables.runs.get(run[:-2])
             if parent is None or parent.token != run[-2]:
                 raise PeerProtocolError(f"{name(run)} is nested in a merge_call whose token is not out")
+        self._check_near(run)
         for other in self._siblings(run):
             if series and self._is_step(other, series):
                 self._forget_points(other)
@@ -492,6 +494,17 @@ class Runs:
         if failure is not None:
             self._tables.tally.runs += 1
             self.finish(run, state)
+
+    def _check_near(self, run: RunId) -> None:
+        """Raise where ``run`` cannot be the next one: those before it would be taken for over."""
+        known = [other[-1] for other in self._siblings(run) if other[:-1] == run[:-1]]
+        last = max(known, default=0 if len(run) == 1 else -1)  # the client's runs count from 1, nested ones from 0
+        if run[-1] - last > MOST_AHEAD + 1:
+            raise PeerProtocolError(
+                f"{name(run)} is {run[-1] - last} after the last one known, "
+                f"{f'which is {last}' if last >= 0 else 'of which there is none'}; at most {MOST_AHEAD + 1}, since a "
+                f"controller sends at most {MOST_AHEAD} ahead"
+            )
 
     def begin_again(self, run: RunId, now: float, series: int) -> bool:
         """Make the records of a run of which nothing may have been heard. False where it is over."""

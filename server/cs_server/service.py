@@ -65,6 +65,7 @@ from cs_proto.messages import (
     Put,
     ReducePoint,
     Refused,
+    Register,
     Return,
     ShowStacks,
     Slots,
@@ -392,11 +393,11 @@ class Service:
         if heard is None:
             return
         failpoint("server.heard")
-        if isinstance(heard, Hello):
-            if heard.role == "observer" and not open_files.may_have_guests():
-                self._send(peer, Refused(0, error_of(open_files.shortage(f"the server (pid {os.getpid()})"))))
-                return
-            yield from self._notices()  # of whoever left before it came
+        if isinstance(heard, Hello) and heard.role == "observer" and not open_files.may_have_guests():
+            self._send(peer, Refused(0, error_of(open_files.shortage(f"the server (pid {os.getpid()})"))))
+            return
+        if isinstance(heard, Hello | Register):
+            yield from self._notices()  # of whoever left, or died, before it came
         if isinstance(heard, Fetch | Put):
             self._send(peer, carry(heard, partial(self._engine.writer, peer), self._segments))
         else:

@@ -37,20 +37,22 @@ class Sessions:
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
-    def register(self, peer: bytes, record: Register) -> Died | None:
-        """A worker says where it listens. Returns the death of the incarnation before it, where none was told."""
+    def register(self, peer: bytes, record: Register) -> None:
+        """A worker says where it listens. One in the place of another is believed once the supervisor has told the
+        death of that one."""
         self._check_protocol(record.protocol, "worker")
         worker = record.worker
         if not 0 <= worker.replica < self._replicas:
             raise InvalidArgumentError(f"there is no replica {worker.replica}; this service has {self._replicas}")
         known, died = self._tables.workers.get(worker.replica), self._tables.deaths.get(worker.replica)
-        latest = max(known.worker.incarnation if known else 0, died.incarnation + 1 if died else 0)
+        latest = max(known.worker.incarnation if known else 1, died.incarnation + 1 if died else 1)
         if worker.incarnation < latest:
             raise Fenced(f"worker w{worker.replica}.{worker.incarnation} has been replaced; {latest} is expected")
-        replaced = None
-        if known is not None and died is None and known.worker.incarnation < worker.incarnation:
-            gone = (worker.replica, known.worker.incarnation, known.worker.pid)
-            replaced = Died("worker", *gone, "its replacement came", "", True)
+        if worker.incarnation > latest:
+            raise PeerProtocolError(
+                f"worker w{worker.replica}.{worker.incarnation} registers, but by what the supervisor has said it may "
+                f"be w{worker.replica}.{latest} at most"
+            )
         # Whoever was welcomed already knows the workers of then.
         is_known = known is not None and known.worker == worker
         is_first = worker.incarnation == 1 or self.controller_peer() is None
@@ -58,7 +60,6 @@ class Sessions:
         self._tables.workers[worker.replica] = WorkerSession(peer, worker, is_announced)
         self._tables.deaths.discard(worker.replica)
         self._tell_workers()
-        return replaced
 
     def _tell_workers(self) -> None:
         """Once all have registered, and again when one is replaced: who the workers are."""

@@ -328,6 +328,11 @@ def test_where_it_makes_no_sense(two: cs.CentralStorageStrategy, batches: Any) -
         (lambda: two.run_steps(float_sum, batches, -1), ValueError, "steps must not be negative"),
         (lambda: two.run_steps(float_sum, batches, True), TypeError, "steps must be an int"),
         (lambda: two.run_steps(float_sum, batches, lookahead=-1), ValueError, "lookahead must not be negative"),
+        (
+            lambda: two.run_steps(float_sum, batches, lookahead=65),
+            ValueError,
+            "lookahead must be at most 64, but is 65",
+        ),
         (lambda: two.run_steps(float_sum, batches, kwargs=[1]), TypeError, "kwargs must be a mapping"),  # type: ignore[arg-type]
     ]:
         with pytest.raises(kind, match=words):

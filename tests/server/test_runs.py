@@ -41,6 +41,7 @@ from cs_proto.messages import (
     ApplyPoint,
     Ask,
     Assign,
+    Awaited,
     Cancel,
     Committed,
     Configure,
@@ -56,6 +57,7 @@ from cs_proto.messages import (
     PointFailed,
     Reduced,
     Refused,
+    Resent,
     Return,
     RunFinished,
     StepFinished,
@@ -63,7 +65,8 @@ from cs_proto.messages import (
     Value,
     Welcome,
 )
-from cs_server.events import FreeResults, Received, Send
+from cs_server.engine import Engine
+from cs_server.events import Commit, Finished, FreeResults, Received, Send
 
 W = lies("parameters/float32", 0)
 NOTHING = Value(b"", ())
@@ -604,3 +607,48 @@ def test_a_value_of_the_arena_is_passed_on_unread() -> None:
     book = Playbook(1).begin()
     far = Value(b"far", (lies("arena/0", 64, (1000,)),))
     book.on(hears(w(0), Return((1,), 0, 1, (), 0, far, None)), Send(CONTROLLER, RunFinished((1,), (far,), None, 0)))
+
+
+# --- how far ahead a run may be -----------------------------------------------------------------------------------
+
+FAR = r"run {} is {} after the last one known, which is {}; at most 65"
+
+
+@pytest.mark.parametrize("number", [66, 4000, 1 << 61])
+def test_a_run_far_ahead_is_refused_and_true_ones_are_heard(number: int) -> None:
+    book = Playbook(2).begin()
+    reason = FAR.format(number, number, 0)
+    book.on(returns(0, 0, run=(number,)), to(w(0), Refused, "cs.PeerProtocolError", reason))
+    book.on(asks(0, reads(0), run=(number,)), to(w(0), PointFailed, "cs.PeerProtocolError", reason, ends_run=True))
+    for record in (Cancel((number,)), Resent((number,), 0), Awaited((number,), 1.0)):
+        book.on(hears(CONTROLLER, record), to(CONTROLLER, Refused, "cs.PeerProtocolError", reason))
+    for run in (1, 2):
+        book.on(returns(0, 0, run=(run,)))
+        book.on(returns(1, 0, run=(run,)), to(CONTROLLER, RunFinished, run=(run,), error=None))
+    book.on(returns(0, 0, run=(68,)), to(w(0), Refused, "cs.PeerProtocolError", FAR.format(68, 66, 2)))
+    book.on(returns(0, 0, run=(67,)))
+
+
+def test_a_nested_run_far_ahead_is_refused_too() -> None:
+    book = merging()
+    reason = r"run 2.0.70 is 71 after the last one known, of which there is none; at most 65"
+    book.on(returns(0, 0, run=(2, 0, 70)), to(w(0), Refused, "cs.PeerProtocolError", reason))
+    book.on(returns(0, 0, run=(2, 0, 0)))
+    book.on(returns(1, 0, run=(2, 0, 0)), to(w(0), RunFinished, run=(2, 0, 0)))
+
+
+def test_a_plain_step_far_ahead_is_none() -> None:
+    book = Playbook(2).begin().has(spec("w")).has_optimizer().has_set(1)
+    for run in (2, 3):
+        for replica in (0, 1):
+            book.does(returns(replica, 1, (applies(0),), run=(run,)))
+        book.settle()
+    engine = Engine(book.config, book.memory)
+    for replica in (0, 1):
+        engine.handle(returns(replica, 1, (applies(0),), run=(4,)), 1.0)
+    engine.handle(Finished(book.commands and max(c.ticket for c in book.commands if isinstance(c, Commit)) + 1), 1.0)
+    (refused,) = engine.handle(returns(0, 1, (applies(0),), run=(3000,)), 1.0)
+    assert to(w(0), Refused, "cs.PeerProtocolError", FAR.format(3000, 2996, 4)).fits(refused)
+    assert engine.handle(returns(0, 1, (applies(0),), run=(5,)), 1.0) == []
+    (commit,) = engine.handle(returns(1, 1, (applies(0),), run=(5,)), 1.0)
+    assert isinstance(commit, Commit)

@@ -9,6 +9,7 @@ from tests.harness.playbook import (
     Playbook,
     Says,
     asks,
+    computes,
     assigns,
     computes,
     dies,
@@ -252,16 +253,23 @@ def test_a_worker_that_has_not_registered_is_not_heard() -> None:
     book.on(hears(w(0), stranger), to(w(0), Refused, "cs.PeerProtocolError", "w1.1 at b'w0.1' has not registered"))
 
 
-def test_a_replacement_that_comes_before_the_news_of_the_death_is_the_news() -> None:
-    book = Playbook(2).begin()
-    book.on(asks(1, reduces(0, scalar(1))))
-    again = Registered(2, "CPU:0", (worker(0, 2), worker(1)))
-    book.on(
-        hears(w(0, 2), register(0, 2)),
-        Send(w(0, 2), again),
-        Send(w(1), again),
-        Send(CONTROLLER, WorkerRestarted((1,), worker(0, 2))),
-    )
+CODE = "cs.PeerProtocolError"
+
+
+@pytest.mark.parametrize("incarnation", [2, 3, (1 << 31) - 2])
+def test_an_incarnation_counts_once_the_death_of_the_one_before_it_is_told(incarnation: int) -> None:
+    book = Playbook(2)
+    peer, early = w(0, incarnation), rf"worker w0.{incarnation} .* may be w0.1 at most"
+    book.on(hears(peer, register(0, incarnation)), to(peer, Refused, CODE, early))
+    book.begin()
+    book.on(hears(peer, register(0, incarnation)), to(peer, Refused, CODE, early))
+    book.on(asks(0, reduces(0, scalar(1))))  # its living worker is not fenced
+    book.on(asks(1, reduces(0, scalar(1))), computes((scalar(1),), (scalar(1),), reduce="SUM"))
+    book.does(dies(0))
+    peer = w(0, incarnation + 1)
+    late = rf"worker w0.{incarnation + 1} .* may be w0.2 at most"
+    book.on(hears(peer, register(0, incarnation + 1)), to(peer, Refused, CODE, late))
+    assert to(w(0, 2), Registered).fits(book.does(hears(w(0, 2), register(0, 2)))[0])
 
 
 # --- deaths -------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from central_storage.run_file import RunFile
 from cs_proto.errors import ConfigurationError, DeviceError, LaunchError, NoAnswerError, ShutdownError
 from cs_proto.frozen import with_changes
 from cs_proto.gpus import require_cupy
-from cs_proto.messages import Joined
+from cs_proto.messages import MOST_REPLICAS, Joined
 
 from .busy import busy
 from .cores import Machine, core_count, machine
@@ -256,8 +256,8 @@ def _check(options: argparse.Namespace) -> None:
             f"--return-timeout must be more than 0 seconds, less than 1e6, not {options.return_timeout:g}"
         )
     _recovery(options)
-    if options.serve is not None and not 1 <= options.serve <= 1024:
-        raise ConfigurationError(f"--serve {options.serve}: there are between 1 and 1024 workers")
+    if options.serve is not None and not 1 <= options.serve <= MOST_REPLICAS:
+        raise ConfigurationError(f"--serve {options.serve}: there are between 1 and {MOST_REPLICAS} workers")
 
 
 def _address() -> str:
