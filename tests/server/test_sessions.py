@@ -9,7 +9,6 @@ from tests.harness.playbook import (
     Playbook,
     Says,
     asks,
-    computes,
     assigns,
     computes,
     dies,
