@@ -10,6 +10,9 @@ another server), and a commit that ends is ended once more, with the same answer
 
 from __future__ import annotations
 
+import logging
+import traceback
+
 from cs_proto.arrays import Location
 from cs_proto.errors import CentralStorageError, PeerProtocolError
 from cs_proto.failures import error_of
@@ -78,6 +81,8 @@ from .waits import Waits
 
 __all__ = ["Config", "Engine"]
 
+_log = logging.getLogger("cs_server.engine")
+
 # What another server says once more, and peers take it as once.
 _HEARD_TWICE = (RunFinished, StepFinished)
 
@@ -121,13 +126,16 @@ class Engine:
         self._waits = Waits(tables, out, self._sessions, n, config.step_timeout)
         self._plain = PlainSteps(tables, self._sessions, self._catalogue, n, self._hear_again)
         self._plain.unfold()
+        #: Where messages have brought about what nobody foresaw, by place in the code: each is shown once.
+        self._shown: set[tuple[str, int | None]] = set()
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """What follows from ``event``; ``now`` in seconds of a clock that survives a restart of the server.
 
         An event that needs memory or a kernel is not acted on before it has that, or is refused it: Reserve asks, and
         the event comes again in its answer. Whatever a peer says wrongly is answered with an error and changes nothing
-        else. Raises :class:`~cs_server.control.ControlFull` where not even that can be written down.
+        else, also where a check is missing and something unforeseen is raised. Raises
+        :class:`~cs_server.control.ControlFull` where not even that can be written down.
         """
         commands = self._plain.hear(event, now)
         if commands is not None:
@@ -191,9 +199,12 @@ class Engine:
                 self._tables.keep()
             else:
                 self._tables.flush()
-        except BaseException:  # whatever it is, half an event is not written down
+        except BaseException as error:  # whatever it is, half an event is not written down
             self._undo()
-            raise
+            is_foreseen = isinstance(error, CentralStorageError) or not isinstance(error, Exception)
+            if is_foreseen or not isinstance(asked.event, Received):
+                raise
+            raise self._blamed(asked.event, error) from error
         # What was allocated for an operation that is refused the rest.
         idle = [each for each in asked.granted if isinstance(each, Allocate) and each not in wanted]
         commands += [Discard(each.segment, each.start, each.stop) for each in idle if each.stop > each.start]
@@ -218,6 +229,17 @@ class Engine:
                 is_told = all(isinstance(each, Send) and isinstance(each.record, _HEARD_TWICE) for each in commands)
                 return is_told and not self._tables.is_ahead
         return False
+
+    def _blamed(self, event: Received, error: BaseException) -> PeerProtocolError:
+        """``error`` as the peer is told of it: no message of a peer may end the server."""
+        kind = type(event.record).__name__
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        if (last.filename, last.lineno) not in self._shown:
+            self._shown.add((last.filename, last.lineno))
+            _log.error("a %s of %r could not be acted on", kind, event.peer, exc_info=error)
+        return PeerProtocolError(
+            f"a {kind} could not be acted on ({type(error).__name__}: {error}); nothing of it has happened"
+        )
 
     def _undo(self) -> None:
         with self._catalogue.undoing():

@@ -59,6 +59,7 @@ class Replays:
 
     def resent(self, record: Resent, now: float) -> None:
         """The controller has sent a run again to a worker in the place of one that died with it."""
+        self._sessions.check_exists(record.replica)
         if len(record.run) == 1 and self._runs.begin_again(record.run, now, record.series):
             stand = self._tables.stands[record.run, record.replica]
             self._tables.stands[record.run, record.replica] = replace(stand, deaths=max(1, stand.deaths))

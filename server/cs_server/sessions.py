@@ -42,8 +42,7 @@ class Sessions:
         death of that one."""
         self._check_protocol(record.protocol, "worker")
         worker = record.worker
-        if not 0 <= worker.replica < self._replicas:
-            raise InvalidArgumentError(f"there is no replica {worker.replica}; this service has {self._replicas}")
+        self.check_exists(worker.replica)
         known, died = self._tables.workers.get(worker.replica), self._tables.deaths.get(worker.replica)
         latest = max(known.worker.incarnation if known else 1, died.incarnation + 1 if died else 1)
         if worker.incarnation < latest:
@@ -88,6 +87,11 @@ class Sessions:
                 self._out.append(Send(peer, Refused(0, error_of(self._lost(), died.rank))))
                 del self._tables.clients[peer]
         return True
+
+    def check_exists(self, replica: int) -> None:
+        """Raise InvalidArgumentError where this service has no such replica."""
+        if replica >= self._replicas:
+            raise InvalidArgumentError(f"there is no replica {replica}; this service has {self._replicas}")
 
     def check_replica(self, peer: bytes, replica: int, incarnation: int) -> None:
         """Raise where a message of ``replica`` does not come from its living worker."""
