@@ -20,9 +20,11 @@ from .messages import ApplyPoint, Return, Run, Value  # the module fills the tab
 from .records import Buffer, Frame, Frames, Record, altered, from_wire, shown
 
 __all__ = [
+    "ANSWER_NBYTES",
     "BULK_LIMITS",
     "LIMITS",
     "PACKET_NBYTES",
+    "WORK_LIMITS",
     "Decoder",
     "Limits",
     "decode",
@@ -44,13 +46,29 @@ class Limits:
     frame_nbytes: int = 64 << 20
     items: int = 1 << 17
     text_nbytes: int = 1 << 20
+    message_nbytes: int = 128 << 20
+
+    @property
+    def part_nbytes(self) -> int:
+        """The largest part that may be taken from a socket at all: what is up to here, :func:`decode` says what is
+        wrong with."""
+        return max(self.header_nbytes, 2 * self.frame_nbytes)
 
 
-#: What a server and a supervisor accept.
+#: Bytes of variables that a server sends in one answer.
+ANSWER_NBYTES = 1 << 30
+
+#: What a server and a supervisor accept: a replica brings at most 1000 arrays of 64 KiB in frames, and who maps no
+#: memory puts 16 MiB at a time.
 LIMITS = Limits()
-#: What clients and workers accept from their server and from each other: whole variables may come in a frame, and one
-#: message holds what every replica returned, each of which was within :data:`LIMITS`.
-BULK_LIMITS = Limits(header_nbytes=(1 << 32) - 1, frames=1 << 22, frame_nbytes=1 << 40, items=1 << 27)
+#: What a worker accepts from a controller and from other workers: functions and arguments, of which what is larger than
+#: 64 KiB lies in an arena, in a list as long as it may be.
+WORK_LIMITS = Limits(items=1 << 27)
+#: What clients and workers accept from their server: whole variables may come in a frame, and one message holds what
+#: every replica returned, each of which was within :data:`LIMITS`.
+BULK_LIMITS = Limits(
+    header_nbytes=(1 << 32) - 1, frames=1 << 22, frame_nbytes=ANSWER_NBYTES, items=1 << 27, message_nbytes=1 << 40
+)
 
 #: Largest packet on the supervisor's socket.
 PACKET_NBYTES = 128 * 1024
@@ -76,20 +94,41 @@ def pack(value: object) -> bytes:
 def encode(record: Record, limits: Limits = LIMITS) -> list[Buffer]:
     """The parts of the message: header first. Frames are passed on, not copied.
 
-    Raises :class:`LocalProtocolError` where no receiver with ``limits`` accepts the header, or where it has text that
-    is not Unicode.
+    Raises :class:`LocalProtocolError` where no receiver with ``limits`` accepts its size, or where it has text that is
+    not Unicode.
     """
     frames: list[Buffer] = []
     if not isinstance(record, Record):
         raise LocalProtocolError(f"{shown(record)} is neither a record nor in one")
-    return [_header(type(record), partial(record.to_wire, frames), limits), *frames]
+    return _parts(type(record), partial(record.to_wire, frames), frames, limits)
 
 
 def encode_values(kind: type[Record], values: Sequence[Any], limits: Limits = LIMITS) -> list[Buffer]:
     """What :func:`encode` gives of ``kind(*values)``, for who sends one of a kind at every step and knows what the
     values are: nothing is built, and nothing is checked that :func:`encode` does not check."""
     frames: list[Buffer] = []
-    return [_header(kind, partial(kind.wire_of, frames, *values), limits), *frames]
+    return _parts(kind, partial(kind.wire_of, frames, *values), frames, limits)
+
+
+def _parts(kind: type[Record], wire: Callable[[], object], frames: list[Buffer], limits: Limits) -> list[Buffer]:
+    """The parts of the message; ``wire`` fills ``frames``."""
+    header = _header(kind, wire, limits)
+    if frames and (fault := _fault(len(header), frames, limits)):
+        raise LocalProtocolError(f"a {kind.__name__} with {fault}; send less at a time, or by shared memory")
+    return [header, *frames]
+
+
+def _fault(header_nbytes: int, frames: Sequence[Buffer], limits: Limits) -> str:
+    """What is wrong with the number and sizes of the frames; empty where nothing is."""
+    if len(frames) > limits.frames:
+        return f"{len(frames)} frames; at most {limits.frames}"
+    nbytes = header_nbytes
+    for number, frame in enumerate(frames):
+        frame_nbytes = len(frame) if type(frame) is bytes else memoryview(frame).nbytes
+        if frame_nbytes > limits.frame_nbytes:
+            return f"frame {number} has {frame_nbytes} bytes; at most {limits.frame_nbytes}"
+        nbytes += frame_nbytes
+    return f"a message of {nbytes} bytes; at most {limits.message_nbytes}" if nbytes > limits.message_nbytes else ""
 
 
 def _header(kind: type[Record], wire: Callable[[], object], limits: Limits) -> bytes:
@@ -113,12 +152,8 @@ def decode(parts: Sequence[Buffer], limits: Limits = LIMITS) -> Record:
     header_nbytes = len(header) if type(header) is bytes else memoryview(header).nbytes
     if header_nbytes > limits.header_nbytes:
         raise PeerProtocolError(f"a header of {header_nbytes} bytes; at most {limits.header_nbytes}")
-    if len(frames) > limits.frames:
-        raise PeerProtocolError(f"{len(frames)} frames; at most {limits.frames}")
-    for number, frame in enumerate(frames):
-        if not _has_room(frame, limits):
-            nbytes = memoryview(frame).nbytes
-            raise PeerProtocolError(f"frame {number} has {nbytes} bytes; at most {limits.frame_nbytes}")
+    if frames and (fault := _fault(header_nbytes, frames, limits)):
+        raise PeerProtocolError(fault)
     count = _count(limits.items) if header_nbytes > _COUNTED_NBYTES else None
     try:
         wire = msgpack.unpackb(

@@ -11,7 +11,7 @@ from typing import Any
 
 from cs_proto.arrays import Array
 from cs_proto.frozen import frozen
-from cs_proto.messages import Died, Error, ReduceOpName, WriteOp
+from cs_proto.messages import Died, Error, Get, ReduceOpName, WriteOp
 from cs_proto.records import Buffer, Record
 
 # --- events ---------------------------------------------------------------------------------------------------------
@@ -119,11 +119,12 @@ Event = (
 
 @frozen
 class Send:
-    """Send a record. ``inline``: arrays that lie in segments are copied into frames first."""
+    """Send a record. Where it answers ``inline`` its arrays are copied from their segments into frames, once the peer
+    takes them."""
 
     peer: bytes
     record: Record
-    inline: bool = False
+    inline: Get | None = None
 
 
 @frozen

@@ -6,7 +6,8 @@ are the catalogue's; whether a write may happen now is asked of ``runs``.
 
 from __future__ import annotations
 
-from cs_proto.errors import CentralStorageError, ContextError, PeerProtocolError
+from cs_proto.codec import ANSWER_NBYTES
+from cs_proto.errors import CentralStorageError, ContextError, InvalidArgumentError, PeerProtocolError
 from cs_proto.failpoints import sabotaged
 from cs_proto.failures import error_of
 from cs_proto.messages import (
@@ -180,17 +181,24 @@ class Requests:
     def get(self, peer: bytes, record: Get) -> None:
         """Answer with places, or with bytes as soon as nothing is being written."""
         self._check_known(peer, record)
+        got = self._got(record)  # refuses what can be refused now
         if record.frames and self._commits.is_busy:
-            self._got(record)  # refuses what can be refused now
+            self._let_go(peer)
             self._tables.held[self._tables.next_ticket()] = HeldGet(peer, record)
         else:
-            self._out.append(Send(peer, self._got(record), inline=record.frames))
+            self._out.append(Send(peer, got, record if record.frames else None))
+
+    def _let_go(self, peer: bytes) -> None:
+        """Forget what ``peer`` asked before: it has one question at a time."""
+        for ticket, held in self._tables.held.items():
+            if held.peer == peer:
+                del self._tables.held[ticket]
 
     def answer_held(self) -> None:
         """Nothing is being written: answer those who wait for bytes or, where no slots are being made, for slots."""
         for ticket, held in self._tables.held.items():
             if isinstance(held.get, Get):
-                self._out.append(Send(held.peer, self._got(held.get), inline=True))
+                self._out.append(Send(held.peer, self._got(held.get), held.get))
             elif len(self._tables.jobs):
                 continue
             else:
@@ -226,6 +234,7 @@ class Requests:
             raise ContextError("observers may only read, and slots may have to be made")
         self._make_slots(record.optimizer, record.variable)
         if len(self._tables.jobs):
+            self._let_go(peer)
             self._tables.held[self._tables.next_ticket()] = HeldGet(peer, record)
         else:
             self._out.append(Send(peer, self._slots(record)))
@@ -274,6 +283,12 @@ class Requests:
         if not record.variables and not record.names:
             variables = self._catalogue.variables()
         arrays = tuple(variable.array for variable in variables)
+        nbytes = sum(array.nbytes for array in arrays) if record.frames else 0
+        if nbytes > ANSWER_NBYTES:
+            raise InvalidArgumentError(
+                f"{nbytes} bytes of variables at once; at most {ANSWER_NBYTES} travel in one answer: ask for fewer "
+                "variables at a time, or read them where the service's memory can be mapped"
+            )
         return Got(record.request, self._tables.tally.commits, variables, arrays)
 
     def _check_known(self, peer: bytes, record: Record) -> None:

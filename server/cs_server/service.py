@@ -34,10 +34,8 @@ from cs_proto.door import Door
 from cs_proto.errors import (
     CentralStorageError,
     ConfigurationError,
-    Fenced,
     PeerProtocolError,
     ShutdownError,
-    code_of,
 )
 from cs_proto.failpoints import failpoint
 from cs_proto.failures import error_of
@@ -52,14 +50,20 @@ from cs_proto.messages import (
     Counters,
     Create,
     CreatePoint,
+    Describe,
     DescribeSlots,
     Died,
     Fetch,
     GatherPoint,
+    Get,
+    Got,
     Hello,
     Kill,
     Left,
+    Locate,
     Located,
+    MergeCallPoint,
+    MergeCallReturn,
     Note,
     Offer,
     Put,
@@ -69,9 +73,11 @@ from cs_proto.messages import (
     Return,
     ShowStacks,
     Slots,
+    Statistics,
     WriteNote,
 )
 from cs_proto.moments import moments
+from cs_proto.multipart import receive
 from cs_proto.polling import Poller
 from cs_proto.records import Buffer, Record, replace
 
@@ -112,6 +118,7 @@ from .events import (
 )
 from .journal import Journal
 from .segments import Segments
+from .unsent import Unsent
 from .versions import Versions
 
 if TYPE_CHECKING:
@@ -142,7 +149,11 @@ _LOOK_EVERY = 1e-3
 _LINGER = 200
 # A connection that has not said by then that it is ZeroMQ's is closed, in milliseconds.
 _HANDSHAKE = 5000
-_FENCED = code_of(Fenced)
+# An answer of more bytes of variables is made only when its peer takes it. The same question that comes again within so
+# many seconds was asked before the answer could have come.
+_LARGE_NBYTES = 64 << 10
+_REPEATED_WITHIN = 2.0
+_QUESTIONS = (Get, Describe, DescribeSlots, Fetch, Locate, Statistics)
 _LOADED = b"\0"  # on the wake-up pipe, on which a signal is its number
 
 
@@ -283,6 +294,14 @@ class Service:
         self._sent: tuple[Record, list[Buffer]] | None = None
         self._next_look = 0.0
         self._decoder = Decoder()
+        self._unsent = Unsent(self._put)
+        # Of peers that have not taken what was sent before: the last question of each, to be heard when it is tried
+        # again.
+        self._later: dict[bytes, Record] = {}
+        self._retry_at = 0.0
+        self._late_pause = 0.0
+        # By peer, the last question that had a large answer, and when that was sent.
+        self._answered: dict[bytes, tuple[Get, float]] = {}
 
     def prepare(self) -> None:
         """Make what every run needs, and take up what a server before this one left."""
@@ -334,6 +353,9 @@ class Service:
         gone.
         """
         self._ring()
+        yield from self._tried_again()
+        if self._unsent or self._later:
+            timeout = min(timeout, max(0.0, self._retry_at - time.monotonic()))
         is_there = self._segments.has_kept or self._mail.is_there()
         ready: set[int | zmq.Socket[bytes]] = set()
         if not is_there or time.monotonic() >= self._next_look:
@@ -353,7 +375,7 @@ class Service:
                 yield from self._events(*found)
             elif self._router in ready:
                 try:
-                    peer, *parts = self._router.recv_multipart(zmq.NOBLOCK)
+                    peer, *parts = receive(self._router, LIMITS, zmq.NOBLOCK, is_routed=True)
                 except zmq.Again:
                     break
                 self._mail.came(peer, parts)
@@ -396,12 +418,44 @@ class Service:
         if isinstance(heard, Hello) and heard.role == "observer" and not open_files.may_have_guests():
             self._send(peer, Refused(0, error_of(open_files.shortage(f"the server (pid {os.getpid()})"))))
             return
+        if isinstance(heard, _QUESTIONS) and self._must_wait(peer, heard):
+            return
         if isinstance(heard, Hello | Register):
             yield from self._notices()  # of whoever left, or died, before it came
-        if isinstance(heard, Fetch | Put):
+        if isinstance(heard, Put):
             self._send(peer, carry(heard, partial(self._engine.writer, peer), self._segments))
         else:
-            yield Received(peer, heard, parts)
+            yield from self._question(peer, heard, parts)
+
+    def _must_wait(self, peer: bytes, question: Record) -> bool:
+        """Whether ``question`` is not to be answered now: its answer is on its way, or its peer has not taken what was
+        sent before. A peer has one question at a time, so its last one counts."""
+        answered, since = self._answered.get(peer, (None, 0.0))
+        if question == answered and time.monotonic() - since < _REPEATED_WITHIN:
+            return True
+        if peer in self._unsent or peer in self._later:
+            self._later[peer] = question
+            return True
+        return False
+
+    def _tried_again(self) -> Iterator[Event]:
+        """Send what waits for its peer, and hear the questions of peers that may take an answer by now."""
+        if not (self._unsent or self._later) or time.monotonic() < self._retry_at:
+            return
+        self._unsent.try_again()
+        asked = {peer: question for peer, question in self._later.items() if peer not in self._unsent}
+        for peer, question in asked.items():
+            del self._later[peer]
+            yield from self._question(peer, question)
+        is_vain = bool(asked) and all(peer in self._later for peer in asked)
+        self._late_pause = min(1.0, 2 * self._late_pause) if is_vain else 0.001
+        self._retry_at = time.monotonic() + max(self._unsent.pause if self._unsent else 0.0, self._late_pause)
+
+    def _question(self, peer: bytes, question: Record, parts: Sequence[Buffer] = ()) -> Iterator[Event]:
+        if isinstance(question, Fetch):
+            self._send(peer, carry(question, partial(self._engine.writer, peer), self._segments))
+        else:
+            yield Received(peer, question, parts)
 
     def _open_mailbox(self, peer: bytes, number: int) -> None:
         """``peer`` has made a mailbox: use it."""
@@ -412,8 +466,7 @@ class Service:
         """The record in ``parts``; None where there is none, which the peer is told."""
         try:
             record = self._decoder.decode(parts)
-            for array in _looked_at(record):
-                self._check_place(array)
+            self._check_places(peer, record)
         except PeerProtocolError as error:
             _log.warning("refused a message of %r: %s", peer, error)
             self._send(peer, Refused(0, error_of(error)))
@@ -423,9 +476,23 @@ class Service:
         _moment("decoded")
         return record
 
-    def _check_place(self, array: Array) -> None:
-        """Raise PeerProtocolError where the array lies in no segment: a commit that looks at it must not fail."""
-        if isinstance(array.place, Location):
+    def _check_places(self, peer: bytes, record: Record) -> None:
+        """Raise PeerProtocolError where an array of ``record`` lies in no segment that ``peer`` writes: a commit that
+        looks at it must not fail, nor change it."""
+        located = [array for array in _arrays_of(record) if isinstance(array.place, Location)]
+        if not located:
+            return
+        try:
+            writer = self._engine.writer(peer)
+        except CentralStorageError:
+            return  # the engine refuses whatever such a peer says, and knows why
+        for array in located:
+            assert isinstance(array.place, Location)
+            name = array.place.segment
+            if self._segments.writer(name) != writer:
+                raise PeerProtocolError(
+                    f"{writer} does not write segment {name}, in which an array of its message lies"
+                )
             try:
                 self._segments.view(array)
             except ShutdownError:
@@ -449,13 +516,16 @@ class Service:
             if type(command) is not Send:
                 self._ring()  # it may take long
             match command:
-                case Send(peer, record, inline):
+                case Send(peer, record, question):
                     if self._gpu and isinstance(record, Slots):
                         self._gpu.mirror(record.arrays)
                     if self._gpu and isinstance(record, Located):
                         places = tuple(map(self._gpu.export, record.arrays))
                         record = replace(record, uuid=self._gpu.uuid, places=places, keeps=self._gpu.keeps)
-                    self._send(peer, self._inlined(record) if inline else record)
+                    if question is not None and isinstance(record, Got):
+                        self._answer(peer, question, record)
+                    else:
+                        self._send(peer, record)
                 case Commit(ticket):
                     self._counts[_COMMITS] |= 1  # odd from here, also where a server before this one was killed
                     failpoint("server.commit")
@@ -557,31 +627,57 @@ class Service:
             self._sent = record, encode(record, BULK_LIMITS)
         parts = self._sent[1]
         if not self._mail.post(peer, parts):
-            self._poller.used(self._router)
+            is_sent = peer not in self._unsent and self._put(peer, parts)
+            if is_sent or self._unsent.add(peer, parts):
+                self._mail.sent(peer)
+        _moment("sent")
+
+    def _put(self, peer: bytes, parts: Sequence[Buffer]) -> bool:
+        """Send over ZeroMQ; False where ``peer`` has not taken what was sent before."""
+        is_begun = self._begin_to_send(peer)
+        if is_begun:
+            self._router.send_multipart(parts)
+        return is_begun is not False
+
+    def _begin_to_send(self, peer: bytes) -> bool | None:
+        """Whether ``peer`` takes a message, of which the identity is sent then; None where it is gone."""
+        self._poller.used(self._router)
+        for _ in range(2):
             try:
-                self._router.send_multipart([peer, *parts])
+                self._router.send(peer, zmq.SNDMORE | zmq.NOBLOCK)
+            except zmq.Again:
+                self._router.getsockopt(zmq.EVENTS)  # else the socket may not have heard that the peer has read
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
-                _log.info("%r is gone; it is not sent a %s", peer, type(record).__name__)
+                _log.info("%r is gone", peer)
+                return None
             else:
-                self._mail.sent(peer)
-        _moment("sent")
+                return True
+        return False
+
+    def _answer(self, peer: bytes, question: Get, got: Got) -> None:
+        """Send variables with their bytes. Large ones are not copied here before the peer takes them: else its question
+        is heard once more."""
+        if sum(array.nbytes for array in got.arrays) <= _LARGE_NBYTES:
+            self._send(peer, replace(got, arrays=tuple(array_of(self._segments.view(a).copy()) for a in got.arrays)))
+            return
+        failpoint("server.send")
+        is_begun = False if peer in self._unsent else self._begin_to_send(peer)
+        if is_begun:
+            self._router.send_multipart(
+                encode(replace(got, arrays=tuple(array_of(self._segments.view(a)) for a in got.arrays)), BULK_LIMITS)
+            )
+            self._mail.sent(peer)
+            now = time.monotonic()
+            self._answered = {p: each for p, each in self._answered.items() if now - each[1] < _REPEATED_WITHIN}
+            self._answered[peer] = question, now
+        elif is_begun is False:
+            self._later[peer] = question
 
     def _ring(self) -> None:
         self._mail.ring()
         self._sent = None
-
-    def _inlined(self, record: Record) -> Record:
-        """``record`` with the bytes of its arrays in frames."""
-        changed = {}
-        for name, value in vars(record).items():
-            if isinstance(value, tuple) and any(isinstance(item, Array) for item in value):
-                changed[name] = tuple(map(self._in_frame, value))
-        return replace(record, **changed)
-
-    def _in_frame(self, array: Array) -> Array:
-        return array_of(self._segments.view(array).copy()) if isinstance(array.place, Location) else array
 
 
 class _Loading:
@@ -649,11 +745,10 @@ def _router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     """The socket for workers and clients."""
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.LINGER, _LINGER)
-    # One larger part ends the peer's connection before a byte of it is stored; up to here decode says what is wrong.
-    router.setsockopt(zmq.MAXMSGSIZE, 2 * LIMITS.frame_nbytes)
-    # No limit on waiting messages: every peer waits for the answer to its last one, so there are few, and a limit
-    # would let one stopped peer stop the server.
-    router.setsockopt(zmq.SNDHWM, 0)
+    # One larger part ends the peer's connection before a byte of it is stored.
+    router.setsockopt(zmq.MAXMSGSIZE, LIMITS.part_nbytes)
+    # What a peer has not taken waits in this process, where it is counted.
+    router.setsockopt(zmq.SNDHWM, 1)
     router.setsockopt(zmq.RCVHWM, 0)
     router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that connects again under its name is that peer
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a peer that is gone is an error, not silence
@@ -705,11 +800,16 @@ def _rows(point: ApplyPoint) -> Iterator[Array]:
         yield gradient.indices
 
 
-def _looked_at(record: Record) -> Iterator[Array]:
-    """The arrays of ``record`` that the server itself will look at."""
+def _arrays_of(record: Record) -> Iterator[Array]:
+    """The arrays of ``record`` that the server will look at, or somebody to whom it passes them on."""
     match record:
-        case Return(notes=notes):
+        case Return(notes=notes, value=value):
             yield from _noted(notes)
+            if value is not None:
+                yield from value.arrays
+        case MergeCallReturn(values=values):
+            for value in values:
+                yield from value.arrays
         case AssignSlot(value=value):
             yield value
         case Assign(value=value, indices=indices):
@@ -727,6 +827,8 @@ def _looked_at(record: Record) -> Iterator[Array]:
                     yield from arrays
                 case AssignPoint(value=value) | CreatePoint(value=value):
                     yield value
+                case MergeCallPoint(arguments=arguments):
+                    yield from arguments.arrays
 
 
 def _noted(notes: Iterable[Note]) -> Iterator[Array]:

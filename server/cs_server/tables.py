@@ -532,11 +532,11 @@ _COUNT = struct.Struct("<Q")
 _NO_FRAMES = _COUNT.pack(0)
 _pack_key = msgpack.Packer().pack
 # The store holds what this process wrote; its limits only keep damage from becoming a crash.
-_LIMITS = codec.Limits(1 << 31, 1 << 24, 1 << 48, 1 << 24, 1 << 28)
+_LIMITS = codec.Limits(1 << 31, 1 << 24, 1 << 48, 1 << 24, 1 << 28, 1 << 48)
 
 
 def _pack(value: Record) -> bytes:
-    return joined(codec.encode(value))
+    return joined(codec.encode(value, _LIMITS))
 
 
 def joined(parts: Sequence[Buffer]) -> bytes:

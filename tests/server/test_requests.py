@@ -323,7 +323,7 @@ def test_bytes_are_copied_when_nothing_is_being_written() -> None:
     book = Playbook(2).begin().has(spec("w", (2,)))
     book.on(
         hears(OBSERVER, Get(1, (1,), (), True)),
-        Send(OBSERVER, Got(1, 0, (variable(1, "w", W),), (W,)), inline=True),
+        Send(OBSERVER, Got(1, 0, (variable(1, "w", W),), (W,)), Get(1, (1,), (), True)),
     )
     book.does(hears(CONTROLLER, Assign("c", book.sequence(), 1, "assign", array(1, 2))))
     book.on(hears(OBSERVER, Get(2, (1,), (), True)))
@@ -333,8 +333,19 @@ def test_bytes_are_copied_when_nothing_is_being_written() -> None:
     book.on(
         book.finished(),
         Send(CONTROLLER, Done(2, 1, 1)),
-        Send(OBSERVER, Got(2, 1, (variable(1, "w", W, 1),), (W,)), inline=True),
+        Send(OBSERVER, Got(2, 1, (variable(1, "w", W, 1),), (W,)), Get(2, (1,), (), True)),
     )
+
+
+def test_of_the_questions_that_a_peer_has_open_the_last_is_answered() -> None:
+    book = Playbook(2).begin().has(spec("w", (2,)))
+    book.does(hears(CONTROLLER, Assign("c", book.sequence(), 1, "assign", array(1, 2))))
+    for number in (2, 2, 3, 4):
+        book.on(hears(OBSERVER, Get(number, (1,), (), True)))
+    book.on(hears(CONTROLLER, Get(9, (1,), (), True)))
+    done, *answers = book.does(book.finished())
+    assert to(CONTROLLER, Done).fits(done)
+    assert [(a.peer, a.record.request) for a in answers] == [(OBSERVER, 4), (CONTROLLER, 9)]  # type: ignore[union-attr]
 
 
 def test_unknown_handles_are_refused() -> None:

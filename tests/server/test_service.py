@@ -23,9 +23,9 @@ from tests.harness.stand_in_supervisor import StandInSupervisor
 from tests.harness.timing import unit
 
 from cs_proto import messages as m
-from cs_proto.arrays import Array, Location, array_of
+from cs_proto.arrays import Array, Location, array_of, bytes_array
 from cs_proto.codec import BULK_LIMITS, LIMITS, decode, encode
-from cs_proto.records import RECORDS, Record
+from cs_proto.records import RECORDS, Record, replace
 from cs_proto.segments import frame_view
 from cs_server.updates import RULES, reference
 
@@ -51,9 +51,11 @@ sys.exit(main(sys.argv[1:]))
 class Peer:
     """A DEALER that says and hears single messages."""
 
-    def __init__(self, service: Service, identity: str) -> None:
+    def __init__(self, service: Service, identity: str, unread: int = 1000) -> None:
+        """``unread``: so many messages wait in this process until they are read."""
         self.identity = identity
         self._socket = service.context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.RCVHWM, unread)
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
         self._socket.setsockopt(zmq.RCVTIMEO, int(unit(20) * 1000))
         self._socket.connect(f"ipc://{service.directory}/server")
@@ -365,9 +367,7 @@ def test_an_all_gather_that_does_not_fit_is_told_to_all(running: Service) -> Non
 
 # --- what is no message ---------------------------------------------------------------------------------------------
 
-OUTSIDE = Array("float32", (4,), Location("arena/0", (1 << 62) - 64))
-NOWHERE = Array("float32", (4,), Location("arena/99", 0))
-NOTE = m.AssignPoint(0, "", 1, "assign", NOWHERE, False)
+OUTSIDE = Array("float32", (4,), Location("arena/1", (1 << 62) - 64))
 HEADER = encode(m.Get(1, (), (), False))[0]
 
 
@@ -382,10 +382,9 @@ HEADER = encode(m.Get(1, (), (), False))[0]
         ([b"x" * (LIMITS.header_nbytes + 1)], "a header of 4194305 bytes"),
         ([bytes(HEADER), *[b""] * (LIMITS.frames + 1)], "4097 frames; at most 4096"),
         ([b"\x91" * 100_000], "a header that is not one msgpack value"),
-        (encode(m.Assign("01", 1, 1, "assign", OUTSIDE)), "ends at byte"),
-        (encode(m.Assign("01", 1, 1, "assign", NOWHERE)), "there is no segment 'arena/99'"),
-        (encode(m.Ask((9,), 0, 1, (), m.ReducePoint(0, "", "SUM", (OUTSIDE,)))), "ends at byte"),
-        (encode(m.Return((9,), 0, 1, (NOTE,), 1, m.Value(b"", ()), None)), "there is no segment 'arena/99'"),
+        (encode(m.Value(b"", (bytes_array(bytes(1 << 20)),) * 129), BULK_LIMITS), "a message of 13"),
+        (encode(m.Assign("01", 1, 1, "assign", OUTSIDE)), "Assign is the controller's"),
+        (encode(m.Ask((9,), 0, 1, (), m.ReducePoint(0, "", "SUM", (OUTSIDE,)))), "has not registered"),
         (encode(m.Registered(1, "cpu:0", ())), "a Registered is not for the server"),
         (encode(m.Value(b"", ())), "a Value is not for the server"),
     ],
@@ -541,3 +540,124 @@ def test_it_can_be_ended_while_it_still_compiles(service: Service, tmp_path: Pat
             service.supervisor.hang_up()
         assert child.wait().code == 0
     assert service.supervisor.said.empty()
+
+
+# --- what a peer may not say --------------------------------------------------------------------------------------
+
+
+def test_arrays_lie_where_their_sender_may_write(running: Service) -> None:
+    variable = create(running, "believed", np.arange(8, dtype=np.float32).reshape(4, 2))
+    controller, worker = running.controller, running.workers[1]
+    assert isinstance(variable.place, Location)
+    values, indices = variable.array, Array("int64", (4,), Location("arena/1", 0))
+    ours = Array("float32", (4, 2), Location("arena/1", 4096))
+
+    def refusal(array: Array) -> str:
+        assert isinstance(array.place, Location)
+        return f"w1 does not write segment {array.place.segment}"
+
+    def sparse(*arrays: Array) -> tuple[m.ApplyPoint]:
+        return (m.ApplyPoint(0, "", 1, 0, (variable.number,), 0, (m.SparseGradient(variable.number, *arrays),)),)
+
+    for array in [values, *(replace(values, place=Location(name, 0)) for name in ("arena/0", "control", "arena/99"))]:
+        points = [
+            *sparse(array, indices),
+            m.ReducePoint(0, "", "SUM", (ours, array)),
+            m.AssignPoint(0, "", variable.number, "assign", array, True),
+            m.CreatePoint(0, "", variable.spec, array),
+            m.MergeCallPoint(0, "", m.Value(b"", (array,))),
+        ]
+        notes: list[tuple[m.Note, ...]] = [
+            sparse(array, indices),
+            (m.WriteNote(0, 0, "", variable.number, "assign", array, None),),
+        ]
+        records: list[Record] = [m.Ask((50,), 1, 1, (), point) for point in points]
+        records += [m.Return((50,), 1, 1, note, 0, m.Value(b"", ()), None) for note in notes]
+        records.append(m.Return((50,), 1, 1, (), 0, m.Value(b"", (array,)), None))
+        for record in records:
+            refused = worker.ask(record, m.Refused)
+            assert (refused.error.exception, refusal(array) in refused.error.message) == ("cs.PeerProtocolError", True)
+    refused = worker.ask(m.Ask((50,), 1, 1, (), m.ReducePoint(0, "", "SUM", (OUTSIDE,))), m.Refused)
+    assert "ends at byte" in refused.error.message
+    write = m.Assign("01", next(_sequence), variable.number, "assign", values)
+    refused = controller.ask(write, m.Refused)
+    assert "controller does not write segment parameters/float32" in refused.error.message
+    stranger = Peer(running, "x1")
+    refused = stranger.ask(m.Assign("01", 1, variable.number, "assign", values), m.Refused)
+    assert "is the controller's" in refused.error.message
+    assert value_of(controller, variable.number).tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    stranger.close()
+
+
+def private_nbytes(pid: int) -> int:
+    """What a process has of memory of its own."""
+    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("RssAnon")]
+    return int(line.split()[1]) << 10
+
+
+def test_questions_whose_answers_nobody_takes_cost_one_or_two_answers(running: Service) -> None:
+    nbytes = 32 << 20
+    wanted = spec("large", "float32", (nbytes // 4,))
+    variable = running.controller.ask(m.Create("01", next(_sequence), wanted, None), m.Created).variable
+    lazy = Peer(running, "o9", unread=1)
+    pid = lazy.ask(m.Hello(m.PROTOCOL, "observer", "9", os.getpid()), m.Welcome).server_pid
+    before = private_nbytes(pid)
+    for number in range(1, 17):
+        lazy.say(m.Get(number, (variable.number,), (), True))
+        lazy.say(m.Statistics(100 + number))  # what is small is not kept for ever either
+    still_answers(running.controller)
+    assert private_nbytes(pid) - before < 3 * nbytes
+    heard = []
+    while not heard or heard[-1].request != 116:
+        answer = lazy.next()
+        assert isinstance(answer, m.Got | m.Counters)
+        heard.append(answer)
+    assert len(heard) < 8  # the question that came last, and not those before it that nobody waited for
+    assert all(answer.arrays[0].nbytes == nbytes for answer in heard if isinstance(answer, m.Got))
+    lazy.close()
+    still_answers(running.controller)
+
+
+def test_a_question_asked_again_while_its_answer_is_made_is_answered_once(running: Service) -> None:
+    variable = create(running, "asked again", np.ones(100_000, np.float32))
+    observer = Peer(running, "o8")
+    observer.ask(m.Hello(m.PROTOCOL, "observer", "8", os.getpid()), m.Welcome)
+    for _ in range(4):
+        observer.say(m.Get(1, (variable.number,), (), True))
+    observer.say(m.Get(2, (variable.number,), (), True))
+    assert [observer.hear(m.Got).request for _ in range(2)] == [1, 2]
+    still_answers(observer)
+    observer.close()
+
+
+def test_more_than_an_answer_holds_is_refused_with_what_to_do(running: Service) -> None:
+    wanted = spec("too large", "float32", ((1 << 28) + 1,))
+    variable = running.controller.ask(
+        m.Create("01", next(_sequence), replace(wanted, trainable=False), None), m.Created
+    ).variable
+    refused = running.controller.ask(m.Get(5, (variable.number,), (), True), m.Refused)
+    assert (refused.number, refused.error.exception) == (5, "cs.InvalidArgumentError")
+    assert "1073741828 bytes of variables at once; at most 1073741824" in refused.error.message
+    assert "fewer variables" in refused.error.message
+    assert running.controller.ask(m.Get(6, (variable.number,), (), False), m.Got).request == 6
+    running.controller.ask(m.Free("01", next(_sequence), (variable.number,)), m.Done)
+
+
+def test_a_message_of_too_many_parts_is_dropped_part_by_part(running: Service) -> None:
+    stranger = Peer(running, "x7")
+    stranger.say_parts([b"\x90", *[b""] * 100_000])
+    assert "4097 frames; at most 4096" in stranger.hear(m.Refused).error.message
+    stranger.say_parts([b"\x90", *[bytes(60 << 20)] * 4])
+    assert "a message of 188743681 bytes; at most 134217728" in stranger.hear(m.Refused).error.message
+    still_answers(running.controller)
+    stranger.close()
+
+
+def test_one_huge_part_ends_the_connection_and_nothing_else(running: Service) -> None:
+    stranger = Peer(running, "x8")
+    pid = running.controller.ask(m.Statistics(3), m.Counters).pid
+    before = private_nbytes(pid)
+    stranger.say_parts([bytes(LIMITS.part_nbytes + 1)])
+    still_answers(running.controller)
+    assert private_nbytes(pid) - before < LIMITS.part_nbytes // 2
+    stranger.close()

@@ -1,0 +1,75 @@
+"""Messages for peers that have not taken what was sent before: each waits here for its turn, as far as there is room.
+
+A socket takes one message more than a peer reads, so a peer that never reads costs what is kept for it here and no
+more. Owns the order of what waits and the pace at which it is tried again; it knows no socket.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from cs_proto.records import Buffer
+
+__all__ = ["Unsent"]
+
+_log = logging.getLogger("cs_server.service")
+
+# Beyond so many messages, or bytes, a peer has stopped reading for good, and what else there is for it is dropped.
+_MESSAGES = 10_000
+_NBYTES = 64 << 20
+# Seconds until what waits is tried again: at first, doubled each time, and at most.
+_PAUSE, _LONGEST_PAUSE = 0.001, 1.0
+
+
+class Unsent:
+    """What waits, by peer. Used by one thread."""
+
+    def __init__(self, send: Callable[[bytes, Sequence[Buffer]], bool]) -> None:
+        """``send`` is False where the peer has not taken what was sent before; a peer that is gone takes all."""
+        self._send = send
+        self._waiting: dict[bytes, deque[list[bytes]]] = {}
+        self._nbytes: dict[bytes, int] = {}
+        self._dropping: set[bytes] = set()
+        self._pause = _PAUSE
+
+    def __contains__(self, peer: bytes) -> bool:
+        return peer in self._waiting
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    @property
+    def pause(self) -> float:
+        """How long (seconds) to wait before :meth:`try_again`."""
+        return self._pause
+
+    def add(self, peer: bytes, parts: Sequence[Buffer]) -> bool:
+        """Keep a copy of a message until ``peer`` takes it. False where there is no room, and it is dropped."""
+        waiting = self._waiting.setdefault(peer, deque())
+        if len(waiting) >= _MESSAGES or self._nbytes.get(peer, 0) >= _NBYTES:
+            if peer not in self._dropping:
+                self._dropping.add(peer)
+                _log.warning(
+                    "%r does not read: %d messages of %d bytes wait for it, and what else there is for it is dropped",
+                    *(peer, len(waiting), self._nbytes[peer]),
+                )
+            return False
+        kept = [bytes(part) for part in parts]
+        waiting.append(kept)
+        self._nbytes[peer] = self._nbytes.get(peer, 0) + sum(map(len, kept))
+        self._pause = _PAUSE
+        return True
+
+    def try_again(self) -> None:
+        """Send what peers take by now."""
+        has_sent = False
+        for peer, waiting in list(self._waiting.items()):
+            while waiting and self._send(peer, waiting[0]):
+                self._nbytes[peer] -= sum(map(len, waiting.popleft()))
+                has_sent = True
+            if not waiting:
+                del self._waiting[peer], self._nbytes[peer]
+                self._dropping.discard(peer)
+        self._pause = _PAUSE if has_sent else min(2 * self._pause, _LONGEST_PAUSE)
