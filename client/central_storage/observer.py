@@ -30,6 +30,7 @@ from cs_proto.errors import (
     replica_exception_class,
 )
 from cs_proto.frozen import frozen
+from cs_proto.multipart import receive
 from cs_proto.records import Record
 from cs_proto.segments import frame_view
 
@@ -107,6 +108,7 @@ class Session:
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT[0])
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT[1])
+        socket.setsockopt(zmq.MAXMSGSIZE, BULK_LIMITS.part_nbytes)
         socket.setsockopt(zmq.IDENTITY, f"o{self._client}".encode())
         socket.connect(f"ipc://{self._path}")
         # An observer that nobody closes may be garbage all at once: a context would wait for ever for its socket then.
@@ -339,7 +341,7 @@ class Observer:
                 self._session.check_waiting(question, patience)
                 if patience.asks_again():
                     self._socket.send_multipart(encode(question.request))
-            elif found := self._session.answer(question, self._socket.recv_multipart(copy=False)):
+            elif found := self._session.answer(question, receive(self._socket, BULK_LIMITS, copy=False)):
                 return found[0]
             else:
                 for message in self._session.repeats(question):

@@ -28,6 +28,7 @@ from cs_proto.errors import LaunchError, MemoryPlanError, PeerProtocolError, Rep
 from cs_proto.mailbox import Mailboxes, Patience
 from cs_proto.messages import Died, Output, Serving
 from cs_proto.moments import moments
+from cs_proto.multipart import receive
 from cs_proto.polling import Poller
 from cs_proto.records import Buffer, Record
 from cs_proto.segments import frame_view
@@ -196,7 +197,7 @@ class Seam(ABC):
                 raise ShutdownError(self._end(f"{error}; {self._deaths.first()}")) from error
         for socket in ready:
             if isinstance(socket, zmq.Socket):
-                frames = socket.recv_multipart(copy=False)
+                frames = receive(socket, BULK_LIMITS, copy=False)
                 self._mail.came(socket, [frames[0].bytes, *(frame.buffer for frame in frames[1:])])
         found = self._mail.take()
         return None if found is None else self._read(*found)
@@ -431,6 +432,7 @@ class Seam(ABC):
         socket.setsockopt(zmq.LINGER, 100)
         socket.setsockopt(zmq.IDENTITY, f"c{self._client}".encode())
         socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, BULK_LIMITS.part_nbytes)
         socket.setsockopt(zmq.RECONNECT_IVL, 10)  # the peer may be being started again
         socket.connect(endpoint)
         self._poller.register_socket(socket)

@@ -7,6 +7,7 @@ to merge points, 70-89 what the server answers, 90-109 client to worker, 110-139
 
 from __future__ import annotations
 
+import mmap
 import re
 from itertools import pairwise
 from typing import Annotated, Literal, TypeAlias
@@ -40,6 +41,7 @@ ReduceOpName = Literal["SUM", "MEAN"]
 AssignOp = Literal["assign", "assign_add", "assign_sub"]
 WriteOp = Literal["assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub", "scatter_update"]
 
+_PAGE_NBYTES = mmap.PAGESIZE
 _NAME = re.compile(r"[^\x00-\x1f\x7f]{1,512}")
 
 
@@ -883,6 +885,10 @@ class Run(_OfStep):
         super().check()
         if len(self.digest) != 16:
             self.refuse("a digest has 16 bytes")
+        if self.held:
+            edges = [edge for part in self.held for edge in part]
+            if any(edge % _PAGE_NBYTES for edge in edges) or any(later < earlier for earlier, later in pairwise(edges)):
+                self.refuse(f"{shown(self.held)} are not whole pages in ascending order")
         for pickled in (self.function, self.arguments):
             if isinstance(pickled, Array) and (pickled.dtype != "uint8" or len(pickled.shape) != 1):
                 self.refuse(f"a pickle is uint8[n], not {pickled.dtype}{list(pickled.shape)}")

@@ -77,6 +77,9 @@ _FIELDS: Mapping[str, st.SearchStrategy[Any]] = {
     "lookahead": st.integers(0, MOST_AHEAD),
     "later": st.sampled_from([0, 0, 3]),
     "digest": st.binary(min_size=16, max_size=16),
+    "held": st.lists(st.integers(0, 1 << 30), max_size=4, unique=True).map(
+        lambda drawn: tuple((page << 12, (page + 1) << 12) for page in sorted(drawn))
+    ),
 }
 
 

@@ -24,11 +24,13 @@ import zmq
 
 from central_storage.lifeline import Lifeline
 from cs_proto import messages
-from cs_proto.codec import BULK_LIMITS, Decoder, encode
+from cs_proto.codec import BULK_LIMITS, WORK_LIMITS, Decoder, Limits, encode
 from cs_proto.door import Door
 from cs_proto.errors import ConfigurationError, ContextError, PeerProtocolError, ShutdownError
+from cs_proto.failures import error_of
 from cs_proto.mailbox import Mailboxes, Patience
 from cs_proto.moments import moments
+from cs_proto.multipart import receive
 from cs_proto.polling import Poller
 from cs_proto.records import Buffer, Record
 
@@ -50,6 +52,8 @@ COLLEAGUE = b"\0w"
 
 _OF_MAILBOXES = frozenset({messages.Offer, messages.Taken})
 
+# So many answers wait for a peer of the ROUTER that does not read; it can do without the others.
+_UNREAD = 1000
 # What is being sent when the process ends gets this long to leave, in milliseconds.
 _LINGER = 100
 # A connection that has not said by then that it is ZeroMQ's is closed, in milliseconds.
@@ -80,12 +84,12 @@ class Link:
         self._mail: Mailboxes[bytes] = Mailboxes(
             self._poller, threading.Lock(), Patience(_PATIENCE, time.monotonic, os.sched_yield)
         )
-        self._decoder = Decoder(BULK_LIMITS)
+        self._server_decoder, self._decoder = Decoder(BULK_LIMITS), Decoder(WORK_LIMITS)
         self._next_look = 0.0
         self._early: deque[tuple[bytes, Record]] = deque()
         self._poller.register(lifeline.fileno())
         self._poller.register(doorbell)
-        self._router = self._socket(zmq.ROUTER)
+        self._router = self._socket(zmq.ROUTER, WORK_LIMITS, _UNREAD)
         self._router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE)
         self._colleagues: dict[str, zmq.Socket[bytes]] = {}
         path = config.endpoint.removeprefix("ipc://")
@@ -237,16 +241,17 @@ class Link:
             self._context.destroy(linger=_LINGER)
 
     def _connect(self, identity: bytes, endpoint: str) -> zmq.Socket[bytes]:
-        socket = self._socket(zmq.DEALER)
+        socket = self._socket(zmq.DEALER, BULK_LIMITS, 0)
         socket.setsockopt(zmq.IDENTITY, identity)
         socket.setsockopt(zmq.RECONNECT_IVL, 10)  # the peer may still be starting
         socket.connect(endpoint)
         return socket
 
-    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+    def _socket(self, kind: int, limits: Limits, unread: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, _LINGER)
-        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, limits.part_nbytes)
+        socket.setsockopt(zmq.SNDHWM, unread)
         socket.setsockopt(zmq.RCVHWM, 0)
         self._poller.register_socket(socket)
         return socket
@@ -271,17 +276,19 @@ class Link:
 
     def _fetch(self, socket: zmq.Socket[bytes]) -> None:
         """Take the next message of a socket, behind what was posted before it."""
-        frames = socket.recv_multipart(copy=False)
-        peer = SERVER if socket is self._server else COLLEAGUE
+        peer, limits = (SERVER, BULK_LIMITS) if socket is self._server else (COLLEAGUE, WORK_LIMITS)
+        frames = receive(socket, limits, copy=False, is_routed=socket is self._router)
         if socket is self._router:
             peer = frames.pop(0).bytes
         self._mail.came(peer, [frame.buffer for frame in frames])
 
     def _read(self, sender: bytes, parts: Sequence[Buffer]) -> tuple[bytes, Record] | None:
         try:
-            record = self._decoder.decode(parts)
+            record = (self._server_decoder if sender == SERVER else self._decoder).decode(parts)
         except PeerProtocolError as error:
             _log.warning("%s: dropped a malformed message from %r: %s", self._config.name, sender, error)
+            if sender not in (SERVER, COLLEAGUE):
+                self.send_peer(sender, messages.Refused(0, error_of(error)))
             return None
         moment("decoded")
         if _log.isEnabledFor(logging.DEBUG):

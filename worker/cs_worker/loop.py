@@ -130,7 +130,7 @@ class Loop:
         importlib.invalidate_caches()
         try:
             os.chdir(prepare.directory)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # of a path with a zero in it
             _log.warning("%s cannot enter the script's directory: %s", self._shop.config.name, error)
 
     def _execute(self, sender: bytes, run: Run) -> None:

@@ -159,7 +159,10 @@ class Peer:
             return
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("%s -> supervisor: %.300r", self.label, record)
-        self._on_record(self, record)
+        try:
+            self._on_record(self, record)
+        except Exception:  # noqa: BLE001  (the supervisor holds all memory: no record of a peer may end it)
+            _log.exception("dropped a %s of %s, which could not be acted on", type(record).__name__, self.label)
 
     def _end(self, reason: str) -> None:
         if reason:

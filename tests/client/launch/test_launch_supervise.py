@@ -29,6 +29,7 @@ from cs_proto.messages import (
     Introduce,
     Kill,
     Left,
+    MakeMailbox,
     MakeSegment,
     OpenSegment,
     Output,
@@ -150,6 +151,21 @@ def test_a_process_that_was_not_started_here_is_no_server_or_worker(
     assert world.client(role).receive() is None
     assert f"process {os.getpid()} says it is {role} 0" in caplog.text
     assert isinstance(world.client().receive(), Serving)
+
+
+def test_a_record_that_cannot_be_acted_on_is_dropped_and_nothing_else(
+    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.start()
+    client = world.client()
+    assert isinstance(client.receive(), Serving)
+    with monkeypatch.context() as patched:
+        patched.setattr(world.service, "_mailroom", None)
+        client.send(MakeMailbox("server"))
+        world.until(lambda: "could not be acted on" in caplog.text)
+    assert "dropped a MakeMailbox of controller" in caplog.text
+    assert "AttributeError" in caplog.text
+    assert isinstance(ask(client, OpenSegment("nowhere")), SegmentRefused)
 
 
 def test_nonsense_is_dropped_or_ends_that_connection_and_nothing_else(
