@@ -14,7 +14,7 @@ import numpy as np
 
 from cs_proto.arrays import Array, Location, array_of
 from cs_proto.codec import LIMITS
-from cs_proto.errors import CentralStorageError, ContextError, InvalidArgumentError, ShutdownError
+from cs_proto.errors import ContextError, InvalidArgumentError, ShutdownError
 from cs_proto.failures import error_of
 from cs_proto.messages import Done, Fetch, Fetched, Put, Refused
 from cs_proto.records import Record
@@ -44,7 +44,7 @@ def carry(request: Fetch | Put, writer: Callable[[], str], segments: _Segments) 
         return Done(request.request, 0, 0)
     except ShutdownError:
         raise
-    except CentralStorageError as error:
+    except Exception as error:  # noqa: BLE001  (no request of a peer may end the server)
         return Refused(request.request, error_of(error))
 
 

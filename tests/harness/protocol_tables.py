@@ -13,7 +13,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Union
 
-from cs_proto.codec import BULK_LIMITS, LIMITS
+from cs_proto.codec import BULK_LIMITS, LIMITS, WORK_LIMITS
 from cs_proto.errors import CODES, ReplicaError
 from cs_proto.messages import Number
 from cs_proto.records import RECORDS, Count, Finite, Record, Seconds
@@ -72,11 +72,13 @@ def limits() -> Iterator[str]:
         "frame_nbytes": "bytes of one frame",
         "items": "items of one list; lists and maps in one header",
         "text_nbytes": "bytes of one text in UTF-8",
+        "message_nbytes": "bytes of a message, all its parts together",
     }
-    yield "| at most | server and supervisor accept | clients and workers accept |"
-    yield "| --- | --- | --- |"
+    yield "| at most | server and supervisor accept | workers accept of clients and each other | of the server |"
+    yield "| --- | --- | --- | --- |"
     for field in dataclasses.fields(LIMITS):
-        yield f"| {meanings[field.name]} | {getattr(LIMITS, field.name)} | {getattr(BULK_LIMITS, field.name)} |"
+        values = [str(getattr(limits, field.name)) for limits in (LIMITS, WORK_LIMITS, BULK_LIMITS)]
+        yield f"| {meanings[field.name]} | {' | '.join(values)} |"
 
 
 def tags() -> Iterator[str]:

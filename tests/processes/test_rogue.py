@@ -1,5 +1,5 @@
-"""A stranger on the sockets of a training: what it sends is refused or costs it its connection, and the training goes on
-with the same processes to the right result."""
+"""A stranger on the sockets of a training: what it sends is refused or costs it its connection, and the training goes
+on with the same processes to the right result."""
 
 from __future__ import annotations
 

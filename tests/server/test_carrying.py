@@ -214,3 +214,18 @@ def test_aligned_arrays_begin_like_those_in_segments() -> None:
     for shape in ((), (3,), (5, 7), (0, 2)):
         assert aligned("complex128", shape).shape == shape
         assert aligned("complex128", (*shape, 1)).ctypes.data % 64 == 0 or 0 in shape
+
+
+@pytest.mark.parametrize("kind", [MemoryError, ValueError, OSError])
+def test_whatever_goes_wrong_is_said_to_who_asked(kind: type[Exception]) -> None:
+    class Broken(Segments):
+        def view(self, array: Array) -> np.ndarray:
+            raise kind("no")
+
+    for request in (
+        Fetch(3, Array("uint8", (8,), Location("arena/0", 0)), None),
+        Put(3, Array("uint8", (8,), Location("arena/0", 0)), bytes_array(bytes(8))),
+    ):
+        answer = carry(request, lambda: "w0", Broken())
+        assert isinstance(answer, Refused)
+        assert (answer.number, answer.error.exception, answer.error.message) == (3, kind.__name__, "no")
