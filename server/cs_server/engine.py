@@ -85,6 +85,8 @@ _log = logging.getLogger("cs_server.engine")
 
 # What another server says once more, and peers take it as once.
 _HEARD_TWICE = (RunFinished, StepFinished)
+# What a run may be heard of by first.
+_BEGINS = (Ask, Return, Cancel, Awaited, Resent)
 
 
 @frozen
@@ -186,6 +188,8 @@ class Engine:
         """Handle one event whole or not at all; a Reserve where it needs something that it has not been given."""
         self._catalogue.refused = dict(asked.refused)
         try:
+            if isinstance(asked.event, Received) and isinstance(asked.event.record, _BEGINS):
+                self._runs.check_near(asked.event.record.run)
             self._hear(asked.event, now)
             self._settle()
             wanted = dict.fromkeys(command for command in self._out if isinstance(command, Needed))

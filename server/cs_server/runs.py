@@ -472,7 +472,6 @@ class Runs:
             parent = self._tables.runs.get(run[:-2])
             if parent is None or parent.token != run[-2]:
                 raise PeerProtocolError(f"{name(run)} is nested in a merge_call whose token is not out")
-        self._check_near(run)
         for other in self._siblings(run):
             if series and self._is_step(other, series):
                 self._forget_points(other)
@@ -495,8 +494,11 @@ class Runs:
             self._tables.tally.runs += 1
             self.finish(run, state)
 
-    def _check_near(self, run: RunId) -> None:
-        """Raise where ``run`` cannot be the next one: those before it would be taken for over."""
+    def check_near(self, run: RunId) -> None:
+        """Raise PeerProtocolError where ``run`` is none that a controller can have begun by now: those before it would
+        be taken for over."""
+        if run in self._tables.runs:
+            return
         known = [other[-1] for other in self._siblings(run) if other[:-1] == run[:-1]]
         last = max(known, default=0 if len(run) == 1 else -1)  # the client's runs count from 1, nested ones from 0
         if run[-1] - last > MOST_AHEAD + 1:

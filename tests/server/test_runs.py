@@ -66,7 +66,7 @@ from cs_proto.messages import (
     Welcome,
 )
 from cs_server.engine import Engine
-from cs_server.events import Commit, Finished, FreeResults, Received, Send
+from cs_server.events import Commit, Finished, FreeResults, Received, Send, Tick
 
 W = lies("parameters/float32", 0)
 NOTHING = Value(b"", ())
@@ -652,3 +652,19 @@ def test_a_plain_step_far_ahead_is_none() -> None:
     assert engine.handle(returns(0, 1, (applies(0),), run=(5,)), 1.0) == []
     (commit,) = engine.handle(returns(1, 1, (applies(0),), run=(5,)), 1.0)
     assert isinstance(commit, Commit)
+
+
+def test_after_many_plain_steps_the_next_is_near() -> None:
+    book = Playbook(2).begin().has(spec("w")).has_optimizer().has_set(1)
+    engine = Engine(book.config, book.memory)
+    for run in range(2, 400):
+        for replica in (0, 1):
+            for command in engine.handle(returns(replica, 1, (applies(0),), run=(run,)), 1.0):
+                assert isinstance(command, Commit)
+                (finished,) = engine.handle(Finished(command.ticket), 1.0)
+                assert to(CONTROLLER, RunFinished, run=(run,)).fits(finished)
+        if run in (100, 398):  # by then a hundred steps are known by their messages alone
+            assert engine.handle(Tick(), 1.0) == []
+            assert engine.handle(returns(0, 1, (applies(0),), run=(run,)), 1.0) == [
+                Send(CONTROLLER, RunFinished((run,), (result(0), result(1)), None, 1))
+            ]
