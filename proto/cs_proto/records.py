@@ -57,7 +57,8 @@ class Range:
     most: float
 
     def __str__(self) -> str:
-        return f"from {self.least!r} to {self.most!r}"
+        is_finite = self.most == -self.least == sys.float_info.max
+        return "that is finite" if is_finite else f"from {self.least!r} to {self.most!r}"
 
 
 #: A number of things, or the number of one thing among others.

@@ -277,7 +277,7 @@ def test_schedules(schedule: Any, rates: dict[int, float], s: CentralStorageStra
     ("make", "reason"),
     [
         (lambda: schedules.ExponentialDecay(0.1, 0, 0.5), "^ExponentialDecay: decay_steps of Exp"),
-        (lambda: schedules.CosineDecay(float("inf"), 10), "must be finite"),
+        (lambda: schedules.CosineDecay(float("inf"), 10), "float that is finite"),
         (lambda: schedules.PiecewiseConstantDecay([1, 2], [1.0, 2.0]), "2 boundaries need 3 values, not 2"),
         (lambda: schedules.PiecewiseConstantDecay([2, 1], [1.0, 2.0, 3.0]), "must ascend"),
         (lambda: schedules.PolynomialDecay("much", 10), "could not convert"),  # type: ignore[arg-type]
