@@ -188,8 +188,8 @@ class Engine:
         """Handle one event whole or not at all; a Reserve where it needs something that it has not been given."""
         self._catalogue.refused = dict(asked.refused)
         try:
-            if isinstance(asked.event, Received) and isinstance(asked.event.record, _BEGINS):
-                self._runs.check_near(asked.event.record.run)
+            if isinstance(asked.event, Received):
+                self._check_run(asked.event.peer, asked.event.record)
             self._hear(asked.event, now)
             self._settle()
             wanted = dict.fromkeys(command for command in self._out if isinstance(command, Needed))
@@ -233,6 +233,13 @@ class Engine:
                 is_told = all(isinstance(each, Send) and isinstance(each.record, _HEARD_TWICE) for each in commands)
                 return is_told and not self._tables.is_ahead
         return False
+
+    def _check_run(self, peer: bytes, record: Record) -> None:
+        """Raise where ``record`` is of a run that cannot have begun. Who has been replaced hears of that first."""
+        if isinstance(record, Ask | Return):
+            self._sessions.check_replica(peer, record.replica, record.incarnation)
+        if isinstance(record, _BEGINS):
+            self._runs.check_near(record.run)
 
     def _blamed(self, event: Received, error: BaseException) -> PeerProtocolError:
         """``error`` as the peer is told of it: no message of a peer may end the server."""
