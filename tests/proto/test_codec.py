@@ -149,8 +149,14 @@ def test_damaged_messages(parts: list[bytes]) -> None:
         (wire([36, [1.0], 0]), "Cancel.run must be a tuple of int"),
         (wire([32, "c", 1, 0, "SGD", [["m"]], None, -1]), "Configure.hyperparameters must be a tuple of a tuple"),
         (wire([60, [5], 0, 1, [], [35, 1], 0, "", False]), "a Statistics does not belong here"),
-        (wire([60, [5], 0, 1, [[53, 0, "", "SUM", []]], [56, 0, ""], 0, "", False]), "a ReducePoint does not belong here"),
-        (wire([60, [5], 0, 1, [None], [56, 0, ""], 0, "", False]), "Ask.notes must be a tuple of ApplyPoint or AssignPoint"),
+        (
+            wire([60, [5], 0, 1, [[53, 0, "", "SUM", []]], [56, 0, ""], 0, "", False]),
+            "a ReducePoint does not belong here",
+        ),
+        (
+            wire([60, [5], 0, 1, [None], [56, 0, ""], 0, "", False]),
+            "Ask.notes must be a tuple of ApplyPoint or AssignPoint",
+        ),
         (wire([60, [5], 0, 1, [], None, 0, "", False]), "Ask.point must be"),
         (wire([3, b"", [[35, 1]]]), "a Statistics does not belong here"),
         ([*wire([35, 1]), b"more"], "1 frames, of which the header names 0"),
