@@ -662,7 +662,6 @@ class Service:
         if sum(array.nbytes for array in got.arrays) <= _LARGE_NBYTES:
             self._send(peer, replace(got, arrays=tuple(array_of(self._segments.view(a).copy()) for a in got.arrays)))
             return
-        failpoint("server.send")
         is_begun = False if peer in self._unsent else self._begin_to_send(peer)
         if is_begun:
             self._router.send_multipart(

@@ -72,7 +72,7 @@ def resolve(kind: str, number: int) -> object:
 
 def carried(value: Value) -> Value:
     """``value`` after a journey in a message."""
-    message = decode(list(map(bytes, encode(Return((1,), 0, 0, (), 0, value, None)))))
+    message = decode(list(map(bytes, encode(Return((1,), 0, 1, (), 0, value, None)))))
     assert isinstance(message, Return)
     assert message.value is not None
     return message.value
@@ -607,7 +607,7 @@ def _raise(exc: BaseException) -> None:
 
 def journey(exc: BaseException, replica: int = 1, merge_index: int = 2) -> BaseException:
     error = to_error(raised(exc), replica, merge_index, array_of)
-    parts = encode(Return((1,), 0, 0, (), 0, None, error))
+    parts = encode(Return((1,), 0, 1, (), 0, None, error))
     message = decode(list(map(bytes, parts)))
     assert isinstance(message, Return)
     assert message.error is not None

@@ -76,6 +76,8 @@ def test_one_part_that_is_too_large_ends_the_connection_before_it_is_taken(
     link: tuple[Link, zmq.Socket[bytes]],
 ) -> None:
     ours, peer = link
+    peer.send_multipart(GOOD)
+    assert ours.receive(unit(20)) == (b"c1", Forget((1,)))  # so the peer was let in
     ended = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     peer.send_multipart([bytes(WORK_LIMITS.part_nbytes + 1)])
     try:
@@ -84,7 +86,7 @@ def test_one_part_that_is_too_large_ends_the_connection_before_it_is_taken(
         peer.disable_monitor()
         ended.close()
     assert ours.receive(0) is None
-    peer.send_multipart(GOOD)
+    peer.send_multipart(GOOD)  # it connects again
     assert ours.receive(unit(20)) == (b"c1", Forget((1,)))
 
 
