@@ -1,6 +1,6 @@
-"""Checkpoints as files: which arrays a nest of objects holds, how they are written whole or not at all, and read back.
+"""Checkpoints: which arrays a nest of objects holds, under which names they are saved, and how they are set again.
 
-One file is one checkpoint: safetensors, with an index as JSON in its metadata. An array lies under the way that leads
+One file is one checkpoint; ``checkpoint_files`` writes and reads it. An array lies under the way that leads
 to it from the names given: ``model/layers/0/kernel``, ``optimizer/iterations``, ``optimizer/m/model/layers/0/kernel``.
 What is saved is the central value, so neither replicas nor devices are in it. ``train`` and ``strategy`` are its users.
 """
@@ -8,9 +8,7 @@ What is saved is the central value, so neither replicas nor devices are in it. `
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,14 +18,19 @@ from types import FunctionType, ModuleType
 from typing import Any, Self
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
-from cs_proto.arrays import dtype_name
-from cs_proto.errors import CheckpointError, CheckpointMismatchError, ContextError, InvalidArgumentError
+from cs_proto.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointMismatchError,
+    ContextError,
+    InvalidArgumentError,
+)
 from cs_proto.frozen import frozen
 
 from .averages import ExponentialMovingAverage
 from .backend import Strategy
+from .checkpoint_files import SUFFIX, add, reading, replace
 from .composites import Composite
 from .context import get_replica_context, has_strategy, require_cross_replica
 from .dataset import Dataset
@@ -37,9 +40,7 @@ from .optimizers import Optimizer
 from .reach import is_users
 from .variable import Variable
 
-__all__ = ["SUFFIX", "Status", "Walked", "find_file", "require_trackable", "restore", "save"]
-
-SUFFIX = ".safetensors"
+__all__ = ["SUFFIX", "Status", "Walked", "find_file", "require_trackable", "restore", "save", "save_next"]
 
 _log = logging.getLogger("central_storage.saving")
 
@@ -47,18 +48,6 @@ _DATA = DistributedDataset | DistributedFromFunction
 # What a strategy itself has in a checkpoint. Objects need not have it, nor the other way round: files of format 1 and
 # those of variables outside every strategy are without it.
 _STRATEGY = "(strategy)"
-
-# Goes up when a file changes in a way an older reader cannot read.
-_FORMAT = 1
-_INDEX = "central_storage"
-_DTYPES = {
-    "bool": "BOOL",
-    **{f"{sign}int{bits}": f"{sign[:1].upper() or 'I'}{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
-    **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
-    # Pairs of floats: the format knows no complex128.
-    "complex64": "F32",
-    "complex128": "F64",
-}
 
 
 class Walked:
@@ -190,32 +179,48 @@ class _Found:
 
 
 def save(path: str, objects: Mapping[str, Any], more: Mapping[str, Any]) -> None:
-    """Write all that ``objects`` hold, and ``more`` (JSON) into the index, to ``path``, whole or not at all.
+    """Write all that ``objects`` hold, and the fields ``more`` of the index, to ``path``, whole or not at all; what was
+    there is replaced.
 
-    Raises ContextError in a replica, OSError where the disk refuses.
+    Raises ContextError in a replica, OSError and CheckpointError as :func:`checkpoint_files.replace`.
     """
+    with _all_of(objects, more) as (entries, index):
+        replace(path, entries, index)
+
+
+def save_next(
+    path_of: Callable[[int], str], number: int, objects: Mapping[str, Any], more: Mapping[str, Any]
+) -> tuple[str, int]:
+    """As :func:`save`, to the first free path of those for ``number``, ``number + 1``, …; the path and its number,
+    which is the ``save_counter`` of the index."""
+    with _all_of(objects, more) as (entries, index):
+        return add(path_of, number, entries, index)
+
+
+@contextlib.contextmanager
+def _all_of(objects: Mapping[str, Any], more: Mapping[str, Any]) -> Iterator[tuple[dict[str, _Entry], dict[str, Any]]]:
+    """What there is to save, as of one moment, and the index."""
     _refuse_in_replica("saved")
     found = _find(objects)
     with _held(found.strategies()):
-        entries = found.entries()
         other_ways = {way: ways[0] for ways in found.variables.values() for way in ways[1:]}
-        _write(path, entries, {"format": _FORMAT, "also": other_ways, **more})
+        yield found.entries(), {"also": other_ways, **more}
 
 
-def restore(path: str, objects: Mapping[str, Any], *, strict: bool) -> tuple[Status, dict[str, Any]]:
+def restore(path: str, objects: Mapping[str, Any], *, strict: bool) -> tuple[Status, Mapping[str, Any]]:
     """Set what ``objects`` hold to what ``path`` holds; what differs, and the index. All is checked before anything is
     set; with ``strict`` also that nothing differs.
 
-    Raises CheckpointError (a ValueError) where the file is not there, is none, or has an array of another shape or
-    dtype, CheckpointMismatchError for what differs, ContextError in a replica and inside
-    another strategy's scope.
+    Raises CheckpointError (a ValueError) where the file is not there, is of a newer format, or has an array of another
+    shape or dtype, CheckpointDamagedError where it is not what was saved under this name, CheckpointMismatchError for
+    what differs, OSError where the file system refuses, ContextError in a replica and inside another strategy's scope.
     """
     _refuse_in_replica("restored")
     found = _find(objects)
     for strategy in found.strategies():
         require_cross_replica(strategy, "restoring a checkpoint")
-    with _reading(path) as stored, _held(found.strategies()):
-        also = stored.index.get("also", {})
+    with reading(path) as stored, _held(found.strategies()):
+        also = stored.index["also"]
         ways = {ways[0]: ways for ways in found.variables.values()}
         planned, missing = [], []
         for name, entry in found.entries().items():
@@ -230,16 +235,24 @@ def restore(path: str, objects: Mapping[str, Any], *, strict: bool) -> tuple[Sta
         # First what takes memory, which there may not be.
         planned = [*found.to_be_made(stored.keys - taken).items(), *planned]
         unused = {key for key in stored.keys - {key for key, _ in planned} if not key.startswith(_STRATEGY)}
-        wrong = [fault for key, entry in planned if (fault := stored.fault(key, entry))]
+        wrong = [fault for key, entry in planned if (fault := stored.fault(key, entry.dtype, entry.shape))]
         if wrong:
             raise CheckpointError(f"{path} does not fit: {'; '.join(wrong)}. Nothing was restored")
         if strict and (missing or unused):
             raise CheckpointMismatchError(f"{path}: {_difference(missing, unused)}. Nothing was restored")
+        stored.verify()
         for key, entry in planned:
             if entry.fault is not None and (why := entry.fault(stored.array(key))):
                 raise CheckpointError(f"{path} does not fit: {key}: {why}. Nothing was restored")
-        for key, entry in planned:
-            entry.write(stored.array(key))
+        for count, (key, entry) in enumerate(planned):
+            try:
+                array = stored.array(key)
+            except CheckpointDamagedError as error:
+                raise CheckpointDamagedError(
+                    f"{path} has changed while it was read, after {count} of {len(planned)} arrays were set; restore "
+                    "another checkpoint, which sets all of them"
+                ) from error
+            entry.write(array)
     return Status(path, missing, unused), stored.index
 
 
@@ -399,102 +412,6 @@ def _of_strategy(strategy: Strategy, way: str) -> dict[str, _Entry]:
         f"{way}/seed": _Entry(int64, (), lambda: controller.seed, compare_seeds),
         f"{way}/draws": _Entry(int64, (), controller.draws, lambda value: controller.set_draws(int(value)), fault),
     }
-
-
-# --- the file -----------------------------------------------------------------------------------------------------
-
-
-def _write(path: str, entries: Mapping[str, _Entry], index: Mapping[str, Any]) -> None:
-    """Array after array, so that memory is needed for one at a time; under another name until all is on the disk."""
-    complex_ = {key: entry.dtype.name for key, entry in entries.items() if entry.dtype.kind == "c"}
-    header: dict[str, Any] = {"__metadata__": {_INDEX: json.dumps({**index, "complex": complex_})}}
-    offset = 0
-    ordered = sorted(entries.items(), key=lambda item: -item[1].dtype.itemsize)  # so that each is aligned
-    for key, entry in ordered:
-        shape = [*entry.shape, 2] if entry.dtype.kind == "c" else list(entry.shape)
-        end = offset + math.prod(entry.shape) * entry.dtype.itemsize
-        header[key] = {"dtype": _DTYPES[dtype_name(entry.dtype)], "shape": shape, "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    directory, temporary = os.path.dirname(path) or ".", f"{path}.tmp"
-    os.makedirs(directory, exist_ok=True)
-    try:
-        with open(temporary, "wb") as file:
-            file.write(len(text).to_bytes(8, "little"))
-            file.write(text)
-            for _, entry in ordered:
-                array = np.ascontiguousarray(entry.read(), entry.dtype.newbyteorder("<"))
-                file.write(array.reshape(-1).view(np.uint8).data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:  # Ctrl-C, too, leaves no half of a checkpoint behind
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)  # else the name may be lost with the power
-    finally:
-        os.close(descriptor)
-
-
-class _Stored:
-    """An open checkpoint."""
-
-    def __init__(self, file: Any, index: dict[str, Any]) -> None:
-        self._file = file
-        self.index = index
-        self.keys: frozenset[str] = frozenset(file.keys())
-
-    def fault(self, key: str, entry: _Entry) -> str | None:
-        """Why the array called ``key`` is not for ``entry``."""
-        part = self._file.get_slice(key)
-        shape, dtype = tuple(part.get_shape()), self.index.get("complex", {}).get(key)
-        if dtype is not None:
-            shape = shape[:-1]
-        elif part.get_dtype() in _NAMES:
-            dtype = _NAMES[part.get_dtype()]
-        if (dtype, shape) == (dtype_name(entry.dtype), entry.shape):
-            return None
-        return f"{key} is {dtype or part.get_dtype()}{list(shape)} there, {entry.dtype}{list(entry.shape)} here"
-
-    def array(self, key: str) -> np.ndarray:
-        """The array called ``key``."""
-        array: np.ndarray = self._file.get_tensor(key)
-        dtype = self.index.get("complex", {}).get(key)
-        return array if dtype is None else array.reshape(-1).view(dtype).reshape(array.shape[:-1])
-
-
-_NAMES = {stored: name for name, stored in _DTYPES.items() if not name.startswith("complex")}
-
-
-def _newest_in(directory: str) -> str:
-    """A hint for who gives a directory in place of a file."""
-    if not os.path.isdir(directory):
-        return ""
-    newest = max(Path(directory).glob(f"*{SUFFIX}"), key=os.path.getmtime, default="none")
-    return f"; {directory} is a directory, restore takes a file: the newest in it is {newest}"
-
-
-@contextlib.contextmanager
-def _reading(path: str) -> Iterator[_Stored]:
-    if not os.path.isfile(path):
-        raise CheckpointError(f"there is no checkpoint {path}{_newest_in(path.removesuffix(SUFFIX))}")
-    try:
-        file = safe_open(path, framework="numpy")
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} is no whole checkpoint: {error}") from error
-    with file:
-        try:
-            index = json.loads((file.metadata() or {})[_INDEX])  # type: ignore[no-untyped-call]
-            known = index["format"] == _FORMAT
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{path} is a safetensors file, but no checkpoint of central-storage") from error
-        if not known:
-            raise CheckpointError(f"{path} is of format {index['format']!r:.80}; this version reads format {_FORMAT}")
-        yield _Stored(file, index)
 
 
 # --- words and conditions -----------------------------------------------------------------------------------------

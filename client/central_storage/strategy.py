@@ -269,7 +269,7 @@ class CentralStorageStrategy(StrategyBase, Handle):
     def _file(self, directory: str | os.PathLike[str]) -> str:
         from . import saving
 
-        return os.path.join(directory, f"strategy{saving.SUFFIX}")
+        return saving.find_file(os.path.join(directory, "strategy"))
 
     def _everything(self, data: Any) -> dict[str, Any]:
         from . import saving

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import operator
 import os
 import re
 from collections.abc import Callable
 from typing import Any
 
-from cs_proto.errors import InvalidArgumentError
+from cs_proto.errors import CheckpointDamagedError, CheckpointError, InvalidArgumentError
 
 from .averages import ExponentialMovingAverage
-from .saving import SUFFIX, Status, Walked, find_file, require_trackable, restore, save
+from .checkpoint_files import SUFFIX
+from .saving import Status, Walked, find_file, require_trackable, restore, save, save_next
 
 __all__ = ["Checkpoint", "CheckpointManager", "ExponentialMovingAverage"]
+
+_log = logging.getLogger("central_storage.train")
 
 
 class Checkpoint(Walked):
@@ -62,8 +68,9 @@ class Checkpoint(Walked):
     def save(self, file_prefix: str | os.PathLike[str]) -> str:
         """Write ``<file_prefix>-<n>.safetensors``, n counting from 1; its path, for :meth:`restore`.
 
-        The file is there as a whole or not at all, whenever the process is killed. Directories are made. Raises
-        OSError where the disk refuses, ContextError in a replica.
+        The file is there as a whole or not at all, whenever the process is killed. It replaces a file of that name, or
+        a symbolic link, whose target stays. Directories are made. Raises OSError where the file system refuses, with
+        the path and the bytes that were needed and are free, ContextError in a replica.
         """
         return self._save(f"{os.fspath(file_prefix)}-{self._count + 1}{SUFFIX}", self._count + 1)
 
@@ -74,19 +81,26 @@ class Checkpoint(Walked):
         Slots of optimizers and moving averages are made where they are missing; variables are not. A data set goes on
         at the saved position when it is iterated next, an iterator with its next element; elements before it are read
         again and dropped. A strategy with another seed than the saved one is warned of. Everything is
-        checked before anything is set. Raises CheckpointError (a ValueError) where there is no whole checkpoint, an
-        array has another shape or dtype, a shuffle another seed or ``run_steps`` takes elements from an iterator,
-        ContextError in a replica.
+        checked before anything is set, every byte of the file against its checksum. A file that you rename may not take
+        the name of another checkpoint: it takes one that does not end in a number.
+
+        Raises CheckpointError (a ValueError) where there is no checkpoint, an array has another shape or dtype, a
+        shuffle another seed or ``run_steps`` takes elements from an iterator, CheckpointDamagedError where the file is
+        not what was saved under its name, ContextError in a replica.
         """
         if save_path is None:
             return Status(None, (), ())
         status, index = restore(find_file(save_path), self._objects(), strict=False)
-        self._count = int(index.get("save_counter", 0))
+        self._count = index.get("save_counter", 0)
         return status
 
     def _save(self, path: str, count: int) -> str:
         save(path, self._objects(), {"save_counter": count})
         self._count = count
+        return path
+
+    def _save_next(self, path_of: Callable[[int], str], number: int) -> str:
+        path, self._count = save_next(path_of, number, self._objects(), {})
         return path
 
     def _objects(self) -> dict[str, Any]:
@@ -100,8 +114,10 @@ class Checkpoint(Walked):
 class CheckpointManager:
     """Keeps the last ``max_to_keep`` checkpoints (None: all) in a directory, as ``<checkpoint_name>-<n>.safetensors``.
 
-    What is in the directory is the state: a script that is started again finds what the one before left. Raises
-    InvalidArgumentError (a ValueError) for a ``max_to_keep`` that is no number from 1.
+    What is in the directory is the state: a script that is started again finds what the one before left. Several
+    processes may save to one directory: each checkpoint is of one of them, and has a number of its own. Raises
+    InvalidArgumentError (a ValueError) for a ``max_to_keep`` that is no number from 1, and for a ``checkpoint_name``
+    that is no name of a file.
     """
 
     def __init__(
@@ -115,11 +131,17 @@ class CheckpointManager:
         is_number = isinstance(max_to_keep, int) and not isinstance(max_to_keep, bool)
         if max_to_keep is not None and not (is_number and max_to_keep > 0):
             raise InvalidArgumentError(f"max_to_keep is a number from 1, or None for all, not {max_to_keep!r}")
+        if not checkpoint_name or os.path.basename(checkpoint_name) != checkpoint_name:
+            raise InvalidArgumentError(
+                f"checkpoint_name is what the names of files begin with, not {checkpoint_name!r}; a directory is given "
+                "as directory"
+            )
         self._checkpoint = checkpoint
         self._directory = os.fspath(directory)
         self._max_to_keep = max_to_keep
         self._name = checkpoint_name
         self._init_fn = init_fn
+        self._skipped: dict[str, str] = {}
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -141,29 +163,67 @@ class CheckpointManager:
         """The path of the newest, if any."""
         return next(reversed(self.checkpoints), None)
 
+    @property
+    def skipped_checkpoints(self) -> dict[str, str]:
+        """The paths that the last :meth:`restore_or_initialize` left out because they were damaged, newest first, and
+        what was found."""
+        return dict(self._skipped)
+
     def save(self, checkpoint_number: int | None = None) -> str:
-        """Write a checkpoint, then delete the oldest beyond ``max_to_keep``; its path. It has the next number unless
-        one is given. Raises as :meth:`Checkpoint.save`."""
-        found = self._found()
-        number = max([self._checkpoint.save_counter, *(n for n, _ in found)]) + 1
-        if checkpoint_number is not None:
-            number = int(checkpoint_number)
-        path = os.path.join(self._directory, f"{self._name}-{number}{SUFFIX}")
-        self._checkpoint._save(path, number)  # noqa: SLF001  (they are one thing)
+        """Write a checkpoint, then delete the oldest beyond ``max_to_keep``; its path.
+
+        It has the next number, which nobody has taken, unless one is given: then it replaces the one of that number.
+        ``skipped_checkpoints`` do not count; they are deleted with the first that is newer. Raises InvalidArgumentError
+        for a ``checkpoint_number`` that is no whole number from 0, and as :meth:`Checkpoint.save`.
+        """
+        if checkpoint_number is None:
+            number = max([self._checkpoint.save_counter, *(n for n, _ in self._found())]) + 1
+            path = self._checkpoint._save_next(self._path_of, number)  # noqa: SLF001  (they are one thing)
+        else:
+            number = _whole_number(checkpoint_number)
+            path = self._checkpoint._save(self._path_of(number), number)  # noqa: SLF001
+        self._skipped.pop(path, None)
         if self._max_to_keep is not None:
             others = [other for other in self.checkpoints if other != path]
-            for old in others[: max(0, len(others) + 1 - self._max_to_keep)]:
-                os.unlink(old)
+            whole = [other for other in others if other not in self._skipped]
+            if (surplus := len(whole) + 1 - self._max_to_keep) > 0:
+                for old in others[: others.index(whole[surplus - 1]) + 1]:
+                    with contextlib.suppress(FileNotFoundError):  # another manager has deleted it
+                        os.unlink(old)
         return path
 
     def restore_or_initialize(self) -> str | None:
-        """Restore the newest checkpoint and give its path; where there is none, call ``init_fn`` and give None."""
-        latest = self.latest_checkpoint
-        if latest is not None:
-            self._checkpoint.restore(latest)
-        elif self._init_fn is not None:
+        """Restore the newest checkpoint that is whole and give its path; where there is none at all, call ``init_fn``
+        and give None.
+
+        Damaged ones are left out; a warning names each, and so does ``skipped_checkpoints``. Raises
+        CheckpointDamagedError where all are damaged, and as :meth:`Checkpoint.restore` for what else is wrong with the
+        newest that is whole.
+        """
+        self._skipped = {}
+        while left := [path for path in self.checkpoints if path not in self._skipped]:
+            newest = left[-1]
+            try:
+                self._checkpoint.restore(newest)
+                return newest
+            except CheckpointDamagedError as error:
+                _log.warning("left out a checkpoint: %s", error)
+                self._skipped[newest] = str(error)
+            except CheckpointError:
+                if os.path.lexists(newest):
+                    raise
+                # Another manager has deleted it, since it has saved newer ones.
+        if self._skipped:
+            raise CheckpointDamagedError(
+                f"no checkpoint in {self._directory} is whole: {'; '.join(self._skipped.values())}. Nothing was "
+                "restored. To begin anew, move them elsewhere"
+            )
+        if self._init_fn is not None:
             self._init_fn()
-        return latest
+        return None
+
+    def _path_of(self, number: int) -> str:
+        return os.path.join(self._directory, f"{self._name}-{number}{SUFFIX}")
 
     def _found(self) -> list[tuple[int, str]]:
         pattern = re.compile(rf"{re.escape(self._name)}-(\d+){re.escape(SUFFIX)}")
@@ -175,3 +235,13 @@ class CheckpointManager:
 
     def __repr__(self) -> str:
         return f"<CheckpointManager of {self._directory}>"
+
+
+def _whole_number(value: Any) -> int:
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise InvalidArgumentError(f"checkpoint_number is a whole number from 0, not {value!r}")
+    return number

@@ -21,6 +21,7 @@
     ├── ShutdownError            (RuntimeError)  the strategy was shut down, or its service ended
     ├── NoAnswerError            (TimeoutError)  a service did not answer an observer in time
     ├── CheckpointError          (ValueError)    a checkpoint that cannot be read or does not fit; names the entry
+    │   ├── CheckpointDamagedError                a file that is not what was saved under its name
     │   └── CheckpointMismatchError (AssertionError)  a checkpoint and the objects do not hold the same
     ├── LaunchError              (RuntimeError)  a service could not be started; carries the child's last lines
     ├── ConfigurationError       (ValueError)    an option, environment variable or command line that makes no sense
@@ -43,6 +44,7 @@ from collections.abc import Mapping
 __all__ = [
     "CODES",
     "CentralStorageError",
+    "CheckpointDamagedError",
     "CheckpointError",
     "CheckpointMismatchError",
     "ConfigurationError",
@@ -159,6 +161,10 @@ class NoAnswerError(CentralStorageError, TimeoutError):
 
 class CheckpointError(CentralStorageError, ValueError):
     """A checkpoint that is not there, cannot be read, or does not fit the objects. Nothing was restored."""
+
+
+class CheckpointDamagedError(CheckpointError):
+    """A checkpoint's file is damaged, cut short or renamed: it is not what was saved under its name."""
 
 
 class CheckpointMismatchError(CheckpointError, AssertionError):
@@ -284,6 +290,7 @@ _OURS = (
     ShutdownError,
     NoAnswerError,
     CheckpointError,
+    CheckpointDamagedError,
     CheckpointMismatchError,
     LaunchError,
     ConfigurationError,

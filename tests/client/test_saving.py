@@ -20,8 +20,9 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from central_storage import saving
-from central_storage.context import enter_replica, get_strategy
+from central_storage.context import enter_replica
 from central_storage.metrics import Mean
+from central_storage.strategy import DefaultStrategy
 from central_storage.train import Checkpoint, CheckpointManager, ExponentialMovingAverage
 from central_storage.variable import Variable
 from cs_proto.errors import CheckpointError, CheckpointMismatchError, ContextError, InvalidArgumentError
@@ -211,7 +212,7 @@ def test_no_checkpoint_is_nothing_to_restore() -> None:
         status.assert_consumed()
 
 
-@pytest.mark.parametrize("value", [3, "text", None, np.ones(2), print, np, get_strategy()])
+@pytest.mark.parametrize("value", [3, "text", None, np.ones(2), print, np, DefaultStrategy()])
 def test_what_holds_no_variables_is_refused(value: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r"x is a .*, which holds no variables"):
         Checkpoint(x=value)
@@ -315,14 +316,15 @@ def test_the_manager_keeps_the_newest(tmp_path: Path, checkpoint: Checkpoint) ->
         assert manager.save() == str(tmp_path / "c" / f"ckpt-{k}.safetensors")
     assert names(manager) == ["ckpt-10.safetensors", "ckpt-11.safetensors"]  # numbers, not words
     assert sorted(os.listdir(tmp_path / "c")) == names(manager)
-    (tmp_path / "c" / "ckpt-12.safetensors.tmp").write_bytes(b"half")  # what a kill leaves
+    left = tmp_path / "c" / "ckpt-12.safetensors.0123456789abcdef.draft"
+    left.write_bytes(b"half")  # what a kill leaves
     (tmp_path / "c" / "notes.txt").write_bytes(b"mine")
     again = CheckpointManager(Checkpoint(step=Variable(0)), tmp_path / "c", max_to_keep=2)
     assert again.restore_or_initialize() == manager.latest_checkpoint
     assert int(again.checkpoint.step) == 11
     again.save()
     assert names(again) == ["ckpt-11.safetensors", "ckpt-12.safetensors"]
-    assert "ckpt-12.safetensors.tmp" not in os.listdir(tmp_path / "c")
+    assert sorted(os.listdir(tmp_path / "c")) == [*names(again), "notes.txt"]
 
 
 def test_the_manager_goes_on_counting_without_a_restore(tmp_path: Path, checkpoint: Checkpoint) -> None:

@@ -1,0 +1,583 @@
+"""The file of a checkpoint: how it is written whole or not at all, and how it is read back and checked.
+
+A file is of the safetensors format: eight bytes with the length of the header (little-endian), the header (JSON), and
+the bytes of the arrays without a gap. The header begins with a CRC-32 of the rest of the header. Its index (JSON in the
+metadata under ``central_storage``) has a CRC-32 of every array. So a change of any byte of the file is found. The index
+also has the name of the file: a file that is renamed to another number is found, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import math
+import os
+import re
+import secrets
+import stat
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from cs_proto.arrays import dtype_name
+from cs_proto.errors import CheckpointDamagedError, CheckpointError
+from cs_proto.frozen import frozen
+from cs_proto.sizes import in_units
+
+__all__ = ["SUFFIX", "Readable", "Stored", "add", "reading", "replace"]
+
+SUFFIX = ".safetensors"
+
+_log = logging.getLogger("central_storage.checkpoint_files")
+
+# Goes up when a file changes in a way an older reader cannot read. Format 1 has neither checksums nor a name.
+_FORMAT = 2
+_INDEX = "central_storage"
+_CHECKSUM = "central_storage_crc32"
+#: How the header of a file of format 2 begins. The eight digits of its checksum come next.
+_START = f'{{"__metadata__": {{"{_CHECKSUM}": "'.encode()
+_NO_CHECKSUM = "0" * 8
+#: Readers of safetensors refuse a longer header. Bytes.
+_LONGEST_HEADER = 100_000_000
+#: What a header may grow by after its length is fixed, when the number in the name gets more digits. Bytes.
+_ROOM = 32
+_PAIRS = {"complex64": "F32", "complex128": "F64"}  # safetensors has no dtype for a complex128
+_DTYPES = {
+    "bool": "BOOL",
+    **{f"{sign}int{bits}": f"{sign[:1].upper() or 'I'}{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
+    **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
+}
+_NAMES = {stored: name for name, stored in _DTYPES.items()}
+_DRAFT = re.compile(rf".+{re.escape(SUFFIX)}\.[0-9a-f]{{16}}\.draft")
+_NUMBERED = re.compile(rf".*-\d+{re.escape(SUFFIX)}", re.DOTALL)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0  # a bool is no count
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+
+
+@frozen
+class _Field:
+    """A field of the index."""
+
+    kind: str
+    fits: Callable[[object], bool]
+    #: The first format that has it.
+    since: int
+    is_optional: bool = False
+
+
+# A field that is not listed is refused: to leave out what a newer version has saved is to restore something else.
+_FIELDS: Mapping[str, _Field] = {
+    "format": _Field("a whole number", _is_count, 1),
+    "also": _Field("an object of strings", _are_texts, 1),
+    "complex": _Field("an object of strings", _are_texts, 1),
+    "save_counter": _Field("a whole number from 0", _is_count, 1, is_optional=True),
+    "name": _Field("a string", _is_text, 2),
+    "checksums": _Field("an object of strings", _are_texts, 2),
+}
+
+
+class Readable(Protocol):
+    """An array that is to be written: ``read`` gives something that is an array of this dtype and shape."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def read(self) -> Callable[[], Any]: ...
+
+
+# --- writing ------------------------------------------------------------------------------------------------------
+
+
+def replace(path: str, arrays: Mapping[str, Readable], index: Mapping[str, Any]) -> None:
+    """Write ``arrays``, and ``index`` with what belongs to every file, to ``path``, whole or not at all. A file that is
+    there is replaced; where ``path`` is a symbolic link, the link is, and what it leads to stays.
+
+    Memory is needed for one array at a time. Raises OSError where the file system refuses, with the path and the bytes
+    that were needed and are free, and CheckpointError for more arrays than a file can have. What was there stays then.
+    """
+    with _drafted(path, arrays, index) as draft:
+        draft.seal(path, index)
+        with draft.explained():
+            os.replace(draft.name, path)
+            _sync_directory(draft.directory)  # else the name may be lost with the power
+
+
+def add(
+    path_of: Callable[[int], str], number: int, arrays: Mapping[str, Readable], index: Mapping[str, Any]
+) -> tuple[str, int]:
+    """As :func:`replace`, but nothing is replaced, whoever else writes there: the file takes the first free path of
+    those for ``number``, ``number + 1``, …, which all lie in one directory. The index gets the number as its
+    ``save_counter``.
+
+    Returns the path and its number.
+    """
+    with _drafted(path_of(number), arrays, {**index, "save_counter": number}) as draft:
+        while True:
+            path = path_of(number)
+            draft.seal(path, {**index, "save_counter": number})
+            with draft.explained():
+                if _take_free(path, draft.name):
+                    _sync_directory(draft.directory)
+                    return path, number
+            number += 1
+
+
+class _Draft:
+    """A file that is being written under a random name beside its path. Whoever writes it holds a lock on it: the
+    system lets go of the lock when the process dies, which is how others know that nobody finishes it."""
+
+    def __init__(self, path: str, arrays: Mapping[str, Readable], index: Mapping[str, Any]) -> None:
+        self.directory = os.path.dirname(path) or "."
+        self._path = path
+        # Wide dtypes first, so that each array is aligned.
+        self._arrays = dict(sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize))
+        self._checksums = dict.fromkeys(self._arrays, _NO_CHECKSUM)
+        self._places: dict[str, dict[str, Any]] = {}
+        end = 0
+        for key, array in self._arrays.items():
+            begin, end = end, end + math.prod(array.shape) * array.dtype.itemsize
+            name = dtype_name(array.dtype)
+            shape = [*array.shape, 2] if name in _PAIRS else list(array.shape)
+            stored = _PAIRS.get(name) or _DTYPES[name]
+            self._places[key] = {"dtype": stored, "shape": shape, "data_offsets": [begin, end]}
+        # The checksums are known when the arrays are written, so the header is written last, and has room to grow.
+        self._header_nbytes = -(-(len(self._header(path, index)) + _ROOM) // 8) * 8
+        if self._header_nbytes > _LONGEST_HEADER:
+            raise CheckpointError(
+                f"{path} would need a header of {self._header_nbytes} bytes for its {len(arrays)} arrays, and a file "
+                f"has one of {_LONGEST_HEADER} bytes at most; save the objects in several checkpoints"
+            )
+        self._nbytes = 8 + self._header_nbytes + end
+        with self.explained():
+            _make_directory(self.directory)
+            _remove_abandoned(self.directory)
+            self.name, self._file, self._mode = _open_draft(path)
+
+    def write_arrays(self) -> None:
+        """Write array after array."""
+        offset = 8 + self._header_nbytes
+        for key, source in self._arrays.items():
+            array = np.ascontiguousarray(source.read(), source.dtype.newbyteorder("<")).reshape(source.shape)
+            data = array.reshape(-1).view(np.uint8)
+            self._checksums[key] = _checksum(data)
+            with self.explained():
+                offset = _write_at(self._file, data.data, offset)
+
+    def seal(self, path: str, index: Mapping[str, Any]) -> None:
+        """Write the header, for a file that is going to be called ``path``, and wait until all is on the disk."""
+        text = self._header(path, index).ljust(self._header_nbytes)
+        _, rest = _take_out_checksum(text)
+        text = _START + _checksum(rest).encode() + rest[len(_START) :]
+        with self.explained():
+            _write_at(self._file, memoryview(len(text).to_bytes(8, "little") + text), 0)
+            if stat.S_IMODE(os.fstat(self._file).st_mode) != self._mode:
+                os.fchmod(self._file, self._mode)
+            os.fsync(self._file)
+
+    def close(self) -> None:
+        """Remove what is still there under the random name."""
+        with contextlib.suppress(OSError):  # the next save there removes it
+            os.unlink(self.name)
+        os.close(self._file)
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Raise an OSError of the file system with the path, the bytes needed and free, and what to do."""
+        try:
+            yield
+        except OSError as error:
+            remedy = _REMEDIES.get(error.errno or 0, "save to another directory")
+            need = f"the checkpoint needs {self._nbytes} bytes{in_units(self._nbytes)}"
+            raise OSError(
+                error.errno, f"{error.strerror}; {need}, {_room(self.directory)}; {remedy}", self._path
+            ) from error
+
+    def _header(self, path: str, index: Mapping[str, Any]) -> bytes:
+        complex_ = {key: array.dtype.name for key, array in self._arrays.items() if array.dtype.kind == "c"}
+        own = {"format": _FORMAT, "name": os.path.basename(path), "complex": complex_, "checksums": self._checksums}
+        metadata = {_CHECKSUM: _NO_CHECKSUM, _INDEX: json.dumps({**own, **index})}
+        return json.dumps({"__metadata__": metadata, **self._places}).encode()
+
+
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room there, or save to another file system"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "save to a directory that this user may write to"),
+}
+
+
+@contextlib.contextmanager
+def _drafted(path: str, arrays: Mapping[str, Readable], index: Mapping[str, Any]) -> Iterator[_Draft]:
+    """A draft with all arrays in it, which is gone at the end, also after Ctrl-C."""
+    draft = _Draft(path, arrays, index)
+    try:
+        draft.write_arrays()
+        yield draft
+    finally:
+        draft.close()
+
+
+def _open_draft(path: str) -> tuple[str, int, int]:
+    """A new file beside ``path`` that this process has locked: its name, its descriptor, and the mode that it is to
+    have in the end, which the system makes of the umask as for every file. Until then this user alone can open it."""
+    while True:
+        name = f"{path}.{secrets.token_hex(8)}.draft"
+        file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        mode = stat.S_IMODE(os.fstat(file).st_mode)
+        with contextlib.suppress(OSError):  # a file system without modes
+            os.fchmod(file, 0o600)
+        if _lock(file):
+            return name, file, mode
+        os.close(file)
+
+
+def _lock(file: int) -> bool:
+    """Lock a new draft. False where somebody has taken it for abandoned before."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks: nobody removes drafts there
+        return True
+    return os.fstat(file).st_nlink > 0
+
+
+def _remove_abandoned(directory: str) -> None:
+    """Remove the drafts of processes that have died."""
+    with os.scandir(directory) as entries:
+        drafts = [entry for entry in entries if _DRAFT.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)]
+    for entry in drafts:
+        with contextlib.suppress(OSError):  # somebody writes it, has finished it, or it is another user's
+            file = os.open(entry.path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(entry.path)
+                _log.info("removed %s, left behind by a process that was killed", entry.path)
+            finally:
+                os.close(file)
+
+
+def _take_free(path: str, draft: str) -> bool:
+    """Give the file ``draft`` the name ``path``. False where there is something of that name."""
+    try:
+        os.link(draft, path)
+        return True
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+    # The file system has no hard links: an empty file takes the name first. A kill right here leaves it behind.
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+    except FileExistsError:
+        return False
+    try:
+        os.replace(draft, path)
+    except BaseException:
+        os.unlink(path)
+        raise
+    return True
+
+
+def _make_directory(directory: str) -> None:
+    missing = []
+    while not os.path.isdir(directory):
+        missing.append(directory)
+        directory = os.path.dirname(directory) or "."
+    for made in reversed(missing):
+        try:
+            os.mkdir(made)
+        except FileExistsError:  # somebody else was faster, or it is a file
+            if not os.path.isdir(made):
+                raise
+        _sync_directory(os.path.dirname(made) or ".")
+
+
+def _sync_directory(directory: str) -> None:
+    """Wait until the names in ``directory`` are on the disk."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_at(file: int, data: memoryview, offset: int) -> int:
+    """Write all of ``data``; the offset of its end."""
+    while data:
+        count = os.pwrite(file, data, offset)
+        data, offset = data[count:], offset + count
+    return offset
+
+
+def _room(directory: str) -> str:
+    """What the file system of ``directory``, which may not be there yet, has left for this user."""
+    while not os.path.isdir(directory):
+        directory = os.path.dirname(directory) or "."
+    try:
+        found = os.statvfs(directory)
+    except OSError as error:
+        return f"how many are free is not known ({error.strerror})"
+    free = found.f_bavail * found.f_frsize
+    return f"{free}{in_units(free)} are free"
+
+
+# --- checksums ----------------------------------------------------------------------------------------------------
+
+
+def _checksum(data: Any) -> str:
+    """The CRC-32 of bytes, as eight digits."""
+    return f"{zlib.crc32(data):08x}"
+
+
+def _require_checksum(path: str, what: str, data: Any, expected: str) -> None:
+    """Raise CheckpointDamagedError where ``data`` is not what ``expected`` was made of."""
+    if (found := _checksum(data)) != expected:
+        raise _damaged(path, f"the checksum of {what} is {found}, and was {expected} when it was saved")
+
+
+def _take_out_checksum(header: bytes) -> tuple[str, bytes]:
+    """The checksum that a header of format 2 begins with, and the rest, which it is made of."""
+    end = len(_START) + len(_NO_CHECKSUM)
+    return header[len(_START) : end].decode(errors="replace"), _START + header[end:]
+
+
+def _damaged(path: str, what: str) -> CheckpointDamagedError:
+    return CheckpointDamagedError(
+        f"{path} is no whole checkpoint: {what}; restore another checkpoint, or a copy of this one from elsewhere"
+    )
+
+
+# --- reading ------------------------------------------------------------------------------------------------------
+
+
+@frozen
+class _Place:
+    """Where in the file an array lies, and what it is."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class Stored:
+    """An open checkpoint, whose header and index are right. ``index`` has the fields of ``_FIELDS``."""
+
+    def __init__(self, path: str, file: int, index: Mapping[str, Any], places: Mapping[str, _Place]) -> None:
+        self._path = path
+        self._file = file
+        self._places = places
+        self.index = index
+        self.keys: frozenset[str] = frozenset(places)
+
+    def fault(self, key: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> str | None:
+        """Why the array called ``key`` is not one of this dtype and shape."""
+        place = self._places[key]
+        if (place.dtype, place.shape) == (dtype_name(dtype), shape):
+            return None
+        return f"{key} is {place.dtype}{list(place.shape)} there, {dtype}{list(shape)} here"
+
+    def verify(self) -> None:
+        """Read all. Raises CheckpointDamagedError where an array is not what was saved."""
+        for key in self._places:
+            self._bytes(key)
+
+    def array(self, key: str) -> np.ndarray:
+        """The array called ``key``. These very bytes have been checked. Raises as :meth:`verify`."""
+        place = self._places[key]
+        stored = np.dtype(place.dtype).newbyteorder("<")
+        return self._bytes(key).view(stored).reshape(place.shape).astype(place.dtype, copy=False)
+
+    def _bytes(self, key: str) -> np.ndarray:
+        place = self._places[key]
+        data = np.empty(place.nbytes, np.uint8)
+        _read_at(self._path, self._file, data.data, place.offset)
+        if "checksums" in self.index:
+            _require_checksum(self._path, key, data, self.index["checksums"][key])
+        return data
+
+
+@contextlib.contextmanager
+def reading(path: str) -> Iterator[Stored]:
+    """Open a checkpoint and check its header and index. The same open file is read until the end, whatever ``path``
+    names meanwhile.
+
+    Raises CheckpointError where there is none or it is of a format that this version does not read,
+    CheckpointDamagedError where it is not what was saved under this name, OSError where the file system refuses.
+    """
+    file = _open(path)
+    try:
+        size = os.fstat(file).st_size
+        header = _header_of(path, file, size)
+        index, places = _parsed(path, header, 8 + len(header), size)
+        yield Stored(path, file, index, places)
+    finally:
+        os.close(file)
+
+
+def _open(path: str) -> int:
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for who writes to it
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if os.path.islink(path):
+            raise _damaged(path, "it is a link to a file that is not there") from error
+        hint = _newest_in(path.removesuffix(SUFFIX))
+        raise CheckpointError(f"there is no checkpoint {path}{hint}") from error
+    except OSError as error:
+        raise OSError(
+            error.errno, f"{error.strerror}; make it readable, or restore another checkpoint", path
+        ) from error
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise _damaged(path, "it is no ordinary file")
+    return file
+
+
+def _newest_in(directory: str) -> str:
+    """A hint for who gives a directory in place of a file."""
+    if not os.path.isdir(directory):
+        return ""
+    newest = max(Path(directory).glob(f"*{SUFFIX}"), key=os.path.getmtime, default="none")
+    return f"; {directory} is a directory, restore takes a file: the newest in it is {newest}"
+
+
+def _read_at(path: str, file: int, into: memoryview, offset: int) -> None:
+    """Fill ``into``."""
+    while into:
+        try:
+            count = os.preadv(file, [into], offset)
+        except OSError as error:
+            raise _damaged(path, f"the disk does not read it ({error.strerror})") from error
+        if not count:
+            raise _damaged(path, f"it ends at byte {offset}, and {len(into)} bytes are missing")
+        into, offset = into[count:], offset + count
+
+
+def _header_of(path: str, file: int, size: int) -> bytes:
+    """The header, checked if it has a checksum."""
+    word = bytearray(8)
+    _read_at(path, file, memoryview(word), 0)
+    nbytes = int.from_bytes(word, "little")
+    most = min(size - 8, _LONGEST_HEADER)
+    if nbytes > most:
+        raise _damaged(path, f"its header is said to be of {nbytes} bytes, and {most} are possible")
+    header = bytearray(nbytes)
+    _read_at(path, file, memoryview(header), 8)
+    if header.startswith(_START):
+        checksum, rest = _take_out_checksum(bytes(header))
+        _require_checksum(path, "its header", rest, checksum)
+    return bytes(header)
+
+
+def _parsed(path: str, header: bytes, begin: int, end: int) -> tuple[dict[str, Any], dict[str, _Place]]:
+    """The index, and where the arrays lie, which fill the file from ``begin`` to ``end``."""
+    entries = _object(path, "its header", header)
+    metadata = entries.pop("__metadata__", None)
+    if not isinstance(metadata, dict) or not isinstance(metadata.get(_INDEX), str):
+        raise _damaged(path, "it is a safetensors file, but no checkpoint of central-storage")
+    index = _object(path, "its index", metadata[_INDEX])
+    number = index.get("format")
+    if not _is_count(number):
+        raise _damaged(path, f"its index has the format {number!r:.80}, which is no whole number")
+    is_sealed = header.startswith(_START)
+    if number not in (1, _FORMAT):
+        raise CheckpointError(
+            f"{path} is of format {number!r:.80}; this version reads formats 1 to {_FORMAT}: take the version of "
+            "central-storage that has written it"
+        )
+    if is_sealed != (number == _FORMAT):
+        raise _damaged(path, f"its index has the format {number}, and its header that of another")
+    _check_index(path, index)
+    name = os.path.basename(path)
+    if is_sealed and _NUMBERED.fullmatch(name) and name != index["name"]:
+        raise CheckpointDamagedError(
+            f"{path} is another checkpoint, which was saved as {index['name']}; give it that name again, or one that "
+            "does not end in a number"
+        )
+    places = {key: _place(path, key, entry, index["complex"].get(key)) for key, entry in entries.items()}
+    at = 0
+    for key, place in sorted(places.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if place.offset != at:
+            raise _damaged(path, f"{key} begins at byte {place.offset} of the arrays, and has to at {at}")
+        at += place.nbytes
+    if at != end - begin:
+        raise _damaged(path, f"its arrays are of {at} bytes, and the file has {end - begin} for them")
+    _check_names(path, index, places)
+    return index, {
+        key: _Place(place.dtype, place.shape, begin + place.offset, place.nbytes) for key, place in places.items()
+    }
+
+
+def _object(path: str, what: str, text: bytes | str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"{what} is no JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise _damaged(path, f"{what} is no JSON object")
+    return found
+
+
+def _check_index(path: str, index: Mapping[str, Any]) -> None:
+    known = {name: kind for name, kind in _FIELDS.items() if kind.since <= index["format"]}
+    for name, value in index.items():
+        if name not in known:
+            raise _damaged(path, f"its index has a field {name!r:.80}, which this version does not know")
+        if not known[name].fits(value):
+            raise _damaged(path, f"the field {name!r} of its index is {value!r:.80}, and has to be {known[name].kind}")
+    lacking = [name for name, kind in known.items() if not kind.is_optional and name not in index]
+    if lacking:
+        raise _damaged(path, f"its index has no field {lacking[0]!r}")
+
+
+def _place(path: str, key: str, entry: Any, complex_: str | None) -> _Place:
+    """Where ``entry`` of the header says that an array lies, counted from the beginning of the arrays."""
+    entry = entry if isinstance(entry, dict) else {}
+    dtype, shape, offsets = (entry.get(name) for name in ("dtype", "shape", "data_offsets"))
+    if not (
+        isinstance(dtype, str)
+        and isinstance(shape, list)
+        and all(map(_is_count, shape))
+        and isinstance(offsets, list)
+        and len(offsets) == 2
+        and all(map(_is_count, offsets))
+        and offsets[0] <= offsets[1]
+    ):
+        raise _damaged(path, f"its header does not say the dtype, shape and place of {key}")
+    name = _NAMES.get(dtype, dtype)
+    nbytes = offsets[1] - offsets[0]
+    if dtype in _NAMES and math.prod(shape) * np.dtype(name).itemsize != nbytes:
+        raise _damaged(path, f"{key} has {nbytes} bytes, which is not what {name}{shape} takes")
+    if complex_ is not None:
+        if _PAIRS.get(complex_) != dtype or shape[-1:] != [2]:
+            raise _damaged(path, f"{key} is {name}{shape} in its header and {complex_:.80} in its index")
+        name, shape = complex_, shape[:-1]
+    return _Place(name, tuple(shape), offsets[0], nbytes)
+
+
+def _check_names(path: str, index: Mapping[str, Any], places: Mapping[str, _Place]) -> None:
+    """See that the index is about the arrays that are there."""
+    named = {*index["complex"], *index["also"].values(), *index.get("checksums", ())}
+    if more := named - places.keys():
+        raise _damaged(path, f"its index names {min(more)}, which it does not hold")
+    if "checksums" in index and (less := places.keys() - index["checksums"].keys()):
+        raise _damaged(path, f"its index has no checksum of {min(less)}")
