@@ -121,23 +121,27 @@ def replace(path: str, arrays: Mapping[str, Readable], index: Mapping[str, Any])
 
 
 def add(
-    path_of: Callable[[int], str], number: int, arrays: Mapping[str, Readable], index: Mapping[str, Any]
+    path_of: Callable[[int], str],
+    next_number: Callable[[], int],
+    arrays: Mapping[str, Readable],
+    index: Mapping[str, Any],
 ) -> tuple[str, int]:
-    """As :func:`replace`, but nothing is replaced, whoever else writes there: the file takes the first free path of
-    those for ``number``, ``number + 1``, …, which all lie in one directory. The index gets the number as its
-    ``save_counter``.
+    """As :func:`replace`, but nothing is replaced, whoever else writes there: the file takes the path of the next
+    number, when it is written. ``next_number`` is one more than the numbers that are there; the paths of all lie in one
+    directory. The index gets the number as its ``save_counter``.
 
     Returns the path and its number.
     """
+    number = next_number()
     with _drafted(path_of(number), arrays, {**index, "save_counter": number}) as draft:
         while True:
             path = path_of(number)
             draft.seal(path, {**index, "save_counter": number})
             with draft.explained():
-                if _take_free(path, draft.name):
+                if _take(path, draft.name, number, next_number):
                     _sync_directory(draft.directory)
                     return path, number
-            number += 1
+            number = next_number()
 
 
 class _Draft:
@@ -274,27 +278,34 @@ def _remove_abandoned(directory: str) -> None:
                 os.close(file)
 
 
-def _take_free(path: str, draft: str) -> bool:
-    """Give the file ``draft`` the name ``path``. False where there is something of that name."""
+def _take(path: str, draft: str, number: int, next_number: Callable[[], int]) -> bool:
+    """Give the file ``draft`` the name ``path``. False where that is taken, or was: others may have saved and deleted a
+    file of that name since its number was found, and then it is not the newest."""
+    has_links = True
     try:
         os.link(draft, path)
-        return True
     except FileExistsError:
         return False
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
-    # The file system has no hard links: an empty file takes the name first. A kill right here leaves it behind.
+        has_links = False
+    if not has_links:  # an empty file takes the name first, and is left behind if the process is killed right here
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        except FileExistsError:
+            return False
+    is_ours = False
     try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
-    except FileExistsError:
-        return False
-    try:
-        os.replace(draft, path)
-    except BaseException:
-        os.unlink(path)
-        raise
-    return True
+        if next_number() == number + 1:
+            if not has_links:
+                os.replace(draft, path)
+            is_ours = True
+    finally:
+        if not is_ours:
+            with contextlib.suppress(FileNotFoundError):  # another manager has deleted it
+                os.unlink(path)
+    return is_ours
 
 
 def _make_directory(directory: str) -> None:

@@ -189,12 +189,15 @@ def save(path: str, objects: Mapping[str, Any], more: Mapping[str, Any]) -> None
 
 
 def save_next(
-    path_of: Callable[[int], str], number: int, objects: Mapping[str, Any], more: Mapping[str, Any]
+    path_of: Callable[[int], str],
+    next_number: Callable[[], int],
+    objects: Mapping[str, Any],
+    more: Mapping[str, Any],
 ) -> tuple[str, int]:
-    """As :func:`save`, to the first free path of those for ``number``, ``number + 1``, …; the path and its number,
-    which is the ``save_counter`` of the index."""
+    """As :func:`save`, to the path of the next number, which nobody has taken: see :func:`checkpoint_files.add`. The
+    path and its number, which is the ``save_counter`` of the index."""
     with _all_of(objects, more) as (entries, index):
-        return add(path_of, number, entries, index)
+        return add(path_of, next_number, entries, index)
 
 
 @contextlib.contextmanager

@@ -99,8 +99,8 @@ class Checkpoint(Walked):
         self._count = count
         return path
 
-    def _save_next(self, path_of: Callable[[int], str], number: int) -> str:
-        path, self._count = save_next(path_of, number, self._objects(), {})
+    def _save_next(self, path_of: Callable[[int], str], next_number: Callable[[], int]) -> str:
+        path, self._count = save_next(path_of, next_number, self._objects(), {})
         return path
 
     def _objects(self) -> dict[str, Any]:
@@ -173,23 +173,20 @@ class CheckpointManager:
         """Write a checkpoint, then delete the oldest beyond ``max_to_keep``; its path.
 
         It has the next number, which nobody has taken, unless one is given: then it replaces the one of that number.
-        ``skipped_checkpoints`` do not count; they are deleted with the first that is newer. Raises InvalidArgumentError
-        for a ``checkpoint_number`` that is no whole number from 0, and as :meth:`Checkpoint.save`.
+        ``skipped_checkpoints`` do not count; each is deleted with the next newer one that is whole.
+
+        Raises InvalidArgumentError for a ``checkpoint_number`` that is no whole number from 0, and as
+        :meth:`Checkpoint.save`.
         """
         if checkpoint_number is None:
-            number = max([self._checkpoint.save_counter, *(n for n, _ in self._found())]) + 1
-            path = self._checkpoint._save_next(self._path_of, number)  # noqa: SLF001  (they are one thing)
+            path = self._checkpoint._save_next(self._path_of, self._next_number)  # noqa: SLF001  (they are one thing)
+            self._delete_beyond(self._max_to_keep)
         else:
             number = _whole_number(checkpoint_number)
             path = self._checkpoint._save(self._path_of(number), number)  # noqa: SLF001
-        self._skipped.pop(path, None)
-        if self._max_to_keep is not None:
-            others = [other for other in self.checkpoints if other != path]
-            whole = [other for other in others if other not in self._skipped]
-            if (surplus := len(whole) + 1 - self._max_to_keep) > 0:
-                for old in others[: others.index(whole[surplus - 1]) + 1]:
-                    with contextlib.suppress(FileNotFoundError):  # another manager has deleted it
-                        os.unlink(old)
+            self._skipped.pop(path, None)
+            # It stays, however old its number.
+            self._delete_beyond(None if self._max_to_keep is None else self._max_to_keep - 1, but=path)
         return path
 
     def restore_or_initialize(self) -> str | None:
@@ -221,6 +218,20 @@ class CheckpointManager:
         if self._init_fn is not None:
             self._init_fn()
         return None
+
+    def _delete_beyond(self, count: int | None, but: str = "") -> None:
+        """Delete the oldest until ``count`` that are whole are left, ``but`` aside."""
+        found = [path for path in self.checkpoints if path != but]
+        whole = [path for path in found if path not in self._skipped]
+        if count is None or len(whole) <= count:
+            return
+        last = whole[len(whole) - count - 1]
+        for path in found[: found.index(last) + 1]:
+            with contextlib.suppress(FileNotFoundError):  # another manager has deleted it
+                os.unlink(path)
+
+    def _next_number(self) -> int:
+        return max([self._checkpoint.save_counter, *(number for number, _ in self._found())]) + 1
 
     def _path_of(self, number: int) -> str:
         return os.path.join(self._directory, f"{self._name}-{number}{SUFFIX}")

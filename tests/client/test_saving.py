@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import os
+import re
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,22 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from tests.harness.processes import start
 
 from central_storage import saving
+from central_storage.checkpoint_files import SUFFIX
 from central_storage.context import enter_replica
 from central_storage.metrics import Mean
 from central_storage.strategy import DefaultStrategy
 from central_storage.train import Checkpoint, CheckpointManager, ExponentialMovingAverage
 from central_storage.variable import Variable
-from cs_proto.errors import CheckpointError, CheckpointMismatchError, ContextError, InvalidArgumentError
+from cs_proto.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointMismatchError,
+    ContextError,
+    InvalidArgumentError,
+)
 
 DTYPES = [
     "bool",
@@ -353,3 +362,198 @@ def test_the_manager_initializes_where_there_is_nothing(tmp_path: Path, checkpoi
 def test_a_limit_that_is_none(tmp_path: Path, checkpoint: Checkpoint, kept: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="max_to_keep"):
         CheckpointManager(checkpoint, tmp_path, kept)
+
+
+def damage(path: str) -> None:
+    """Flip a bit of the last array."""
+    content = bytearray(Path(path).read_bytes())
+    content[-1] ^= 1
+    Path(path).write_bytes(content)
+
+
+def saved(directory: Path, last: int) -> list[str]:
+    """Checkpoints from 1 to ``last``, of as many steps."""
+    checkpoint = Checkpoint(step=Variable(0))
+    manager = CheckpointManager(checkpoint, directory, None)
+    for k in range(1, last + 1):
+        checkpoint.step.assign(k)
+        manager.save()
+    return manager.checkpoints
+
+
+def test_the_newest_whole_one_is_taken_and_the_others_are_named(
+    tmp_path: Path, checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = saved(tmp_path, 4)
+    damage(paths[3])
+    os.truncate(paths[2], 100)
+    manager = CheckpointManager(checkpoint, tmp_path, max_to_keep=2, init_fn=pytest.fail)
+    assert manager.skipped_checkpoints == {}
+    with caplog.at_level(logging.WARNING, "central_storage"):
+        assert manager.restore_or_initialize() == paths[1]
+    assert (int(checkpoint.step), checkpoint.save_counter) == (2, 2)
+    assert list(manager.skipped_checkpoints) == [paths[3], paths[2]]
+    assert "checksum of step" in manager.skipped_checkpoints[paths[3]]
+    assert paths[3] in caplog.text
+    assert paths[2] in caplog.text
+    assert manager.save() == str(tmp_path / "ckpt-5.safetensors")
+    # Two that are whole, 2 and 5, are kept, though there are newer ones than 2.
+    assert names(manager) == [f"ckpt-{k}.safetensors" for k in (2, 3, 4, 5)]
+    manager.save()
+    assert names(manager) == [f"ckpt-{k}.safetensors" for k in (3, 4, 5, 6)]
+    manager.save()  # takes the place of 5, and 3 and 4 go with that
+    assert names(manager) == ["ckpt-6.safetensors", "ckpt-7.safetensors"]
+    assert manager.restore_or_initialize() == str(tmp_path / "ckpt-7.safetensors")
+    assert manager.skipped_checkpoints == {}
+
+
+def test_a_damaged_one_that_is_written_again_counts(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    paths = saved(tmp_path, 3)
+    damage(paths[2])
+    manager = CheckpointManager(checkpoint, tmp_path, max_to_keep=2)
+    manager.restore_or_initialize()
+    assert manager.save(3) == paths[2]
+    assert manager.skipped_checkpoints == {}
+    assert names(manager) == ["ckpt-2.safetensors", "ckpt-3.safetensors"]
+
+
+def test_files_that_changed_places_are_left_out(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    paths = saved(tmp_path, 3)
+    os.rename(paths[2], tmp_path / "x")
+    os.rename(paths[1], paths[2])
+    os.rename(tmp_path / "x", paths[1])
+    manager = CheckpointManager(checkpoint, tmp_path, None)
+    assert manager.restore_or_initialize() == paths[0]
+    assert "was saved as ckpt-2.safetensors" in manager.skipped_checkpoints[paths[2]]
+    assert int(checkpoint.step) == 1
+
+
+def test_nothing_is_initialized_where_all_are_damaged(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    paths = saved(tmp_path, 2)
+    for path in paths:
+        damage(path)
+    manager = CheckpointManager(checkpoint, tmp_path, None, init_fn=pytest.fail)
+    with pytest.raises(CheckpointDamagedError, match=r"no checkpoint in .* is whole: .*ckpt-2.*ckpt-1.*Nothing was"):
+        manager.restore_or_initialize()
+    assert int(checkpoint.step) == 0
+    assert manager.checkpoints == paths
+
+
+def test_a_whole_one_that_does_not_fit_is_no_reason_to_take_an_older_one(tmp_path: Path) -> None:
+    paths = saved(tmp_path, 2)
+    manager = CheckpointManager(Checkpoint(step=Variable([0, 0])), tmp_path, None)
+    with pytest.raises(CheckpointError, match="does not fit") as caught:
+        manager.restore_or_initialize()
+    assert paths[1] in str(caught.value)
+    save_file({"w": np.ones(1)}, paths[1], {"central_storage": json.dumps({"format": 99})})
+    with pytest.raises(CheckpointError, match="format 99"):
+        manager.restore_or_initialize()
+
+
+def test_one_that_another_manager_deletes_meanwhile(
+    tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = saved(tmp_path, 2)
+    found = CheckpointManager._found
+
+    def and_delete(manager: CheckpointManager) -> list[tuple[int, str]]:
+        listed = found(manager)
+        if os.path.exists(paths[1]):
+            os.unlink(paths[1])
+        return listed
+
+    manager = CheckpointManager(checkpoint, tmp_path, max_to_keep=1, init_fn=pytest.fail)
+    monkeypatch.setattr(CheckpointManager, "_found", and_delete)
+    assert manager.restore_or_initialize() == paths[0]
+    assert manager.skipped_checkpoints == {}
+
+
+def test_what_another_manager_has_deleted_is_gone_already(
+    tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, 3)
+    manager = CheckpointManager(checkpoint, tmp_path, max_to_keep=1)
+    unlink, deleted = os.unlink, []
+
+    def twice(path: str) -> None:
+        unlink(path)
+        if path.endswith(SUFFIX):
+            deleted.append(path)
+            unlink(path)
+
+    monkeypatch.setattr(os, "unlink", twice)
+    manager.save()
+    assert names(manager) == ["ckpt-4.safetensors"]
+    assert len(deleted) == 3
+
+
+@pytest.mark.parametrize("number", [-1, True, 1.5, "3"])
+def test_a_number_that_is_none(tmp_path: Path, checkpoint: Checkpoint, number: Any) -> None:
+    manager = CheckpointManager(checkpoint, tmp_path, None)
+    with pytest.raises(InvalidArgumentError, match="checkpoint_number is a whole number from 0"):
+        manager.save(number)
+    assert manager.save(Variable(12)) == str(tmp_path / "ckpt-12.safetensors")
+    assert manager.save(12) == str(tmp_path / "ckpt-12.safetensors")  # one that is given is replaced
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "/a"])
+def test_a_name_that_is_no_name_of_a_file(tmp_path: Path, checkpoint: Checkpoint, name: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="checkpoint_name"):
+        CheckpointManager(checkpoint, tmp_path, None, checkpoint_name=name)
+
+
+SAVES = """
+import sys
+import numpy as np
+import central_storage as cs
+
+me = float(sys.argv[2])
+a, b = cs.Variable(np.full(5_000, me)), cs.Variable(np.full(5_000, me))
+manager = cs.train.CheckpointManager(cs.train.Checkpoint(a=a, b=b), sys.argv[1], max_to_keep=3)
+for k in range(100):
+    a.assign_add(np.ones(5_000))
+    b.assign_add(np.ones(5_000))
+    print("saved", k, manager.save(), flush=True)
+"""
+
+
+def test_two_processes_save_to_one_directory(tmp_path: Path) -> None:
+    script, directory = tmp_path / "saves.py", tmp_path / "shared"
+    script.write_text(SAVES)
+    a, b = Variable(np.zeros(5_000)), Variable(np.zeros(5_000))
+    manager = CheckpointManager(Checkpoint(a=a, b=b), directory, None, init_fn=lambda: None)
+    with start(script, directory, "1000") as one, start(script, directory, "2000") as other:
+        for k in range(0, 100, 3):
+            for child in (one, other):
+                child.wait_for(rf"^saved {k} ")
+                assert manager.restore_or_initialize() is not None
+                assert len({*a.numpy(), *b.numpy()}) == 1  # of one process and one save
+                assert manager.skipped_checkpoints == {}
+        ended = [child.wait().ok() for child in (one, other)]
+    paths = [line.split()[2] for child in ended for line in child.lines]
+    assert len(set(paths)) == 200  # no number was given twice
+    assert sorted(os.listdir(directory)) == sorted(names(manager))  # and no draft is left
+    numbers = sorted(int(re.findall(r"\d+", os.path.basename(path))[0]) for path in paths)
+    assert names(manager)[-1] == f"ckpt-{numbers[-1]}.safetensors"
+    assert len(manager.checkpoints) <= 3
+    assert set(manager.checkpoints) <= set(paths)
+
+
+def test_a_number_that_was_given_and_deleted_is_not_given_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, theirs = (CheckpointManager(Checkpoint(step=Variable(0)), tmp_path, max_to_keep=2) for _ in range(2))
+    link, saved = os.link, []
+
+    def after_the_others(draft: str, path: str) -> None:
+        if not saved:
+            saved.append(path)
+            saved.extend(theirs.save() for _ in range(4))
+        link(draft, path)
+
+    monkeypatch.setattr(os, "link", after_the_others)
+    path = mine.save()
+    assert saved[0] == saved[1] == str(tmp_path / "ckpt-1.safetensors")
+    assert path == str(tmp_path / "ckpt-5.safetensors")
+    assert names(mine) == ["ckpt-4.safetensors", "ckpt-5.safetensors"]
+    assert (mine.checkpoint.save_counter, theirs.checkpoint.save_counter) == (5, 4)
