@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.harness.services import connected
 import central_storage as cs
 from central_storage import errors
 
+FORMAT_1 = Path(__file__).parents[1] / "data" / "format-1"
 SUM = cs.VariableAggregation.SUM
 
 
@@ -146,6 +148,19 @@ def test_another_rule_does_not_fit(trained: Training, tmp_path: Path, three: cs.
         status.assert_consumed()
 
 
+def test_a_training_that_was_saved_in_format_1_goes_on(three: cs.CentralStorageStrategy) -> None:
+    path = FORMAT_1 / "training-1.safetensors"
+    stored, fresh = load_file(path), Training(three)
+    checkpoint(fresh).restore(path).assert_consumed()
+    facts = fresh.facts()
+    assert (facts["iterations"], facts["learning_rate"], float(facts["steps"])) == (3, 0.25, 6)
+    for name in ("weights/0", "weights/1"):
+        np.testing.assert_array_equal(facts[name], stored[f"training/{name}"])
+    for slot in ("m", "v"):
+        np.testing.assert_array_equal(facts[f"{slot}/0"], stored[f"training/optimizer/{slot}/training/weights/0"])
+    np.testing.assert_array_equal(facts["average/1"], stored["training/average/training/weights/1"])
+
+
 # --- strategy.save ------------------------------------------------------------------------------------------------
 
 
@@ -175,6 +190,18 @@ def test_a_strategy_saves_all_it_has(tmp_path: Path) -> None:
         assert float(extra) == 1.0
         with pytest.raises(errors.CheckpointError, match="there is no checkpoint"):
             other.restore(tmp_path / "elsewhere")
+        del extra
+        gc.collect()
+        content = bytearray(Path(path).read_bytes())
+        content[-1] ^= 1
+        Path(path).write_bytes(content)
+        with pytest.raises(errors.CheckpointDamagedError, match=r"strategy\.safetensors is no whole checkpoint"):
+            other.restore(tmp_path / "run")
+        assert not fresh.weights[0].numpy().any()
+        other.restore(FORMAT_1)
+        np.testing.assert_array_equal(
+            fresh.weights[0].numpy(), load_file(FORMAT_1 / "strategy.safetensors")["variables/w"]
+        )
 
 
 def test_a_merge_function_may_save_and_a_replica_may_not(two: cs.CentralStorageStrategy, tmp_path: Path) -> None:
@@ -235,3 +262,6 @@ def test_a_kill_at_any_moment_leaves_the_last_whole_checkpoint(tmp_path: Path) -
         assert set(a.numpy()) == set(b.numpy())  # of one save, and no older than what was said
         assert a.numpy()[0] >= said
         assert len(manager.checkpoints) <= 3
+        path = manager.save()  # removes what the killed process was writing
+        assert path in manager.checkpoints
+        assert sorted(map(str, directory.iterdir())) == sorted(manager.checkpoints)
