@@ -297,7 +297,7 @@ def _take(path: str, draft: str, number: int, next_number: Callable[[], int]) ->
             return False
     is_ours = False
     try:
-        if next_number() == number + 1:
+        if next_number() <= number + 1:
             if not has_links:
                 os.replace(draft, path)
             is_ours = True
@@ -310,7 +310,7 @@ def _take(path: str, draft: str, number: int, next_number: Callable[[], int]) ->
 
 def _make_directory(directory: str) -> None:
     missing = []
-    while not os.path.isdir(directory):
+    while directory not in ("/", ".") and not os.path.isdir(directory):
         missing.append(directory)
         directory = os.path.dirname(directory) or "."
     for made in reversed(missing):
@@ -341,7 +341,7 @@ def _write_at(file: int, data: memoryview, offset: int) -> int:
 
 def _room(directory: str) -> str:
     """What the file system of ``directory``, which may not be there yet, has left for this user."""
-    while not os.path.isdir(directory):
+    while directory not in ("/", ".") and not os.path.isdir(directory):
         directory = os.path.dirname(directory) or "."
     try:
         found = os.statvfs(directory)
