@@ -151,7 +151,11 @@ def test_another_rule_does_not_fit(trained: Training, tmp_path: Path, three: cs.
 def test_a_training_that_was_saved_in_format_1_goes_on(three: cs.CentralStorageStrategy) -> None:
     path = FORMAT_1 / "training-1.safetensors"
     stored, fresh = load_file(path), Training(three)
+    three.run(fresh.step)
+    draws = three.controller.draws()
+    assert draws > 0
     checkpoint(fresh).restore(path).assert_consumed()
+    assert three.controller.draws() == draws  # the file has no count
     facts = fresh.facts()
     assert (facts["iterations"], facts["learning_rate"], float(facts["steps"])) == (3, 0.25, 6)
     for name in ("weights/0", "weights/1"):
