@@ -27,10 +27,10 @@ import zmq
 
 from cs_proto import machine, open_files
 from cs_proto import segments as names
+from cs_proto.admission import Admission
 from cs_proto.arena import Arena
 from cs_proto.arrays import Array, Location, array_of
 from cs_proto.codec import BULK_LIMITS, LIMITS, Decoder, encode
-from cs_proto.door import Door
 from cs_proto.errors import (
     CentralStorageError,
     ConfigurationError,
@@ -286,7 +286,7 @@ class Service:
         self._poller: Poller[zmq.Socket[bytes]] = Poller()
         self._poller.register(segments.fileno())
         self._poller.register(wake)
-        self._door = _door(self._poller, router, config)
+        self._admission = _admission(self._poller, router, config)
         self._mail: Mailboxes[bytes] = Mailboxes(
             self._poller, threading.Lock(), Patience(_PATIENCE, time.monotonic, os.sched_yield), rings_late=True
         )
@@ -322,8 +322,8 @@ class Service:
         self._control.reserve(names.CONTROL_HEADER_NBYTES + start, names.CONTROL_HEADER_NBYTES + stop)
 
     def close(self) -> None:
-        """Close the door and the mailboxes, end the threads of the arithmetic, and give the GPU back."""
-        self._door.close()
+        """Close the listening socket and the mailboxes, end the threads of the arithmetic, and give the GPU back."""
+        self._admission.close()
         self._mail.close()
         self._arithmetic.close()
         if self._gpu:
@@ -332,7 +332,7 @@ class Service:
     def listen(self) -> None:
         """Begin to hear workers and clients."""
         self._poller.register_socket(self._router)
-        self._door.open()
+        self._admission.resume()
         self._listens = True
         self._settle([Listening()])
 
@@ -361,7 +361,7 @@ class Service:
         if not is_there or time.monotonic() >= self._next_look:
             ready = self._poller.poll(0 if is_there else timeout)
             self._mail.awake(ready)
-            self._door.look(ready)
+            self._admission.admit(ready)
             self._next_look = time.monotonic() + _LOOK_EVERY
         _moment("woken" if ready and not is_there else "found")
         if self._wake in ready and signal.SIGTERM in os.read(self._wake, 64):
@@ -386,7 +386,7 @@ class Service:
         if time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + _TICK
             if self._listens:  # else whoever is silent may have spoken
-                self._door.open()
+                self._admission.resume()
                 yield Tick()
 
     def _notices(self) -> Iterator[Event]:
@@ -755,13 +755,13 @@ def _router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     return router
 
 
-def _door(
+def _admission(
     poller: Poller[zmq.Socket[bytes]], router: zmq.Socket[bytes], config: ServerConfig
-) -> Door[zmq.Socket[bytes]]:
-    """Where workers and clients find the server."""
+) -> Admission[zmq.Socket[bytes]]:
+    """Admission of workers and clients, at the path where they find the server."""
     path = config.endpoint.removeprefix("ipc://")
     try:
-        return Door(poller, router, path, partial(socket.socket, socket.AF_UNIX, socket.SOCK_STREAM))
+        return Admission(poller, router, path, partial(socket.socket, socket.AF_UNIX, socket.SOCK_STREAM))
     except OSError as error:
         raise ConfigurationError(f"cannot listen at {config.endpoint}: {error.strerror}") from error
 

@@ -1,7 +1,7 @@
 """A network that loses: between the server of a service in this process and everybody who talks to it.
 
-What is not a message cannot be lost, so it stands in the ROUTER's place: the server has its door under another name,
-and the proxy listens where that would be. A seed decides which messages are dropped, doubled and delayed, in both
+Nothing but messages can be lost, so the proxy stands in the ROUTER's place: the server listens under another name, and
+the proxy listens at the server's path. A seed decides which messages are dropped, doubled and delayed, in both
 directions. As over a socket that breaks and comes again, messages of one peer keep their order. What is dropped is
 never sent again by libzmq; the supervisor says ``Serving``, as it does after a server's restart, and the peers have to
 know what of theirs is unanswered.
@@ -26,7 +26,7 @@ import zmq
 from central_storage import seam
 from central_storage.launch import in_process
 from central_storage.launch.supervise import Service
-from cs_proto.door import Door
+from cs_proto.admission import Admission
 from cs_proto.mailbox import Mailboxes
 from cs_proto.polling import Poller
 from cs_proto.records import Buffer
@@ -171,11 +171,11 @@ def lossy_service(seed: int, faults: Faults, *, mailboxes: bool) -> Iterator[Cal
 
         return LossyMailboxes
 
-    def door(
+    def admission(
         poller: Poller[zmq.Socket[bytes]], router: zmq.Socket[bytes], config: service.ServerConfig
-    ) -> Door[zmq.Socket[bytes]]:
+    ) -> Admission[zmq.Socket[bytes]]:
         path = config.endpoint.removeprefix("ipc://")
-        behind = Door(poller, router, f"{path}.behind", partial(socket.socket, socket.AF_UNIX, socket.SOCK_STREAM))
+        behind = Admission(poller, router, f"{path}.behind", partial(socket.socket, socket.AF_UNIX, socket.SOCK_STREAM))
         made.append(Lossy(path, f"{path}.behind", seed, faults))
         return behind
 
@@ -197,7 +197,7 @@ def lossy_service(seed: int, faults: Faults, *, mailboxes: bool) -> Iterator[Cal
 
     with ExitStack() as patches:
         for module, name, replacement in (
-            (service, "_door", door),
+            (service, "_admission", admission),
             (in_process, "Service", Telling),
             (service, "Mailboxes", lossy_mailboxes(lambda peer: True)),
             (link, "Mailboxes", lossy_mailboxes(lambda peer: peer == link.SERVER)),

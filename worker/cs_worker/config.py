@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cs_proto.door import ASIDE_NBYTES
+from cs_proto.admission import SUFFIX_NBYTES
 from cs_proto.errors import ConfigurationError
 from cs_proto.frozen import frozen
 
 __all__ = ["Config"]
 
 # sun_path of Linux has 108 bytes, the last of them a zero.
-_SOCKET_PATH_NBYTES = 107 - ASIDE_NBYTES
+_SOCKET_PATH_NBYTES = 107 - SUFFIX_NBYTES
 
 
 @frozen

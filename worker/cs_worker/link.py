@@ -24,8 +24,8 @@ import zmq
 
 from central_storage.lifeline import Lifeline
 from cs_proto import messages
+from cs_proto.admission import Admission
 from cs_proto.codec import BULK_LIMITS, WORK_LIMITS, Decoder, Limits, encode
-from cs_proto.door import Door
 from cs_proto.errors import ConfigurationError, ContextError, PeerProtocolError, ShutdownError
 from cs_proto.failures import error_of
 from cs_proto.mailbox import Mailboxes, Patience
@@ -95,7 +95,7 @@ class Link:
         path = config.endpoint.removeprefix("ipc://")
         new_socket = partial(socket.socket, socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._door = Door(self._poller, self._router, path, new_socket)
+            self._admission = Admission(self._poller, self._router, path, new_socket)
         except OSError as error:
             self._context.destroy(linger=0)
             raise ConfigurationError(f"cannot listen at {config.endpoint}: {error.strerror}") from error
@@ -155,12 +155,12 @@ class Link:
         """What is readable within ``timeout`` seconds; nobody sleeps long who could miss a doorbell."""
         if time.monotonic() >= self._next_open:
             self._next_open = time.monotonic() + _LONGEST_SLEEP
-            self._door.open()
-        pause = min(timeout, _LONGEST_SLEEP) if self._mail or self._door.is_full else timeout
+            self._admission.resume()
+        pause = min(timeout, _LONGEST_SLEEP) if self._mail or self._admission.is_full else timeout
         with self._turns.paused():
             ready = self._poller.poll(None if pause == math.inf else max(0.0, pause))
         self._mail.awake(ready)
-        self._door.look(ready)
+        self._admission.admit(ready)
         self._next_look = time.monotonic() + _LOOK_EVERY
         return ready
 
@@ -236,7 +236,7 @@ class Link:
     def close(self) -> None:
         """Close the sockets."""
         if not self.is_inherited:
-            self._door.close()
+            self._admission.close()
             self._mail.close()
             self._context.destroy(linger=_LINGER)
 

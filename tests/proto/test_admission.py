@@ -1,4 +1,4 @@
-"""Peers are let in a few at a time, and none for whom there is no descriptor."""
+"""Peers are admitted a few at a time, and only while there are descriptors for them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import zmq
 from tests.harness.timing import unit
 
 from cs_proto import open_files
-from cs_proto.door import ASIDE_NBYTES, Door
+from cs_proto.admission import SUFFIX_NBYTES, Admission
 from cs_proto.polling import Poller
 
 LIMIT = 256
 
 
 class Entry:
-    """A ROUTER with a door, in a process that may open 256 files more than it has open now."""
+    """A ROUTER with admission, in a process that may open 256 more files than it has open now."""
 
     def __init__(self, path: str, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path = path
@@ -37,15 +37,15 @@ class Entry:
         self.router = self.context.socket(zmq.ROUTER)
         self.poller: Poller[zmq.Socket[bytes]] = Poller()
         new_socket = partial(socket.socket, socket.AF_UNIX, socket.SOCK_STREAM)
-        self.door = Door(self.poller, self.router, path, new_socket)
-        stack.callback(self.door.close)
+        self.admission = Admission(self.poller, self.router, path, new_socket)
+        stack.callback(self.admission.close)
         self.poller.register_socket(self.router)
-        self.door.open()
+        self.admission.resume()
 
     def turn(self) -> list[list[bytes]]:
-        """What a role does at its receive seam: the message that has come, if any."""
+        """Poll once, as a role does: the message that has come, if any."""
         ready = self.poller.poll(0.01)
-        self.door.look(ready)
+        self.admission.admit(ready)
         return [self.router.recv_multipart()] if self.router in ready else []
 
     def hear(self, count: int) -> list[list[bytes]]:
@@ -55,10 +55,10 @@ class Entry:
         return heard
 
     def until(self, condition: Callable[[], Any]) -> None:
-        """Ask for ``condition`` until it holds."""
+        """Wait until ``condition`` holds."""
         deadline = time.monotonic() + unit(5)
         while not condition():
-            assert time.monotonic() < deadline, "it did not come about in time"
+            assert time.monotonic() < deadline, "the condition did not hold in time"
 
     def dealer(self, name: bytes) -> zmq.Socket[bytes]:
         made = self.context.socket(zmq.DEALER)
@@ -69,7 +69,7 @@ class Entry:
         return made
 
     def silent(self, count: int) -> list[socket.socket]:
-        """Connections that say nothing, as many of ``count`` as there is room for in the queue."""
+        """At most ``count`` connections that send nothing: as many as fit into the queue."""
         links: list[socket.socket] = []
         while len(links) < count:
             link = self.stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -83,7 +83,7 @@ class Entry:
         return links
 
     def sockets(self) -> int:
-        """How many sockets of this door there are, connections among them."""
+        """How many sockets have this path, connections included."""
         return sum(self.path in line for line in Path("/proc/net/unix").read_text().splitlines())
 
 
@@ -91,10 +91,10 @@ class Entry:
 def entry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Entry]:
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
-        yield Entry(f"{directory}/door", stack, monkeypatch)
+        yield Entry(f"{directory}/router", stack, monkeypatch)
 
 
-def test_who_comes_is_heard_and_answered(entry: Entry) -> None:
+def test_every_peer_is_heard_and_answered(entry: Entry) -> None:
     peers = {f"p{number}".encode(): entry.dealer(f"p{number}".encode()) for number in range(30)}
     for name, peer in peers.items():
         peer.send(b"from " + name)
@@ -104,22 +104,22 @@ def test_who_comes_is_heard_and_answered(entry: Entry) -> None:
         assert peer.recv() == b"to " + name
 
 
-def test_nobody_is_let_in_for_whom_there_is_no_descriptor(entry: Entry, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_peer_is_admitted_without_a_free_descriptor(entry: Entry, caplog: pytest.LogCaptureFixture) -> None:
     inside = entry.dealer(b"inside")
     inside.send(b"early")
     assert entry.hear(1) == [[b"inside", b"early"]]
     links: list[socket.socket] = []
-    while not entry.door.is_full:
+    while not entry.admission.is_full:
         links += entry.silent(1)
         entry.turn()
-    entry.silent(100)  # what the queue holds
+    entry.silent(100)  # fills the queue
     for _ in range(10):
         entry.turn()
-        entry.door.open()
+        entry.admission.resume()
     assert 32 <= open_files.free() < 100
     inside.send(b"still")
     assert entry.hear(1) == [[b"inside", b"still"]]
-    words = r"door: nobody is let in: \d+ of 256 descriptors are free, and 43 must be"
+    words = r"router: no connection is accepted: \d+ of 256 descriptors are free, and 43 must be"
     assert len(re.findall(words, caplog.text)) == 1
 
     outside = entry.dealer(b"outside")
@@ -129,27 +129,27 @@ def test_nobody_is_let_in_for_whom_there_is_no_descriptor(entry: Entry, caplog: 
     heard: list[list[bytes]] = []
 
     def is_heard() -> bool:
-        entry.door.open()
+        entry.admission.resume()
         heard.extend(entry.turn())
         return bool(heard)
 
     entry.until(is_heard)
     assert heard == [[b"outside", b"late"]]
-    assert not entry.door.is_full
+    assert not entry.admission.is_full
 
 
-def test_sockets_are_closed_whose_peers_have_gone(entry: Entry) -> None:
+def test_a_listening_socket_is_closed_when_its_peers_have_gone(entry: Entry) -> None:
     before, sockets = open_files.free(), entry.sockets()
     for number in range(40):
         peer = entry.dealer(b"p%d" % number)
         peer.send(b"hello")
         entry.hear(1)
         peer.close(linger=0)
-        entry.door.open()
+        entry.admission.resume()
 
     def are_closed() -> bool:
         entry.turn()
-        entry.door.open()
+        entry.admission.resume()
         return entry.sockets() == sockets and open_files.free() == before
 
     stays = entry.dealer(b"stays")
@@ -169,44 +169,44 @@ def test_a_peer_that_stays_is_not_cut_off_when_others_of_its_batch_go(entry: Ent
     goes.close(linger=0)
     for number in range(30):
         entry.turn()
-        entry.door.open()
+        entry.admission.resume()
         stays.send(b"%d" % number)
         assert entry.hear(1) == [[b"stays", b"%d" % number]]
         entry.router.send_multipart([b"stays", b"yes"])
         assert stays.recv() == b"yes"
 
 
-def test_what_a_peer_has_sent_before_it_left_is_heard(entry: Entry) -> None:
+def test_messages_of_a_peer_that_has_left_are_heard(entry: Entry) -> None:
     sockets = entry.sockets()
     peer = entry.dealer(b"p")
     for _ in range(5):
         peer.send(bytes(100_000))
-    entry.door.look(entry.poller.poll(unit(10)))
+    entry.admission.admit(entry.poller.poll(unit(10)))
     entry.until(lambda: entry.sockets() > sockets + 1)
     peer.close(linger=10_000)
 
     def is_closed() -> bool:
-        entry.door.open()
+        entry.admission.resume()
         return entry.sockets() == sockets
 
     entry.until(is_closed)
     assert len(entry.hear(5)) == 5
 
 
-def test_what_a_killed_process_has_left_is_in_nobodys_way(entry: Entry, tmp_path: Path) -> None:
+def test_files_of_a_killed_process_are_replaced(entry: Entry, tmp_path: Path) -> None:
     for name in (entry.path, *(f"{entry.path}~{number:04x}" for number in range(5))):
         Path(name).unlink(missing_ok=True)
         Path(name).touch()
     new_socket = partial(socket.socket, socket.AF_UNIX, socket.SOCK_STREAM)
-    other = Door(entry.poller, entry.router, entry.path, new_socket)
-    other.open()
+    other = Admission(entry.poller, entry.router, entry.path, new_socket)
+    other.resume()
     peer = entry.dealer(b"p")
     peer.send(b"hello")
     heard: list[list[bytes]] = []
 
     def is_heard() -> bool:
         ready = entry.poller.poll(0.01)
-        other.look(ready)
+        other.admit(ready)
         heard.extend([entry.router.recv_multipart()] if entry.router in ready else [])
         return bool(heard)
 
@@ -214,9 +214,9 @@ def test_what_a_killed_process_has_left_is_in_nobodys_way(entry: Entry, tmp_path
     other.close()
 
 
-def test_a_place_where_nothing_can_be_made(entry: Entry) -> None:
+def test_a_path_that_cannot_be_bound_is_an_error(entry: Entry) -> None:
     new_socket = partial(socket.socket, socket.AF_UNIX, socket.SOCK_STREAM)
     with pytest.raises(FileNotFoundError):
-        Door(entry.poller, entry.router, "/nowhere/at/all", new_socket)
+        Admission(entry.poller, entry.router, "/nowhere/at/all", new_socket)
     with pytest.raises(OSError, match="too long"):
-        Door(entry.poller, entry.router, "/tmp/" + "x" * (103 - ASIDE_NBYTES), new_socket)
+        Admission(entry.poller, entry.router, "/tmp/" + "x" * (103 - SUFFIX_NBYTES), new_socket)
