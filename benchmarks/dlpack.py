@@ -34,7 +34,7 @@ def consumers() -> dict[str, Callable[[Any], Any]]:
 
 
 def measure(variable: cs.Variable, rounds: int) -> dict[str, float]:
-    """Seconds by consumer, and of one copy of the value."""
+    """The seconds that each consumer takes, and that one copy of the value takes: the fastest of ``rounds``."""
     value = np.asarray(variable)
     kinds: dict[str, Callable[[], Any]] = {"one copy": lambda: np.array(value)}
     for name, take in consumers().items():

@@ -109,13 +109,16 @@ class ReplicaBackend(_Catalogue, Protocol):
     devices: tuple[str, ...]
 
     def view(self, number: int) -> np.ndarray:
-        """The variable's value on this replica's device: read-only, and it keeps its bits until the run is over. Free
-        of copies where no value is read again after its own update. Commits what this replica noted for the variable
-        first."""
+        """The variable's value on this replica's device, read-only. It keeps its bits until the run is over. On a CPU
+        no copy is made unless an earlier value is held through an update. First commits what this replica noted for the
+        variable.
+
+        Raises MemoryPlanError where values that are held through an update take more memory than there is.
+        """
 
     def hold(self, value: Any) -> None:
-        """Hold what :meth:`view` gave until this replica's run is over: who reads a variable in CUDA's way holds the
-        variable and not the memory."""
+        """Hold a result of :meth:`view` until this replica's run is over. Readers of ``__cuda_array_interface__`` hold
+        the variable, and not the memory."""
 
     def apply(
         self,
@@ -199,14 +202,14 @@ class ControllerBackend(_Catalogue, Protocol):
 
     @property
     def seed(self) -> int:
-        """The strategy's, of which random numbers are made beside the draw and the replica."""
+        """The strategy's seed. Random numbers follow from it, the draw and the replica."""
 
     def draws(self) -> int:
-        """How many runs of the script have begun, counted on from what :meth:`set_draws` said: the ``draw`` of the next
-        is one more. Steps that were sent ahead and never began do not count."""
+        """The number of the script's runs that have begun, counted from the last :meth:`set_draws`. The ``draw`` of the
+        next run is one more. Steps that were sent ahead and never began do not count."""
 
     def set_draws(self, draws: int) -> None:
-        """Let random numbers go on as if so many runs had begun."""
+        """Let random numbers continue as if ``draws`` runs had begun."""
 
     def carrier(self) -> Carriage:
         """What copies an array to where the replicas read it, ahead of the run that it is an argument of, and whether a

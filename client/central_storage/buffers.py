@@ -19,8 +19,8 @@ def gradient_buffers(variables: Sequence[Variable]) -> list[np.ndarray]:
 
     Compute into them (``np.matmul(x.T, d, out=buffer)``) and hand them to ``apply_gradients``: then nothing is copied.
     Their content is undefined until written; after ``apply_gradients`` they are read-only. There are two for each
-    variable: who asks a third time in one run waits for the update by the first, and gets its memory: what was in it is
-    overwritten, so copy a gradient that you want to look at later. Raises ContextError (a RuntimeError)
+    variable. A third call in one run waits for the update by the first and returns the same memory, so copy a gradient
+    that you want to read later. Raises ContextError (a RuntimeError)
     outside a replica and for variables of different strategies.
     """
     if not variables:

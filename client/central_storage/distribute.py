@@ -72,8 +72,8 @@ class InputContext:
 
 
 class Place(NamedTuple):
-    """How far a training has gone through its data: the number of the iteration (from 0), that of the elements used in
-    it, and the orders in which its shuffles began it. What a checkpoint holds of a distributed data set."""
+    """How far a training has gone through its data: the number of the iteration (from 0), the number of elements used
+    in it, and the orders of its shuffles at its beginning. A checkpoint holds this for a distributed data set."""
 
     epoch: int
     position: int
@@ -101,7 +101,7 @@ class _Distributed:
             )
 
     def __iter__(self) -> DistributedIterator:
-        """A new iterator from the beginning, or from where the iteration was that a checkpoint has restored."""
+        """A new iterator: from the beginning or, after a restore, from the saved position."""
         refuse_in_replica("iterated")
         options = self._options
         ahead = options.experimental_per_replica_buffer_size if options.experimental_fetch_to_device else 0
@@ -118,30 +118,31 @@ class _Distributed:
 
     @property
     def epoch(self) -> int:
-        """The number, from 0, of the iteration under way or, between two, of the next one: where a script that goes on
-        from a checkpoint begins to count. An iteration that is left half-way counts as one."""
+        """The number, from 0, of the iteration under way or, between two iterations, of the next one. A resumed script
+        begins to count here. An iteration that is left half-way counts as one."""
         iterator = self._latest()
         return self._begun - 1 if iterator is not None and not iterator.is_over else self._begun
 
     def place(self) -> Place:
-        """Where the iteration under way is, or the next one begins. Waits for steps that were sent ahead; the elements
-        of steps that did not begin are not used. Raises DatasetContextError in a process that it was sent to."""
+        """The place of the iteration under way, or the beginning of the next one. Waits for steps that were sent ahead;
+        the elements of steps that did not begin are not used. Raises DatasetContextError in a process that the data set
+        was sent to."""
         iterator = self._latest()
         if iterator is not None and not iterator.is_over:
             return iterator.place()
         return self._restored or Place(self._begun, 0, self.orders())
 
     def go_to(self, place: Place) -> None:
-        """Let the next iteration go on at ``place``: elements before it are read and dropped when it begins."""
+        """Let the next iteration continue at ``place``: it reads the elements before ``place`` and drops them."""
         iterator = self._latest()
         if iterator is not None and iterator.is_at(place):
-            return  # it was restored itself, or goes on anyway
+            return  # the iterator was restored itself, or is there already
         self._begun, self._latest, self._restored = place.epoch, _nobody, place if place.position else None
         if self._restored is None:
             self.set_orders(place.orders)
 
     def is_iterated_by(self, iterator: DistributedIterator, epoch: int) -> None:
-        """``iterator`` has iteration number ``epoch``, which is the latest."""
+        """Note that ``iterator`` is the latest one, and makes iteration number ``epoch``."""
         iterator.epoch, self._begun, self._latest = epoch, epoch + 1, weakref.ref(iterator)
 
     @property
@@ -160,13 +161,13 @@ class _Distributed:
         return tuple(orders_of(self._pipelines()).values())
 
     def set_orders(self, orders: Sequence[Order]) -> None:
-        """Let the next iteration go through ``orders``."""
+        """Let the next iteration use ``orders``."""
         set_orders(self._pipelines(), orders)
 
     def fault(self, place: Place) -> str | None:
-        """Why an iteration of this cannot be at ``place``, which has as many orders as there are shuffles."""
+        """Why no iteration of this data set can be at ``place``, or None. ``place`` has one order for each shuffle."""
         if place.epoch < 0 or place.position < 0 or any(min(order) < 0 for order in place.orders):
-            return f"{place} is nowhere in a data set"
+            return f"{place} is no position in a data set"
         for number, (shuffled, order) in enumerate(zip(orders_of(self._pipelines()), place.orders, strict=True)):
             if shuffled.is_seeded and shuffled.state[0] != order[0]:
                 return f"its shuffle {number} has the seed {order[0]} there, {shuffled.state[0]} here"
@@ -308,8 +309,8 @@ class DistributedIterator:
         carry: _Carry | None = None,
         data: _Distributed | None = None,
     ) -> None:
-        """``rounds`` begins the iteration, from its beginning. ``is_there``: the source has its elements, and makes
-        none. ``carry`` is what ``rounds`` does with arrays; ``data`` whose iteration it is."""
+        """``rounds`` begins the iteration at the first element. ``is_there``: the source has its elements, and makes
+        none. ``carry`` is what ``rounds`` does with arrays; ``data`` is the data set that is iterated."""
         #: Over how many replicas the elements are split.
         self.replicas = replicas
         #: The number, from 0, of the iteration of its data set.
@@ -356,33 +357,33 @@ class DistributedIterator:
         self.position -= len(elements)
 
     def lend(self, unbegun: Callable[[], int]) -> None:
-        """Elements are taken for steps by whoever has the method ``unbegun``, as long as it lives: it tells how many of
-        those that were handed out last are for steps that do not begin."""
+        """Let the owner of the method ``unbegun`` take elements for steps, as long as that object lives. ``unbegun``
+        returns how many of the last elements belong to steps that have not begun."""
         self._borrowers = [weakref.WeakMethod(unbegun), *filter(_is_alive, self._borrowers)]
 
     def end_lending(self, unbegun: Callable[[], int]) -> None:
-        """Nothing more is taken for the steps of ``unbegun``."""
+        """The owner of ``unbegun`` takes no more elements."""
         self._borrowers = [borrower for borrower in self._borrowers if borrower() != unbegun]
 
     @property
     def is_over(self) -> bool:
-        """Whether the iteration has ended, or was closed, and nobody uses its elements any more."""
+        """Whether the iteration has ended or was closed, and none of its elements is in use."""
         return self._has_ended and not self._given_back and not any(map(_is_alive, self._borrowers))
 
     def place(self) -> Place:
-        """Where the iteration is. Waits for steps that were sent ahead; the elements of those that did not begin are
-        not used. Raises DatasetContextError in a process that it was sent to."""
+        """The place of the iteration. Waits for steps that were sent ahead; the elements of steps that did not begin
+        are not used. Raises DatasetContextError in a process that the iterator was sent to."""
         assert self._data is not None
         orders = self._data.orders() if self._orders is None else self._orders
         unbegun = sum(count() for borrower in self._borrowers if (count := borrower()) is not None)
         return Place(self.epoch, self.position - unbegun, orders)
 
     def is_at(self, place: Place) -> bool:
-        """Whether this is an iteration under way, and there."""
+        """Whether this iteration is under way and at ``place``."""
         return not self.is_over and self.place() == place
 
     def go_to(self, place: Place) -> None:
-        """Go on at ``place``: elements before it are read again and dropped, when the next one is asked for."""
+        """Continue at ``place``. The next request reads the elements before it again and drops them."""
         assert self._data is not None
         self.close()
         if self._carry is not None:
@@ -393,10 +394,10 @@ class DistributedIterator:
         self._data.is_iterated_by(self, place.epoch)
 
     def fault(self, place: Place) -> str | None:
-        """Why the iteration cannot go on at ``place``, which has as many orders as there are shuffles."""
+        """Why the iteration cannot continue at ``place``, or None. ``place`` has one order for each shuffle."""
         assert self._data is not None
         if any(map(_is_alive, self._borrowers)):
-            return "run_steps takes elements from it; leave its loop before it is restored"
+            return "run_steps takes elements from it; leave that loop before the restore"
         return self._data.fault(place)
 
     def orders(self) -> tuple[Order, ...]:
@@ -464,7 +465,8 @@ class DistributedIterator:
         return found
 
     def _resume(self) -> None:
-        """Begin with the first element, or with the first that was not used when a checkpoint was saved."""
+        """Begin with the first element or, after a restore, with the first unused one. Raises CheckpointError where the
+        data ends before that."""
         if self._rounds is None:
             if self._data is not None:
                 if self._orders is not None:
@@ -477,9 +479,9 @@ class DistributedIterator:
                 if next(self._rounds, None) is None:
                     raise CheckpointError(
                         f"the data set has ended after {used} elements, but {self._skip} were used when the checkpoint "
-                        "was saved; give it the data that it had then"
+                        "was saved; make it of the data that it had then"
                     )
-        except KeyboardInterrupt:  # asked again, it begins again: a generator that was interrupted gives nothing more
+        except KeyboardInterrupt:  # the next request begins anew: an interrupted generator yields nothing more
             rounds, self._rounds = self._rounds, None
             if hasattr(rounds, "close"):
                 rounds.close()

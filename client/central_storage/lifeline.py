@@ -91,13 +91,14 @@ class Lifeline:
         self.while_waiting: Callable[[], None] = _nothing
         self._waiting: deque[Record] = deque()
         self._mappings: dict[str, Mapping | Carried] = {}
-        # Arrays that a GPU's driver has page-locked lie there: they stay mapped.
+        # Shorter mappings of segments that were extended. They stay mapped, since a GPU's driver may have page-locked
+        # arrays there.
         self._outgrown: list[Mapping | Carried] = []
         #: How this process asks the server; said by its owner before it opens a segment that it may have to carry.
         self.carry: Carry = _no_way
         #: Why the bytes of segments travel in frames; empty where they are mapped.
         self.carried_because = ""
-        #: Whether segments that this process only reads are mapped so that what it has read may be preserved.
+        #: Whether read-only segments are mapped so that their bytes can be preserved.
         self.may_preserve = False
         try:
             self._link.sendall(b"".join(encode(self._introduction)))
@@ -178,9 +179,9 @@ class Lifeline:
                 yield record
 
     def segment(self, name: str, stop: int = 0) -> Mapping | Carried:
-        """The segment called ``name``, mapped with the access the supervisor grants this process: once, and anew where
-        it has been extended and its first ``stop`` bytes are not mapped; earlier views stay valid. Where mapping fails,
-        this segment and those opened later are carried."""
+        """The segment called ``name``, mapped with the access that the supervisor grants this process. It is mapped
+        once, and again if it was extended and its first ``stop`` bytes are not all mapped; earlier views stay valid.
+        Where mapping fails, this segment and those opened later are carried."""
         mapping = self._mappings.get(name)
         if mapping is None or mapping.nbytes < stop:
             if mapping is not None and not self.may_preserve:
@@ -189,13 +190,13 @@ class Lifeline:
         return mapping
 
     def segment_of(self, array: Array) -> Mapping | Carried:
-        """The segment that the array lies in, mapped as far as it."""
+        """The segment that the array lies in, mapped up to the end of the array."""
         assert isinstance(array.place, Location)
         return self.segment(array.place.segment, array.place.offset + array.nbytes)
 
     def map_anew(self, name: str) -> None:
-        """Have the segment called ``name`` mapped once more where it is asked for next. The mapping that there is stays
-        for as long as something views it."""
+        """Have the next request for the segment called ``name`` map it again. The present mapping stays as long as
+        something views it."""
         self._mappings.pop(name, None)
 
     def mailbox(self, request: MakeMailbox | OpenMailbox) -> tuple[Mailbox, list[int]]:

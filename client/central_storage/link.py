@@ -217,16 +217,16 @@ class ServiceLink(Runs):
 
     @property
     def seed(self) -> int:
-        """The strategy's."""
+        """The strategy's seed."""
         return self._seed
 
     def draws(self) -> int:
-        """How many runs have begun, counted on from what :meth:`set_draws` said."""
+        """The number of runs that have begun, counted from the last :meth:`set_draws`."""
         with self._operation():
             return self._draws
 
     def set_draws(self, draws: int) -> None:
-        """Let the next run be number ``draws`` + 1 of those that random numbers are made for."""
+        """Give the next run the draw ``draws`` + 1."""
         with self._operation():
             self._draws = draws
 

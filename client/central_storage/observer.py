@@ -48,9 +48,10 @@ LOOK_EVERY = 0.2
 _ASK_AGAIN = (1.0, 4.0)
 # A wait this long is named, and again after as long.
 _NAME_EVERY = 10.0
-# What an observer opens: a context of ZeroMQ with a socket, asyncio's loop apart, and the connection to the supervisor.
+# An observer needs so many descriptors: a context of ZeroMQ with a socket, and the connection to the supervisor.
+# asyncio's loop takes more.
 _DESCRIPTORS = 16
-# Between two tries to reach a server that does not listen, milliseconds: at first, and after more and more tries.
+# Milliseconds between two tries to connect to the server: at first, and at most after many tries.
 _RECONNECT = (100, 2000)
 
 _log = logging.getLogger(__name__)
@@ -186,7 +187,7 @@ class Session:
         """What a message says to ``question``; None where it answers another one, or :meth:`repeats` is to be sent.
         Raises what the server refuses."""
         record = decode([frames[0].bytes, *(frame.buffer for frame in frames[1:])], BULK_LIMITS)
-        # A refusal without a number is of a Hello, which may have been said once more.
+        # A refusal without a number answers a Hello, which may have been repeated.
         if isinstance(record, messages.Refused) and record.number in (0, question.number):
             error = replica_exception_class(record.error.exception)(record.error.message)
             if not isinstance(error, PeerProtocolError) or self._repeated is question:

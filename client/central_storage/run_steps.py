@@ -147,7 +147,7 @@ class Steps:
             self.close()
 
     def _unbegun(self) -> int:
-        """Of how many of the last elements the steps do not begin, or not yet. Waits for those that were sent ahead."""
+        """How many of the last elements belong to steps that have not begun. Waits for steps that were sent ahead."""
         self._series.settle()
         return self._count_unbegun()
 

@@ -49,7 +49,7 @@ class Runs(Seam):
         self._seed = seed
         self._adopt: Adopt = _nothing_adopted
         self._runs = 0
-        self._draws = 0  # as runs, but counted on from a checkpoint that is restored, and without steps never begun
+        self._draws = 0  # as runs, but continued from a restored checkpoint, and without steps that never began
         self._answered = 0  # the last run whose end is known
         self._prepared: messages.Prepare | None = None  # what workers were told last, and from what it was made
         self._where: tuple[list[str], str] | None = None
@@ -99,7 +99,7 @@ class Runs(Seam):
             held = self._results[replica].held()
             said = (run, draw, replica, self._seed, name, carried, frozen, there, placed, *step, held)
             sent.said.append(said)
-            # Not before: the server takes no run that is far ahead of the last one that it has heard of.
+            # Count the run only now: the server refuses a run that is far ahead of the last one it knows.
             self._runs, series.number = run[0], number
             self._send_values(self._worker_sockets[replica], messages.Run, said)
             moment("sent")
@@ -228,7 +228,7 @@ class Runs(Seam):
             return
         assert isinstance(outcome, BaseException)
         dropped = series.failed(outcome)
-        self._draws -= len(dropped)  # the next run draws what it would have drawn had none been sent ahead
+        self._draws -= len(dropped)  # the next run gets the draw that it would have without steps sent ahead
         for sent in dropped[:1]:  # workers drop it and the rest, with the functions these brought
             self._held = sent.held
 

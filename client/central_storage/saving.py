@@ -45,8 +45,8 @@ __all__ = ["SUFFIX", "Status", "Walked", "find_file", "require_trackable", "rest
 _log = logging.getLogger("central_storage.saving")
 
 _DATA = DistributedDataset | DistributedFromFunction
-# What a strategy itself has in a checkpoint. Objects need not have it, nor the other way round: files of format 1 and
-# those of variables outside every strategy are without it.
+# The name of a strategy's own entries. A file without them, such as an older one or one of variables outside every
+# strategy, can be restored, and entries that no object takes are no error.
 _STRATEGY = "(strategy)"
 
 
@@ -112,7 +112,7 @@ class _Entry:
     shape: tuple[int, ...]
     read: Callable[[], Any]
     write: Callable[[np.ndarray], object]
-    #: Why a value cannot be set, where shape and dtype do not say it all.
+    #: Why a value of the right shape and dtype cannot be set, or None.
     fault: Callable[[np.ndarray], str | None] | None = None
 
 
@@ -156,7 +156,7 @@ class _Found:
         for average, way in self.averages.items():
             for variable, shadow in average.averages():
                 found[f"{way}/{self.label(variable)}"] = _of_variable(shadow)
-        # A data set whose iterator is here, too, is where that is: so that comes first.
+        # Iterators come first: a data set is at the place of its iterator, if that is given, too.
         for data, way in (*self.iterators.items(), *self.data.items()):
             found |= _of_data(data, way)
         for number, strategy in enumerate(self.strategies()):
@@ -270,7 +270,7 @@ def require_trackable(name: str, value: Any) -> None:
         return
     if isinstance(value, Dataset):
         raise InvalidArgumentError(
-            f"{name} is a Dataset, which has no position; give the distributed data set that is made of it, "
+            f"{name} is a Dataset, which has no position; give the distributed data set that is made from it, "
             "strategy.experimental_distribute_dataset(dataset), or its iterator"
         )
     raise InvalidArgumentError(
@@ -365,8 +365,8 @@ def _of_optimizer(optimizer: Optimizer, way: str) -> dict[str, _Entry]:
 
 
 def _of_data(data: DistributedDataset | DistributedFromFunction | DistributedIterator, way: str) -> dict[str, _Entry]:
-    """The number of the iteration, that of the elements used in it, and of each shuffle its seed, the iterations begun,
-    and whether a cache remembers its order. The data set is set when the last of these is."""
+    """The number of the iteration, the number of elements used in it, and for each shuffle its seed, the iterations
+    begun, and whether a cache remembers its order. The last of these entries sets the data set when it is written."""
     parts: dict[str, np.ndarray] = {}
 
     def place() -> Place:
@@ -395,14 +395,14 @@ def _of_data(data: DistributedDataset | DistributedFromFunction | DistributedIte
 
 
 def _of_strategy(strategy: Strategy, way: str) -> dict[str, _Entry]:
-    """What the random numbers of its next run follow from."""
+    """The entries that the random numbers of the strategy's next run follow from."""
     controller = strategy.controller
 
     def compare_seeds(value: np.ndarray) -> None:
         if int(value) != controller.seed:
             _log.warning(
-                "the checkpoint was saved with the seed %d, this strategy has %d: random numbers go on otherwise than "
-                "they would have",
+                "the checkpoint was saved with the seed %d, this strategy has %d: its random numbers will differ from "
+                "those of the saved training",
                 value,
                 controller.seed,
             )

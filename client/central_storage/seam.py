@@ -63,7 +63,7 @@ _PATIENCE = 300e-6
 # While mail comes without a pause, what else there may be is looked at so often; and in the longest sleep, seconds.
 _LOOK_EVERY = 10e-3
 _LONGEST_SLEEP = 1.0
-# What a strategy opens at first: a context of ZeroMQ, which ends the process where it cannot, and what it waits with.
+# A strategy needs so many descriptors at first. A context of ZeroMQ ends the process if it cannot open its own.
 _DESCRIPTORS = 16
 # The supervisor gets this long to say who was not ready in time.
 _SAY_SO = 5.0
@@ -99,7 +99,7 @@ class Seam(ABC):
     ) -> None:
         """Say hello to the server behind ``serving``. ``stop`` and ``threads`` as in :class:`ServiceLink`.
 
-        Raises DescriptorLimitError where this process may open too few files.
+        Raises DescriptorLimitError if this process may open too few files.
         """
         open_files.check(_DESCRIPTORS, "a strategy")
         self._lifeline = lifeline

@@ -32,7 +32,7 @@ class Sight:
     """The variables that were asked for, where they lie."""
 
     def __init__(self, counters: np.ndarray, memory: Callable[[Array], Mapping]) -> None:
-        """``counters``: uint64 [2], changed by the server. ``memory`` gives the segment that an array lies in."""
+        """``counters``: uint64 [2], changed by the server. ``memory`` returns the segment that an array lies in."""
         self._counters = counters
         self._memory = memory
         self._arrays: dict[str, Array] = {}

@@ -241,13 +241,14 @@ class CentralStorageStrategy(StrategyBase, Handle):
         return tuple(map(self._handle_of, self._catalogue.variables()))
 
     def save(self, directory: str | os.PathLike[str], *, data: Any = None) -> str:
-        """Write all variables, optimizers and moving averages, the number of runs that random numbers are made from,
-        and the positions in ``data`` to ``directory``, made if need be; the file's path.
+        """Write all variables, optimizers and moving averages, the number of runs (random numbers follow from it), and
+        the positions in ``data`` to ``directory``, which is made if need be. Returns the path of the file.
 
         ``data`` is a distributed data set or an iterator of one, or a list, tuple or dict of them.
 
         The file is replaced as a whole: a kill at any moment leaves the last one. Raises OSError where the disk
-        refuses, ContextError in a replica, ShutdownError after ``shutdown()``.
+        refuses, InvalidArgumentError for ``data`` that has no position, ContextError in a replica, ShutdownError after
+        ``shutdown()``.
         """
         from . import saving  # late, like below: no step needs it
 
@@ -257,7 +258,7 @@ class CentralStorageStrategy(StrategyBase, Handle):
 
     def restore(self, directory: str | os.PathLike[str], *, data: Any = None) -> saving.Status:
         """Set variables (by name), optimizers (in the order in which they were made), moving averages and ``data`` to
-        what :meth:`save` wrote, with whatever devices then. Make them first, as the script did that saved.
+        what :meth:`save` wrote; its devices may have been others. Make all of them first, as the script did that saved.
 
         All is checked before anything is set. Raises CheckpointError (a ValueError) where there is no whole checkpoint
         or something has another shape or dtype, CheckpointMismatchError where either side has what the other has not.

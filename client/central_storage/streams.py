@@ -48,8 +48,8 @@ __all__ = [
 
 Stream = Iterable[Any]
 
-#: What the order of a shuffle's next iteration follows from: its seed, the number of iterations begun, and whether a
-#: cache remembers that order, which then is the one of all later iterations.
+#: The order of a shuffle's next iteration: its seed, the number of iterations begun, and whether a cache remembers this
+#: order for all later iterations.
 Order = tuple[int, int, bool]
 
 
@@ -92,7 +92,7 @@ class Shuffled:
     reshuffle: bool
     #: Whether the user gave the seed.
     is_seeded: bool
-    #: The seed, and the number of iterations begun, from which the order of the next one follows.
+    #: The seed and the number of iterations begun. The order of the next iteration follows from both.
     state: list[int]
 
     def __iter__(self) -> Iterator[Any]:
@@ -118,7 +118,7 @@ class Cached:
     source: Stream
     #: Empty until then; afterwards it holds the one tuple of all items.
     kept: list[tuple[Any, ...]] = field(default_factory=list)
-    #: The orders of the shuffles behind this that are remembered, or are to be.
+    #: The remembered orders of the shuffles behind this stage; before the first whole iteration, those to use in it.
     orders: dict[Shuffled, Order] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Any]:
@@ -277,7 +277,7 @@ class Unbatched:
 
 
 def orders_of(streams: Iterable[Stream]) -> dict[Shuffled, Order]:
-    """The orders of all shuffles in pipelines, always in the same sequence: what :func:`set_orders` takes."""
+    """The orders of all shuffles in pipelines, always in the same sequence. :func:`set_orders` takes them."""
     found: dict[Shuffled, Order] = {}
     for stream in streams:
         if isinstance(stream, Cached) and stream.orders:
@@ -291,7 +291,8 @@ def orders_of(streams: Iterable[Stream]) -> dict[Shuffled, Order]:
 
 
 def set_orders(streams: Sequence[Stream], orders: Iterable[Order]) -> None:
-    """Let the next iteration of pipelines go through the orders that :func:`orders_of` gave for such."""
+    """Let the next iteration of pipelines use ``orders``, which :func:`orders_of` returned for equal pipelines. Raises
+    ValueError for another number of orders than there are shuffles."""
     _set_orders(streams, dict(zip(orders_of(streams), orders, strict=True)))
 
 

@@ -31,10 +31,9 @@ class Checkpoint(Walked):
     An object is a variable, an optimizer (its slots, iterations and learning rate, not a schedule), a metric, a moving
     average, a distributed data set or an iterator of one (how far it has been used, and the seeds of its shuffles), or
     a list, tuple, dict or object of a class of yours that has such as items or attributes, at any depth. A variable
-    that is reached in two ways is saved once. Of the strategies that variables and optimizers belong to, the number of
-    runs is saved, from which the random numbers of the next run follow. The value is the central one, so
-    a checkpoint restores into a strategy with other devices or another number of replicas, or into variables outside
-    every strategy.
+    that is reached in two ways is saved once. For each strategy that a variable or optimizer belongs to, the number of
+    runs is saved, from which the random numbers of the next run follow. The value is the central one, so a checkpoint
+    restores into a strategy with other devices or another number of replicas, or into variables outside every strategy.
 
     Raises InvalidArgumentError (a ValueError) for what can hold no variables.
 
@@ -78,11 +77,11 @@ class Checkpoint(Walked):
         """Set the objects to what ``save_path`` holds; None does nothing. Call a method of the result to say whether
         differences are an error: ``assert_consumed()``, ``assert_existing_objects_matched()``, ``expect_partial()``.
 
-        Slots of optimizers and moving averages are made where they are missing; variables are not. A data set goes on
-        at the saved position when it is iterated next, an iterator with its next element; elements before it are read
-        again and dropped. A strategy with another seed than the saved one is warned of. Everything is
-        checked before anything is set, every byte of the file against its checksum. A file that you rename may not take
-        the name of another checkpoint: it takes one that does not end in a number.
+        Slots of optimizers and moving averages are made where they are missing; variables are not. The next iteration
+        of a data set, or the next element of an iterator, continues at the saved position; elements before it are read
+        again and dropped. Logs a warning if the strategy has another seed than the saved one. Everything is checked
+        before anything is set, and every byte of the file is checked against its checksum. If you rename a file, do not
+        give it a name that ends in a number: that is the name of another checkpoint.
 
         Raises CheckpointError (a ValueError) where there is no checkpoint, an array has another shape or dtype, a
         shuffle another seed or ``run_steps`` takes elements from an iterator, CheckpointDamagedError where the file is

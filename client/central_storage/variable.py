@@ -1,7 +1,7 @@
 """Variables: handles of arrays that live in the server.
 
 A variable holds no value. Inside a replica its array protocols give a read-only view of the server's own memory, which
-keeps its bits until the replica function returns, whoever updates the variable meanwhile. Everywhere else, and by
+keeps its bits until the replica function returns, also through updates. Everywhere else, and by
 ``value()``, ``read_value()`` and ``numpy()``, reading gives a copy that never changes.
 """
 
@@ -71,10 +71,9 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
     of ON_READ a variable is not ``trainable``, else it is unless said. ``constraint`` is a function of the value, an
     array, to a value of its shape and dtype, which every ``apply_gradients`` applies after its update.
 
-    In a replica ``np.asarray``, operators, indexing and DLPack read the server's memory without a copy. What was read
+    In a replica ``np.asarray``, operators, indexing and DLPack read the server's memory without a copy. Such a view
     keeps its bits until the replica function returns, and must not be kept longer; ``numpy()``, ``value()`` and
-    ``read_value()`` give copies that may. A view that is held while the variables are updated and read again is copied
-    then.
+    ``read_value()`` give copies that may be kept. A view that is held through an update is copied then.
 
     Made outside every scope it is *local*: the value is held here until a strategy's ``run`` takes the variable along;
     from then on it belongs to that strategy. Assigns to it in replicas need no aggregation and no agreement: each
@@ -317,7 +316,7 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
         return value
 
     def forget_view(self) -> None:
-        """Hold no view any more: what is read next is asked for."""
+        """Drop the view that was read last: the next read asks for a new one."""
         if self._epoch is not _NEVER:
             self._epoch = _NEVER  # first: Ctrl-C may come in between
             del self._view
@@ -380,10 +379,10 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
     ) -> Any:
         """The value for torch, JAX and others.
 
-        In a replica on a CPU a consumer that knows of read-only memory (``max_version`` of (1, 0) or later) gets the
+        In a replica on a CPU a consumer that knows read-only memory (``max_version`` of (1, 0) or later) gets the
         read-only view; any other gets a copy of its own. Elsewhere the value is a copy already. A copy begins at a
-        multiple of 64 bytes, so that JAX need not make another. Raises BufferError where ``copy`` is False and a copy
-        is needed, and where the value does not lie on ``dl_device``.
+        multiple of 64 bytes, so that JAX need not make another. Raises BufferError if ``copy`` is False and a copy
+        is needed, or if the value does not lie on ``dl_device``.
         """
         value = self.current()
         options = {"stream": stream, "max_version": max_version, "dl_device": dl_device}
@@ -393,7 +392,7 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
         is_view = not value.flags.writeable
         if copy is False and not (is_view and knows_read_only):
             why = (
-                "its memory is read-only, which a consumer that asks for no max_version of (1, 0) or later cannot know"
+                "its memory is read-only, and only a consumer that asks for max_version (1, 0) or later can know that"
                 if is_view
                 else "outside a replica function the value is always a copy"
             )
@@ -403,7 +402,7 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
         return value.__dlpack__(**_given(options))
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """Where the value lies, as (DLPack's type of device, index); nothing is read for it."""
+        """The device of the value, as (DLPack's type of device, index). On a CPU nothing is read."""
         replica = self._replica
         if replica is None or replica.array_module() is np:
             return _DLPACK_CPU
@@ -644,7 +643,7 @@ def _is_python_number(value: object) -> bool:
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that are not None: an older NumPy or CuPy knows of fewer."""
+    """The options that are not None: older versions of NumPy and CuPy know fewer options."""
     return {name: value for name, value in options.items() if value is not None}
 
 

@@ -107,7 +107,7 @@ def aligned(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def aligned_copy(array: np.ndarray) -> np.ndarray:
-    """A writable copy of ``array`` that begins where one in a segment could."""
+    """A writable copy of ``array``, of the same shape and dtype, that begins at a multiple of 64 bytes."""
     copy = aligned(dtype_name(array.dtype), array.shape)
     copy[...] = array
     return copy

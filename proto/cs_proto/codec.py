@@ -50,19 +50,19 @@ class Limits:
 
     @property
     def part_nbytes(self) -> int:
-        """The largest part that may be taken from a socket at all: what is up to here, :func:`decode` says what is
-        wrong with."""
+        """Bytes of the largest part that a socket accepts. A larger part ends the connection; for a smaller one that
+        breaks a limit, :func:`decode` says what is wrong."""
         return max(self.header_nbytes, 2 * self.frame_nbytes)
 
 
-#: Bytes of variables that a server sends in one answer.
+#: The most bytes of variables that a server sends in one answer.
 ANSWER_NBYTES = 1 << 30
 
-#: What a server and a supervisor accept: a replica brings at most 1000 arrays of 64 KiB in frames, and who maps no
-#: memory puts 16 MiB at a time.
+#: What a server and a supervisor accept. A replica sends at most 1000 arrays of 64 KiB in frames, and a process that
+#: maps no memory sends 16 MiB at a time.
 LIMITS = Limits()
-#: What a worker accepts from a controller and from other workers: functions and arguments, of which what is larger than
-#: 64 KiB lies in an arena, in a list as long as it may be.
+#: What a worker accepts from a controller and from other workers: functions, and arguments in long lists. Whatever is
+#: larger than 64 KiB lies in an arena.
 WORK_LIMITS = Limits(items=1 << 27)
 #: What clients and workers accept from their server: whole variables may come in a frame, and one message holds what
 #: every replica returned, each of which was within :data:`LIMITS`.
@@ -94,7 +94,7 @@ def pack(value: object) -> bytes:
 def encode(record: Record, limits: Limits = LIMITS) -> list[Buffer]:
     """The parts of the message: header first. Frames are passed on, not copied.
 
-    Raises :class:`LocalProtocolError` where no receiver with ``limits`` accepts its size, or where it has text that is
+    Raises :class:`LocalProtocolError` if a receiver with ``limits`` would refuse its size, or if it has text that is
     not Unicode.
     """
     frames: list[Buffer] = []
@@ -111,7 +111,7 @@ def encode_values(kind: type[Record], values: Sequence[Any], limits: Limits = LI
 
 
 def _parts(kind: type[Record], wire: Callable[[], object], frames: list[Buffer], limits: Limits) -> list[Buffer]:
-    """The parts of the message; ``wire`` fills ``frames``."""
+    """The parts of the message. ``wire`` fills ``frames``. Raises LocalProtocolError as :func:`encode` does."""
     header = _header(kind, wire, limits)
     if frames and (fault := _fault(len(header), frames, limits)):
         raise LocalProtocolError(f"a {kind.__name__} with {fault}; send less at a time, or by shared memory")
@@ -119,7 +119,7 @@ def _parts(kind: type[Record], wire: Callable[[], object], frames: list[Buffer],
 
 
 def _fault(header_nbytes: int, frames: Sequence[Buffer], limits: Limits) -> str:
-    """What is wrong with the number and sizes of the frames; empty where nothing is."""
+    """What is wrong with the number and sizes of the frames; empty if nothing is."""
     if len(frames) > limits.frames:
         return f"{len(frames)} frames; at most {limits.frames}"
     nbytes = header_nbytes
@@ -181,7 +181,7 @@ def decode(parts: Sequence[Buffer], limits: Limits = LIMITS) -> Record:
 
 
 # What a message begins with when it is of a run of the client, up to the number of that; and by the first byte of the
-# number how many more it has, where that is not too large for a run. A Run goes on with the number of its draw.
+# number how many more it has, where that is not too large for a run. In a Run the number of its draw follows.
 _BEGINNINGS = {bytes([0x91 + len(fields_of(kind)), kind.code, 0x91]): kind for kind in (Return, Run)}
 _NUMBER_NBYTES = dict.fromkeys(range(128), 0) | {0xCC + power: 1 << power for power in range(3)}
 # How bytes begin of which there are up to 255, or up to 65535.
@@ -191,9 +191,9 @@ _KNOWN, _KNOWN_NBYTES = 32, 16 * 1024
 
 
 class Decoder:
-    """Decodes many messages, as :func:`decode` does each. What is sent at a step is what was sent at one before but for
-    the number of the run and the pickled arguments, or the result, and of a Run the number of its draw: so it is known
-    again by everything else, which is not read once more."""
+    """Decodes many messages, as :func:`decode` does each. A message of a step
+    differs from that of an earlier step only in the number of the run, the pickled arguments or the result, and, in a
+    Run, the draw. So a message is recognized by all other bytes, which are not read again."""
 
     def __init__(self, limits: Limits = LIMITS) -> None:
         self._limits = limits

@@ -13,7 +13,7 @@
     ├── ResultError              (TypeError)     a replica's result outside the closed vocabulary
     ├── MemoryPlanError          (MemoryError)   planned bytes exceed available bytes; nothing was touched
     ├── DeviceMemoryError        (MemoryError)   a device has no room for an array; names it, what is free and the plan
-    ├── DescriptorLimitError     (OSError)       a process may open no more files or connections; says how many it has
+    ├── DescriptorLimitError     (OSError)       a process may open no more files or connections; says how many are open
     ├── OutOfRangeError          (IndexError)    a data set iterator is exhausted
     ├── MergeMismatchError       (RuntimeError)  replicas disagree about what comes next
     │   └── StructureMismatchError (AssertionError)  they combine nests of different structure

@@ -1,4 +1,4 @@
-"""How much memory the machine has, how much of it this process may still touch, and how many addresses it may map.
+"""The memory of the machine, the part of it that this process may still touch, and the addresses that it may map.
 
 Memory: the smaller of what the kernel calls available and what is left in every control group around this process
 (version 1, version 2, or both). Files in the page cache count as free, since the kernel gives them up first. Asked by
@@ -16,7 +16,7 @@ from .sizes import in_units
 
 __all__ = ["address_nbytes", "addresses_left", "available_nbytes", "total_nbytes"]
 
-# A process has 128 TiB of addresses on x86-64. The other half is for what extends a segment and for the rest of the
+# A process has 128 TiB of addresses on x86-64. The other half is for extensions of segments and for the rest of the
 # process, such as the runtime of a GPU.
 _ADDRESS_NBYTES = 64 << 40
 # (limit, usage, key in memory.stat of what the kernel can drop) for each version.
@@ -42,13 +42,13 @@ def available_nbytes(proc: Path = Path("/proc/self")) -> int:
 
 
 def address_nbytes() -> int:
-    """How many bytes of addresses the segments of this process may take: half of what it may have."""
+    """The bytes of addresses that the segments of this process may take: half of all that it may map."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return _ADDRESS_NBYTES if limit == resource.RLIM_INFINITY else min(_ADDRESS_NBYTES, limit // 2)
 
 
 def addresses_left() -> str:
-    """How many addresses this process may still map, in words."""
+    """The addresses that this process may still map, as text for an error."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     if limit == resource.RLIM_INFINITY:

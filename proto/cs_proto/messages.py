@@ -19,8 +19,7 @@ from .schedules import Schedule
 #: Goes up when a record changes in a way that a peer of an older release cannot read. There has been no release yet.
 PROTOCOL = 1
 
-#: So many replicas a service has at most, and so many steps of a series are sent at most before those ahead of them
-#: are over.
+#: The most replicas of a service, and the most steps of a series that are sent before the ones before them are over.
 MOST_REPLICAS, MOST_AHEAD = 1024, 64
 
 #: The number of a variable, an optimizer, a set of variables or a write.
@@ -416,8 +415,8 @@ class Put(Record):
 @record(42)
 class Locate(Record):
     """A worker on a GPU asks where variables lie on the GPU of the variables or, with ``buffers`` (0 or 1, else -1),
-    where its gradients of them may be computed there: in the buffers that an apply calls ``buffers`` + 2. Any worker
-    says so with 1 before it uses the second set of its gradient buffers of these variables' dtypes, which is made then.
+    where its gradients of them may be computed there: in the buffers that an apply calls ``buffers`` + 2. Every worker
+    asks with 1 before it uses the second set of its gradient buffers of these variables' dtypes, which is made then.
     """
 
     request: Count
@@ -578,8 +577,8 @@ Note = ApplyPoint | AssignPoint | WriteNote
 @record(60)
 class Ask(_OfStep):
     """Replica to server: my notes since the last message, and a point whose answer I wait for. ``client`` is the one
-    whose run it is: another counts its runs from 1 again. ``preserved``: a commit changes nothing that the function has
-    been shown (:class:`Preserve`)."""
+    whose run it is: another counts its runs from 1 again. ``preserved``: a commit changes no array that the function
+    has read (:class:`Preserve`)."""
 
     run: RunId
     replica: Replica
@@ -844,9 +843,9 @@ class Prepare(Record):
 class Run(_OfStep):
     """Run a function as one replica.
 
-    ``draw`` is the number that its random numbers are made from, beside the strategy's seed and the replica: the
-    controller counts its runs by it from 1, and goes on from the count of a checkpoint that it restores, so it may be
-    less than before while the number of the run only grows. A nested run has that of the run around it.
+    The random numbers of the run follow from ``draw``, the strategy's seed and the replica. The controller counts its
+    runs by ``draw`` from 1, and continues from the count of a checkpoint that it restores. So ``draw`` may become
+    smaller, while the number of the run only grows. A nested run has the draw of the run around it.
 
     ``digest`` names the pickled function; ``function`` says where it lies, for a worker that does not hold it.
     ``frozen`` keeps the unpickled object for good (``cs.function``). ``arguments`` is a pickle of (args, kwargs), or
@@ -872,7 +871,7 @@ class Run(_OfStep):
 
     @property
     def draw_path(self) -> RunId:
-        """What random numbers count in place of ``run``: the same path, with ``draw`` at its beginning."""
+        """The path that random numbers follow from: ``run`` with ``draw`` in place of its first number."""
         return (self.draw, *self.run[1:])
 
     @property
@@ -919,7 +918,7 @@ class Introduce(Record):
 
 @record(111)
 class MakeSegment(Record):
-    """Server to supervisor: make a segment of ``reservation`` bytes (or hand out the one of that name, however long).
+    """Server to supervisor: make a segment of ``reservation`` bytes, or hand out the existing one of that name.
 
     ``writer`` names who else may map it for writing: ``""`` nobody, ``w0`` worker 0, ``controller``.
     """
@@ -1104,7 +1103,7 @@ class ShowStacks(Record):
 @record(131)
 class ExtendSegment(Record):
     """Server to supervisor: make the segment of that name ``reservation`` bytes long, if it is shorter, and hand it
-    out. Mappings of it stay valid, and as long as they are."""
+    out. Existing mappings of it stay valid and keep their length."""
 
     segment: str
     reservation: Number
@@ -1119,7 +1118,7 @@ class ExtendSegment(Record):
 @record(140)
 class Preserve(_OfRun):
     """Server to a replica that waits at point ``k``: another replica reads its own update, so a commit comes in the
-    midst of the run. Preserve what the function has been shown of variables, and send the same Ask, ``preserved``."""
+    middle of the run. Preserve the views that the function holds, and send the same Ask again, ``preserved``."""
 
     run: RunId
     k: Count

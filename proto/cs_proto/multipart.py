@@ -1,4 +1,4 @@
-"""Messages of several parts from a socket of ZeroMQ, of which no more is kept than a receiver accepts."""
+"""Multipart messages from a socket of ZeroMQ, of which no more is kept than the receiver accepts."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ class _Socket(Protocol):
 def receive(
     socket: _Socket, limits: Limits, flags: int = 0, *, copy: bool = True, is_routed: bool = False
 ) -> list[Any]:
-    """The parts of the next message, behind the identity of its sender where ``is_routed``; as bytes or, without
-    ``copy``, as frames of pyzmq. Of a message that is beyond ``limits`` only so many parts as show it: the others are
-    dropped one by one. Raises what ``recv`` raises."""
+    """The parts of the next message, as bytes or, without ``copy``, as frames of pyzmq. With ``is_routed`` the first
+    part is the identity of the sender.
+
+    Of a message beyond ``limits`` only enough parts are kept to show that; the others are dropped one by one, so that
+    :func:`~cs_proto.codec.decode` refuses it. Raises what ``recv`` raises.
+    """
     parts = [socket.recv(flags, copy)]
     room = limits.message_nbytes - (0 if is_routed else len(parts[0]))
     most = limits.frames + 2 + is_routed

@@ -51,7 +51,7 @@ RECORDS: dict[int, type[Record]] = {}
 
 @frozen
 class Range:
-    """What a number in a record may be: from ``least`` to ``most``, both included. NaN is in no range."""
+    """The values that a number in a record may have: from ``least`` to ``most``, both included. NaN is in no range."""
 
     least: float
     most: float
@@ -307,8 +307,8 @@ _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxtuple, _SHORT.maxl
 class _Type:
     """One field type. A value is of it when its class is one of ``classes`` or when it ``holds``; ``read`` turns what
     msgpack read into such a value where that differs, and leaves what does not fit as it is; ``write`` turns a value
-    into what msgpack can write, where that differs. ``number`` and ``range``: the class of a number, and what it may
-    be; with ``is_many`` they are those of the members of tuples of any length."""
+    into what msgpack can write, where that differs. ``number`` and ``range``: the class of a number, and its
+    range; with ``is_many`` they are those of the members of the tuple."""
 
     title: str
     classes: frozenset[type]
@@ -368,7 +368,7 @@ def _number_type(number: Any, allowed: Range, title: str) -> _Type:
 
 
 def _is_unbounded(hint: Any) -> bool:
-    """Whether it is, or holds, a number without a range."""
+    """Whether the type ``hint`` is, or contains, a number without a range."""
     if typing.get_origin(hint) is Annotated:
         return False
     return hint in (int, float) or any(map(_is_unbounded, typing.get_args(hint)))

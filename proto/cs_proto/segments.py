@@ -2,9 +2,9 @@
 
 Every segment is made by the supervisor on the server's request and handed out as a descriptor, so its contents
 outlive any other process. Its file is as long as its *reservation*, and only what is touched takes memory. It may
-become longer and never shorter, so a mapping made once stays valid for ever; who needs what lies beyond it maps the
-segment anew. A reader's descriptor is open read-only: the kernel keeps a worker from writing parameters by mistake.
-Code that sets out to write them can, since it runs as the same user.
+become longer and never shorter, so a mapping made once stays valid for ever; a process that needs more maps the
+segment again. A reader's descriptor is open read-only: the kernel keeps a worker from writing parameters by mistake.
+Code that tries to write them on purpose can, since it runs as the same user.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ _MADV_POPULATE_WRITE = 23
 # With small pages, finding where a row of a large table lies takes as long as reading it.
 _MADV_COLLAPSE = 25
 _HUGE_NBYTES = 2 << 20
-# What the module mmap does not offer: a mapping in the place of another, and of memory that is not accounted for; and
-# other rights to what is mapped.
+# The module mmap does not offer these: a mapping in place of another, one of memory that is not accounted for, and
+# other rights to mapped pages.
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _libc = ctypes.CDLL(None, use_errno=True)
 _mmap, _mprotect = _libc.mmap, _libc.mprotect
@@ -80,7 +80,7 @@ def parameters(dtype: str) -> str:
 
 
 def is_parameters(name: str) -> bool:
-    """Whether this is a slab of variables."""
+    """Whether the segment called ``name`` holds the variables of a dtype."""
     return name.startswith("parameters/")
 
 
@@ -142,13 +142,13 @@ def versions() -> str:
     return "versions"
 
 
-# Name, address and length of what this process has mapped and may only read, for as long as something views it.
+# Name, address and length (bytes) of each read-only mapping of this process, as long as something views it.
 _read_only: weakref.WeakKeyDictionary[mmap.mmap, tuple[str, int, int]] = weakref.WeakKeyDictionary()
 
 
 def read_only_at(address: int) -> tuple[str, int] | None:
-    """The segment that is mapped at ``address`` and that this process may only read, and the offset there in bytes;
-    None where there is no such segment."""
+    """The name of the segment that is mapped read-only at ``address``, and the offset there in bytes; None if there is
+    no such segment."""
     for name, start, nbytes in list(_read_only.values()):
         if start <= address < start + nbytes:
             return name, address - start
@@ -159,9 +159,9 @@ class Mapping:
     """A segment mapped into this process. Closing waits for nobody: views keep the pages until they go."""
 
     def __init__(self, name: str, descriptor: int, nbytes: int, *, writable: bool, may_preserve: bool = False) -> None:
-        """Map ``nbytes`` of the open file ``descriptor``, which is owned from here on. ``may_preserve``: what is read
-        here may be preserved; not for what is writable, nor for memory that a device reads, whose driver would copy
-        every page when it locks it."""
+        """Map ``nbytes`` of the open file ``descriptor``, which is owned from here on. ``may_preserve``: bytes
+        can be preserved; not for a writable mapping, nor for memory that a device reads, because its driver would copy
+        every page that it locks. Raises OSError, ValueError or OverflowError where it cannot be mapped."""
         self.name = name
         self.nbytes = nbytes
         self.writable = writable
@@ -275,10 +275,11 @@ class Mapping:
         self._remap(start, stop, mmap.MAP_SHARED)
 
     def preserve(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Let these bytes (start, stop), and what else lies in their pages, stay what they are in this mapping, whoever
-        writes them in the segment: their pages become this process's own. It takes one that ``may_preserve``.
+        """Keep these bytes (start, stop), and all bytes of their pages, as they are in this mapping, also when the
+        segment is written: the pages become private copies of this process. The mapping was made with
+        ``may_preserve``.
 
-        Raises :class:`MemoryPlanError` where the kernel has no memory for that; then nothing has changed.
+        Raises :class:`MemoryPlanError` if the kernel has no memory for that; then nothing has changed.
         """
         pages = _pages(ranges)
         try:
@@ -293,7 +294,7 @@ class Mapping:
             raise
 
     def preserved_nbytes(self, ranges: Sequence[tuple[int, int]]) -> int:
-        """The memory that :meth:`preserve` takes."""
+        """The bytes of memory that :meth:`preserve` takes for these ranges (start, stop)."""
         return sum(stop - start for start, stop in _pages(ranges))
 
     def _protect(self, start: int, stop: int, protection: int) -> None:
@@ -324,7 +325,7 @@ class Mapping:
 
 
 def _pages(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The pages that bytes ``start`` to ``stop`` lie in, ascending."""
+    """The pages in which these bytes (start, stop) lie, as ranges in ascending order."""
     page = mmap.PAGESIZE
     return merged((start - start % page, -(-stop // page) * page) for start, stop in ranges)
 

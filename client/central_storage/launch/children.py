@@ -94,8 +94,8 @@ class Child:
         open_files_limit: int | None = None,
     ) -> None:
         """Start ``command``. With ``on_lines`` it is a service: own session, no input, its output is read here;
-        without, it shares this process's terminal. It may open as many files as this process, or
-        ``open_files_limit``."""
+        without, it shares this process's terminal. It may open ``open_files_limit`` files or, by default,
+        as many as this process."""
         self.command = command
         self.tail = Tail()
         self.asked = False  # to end
@@ -149,7 +149,7 @@ class Child:
             name = signal.Signals(-self.returncode).name
         except ValueError:
             return f"signal {-self.returncode}"
-        return self.tail.last_that_begins(f"{name}: ") or name  # what it could say about it itself
+        return self.tail.last_line_with_prefix(f"{name}: ") or name  # the process may have printed more
 
     def listen(self, wanted: bool = True) -> None:
         """Read its output as it comes, or leave it in the pipes for now."""
@@ -302,7 +302,8 @@ def _kept_on(processors: frozenset[int]) -> Iterator[None]:
 
 
 def _prepared(parent: int, open_files_limit: int | None) -> Callable[[], None]:
-    """What a child does before it becomes another program: it will die with ``parent``."""
+    """A function for the child to call before it becomes another program: it ends the child when ``parent`` dies, and
+    sets its limit of open files."""
 
     def prepare() -> None:
         if open_files_limit is not None:

@@ -83,7 +83,7 @@ class _Foreground:
         recovery: Recovery,
         mailboxes: bool,
     ) -> None:
-        self._limit_before = open_files.raise_limit()  # which the script keeps: it may use select()
+        self._limit_before = open_files.raise_limit()  # the script gets this limit: it may use select()
         self._directory = run_directory
         self._loop = Loop()
         self._console = Console(self._loop)

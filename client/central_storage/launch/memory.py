@@ -1,8 +1,8 @@
 """The memory of a run: the supervisor makes every segment, keeps it, and decides who may write it.
 
 Contents live as long as the supervisor, whoever else is killed. A segment is a memfd of its full reservation, of
-which only touched pages take memory; the server may have it extended. A reader gets a descriptor opened read-only,
-which guards against mistakes: a process of the same user may change the segment's mode and open it anew.
+which only touched pages take memory; the server may have it extended. A reader gets a descriptor opened read-only.
+This guards against mistakes only: a process of the same user may change the segment's mode and open it again.
 :class:`Memfd` is the usual medium; :class:`Files` keeps the segments where another supervisor finds them when this one
 was killed. :class:`Unshared` is for the server alone.
 """
@@ -63,7 +63,7 @@ class Memfd:
         try:
             os.ftruncate(descriptor, nbytes)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-            os.fchmod(descriptor, 0o400)  # a reader does not open it again for writing by mistake
+            os.fchmod(descriptor, 0o400)  # so that no reader opens it again for writing by mistake
         except OSError:
             os.close(descriptor)
             raise
@@ -152,7 +152,7 @@ class Memory:
         self._kept = {name: _Kept(nbytes, writer, opened) for name, nbytes, writer, opened in medium.found()}
 
     def make(self, asker: str, request: MakeSegment) -> tuple[Segment, int | None]:
-        """Make a segment, or find it, as long as it is, where a server that was started again asks for it.
+        """Make a segment, or return the existing one, in its present length, to a server that was started again.
 
         ``asker`` is ``server``, ``w0``, ``controller`` or anything else. The answer, and a descriptor that the caller
         closes when it is sent. Raises ContextError for another asker than the server, InvalidArgumentError where the
@@ -171,10 +171,11 @@ class Memory:
         return self.open(asker, request.segment)
 
     def extend(self, asker: str, request: ExtendSegment) -> tuple[Segment, int | None]:
-        """Make a segment longer, where it is shorter than ``request`` says. Mappings that there are do not change.
+        """Make a segment longer, if it is shorter than the reservation (bytes) of ``request``. Existing mappings do not
+        change.
 
-        The answer, and a descriptor that the caller closes when it is sent. Raises ContextError for another asker than
-        the server, InvalidArgumentError for an unknown name, MemoryPlanError where the kernel refuses.
+        Returns the answer, and a descriptor that the caller closes when it is sent. Raises ContextError for another
+        asker than the server, InvalidArgumentError for an unknown name, MemoryPlanError where the kernel refuses.
         """
         _check_server(asker, request.segment)
         kept = self._kept.get(request.segment)

@@ -95,8 +95,8 @@ class Tail:
         """At most 20 lines, the last one last."""
         return "\n".join(self._lines)
 
-    def last_that_begins(self, start: str) -> str:
-        """The last of these lines that begins so; "" where none does."""
+    def last_line_with_prefix(self, start: str) -> str:
+        """The last of these lines that begins with ``start``; "" if none does."""
         return next((line for line in reversed(self._lines) if line.startswith(start)), "")
 
 

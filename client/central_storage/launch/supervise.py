@@ -66,10 +66,10 @@ STOP_GRACE = 3.0
 _FAREWELL = 0.5
 # After a connection could not be accepted, the next try, seconds.
 _ACCEPT_AGAIN = 1.0
-# A connection whose process does not say within so many seconds who it is, is closed.
+# A process that connects must introduce itself within so many seconds, or its connection is closed.
 _INTRODUCTION = 5.0
-# Nobody is accepted unless this share of the descriptors that this process may open is free, for segments, mailboxes
-# and the processes that it starts again.
+# The limit of descriptors divided by this stays free for segments, mailboxes and processes that are started again: no
+# connection is accepted while fewer are free.
 _FREE_SHARE = 8
 _PROCESSES = ("server", "worker")
 
@@ -404,8 +404,8 @@ class Service:
             self._loop.call_later(_INTRODUCTION, partial(self._expect_introduction, peer))
 
     def _accept_later(self, why: str) -> None:
-        """Whoever connects waits in the queue."""
-        _log.warning("nobody is accepted for the moment: %s", why)
+        """Leave new connections in the queue for a while."""
+        _log.warning("no connection is accepted for the moment: %s", why)
         listener = self._listener.fileno()
         self._loop.on_readable(listener, None)
         self._call_later(_ACCEPT_AGAIN, partial(self._loop.on_readable, listener, self._accept))
@@ -563,10 +563,10 @@ class Service:
         return None
 
     def _turn_away(self, peer: Peer) -> None:
-        """There is no descriptor for another observer, which it is told."""
+        """Refuse an observer for which there is no descriptor, with the reason."""
         error = open_files.shortage(f"the supervisor (pid {os.getpid()})")
         peer.send(StartFailed(_error(error)))
-        self._refuse(peer, f"process {peer.pid} is turned away: {error}")
+        self._refuse(peer, f"process {peer.pid} is refused as an observer: {error}")
 
     def _refuse(self, peer: Peer, reason: str) -> None:
         _log.error("%s; its connection is closed", reason)

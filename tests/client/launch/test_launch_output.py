@@ -49,11 +49,11 @@ def test_the_tail_is_the_last_twenty_lines() -> None:
     assert len(lines[-1]) == 500
 
 
-def test_the_last_line_that_begins_so() -> None:
+def test_the_last_line_with_a_prefix() -> None:
     tail = Tail()
-    assert tail.last_that_begins("SIGSEGV: ") == ""
+    assert tail.last_line_with_prefix("SIGSEGV: ") == ""
     tail.add(["SIGSEGV: one", "SIGSEGV: two", "and SIGSEGV: three", ""])
-    assert tail.last_that_begins("SIGSEGV: ") == "SIGSEGV: two"
+    assert tail.last_line_with_prefix("SIGSEGV: ") == "SIGSEGV: two"
 
 
 def test_lines_carry_their_process() -> None:
