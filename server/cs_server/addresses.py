@@ -1,9 +1,9 @@
-"""How the addresses of a process are divided among the segments that it may have to map.
+"""The division of the addresses of a process among the segments that it may have to map.
 
 A reservation takes no memory until it is touched, but it takes addresses, and the server maps every segment. So each
-kind of segment gets a part of a budget, whatever the size of the machine. A slab and what lies beside it begin with a
-share that leaves room for every dtype, every replica and several optimizers, and are extended when a variable is made
-that needs more. The others keep the length that they begin with.
+kind of segment gets a part of a budget, whatever the size of the machine. A slab and the segments beside it begin with
+a share that leaves room for every dtype, every replica and several optimizers. They are extended when a variable needs
+more. All other segments keep their first length.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["PAGE_NBYTES", "Addresses", "divided", "pages"]
 PAGE_NBYTES = 2 << 20
 # A slab may have holes, so it may become longer than the machine's memory.
 _MOST = 4
-# So many optimizers, each with the most slots that a rule has, fit into the budget together. Others extend it.
+# The budget has room for so many optimizers, each with as many slots as any rule has.
 _OPTIMIZERS = 16
 _CONTROL_NBYTES = 8 << 30
 _VERSIONS_NBYTES = 8 << 30
@@ -26,8 +26,8 @@ _VERSIONS_NBYTES = 8 << 30
 
 @frozen
 class Addresses:
-    """Reservations in bytes, each a multiple of ``PAGE_NBYTES``: of a slab and each segment beside it at first
-    (``slab``) and at most (``longest_slab``), of an arena, of the control segment and of the versions."""
+    """Reservations in bytes, each a multiple of ``PAGE_NBYTES``. ``slab`` is the first length of a slab and of each
+    segment beside it, ``longest_slab`` the greatest."""
 
     slab: int
     longest_slab: int
@@ -37,10 +37,10 @@ class Addresses:
 
 
 def divided(budget: int, machine_nbytes: int, replicas: int) -> Addresses:
-    """The division of ``budget`` bytes of addresses, on a machine of so much memory."""
+    """The division of ``budget`` bytes of addresses, on a machine with ``machine_nbytes`` bytes of memory."""
     optimizable = sum(dtype.startswith(("float", "complex")) for dtype in DTYPES)
     slots = _OPTIMIZERS * max(map(len, SLOTS.values()))
-    # The slab of every dtype; of those that can be optimized the slots and each replica's two sets of gradients.
+    # The slab of every dtype. Dtypes that can be optimized also have slots, and two sets of gradients for each replica.
     count = len(DTYPES) + optimizable * (2 * replicas + slots)
     longest = pages(_MOST * machine_nbytes)
     arenas = replicas + 3  # the server's, the controller's, and the controller's inputs
@@ -54,10 +54,10 @@ def divided(budget: int, machine_nbytes: int, replicas: int) -> Addresses:
 
 
 def pages(nbytes: int) -> int:
-    """So many bytes, and up to the end of the page."""
+    """``nbytes``, rounded up to whole pages."""
     return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
 
 
 def _whole(nbytes: int) -> int:
-    """Whole pages of so many bytes, and at least one."""
+    """``nbytes``, rounded down to whole pages, and at least one page."""
     return max(1, nbytes // PAGE_NBYTES) * PAGE_NBYTES

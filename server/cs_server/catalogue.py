@@ -4,8 +4,8 @@ Owns names, numbers, places and the plan that keeps the service inside the machi
 and of who asks; ``requests`` and ``progress`` call it. Every method that can refuse does so before it changes anything.
 
 A slab holds the variables of one dtype one after the other, in a reservation of addresses of which only touched pages
-take memory. A variable that does not fit extends it and moves nothing. Slots and gradient buffers are segments of their
-own with the slab's offsets.
+take memory. If a variable does not fit, the slab is extended and nothing moves. Slots and gradient buffers are segments
+of their own with the slab's offsets.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Catalogue:
     def __init__(
         self, tables: Tables, out: list[Command], replicas: int, addresses: Addresses, device: str = "cpu:0"
     ) -> None:
-        """``addresses``: how long segments may be. ``device``: where the variables lie."""
+        """``addresses``: the lengths of segments, in bytes. ``device``: where the variables lie."""
         self._tables = tables
         self._out = out
         self._replicas = replicas
@@ -113,8 +113,8 @@ class Catalogue:
         """Make a variable of that spec, under a name of its own. ``value``, if any, is only compared with it. And what
         makes it zeros, where another one was in its place.
 
-        Raises MemoryPlanError where variable and gradient buffers do not fit the memory that is left, or the addresses
-        that the service may take.
+        Raises MemoryPlanError where variable and gradient buffers do not fit into the free memory, or into the
+        addresses that the service may take.
         """
         if value is not None:
             _check_fits(f"the value of variable {spec.name!r}", value, spec)
@@ -135,7 +135,7 @@ class Catalogue:
         place = Location(segments.parameters(spec.dtype), slab.tail if hole is None else hole)
         needed, is_lazy = [], False
         if reservation > slab.reservation:
-            # All of them, since a commit that looks at gradients extends nothing.
+            # Extend all segments of the slab: a commit that reads gradients cannot extend one.
             made = self._segments_of_slab(spec.dtype, slab.gradient_sets)
             needed += [Allocate(name, reservation, writer, end, end) for name, writer in made]
         if nbytes:
@@ -172,23 +172,23 @@ class Catalogue:
         return variable, (SlotFill(place.segment, spec.dtype, *_elements(variable), 0.0, is_lazy),)
 
     def _reservation(self, what: str, dtype: str, slab: Slab, end: int) -> int:
-        """How long the segments of a slab have to be that ends at byte ``end``. At least twice as long as before where
-        that is longer, since every process maps a segment anew that is extended. Raises MemoryPlanError."""
+        """The bytes that each segment of a slab needs if the slab ends at byte ``end``. An extension at least doubles
+        them, since every process has to map an extended segment again. Raises MemoryPlanError if a slab may not be so
+        long."""
         if 0 < slab.reservation >= end:
             return slab.reservation
         longest = self._addresses.longest_slab
         if end > longest:
             nbytes = end - slab.tail
             raise MemoryPlanError(
-                f"{what}: {nbytes} bytes planned{in_units(nbytes)}, but of the {longest} bytes of addresses that there "
-                f"may be for {dtype} variables{in_units(longest)} {longest - slab.tail} are available; use smaller or "
-                "fewer variables"
+                f"{what}: {nbytes} bytes planned{in_units(nbytes)}, but only {longest - slab.tail} of the {longest} "
+                f"bytes of addresses{in_units(longest)} for {dtype} variables are available; use smaller or fewer variables"
             )
         return min(longest, max(self._addresses.slab, 2 * slab.reservation, pages(end)))
 
     def use_second_gradients(self, dtypes: Iterable[str]) -> None:
-        """Have the second set of every replica's gradient buffers of these dtypes. Raises MemoryPlanError where it
-        cannot be had."""
+        """Make the second set of every replica's gradient buffers of these dtypes. Raises MemoryPlanError if it does
+        not fit."""
         for dtype in dict.fromkeys(dtypes):
             slab = self._tables.slabs[dtype]
             if _is_optimizable(dtype) and slab.gradient_sets < 2:

@@ -25,7 +25,7 @@ class ServerConfig:
     """Where the run lives, what the server serves, and the machine it runs on.
 
     ``parameter_device`` is in short form. ``threads`` is how many cores one update may use. ``machine_nbytes`` is the
-    size of the machine's memory, ``address_nbytes`` how many bytes of addresses the segments may take.
+    size of the machine's memory, ``address_nbytes`` the bytes of addresses that the segments may take.
     ``incarnation`` counts the servers of a run from 1. ``recovery``: another may take this one's place.
     ``step_timeout``: after so many seconds in which a replica for which others wait was not heard, its worker is to be
     killed; None never.

@@ -104,7 +104,7 @@ class DeviceMemory:
             yield first, last, int(self.addresses(segment, np.array([first]))[0])
 
     def made(self, segment: str) -> list[tuple[int, int]]:
-        """What was made of a segment: bytes from and to."""
+        """The parts of a segment that were made: ranges of bytes (start, stop)."""
         return [(start, stop) for (name, start), stop in self._made.items() if name == segment]
 
     def borders(self, names: Iterable[str]) -> np.ndarray:

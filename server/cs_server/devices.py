@@ -155,8 +155,8 @@ class GpuParameters:
         self._updates.forget()
 
     def extended(self, before: Mapping, after: Mapping) -> None:
-        """A segment was extended and lies elsewhere in this process now: what is page-locked follows."""
-        self._updates.forget()  # they name addresses
+        """A segment was extended and is now mapped at another address: page-lock there what was page-locked before."""
+        self._updates.forget()  # they hold addresses
         first = before.elements("uint8").ctypes.data
         self._gpu.page_unlock(first, first + before.nbytes)
         if self._journal is None and before.name.startswith("parameters/"):

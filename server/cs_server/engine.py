@@ -85,14 +85,14 @@ _log = logging.getLogger("cs_server.engine")
 
 # What another server says once more, and peers take it as once.
 _HEARD_TWICE = (RunFinished, StepFinished)
-# What a run may be heard of by first.
+# Records by which the server may first learn of a run.
 _BEGINS = (Ask, Return, Cancel, Awaited, Resent)
 
 
 @frozen
 class Config:
-    """What does not change while a server runs: ``addresses`` says how long segments may be; ``started`` is the time,
-    on the clock of ``now``, at which the server began. A replica for which others wait and that was not heard for
+    """What does not change while a server runs: ``addresses`` are the lengths of segments; ``started`` is the time, on
+    the clock of ``now``, at which the server began. A replica for which others wait and that was not heard for
     ``step_timeout`` seconds is ended; None never."""
 
     replicas: int
@@ -128,7 +128,7 @@ class Engine:
         self._waits = Waits(tables, out, self._sessions, n, config.step_timeout)
         self._plain = PlainSteps(tables, self._sessions, self._catalogue, n, self._hear_again)
         self._plain.unfold()
-        #: Where messages have brought about what nobody foresaw, by place in the code: each is shown once.
+        #: The places in the code (file, line) where a message raised an unforeseen exception: each is logged once.
         self._shown: set[tuple[str, int | None]] = set()
 
     def handle(self, event: Event, now: float) -> list[Command]:
@@ -136,7 +136,7 @@ class Engine:
 
         An event that needs memory or a kernel is not acted on before it has that, or is refused it: Reserve asks, and
         the event comes again in its answer. Whatever a peer says wrongly is answered with an error and changes nothing
-        else, also where a check is missing and something unforeseen is raised. Raises
+        else, also if a check is missing and an unforeseen exception is raised. Raises
         :class:`~cs_server.control.ControlFull` where not even that can be written down.
         """
         commands = self._plain.hear(event, now)
@@ -235,21 +235,22 @@ class Engine:
         return False
 
     def _check_run(self, peer: bytes, record: Record) -> None:
-        """Raise where ``record`` is of a run that cannot have begun. Who has been replaced hears of that first."""
+        """Raise PeerProtocolError if ``record`` is of a run that cannot have begun. A worker that was replaced gets
+        Fenced instead."""
         if isinstance(record, Ask | Return):
             self._sessions.check_replica(peer, record.replica, record.incarnation)
         if isinstance(record, _BEGINS):
             self._runs.check_near(record.run)
 
     def _blamed(self, event: Received, error: BaseException) -> PeerProtocolError:
-        """``error`` as the peer is told of it: no message of a peer may end the server."""
+        """The answer to a peer whose message raised ``error``: no message of a peer may end the server."""
         kind = type(event.record).__name__
         last = traceback.extract_tb(error.__traceback__)[-1]
         if (last.filename, last.lineno) not in self._shown:
             self._shown.add((last.filename, last.lineno))
             _log.error("a %s of %r could not be acted on", kind, event.peer, exc_info=error)
         return PeerProtocolError(
-            f"a {kind} could not be acted on ({type(error).__name__}: {error}); nothing of it has happened"
+            f"a {kind} could not be acted on ({type(error).__name__}: {error}); it changed nothing"
         )
 
     def _undo(self) -> None:

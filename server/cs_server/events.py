@@ -119,8 +119,8 @@ Event = (
 
 @frozen
 class Send:
-    """Send a record. Where it answers ``inline`` its arrays are copied from their segments into frames, once the peer
-    takes them."""
+    """Send a record. If it answers the question ``inline``, its arrays are copied from their segments into frames when
+    the peer takes them."""
 
     peer: bytes
     record: Record
@@ -129,9 +129,8 @@ class Send:
 
 @frozen
 class Allocate:
-    """Have the supervisor make a segment where it does not exist, and extend it to ``reservation`` bytes where it is
-    shorter than ``stop``; make bytes ``start`` to ``stop`` present, or only sure to find memory when they are touched
-    (``is_lazy``)."""
+    """Have the supervisor make a segment if it does not exist, and extend it to ``reservation`` bytes if it is shorter
+    than ``stop``. Make bytes ``start`` to ``stop`` present or, if ``is_lazy``, only reserve memory for them."""
 
     segment: str
     reservation: int

@@ -34,8 +34,8 @@ class Journal:
     """The segment, laid out anew by every commit."""
 
     def __init__(self, memory: Callable[[int], Mapping]) -> None:
-        """Take up what lies in ``memory``, which is asked for so many bytes of the segment and may give more. Raises
-        MemoryPlanError where not even the first page finds memory."""
+        """Take up the entries of an earlier server. ``memory`` returns a mapping of at least so many bytes of the
+        segment. Raises MemoryPlanError if there is no memory for the first page."""
         self._memory = memory
         self._nbytes = 0
         self.reserve(0)

@@ -3,8 +3,8 @@
 Owns the decisions: which merge points are agreed, when they are committed, who is answered, when a run is at an end.
 It is asked after every event and looks at nothing but the tables, so being asked once more changes nothing. Replicas
 look at variables without asking, so nothing is committed before each of them has returned or waits, and nobody who
-waits is let go on while a commit is under way. What a replica that waits has been shown stays what it is: before the
-commit it is asked to preserve that.
+waits is let go on while a commit is under way. A replica that waits is asked to preserve the views
+that its function holds, before the commit.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ class Progress:
         return self._is_merge_call(run, state) or any(read is not None and read.k <= state.agreed for read in reads)
 
     def _is_preserved(self, run: RunId) -> bool:
-        """Whether a commit changes nothing that those who wait have been shown; the others are asked to see to that."""
+        """Whether all replicas that wait have preserved their views. Asks the others to do so."""
         waiting = self._waiting(run)
         for replica in waiting:
             stand, peer = self._tables.stands[run, replica], self._sessions.worker_peer(replica)

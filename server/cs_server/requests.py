@@ -189,7 +189,7 @@ class Requests:
             self._out.append(Send(peer, got, record if record.frames else None))
 
     def _let_go(self, peer: bytes) -> None:
-        """Forget what ``peer`` asked before: it has one question at a time."""
+        """Forget the earlier question of ``peer``: a peer has one question at a time."""
         for ticket, held in self._tables.held.items():
             if held.peer == peer:
                 del self._tables.held[ticket]
@@ -214,8 +214,8 @@ class Requests:
         self._out.append(Send(peer, Described(record.request, variables, optimizers, slotted)))
 
     def locate(self, peer: bytes, record: Locate) -> None:
-        """Say where variables lie, or gradients of the replica that asks; their second set is there when this is
-        answered. What is told of a GPU's memory lets a peer write there, so only workers may ask."""
+        """Say where variables lie, or gradients of the replica that asks. The second set of gradients is made first.
+        The answer lets a peer write to a GPU's memory, so only workers may ask."""
         replica = self._sessions.replica_at(peer)
         if replica is None:
             raise PeerProtocolError("a Locate is a worker's")

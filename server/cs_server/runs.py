@@ -128,8 +128,8 @@ class Runs:
                 self.tell_holder(run, replica)
 
     def _ask_again(self, peer: bytes, record: Ask, stand: Stand) -> None:
-        """It waits for just this already: it says that it has preserved what it was asked to, or may not have heard
-        that it was."""
+        """Handle an Ask of a replica that already waits at this point: it has preserved its views, or it may have
+        missed the Preserve."""
         if record.preserved and stand.views != "preserved":
             self._tables.stands[record.run, record.replica] = replace(stand, views="preserved")
         elif stand.views == "asked":
@@ -495,8 +495,8 @@ class Runs:
             self.finish(run, state)
 
     def check_near(self, run: RunId) -> None:
-        """Raise PeerProtocolError where ``run`` is none that a controller can have begun by now: those before it would
-        be taken for over."""
+        """Raise PeerProtocolError if a controller cannot have begun ``run`` by now. Otherwise all runs before it would
+        count as over."""
         if run in self._tables.runs:
             return
         known = [other[-1] for other in self._siblings(run) if other[:-1] == run[:-1]]

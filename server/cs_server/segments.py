@@ -50,7 +50,7 @@ class Segments:
 
     def __init__(self, run_directory: str, incarnation: int) -> None:
         """Connect and introduce this process. Raises :class:`LaunchError` where no supervisor listens."""
-        #: Called with a mapping of a segment that was extended, and the longer one that takes its place.
+        #: Called with the old and the new mapping of a segment that was extended.
         self.on_extended: Callable[[Mapping, Mapping], None] = _nothing
         self._mappings: dict[str, Mapping] = {}
         self._writers: dict[str, str] = {}
@@ -112,9 +112,9 @@ class Segments:
         return record
 
     def make(self, name: str, reservation: int, writer: str, stop: int = 0) -> Mapping:
-        """The segment of that name, made where it does not exist, and extended to ``reservation`` bytes where it is
-        shorter than ``stop``. What was mapped of it before stays valid. Raises what the supervisor refuses it with, and
-        :class:`~cs_proto.errors.MemoryPlanError` where it cannot be mapped."""
+        """The segment of that name, made if it does not exist, and extended to ``reservation`` bytes if it is shorter
+        than ``stop`` bytes. Older mappings stay valid. Raises the error with which the supervisor refuses, and
+        :class:`~cs_proto.errors.MemoryPlanError` if it cannot be mapped."""
         self._writers[name] = writer
         if name not in self._mappings:
             _check_addresses(name, reservation)
@@ -125,8 +125,8 @@ class Segments:
         return self._mappings[name]
 
     def get(self, name: str, stop: int = 0) -> Mapping:
-        """The segment of that name, made earlier by this server or one before it; its first ``stop`` bytes at least,
-        if it is that long.
+        """The segment of that name, made earlier by this server or one before it. At least its first ``stop`` bytes are
+        mapped, if it is that long.
 
         Raises :class:`~cs_proto.errors.InvalidArgumentError` where there is none.
         """
@@ -166,8 +166,8 @@ class Segments:
         return self._elements[key]
 
     def discard(self, name: str, start: int, stop: int) -> None:
-        """Give the whole pages between two bytes of a segment back; they read as zeros afterwards. Of what lies beyond
-        the mapping, because it could not be extended, nothing was touched."""
+        """Give the whole pages between two bytes of a segment back; they read as zeros afterwards. Bytes beyond the
+        mapping, which could not be extended, were never touched."""
         mapping = self.get(name)
         mapping.discard(start, min(stop, mapping.nbytes))
 
@@ -193,7 +193,7 @@ class Segments:
         )
 
     def _take(self, segment: Segment, descriptor: int) -> None:
-        """Map the segment as long as it is; nothing where that much of it is mapped."""
+        """Map the whole segment, unless it is mapped already."""
         name, nbytes = segment.segment, segment.reservation
         before = self._mappings.get(name)
         if before is not None and before.nbytes >= nbytes:
@@ -230,8 +230,8 @@ def _nothing(before: Mapping, after: Mapping) -> None:
 
 
 def _check_addresses(name: str, nbytes: int) -> None:
-    """Raise MemoryPlanError where there are too few addresses: a segment that is made as long cannot be made shorter,
-    and every process maps all of it."""
+    """Raise MemoryPlanError if this process has fewer than ``nbytes`` addresses free: a segment cannot be made shorter
+    again, and every process maps all of it."""
     try:
         mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ).close()
     except OSError as error:

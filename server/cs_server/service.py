@@ -147,10 +147,10 @@ _PATIENCE = 50e-6
 _LOOK_EVERY = 1e-3
 # Answers that are being sent when the process ends get this long to leave, in milliseconds.
 _LINGER = 200
-# A connection that has not said by then that it is ZeroMQ's is closed, in milliseconds.
+# A connection without a ZeroMQ handshake within so many milliseconds is closed.
 _HANDSHAKE = 5000
-# An answer of more bytes of variables is made only when its peer takes it. The same question that comes again within so
-# many seconds was asked before the answer could have come.
+# An answer with more bytes of variables is made only when its peer can take it. If the same question comes again within
+# so many seconds, it was sent before the answer arrived, and is ignored.
 _LARGE_NBYTES = 64 << 10
 _REPEATED_WITHIN = 2.0
 _QUESTIONS = (Get, Describe, DescribeSlots, Fetch, Locate, Statistics)
@@ -252,7 +252,7 @@ class Service:
     ) -> None:
         """``router`` is for workers and clients; ``wake`` is a descriptor from which signal numbers are read.
 
-        Raises ConfigurationError where nobody could connect to it.
+        Raises ConfigurationError if it cannot listen at the path of ``config``.
         """
         self.is_told_to_end = False
         self._listens = False
@@ -295,12 +295,11 @@ class Service:
         self._next_look = 0.0
         self._decoder = Decoder()
         self._unsent = Unsent(self._put)
-        # Of peers that have not taken what was sent before: the last question of each, to be heard when it is tried
-        # again.
+        # The last question of each peer that has not taken earlier messages. It is handled at the next try to send.
         self._later: dict[bytes, Record] = {}
         self._retry_at = 0.0
         self._late_pause = 0.0
-        # By peer, the last question that had a large answer, and when that was sent.
+        # By peer, the last question that had a large answer, and the time when the answer was sent.
         self._answered: dict[bytes, tuple[Get, float]] = {}
 
     def prepare(self) -> None:
@@ -421,15 +420,15 @@ class Service:
         if isinstance(heard, _QUESTIONS) and self._must_wait(peer, heard):
             return
         if isinstance(heard, Hello | Register):
-            yield from self._notices()  # of whoever left, or died, before it came
+            yield from self._notices()  # of clients and workers that left or died before
         if isinstance(heard, Put):
             self._send(peer, carry(heard, partial(self._engine.writer, peer), self._segments))
         else:
             yield from self._question(peer, heard, parts)
 
     def _must_wait(self, peer: bytes, question: Record) -> bool:
-        """Whether ``question`` is not to be answered now: its answer is on its way, or its peer has not taken what was
-        sent before. A peer has one question at a time, so its last one counts."""
+        """Whether ``question`` is not to be answered now: its answer is on its way, or its peer has not taken earlier
+        messages. A peer has one question at a time, so a new question replaces the older one."""
         answered, since = self._answered.get(peer, (None, 0.0))
         if question == answered and time.monotonic() - since < _REPEATED_WITHIN:
             return True
@@ -439,7 +438,7 @@ class Service:
         return False
 
     def _tried_again(self) -> Iterator[Event]:
-        """Send what waits for its peer, and hear the questions of peers that may take an answer by now."""
+        """Try again to send the messages that wait, and handle the questions of peers that may take an answer now."""
         if not (self._unsent or self._later) or time.monotonic() < self._retry_at:
             return
         self._unsent.try_again()
@@ -477,15 +476,15 @@ class Service:
         return record
 
     def _check_places(self, peer: bytes, record: Record) -> None:
-        """Raise PeerProtocolError where an array of ``record`` lies in no segment that ``peer`` writes: a commit that
-        looks at it must not fail, nor change it."""
+        """Raise PeerProtocolError if an array of ``record`` lies in a segment that ``peer`` may not write, or outside
+        of every segment: a commit that reads the array must not fail."""
         located = [array for array in _arrays_of(record) if isinstance(array.place, Location)]
         if not located:
             return
         try:
             writer = self._engine.writer(peer)
         except CentralStorageError:
-            return  # the engine refuses whatever such a peer says, and knows why
+            return  # the engine refuses all messages of such a peer, with the reason
         for array in located:
             assert isinstance(array.place, Location)
             name = array.place.segment
@@ -633,20 +632,20 @@ class Service:
         _moment("sent")
 
     def _put(self, peer: bytes, parts: Sequence[Buffer]) -> bool:
-        """Send over ZeroMQ; False where ``peer`` has not taken what was sent before."""
+        """Send over ZeroMQ; False if ``peer`` has not taken earlier messages."""
         is_begun = self._begin_to_send(peer)
         if is_begun:
             self._router.send_multipart(parts)
         return is_begun is not False
 
     def _begin_to_send(self, peer: bytes) -> bool | None:
-        """Whether ``peer`` takes a message, of which the identity is sent then; None where it is gone."""
+        """Whether ``peer`` takes a message; then its identity has been sent. None if the peer is gone."""
         self._poller.used(self._router)
         for _ in range(2):
             try:
                 self._router.send(peer, zmq.SNDMORE | zmq.NOBLOCK)
             except zmq.Again:
-                self._router.getsockopt(zmq.EVENTS)  # else the socket may not have heard that the peer has read
+                self._router.getsockopt(zmq.EVENTS)  # lets the socket notice that the peer has read
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
@@ -657,8 +656,8 @@ class Service:
         return False
 
     def _answer(self, peer: bytes, question: Get, got: Got) -> None:
-        """Send variables with their bytes. Large ones are not copied here before the peer takes them: else its question
-        is heard once more."""
+        """Send variables with their bytes. If a large answer cannot be sent now, nothing is copied, and the question is
+        handled again later."""
         if sum(array.nbytes for array in got.arrays) <= _LARGE_NBYTES:
             self._send(peer, replace(got, arrays=tuple(array_of(self._segments.view(a).copy()) for a in got.arrays)))
             return
@@ -708,7 +707,8 @@ class _Loading:
 def _on_gpu(
     config: ServerConfig, segments: Segments, arithmetic: Arithmetic, journal_nbytes: int
 ) -> GpuParameters | None:
-    """The variables on a GPU; None where they lie in the machine's memory. The journal is made so long."""
+    """The variables on a GPU; None where they lie in the machine's memory. The first
+    reservation of the journal is ``journal_nbytes``."""
     if not config.parameter_device.startswith("gpu:"):
         return None
     from .devices import GpuParameters  # a server without a GPU has nothing to do with one
@@ -746,7 +746,7 @@ def _router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     router.setsockopt(zmq.LINGER, _LINGER)
     # One larger part ends the peer's connection before a byte of it is stored.
     router.setsockopt(zmq.MAXMSGSIZE, LIMITS.part_nbytes)
-    # What a peer has not taken waits in this process, where it is counted.
+    # Messages that a peer does not take wait in this process, which counts them.
     router.setsockopt(zmq.SNDHWM, 1)
     router.setsockopt(zmq.RCVHWM, 0)
     router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that connects again under its name is that peer
@@ -800,7 +800,7 @@ def _rows(point: ApplyPoint) -> Iterator[Array]:
 
 
 def _arrays_of(record: Record) -> Iterator[Array]:
-    """The arrays of ``record`` that the server will look at, or somebody to whom it passes them on."""
+    """The arrays of ``record`` that the server, or a process to which it passes them on, will read."""
     match record:
         case Return(notes=notes, value=value):
             yield from _noted(notes)

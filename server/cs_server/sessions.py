@@ -38,8 +38,8 @@ class Sessions:
     # --- workers ------------------------------------------------------------------------------------------------------
 
     def register(self, peer: bytes, record: Register) -> None:
-        """A worker says where it listens. One in the place of another is believed once the supervisor has told the
-        death of that one."""
+        """Register a worker and the place where it listens. A replacement is accepted once the supervisor has told the
+        death of the worker before it. Raises InvalidArgumentError, Fenced or PeerProtocolError."""
         self._check_protocol(record.protocol, "worker")
         worker = record.worker
         self.check_exists(worker.replica)
@@ -49,8 +49,8 @@ class Sessions:
             raise Fenced(f"worker w{worker.replica}.{worker.incarnation} has been replaced; {latest} is expected")
         if worker.incarnation > latest:
             raise PeerProtocolError(
-                f"worker w{worker.replica}.{worker.incarnation} registers, but by what the supervisor has said it may "
-                f"be w{worker.replica}.{latest} at most"
+                f"worker w{worker.replica}.{worker.incarnation} cannot register: the supervisor has not told the death "
+                f"of w{worker.replica}.{latest}"
             )
         # Whoever was welcomed already knows the workers of then.
         is_known = known is not None and known.worker == worker
@@ -89,7 +89,7 @@ class Sessions:
         return True
 
     def check_exists(self, replica: int) -> None:
-        """Raise InvalidArgumentError where this service has no such replica."""
+        """Raise InvalidArgumentError if this service has no such replica."""
         if replica >= self._replicas:
             raise InvalidArgumentError(f"there is no replica {replica}; this service has {self._replicas}")
 

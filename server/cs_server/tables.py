@@ -106,9 +106,9 @@ class HeldGet(_Row):
 
 @record(204)
 class Slab(_Row):
-    """All variables of one dtype: how long its segments may become before they are extended, up to where its places
-    are given away, bytes of its variables, and the part of them that no optimizer has touched although one may. And how
-    many sets of gradient buffers each replica has."""
+    """All variables of one dtype: the length of its segments, the end of the last place that was given away, the bytes
+    of its variables, the part of them that no optimizer has touched although one may, and the number of sets of
+    gradient buffers that each replica has."""
 
     reservation: int
     tail: int
@@ -177,9 +177,9 @@ class Stand(_Row):
     """Where one replica of a run stands: it has brought ``count`` merge points and ``writes`` write notes and,
     ``since`` then, it waits at merge point ``waiting`` (-1: it does not), or to ``read`` what it wrote, or has
     ``returned``, or its worker is lost. After one of ``deaths`` of its worker the run is replayed: of what is recorded
-    the worker in its place has brought ``again`` merge points and ``writes_again`` write notes. While it waits, what
-    its function has been shown of variables is ``live``, so that a commit would change it, or it has been ``asked`` to
-    preserve that, or that is ``preserved``."""
+    the worker in its place has brought ``again`` merge points and ``writes_again`` write notes. While it waits,
+    the views that its function holds are ``live``, so that a commit would change them, or the replica has been
+    ``asked`` to preserve them, or they are ``preserved``."""
 
     count: int
     since: float
@@ -205,7 +205,7 @@ class Stand(_Row):
 
     @property
     def is_preserving(self) -> bool:
-        """Whether it waits, and others wait for what it has been asked to preserve."""
+        """Whether it waits, and others wait until it has preserved its views."""
         return self.is_waiting and self.views == "asked"
 
     @property

@@ -1,7 +1,7 @@
-"""Messages for peers that have not taken what was sent before: each waits here for its turn, as far as there is room.
+"""Messages that wait for peers that have not taken earlier ones, up to a limit for each peer.
 
-A socket takes one message more than a peer reads, so a peer that never reads costs what is kept for it here and no
-more. Owns the order of what waits and the pace at which it is tried again; it knows no socket.
+A socket holds at most one message that its peer has not read, so a peer that never reads costs no more than the limit
+here. Owns the order of the messages and the pace of the tries; it knows no socket.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ __all__ = ["Unsent"]
 
 _log = logging.getLogger("cs_server.service")
 
-# Beyond so many messages, or bytes, a peer has stopped reading for good, and what else there is for it is dropped.
+# A peer for which so many messages, or bytes, wait has stopped reading, and further messages for it are dropped.
 _MESSAGES = 10_000
 _NBYTES = 64 << 20
-# Seconds until what waits is tried again: at first, doubled each time, and at most.
+# Seconds between two tries: at first, doubled each time, and at most.
 _PAUSE, _LONGEST_PAUSE = 0.001, 1.0
 
 
 class Unsent:
-    """What waits, by peer. Used by one thread."""
+    """The messages that wait, by peer. Used by one thread."""
 
     def __init__(self, send: Callable[[bytes, Sequence[Buffer]], bool]) -> None:
-        """``send`` is False where the peer has not taken what was sent before; a peer that is gone takes all."""
+        """``send`` returns False if the peer has not taken earlier messages, and True if it is gone."""
         self._send = send
         self._waiting: dict[bytes, deque[list[bytes]]] = {}
         self._nbytes: dict[bytes, int] = {}
@@ -42,17 +42,17 @@ class Unsent:
 
     @property
     def pause(self) -> float:
-        """How long (seconds) to wait before :meth:`try_again`."""
+        """Seconds to wait before :meth:`try_again`."""
         return self._pause
 
     def add(self, peer: bytes, parts: Sequence[Buffer]) -> bool:
-        """Keep a copy of a message until ``peer`` takes it. False where there is no room, and it is dropped."""
+        """Keep a copy of a message until ``peer`` takes it. Returns False if the limit is reached: it is dropped."""
         waiting = self._waiting.setdefault(peer, deque())
         if len(waiting) >= _MESSAGES or self._nbytes.get(peer, 0) >= _NBYTES:
             if peer not in self._dropping:
                 self._dropping.add(peer)
                 _log.warning(
-                    "%r does not read: %d messages of %d bytes wait for it, and what else there is for it is dropped",
+                    "%r does not read: %d messages of %d bytes wait for it, and further ones are dropped",
                     *(peer, len(waiting), self._nbytes[peer]),
                 )
             return False
@@ -63,7 +63,7 @@ class Unsent:
         return True
 
     def try_again(self) -> None:
-        """Send what peers take by now."""
+        """Send as many messages as the peers take now."""
         has_sent = False
         for peer, waiting in list(self._waiting.items()):
             while waiting and self._send(peer, waiting[0]):

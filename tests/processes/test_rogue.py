@@ -55,7 +55,7 @@ def lie_to_the_server(server: str) -> None:
         forged = [10, PROTOCOL, [8, 0, 1 << 62, 1, "cpu:0", ""]]
         assert "Worker.incarnation must be int" in refusal(socket, [msgpack.packb(forged)])
         forged_worker = Worker(0, (1 << 31) - 1, os.getpid(), "cpu:0", "")
-        assert "may be w0.1 at most" in refusal(socket, parts(Register(PROTOCOL, forged_worker)))
+        assert "has not told the death of w0.1" in refusal(socket, parts(Register(PROTOCOL, forged_worker)))
         too_much = [b"\x90", *[bytes(48 * MIB)] * 4]
         assert "a message of 150994945 bytes; at most 134217728" in refusal(socket, too_much)
         assert "4097 frames; at most 4096" in refusal(socket, [b"\x90", *[b""] * 50_000])

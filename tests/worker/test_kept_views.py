@@ -337,8 +337,8 @@ def test_what_there_is_no_memory_for_is_refused_by_name(alone: Service) -> None:
     alone.answer(0, messages.Committed(run, 1))
     refused, before, new = alone.result()
     assert refused == (
-        f"{name}: 4096 bytes are needed to preserve what was read before an update and is still held, but 4095 bytes "
-        "are available; let go of the arrays before the update, or read only the rows that you need, with sparse_read"
+        f"{name}: 4096 bytes are needed to preserve arrays that were read before an update and are still held, but 4095 "
+        "bytes are available; let go of the arrays before the update, or read only the rows that you need, with sparse_read"
     )
     assert (before, new) == ([1] * 8, [5] * 4)
 
@@ -367,7 +367,7 @@ def test_who_cannot_preserve_what_it_is_asked_to_goes_no_further(pair: Service) 
     assert not pair.asked(0).preserved
     pair.answer(0, messages.Preserve(run, 0))
     first, second = pair.result(0)
-    assert "are needed to preserve what was read" in first
+    assert "are needed to preserve arrays that were read" in first
     assert first in second
     pair.asked(1)
     assert not pair.has_more()
@@ -394,6 +394,6 @@ def test_what_the_kernel_does_not_preserve_is_named_and_shows_the_servers_memory
 
     alone.run(step)
     refused, held = alone.result()
-    assert refused.startswith(f"{name}: 4096 bytes are needed to preserve what was read before an update and is still")
+    assert refused.startswith(f"{name}: 4096 bytes are needed to preserve arrays that were read before an update and")
     assert "could not be preserved" in refused
     assert held == [1] * 4

@@ -40,9 +40,9 @@ R = TypeVar("R", bound=Record)
 
 # Of so many sets of variables the places of gradients are kept as lists.
 _SETS_KEPT = 64
-# Of a variable's name so many characters are shown where the rest of the line must be seen, too.
+# The most characters of a variable's name in a line that must stay short.
 _NAME_LENGTH = 100
-# An error names so many variables.
+# The most variables that an error names.
 _NAMED = 4
 
 
@@ -64,19 +64,19 @@ class Catalogue:
         #: Whether gradients on the server's GPU must be in their segments, too.
         self.keeps_gradients = True
         self._known: dict[int, messages.Variable] = {}
-        #: Views of the server's own memory, for a replica on a CPU: what it has been shown since the last
+        #: Views of the server's own memory, for a replica on a CPU: all that it has read since the last
         #: :meth:`preserve`.
         self.mapped: dict[int, np.ndarray] = {}
-        # The mapping that each of them lies in: where a segment was extended, older ones lie in an older mapping.
+        # The mapping in which each view lies. After a segment was extended, older views lie in an older mapping.
         self._mapping_of: dict[int, Mapping] = {}
         #: Another object when some of them are no longer what they were.
         self.epoch = object()
         self._views: dict[int, np.ndarray] = self.mapped if device.is_host else {}
-        # Copies of what cannot be mapped, and the count of waits when they were asked for.
+        # Copies of variables that cannot be mapped, and the count of waits when they were fetched.
         self._carried: dict[int, np.ndarray] = {}
         self._carried_at = 0
         self._gradients: dict[tuple[int, int], np.ndarray] = {}
-        #: The dtypes of which the second set of gradient buffers is there.
+        #: The dtypes whose second set of gradient buffers exists.
         self._second_gradients: set[str] = set()
         self._gradients_of: dict[tuple[tuple[int, ...], int], list[np.ndarray]] = {}
         self._handles: dict[tuple[str, int], object] = {}
@@ -213,7 +213,7 @@ class Catalogue:
         return self.ask(messages.Describe(request, (), (number,)), request, messages.Described)
 
     def what_lies_at(self, segment: str, offset: int) -> str:
-        """What of this replica's lies ``offset`` bytes from the start of a segment, in words. Asks nobody."""
+        """What lies ``offset`` bytes from the start of a segment, as text for an error. Sends no message."""
         if not segments.is_parameters(segment):
             return "an argument of the replica function"
         for record in self._known.values():
@@ -230,8 +230,8 @@ class Catalogue:
         return self.copy(found.arrays[found.names.index(slot)])
 
     def view(self, number: int) -> np.ndarray:
-        """The variable's value: the server's own memory, read-only, one object until :meth:`preserve`. Where that
-        cannot be mapped, a copy of the bytes, one object until this replica next waits."""
+        """The variable's value: the server's own memory, read-only, the same object until :meth:`preserve`. If that
+        cannot be mapped, a copy of the bytes, the same object until this replica next waits."""
         if self._carried_at != self._conversation.waits:
             self._carried.clear()
             self._carried_at = self._conversation.waits
@@ -253,15 +253,15 @@ class Catalogue:
         return view
 
     def preserve(self) -> None:
-        """Let what the function has been shown and still holds, itself or parts of it, keep its bits, whatever is
-        committed from now on. Its pages become this process's own, where they are, and what is read next is mapped
-        anew. Where nothing is held nothing is copied.
+        """Keep the bits of all views that the function still holds, whole or in part, through later commits. Their
+        pages become private copies at the same addresses, and the next read maps the segment again. If no view is held,
+        nothing is copied.
 
-        Raises MemoryPlanError where there is no memory for that; then what is held still shows the server's memory.
+        Raises MemoryPlanError if there is no memory for that; then the views still show the server's memory.
         """
         if not self.mapped:
             return
-        # Whatever is made of a view holds the array at its base, and so does nobody else once the views here are gone.
+        # Everything made from a view holds the array at its base. Nothing else does, once the views here are dropped.
         bases = {number: weakref.ref(_base(view)) for number, view in self.mapped.items()}
         shapes = {number: view.shape for number, view in self.mapped.items()}
         self.epoch = object()
@@ -281,7 +281,7 @@ class Catalogue:
             raise
 
     def _preserve_in(self, mapping: Mapping, mapping_of: dict[int, Mapping], held: dict[int, np.ndarray]) -> None:
-        """Preserve the arrays that lie in one mapping, and take them out of ``held``, which is by variable."""
+        """Preserve the arrays that lie in one mapping, and remove them from ``held``, whose keys are variables."""
         numbers = [number for number in held if mapping_of[number] is mapping]
         starts = [self._known[number].place.offset for number in numbers]
         ranges = [(start, start + held[number].nbytes) for start, number in zip(starts, numbers, strict=True)]
@@ -300,8 +300,8 @@ class Catalogue:
         names = ", ".join(self.name(number) for number in numbers[:_NAMED])
         names += f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
         return MemoryPlanError(
-            f"{names}: {need} bytes{in_units(need)} are needed to preserve what was read before an update and is still "
-            f"held, but {why}; let go of the arrays before the update, or read only the rows that you need, with "
+            f"{names}: {need} bytes{in_units(need)} are needed to preserve arrays that were read before an update and "
+            f"are still held, but {why}; let go of the arrays before the update, or read only the rows that you need, with "
             "sparse_read"
         )
 
@@ -356,8 +356,8 @@ class Catalogue:
         return view
 
     def _use_second_gradients(self, record: messages.Variable) -> None:
-        """Have the server make the second set of gradient buffers of the variable's dtype. Raises MemoryPlanError where
-        it cannot."""
+        """Have the server make the second set of gradient buffers of the variable's dtype. Raises MemoryPlanError if it
+        does not fit."""
         if record.spec.dtype not in self._second_gradients:
             request = self._conversation.next_request()
             self.ask(messages.Locate(request, (record.number,), 1), request, messages.Located)
@@ -414,7 +414,7 @@ class Catalogue:
 
 
 def _base(view: np.ndarray) -> np.ndarray:
-    """The array that holds the memory, which NumPy has every view of it refer to."""
+    """The array that holds the memory: NumPy makes every view refer to it."""
     while isinstance(view.base, np.ndarray):
         view = view.base
     return view

@@ -63,8 +63,8 @@ class Conversation:
         self._said: list[tuple[RunId, list[Buffer]]] = []  # with the path of what that ends
         self._asked: list[Record] = []
         self._requests = 0
-        #: Counts what variables may have changed at: begins of runs, nested ones too, and both ends of waits for
-        #: anything but bytes.
+        #: Counts the events at which variables may have changed: begins of runs, nested ones too, and begins and ends
+        #: of waits for anything but bytes.
         self.waits = 0
         # Of the run under way, by merge_call, the last nested run that was taken: another holder of the same token
         # sends them once more.

@@ -1,13 +1,13 @@
-"""A segmentation fault by a write to memory that this worker may only read: a line that says what was written to.
+"""A line that names the variable or argument when a write to read-only memory ends this worker.
 
-Variables and arguments are mapped read-only. NumPy refuses to write to them. Native code that knows of no read-only
-memory, such as an in-place operation of torch, ends the worker by SIGSEGV. Python's faulthandler then prints the
-stacks, but not the address; the handler here compares the address with what is mapped.
+Variables and arguments are mapped read-only. NumPy refuses to write to them. Native code that does not know
+read-only memory, such as an in-place operation of torch, ends the worker by SIGSEGV. Python's faulthandler then prints
+the stacks, but not the address; the handler here compares the address with what is mapped.
 
-It runs after faulthandler, because it is Python code and needs the interpreter's lock, while faulthandler needs
-nothing: so the stacks are printed whatever happens here. faulthandler puts back the handler that it found and calls it
-by raise(). Such a signal carries no address, but the kernel puts the address of the thread's last fault into the
-context of every signal.
+It runs after faulthandler, because it is Python code and needs the interpreter's lock, while faulthandler needs no
+lock. So the stacks are printed in any case. faulthandler restores the handler that it found and calls it by raise().
+Such a signal carries no address, but the kernel puts the address of the thread's last fault into the context of every
+signal.
 
 One case remains in which the worker hangs once its stacks are printed: a thread that holds the interpreter's lock waits
 for the thread that faults.
@@ -31,9 +31,9 @@ from cs_proto.segments import read_only_at
 
 __all__ = ["name_faults"]
 
-# Where in ucontext_t the kernel puts the address of the thread's last fault: gregs[REG_CR2], fault_address.
+# The offset in ucontext_t of the address of the thread's last fault: gregs[REG_CR2], fault_address.
 _ADDRESS_AT = {"x86_64": 216, "aarch64": 176}
-# Where si_code lies in siginfo_t. It is above 0 where the kernel sent the signal for a fault.
+# The offset of si_code in siginfo_t. It is above 0 if the kernel sent the signal for a fault.
 _CODE_AT = 8
 _SA_SIGINFO, _SA_ONSTACK = 0x4, 0x08000000
 _SIG_DFL = 0
@@ -68,10 +68,10 @@ class _Stack(ctypes.Structure):
 
 
 def name_faults(describe: Callable[[str, int], str]) -> None:
-    """Have a segmentation fault by a write to memory that is mapped read-only print a line that says so.
+    """After a segmentation fault by a write to read-only memory, print a line that names the variable or argument.
 
-    ``describe`` says in words what lies in a segment (its name) at an offset in bytes. To be called once, by the main
-    thread of a worker process, since signals belong to the whole process. Does nothing on processors whose ucontext_t
+    ``describe`` returns, as text, what lies in a segment (its name) at an offset in bytes. To be called once, by the
+    main thread of a worker process, since signals belong to the whole process. Does nothing on processors whose ucontext_t
     is not known here, nor under Python 3.14 and later, which takes any stack but the thread's own for an overflow.
     """
     address_at = _ADDRESS_AT.get(platform.machine())
@@ -82,7 +82,7 @@ def name_faults(describe: Callable[[str, int], str]) -> None:
     stack = mmap.mmap(-1, _STACK_NBYTES)
     start = ctypes.addressof(ctypes.c_char.from_buffer(stack))
     _libc.sigaltstack(ctypes.byref(_Stack(start, 0, _STACK_NBYTES)), None)
-    # Behind the interpreter's end there is no Python code to call. Until then this keeps the handler and its stack.
+    # After the interpreter's end no Python code can be called. Until then this keeps the handler and its stack alive.
     atexit.register(_put_behind_faulthandler, None, handler, stack)
 
 
@@ -108,7 +108,8 @@ class _Namer:
         self._has_said = False
 
     def __call__(self, number: int, information: int, context: int) -> None:
-        """Say what was written to, where that is ours; then end the process by the signal, as without a handler."""
+        """Name the variable or argument, if the address is in a read-only mapping; then end the process by the signal,
+        as without a handler."""
         try:
             # faulthandler raises it once it has printed.
             is_raised = ctypes.c_int.from_address(information + _CODE_AT).value <= 0

@@ -2,7 +2,7 @@
 
 A variable is copied when it is read and has changed since, on a stream of its own where it comes from the machine's
 memory; what the run before read and has changed is copied when a run begins, beside the first computations. A new value
-is a new array, so what was read keeps its bits. Streams wait for events and the host for nothing,
+is a new array, so an array that was read keeps its bits. Streams wait for events and the host for nothing,
 until a message is to leave after which others may write what is still read here, or read what is still written
 (:meth:`Gpu.settle`). CuPy comes as an argument: ``device`` alone imports it.
 """
@@ -102,7 +102,7 @@ class Gpu:
                 old = self._copies.pop(number)
                 is_staged = old.is_staged
                 del old  # its memory may be what the new one takes
-                if not is_staged:  # what lies on this device is copied fast, and where it lies may have to be asked
+                if not is_staged:  # copies on this device are fast, and its place may have to be asked
                     continue
                 try:
                     self._start_copy(number, parameters, None)

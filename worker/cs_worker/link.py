@@ -52,11 +52,11 @@ COLLEAGUE = b"\0w"
 
 _OF_MAILBOXES = frozenset({messages.Offer, messages.Taken})
 
-# So many answers wait for a peer of the ROUTER that does not read; it can do without the others.
+# The most answers that wait for a peer of the ROUTER that does not read; it can do without the others.
 _UNREAD = 1000
 # What is being sent when the process ends gets this long to leave, in milliseconds.
 _LINGER = 100
-# A connection that has not said by then that it is ZeroMQ's is closed, in milliseconds.
+# A connection without a ZeroMQ handshake within so many milliseconds is closed.
 _HANDSHAKE = 5000
 # So long it looks for mail before it sleeps, seconds: longer than a client or server takes to answer.
 _PATIENCE = 300e-6

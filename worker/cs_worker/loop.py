@@ -83,7 +83,7 @@ class Loop:
             controller.strategy,
             turns,
         )
-        #: What lies in a segment at an offset, in words.
+        #: What lies in a segment at an offset, as text for an error.
         self.what_lies_at = catalogue.what_lies_at
         self._programs = Programs(catalogue.map)
         self._seeds = Seeds(device.seed)
@@ -119,7 +119,7 @@ class Loop:
                 self._shop.conversation.link.send_supervisor(messages.Worked(self._shop.config.incarnation))
 
     def _say_carried(self) -> None:
-        """Say once that segments cannot be mapped, which may show at any of them."""
+        """Log once that segments cannot be mapped. This may show first at any segment."""
         if self._lifeline.carried_because and not self._has_said_carried:
             self._has_said_carried = True
             _log.warning("transport %s: %s", CARRIED, self._lifeline.carried_because)
@@ -130,7 +130,7 @@ class Loop:
         importlib.invalidate_caches()
         try:
             os.chdir(prepare.directory)
-        except (OSError, ValueError) as error:  # of a path with a zero in it
+        except (OSError, ValueError) as error:  # ValueError: the path has a zero byte
             _log.warning("%s cannot enter the script's directory: %s", self._shop.config.name, error)
 
     def _execute(self, sender: bytes, run: Run) -> None:

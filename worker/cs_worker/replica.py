@@ -106,7 +106,7 @@ class Replica:
         #: The keys of what merge functions gave to all replicas alike, by ``id()``; ``_kept`` keeps that alive.
         self.shared: dict[int, tuple[int, int]] = {}
         self._kept: list[Any] = []
-        # By ``id()``: a loop may read the same a thousand times.
+        # By ``id()``: a loop may read the same array a thousand times.
         self._held: dict[int, Any] = {}
 
     # --- reading ----------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class Replica:
         brought to merge points for it is committed first; what it only noted to write is in a copy of its own. On a
         GPU a copy, made where the variable has changed since the last one; it must not be written to.
 
-        Raises MemoryPlanError where what is held through the commit takes more memory than there is."""
+        Raises MemoryPlanError if the values that are held through the commit take more memory than there is."""
         if not self._unseen and number not in self._written and threading.get_ident() == self._thread:
             catalogue = self._shop.catalogue
             mapped = catalogue.mapped.get(number)
@@ -140,7 +140,7 @@ class Replica:
         return value
 
     def hold(self, value: Any) -> None:
-        """Hold what :meth:`view` gave until this run is over."""
+        """Hold a result of :meth:`view` until this run is over."""
         self._held[id(value)] = value
 
     @_whole
@@ -298,7 +298,7 @@ class Replica:
         self._unseen.append(note)
         was_shown = self._shown.pop(number, None) is not None
         if number in self._overlaid:
-            if was_shown:  # and stays what it was
+            if was_shown:  # that array keeps its bits
                 self._overlaid[number] = np.array(self._overlaid[number])
             self._overlay(self._overlaid[number], note)
 
@@ -428,8 +428,8 @@ class Replica:
         return answer
 
     def _preserve(self) -> None:
-        """Another replica has a commit made in the midst of the run: what was shown here stays what it was. Where that
-        cannot be, the run is over for this replica, which does not hear the answer to what it asked."""
+        """Preserve the views that are held here, because another replica causes a commit in the middle of the run. If
+        that fails, the run is over for this replica, and it does not wait for its answer."""
         try:
             self._shop.catalogue.preserve()
         except MemoryPlanError as error:

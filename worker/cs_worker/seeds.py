@@ -1,6 +1,6 @@
 """Random state of a replica: a function of (strategy seed, draw, replica), whatever ran before in this process.
 
-A draw is a run as random numbers count it: a path as a run's id is, beginning with the ``draw`` of its ``Run``.
+A draw is a path like a run's id, with the ``draw`` of its ``Run`` as the first number.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _AHEAD = 8
 
 
 class Seeds:
-    """The random state of the controller's draws, one after the other. NumPy's takes longest to make, most of it where
-    nothing of that was done just before; so that of some draws is made at once, by a generator of its own, when the
-    worker has said what it had to say."""
+    """The random state of the controller's draws, one after the other. NumPy's state takes longest to make,
+    mostly when the code is not in the processor's cache. So the states of some draws are made together, by a separate
+    generator, after the worker has sent its answer."""
 
     def __init__(self, device: Callable[[int], None]) -> None:
         """``device`` seeds the generator of the replica's device, with a number of 32 bits."""
@@ -62,7 +62,7 @@ class Seeds:
         GENERATORS.seed(torch)
 
     def expect(self, seed: int, draw: RunId, replica: int) -> None:
-        """This draw of the controller, and those after it, begin next in all likelihood."""
+        """Prepare this draw of the controller and the next ones, which will probably be used next."""
         if (seed, draw, replica) in self._made:
             return
         self._made.clear()
@@ -81,7 +81,8 @@ def _memory_of(generator: np.random.MT19937) -> memoryview:
 
 
 def _numbers(seed: int, draw: RunId, replica: int) -> tuple[int, int, int, tuple[int, ...]]:
-    """What the generators of Python, the device (32 bits), torch (64 bits) and NumPy are seeded with."""
+    """The seeds of the generators of Python (128 bits), the device (32 bits), torch (64 bits) and NumPy (four words of
+    32 bits)."""
     # A hash, because neighbouring draws differ by one and generators want seeds that differ everywhere.
     key = ",".join(map(str, (seed, *draw, replica)))
     digest = hashlib.blake2b(key.encode(), digest_size=32).digest()
@@ -90,8 +91,8 @@ def _numbers(seed: int, draw: RunId, replica: int) -> tuple[int, int, int, tuple
 
 
 def kept_random_state(device: Callable[[], Callable[[], None]] | None = None) -> Callable[[], None]:
-    """Remember the state as it is, torch's too, and with ``device`` the device's; the answer puts it back. For the run
-    around a nested run."""
+    """Remember the random state, torch's too, and with ``device`` the device's. The result is a function that restores
+    it. For the run around a nested run."""
     python, numpy, restore_device = random.getstate(), np.random.get_state(), device and device()
     restore_torch = GENERATORS.keep()
 

@@ -249,19 +249,19 @@ class TokenController:
 
     @property
     def seed(self) -> int:
-        """The strategy's, as the run of the merge_call has it."""
+        """The strategy's seed, from the run of the merge_call."""
         return self._token("the strategy's seed").seed
 
     def draws(self) -> int:
-        """The draw of the run of the merge_call, which is the last that has begun."""
+        """The draw of the run of the merge_call, which is the last run that has begun."""
         return self._token("the number of runs").draw
 
     def set_draws(self, draws: int) -> None:
-        """Leave the count to the script, which sends the runs, and say so."""
+        """Change nothing, and log a warning: the script counts the runs."""
         if draws != self._token("the number of runs").draw:
             _log.warning(
-                "a checkpoint that is restored in a merge function does not set the count of runs, so random numbers "
-                "go on as before; restore it in the script"
+                "a restore in a merge function does not set the count of runs, so random numbers continue as before; "
+                "restore the checkpoint in the script"
             )
 
     def statistics(self) -> Counters:

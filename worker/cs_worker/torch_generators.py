@@ -1,9 +1,9 @@
-"""torch's random generators, the CPU's and those of all CUDA devices, where the user's code has torch.
+"""torch's default random generators, those of the CPU and of all CUDA devices, if the user's code loads torch.
 
-The worker never imports torch. Where it is loaded, its generators are seeded as the others are. Where the function of
-a run is the first to import it, they are seeded at the end of that import: a worker that repeats a run draws what the
-worker before it drew, whichever of the two had torch already. Generators of a CUDA that is not in use yet are seeded
-when torch starts it; nothing here does.
+The worker never imports torch. If torch is loaded, each run seeds its generators. If the function of a run is the first
+to import torch, they are seeded at the end of that import: so a worker that repeats a run draws the same numbers as the
+worker before it, whichever of the two had loaded torch already. Generators of CUDA are seeded when torch starts CUDA;
+nothing here starts it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ __all__ = ["GENERATORS", "TorchGenerators"]
 
 
 class TorchGenerators:
-    """They belong to the process, so there is one of this; only who runs the user's code uses it."""
+    """The generators of this process; there is one instance. Only the thread that runs the user's code uses it."""
 
     def __init__(self) -> None:
-        # What they are seeded with where they appear now; None: nobody has seeded any.
+        # The seed for generators that appear now; None: no run has seeded any yet.
         self._number: int | None = None
-        self._cuda: Any = None  # torch.cuda, once it seeds its generators when it starts
+        self._cuda: Any = None  # torch.cuda, once it is told to seed its generators at its start
 
     def seed(self, number: int) -> None:
-        """Seed those that there are, and those that appear before this is called again, with 64 bits."""
+        """Seed all generators with ``number`` (64 bits), also those that appear before the next call."""
         self._number = number
         torch = self._loaded()
         if torch is not None:
@@ -35,8 +35,8 @@ class TorchGenerators:
                 self._seed_cuda()
 
     def keep(self) -> Callable[[], None]:
-        """Remember their states; the answer puts them back. Those that appear in between are seeded then with what
-        they would have been."""
+        """Remember the states of all generators. The result is a function that restores them; it seeds generators that
+        appeared in between with the number of this run."""
         number, torch = self._number, self._loaded()
         cpu = None if torch is None else torch.default_generator.get_state()
         cuda = None
@@ -61,24 +61,24 @@ class TorchGenerators:
         return restore
 
     def watch(self) -> None:
-        """See to it that torch's generators are seeded when it is imported."""
+        """Have torch's generators seeded when torch is imported."""
         if "torch" not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
             sys.meta_path.insert(0, _Finder(self))
 
     def appeared(self) -> None:
-        """torch has been imported."""
+        """Seed the generators: torch has been imported."""
         torch = self._loaded()
         if torch is not None and self._number is not None:
             torch.default_generator.manual_seed(self._number)
 
     def _loaded(self) -> Any:
-        """torch, if it has been imported to the end."""
+        """The module torch, if its import is complete; else None."""
         torch = sys.modules.get("torch")
         if torch is None or not hasattr(torch, "default_generator") or not hasattr(torch, "cuda"):
             return None
         if self._cuda is not torch.cuda:
             self._cuda = torch.cuda
-            # torch.cuda.manual_seed_all would wait for the start of CUDA, too, but takes 0.1 ms at every run till then.
+            # torch.cuda.manual_seed_all would wait for the start of CUDA, too, but takes 0.1 ms in each run before it.
             torch.cuda._lazy_call(self._seed_cuda)  # noqa: SLF001
         return torch
 
@@ -92,7 +92,7 @@ GENERATORS = TorchGenerators()
 
 
 class _Finder:
-    """Finds torch as the finders behind it do, and tells when it has been imported; then it is of no use any more."""
+    """Finds torch by the finders after it, reports the end of the import, and removes itself."""
 
     def __init__(self, generators: TorchGenerators) -> None:
         self._generators = generators
@@ -111,7 +111,7 @@ class _Finder:
         execute = loader.exec_module
 
         def execute_and_tell(module: ModuleType) -> None:
-            del loader.exec_module  # what else wants the loader gets it as it was
+            del loader.exec_module  # restores the loader's own method
             execute(module)
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
