@@ -182,7 +182,8 @@ class Catalogue:
             nbytes = end - slab.tail
             raise MemoryPlanError(
                 f"{what}: {nbytes} bytes planned{in_units(nbytes)}, but only {longest - slab.tail} of the {longest} "
-                f"bytes of addresses{in_units(longest)} for {dtype} variables are available; use smaller or fewer variables"
+                f"bytes of addresses{in_units(longest)} for {dtype} variables are available; use smaller or "
+                "fewer variables"
             )
         return min(longest, max(self._addresses.slab, 2 * slab.reservation, pages(end)))
 

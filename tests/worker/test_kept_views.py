@@ -337,8 +337,9 @@ def test_what_there_is_no_memory_for_is_refused_by_name(alone: Service) -> None:
     alone.answer(0, messages.Committed(run, 1))
     refused, before, new = alone.result()
     assert refused == (
-        f"{name}: 4096 bytes are needed to preserve arrays that were read before an update and are still held, but 4095 "
-        "bytes are available; let go of the arrays before the update, or read only the rows that you need, with sparse_read"
+        f"{name}: 4096 bytes are needed to preserve arrays that were read before an update and are still held, but "
+        "4095 bytes are available; let go of the arrays before the update, or read only the rows that you need, with "
+        "sparse_read"
     )
     assert (before, new) == ([1] * 8, [5] * 4)
 

@@ -301,8 +301,8 @@ class Catalogue:
         names += f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
         return MemoryPlanError(
             f"{names}: {need} bytes{in_units(need)} are needed to preserve arrays that were read before an update and "
-            f"are still held, but {why}; let go of the arrays before the update, or read only the rows that you need, with "
-            "sparse_read"
+            f"are still held, but {why}; let go of the arrays before the update, or read only the rows that you need, "
+            "with sparse_read"
         )
 
     def _lock_slab(self, segment: str) -> None:

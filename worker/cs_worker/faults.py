@@ -71,8 +71,9 @@ def name_faults(describe: Callable[[str, int], str]) -> None:
     """After a segmentation fault by a write to read-only memory, print a line that names the variable or argument.
 
     ``describe`` returns, as text, what lies in a segment (its name) at an offset in bytes. To be called once, by the
-    main thread of a worker process, since signals belong to the whole process. Does nothing on processors whose ucontext_t
-    is not known here, nor under Python 3.14 and later, which takes any stack but the thread's own for an overflow.
+    main thread of a worker process, since signals belong to the whole process. Does nothing on processors whose
+    ucontext_t is not known here, nor under Python 3.14 and later, which takes any stack but the thread's own for an
+    overflow.
     """
     address_at = _ADDRESS_AT.get(platform.machine())
     if address_at is None or sys.version_info >= (3, 14):
