@@ -81,7 +81,7 @@ def test_observers_leave_a_quarter_or_256_free(monkeypatch: pytest.MonkeyPatch) 
         assert open_files.may_have_guests() is may
 
 
-def test_who_needs_more_than_there_is_is_told(limits: tuple[int, int]) -> None:
+def test_a_shortage_of_descriptors_is_an_error(limits: tuple[int, int]) -> None:
     limit_to(open_files.limit() - open_files.free() + 5, limits)
     open_files.check(5, "an observer")
     words = r"^an observer needs up to 6 descriptors, and this process has \d+ of \d+ open: close .*ulimit -n"

@@ -97,7 +97,7 @@ def rules() -> Iterator[tuple[str, dict[str, float]]]:
 
 
 @pytest.mark.parametrize("replicas", REPLICAS)
-def test_all_that_may_come_at_first_fits_on_every_machine(replicas: int) -> None:
+def test_the_first_reservations_fit_on_every_machine(replicas: int) -> None:
     """All dtypes, the slots of all rules and both sets of gradients at once."""
     for machine_nbytes in MACHINES:
         book = Book(machine_nbytes, replicas)

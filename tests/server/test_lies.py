@@ -308,7 +308,7 @@ def without_counts(said: list[Command]) -> list[Command]:
 
 
 @pytest.mark.parametrize("kind", [KeyError, IndexError, AssertionError, ZeroDivisionError, MemoryError, RecursionError])
-def test_whatever_a_message_brings_about_is_a_refusal_after_which_all_is_as_before(
+def test_an_unforeseen_exception_is_a_refusal_that_changes_nothing(
     kind: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     played = Played()

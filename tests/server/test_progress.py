@@ -427,7 +427,7 @@ def preserves(replica: int) -> Received:
     return asks(replica, reduces(1, scalar(1)), (applies(0),), run=(2,), preserved=True)
 
 
-def test_who_waits_is_asked_to_preserve_what_it_has_been_shown() -> None:
+def test_a_replica_that_waits_is_asked_to_preserve_its_views() -> None:
     book = reads_while_another_waits()
     book.on(preserves(1), commits(steps(2, ((0, 1),))))
     book.on(book.finished(), Send(w(0), Committed((2,), 1)))
@@ -473,7 +473,7 @@ def test_where_nothing_is_committed_nobody_is_asked() -> None:
     book.on(returns(1, 2, run=(2,)), commits(steps(2, ((0, 1),))))
 
 
-def test_who_has_not_heard_of_it_is_asked_again() -> None:
+def test_a_replica_that_missed_the_request_is_asked_again() -> None:
     """A worker says its question again to a server in the place of one that died."""
     book = reads_while_another_waits()
     again = asks(1, reduces(1, scalar(1)), (applies(0),), run=(2,))
@@ -513,7 +513,7 @@ def test_one_that_dies_when_it_has_preserved_is_asked_when_it_waits_again() -> N
     book.on(hears(w(1, 2), replace(REPLAY, preserved=True)), commits(steps(2, ((0, 1),), (0, 0, 0))))
 
 
-def test_who_cannot_preserve_returns_an_error_and_the_run_ends_with_it() -> None:
+def test_a_replica_that_cannot_preserve_returns_an_error_and_the_run_ends_with_it() -> None:
     book = reads_while_another_waits()
     book.on(returns(1, 1, run=(2,), raises="cs.MemoryPlanError"), commits(steps(2, ((0, 1),))))
     book.on(book.finished(), Send(w(0), Committed((2,), 1)))

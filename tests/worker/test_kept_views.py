@@ -247,7 +247,7 @@ def test_what_was_mapped_before_the_segment_was_extended_is_preserved_too(alone:
     assert alone.result() == ([[1, 0], [5, 7]], [1, 1])  # two mappings, a range in each
 
 
-def test_who_is_asked_preserves_what_it_holds_and_asks_again(pair: Service) -> None:
+def test_a_replica_that_is_asked_preserves_its_views_and_asks_again(pair: Service) -> None:
     v = table(pair)
 
     def step() -> list[Any]:
@@ -310,7 +310,7 @@ def test_one_that_has_read_nothing_needs_not_be_asked(pair: Service) -> None:
         pair.result(replica)
 
 
-def test_what_there_is_no_memory_for_is_refused_by_name(alone: Service) -> None:
+def test_an_error_names_the_views_for_which_there_is_no_memory(alone: Service) -> None:
     optimizer, v = Model(alone).known()
     name = alone.variables[v._cs_handle()[1]].spec.name
 
@@ -344,7 +344,7 @@ def test_what_there_is_no_memory_for_is_refused_by_name(alone: Service) -> None:
     assert (before, new) == ([1] * 8, [5] * 4)
 
 
-def test_who_cannot_preserve_what_it_is_asked_to_goes_no_further(pair: Service) -> None:
+def test_a_replica_that_cannot_preserve_its_views_goes_no_further(pair: Service) -> None:
     v = table(pair)
 
     def step() -> list[str]:

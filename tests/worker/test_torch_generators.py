@@ -116,7 +116,7 @@ def test_torch_is_never_imported(seeds: Seeds) -> None:
     assert "torch" not in sys.modules
 
 
-def test_who_looks_for_torch_finds_it_and_nothing_is_seeded_by_that(seeds: Seeds) -> None:
+def test_find_spec_finds_torch_and_seeds_nothing(seeds: Seeds) -> None:
     seeds.begin(7, (5,), 1)
     spec = importlib.util.find_spec("torch")
     assert spec is not None

@@ -193,7 +193,7 @@ def test_nonsense_is_dropped_or_ends_that_connection_and_nothing_else(
     assert len(world.service.living_pids) == 2
 
 
-def test_who_does_not_say_who_it_is_is_cut_off(
+def test_a_process_that_does_not_introduce_itself_is_disconnected(
     world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervise, "_INTRODUCTION", 0.0)
