@@ -89,21 +89,24 @@ class Runs(Seam):
         sent = Sent(run, [], data, pickles, [*self._held] if series.lookahead else [])
         self._prepare()
         share = self._arena.share
+        touched, messages_of_run = [], []
         for replica, (pickled, buffers) in enumerate(pickles):
-            is_held, self._held[replica] = self._held[replica].touch(name, frozen)
+            is_held, held = self._held[replica].touch(name, frozen)
+            touched.append(held)
             carried = None if is_held else share(data)
             there: bytes | Frame | Array = pickled
             if len(pickled) > _SMALL_NBYTES:
                 there = Frame(pickled) if len(pickled) <= INLINE_NBYTES else share(pickled)
             placed = tuple(map(share, buffers)) if buffers else ()
-            held = self._results[replica].held()
-            said = (run, draw, replica, self._seed, name, carried, frozen, there, placed, *step, held)
+            lent = self._results[replica].held()
+            said = (run, draw, replica, self._seed, name, carried, frozen, there, placed, *step, lent)
             sent.said.append(said)
-            # Count the run only now: the server refuses a run that is far ahead of the last one it knows.
-            self._runs, series.number = run[0], number
-            self._send_values(self._worker_sockets[replica], messages.Run, said)
+            messages_of_run.append(self._encoded(messages.Run, said))
+        # Only now is anything sent or counted: where one replica's arguments cannot be placed, no replica begins.
+        self._runs, self._draws, series.number, self._held = run[0], draw, number, touched
+        for socket, message in zip(self._worker_sockets, messages_of_run, strict=True):
+            self._post(socket, message)
             moment("sent")
-        self._draws = draw
         series.unanswered.append(sent)
         self._latest, self._sent = series, series.unanswered
 

@@ -315,11 +315,11 @@ class Seam(ABC):
             log.debug("send %.300r", record)
         self._post(socket, encode(record))
 
-    def _send_values(self, socket: zmq.Socket[bytes], kind: type[Record], values: Sequence[Any]) -> None:
-        """As :meth:`_send` of ``kind(*values)``, which need not be built."""
+    def _encoded(self, kind: type[Record], values: Sequence[Any]) -> list[Buffer]:
+        """The parts of the message ``kind(*values)``, which need not be built, for :meth:`_post`."""
         if log.isEnabledFor(logging.DEBUG):
             log.debug("send %.300r", kind(*values))
-        self._post(socket, encode_values(kind, values))
+        return encode_values(kind, values)
 
     def _post(self, socket: zmq.Socket[bytes], parts: Sequence[Buffer]) -> None:
         # Copied: without that pyzmq starts a thread and a context of its own for frames from 64 KiB on, and the user's

@@ -131,13 +131,15 @@ class Catalogue:
         room = _room(nbytes)
         hole = self._hole_for(spec.dtype, room)
         end = slab.tail if hole is not None else slab.tail + room
-        reservation = self._reservation(f"variable {name!r}", spec.dtype, slab, end)
         place = Location(segments.parameters(spec.dtype), slab.tail if hole is None else hole)
-        needed, is_lazy = [], False
-        if reservation > slab.reservation:
+        needed: list[Allocate] = []
+        reservation, is_lazy = slab.reservation, False
+        for longer in self._reservations(f"variable {name!r}", spec.dtype, slab, end):
             # Extend all segments of the slab: a commit that reads gradients cannot extend one.
             made = self._segments_of_slab(spec.dtype, slab.gradient_sets)
-            needed += [Allocate(name, reservation, writer, end, end) for name, writer in made]
+            reservation, needed = longer, [Allocate(each, longer, writer, end, end) for each, writer in made]
+            if not any(each in self.refused for each in needed):
+                break
         if nbytes:
             # A large table that has no dense gradients may be zeros, of which nothing is touched before it is named.
             is_lazy = value is None and not spec.trainable
@@ -171,12 +173,12 @@ class Catalogue:
             self._tables.holes[spec.dtype, hole + room] = Hole(left)
         return variable, (SlotFill(place.segment, spec.dtype, *_elements(variable), 0.0, is_lazy),)
 
-    def _reservation(self, what: str, dtype: str, slab: Slab, end: int) -> int:
-        """The bytes that each segment of a slab needs if the slab ends at byte ``end``. An extension at least doubles
-        them, since every process has to map an extended segment again. Raises MemoryPlanError if a slab may not be so
-        long."""
+    def _reservations(self, what: str, dtype: str, slab: Slab, end: int) -> tuple[int, ...]:
+        """How long the segments of a slab that ends at byte ``end`` may become, the better length first; nothing where
+        they are long enough. Every process maps a segment anew that is extended, so it becomes twice as long where that
+        can be had, and else as long as it must be. Raises MemoryPlanError."""
         if 0 < slab.reservation >= end:
-            return slab.reservation
+            return ()
         longest = self._addresses.longest_slab
         if end > longest:
             nbytes = end - slab.tail
@@ -185,7 +187,7 @@ class Catalogue:
                 f"bytes of addresses{in_units(longest)} for {dtype} variables are available; use smaller or "
                 "fewer variables"
             )
-        return min(longest, max(self._addresses.slab, 2 * slab.reservation, pages(end)))
+        return min(longest, max(self._addresses.slab, 2 * slab.reservation, pages(end))), pages(max(end, 1))
 
     def use_second_gradients(self, dtypes: Iterable[str]) -> None:
         """Make the second set of every replica's gradient buffers of these dtypes. Raises MemoryPlanError if it does
@@ -357,9 +359,12 @@ class Catalogue:
         self._note_set(made, self._tables.sets[made])
         return made, fills
 
-    def check_sparse(self, points: Sequence[ApplyPoint]) -> None:
-        """Raise InvalidArgumentError where a sparse gradient does not fit its variable, or that is not in the set."""
+    def check_gradients(self, points: Sequence[ApplyPoint]) -> None:
+        """Raise InvalidArgumentError where a sparse gradient does not fit its variable, or that is not in the set; and
+        where gradients are said to lie in the second set of buffers, which is not there."""
         for point in points:
+            if point.buffers % 2:
+                self._check_second(point)
             for gradient in point.sparse:
                 spec, values = self._variable(gradient.variable).spec, gradient.values
                 if gradient.variable not in (point.variables or self._tables.sets[point.variable_set].variables):
@@ -369,6 +374,19 @@ class Catalogue:
                         f"the sparse gradient of variable {spec.name!r} is {values.dtype}{list(values.shape)}; the "
                         f"variable is {spec.dtype}{list(spec.shape)}"
                     )
+
+    def _check_second(self, point: ApplyPoint) -> None:
+        missing = [dtype for dtype, slab in self._tables.slabs.items() if slab.gradient_sets < 2]
+        if not missing:
+            return
+        sparse = {gradient.variable for gradient in point.sparse}
+        for number in point.variables or self._tables.sets[point.variable_set].variables:
+            spec = self._variable(number).spec
+            if number not in sparse and spec.dtype in missing:
+                raise InvalidArgumentError(
+                    f"the gradient of {spec.name!r} is said to lie in the second set of buffers, but no Locate asked "
+                    f"for that of {spec.dtype} variables"
+                )
 
     def apply(self, number: int, points: Sequence[ApplyPoint], steps_before: int) -> Apply:
         """One step on a variable set. ``points`` say for every replica in which of its gradient buffers its gradients

@@ -301,8 +301,8 @@ class Engine:
                 self._tables.tally.messages += 1
                 self._out.append(answer)
             case ProcessDied(died):
-                if self._sessions.died(died):
-                    self._replays.died(died)
+                if (news := self._sessions.died(died)) is not None:
+                    self._replays.died(news)
             case ClientLeft(client):
                 if self._sessions.left(client):
                     self._runs.cancel_all(now)

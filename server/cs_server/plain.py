@@ -165,17 +165,17 @@ class PlainSteps:
             and is_small(record)
             and record.count == len(record.notes)
             and _sets(record) == ground.sets
-            and self._are_sparse(record)
+            and self._are_gradients(record)
         )
         if fits and self._ground is None:
             self._ground = ground
         return fits
 
-    def _are_sparse(self, record: Return) -> bool:
-        """Whether its sparse gradients fit their variables."""
-        sparse = [note for note in record.notes if isinstance(note, ApplyPoint) and note.sparse]
+    def _are_gradients(self, record: Return) -> bool:
+        """Whether its gradients fit their variables, and lie in buffers that are there."""
+        points = [note for note in record.notes if isinstance(note, ApplyPoint) and (note.sparse or note.buffers % 2)]
         try:
-            self._catalogue.check_sparse(sparse)
+            self._catalogue.check_gradients(points)
         except InvalidArgumentError:
             return False
         return True

@@ -133,7 +133,7 @@ class Progress:
         is_awaited = any(self._tables.stands[run, replica].waiting == k for replica in self._replicas)
         match points[0]:
             case ApplyPoint(optimizer=optimizer):
-                self._catalogue.check_sparse([point for point in points if isinstance(point, ApplyPoint)])
+                self._catalogue.check_gradients([point for point in points if isinstance(point, ApplyPoint)])
                 number, fills = self._set_of(optimizer, points)
                 if fills:
                     self._commits.submit(Job("slots", (), 0, 0, False, "", fills))

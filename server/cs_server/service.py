@@ -626,17 +626,20 @@ class Service:
             self._sent = record, encode(record, BULK_LIMITS)
         parts = self._sent[1]
         if not self._mail.post(peer, parts):
-            is_sent = peer not in self._unsent and self._put(peer, parts)
-            if is_sent or self._unsent.add(peer, parts):
+            is_sent = False if peer in self._unsent else self._put(peer, parts)
+            if is_sent is False and self._unsent.add(peer, parts):
+                is_sent = True  # later
+                self._retry_at = 0.0  # its first try is due, whatever pause others have come to
+            if is_sent:
                 self._mail.sent(peer)
         _moment("sent")
 
-    def _put(self, peer: bytes, parts: Sequence[Buffer]) -> bool:
-        """Send over ZeroMQ; False if ``peer`` has not taken earlier messages."""
+    def _put(self, peer: bytes, parts: Sequence[Buffer]) -> bool | None:
+        """Send over ZeroMQ; False if ``peer`` has not taken earlier messages, None if it is gone."""
         is_begun = self._begin_to_send(peer)
         if is_begun:
             self._router.send_multipart(parts)
-        return is_begun is not False
+        return is_begun
 
     def _begin_to_send(self, peer: bytes) -> bool | None:
         """Whether ``peer`` takes a message; then its identity has been sent. None if the peer is gone."""

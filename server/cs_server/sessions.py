@@ -71,22 +71,26 @@ class Sessions:
     def _workers(self) -> tuple[Worker, ...]:
         return tuple(self._tables.workers[replica].worker for replica in sorted(self._tables.workers))
 
-    def died(self, died: Died) -> bool:
-        """Note a worker's death. False where it is none, or of an incarnation that has been replaced."""
+    def died(self, died: Died) -> Died | None:
+        """Note a worker's death, and return it. None where it is none, or of an incarnation that has been replaced. If
+        nobody told the death of the registered worker before this one, of a later incarnation, the returned death is
+        that of the registered worker."""
         if died.role != "worker" or not 0 <= died.rank < self._replicas:
-            return False
+            return None
         known, before = self._tables.workers.get(died.rank), self._tables.deaths.get(died.rank)
         if (known and died.incarnation < known.worker.incarnation) or (
             before and died.incarnation <= before.incarnation
         ):
-            return False
+            return None
         self._tables.deaths[died.rank] = died
         self._out.append(Log(f"{self.title(died.rank)} died: {died.cause}"))
         for peer, session in self._tables.clients.items():
             if not session.is_welcome and not died.restarts:
                 self._out.append(Send(peer, Refused(0, error_of(self._lost(), died.rank))))
                 del self._tables.clients[peer]
-        return True
+        if known and not before:
+            return replace(died, incarnation=known.worker.incarnation)
+        return died
 
     def check_exists(self, replica: int) -> None:
         """Raise InvalidArgumentError if this service has no such replica."""

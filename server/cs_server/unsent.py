@@ -26,8 +26,8 @@ _PAUSE, _LONGEST_PAUSE = 0.001, 1.0
 class Unsent:
     """The messages that wait, by peer. Used by one thread."""
 
-    def __init__(self, send: Callable[[bytes, Sequence[Buffer]], bool]) -> None:
-        """``send`` returns False if the peer has not taken earlier messages, and True if it is gone."""
+    def __init__(self, send: Callable[[bytes, Sequence[Buffer]], bool | None]) -> None:
+        """``send`` returns False if the peer has not taken earlier messages, and None if it is gone."""
         self._send = send
         self._waiting: dict[bytes, deque[list[bytes]]] = {}
         self._nbytes: dict[bytes, int] = {}
@@ -66,7 +66,7 @@ class Unsent:
         """Send as many messages as the peers take now."""
         has_sent = False
         for peer, waiting in list(self._waiting.items()):
-            while waiting and self._send(peer, waiting[0]):
+            while waiting and self._send(peer, waiting[0]) is not False:
                 self._nbytes[peer] -= sum(map(len, waiting.popleft()))
                 has_sent = True
             if not waiting:

@@ -471,7 +471,7 @@ def test_a_sparse_gradient_takes_its_variable_out_of_the_ranges(book: Book) -> N
     book.catalogue.configure(0, "Adagrad", ADAGRAD)
     rows = [SparseGradient(2, block("float32", k, 2, 3), block("int64", k)) for k in (4, 0)]
     points = [ApplyPoint(0, "x:1", 1, 0, (1, 2, 3), buffers, (row,)) for buffers, row in enumerate(rows)]
-    book.catalogue.check_sparse(points)
+    book.catalogue.check_gradients(points)
     number, fills = book.catalogue.variable_set(1, (1, 2, 3), [2])
     assert [fill.is_lazy for fill in fills] == [False] * 3  # the accumulator begins at 0.1
     apply = book.catalogue.apply(number, points, 0)
@@ -517,7 +517,7 @@ def test_a_sparse_gradient_that_does_not_fit_is_refused(book: Book, gradient: Sp
     for name, shape in [("table", (4, 3)), ("scalar", ()), ("other", (2,))]:
         book.make(name, shape)
     with pytest.raises(InvalidArgumentError, match=reason):
-        book.catalogue.check_sparse([ApplyPoint(0, "x:1", 1, 0, (1, 2), 0, (gradient,))])
+        book.catalogue.check_gradients([ApplyPoint(0, "x:1", 1, 0, (1, 2), 0, (gradient,))])
 
 
 def test_slots_are_described_and_written(book: Book) -> None:
