@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import select
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
@@ -27,6 +26,8 @@ SUFFIX_NBYTES = 5
 
 # ZMQ_USE_FD: the next endpoint to be bound is this listening socket. ZMQ_LAST_ENDPOINT: what it is called.
 _USE_FD, _LAST_ENDPOINT = 89, 32
+# Whether a socket listens.
+_SOL_SOCKET, _SO_ACCEPTCONN = 1, 30
 # The backlog: the limit of descriptors divided by the first number, but at most the second.
 _WAITING_SHARE, _MOST_WAITING = 32, 64
 # The limit of descriptors divided by this stays free for everything else.
@@ -44,6 +45,12 @@ class Listener(Protocol):
     def listen(self, backlog: int, /) -> None: ...
 
     def fileno(self) -> int: ...
+
+    def getsockname(self) -> object: ...
+
+    def getsockopt(self, level: int, option: int, /) -> int: ...
+
+    def detach(self) -> int: ...
 
     def close(self) -> None: ...
 
@@ -77,7 +84,7 @@ class _Batch:
 class Admission(Generic[S]):
     """Accepts connections to ``router``. Used by the thread that uses the ROUTER."""
 
-    def __init__(self, poller: Poller[S], router: S, path: str, new_socket: Callable[[], Listener]) -> None:
+    def __init__(self, poller: Poller[S], router: S, path: str, new_socket: Callable[..., Listener]) -> None:
         """Listen at ``path``. Peers can connect from now on, and wait for :meth:`resume`. A path that is
         ``SUFFIX_NBYTES`` longer must still be valid for a socket. Raises OSError where no socket can be bound."""
         #: Whether peers wait because there are too few descriptors.
@@ -161,15 +168,26 @@ class Admission(Generic[S]):
 
     def _sweep(self) -> None:
         """Close the listening sockets whose peers have all gone."""
-        try:
-            with open("/proc/net/unix", errors="surrogateescape") as file:
-                named = Counter(line.rstrip("\n").split(maxsplit=7)[-1] for line in file)
-        except OSError:  # the sockets are kept, at the cost of a descriptor each
-            return
-        for batch in [batch for batch in self._batches if named[batch.name] == 1]:  # the listening socket alone
+        named = self._connected()
+        for batch in [batch for batch in self._batches if batch.name not in named]:
             self._router.unbind(batch.endpoint)
             self._batches.remove(batch)
         self._poller.used(self._router)
+
+    def _connected(self) -> set[object]:
+        """The names of the listening sockets that this process's connections came by; a connection keeps that name.
+        They are not read from /proc/net/unix, which lists a connection in the network namespace of its peer: that may
+        be another container's."""
+        names: set[object] = set()
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            with suppress(OSError):  # it is no socket, or is closed by now
+                socket = self._new_socket(fileno=descriptor)
+                try:
+                    if not socket.getsockopt(_SOL_SOCKET, _SO_ACCEPTCONN):
+                        names.add(socket.getsockname())
+                finally:
+                    socket.detach()
+        return names
 
     def _listening(self) -> tuple[str, Listener]:
         """A listening socket that replaces the one at the path, and the name that it was bound to."""

@@ -37,6 +37,7 @@ from cs_proto.messages import (
     Free,
     GatherPoint,
     Hello,
+    Locate,
     MergeCallPoint,
     MergeCallReturn,
     Note,
@@ -273,6 +274,11 @@ class Playbook:
         for replica in range(self.config.replicas):
             self.does(returns(replica, 1, run=run))
         self.settle()
+        return self
+
+    def has_second_buffers(self, *variables: int) -> Playbook:
+        """A worker has asked for the second set of gradient buffers for the dtypes of these variables."""
+        self.does(hears(w(0), Locate(0, variables, 1)))
         return self
 
     def settle(self) -> Playbook:

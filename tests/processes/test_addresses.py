@@ -35,6 +35,15 @@ def step_of_both():
     sgd.apply_gradients([(of_large, large), (of_small, small)])
     adam.apply_gradients([(np.zeros(8, np.float32), small)])
 
+def size(part):
+    return np.float64(part.size)
+
+parts = strategy.experimental_distribute_values_from_function(lambda context: np.zeros(50 << 20, np.uint8))
+try:  # the arena has room for one of them at the most
+    strategy.run(size, args=(parts,))
+except cs.errors.MemoryPlanError:
+    print(strategy.reduce("SUM", strategy.run(size, args=(np.zeros(3),)), axis=None))
+
 strategy.run(step)
 with strategy.scope():
     large = cs.Variable(np.zeros(3 << 20, np.float32), name="large")  # 12 MiB: the slab is extended
@@ -62,7 +71,8 @@ def test_under_a_limit_of_addresses(kind: str, tmp_path: Path) -> None:
     script.write_text(LIMITED)
     # A library that starts a thread for each processor would need addresses for each.
     ended = run(script, kind, environment={"OPENBLAS_NUM_THREADS": "1"}).ok()
-    before, refused, after = ended.lines
+    sizes, before, refused, after = ended.lines
+    assert sizes == "6.0"
     assert before == f"{[-5.0] * 8} [-1.0]"
     assert "variable 'huge': the server cannot map segment parameters/float32 of" in refused
     assert f"available under a limit of {3 << 30} bytes (3.0 GiB)" in refused

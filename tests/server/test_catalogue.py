@@ -464,6 +464,19 @@ def test_an_apply_covers_each_slab_once_in_ascending_ranges(book: Book) -> None:
     assert book.catalogue.apply(number, points, 1) == Apply("adam", adam.hyperparameters, 2, parts, (), (1, 2, 3, 4))
 
 
+def test_a_slab_is_extended_as_far_as_it_must_be_where_twice_as_long_cannot_be_had() -> None:
+    book = Book(addresses=Addresses(PAGE_NBYTES, 64 * PAGE_NBYTES, PAGE_NBYTES, PAGE_NBYTES, PAGE_NBYTES))
+    nbytes = 3 * PAGE_NBYTES
+    book.make("first", (nbytes // 8,), "int64", trainable=False)
+    book.out.clear()
+    twice, end = 2 * nbytes, nbytes + 64
+    refused = Allocate("parameters/int64", twice, "", end, end)
+    book.catalogue.refused = {refused: error_of(MemoryPlanError("too few addresses"))}
+    book.make("second", (8,), "int64", trainable=False)
+    made = {each.reservation for each in book.out if isinstance(each, Allocate) and "int64" in each.segment}
+    assert made == {nbytes + PAGE_NBYTES}
+
+
 def test_a_sparse_gradient_takes_its_variable_out_of_the_ranges(book: Book) -> None:
     book.make("a", (16,))
     book.make("table", (5, 2, 3))
@@ -471,6 +484,9 @@ def test_a_sparse_gradient_takes_its_variable_out_of_the_ranges(book: Book) -> N
     book.catalogue.configure(0, "Adagrad", ADAGRAD)
     rows = [SparseGradient(2, block("float32", k, 2, 3), block("int64", k)) for k in (4, 0)]
     points = [ApplyPoint(0, "x:1", 1, 0, (1, 2, 3), buffers, (row,)) for buffers, row in enumerate(rows)]
+    with pytest.raises(InvalidArgumentError, match="'a' is said to lie in the second set of buffers, but no Locate"):
+        book.catalogue.check_gradients(points)
+    book.catalogue.use_second_gradients(["float32"])
     book.catalogue.check_gradients(points)
     number, fills = book.catalogue.variable_set(1, (1, 2, 3), [2])
     assert [fill.is_lazy for fill in fills] == [False] * 3  # the accumulator begins at 0.1

@@ -174,7 +174,7 @@ def play(programs: list[list[str]], chance: random.Random | None) -> tuple[list[
     With ``chance`` messages of different replicas overtake each other, arithmetic and commits take their time, and
     messages are repeated.
     """
-    book = Playbook(len(programs)).begin().has(spec("w"), spec("b")).has_optimizer().has_set(1)
+    book = Playbook(len(programs)).begin().has(spec("w"), spec("b")).has_second_buffers(1).has_optimizer().has_set(1)
     replicas = [Replica(number, list(program)) for number, program in enumerate(programs)]
     before = len(book.commands)
     pending: deque[Event] = deque()

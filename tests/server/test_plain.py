@@ -43,6 +43,7 @@ from cs_proto.messages import (
     Create,
     Describe,
     Hello,
+    Locate,
     Register,
     Return,
     RunFinished,
@@ -109,6 +110,7 @@ class Two:
         for number, kind in ((3, "SGD"), (4, "Adam")):
             pairs = tuple(DEFAULTS[kind].items())
             made.append(hears(CONTROLLER, Configure("c", number, 0, kind, pairs, None, -1)))
+        made.append(hears(w(0), Locate(0, (1,), 1)))
         for event in [*begin, *made]:
             self.hear(event)
             self.settle()

@@ -77,7 +77,7 @@ MISMATCH = "cs.MergeMismatchError"
 
 def training(replicas: int = 2) -> Playbook:
     """Variable 1 (w) and an SGD optimizer whose set 1 is w; its first step was run 1."""
-    return Playbook(replicas).begin().has(spec("w")).has_optimizer().has_set(1)
+    return Playbook(replicas).begin().has(spec("w")).has_second_buffers(1).has_optimizer().has_set(1)
 
 
 def finished(replicas: int = 2, commits: int = 0) -> To:
@@ -94,6 +94,18 @@ def test_a_run_ends_when_all_have_returned(replicas: int) -> None:
         book.on(returns(replica, 0))
     book.on(returns(0, 0), finished(replicas))
     book.repeat_all()
+
+
+def test_gradients_in_buffers_that_nobody_asked_for_end_the_run_and_nothing_else() -> None:
+    book = Playbook(2).begin().has(spec("w")).has_optimizer().has_set(1)
+    for run in (2, 3):  # the second may be a plain step
+        book.does(returns(0, 1, (applies(0, buffers=1),), run=(run,)))
+        why = "gradient of 'w' is said to lie in the second set of buffers, but no Locate asked for that of float32"
+        *commands, ended = book.does(returns(1, 1, (applies(0, buffers=1),), run=(run,)))
+        assert to(CONTROLLER, RunFinished, "cs.InvalidArgumentError", why, commits=0).fits(ended)
+        assert not any(isinstance(command, Commit) for command in commands)
+    book.does(returns(0, 1, (applies(0),), run=(4,)))
+    book.on(returns(1, 1, (applies(0),), run=(4,)), commits(steps(2, ((0, 1),))))
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])

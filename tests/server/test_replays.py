@@ -492,6 +492,19 @@ def test_a_run_that_kills_the_same_replica_twice_is_given_up() -> None:
     assert answer[-1] == Send(CONTROLLER, WorkerRestarted((2,), worker(1, 3)))  # the next run works
 
 
+def test_a_death_that_nobody_told_is_known_by_that_of_the_next_worker() -> None:
+    """A supervisor may end after it started a worker and before it told the death of the one before."""
+    book = Playbook(2).begin()
+    book.does(asked(0, reduces(0, scalar(1)), incarnation=1))
+    book.does(asked(1, reduces(0, scalar(1)), incarnation=1, run=(2,)))
+    book.on(fell(1, 2), Says("died"))
+    answer = book.does(hears(w(1, 3), register(1, 3)))
+    assert answer[-1] == Send(CONTROLLER, WorkerRestarted((1,), worker(1, 3)))
+    failed = to(w(0), PointFailed, "cs.ReplicaLostError", "second worker of this replica")
+    *_, last = book.does(fell(1, 3))
+    assert failed.fits(last)
+
+
 def failed_error(book: Playbook) -> Any:
     return next(
         c.record.error for c in reversed(book.commands) if isinstance(c, Send) and hasattr(c.record, "ends_run")

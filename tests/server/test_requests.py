@@ -357,7 +357,7 @@ def test_unknown_handles_are_refused() -> None:
 
 
 def test_versions_and_iterations_count_what_was_committed() -> None:
-    book = Playbook(2).begin().has(spec("w", (2,)), spec("b")).has_optimizer().has_set(1)
+    book = Playbook(2).begin().has(spec("w", (2,)), spec("b")).has_second_buffers(1).has_optimizer().has_set(1)
     for replica in (0, 1):
         book.does(returns(replica, 2, (applies(0), applies(1, buffers=1)), run=(2,)))
     book.settle()
