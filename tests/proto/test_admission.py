@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -220,3 +223,38 @@ def test_a_path_that_cannot_be_bound_is_an_error(entry: Entry) -> None:
         Admission(entry.poller, entry.router, "/nowhere/at/all", new_socket)
     with pytest.raises(OSError, match="too long"):
         Admission(entry.poller, entry.router, "/tmp/" + "x" * (103 - SUFFIX_NBYTES), new_socket)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a network namespace takes root")
+def test_a_peer_in_another_network_namespace_stays_connected(entry: Entry) -> None:
+    """As between containers, which share the directory of the socket and nothing else."""
+    code = """
+import ctypes, os, sys, zmq
+if ctypes.CDLL(None, use_errno=True).unshare(0x40000000):  # CLONE_NEWNET
+    sys.exit(f"unshare: {os.strerror(ctypes.get_errno())}")
+context = zmq.Context()
+peer = context.socket(zmq.DEALER)
+peer.setsockopt(zmq.IDENTITY, b"far")
+peer.setsockopt(zmq.RECONNECT_IVL, -1)
+peer.connect("ipc://" + sys.argv[1])
+peer.send(b"here")
+print(peer.recv().decode(), flush=True)
+context.destroy(linger=0)
+"""
+    far = subprocess.Popen([sys.executable, "-c", code, entry.path], stdout=subprocess.PIPE, text=True)
+    try:
+        assert entry.hear(1) == [[b"far", b"here"]]
+        for number in range(3):  # after each of them sockets are swept
+            near = entry.dealer(f"n{number}".encode())
+            near.send(b"x")
+            entry.hear(1)
+            before = open_files.free()
+            near.close(linger=0)
+            entry.until(lambda before=before: entry.turn() or entry.admission.resume() or open_files.free() > before)
+            entry.admission.resume()
+        entry.router.send_multipart([b"far", b"still there"])
+        out, _ = far.communicate(timeout=unit(10))
+        assert out == "still there\n"
+    finally:
+        far.kill()
+        far.wait()
