@@ -163,13 +163,13 @@ def test_nothing_large_is_in_a_frame_and_what_replicas_share_is_placed_once(
 
     sent: list[Run] = []
     link: Any = two.controller
-    send = link._send_values
+    encoded = link._encoded
 
-    def spy(socket: Any, kind: type[Run], values: Any) -> None:
+    def spy(kind: type[Run], values: Any) -> Any:
         sent.append(kind(*values))
-        send(socket, kind, values)
+        return encoded(kind, values)
 
-    monkeypatch.setattr(link, "_send_values", spy)
+    monkeypatch.setattr(link, "_encoded", spy)
     assert two.run(step, args=(given, given, text)) == (True, True, True)
     first, second = sent
     assert first.function is not None
