@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 import central_storage as cs
-from central_storage import results
+from central_storage.controller import result_leases
 
 SIZES = (1, 16, 100)
-KINDS = {"held": results.MOST, "copied": 0}
+KINDS = {"held": result_leases.MOST, "copied": 0}
 
 
 @cs.function
@@ -41,7 +41,7 @@ def measure(strategy: cs.CentralStorageStrategy, mbytes: int, rounds: int) -> di
     for _ in range(rounds):
         array: Any = None
         for kind, most in KINDS.items():
-            results.MOST = most
+            result_leases.MOST = most
             for _ in range(3):  # of which the first finds the places of the other kind
                 begun = time.perf_counter()
                 array = strategy.run(returned, args=(mbytes,))
@@ -54,7 +54,7 @@ def measure(strategy: cs.CentralStorageStrategy, mbytes: int, rounds: int) -> di
         copy.sum()
         note("the copy alone", over - begun, time.perf_counter() - over)
         del copy
-    results.MOST = KINDS["held"]
+    result_leases.MOST = KINDS["held"]
     return best
 
 

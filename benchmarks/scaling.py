@@ -26,8 +26,8 @@ import numpy as np
 import report
 
 import central_storage as cs
-from cs_server import kernels, undo
-from cs_server.updates import RULES
+from cs_server.compute import kernels, undo
+from cs_server.rules import RULES
 
 HERE = Path(__file__).resolve().parent
 SECONDS = 0.3  # that a trial is meant to take

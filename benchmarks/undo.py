@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from cs_server import kernels, undo
-from cs_server.updates import RULES, Rule
+from cs_server.compute import kernels, undo
+from cs_server.rules import RULES, Rule
 
 GIVEN = {"learning_rate": 0.01, "beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7}
 REPLICAS = 2

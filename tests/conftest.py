@@ -30,7 +30,7 @@ from tests.harness import leftovers
 from tests.harness.processes import MARK
 from tests.harness.timing import unit
 
-from central_storage.diagnosis import configure_logging
+from central_storage.diagnostics.logging_setup import configure_logging
 
 #: Compiled modules are kept, as for users, whatever this environment says: else every process compiles all it imports.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -135,7 +135,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         return
     worker = getattr(session.config, "workerinput", {"workerid": "gw0", "workercount": 1})
     share = (int(worker["workerid"].removeprefix("gw")), int(worker["workercount"]))
-    program = f"from cs_server import kernels; kernels.cache_directory() and kernels.load(share={share})"
+    program = f"from cs_server.compute import kernels; kernels.cache_directory() and kernels.load(share={share})"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     subprocess.run([sys.executable, "-c", program], env=environment, timeout=300, check=True)
 

@@ -7,14 +7,22 @@ import re
 import shutil
 import sys
 import tomllib
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 from tests.harness.processes import ROOT, Ended, run
 
 import central_storage
 
-ROLES = ("proto", "server", "worker", "client")
+PACKAGES = {
+    "proto": {"cs_proto", "cs_runtime"},
+    "server": {"cs_server"},
+    "worker": {"cs_worker"},
+    "client": {"central_storage"},
+}
+ROLES = tuple(PACKAGES)
 
 PUBLIC = """
     CentralStorageStrategy CommunicationImplementation CommunicationOptions Counters DistributedDataset
@@ -27,13 +35,33 @@ PUBLIC = """
 
 #: Contract -> (file that exists, line that breaks it).
 BROKEN = {
-    "roles": ("client/central_storage/values.py", "import cs_server.updates"),
-    "worker-not-server": ("worker/cs_worker/config.py", "import cs_server.updates"),
-    "worker-not-launch": ("worker/cs_worker/device.py", "import central_storage.launch"),
-    "sans-io": ("proto/cs_proto/records.py", "import time"),
-    "server-no-code": ("server/cs_server/kernels.py", "import pickle"),
-    "server-layers": ("server/cs_server/updates.py", "import cs_server.segments"),
-    "engine-opens-nothing": ("server/cs_server/merge.py", "import socket"),
+    "roles": ("client/central_storage/core/values.py", "import cs_server.rules"),
+    "worker-not-server": ("worker/cs_worker/config.py", "import cs_server.rules"),
+    "worker-face": ("worker/cs_worker/devices/device.py", "import central_storage.launch.plan"),
+    "proto-pure": ("proto/cs_proto/records.py", "import time"),
+    "proto-layers": ("proto/cs_proto/ranges.py", "import cs_proto.codec"),
+    "runtime-layers": ("proto/cs_runtime/trace.py", "import cs_runtime.arena"),
+    "server-no-code": ("server/cs_server/compute/kernels.py", "import pickle"),
+    "server-layers": ("server/cs_server/rules.py", "import cs_server.segments"),
+    "engine-opens-nothing": ("server/cs_server/engine/merge.py", "import socket"),
+    "engine-layers": ("server/cs_server/engine/state.py", "import cs_server.engine.runs"),
+    "compute-layers": ("server/cs_server/compute/undo.py", "import cs_server.compute.executor"),
+    "gpu-layers": ("server/cs_server/gpu/blocks.py", "import cs_server.gpu.store"),
+    "worker-layers": ("worker/cs_worker/outgoing.py", "import cs_worker.loop"),
+    "client-layers": ("client/central_storage/core/options.py", "import central_storage.controller.session"),
+    "launch-layers": ("client/central_storage/launch/packages.py", "import central_storage.launch.cli"),
+}
+#: Every module of these has a layer.
+EXHAUSTIVE = {
+    "cs_proto",
+    "cs_runtime",
+    "cs_server",
+    "cs_server.engine",
+    "cs_server.compute",
+    "cs_server.gpu",
+    "cs_worker",
+    "central_storage",
+    "central_storage.launch",
 }
 
 
@@ -105,9 +133,10 @@ def test_every_folder_says_what_it_is(folder: str) -> None:
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_role_is_a_source_root_of_one_package(role: str) -> None:
+def test_a_role_is_a_source_root_of_its_packages(role: str) -> None:
     assert not (ROOT / role / "__init__.py").exists()
-    assert len(list((ROOT / role).glob("*/__init__.py"))) == 1
+    packages = {path.parent.name for path in (ROOT / role).glob("*/__init__.py")}
+    assert packages == PACKAGES[role]
 
 
 def test_the_contracts_hold() -> None:
@@ -128,7 +157,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 @pytest.mark.parametrize("contract", sorted(BROKEN))
 def test_a_broken_contract_is_seen(broken: Ended, contract: str) -> None:
     name, line = BROKEN[contract]
-    module = f"{Path(name).parts[1]}.{Path(name).stem}"
+    module = ".".join(Path(name).with_suffix("").parts[1:])
     section = broken.out.rpartition(f"\n{contracts()[contract]}\n")[2]
     assert f"{contracts()[contract]} BROKEN" in broken.out, broken
     assert re.search(rf"{re.escape(module)} -> {line.split()[1]} ", section), section
@@ -138,12 +167,25 @@ def test_every_contract_has_such_a_line() -> None:
     assert sorted(BROKEN) == sorted(contracts())
 
 
-def test_a_server_module_in_no_layer_is_seen(tmp_path: Path) -> None:
+def test_a_module_in_no_layer_is_seen(tmp_path: Path) -> None:
     tree = copy_of_tree(tmp_path)
     (tree / "server/cs_server/unheard_of.py").write_text('"""A module that nobody gave a place."""\n')
     verdict = lint_imports(tree)
     assert verdict.code == 1
     assert "unheard_of" in verdict.out
+
+
+def test_every_package_gives_all_its_modules_a_layer() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layered = {container for each in contracts if each.get("exhaustive") for container in each["containers"]}
+    assert layered == EXHAUSTIVE
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports for type checkers count, too: who reads one module of a circle has to read all."""
+    graph = grimp.build_graph("cs_proto", "cs_runtime", "cs_server", "cs_worker", "central_storage", cache_dir=None)
+    order = TopologicalSorter({module: graph.find_modules_directly_imported_by(module) for module in graph.modules})
+    order.prepare()  # raises CycleError, which names the circle
 
 
 @pytest.mark.parametrize(
@@ -153,15 +195,15 @@ def test_a_server_module_in_no_layer_is_seen(tmp_path: Path) -> None:
             "zmq",
             {
                 "central_storage.aio",
-                "central_storage.observer",
-                "central_storage.seam",
+                "central_storage.observer.blocking",
+                "central_storage.controller.session",
                 "cs_server.service",
-                "cs_worker.link",
+                "cs_worker.session",
             },
         ),
-        ("cupy", {"cs_server.cuda", "cs_worker.device"}),
-        ("numba", {"cs_server.fused"}),
-        ("cloudpickle", {"central_storage.shipping"}),
+        ("cupy", {"cs_server.gpu.cuda", "cs_worker.devices.device"}),
+        ("numba", {"cs_server.compute.jit"}),
+        ("cloudpickle", {"central_storage.pickling.pickler"}),
     ],
 )
 def test_one_module_of_a_role_knows_an_outside_thing(library: str, importers: set[str]) -> None:

@@ -28,7 +28,7 @@ from works import (
 )
 
 import central_storage as cs
-from cs_proto.moments import moments
+from cs_runtime.trace import moments
 
 
 class ApplyTrial:

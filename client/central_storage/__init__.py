@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from cs_proto.messages import Counters
 
     from . import aio, data, errors, metrics, nest, nn, optimizers, train
-    from .buffers import gradient_buffers
-    from .context import (
+    from .core.context import (
         ReplicaContext,
         experimental_set_strategy,
         get_array_module,
@@ -25,11 +24,7 @@ if TYPE_CHECKING:
         has_strategy,
         in_cross_replica_context,
     )
-    from .distribute import DistributedDataset, DistributedIterator, InputContext
-    from .extended import StrategyExtended
-    from .functions import function
-    from .observer import connect
-    from .options import (
+    from .core.options import (
         CommunicationImplementation,
         CommunicationOptions,
         InputOptions,
@@ -37,9 +32,8 @@ if TYPE_CHECKING:
         RunOptions,
         ValueContext,
     )
-    from .placement import convert_to_tensor, device
-    from .strategy import CentralStorageStrategy
-    from .values import (
+    from .core.placement import convert_to_tensor, device
+    from .core.values import (
         DistributedValues,
         IndexedSlices,
         Mirrored,
@@ -48,7 +42,13 @@ if TYPE_CHECKING:
         VariableAggregation,
         VariableSynchronization,
     )
-    from .variable import Variable
+    from .data.distributed import DistributedDataset, DistributedIterator, InputContext
+    from .observer.blocking import connect
+    from .pickling.function import function
+    from .strategy.extended import StrategyExtended
+    from .strategy.service_strategy import CentralStorageStrategy
+    from .variables.gradient_buffers import gradient_buffers
+    from .variables.variable import Variable
 
 __all__ = [
     "CentralStorageStrategy",
@@ -97,8 +97,8 @@ __all__ = [
 # asks for none: it would take three times as long to start, and NumPy's memory, with them.
 _MODULES = {
     "cs_proto.messages": ["Counters"],
-    ".buffers": ["gradient_buffers"],
-    ".context": [
+    ".variables.gradient_buffers": ["gradient_buffers"],
+    ".core.context": [
         "ReplicaContext",
         "experimental_set_strategy",
         "get_array_module",
@@ -107,11 +107,11 @@ _MODULES = {
         "has_strategy",
         "in_cross_replica_context",
     ],
-    ".distribute": ["DistributedDataset", "DistributedIterator", "InputContext"],
-    ".extended": ["StrategyExtended"],
-    ".functions": ["function"],
-    ".observer": ["connect"],
-    ".options": [
+    ".data.distributed": ["DistributedDataset", "DistributedIterator", "InputContext"],
+    ".strategy.extended": ["StrategyExtended"],
+    ".pickling.function": ["function"],
+    ".observer.blocking": ["connect"],
+    ".core.options": [
         "CommunicationImplementation",
         "CommunicationOptions",
         "InputOptions",
@@ -119,9 +119,9 @@ _MODULES = {
         "RunOptions",
         "ValueContext",
     ],
-    ".placement": ["convert_to_tensor", "device"],
-    ".strategy": ["CentralStorageStrategy"],
-    ".values": [
+    ".core.placement": ["convert_to_tensor", "device"],
+    ".strategy.service_strategy": ["CentralStorageStrategy"],
+    ".core.values": [
         "DistributedValues",
         "IndexedSlices",
         "Mirrored",
@@ -130,7 +130,7 @@ _MODULES = {
         "VariableAggregation",
         "VariableSynchronization",
     ],
-    ".variable": ["Variable"],
+    ".variables.variable": ["Variable"],
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

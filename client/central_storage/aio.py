@@ -19,7 +19,7 @@ import zmq.asyncio
 from cs_proto import messages
 from cs_proto.codec import encode
 
-from .observer import Patience, Question, Session
+from .observer.blocking import Patience, Question, Session
 
 __all__ = ["Connecting", "Observer", "connect"]
 

@@ -11,15 +11,15 @@ import numpy as np
 
 from cs_proto.errors import ContextError, InvalidArgumentError
 
-from .composites import Composite
+from .core.composites import Composite
+from .core.values import VariableAggregation, convert_to_tensor
 from .nn import fit_weights
-from .values import VariableAggregation, convert_to_tensor
-from .variable import Variable
+from .variables.variable import Variable
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from .backend import Strategy
+    from .core.backends import Strategy
 
 __all__ = ["Accuracy", "Mean", "Metric", "SparseCategoricalAccuracy", "Sum"]
 

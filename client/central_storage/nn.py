@@ -9,9 +9,9 @@ import numpy as np
 from cs_proto.errors import ContextError, InvalidArgumentError
 from cs_proto.reduction import mean_dtype
 
-from .context import get_array_module, get_strategy, in_cross_replica_context
-from .values import convert_to_tensor
-from .variable import Variable
+from .core.context import get_array_module, get_strategy, in_cross_replica_context
+from .core.values import convert_to_tensor
+from .variables.variable import Variable
 
 __all__ = ["compute_average_loss", "embedding_lookup", "scale_regularization_loss"]
 

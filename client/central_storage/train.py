@@ -12,9 +12,9 @@ from typing import Any
 
 from cs_proto.errors import CheckpointDamagedError, CheckpointError, InvalidArgumentError
 
-from .averages import ExponentialMovingAverage
-from .checkpoint_files import SUFFIX
-from .saving import Status, Walked, find_file, require_trackable, restore, save, save_next
+from .checkpoint.file_format import SUFFIX
+from .checkpoint.graph import Status, Walked, find_file, require_trackable, restore, save, save_next
+from .variables.moving_averages import ExponentialMovingAverage
 
 __all__ = ["Checkpoint", "CheckpointManager", "ExponentialMovingAverage"]
 

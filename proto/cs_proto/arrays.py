@@ -27,6 +27,7 @@ __all__ = [
     "array_of",
     "bytes_array",
     "dtype_name",
+    "frame_view",
     "is_wire_dtype",
     "item_nbytes",
     "shape_fault",
@@ -68,3 +69,12 @@ def view_of(array: Array, buffer: memoryview | bytes | bytearray) -> np.ndarray:
     except ValueError as error:
         raise LocalProtocolError(f"{array} does not fit into {memoryview(buffer).nbytes} bytes") from error
     return flat.reshape(array.shape)
+
+
+def frame_view(array: Array) -> np.ndarray:
+    """The array whose bytes travelled in a frame; a read-only view of that frame."""
+    if not isinstance(array.place, Frame):
+        raise LocalProtocolError(f"{array} did not travel in a frame")
+    view = view_of(array, memoryview(array.place.data))
+    view.flags.writeable = False
+    return view

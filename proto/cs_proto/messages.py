@@ -7,7 +7,7 @@ to merge points, 70-89 what the server answers, 90-109 client to worker, 110-139
 
 from __future__ import annotations
 
-import mmap
+import os
 import re
 from itertools import pairwise
 from typing import Annotated, Literal, TypeAlias
@@ -40,7 +40,7 @@ ReduceOpName = Literal["SUM", "MEAN"]
 AssignOp = Literal["assign", "assign_add", "assign_sub"]
 WriteOp = Literal["assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub", "scatter_update"]
 
-_PAGE_NBYTES = mmap.PAGESIZE
+_PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
 _NAME = re.compile(r"[^\x00-\x1f\x7f]{1,512}")
 
 

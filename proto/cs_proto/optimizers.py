@@ -1,8 +1,8 @@
 """The optimizers there are: their hyperparameters, the rule each follows, and the slots of every rule.
 
 Both sides need it: the client refuses a hyperparameter where it is given and knows the names of slots, the server
-checks again and keeps the arithmetic of each rule (``cs_server.updates``). A rule is chosen once, when an optimizer
-is made, and stays.
+checks again and keeps the arithmetic of each rule (``cs_server.rules``). A rule is chosen once, when an
+optimizer is made, and stays.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from cs_proto import machine, open_files
 from cs_proto.errors import ConfigurationError, DeviceError, LaunchError, MemoryPlanError
+from cs_runtime import machine, open_files
 
 from .config import ServerConfig
 

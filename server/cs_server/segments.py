@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from cs_proto import machine
-from cs_proto.arrays import Array, Location
+from cs_proto.arrays import Array, Location, frame_view
 from cs_proto.codec import PACKET_NBYTES, decode, encode
 from cs_proto.errors import LaunchError, MemoryPlanError, ShutdownError, replica_exception_class
 from cs_proto.messages import (
@@ -32,10 +31,11 @@ from cs_proto.messages import (
     SegmentRefused,
     Worked,
 )
-from cs_proto.polling import is_readable
 from cs_proto.records import Record
-from cs_proto.segments import Mapping, frame_view
 from cs_proto.sizes import in_units
+from cs_runtime import machine
+from cs_runtime.mapping import Mapping
+from cs_runtime.poller import is_readable
 
 __all__ = ["Segments"]
 

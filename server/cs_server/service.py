@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import logging
+import mmap
 import os
 import signal
 import socket
@@ -25,10 +26,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import zmq
 
-from cs_proto import machine, open_files
-from cs_proto import segments as names
-from cs_proto.admission import Admission
-from cs_proto.arena import Arena
+from cs_proto import segment_names as names
 from cs_proto.arrays import Array, Location, array_of
 from cs_proto.codec import BULK_LIMITS, LIMITS, Decoder, encode
 from cs_proto.errors import (
@@ -37,10 +35,8 @@ from cs_proto.errors import (
     PeerProtocolError,
     ShutdownError,
 )
-from cs_proto.failpoints import failpoint
 from cs_proto.failures import error_of
 from cs_proto.frozen import with_changes
-from cs_proto.mailbox import Mailboxes, Patience
 from cs_proto.messages import (
     ApplyPoint,
     Ask,
@@ -76,17 +72,24 @@ from cs_proto.messages import (
     Statistics,
     WriteNote,
 )
-from cs_proto.moments import moments
-from cs_proto.multipart import receive
-from cs_proto.polling import Poller
 from cs_proto.records import Buffer, Record, replace
+from cs_runtime import machine, open_files
+from cs_runtime.admission import Admission
+from cs_runtime.arena import Arena
+from cs_runtime.failpoints import failpoint
+from cs_runtime.mailboxes import Mailboxes, Patience
+from cs_runtime.mapping import Mapping
+from cs_runtime.multipart import receive
+from cs_runtime.poller import Poller
+from cs_runtime.trace import moments
 
-from . import addresses, kernels, undo
-from .arithmetic import Arithmetic
-from .carrying import carry
+from .compute import kernels, undo
+from .compute.executor import Arithmetic
 from .config import ServerConfig
-from .control import ControlLog
-from .engine import Config, Engine
+from .engine import address_budget
+from .engine.control_log import ControlLog
+from .engine.engine import Config, Engine
+from .engine.versions import Versions
 from .events import (
     Allocate,
     ClientLeft,
@@ -116,13 +119,13 @@ from .events import (
     Tick,
     TraceWorker,
 )
-from .journal import Journal
+from .gpu.redo_journal import Journal
+from .segment_server import carry
 from .segments import Segments
 from .unsent import Unsent
-from .versions import Versions
 
 if TYPE_CHECKING:
-    from .devices import GpuParameters
+    from .gpu.store import GpuParameters
 
 __all__ = ["Service", "ThreadedServer", "serve"]
 
@@ -260,7 +263,7 @@ class Service:
         self._segments = segments
         self._router = router
         self._wake = wake
-        lengths = addresses.divided(config.address_nbytes, config.machine_nbytes, config.replicas)
+        lengths = address_budget.divided(config.address_nbytes, config.machine_nbytes, config.replicas)
         self._control = segments.make(names.CONTROL, lengths.control, "")
         self._control.reserve(0, 2 * names.CONTROL_HEADER_NBYTES)
         control = self._control.elements("uint8")
@@ -281,7 +284,8 @@ class Service:
         self._results = Arena(lambda: segments.make(names.server_arena(), nbytes, ""), self._engine.results_nbytes)
         self._arithmetic = Arithmetic(segments, config.threads, self._results.place, self._undo_memory())
         self._gpu = _on_gpu(config, segments, self._arithmetic, lengths.slab)
-        self._versions = Versions(versions)
+        versions.reserve(0, mmap.PAGESIZE)
+        self._versions = Versions(versions.elements("uint64"))
         self._next_tick = time.monotonic() + _TICK
         self._poller: Poller[zmq.Socket[bytes]] = Poller()
         self._poller.register(segments.fileno())
@@ -714,11 +718,11 @@ def _on_gpu(
     reservation of the journal is ``journal_nbytes``."""
     if not config.parameter_device.startswith("gpu:"):
         return None
-    from .devices import GpuParameters  # a server without a GPU has nothing to do with one
+    from .gpu.store import GpuParameters  # a server without a GPU has nothing to do with one
 
-    def memory(nbytes: int) -> names.Mapping:
+    def memory(nbytes: int) -> Mapping:
         made = segments.make(names.JOURNAL, journal_nbytes, "")
-        return segments.make(names.JOURNAL, max(2 * made.nbytes, addresses.pages(nbytes)), "", nbytes)
+        return segments.make(names.JOURNAL, max(2 * made.nbytes, address_budget.pages(nbytes)), "", nbytes)
 
     journal = Journal(memory) if config.recovery else None
     patience = _RELEASE_PATIENCE if config.incarnation > 1 else 0.0

@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.harness.timing import unit
 
-from central_storage import ahead
-from central_storage.ahead import ReadAhead
+from central_storage.data import prefetch
+from central_storage.data.prefetch import ReadAhead
 from cs_proto.errors import ContextError
 
 
@@ -226,7 +226,7 @@ def test_the_errstate_of_the_caller_holds_in_the_source() -> None:
 def test_a_source_that_waits_for_ever_holds_nobody_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(ahead, "_STOP_TIMEOUT", 0.01)
+    monkeypatch.setattr(prefetch, "_STOP_TIMEOUT", 0.01)
     asked, go_on = threading.Event(), threading.Event()
 
     def items() -> Iterator[int]:
@@ -247,19 +247,19 @@ def test_a_source_that_waits_for_ever_holds_nobody_up(
 
 
 def test_a_long_wait_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(ahead, "_NAME_WAIT_EVERY", 0.01)
+    monkeypatch.setattr(prefetch, "_NAME_WAIT_EVERY", 0.01)
     named = threading.Event()
 
-    class Tells(ahead.logging.Handler):
+    class Tells(prefetch.logging.Handler):
         def emit(self, record: Any) -> None:
             named.set()
 
     handler = Tells()
-    ahead._log.addHandler(handler)
+    prefetch._log.addHandler(handler)
     try:
         assert list(ReadAhead((named.wait(unit(10)) for _ in range(1)), 1)) == [True]
     finally:
-        ahead._log.removeHandler(handler)
+        prefetch._log.removeHandler(handler)
     assert "for the next element of a data set" in caplog.text
 
 
@@ -285,8 +285,8 @@ def test_a_forked_child_cannot_read_on_and_ends() -> None:
 def test_a_script_ends_with_an_iteration_half_way(waits: str) -> None:
     script = f"""
         import threading
-        from central_storage import ahead
-        ahead._STOP_TIMEOUT = 0.1
+        from central_storage.data import prefetch
+        prefetch._STOP_TIMEOUT = 0.1
 
         def items():
             try:
@@ -297,7 +297,7 @@ def test_a_script_ends_with_an_iteration_half_way(waits: str) -> None:
             finally:
                 print("freed", flush=True)
 
-        iterator = ahead.ReadAhead(items(), 1)
+        iterator = prefetch.ReadAhead(items(), 1)
         print(next(iterator), flush=True)
     """
     ended = subprocess.run(

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from central_storage import checkpoint_files
-from central_storage.averages import ExponentialMovingAverage
-from central_storage.strategy import DefaultStrategy
+from central_storage.checkpoint import file_format
+from central_storage.strategy.service_strategy import DefaultStrategy
 from central_storage.train import Checkpoint, CheckpointManager
-from central_storage.variable import Variable
+from central_storage.variables.moving_averages import ExponentialMovingAverage
+from central_storage.variables.variable import Variable
 from cs_proto.errors import CheckpointDamagedError, CheckpointError
 
 assert DefaultStrategy  # variables outside every strategy belong to the one that this module sets
@@ -132,7 +132,7 @@ def test_200_swapped_files_are_found(tmp_path: Path) -> None:
 def test_without_checksums_these_tests_would_notice(
     tmp_path: Path, damage: Callable[[Path], Iterator[tuple[str, bytes]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_files, "_require_checksum", lambda *_: None)
+    monkeypatch.setattr(file_format, "_require_checksum", lambda *_: None)
     assert len(undetected(tmp_path, damage(tmp_path))) >= 100
 
 
@@ -168,15 +168,15 @@ def test_a_file_under_the_number_of_another_is_named(tmp_path: Path) -> None:
 
 def test_what_is_set_has_been_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = Path(several(1).save(tmp_path / "ckpt"))
-    verify = checkpoint_files.Stored.verify
+    verify = file_format.Stored.verify
 
-    def damage(stored: checkpoint_files.Stored) -> None:
+    def damage(stored: file_format.Stored) -> None:
         verify(stored)
         with path.open("r+b") as file:
             file.seek(-1, os.SEEK_END)
             file.write(b"\xff")
 
-    monkeypatch.setattr(checkpoint_files.Stored, "verify", damage)
+    monkeypatch.setattr(file_format.Stored, "verify", damage)
     fresh = several(2)
     with pytest.raises(CheckpointDamagedError, match=r"has changed while it was read, after \d of 4 arrays were set"):
         fresh.restore(path)
@@ -185,14 +185,14 @@ def test_what_is_set_has_been_checked(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_file_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = Path(several(1).save(tmp_path / "ckpt"))
-    verify = checkpoint_files.Stored.verify
+    verify = file_format.Stored.verify
 
-    def swap(stored: checkpoint_files.Stored) -> None:
+    def swap(stored: file_format.Stored) -> None:
         verify(stored)
         other = several(3)
         os.replace(other.save(tmp_path / "other" / "ckpt"), path)
 
-    monkeypatch.setattr(checkpoint_files.Stored, "verify", swap)
+    monkeypatch.setattr(file_format.Stored, "verify", swap)
     fresh = several(2)
     fresh.restore(path).assert_consumed()
     assert values(fresh) == values(several(1))
@@ -433,16 +433,16 @@ def test_drafts_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -> N
 
 
 def test_a_draft_that_was_taken_for_abandoned_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lock = checkpoint_files._lock
+    lock = file_format._lock
     found = []
 
     def remove_first(file: int) -> bool:
         if not found:
-            checkpoint_files._remove_abandoned(str(tmp_path))
+            file_format._remove_abandoned(str(tmp_path))
         found.append(lock(file))
         return found[-1]
 
-    monkeypatch.setattr(checkpoint_files, "_lock", remove_first)
+    monkeypatch.setattr(file_format, "_lock", remove_first)
     checkpoint = several(1)
     checkpoint.restore(checkpoint.save(tmp_path / "ckpt")).assert_consumed()
     assert found == [False, True]
@@ -451,8 +451,8 @@ def test_a_draft_that_was_taken_for_abandoned_is_made_anew(tmp_path: Path, monke
 
 def test_new_directories_are_synced_in_their_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
-    sync = checkpoint_files._sync_directory
-    monkeypatch.setattr(checkpoint_files, "_sync_directory", lambda path: (synced.append(path), sync(path)))
+    sync = file_format._sync_directory
+    monkeypatch.setattr(file_format, "_sync_directory", lambda path: (synced.append(path), sync(path)))
     several(1).save(tmp_path / "a" / "b" / "ckpt")
     assert synced == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")]
     synced.clear()
@@ -497,7 +497,7 @@ def test_a_directory_that_is_a_file(tmp_path: Path) -> None:
 
 
 def test_more_arrays_than_a_header_can_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_files, "_LONGEST_HEADER", 500)
+    monkeypatch.setattr(file_format, "_LONGEST_HEADER", 500)
     says = r"would need a header of \d+ bytes for its 4 arrays, .* 500 bytes at most; save the objects in several"
     with pytest.raises(CheckpointError, match=says):
         several(1).save(tmp_path / "ckpt")

@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 import zmq
 
-from central_storage.culprits import is_unsendable
-from central_storage.handles import Handle
-from central_storage.shipping import dump_arguments, dump_function
+from central_storage.core.handles import Handle
+from central_storage.pickling.pickler import dump_arguments, dump_function
+from central_storage.pickling.unpicklable import is_unsendable
 from cs_proto.errors import ShippingError, ShutdownError
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from central_storage.dataset import AUTOTUNE, INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset, numpy_dataset
-from central_storage.specs import PerReplicaSpec, TensorSpec, joined
+from central_storage.data.dataset import AUTOTUNE, INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset, numpy_dataset
+from central_storage.data.element_spec import PerReplicaSpec, TensorSpec, joined
 from cs_proto.errors import InvalidArgumentError
 
 INT64 = np.dtype(np.int64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from central_storage.deaths import Deaths
+from central_storage.controller.liveness import Deaths
 from cs_proto.messages import Died, Worker
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from central_storage import devices
+from central_storage.core import devices
 from cs_proto.errors import DeviceError
 
 

@@ -10,19 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import central_storage.strategy  # noqa: F401  (makes the default strategy)
-from central_storage import context, shipping
-from central_storage.dataset import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset
-from central_storage.distribute import (
+import central_storage.strategy.service_strategy  # noqa: F401  (makes the default strategy)
+from central_storage.core import context
+from central_storage.core.options import InputOptions, InputReplicationMode
+from central_storage.core.values import PerReplica
+from central_storage.data.dataset import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset
+from central_storage.data.distributed import (
     DistributedDataset,
     DistributedFromFunction,
     DistributedIterator,
     InputContext,
     refuse_in_replica,
 )
-from central_storage.options import InputOptions, InputReplicationMode
-from central_storage.specs import PerReplicaSpec, TensorSpec
-from central_storage.values import PerReplica
+from central_storage.data.element_spec import PerReplicaSpec, TensorSpec
+from central_storage.pickling import pickler
 from cs_proto.errors import ContextError, DatasetContextError, InvalidArgumentError, NotADatasetError, OutOfRangeError
 
 INT64 = np.dtype(np.int64)
@@ -448,7 +449,7 @@ class TestInAReplica:
         distributed = make(4, 2, 2)
         iterator = iter(distributed)
         next(iterator)
-        data = shipping.dump_function(lambda: (distributed, iterator), refuse)
+        data = pickler.dump_function(lambda: (distributed, iterator), refuse)
         for use in (
             lambda sent, _: list(sent),
             lambda sent, _: sent.element_spec,
@@ -457,7 +458,7 @@ class TestInAReplica:
             lambda _, sent: sent.element_spec,
         ):
             with pytest.raises(DatasetContextError):
-                use(*shipping.load_function(data, refuse)())
+                use(*pickler.load_function(data, refuse)())
         assert next(iter(copy.deepcopy(batched(2, 2, 1)))).tolist() == [0, 1]
 
 

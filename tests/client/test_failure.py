@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from central_storage.failure import ENVIRONMENT, Failure, died_failure, note_uncaught, read, write
+from central_storage.diagnostics.error_report import ENVIRONMENT, Failure, died_failure, note_uncaught, read, write
 from cs_proto.errors import LaunchError, ReplicaLostError, ShutdownError, replica_exception_class
 from cs_proto.messages import Died, Worker
 

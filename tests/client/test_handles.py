@@ -8,7 +8,7 @@ from collections.abc import Callable
 import cloudpickle
 import pytest
 
-from central_storage.handles import Handle, HandleTable, handle_id
+from central_storage.core.handles import Handle, HandleTable, handle_id
 from cs_proto.errors import PeerProtocolError
 
 

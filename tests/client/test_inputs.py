@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from central_storage import inputs
-from central_storage.inputs import Inputs
+from central_storage.controller import input_segment
+from central_storage.controller.input_segment import Inputs
 from cs_proto.arrays import INLINE_NBYTES, Location
-from cs_proto.segments import Mapping
+from cs_runtime.mapping import Mapping
 
 NBYTES = 16 * INLINE_NBYTES
 
@@ -93,7 +93,7 @@ def test_what_does_not_fit_is_copied_elsewhere() -> None:
 
 
 def test_free_pages_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "_KEEP_NBYTES", 4096)
+    monkeypatch.setattr(input_segment, "_KEEP_NBYTES", 4096)
     into = made()
 
     def resident() -> int:  # KiB

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from central_storage.interrupts import Interrupts
-from cs_proto.polling import is_readable
+from central_storage.controller.interrupts import Interrupts
+from cs_runtime.poller import is_readable
 
 
 @pytest.fixture

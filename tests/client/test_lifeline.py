@@ -13,14 +13,14 @@ import pytest
 from tests.harness.stand_in_supervisor import StandInSupervisor
 from tests.harness.timing import unit
 
-from central_storage import lifeline
-from central_storage.lifeline import Lifeline
-from central_storage.run_file import RunFile
 from cs_proto.arrays import Array, Location
-from cs_proto.carried import Carried
 from cs_proto.errors import InvalidArgumentError, ShutdownError
 from cs_proto.messages import Introduce, Serving
-from cs_proto.segments import Mapping
+from cs_runtime import supervisor_link
+from cs_runtime.mapping import Mapping
+from cs_runtime.remote_segment import Carried
+from cs_runtime.run_file import RunFile
+from cs_runtime.supervisor_link import Lifeline
 from cs_server.segments import Segments
 
 RUN = RunFile("a run", 1, "cpu:0", unit(50), server=1, workers=(1,), serves=True)
@@ -32,7 +32,7 @@ def killed(tmp_path: Path) -> Iterator[Lifeline]:
     """A worker's connection of which the supervisor has been killed."""
     RUN.write(str(tmp_path))
     with StandInSupervisor(tmp_path) as first:
-        made = Lifeline(lifeline.connect(str(tmp_path)), "worker", 0, 2, run_directory=str(tmp_path))
+        made = Lifeline(supervisor_link.connect(str(tmp_path)), "worker", 0, 2, run_directory=str(tmp_path))
         assert isinstance(first.next(), Introduce)
     (tmp_path / "supervisor").unlink()
     yield made
@@ -56,7 +56,7 @@ def test_it_introduces_itself_to_the_next_and_keeps_its_descriptor(killed: Lifel
 
 def test_a_segment_that_was_extended_is_mapped_anew(tmp_path: Path) -> None:
     with StandInSupervisor(tmp_path) as supervisor:
-        ours = Lifeline(lifeline.connect(str(tmp_path)), "worker")
+        ours = Lifeline(supervisor_link.connect(str(tmp_path)), "worker")
         server = Segments(str(tmp_path), 1)
         assert {supervisor.next().role for _ in range(2)} == {"worker", "server"}  # type: ignore[attr-defined]
         server.make("parameters/int32", 4096, "")
@@ -79,7 +79,7 @@ def test_a_segment_that_was_extended_is_carried_where_addresses_are_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with StandInSupervisor(tmp_path) as supervisor:
-        ours = Lifeline(lifeline.connect(str(tmp_path)), "worker")
+        ours = Lifeline(supervisor_link.connect(str(tmp_path)), "worker")
         server = Segments(str(tmp_path), 1)
         assert {supervisor.next().role for _ in range(2)} == {"worker", "server"}  # type: ignore[attr-defined]
         server.make("parameters/int32", 4096, "").elements("int32")[:2] = [1, 2]
@@ -91,7 +91,7 @@ def test_a_segment_that_was_extended_is_carried_where_addresses_are_missing(
             os.close(descriptor)
             raise OSError(12, "Cannot allocate memory")
 
-        monkeypatch.setattr(lifeline, "Mapping", refuses)
+        monkeypatch.setattr(supervisor_link, "Mapping", refuses)
         assert isinstance(ours.segment_of(second), Carried)
         assert ours.carried_because == "the service's memory cannot be mapped here (Cannot allocate memory)"
         assert view.tolist() == [1, 2]

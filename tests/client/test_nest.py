@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from central_storage import nest
-from central_storage.values import IndexedSlices, PerReplica
+from central_storage.core.values import IndexedSlices, PerReplica
 from cs_proto.errors import InvalidArgumentError
 
 Point = namedtuple("Point", ["x", "y"])

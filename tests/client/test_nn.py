@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from central_storage import nn
-from central_storage.context import enter_cross_replica, enter_replica
+from central_storage.core.context import enter_cross_replica, enter_replica
 from cs_proto.errors import ContextError, InvalidArgumentError
 
 

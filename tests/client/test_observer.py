@@ -12,18 +12,19 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from central_storage import observer
-from central_storage.observer import Patience, Session
-from cs_proto import messages, open_files
+from central_storage.observer import blocking
+from central_storage.observer.blocking import Patience, Session
+from cs_proto import messages
 from cs_proto.codec import decode, encode
 from cs_proto.errors import DescriptorLimitError, NoAnswerError, PeerProtocolError, code_of
+from cs_runtime import open_files
 
 
 @pytest.fixture
 def seconds(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """The time, which goes on by a second whenever somebody looks."""
     numbers = count()
-    monkeypatch.setattr(observer.time, "monotonic", lambda: float(next(numbers)))
+    monkeypatch.setattr(blocking.time, "monotonic", lambda: float(next(numbers)))
     return numbers
 
 

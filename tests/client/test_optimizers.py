@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import central_storage as cs
-from central_storage import context
+from central_storage.core import context
 from central_storage.optimizers import schedules
-from central_storage.strategy import CentralStorageStrategy
+from central_storage.strategy.service_strategy import CentralStorageStrategy
 from cs_proto.arrays import Location
 from cs_proto.errors import ContextError, InvalidArgumentError
 from cs_proto.messages import Optimizer as Record

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import central_storage as cs
-from central_storage import devices
+from central_storage.core import devices
 
 
 @pytest.mark.parametrize("name", ["/cpu:0", "CPU:7", "/job:localhost/replica:0/task:0/device:CPU:1", None])

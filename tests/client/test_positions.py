@@ -12,11 +12,11 @@ import pytest
 from safetensors.numpy import load_file
 from tests.client.test_run_steps import Played
 
-from central_storage.dataset import Dataset
-from central_storage.distribute import DistributedDataset, DistributedFromFunction, InputContext, elsewhere
-from central_storage.options import InputOptions, InputReplicationMode
-from central_storage.run_steps import Steps
-from central_storage.series import Series
+from central_storage.core.options import InputOptions, InputReplicationMode
+from central_storage.core.pipeline import Series
+from central_storage.data.dataset import Dataset
+from central_storage.data.distributed import DistributedDataset, DistributedFromFunction, InputContext, elsewhere
+from central_storage.strategy.run_steps import Steps
 from central_storage.train import Checkpoint
 from cs_proto.errors import CheckpointError, DatasetContextError, InvalidArgumentError
 

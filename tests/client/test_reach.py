@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from central_storage.reach import is_importable, is_users, reads_of, submodules
+from central_storage.pickling.code_analysis import is_importable, is_users, reads_of, submodules
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from central_storage.reach import is_importable, is_users, reads_of, submodules
         "numpy",
         "numpy._core._multiarray_umath",
         "pytest",
-        "central_storage.reach",
+        "central_storage.pickling.code_analysis",
         "cs_proto.errors",
     ],
 )

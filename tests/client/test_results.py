@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from central_storage import results as module
-from central_storage.results import Results
-from cs_proto.arena import Arena
+from central_storage.controller import result_leases as module
+from central_storage.controller.result_leases import Results
 from cs_proto.arrays import Array, Location
-from cs_proto.carried import Carried
 from cs_proto.errors import MemoryPlanError
 from cs_proto.messages import Done, Fetch
-from cs_proto.segments import Mapping
+from cs_runtime.arena import Arena
+from cs_runtime.mapping import Mapping
+from cs_runtime.remote_segment import Carried
 
 NBYTES = 16 << 20
 LARGE = 512 << 10

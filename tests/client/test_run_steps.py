@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from central_storage.distribute import DistributedDataset, DistributedIterator
-from central_storage.run_steps import LocalSeries, Steps
-from central_storage.series import Arguments, Sent, Series
+from central_storage.core.pipeline import Arguments, Sent, Series
+from central_storage.data.distributed import DistributedDataset, DistributedIterator
+from central_storage.strategy.run_steps import LocalSeries, Steps
 
 
 class Played:

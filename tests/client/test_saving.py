@@ -21,13 +21,13 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from tests.harness.processes import start
 
-from central_storage import saving
-from central_storage.checkpoint_files import SUFFIX
-from central_storage.context import enter_replica
+from central_storage.checkpoint import graph
+from central_storage.checkpoint.file_format import SUFFIX
+from central_storage.core.context import enter_replica
 from central_storage.metrics import Mean
-from central_storage.strategy import DefaultStrategy
+from central_storage.strategy.service_strategy import DefaultStrategy
 from central_storage.train import Checkpoint, CheckpointManager, ExponentialMovingAverage
-from central_storage.variable import Variable
+from central_storage.variables.variable import Variable
 from cs_proto.errors import (
     CheckpointDamagedError,
     CheckpointError,
@@ -286,9 +286,9 @@ class _Failing(Variable):
 
 def test_a_save_that_fails_leaves_the_last_one(tmp_path: Path) -> None:
     directory = tmp_path / "x"
-    saving.save(str(directory / "s.safetensors"), {"w": Variable(1.0)}, {})
+    graph.save(str(directory / "s.safetensors"), {"w": Variable(1.0)}, {})
     with pytest.raises(ConnectionError):
-        saving.save(str(directory / "s.safetensors"), {"v": Variable(1.0), "w": _Failing(2.0)}, {})
+        graph.save(str(directory / "s.safetensors"), {"v": Variable(1.0), "w": _Failing(2.0)}, {})
     assert os.listdir(directory) == ["s.safetensors"]
     with safe_open(directory / "s.safetensors", framework="numpy") as file:
         assert list(file.keys()) == ["w"]
@@ -296,7 +296,7 @@ def test_a_save_that_fails_leaves_the_last_one(tmp_path: Path) -> None:
 
 def test_large_arrays_are_aligned(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
-    saving.save(str(path), {"a": Variable(np.ones(3, np.int8)), "b": Variable(np.ones(3))}, {})
+    graph.save(str(path), {"a": Variable(np.ones(3, np.int8)), "b": Variable(np.ones(3))}, {})
     whole = path.read_bytes()
     length = int.from_bytes(whole[:8], "little")
     header = json.loads(whole[8 : 8 + length])

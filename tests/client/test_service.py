@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from central_storage import service
+from central_storage.core.recovery_options import Recovery
 from central_storage.errors import DeviceError, ShutdownError
-from central_storage.launch import busy
+from central_storage.launch import gpu_usage
 from central_storage.launch import service as launch
-from central_storage.recovery import Recovery
-from central_storage.service import open_service
+from central_storage.strategy import open_service as opening
+from central_storage.strategy.open_service import open_service
 
 
 class Started:
@@ -51,8 +51,8 @@ def test_gpus_without_cupy_and_gpus_in_use_are_said_before_anything_starts(
     with pytest.raises(DeviceError, match=r"gpu:0 needs CuPy: pip install"):
         open_service(None, "cpu:0", seed=0, start_timeout=1.0, in_process=False, recovery=Recovery())
     assert not caplog.records
-    monkeypatch.setattr(service, "require_cupy", lambda _: None)
-    monkeypatch.setattr(busy, "busy", lambda devices, gpus: [f"{devices} of {len(gpus)} are in use"])
+    monkeypatch.setattr(opening, "require_cupy", lambda _: None)
+    monkeypatch.setattr(gpu_usage, "busy", lambda devices, gpus: [f"{devices} of {len(gpus)} are in use"])
     with pytest.raises(ShutdownError):
         open_service(None, "cpu:0", seed=0, start_timeout=1.0, in_process=False, recovery=Recovery())
     assert caplog.messages == ["['gpu:0', 'gpu:1', 'cpu:0'] of 2 are in use"]

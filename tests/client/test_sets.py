@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import central_storage as cs
-from central_storage.sets import Numbers, VariableSets
+from central_storage.core.variable_sets import Numbers, VariableSets
 
 
 def variables(count: int) -> list[cs.Variable]:

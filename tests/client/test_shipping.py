@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from tests.harness.processes import run
 
-from central_storage import shipping
-from central_storage.handles import Handle, HandleTable
-from central_storage.shipping import digest, dump_arguments, dump_function, load_arguments, load_function
+from central_storage.core.handles import Handle, HandleTable
+from central_storage.pickling import pickler
+from central_storage.pickling.pickler import digest, dump_arguments, dump_function, load_arguments, load_function
 from cs_proto.arrays import INLINE_NBYTES, Array, Location
 from cs_proto.errors import ContextError, MemoryPlanError, ShippingError
 
@@ -49,7 +49,7 @@ def there_and_back(function: Any) -> Any:
 # --- a script with modules of its own, and a replica ------------------------------------------------------------
 
 HANDLES = """
-from central_storage.handles import Handle
+from central_storage.core.handles import Handle
 
 class Thing(Handle):
     def __init__(self, kind, number): self.kind, self.number = kind, number
@@ -149,7 +149,7 @@ import json, pickle, sys
 import xml.etree.ElementTree
 import model, pkg, pkg.layers
 from model import Box, Color, Config, Diverged, Pair, Point, Slotted, Square, T, strategy, w
-from central_storage.shipping import dump_function
+from central_storage.pickling.pickler import dump_function
 
 functions = {}
 def send(function):
@@ -250,8 +250,8 @@ pickle.dump({"functions": data, "same": data == again}, open(sys.argv[1], "wb"))
 
 REPLICA = """
 import json, pickle, sys
-from central_storage.handles import Handle, HandleTable
-from central_storage.shipping import dump_function, load_function
+from central_storage.core.handles import Handle, HandleTable
+from central_storage.pickling.pickler import dump_function, load_function
 
 class Thing(Handle):
     def __init__(self, kind, number): self.kind, self.number = kind, number
@@ -761,8 +761,8 @@ def test_captured_arrays_may_be_written() -> None:
 
 
 def test_the_pieces_of_cloudpickle_that_are_not_public() -> None:
-    assert {"_dynamic_class_reduce", "_make_typevar", "_decompose_typevar"} <= vars(shipping.by_value).keys()
-    make, arguments, *_, fill = shipping.by_value._dynamic_class_reduce(Config)
+    assert {"_dynamic_class_reduce", "_make_typevar", "_decompose_typevar"} <= vars(pickler.by_value).keys()
+    make, arguments, *_, fill = pickler.by_value._dynamic_class_reduce(Config)
     assert callable(make)
     assert callable(fill)
     assert isinstance(arguments[-2], str)

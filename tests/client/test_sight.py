@@ -8,10 +8,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from central_storage.sight import Sight
+from central_storage.observer.seqlock_reader import Sight
 from cs_proto.arrays import Array, Location
 from cs_proto.messages import Variable, VariableSpec
-from cs_proto.segments import Mapping
+from cs_runtime.mapping import Mapping
 
 NAMES = ["a", "b"]
 

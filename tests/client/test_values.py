@@ -7,7 +7,7 @@ from collections import OrderedDict, defaultdict, namedtuple
 import numpy as np
 import pytest
 
-from central_storage.values import (
+from central_storage.core.values import (
     IndexedSlices,
     Mirrored,
     PerReplica,

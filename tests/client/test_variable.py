@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 import central_storage as cs
-from central_storage import context
-from central_storage.strategy import CentralStorageStrategy
-from central_storage.values import regroup
+from central_storage.core import context
+from central_storage.core.values import regroup
+from central_storage.strategy.service_strategy import CentralStorageStrategy
 from cs_proto.arrays import Location
 from cs_proto.errors import ContextError, InvalidArgumentError
 from cs_proto.messages import Variable as Record
 from cs_proto.messages import VariableSpec
-from cs_proto.writing import write
+from cs_proto.scatter import write
 
 F32 = np.float32
 AGGREGATIONS = list(cs.VariableAggregation)

@@ -23,12 +23,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from central_storage import bodies
-from central_storage.arrivals import class_named
-from central_storage.bodies import Tag
-from central_storage.handles import Handle, HandleTable
-from central_storage.shipping import dump_function
-from central_storage.values import (
+from central_storage.core.handles import Handle, HandleTable
+from central_storage.core.values import (
     IndexedSlices,
     Mirrored,
     PerReplica,
@@ -37,15 +33,18 @@ from central_storage.values import (
     VariableSynchronization,
     shared_parts,
 )
-from central_storage.vocabulary import from_value, to_error, to_exception, to_value
+from central_storage.pickling.pickler import dump_function
+from central_storage.pickling.reconstruct import class_named
+from central_storage.wire_values import body_codec
+from central_storage.wire_values.body_codec import Tag
+from central_storage.wire_values.value_codec import from_value, to_error, to_exception, to_value
 from cs_proto import errors
-from cs_proto.arrays import DTYPES, INLINE_NBYTES, Array, Location, array_of
+from cs_proto.arrays import DTYPES, INLINE_NBYTES, Array, Location, array_of, frame_view
 from cs_proto.codec import decode, encode
 from cs_proto.errors import CODES, MemoryPlanError, PeerProtocolError, ReplicaError, ResultError
 from cs_proto.failures import TEXT_LENGTH
 from cs_proto.messages import Error, Return, Value
 from cs_proto.records import Frame, shown
-from cs_proto.segments import frame_view
 
 
 class Weight(Handle):
@@ -470,7 +469,7 @@ def test_one_part_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     nest: Any = []
     for _ in range(60):
         nest = [nest] * 4
-    monkeypatch.setattr(bodies, "_MAX_ITEMS", 1000)
+    monkeypatch.setattr(body_codec, "_MAX_ITEMS", 1000)
     with pytest.raises(ResultError, match="beyond the 1000 parts"):
         to_value(nest, array_of)
 

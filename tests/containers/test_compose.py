@@ -219,7 +219,7 @@ def test_three_workers_that_cannot_share_memory_beside_another_project(
 
 
 def test_nothing_is_compiled_in_a_new_container_and_nobody_is_root() -> None:
-    code = "import os; from cs_server import kernels; print(os.getuid(), kernels.load().compiled)"
+    code = "import os; from cs_server.compute import kernels; print(os.getuid(), kernels.load().compiled)"
     assert docker("run", "--rm", "--read-only", IMAGE, "python", "-c", code) == "10001 0"
 
 

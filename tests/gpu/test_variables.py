@@ -20,10 +20,10 @@ import central_storage as cs
 from cs_proto.arrays import Array, Location, array_of
 from cs_proto.errors import DeviceMemoryError
 from cs_proto.messages import DevicePlace
-from cs_server import device_updates, pieces
 from cs_server.events import Dense, Fill, Write
-from cs_server.translate import DTYPES
-from cs_server.updates import RULES
+from cs_server.gpu import blocks, updates
+from cs_server.gpu.codegen import DTYPES
+from cs_server.rules import RULES
 
 pytestmark = pytest.mark.gpu
 
@@ -83,7 +83,7 @@ def test_writes_and_fills(both: Both) -> None:
 
 
 def test_long_ranges_take_several_launches(both: Both) -> None:
-    size = pieces.PIECE * (device_updates._LAUNCH + 3) // 64 + 5
+    size = blocks.PIECE * (updates._LAUNCH + 3) // 64 + 5
     random = np.random.default_rng(1)
     for replica in range(2):
         both.brings(f"gradients/{replica}/0/float32", 0, random.standard_normal(size).astype("float32"))
@@ -141,8 +141,8 @@ def test_training_gives_what_it_gives_on_a_cpu(bound: dict[str, float]) -> None:
 _SERVER = """
 import sys
 import numpy as np
-from cs_server.cuda import Gpu
-from cs_server.device_memory import DeviceMemory
+from cs_server.gpu.cuda import Gpu
+from cs_server.gpu.memory import DeviceMemory
 
 gpu = Gpu("gpu:0")
 memory = DeviceMemory(gpu)

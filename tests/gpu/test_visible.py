@@ -7,7 +7,7 @@ import os
 import pytest
 
 import central_storage as cs
-from central_storage.gpus import gpu_count, visible_gpus
+from central_storage.diagnostics.gpu_inventory import gpu_count, visible_gpus
 
 pytestmark = pytest.mark.gpu
 

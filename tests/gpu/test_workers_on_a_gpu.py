@@ -20,9 +20,9 @@ from tests.harness.timing import unit
 
 import central_storage as cs
 from central_storage import errors
-from central_storage.gpus import gpu_count
+from central_storage.diagnostics.gpu_inventory import gpu_count
 from cs_proto.messages import DevicePlace
-from cs_worker.device import Device, open_device
+from cs_worker.devices.device import Device, open_device
 
 pytestmark = pytest.mark.gpu
 

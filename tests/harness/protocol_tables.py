@@ -83,7 +83,7 @@ def limits() -> Iterator[str]:
 
 def tags() -> Iterator[str]:
     """The tags in the body of a Value."""
-    from central_storage.bodies import Tag
+    from central_storage.wire_values.body_codec import Tag
 
     yield "| tag | is | followed by |"
     yield "| --- | --- | --- |"

@@ -29,7 +29,7 @@ from cs_proto.messages import (
     SegmentRefused,
 )
 from cs_proto.records import Record
-from cs_proto.segments import Mapping
+from cs_runtime.mapping import Mapping
 
 from .timing import unit
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cs_server.updates import Array
+from cs_server.rules import Array
 
 __all__ = ["HYPERPARAMETERS", "assert_same_bits"]
 

@@ -141,7 +141,7 @@ def test_nothing_is_copied(two: cs.CentralStorageStrategy, example: dict[str, An
 
 
 def test_the_module_is_sent_without_its_memory(example: dict[str, Any]) -> None:
-    from central_storage.shipping import dump_arguments
+    from central_storage.pickling.pickler import dump_arguments
 
     module = torch.nn.Linear(2000, 1000)
     variables = example["centralize"](module)

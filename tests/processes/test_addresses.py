@@ -9,7 +9,7 @@ import pytest
 from tests.harness.processes import run
 
 import central_storage as cs
-from cs_proto import machine
+from cs_runtime import machine
 
 TIB = 1 << 40
 

@@ -145,12 +145,12 @@ def test_where_no_address_range_is_left_for_what_is_read_after_an_update_it_is_c
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     def step() -> list[float]:
-        from central_storage import lifeline
+        from cs_runtime import supervisor_link
 
         def refuse(*args: Any, **kwargs: Any) -> None:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-        lifeline.Mapping = refuse  # type: ignore[assignment, misc]
+        supervisor_link.Mapping = refuse  # type: ignore[assignment, misc]
         values = []
         for _ in range(3):
             values.append(np.asarray(w))

@@ -292,8 +292,8 @@ def test_after_shutdown_the_strategy_says_so() -> None:
 
 INTERRUPTED = """
 import os, sys, central_storage as cs
-import central_storage.seam
-central_storage.seam._NAME_WAIT_EVERY = 0.2
+import central_storage.controller.session
+central_storage.controller.session._NAME_WAIT_EVERY = 0.2
 def replica(): return int(cs.get_replica_context().replica_id_in_sync_group)
 strategy = cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True)
 pipe = os.pipe()[0]
@@ -381,7 +381,7 @@ def test_the_log_shows_the_messages_of_all_roles() -> None:
     program = "import central_storage as cs; cs.CentralStorageStrategy(['cpu:0'], in_process=True).run(lambda: None)"
     log = run("-c", program, environment={"CS_LOG": "debug"}).ok().err
     for line in (
-        "central_storage.link: send Run(",
+        "central_storage.controller.operations: send Run(",
         "central_storage.worker: received",
         "cs_server.service: from b'w0.1'",
     ):

@@ -11,7 +11,7 @@ import pytest
 from tests.harness.services import connected
 
 import central_storage as cs
-from central_storage import lifeline
+from cs_runtime import supervisor_link
 
 F32 = np.float32
 DEVICES = ["cpu:0", "cpu:1"]
@@ -24,7 +24,7 @@ def service(request: pytest.FixtureRequest) -> Iterator[cs.CentralStorageStrateg
         if request.param == "zeromq":
             patch.setenv("CS_MAILBOXES", "off")
         if request.param == "carried":
-            patch.setattr(lifeline, "Mapping", not_mapped)
+            patch.setattr(supervisor_link, "Mapping", not_mapped)
         with cs.CentralStorageStrategy(DEVICES, in_process=in_process) as strategy:
             if in_process:  # what these threads connect later would be a leftover
                 strategy.run(lambda: context().merge_call(lambda strategy: strategy.run(_nothing)))

@@ -118,7 +118,7 @@ def test_what_a_replica_returns_twice_are_two_arrays(two: cs.CentralStorageStrat
 
 
 def test_more_than_may_be_held_is_copied(two: cs.CentralStorageStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("central_storage.results.MOST", 3)
+    monkeypatch.setattr("central_storage.controller.result_leases.MOST", 3)
     held = []
     for value in range(8):
         for replica, array in enumerate(two.experimental_local_results(two.run(filled, args=(value, ROWS))[0])):

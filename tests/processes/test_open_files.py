@@ -19,7 +19,7 @@ from tests.harness.timing import unit
 
 import central_storage as cs
 from central_storage import errors
-from central_storage.observer import Observer
+from central_storage.observer.blocking import Observer
 
 #: What the service under test may open, however it is started.
 LIMIT = 256

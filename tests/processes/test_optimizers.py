@@ -12,8 +12,8 @@ import pytest
 import central_storage as cs
 from central_storage.optimizers import schedules
 from cs_proto.errors import ContextError, InvalidArgumentError, MergeMismatchError
-from cs_server.rows import merge_reference
-from cs_server.updates import RULES, reference
+from cs_server.compute.sparse import merge_reference
+from cs_server.rules import RULES, reference
 
 F32 = np.float32
 SHAPES: tuple[tuple[int, ...], ...] = ((4, 3), (), (0,), (7,))

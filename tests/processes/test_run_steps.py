@@ -21,7 +21,7 @@ from tests.harness.services import connected
 
 import central_storage as cs
 from central_storage import errors
-from central_storage.run_steps import LOOKAHEAD
+from central_storage.strategy.run_steps import LOOKAHEAD
 
 ROWS = 30 * 8 + 3  # 31 batches of 8, the last one of 3
 

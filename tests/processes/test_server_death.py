@@ -16,7 +16,7 @@ from tests.harness.processes import run
 
 import central_storage as cs
 from central_storage import aio
-from cs_proto.failpoints import FAILPOINTS
+from cs_runtime.failpoints import FAILPOINTS
 
 pytestmark = pytest.mark.timeout(300)  # each death costs the start of a server
 

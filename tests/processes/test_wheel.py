@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.harness.processes import ROOT
 from tests.harness.timing import unit
 
-PACKAGES = {"central_storage", "cs_proto", "cs_server", "cs_worker"}
+PACKAGES = {"central_storage", "cs_proto", "cs_runtime", "cs_server", "cs_worker"}
 
 
 def run(*command: object, cwd: Path) -> str:

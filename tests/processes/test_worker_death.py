@@ -24,7 +24,7 @@ from central_storage import errors
 from cs_proto import messages
 from cs_proto.arrays import array_of
 from cs_proto.codec import decode, encode
-from cs_proto.failpoints import FAILPOINTS
+from cs_runtime.failpoints import FAILPOINTS
 
 
 def context() -> cs.ReplicaContext:

@@ -19,9 +19,9 @@ import pytest
 import zmq
 from tests.harness.timing import unit
 
-from cs_proto import open_files
-from cs_proto.admission import SUFFIX_NBYTES, Admission
-from cs_proto.polling import Poller
+from cs_runtime import open_files
+from cs_runtime.admission import SUFFIX_NBYTES, Admission
+from cs_runtime.poller import Poller
 
 LIMIT = 256
 

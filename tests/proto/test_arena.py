@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cs_proto.arena import Arena
-from cs_proto.arrays import INLINE_NBYTES, Array, Location
+from cs_proto.arrays import INLINE_NBYTES, Array, Location, frame_view
 from cs_proto.errors import MemoryPlanError
 from cs_proto.ranges import merged
 from cs_proto.records import Frame
-from cs_proto.segments import Mapping, frame_view
+from cs_runtime.arena import Arena
+from cs_runtime.mapping import Mapping
 
 NBYTES = 16 << 20
 
@@ -88,7 +88,7 @@ def test_parts_are_used_in_turn_and_left_alone_in_between() -> None:
 
 @pytest.mark.parametrize("parts", [1, 3])
 def test_pages_of_one_large_value_are_given_back(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cs_proto.arena._KEEP_NBYTES", 1 << 20)
+    monkeypatch.setattr("cs_runtime.arena._KEEP_NBYTES", 1 << 20)
     descriptor = os.memfd_create("arena")
     os.ftruncate(descriptor, NBYTES)
     kept = os.dup(descriptor)
@@ -146,7 +146,7 @@ def test_what_is_held_is_left_alone(held: list[tuple[int, int]], sizes: list[int
 
 
 def test_pages_that_are_held_are_given_back_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cs_proto.arena._KEEP_NBYTES", 0)
+    monkeypatch.setattr("cs_runtime.arena._KEEP_NBYTES", 0)
     descriptor = os.memfd_create("arena")
     os.ftruncate(descriptor, NBYTES)
     made = Arena(lambda: Mapping("arena/test", descriptor, NBYTES, writable=True))

@@ -20,6 +20,7 @@ from cs_proto.arrays import (
     Location,
     array_of,
     dtype_name,
+    frame_view,
     is_wire_dtype,
     item_nbytes,
     shape_fault,
@@ -29,7 +30,6 @@ from cs_proto.codec import decode, encode
 from cs_proto.errors import LocalProtocolError, PeerProtocolError
 from cs_proto.messages import Value
 from cs_proto.records import Frame
-from cs_proto.segments import frame_view
 
 NAMES = st.one_of(
     st.sampled_from([*DTYPES, "U1", "S7", "U0", "S0", "U9999999", "U10000000", "object", "O", "float128", "V8", "f4"]),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.harness.processes import ROOT, Ended, run
 
-from cs_proto.failpoints import (
+from cs_runtime.failpoints import (
     FAILPOINTS,
     SABOTAGES,
     FailpointError,
@@ -103,7 +103,7 @@ def test_a_place_that_is_not_registered_is_refused_where_places_are_looked_at() 
 
 
 def in_a_process(action: str) -> Ended:
-    program = f"from cs_proto.failpoints import failpoint; failpoint({PLACE!r}); print('went on')"
+    program = f"from cs_runtime.failpoints import failpoint; failpoint({PLACE!r}); print('went on')"
     return run("-c", program, environment={"CS_FAILPOINTS": f"{PLACE}={action}"})
 
 

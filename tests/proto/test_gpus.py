@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cs_proto import gpus
 from cs_proto.errors import DeviceError
+from cs_runtime import gpus
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cs_proto import machine
+from cs_runtime import machine
 
 MACHINE = 1 << 40
 

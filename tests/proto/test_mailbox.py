@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from cs_proto import messages
 from cs_proto.errors import PeerProtocolError
-from cs_proto.mailbox import NBYTES, Incoming, Mailboxes, Outgoing, Patience
+from cs_runtime.mailboxes import NBYTES, Incoming, Mailboxes, Outgoing, Patience
 
 PAGE = 4096
 SMALL = PAGE + 1024
@@ -81,7 +81,7 @@ def test_damage_is_an_error(word: int, value: bytes, in_words: bool) -> None:
 
 PROGRAM = """
 import hashlib, mmap, os, sys
-from cs_proto.mailbox import Incoming, Outgoing
+from cs_runtime.mailboxes import Incoming, Outgoing
 from tests.proto.test_mailbox import pattern
 memory = memoryview(mmap.mmap(int(sys.argv[1]), 0))
 if sys.argv[2] == "take":

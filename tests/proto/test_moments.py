@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from cs_proto.moments import moments
+from cs_runtime.trace import moments
 
 PROGRAM = """
 from itertools import count
-from cs_proto.moments import moments
+from cs_runtime.trace import moments
 moment = moments("worker", count(5).__next__)
 moment("woken")
 moment("decoded")

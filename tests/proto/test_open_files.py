@@ -9,8 +9,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from cs_proto import open_files
 from cs_proto.errors import DescriptorLimitError
+from cs_runtime import open_files
 
 
 @pytest.fixture(autouse=True)

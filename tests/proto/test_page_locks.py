@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cs_proto.page_locks import PageLocks
+from cs_runtime.page_locks import PageLocks
 
 PAGE = mmap.PAGESIZE
 PAGES = 16

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from cs_proto.polling import Poller, is_readable
+from cs_runtime.poller import Poller, is_readable
 
 
 class Socket:

@@ -7,7 +7,7 @@ from copy import copy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cs_proto.recent import Recent
+from cs_runtime.function_cache import Recent
 
 
 def test_touch_says_whether_it_was_held() -> None:

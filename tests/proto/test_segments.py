@@ -10,10 +10,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from cs_proto import segments
+from cs_proto import segment_names
 from cs_proto.arrays import Array, Location, array_of
 from cs_proto.errors import LocalProtocolError, MemoryPlanError
-from cs_proto.segments import Mapping
+from cs_runtime import mapping as mappings
+from cs_runtime.mapping import Mapping
 
 PAGE = mmap.PAGESIZE
 NBYTES = 8 * PAGE
@@ -41,15 +42,15 @@ def present(file: int) -> int:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        (segments.CONTROL, "control"),
-        (segments.parameters("float32"), "parameters/float32"),
-        (segments.parameters("U12"), "parameters/u12"),
-        (segments.slots(3, "Momentum", "float64"), "slots/3/momentum/float64"),
-        (segments.gradients(1, 0, "complex64"), "gradients/1/0/complex64"),
-        (segments.arena(2), "arena/2"),
-        (segments.controller_arena(), "arena/controller"),
-        (segments.inputs(), "inputs"),
-        (segments.versions(), "versions"),
+        (segment_names.CONTROL, "control"),
+        (segment_names.parameters("float32"), "parameters/float32"),
+        (segment_names.parameters("U12"), "parameters/u12"),
+        (segment_names.slots(3, "Momentum", "float64"), "slots/3/momentum/float64"),
+        (segment_names.gradients(1, 0, "complex64"), "gradients/1/0/complex64"),
+        (segment_names.arena(2), "arena/2"),
+        (segment_names.controller_arena(), "arena/controller"),
+        (segment_names.inputs(), "inputs"),
+        (segment_names.versions(), "versions"),
     ],
 )
 def test_names(name: str, expected: str) -> None:
@@ -82,15 +83,15 @@ def test_a_reader_cannot_write(file: int) -> None:
 def test_what_may_only_be_read_is_found_by_its_address_as_long_as_something_views_it(file: int) -> None:
     reader, writer = mapping(file, writable=False), mapping(file)
     view, address = reader.elements("uint8"), reader.elements("uint8").__array_interface__["data"][0]
-    assert segments.read_only_at(address) == ("arena/0", 0)
-    assert segments.read_only_at(address + NBYTES - 1) == ("arena/0", NBYTES - 1)
-    assert segments.read_only_at(address + NBYTES) is None
-    assert segments.read_only_at(address - 1) is None
-    assert segments.read_only_at(writer.elements("uint8").__array_interface__["data"][0]) is None
+    assert mappings.read_only_at(address) == ("arena/0", 0)
+    assert mappings.read_only_at(address + NBYTES - 1) == ("arena/0", NBYTES - 1)
+    assert mappings.read_only_at(address + NBYTES) is None
+    assert mappings.read_only_at(address - 1) is None
+    assert mappings.read_only_at(writer.elements("uint8").__array_interface__["data"][0]) is None
     del reader
-    assert segments.read_only_at(address) == ("arena/0", 0)
+    assert mappings.read_only_at(address) == ("arena/0", 0)
     del view
-    assert segments.read_only_at(address) is None
+    assert mappings.read_only_at(address) is None
 
 
 def test_the_kernel_keeps_a_reader_from_mapping_for_writing(file: int) -> None:
@@ -156,7 +157,7 @@ def test_populate_makes_exactly_the_touched_pages_present(
     file: int, start: int, stop: int, pages: int, is_old_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_old_kernel:
-        monkeypatch.setattr(segments, "_MADV_POPULATE_WRITE", 9999)  # EINVAL, as before Linux 5.14
+        monkeypatch.setattr(mappings, "_MADV_POPULATE_WRITE", 9999)  # EINVAL, as before Linux 5.14
     held = mapping(file)
     held.elements("uint8")[start:stop] = 7
     held.discard(0, NBYTES)
@@ -181,7 +182,7 @@ def test_populate_of_blocks_of_huge_pages_changes_nothing_in_them_or_around(
     is_old_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_old_kernel:
-        monkeypatch.setattr(segments, "_MADV_COLLAPSE", 9999)  # EINVAL, as before Linux 6.1
+        monkeypatch.setattr(mappings, "_MADV_COLLAPSE", 9999)  # EINVAL, as before Linux 6.1
     nbytes = 3 * HUGE
     descriptor = os.memfd_create("segment")
     os.ftruncate(descriptor, nbytes)
@@ -208,7 +209,7 @@ def test_a_mapping_begins_where_huge_pages_can_be_mapped(file: int) -> None:
 
 
 def test_where_there_is_no_room_for_that_the_mapping_is_the_same(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "_HUGE_NBYTES", 1 << 60)
+    monkeypatch.setattr(mappings, "_HUGE_NBYTES", 1 << 60)
     held = mapping(file)
     held.elements("uint8")[:] = 5
     held.populate(1, NBYTES)
@@ -308,7 +309,7 @@ def reader(file: int) -> Mapping:
 @pytest.fixture(params=[False, True], ids=["this kernel", "an old kernel"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param:
-        monkeypatch.setattr(segments, "_MADV_POPULATE_WRITE", 9999)  # EINVAL, as before Linux 5.14
+        monkeypatch.setattr(mappings, "_MADV_POPULATE_WRITE", 9999)  # EINVAL, as before Linux 5.14
 
 
 def test_a_reader_sees_what_is_written_until_it_preserves_it(file: int, kernel: None) -> None:
@@ -344,13 +345,13 @@ def test_where_the_kernel_refuses_nothing_is_preserved(file: int, monkeypatch: p
     there, mine = mapping(file).elements("uint8"), reader(file)
     view = mine.elements("uint8")
     there[:] = 1
-    protect, asked = segments._mprotect, []
+    protect, asked = mappings._mprotect, []
 
     def refuse(address: int, nbytes: int, protection: int) -> int:
         asked.append(protection)
         return -1 if len(asked) == 3 else protect(address, nbytes, protection)
 
-    monkeypatch.setattr(segments, "_mprotect", refuse)
+    monkeypatch.setattr(mappings, "_mprotect", refuse)
     with pytest.raises(MemoryPlanError, match=rf"bytes {4 * PAGE} to {5 * PAGE} of segment .* could not be preserved"):
         mine.preserve([(0, PAGE), (4 * PAGE, 5 * PAGE)])
     there[:] = 2

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cs_proto.messages import WriteOp
-from cs_proto.writing import write
+from cs_proto.scatter import write
 
 SCATTERS = st.sampled_from(["scatter_add", "scatter_sub", "scatter_update"])
 

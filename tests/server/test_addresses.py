@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from tests.harness.playbook import DEFAULTS
 
-from cs_proto import machine
 from cs_proto.descriptors import DTYPES
 from cs_proto.errors import MemoryPlanError
 from cs_proto.messages import VariableSpec
 from cs_proto.optimizers import OPTIMIZERS, SLOTS, rule_of
-from cs_server import undo
-from cs_server.addresses import PAGE_NBYTES, Addresses, divided
-from cs_server.catalogue import Catalogue
-from cs_server.control import ControlMemory
+from cs_runtime import machine
+from cs_server.compute import undo
+from cs_server.engine.address_budget import PAGE_NBYTES, Addresses, divided
+from cs_server.engine.catalogue import Catalogue
+from cs_server.engine.control_log import ControlMemory
+from cs_server.engine.state import Tables
 from cs_server.events import Allocate, Command
-from cs_server.tables import Tables
-from cs_server.updates import RULES
+from cs_server.rules import RULES
 
 GIB, TIB = 1 << 30, 1 << 40
 #: What x86-64 gives a process, and what the rest of it may take of that.

@@ -11,14 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cs_proto.arrays import Array, Location, array_of, view_of
+from cs_proto.arrays import Array, Location, array_of, frame_view, view_of
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.messages import AssignOp, ReduceOpName
-from cs_proto.segments import frame_view
-from cs_server import arithmetic
-from cs_server.arithmetic import Arithmetic
+from cs_server.compute import executor
+from cs_server.compute.executor import Arithmetic
 from cs_server.events import Apply, Commit, Compute, Dense, Fill, Write
-from cs_server.updates import RULES, reference
+from cs_server.rules import RULES, reference
 
 SGD = (("learning_rate", 0.25), ("momentum", 0.5), ("nesterov", 0.0))
 
@@ -50,10 +49,10 @@ def at(segment: str, offset: int, like: np.ndarray) -> Array:
 @pytest.fixture(params=[1, 3])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """How many threads an update may use; even a small one is spread over them."""
-    monkeypatch.setattr(arithmetic, "_ELEMENTS_PER_THREAD", 1)
-    arithmetic._shares.cache_clear()
+    monkeypatch.setattr(executor, "_ELEMENTS_PER_THREAD", 1)
+    executor._shares.cache_clear()
     yield request.param
-    arithmetic._shares.cache_clear()
+    executor._shares.cache_clear()
 
 
 def commit(memory: Bytes, *operations: Apply | Write | Fill, threads: int = 1) -> None:
@@ -171,8 +170,8 @@ def test_apply_has_the_bits_of_the_reference_and_leaves_the_rest_alone(dtype: st
 def test_the_share_of_a_thread_that_has_other_work_is_done_all_the_same(
     busy: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arithmetic, "_ELEMENTS_PER_THREAD", 1)
-    arithmetic._shares.cache_clear()
+    monkeypatch.setattr(executor, "_ELEMENTS_PER_THREAD", 1)
+    executor._shares.cache_clear()
     memory = Bytes(w=np.zeros(1000), g=np.arange(1000.0))
     door, inside, spread = Event(), Semaphore(0), Arithmetic(memory, 3)
     assert spread._pool is not None
@@ -183,7 +182,7 @@ def test_the_share_of_a_thread_that_has_other_work_is_done_all_the_same(
     spread.commit(Commit(1, (Apply("sgd", (("learning_rate", 1.0),), 1, (part,)),)))
     door.set()
     spread.close()
-    arithmetic._shares.cache_clear()
+    executor._shares.cache_clear()
     assert memory.segments["w"].tolist() == (-np.arange(1000.0)).tolist()
 
 
@@ -204,8 +203,8 @@ def test_shares_cover_every_element_once_and_in_order(steps: list[tuple[int, int
         ranges.append((end + gap, end + gap + length))
         end = ranges[-1][1]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arithmetic, "_ELEMENTS_PER_THREAD", 300)
-        shares = arithmetic._shares.__wrapped__(tuple(ranges), threads)
+        patch.setattr(executor, "_ELEMENTS_PER_THREAD", 300)
+        shares = executor._shares.__wrapped__(tuple(ranges), threads)
     assert 1 <= len(shares) <= threads
     covered = [element for share in shares for first, last in share.tolist() for element in range(first, last)]
     assert covered == [element for first, last in ranges for element in range(first, last)]

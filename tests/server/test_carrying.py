@@ -12,9 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cs_proto import carried
-from cs_proto.arrays import Array, Location, array_of, bytes_array
-from cs_proto.carried import Carried, aligned
+from cs_proto.arrays import Array, Location, array_of, bytes_array, frame_view
 from cs_proto.codec import BULK_LIMITS, LIMITS, decode, encode
 from cs_proto.errors import (
     ContextError,
@@ -27,8 +25,10 @@ from cs_proto.errors import (
 )
 from cs_proto.messages import Done, Fetch, Fetched, Put, Refused
 from cs_proto.records import Record
-from cs_proto.segments import Mapping, frame_view
-from cs_server.carrying import carry
+from cs_runtime import remote_segment
+from cs_runtime.mapping import Mapping
+from cs_runtime.remote_segment import Carried, aligned
+from cs_server.segment_server import carry
 
 NBYTES = 16 * mmap.PAGESIZE
 WRITERS = {"arena/0": "w0", "parameters/float32": "", "arena/controller": "controller"}
@@ -93,7 +93,7 @@ def test_carried_bytes_are_those_of_the_memory(
     array = Array(dtype, shape, Location("arena/0", 64 * offset))
     value = np.array([random.randrange(2) for _ in range(int(np.prod(shape)))]).astype(dtype).reshape(shape)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(carried, "_AT_ONCE", at_once)
+        patch.setattr(remote_segment, "_AT_ONCE", at_once)
         segment = Carried("arena/0", NBYTES, server)
         segment.write(array, value)
         assert np.array_equal(server.segments.view(array), value)
@@ -115,7 +115,7 @@ def test_rows_are_those_of_the_memory(height: int, rest: tuple[int, ...], rows: 
     named = np.array([row % height for row in rows], np.int64)
     shaped = named.reshape(2, -1) if len(named) % 2 == 0 else named
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(carried, "_AT_ONCE", at_once)
+        patch.setattr(remote_segment, "_AT_ONCE", at_once)
         seen = Carried("parameters/float32", NBYTES, server).rows(array, shaped)
     assert np.array_equal(seen, server.segments.get("parameters/float32").rows(array, shaped))
 

@@ -16,11 +16,11 @@ from cs_proto.arrays import Array, Location, array_of
 from cs_proto.errors import DeviceMemoryError, InvalidArgumentError, MemoryPlanError
 from cs_proto.failures import error_of
 from cs_proto.messages import ApplyPoint, Optimizer, Schedule, SparseGradient, VariableSpec
-from cs_server.addresses import PAGE_NBYTES, Addresses, divided
-from cs_server.catalogue import Catalogue
-from cs_server.control import ControlMemory
+from cs_server.engine.address_budget import PAGE_NBYTES, Addresses, divided
+from cs_server.engine.catalogue import Catalogue
+from cs_server.engine.control_log import ControlMemory
+from cs_server.engine.state import SlotFill, Tables
 from cs_server.events import Allocate, Apply, Command, Dense, Discard, Load, LoadKernel, Rows, Write
-from cs_server.tables import SlotFill, Tables
 
 SGD = {"learning_rate": 0.1, "momentum": 0.0, "nesterov": 0.0}
 ADAGRAD = {"learning_rate": 0.1, "initial_accumulator_value": 0.1, "epsilon": 1e-7}

@@ -10,8 +10,8 @@ import pytest
 from tests.server.test_arithmetic import Bytes, commit
 
 from cs_proto.arrays import array_of
-from cs_server import arithmetic
-from cs_server.clipping import Clipping, square_of
+from cs_server.compute import executor
+from cs_server.compute.clipping import Clipping, square_of
 from cs_server.events import Apply, Dense, Rows
 
 PLAIN = {"learning_rate": 1.0, "momentum": 0.0, "nesterov": 0.0}
@@ -71,7 +71,7 @@ def step(threads: int, **bounds: float) -> list[np.ndarray]:
     ids=str,
 )
 def test_a_step_is_bounded_as_its_whole_gradient_is(bounds: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arithmetic, "_PIECE", 700)
+    monkeypatch.setattr(executor, "_PIECE", 700)
     totals = step(1)
     limit = bounds.get("clipvalue", np.inf)
     totals = [np.clip(total, -limit, limit) for total in totals]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cs_proto.errors import MemoryPlanError
-from cs_server.control import Control, ControlDamaged, ControlFull, ControlLog, ControlMemory
+from cs_server.engine.control_log import Control, ControlDamaged, ControlFull, ControlLog, ControlMemory
 
 KINDS: list[Callable[[], Control]] = [ControlMemory, lambda: ControlLog(np.zeros(4096, np.uint8), turnover=256)]
 

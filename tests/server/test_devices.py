@@ -13,18 +13,20 @@ from tests.harness.cupy_stand_in.c_kernels import COMPILER
 from tests.harness.stand_in_gpus import StandInGpus, stand_in_gpus
 from tests.harness.updates import HYPERPARAMETERS
 
-from cs_proto.arrays import Array, Location, array_of
+from cs_proto.arrays import Array, Location, array_of, frame_view
 from cs_proto.errors import DeviceError, DeviceMemoryError
-from cs_proto.segments import JOURNAL, Mapping, frame_view
-from cs_server import cuda, device_memory, device_updates, devices, kernels, pieces, staging
-from cs_server.arithmetic import Arithmetic
-from cs_server.changes import Change
-from cs_server.device_memory import DeviceMemory, is_on_device
-from cs_server.devices import GpuParameters
+from cs_proto.segment_names import JOURNAL
+from cs_runtime.mapping import Mapping
+from cs_server.compute import kernels
+from cs_server.compute.executor import Arithmetic
 from cs_server.events import Apply, Commit, Dense, Fill, Rows, Write
-from cs_server.journal import Journal
-from cs_server.translate import DTYPES
-from cs_server.updates import RULES
+from cs_server.gpu import blocks, cuda, staging, store, updates
+from cs_server.gpu import memory as gpu_memory
+from cs_server.gpu.dirty_ranges import Change
+from cs_server.gpu.memory import DeviceMemory, is_on_device
+from cs_server.gpu.redo_journal import Journal
+from cs_server.gpu.store import GpuParameters
+from cs_server.rules import GPU_DTYPES, RULES
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no gcc here to run kernels without a GPU")
 
@@ -81,16 +83,16 @@ def _by_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything takes several pieces, launches and stages."""
-    for module in (devices, pieces, staging):
+    for module in (store, blocks, staging):
         monkeypatch.setattr(module, "PIECE", 16)
-    for module in (device_updates, staging):
+    for module in (updates, staging):
         monkeypatch.setattr(module, "TABLE_NBYTES", 1024)
-    monkeypatch.setattr(devices, "_FILL_BLOCKS", 3)
-    monkeypatch.setattr(device_updates, "_LAUNCH", 3)
-    monkeypatch.setattr(device_updates, "_SQUARES_NBYTES", 8 * 257 * 2)
+    monkeypatch.setattr(store, "_FILL_BLOCKS", 3)
+    monkeypatch.setattr(updates, "_LAUNCH", 3)
+    monkeypatch.setattr(updates, "_SQUARES_NBYTES", 8 * 257 * 2)
     monkeypatch.setattr(staging, "_STAGE_NBYTES", 16 * 8 * 4)
-    monkeypatch.setattr(device_memory, "_BLOCK_NBYTES", 512)
-    monkeypatch.setattr(device_memory, "_GRAIN_NBYTES", 256)
+    monkeypatch.setattr(gpu_memory, "_BLOCK_NBYTES", 512)
+    monkeypatch.setattr(gpu_memory, "_GRAIN_NBYTES", 256)
 
 
 @pytest.fixture(params=["page-locked", "not page-locked"])
@@ -152,7 +154,7 @@ class Both:
         for each in operations:
             if isinstance(each, Apply):
                 for part in (*each.dense, *each.sparse):
-                    if part.dtype in DTYPES:
+                    if part.dtype in GPU_DTYPES:
                         self.gpu.load_kernel(each.rule, part.dtype)
 
     def mirrored(self) -> None:
@@ -552,12 +554,12 @@ def test_a_variable_that_takes_the_place_of_another(both: Both) -> None:
 def test_memory_that_nobody_needs_is_given_back_to_the_gpu(gpus: StandInGpus) -> None:
     both = Both()
     free = both.gpu.available_nbytes()
-    size = device_memory._BLOCK_NBYTES // 4 // 8
+    size = gpu_memory._BLOCK_NBYTES // 4 // 8
     both.make("parameters/float32", 0, np.ones(size, "float32"))
     both.make("parameters/float32", size, np.ones(size, "float32"))
-    assert both.gpu.available_nbytes() == free - device_memory._BLOCK_NBYTES
+    assert both.gpu.available_nbytes() == free - gpu_memory._BLOCK_NBYTES
     both.gpu.discard("parameters/float32", 0, 4 * size)
-    assert both.gpu.available_nbytes() == free - device_memory._BLOCK_NBYTES
+    assert both.gpu.available_nbytes() == free - gpu_memory._BLOCK_NBYTES
     both.gpu.discard("parameters/float32", 4 * size, 8 * size)
     assert both.gpu.available_nbytes() == free
     both.close()
@@ -615,7 +617,7 @@ def test_a_commit_takes_nothing_of_a_gpu_that_is_full(
     gpus: StandInGpus, monkeypatch: pytest.MonkeyPatch, both: Both
 ) -> None:
     """Kernels are loaded with what needs them; of every kind of operation none makes an event, a module or memory."""
-    dense = variables(both, "adam", DTYPES)
+    dense = variables(both, "adam", GPU_DTYPES)
     sparse = [table(both, "adam", 40, 20, [[1, 2], [1]], first=1000)]
     rows = Array("float32", (40, 20), Location("parameters/float32", 4000))
     both.load(apply("adam", dense, sparse))
@@ -627,7 +629,7 @@ def test_a_commit_takes_nothing_of_a_gpu_that_is_full(
     both.assert_same()
     both.commit(apply("adam", dense, sparse, t=30, clipnorm=0.5))
     both.commit(Write(rows, "scatter_add", None, (array_of(np.ones((1, 20), "float32")),), array_of(np.array([3]))))
-    for dtype in DTYPES:
+    for dtype in GPU_DTYPES:
         both.commit(Fill(f"slots/1/m/{dtype}", dtype, 8, 9, 0.5))
     both.assert_same(2e-3)  # a norm of halves
     del rest
@@ -677,7 +679,7 @@ def test_a_gpu_that_cannot_be_used(gpus: StandInGpus) -> None:
 
 
 def test_nothing_is_dropped_twice(gpus: StandInGpus) -> None:
-    from cs_server.cuda import Gpu
+    from cs_server.gpu.cuda import Gpu
 
     gpu = Gpu("gpu:1")
     memory = DeviceMemory(gpu)
@@ -690,7 +692,7 @@ def test_nothing_is_dropped_twice(gpus: StandInGpus) -> None:
 
 def test_an_exported_block_stays(gpus: StandInGpus) -> None:
     both = Both()
-    size = device_memory._BLOCK_NBYTES // 4
+    size = gpu_memory._BLOCK_NBYTES // 4
     both.make("parameters/float32", 16, np.ones(size, "float32"))
     free = both.gpu.available_nbytes()
     place = both.gpu._on_device.export("parameters/float32", 4 * 20)
@@ -699,7 +701,7 @@ def test_an_exported_block_stays(gpus: StandInGpus) -> None:
     for offset in place.marked:
         mark = gpus.cupy.ndarray((16,), np.uint8, gpus.cupy.cuda.MemoryPointer(block, offset))
         assert mark.get().tobytes() == place.mark
-    assert place.size % device_memory._GRAIN_NBYTES == 0
+    assert place.size % gpu_memory._GRAIN_NBYTES == 0
     both.gpu.discard("parameters/float32", 64, 64 + 4 * size)
     assert both.gpu.available_nbytes() == free
     both.close()

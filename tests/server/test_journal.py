@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from cs_proto.errors import MemoryPlanError
-from cs_proto.segments import JOURNAL, Mapping
-from cs_server.changes import Change
-from cs_server.journal import Journal
+from cs_proto.segment_names import JOURNAL
+from cs_runtime.mapping import Mapping
+from cs_server.gpu.dirty_ranges import Change
+from cs_server.gpu.redo_journal import Journal
 
 MIB = 1 << 20
 

@@ -18,10 +18,10 @@ from tests.harness.timing import unit
 from tests.harness.updates import HYPERPARAMETERS, assert_same_bits
 
 from cs_proto.errors import InvalidArgumentError
-from cs_server import kernels
-from cs_server.kernels import ALWAYS, KERNEL_DTYPES, BoundRows, apply_dense, cache_directory
-from cs_server.undo import Lane
-from cs_server.updates import RULES, Array, Rule, reference
+from cs_server.compute import kernels
+from cs_server.compute.kernels import ALWAYS, KERNEL_DTYPES, BoundRows, apply_dense, cache_directory
+from cs_server.compute.undo import Lane
+from cs_server.rules import RULES, Array, Rule, reference
 
 STEPS = 20
 #: Elements and replicas; of the longest arrays, which cost most, one number of replicas unless all are asked for.
@@ -288,8 +288,8 @@ def test_a_share_that_could_not_be_made_is_made_by_the_next_update(monkeypatch: 
 PROGRAM = """
 import json, sys
 import numpy as np
-from cs_server import kernels
-from cs_server.updates import RULES
+from cs_server.compute import kernels
+from cs_server.rules import RULES
 assert "numba" not in sys.modules, "importing the module must stay cheap"
 loaded = kernels.load()
 LOADED = [RULES[name] for name in ("sgd", "adam")]
@@ -393,8 +393,8 @@ def test_what_an_update_needed_is_kept_and_read_by_the_first_that_needs_it_again
 
 OTHER = """
 import numpy as np
-from cs_server import kernels
-from cs_server.updates import RULES
+from cs_server.compute import kernels
+from cs_server.rules import RULES
 arrays = [np.ones(4) for _ in range(3)]
 HYPERPARAMETERS = {"learning_rate": 0.5, "epsilon": 0.5}
 kernels.apply_dense(RULES["adagrad"], np.array([[0, 4]]), *arrays[:1], (arrays[1],), (arrays[2],), HYPERPARAMETERS, 1)
@@ -412,13 +412,13 @@ def test_what_another_process_keeps_meanwhile_is_used_and_not_unpickled(home: Pa
     meanwhile = f"""
 import json, subprocess, sys
 import numpy as np
-from cs_server import kernels
+from cs_server.compute import kernels
 kernels.load()
 subprocess.run([sys.executable, "-c", {OTHER!r}], check=True)
 seen = []
 sys.addaudithook(lambda event, arguments: seen.append(arguments[0] if event == "import" else event))
 exec({OTHER!r})
-events = sorted(str(event) for event in seen if str(event).startswith(("pickle", "cs_server.fused")))
+events = sorted(str(event) for event in seen if str(event).startswith(("pickle", "cs_server.compute.jit")))
 print(json.dumps([0, str(kernels.cache_directory()), events, arrays[0].tolist()]))
 """
     [(_, directory, events, values)] = outcomes(start(tmp_path, meanwhile))

@@ -57,8 +57,9 @@ from cs_proto.messages import (
     Value,
 )
 from cs_proto.records import RECORDS, Frame, Record
-from cs_server.control import ControlMemory
-from cs_server.engine import Engine
+from cs_server.engine.control_log import ControlMemory
+from cs_server.engine.engine import Engine
+from cs_server.engine.runs import Runs
 from cs_server.events import (
     Command,
     Commit,
@@ -73,7 +74,6 @@ from cs_server.events import (
     Send,
     Tick,
 )
-from cs_server.runs import Runs
 
 KINDS = [kind for _, kind in sorted(RECORDS.items()) if kind.__module__ == "cs_proto.messages" and kind.code < 110]
 TOP = [kind for kind in KINDS if kind.code >= 10 and kind.code != 20 and not 50 <= kind.code <= 57]

@@ -11,9 +11,9 @@ import llvmlite.binding as llvm
 import numpy as np
 import pytest
 
-from cs_server import kernels, native
-from cs_server.undo import Lane
-from cs_server.updates import RULES
+from cs_server.compute import kernels, object_loader
+from cs_server.compute.undo import Lane
+from cs_server.rules import RULES
 
 
 def code_of(name: str, dtype: str) -> bytes:
@@ -41,19 +41,19 @@ def updated() -> list[float]:
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="LLVM does it for other processors")
 def test_every_kernel_does_without_llvm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "by_llvm", no_llvm)
+    monkeypatch.setattr(object_loader, "by_llvm", no_llvm)
     names = [rule.name for rule in RULES.values() if rule.is_compiled]
     for name in (*names, *(f"{name}_rows" for name in names), "merge"):
         for dtype in kernels.KERNEL_DTYPES:
-            assert native.in_memory(code_of(name, dtype)), (name, dtype)
-            native.kernel(code_of(name, dtype))
+            assert object_loader.in_memory(code_of(name, dtype)), (name, dtype)
+            object_loader.kernel(code_of(name, dtype))
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="LLVM does it for other processors")
 def test_a_server_imports_neither_numba_nor_llvm_for_what_is_kept() -> None:
     code_of("sgd", "float32")
     code = (
-        "import sys; from cs_server import kernels; assert not kernels.load().compiled; "
+        "import sys; from cs_server.compute import kernels; assert not kernels.load().compiled; "
         "sys.exit(', '.join({'numba', 'llvmlite'} & sys.modules.keys()) or None)"
     )
     ended = subprocess.run([sys.executable, "-c", code], timeout=60, check=False, stderr=subprocess.PIPE, text=True)
@@ -65,35 +65,39 @@ def test_code_does_the_same_whoever_puts_it_into_memory(monkeypatch: pytest.Monk
     with monkeypatch.context() as fresh:
         fresh.setattr(kernels, "_kernels", {})
         if platform.machine() == "x86_64":
-            fresh.setattr(native, "by_llvm", no_llvm)
+            fresh.setattr(object_loader, "by_llvm", no_llvm)
         ours = updated()
     monkeypatch.setattr(kernels, "_kernels", {})
-    monkeypatch.setattr(native, "in_memory", lambda code: None)
+    monkeypatch.setattr(object_loader, "in_memory", lambda code: None)
     assert ours == updated() == [0, 0, 1, 2, 4, 0, -1, 2]
 
 
 def test_what_is_not_for_it_is_left_to_llvm(monkeypatch: pytest.MonkeyPatch) -> None:
     code = code_of("sgd", "float32")
-    assert native.in_memory(b"") is None
-    assert native.in_memory(code[:18] + b"\xb7" + code[19:]) is None  # for another processor
-    assert native.in_memory(code.replace(b"\0kernel\0", b"\0nobody\0")) is None
+    assert object_loader.in_memory(b"") is None
+    assert object_loader.in_memory(code[:18] + b"\xb7" + code[19:]) is None  # for another processor
+    assert object_loader.in_memory(code.replace(b"\0kernel\0", b"\0nobody\0")) is None
     calling = code_of("sgd_rows", "float32")
-    assert native.in_memory(calling.replace(b"\0memset\0", b"\0memcpy\0")) is None
-    other = native._RELOCATION.pack(0, 2, 1, 0)[8:12]  # relative to where it is
+    assert object_loader.in_memory(calling.replace(b"\0memset\0", b"\0memcpy\0")) is None
+    other = object_loader._RELOCATION.pack(0, 2, 1, 0)[8:12]  # relative to where it is
     wrong = bytearray(code)
     for section in _relocations(code):
         wrong[section + 8 : section + 12] = other
-    assert native.in_memory(bytes(wrong)) is None
+    assert object_loader.in_memory(bytes(wrong)) is None
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    assert native.in_memory(code) is None
+    assert object_loader.in_memory(code) is None
 
 
 def _relocations(code: bytes) -> list[int]:
     """Where the relocations of the code lie."""
-    _, _, _, _, _, sections_at, _, count, _ = native._HEADER.unpack_from(code)
-    sections = [native._SECTION.unpack_from(code, sections_at + n * native._SECTION.size) for n in range(count)]
+    _, _, _, _, _, sections_at, _, count, _ = object_loader._HEADER.unpack_from(code)
+    sections = [
+        object_loader._SECTION.unpack_from(code, sections_at + n * object_loader._SECTION.size) for n in range(count)
+    ]
     kinds = [section for section in sections if section[1] == 4 and sections[section[7]][1] == 1]
-    return [at for section in kinds for at in range(section[4], section[4] + section[5], native._RELOCATION.size)]
+    return [
+        at for section in kinds for at in range(section[4], section[4] + section[5], object_loader._RELOCATION.size)
+    ]
 
 
 OF_THE_MOMENT = ("processor", "physical id", "core id", "siblings", "cpu cores", "apicid", "initial apicid")

@@ -32,7 +32,7 @@ from tests.harness.playbook import (
     worker,
 )
 
-from cs_proto import records, segments
+from cs_proto import records, segment_names
 from cs_proto.arrays import Array, Location
 from cs_proto.messages import (
     PROTOCOL,
@@ -52,8 +52,8 @@ from cs_proto.messages import (
     StepFinished,
     Value,
 )
-from cs_server.control import ControlDamaged, ControlFull, ControlMemory
-from cs_server.engine import Config, Engine
+from cs_server.engine.control_log import ControlDamaged, ControlFull, ControlMemory
+from cs_server.engine.engine import Config, Engine
 from cs_server.events import Command, Commit, Event, Finished, MemoryAvailable, Received, Send, Tick
 
 PLAIN = b"y"
@@ -72,7 +72,7 @@ BETWEEN = ("tick", "statistics", "describe", "again", "down", "assign", "rate", 
 
 
 def applies(k: int, replica: int, run: int, optimizer: int, number: int, *sparse: int) -> ApplyPoint:
-    arena = segments.arena(replica)
+    arena = segment_names.arena(replica)
     rows = tuple(
         SparseGradient(
             variable,

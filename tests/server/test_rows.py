@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.harness.updates import HYPERPARAMETERS, assert_same_bits
 
-from cs_server import kernels, rows
-from cs_server.kernels import KERNEL_DTYPES
-from cs_server.rows import Merged, Table, merge, merge_reference
-from cs_server.undo import Lane
-from cs_server.updates import RULES, Array, Rule, reference
+from cs_server.compute import kernels, sparse
+from cs_server.compute.kernels import KERNEL_DTYPES
+from cs_server.compute.sparse import Merged, Table, merge, merge_reference
+from cs_server.compute.undo import Lane
+from cs_server.rules import RULES, Array, Rule, reference
 
 DTYPES = [*KERNEL_DTYPES, "float16", "complex64"]
 ROWS = ("sgd", "sgd_momentum", "sgd_nesterov", "adagrad", "rmsprop_momentum", "rmsprop_centered_momentum")
@@ -104,7 +104,7 @@ def test_rules_by_rows_have_the_bits_of_the_dense_reference(
         slots = tuple(np.full((height, width), value, dtype) for value in rule.initial(HYPERPARAMETERS))
         given = HYPERPARAMETERS | ({"lazy": 1.0} if is_lazy else {})
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rows, "_PIECE", piece)
+            patch.setattr(sparse, "_PIECE", piece)
             for t in (1, 2):
                 expected = expected_after(rule, parameters, slots, gradient, is_lazy, t)
                 Table(rule, parameters, slots).apply(brought, given, t, one_by_one, lanes)

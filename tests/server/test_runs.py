@@ -65,7 +65,7 @@ from cs_proto.messages import (
     Value,
     Welcome,
 )
-from cs_server.engine import Engine
+from cs_server.engine.engine import Engine
 from cs_server.events import Commit, Finished, FreeResults, Received, Send, Tick
 
 W = lies("parameters/float32", 0)

@@ -17,8 +17,8 @@ from tests.harness.timing import unit
 from cs_proto.arrays import Array, Location, array_of
 from cs_proto.errors import InvalidArgumentError, LaunchError, LocalProtocolError, MemoryPlanError, ShutdownError
 from cs_proto.messages import Died, Introduce, Ready
-from cs_proto.polling import is_readable
-from cs_proto.segments import Mapping
+from cs_runtime.mapping import Mapping
+from cs_runtime.poller import is_readable
 from cs_server import segments
 from cs_server.segments import Segments
 

@@ -23,11 +23,10 @@ from tests.harness.stand_in_supervisor import StandInSupervisor
 from tests.harness.timing import unit
 
 from cs_proto import messages as m
-from cs_proto.arrays import Array, Location, array_of, bytes_array
+from cs_proto.arrays import Array, Location, array_of, bytes_array, frame_view
 from cs_proto.codec import BULK_LIMITS, LIMITS, decode, encode
 from cs_proto.records import RECORDS, Record, replace
-from cs_proto.segments import frame_view
-from cs_server.updates import RULES, reference
+from cs_server.rules import RULES, reference
 
 R = TypeVar("R", bound=Record)
 

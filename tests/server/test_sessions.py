@@ -89,7 +89,7 @@ def test_a_controller_is_welcome_once_all_workers_have_registered() -> None:
 
 
 def test_observers_that_never_said_goodbye_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cs_server.sessions._OBSERVERS", 2)
+    monkeypatch.setattr("cs_server.engine.sessions._OBSERVERS", 2)
     book = Playbook(1).begin()
     for number in (3, 1, 2):
         book.now += 1

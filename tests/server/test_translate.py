@@ -15,8 +15,8 @@ import pytest
 from tests.harness.cupy_stand_in.c_kernels import COMPILER, compiled
 
 from cs_proto.errors import InvalidArgumentError
-from cs_server import translate
-from cs_server.updates import RULES, Array, Rule, computed_in, reference, scalars
+from cs_server.gpu import codegen
+from cs_server.rules import GPU_DTYPES, RULES, Array, Rule, computed_in, reference, scalars
 
 from .test_kernels import HYPERPARAMETERS, assert_same_bits, state_of
 
@@ -37,16 +37,16 @@ def pieces_of(ranges: Sequence[tuple[int, int]], arrays: Sequence[Array], *, mov
 
 def launch(rule: Rule, pieces: Array, dtype: str, replicas: int, t: int, limit: float = np.inf) -> None:
     number = computed_in(dtype)
-    assert pieces.shape[1] == translate.width_of(rule, replicas)
-    compiled(translate.update(rule, dtype))[translate.update_name(rule, dtype)](
+    assert pieces.shape[1] == codegen.width_of(rule, replicas)
+    compiled(codegen.update(rule, dtype))[codegen.update_name(rule, dtype)](
         (len(pieces),),
-        (translate.THREADS,),
+        (codegen.THREADS,),
         (pieces.ctypes.data, np.int32(replicas), number.type(limit), *scalars(rule, HYPERPARAMETERS, t, number)),
     )
 
 
 @needs_gcc
-@pytest.mark.parametrize("dtype", translate.DTYPES)
+@pytest.mark.parametrize("dtype", GPU_DTYPES)
 @pytest.mark.parametrize("name", RULES)
 def test_a_translated_rule_has_the_bits_of_the_reference(name: str, dtype: str) -> None:
     rule = RULES[name]
@@ -94,11 +94,11 @@ def test_a_piece_without_a_gradient_is_one_of_zeros() -> None:
 
 
 @needs_gcc
-@pytest.mark.parametrize("dtype", translate.DTYPES)
+@pytest.mark.parametrize("dtype", GPU_DTYPES)
 def test_squares_copy_and_fill(dtype: str) -> None:
     random = np.random.default_rng(2)
     gradients = [random.standard_normal(1000).astype(dtype) for _ in range(2)]
-    kernels, number = compiled(translate.loops(dtype)), computed_in(dtype).type
+    kernels, number = compiled(codegen.loops(dtype)), computed_in(dtype).type
     ranges = [(0, 10), (10, 700), (700, 1000)]
     rows = [[stop - start, *(g.ctypes.data + start * g.itemsize for g in gradients)] for start, stop in ranges]
     pieces, threads = np.array(rows, np.int64), 8
@@ -144,15 +144,15 @@ def test_what_cannot_be_translated_is_named(step: str) -> None:
     if step == "lambda":
         steps["lambda"] = branch
     with pytest.raises(InvalidArgumentError, match="consists of arithmetic"):
-        translate.update(replace(RULES["sgd"], step=steps[step]), "float32")
+        codegen.update(replace(RULES["sgd"], step=steps[step]), "float32")
 
 
 @pytest.mark.skipif(NVCC is None or PTXAS is None, reason="no nvcc here to compile the kernels for a GPU")
-@pytest.mark.parametrize("dtype", translate.DTYPES)
+@pytest.mark.parametrize("dtype", GPU_DTYPES)
 def test_nvcc_takes_the_source(dtype: str, tmp_path: Path) -> None:
     """Every rule in one file, each in a namespace of its own. Nothing is contracted but inside of `pow`, and halves
     are converted by instructions that the assembler knows."""
-    sources = [translate.loops(dtype), *(translate.update(rule, dtype) for rule in RULES.values())]
+    sources = [codegen.loops(dtype), *(codegen.update(rule, dtype) for rule in RULES.values())]
     file = tmp_path / "kernels.cu"
     file.write_text("".join(f"namespace n{i} {{\n{source}}}\n" for i, source in enumerate(sources)))
     assert NVCC is not None
@@ -165,6 +165,6 @@ def test_nvcc_takes_the_source(dtype: str, tmp_path: Path) -> None:
     command = [PTXAS, f"-arch={architecture}", "-o", str(tmp_path / "kernels.cubin"), str(tmp_path / "kernels.ptx")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert all(f".entry {translate.update_name(rule, dtype)}(" in ptx for rule in RULES.values())
+    assert all(f".entry {codegen.update_name(rule, dtype)}(" in ptx for rule in RULES.values())
     entries = {entry.partition("(")[0]: entry for entry in ptx.split(".entry ")[1:]}
     assert [name for name, entry in entries.items() if "fma." in entry] == [f"ftrl_power_{dtype}"]

@@ -22,11 +22,12 @@ import pytest
 
 from cs_proto.arrays import array_of
 from cs_proto.messages import WriteOp
-from cs_server import arithmetic, fused, kernels, rows, undo
-from cs_server.arithmetic import Arithmetic
+from cs_server.compute import executor, jit, kernels, undo
+from cs_server.compute import sparse as sparse_updates
+from cs_server.compute.executor import Arithmetic
+from cs_server.compute.undo import UNDO_NBYTES, Lane, Undo
 from cs_server.events import Apply, Commit, Dense, Fill, Rows, Write
-from cs_server.undo import UNDO_NBYTES, Lane, Undo
-from cs_server.updates import RULES, Rule
+from cs_server.rules import RULES, Rule
 
 from .test_arithmetic import Bytes, at
 
@@ -75,16 +76,16 @@ class Fuse:
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Everything consists of many pieces, and of as many shares as there are threads."""
-    monkeypatch.setattr(arithmetic, "_ELEMENTS_PER_THREAD", 1)
-    monkeypatch.setattr(arithmetic, "_ELEMENTS_PER_CUT", 4)
+    monkeypatch.setattr(executor, "_ELEMENTS_PER_THREAD", 1)
+    monkeypatch.setattr(executor, "_ELEMENTS_PER_CUT", 4)
     monkeypatch.setattr(kernels, "CHUNK_NBYTES", SMALL)
     monkeypatch.setattr(kernels, "KEPT_BLOCK_NBYTES", SMALL)
-    monkeypatch.setattr(arithmetic, "KEPT_NBYTES", SMALL)
-    monkeypatch.setattr(rows, "KEPT_NBYTES", SMALL)
-    monkeypatch.setattr(rows, "_PIECE", 16)
-    arithmetic._shares.cache_clear()
+    monkeypatch.setattr(executor, "KEPT_NBYTES", SMALL)
+    monkeypatch.setattr(sparse_updates, "KEPT_NBYTES", SMALL)
+    monkeypatch.setattr(sparse_updates, "_PIECE", 16)
+    executor._shares.cache_clear()
     yield
-    arithmetic._shares.cache_clear()
+    executor._shares.cache_clear()
 
 
 class InPython:
@@ -107,10 +108,10 @@ class InPython:
                 self.at_hand[progress.ctypes.data] = progress, number, arrays, slice(start, stop)
             of_rule(*given)
 
-        replaced = {"step": step, "piece": piece, "_done": fused._done.py_func, "_foresee": lambda *_: None}
+        replaced = {"step": step, "piece": piece, "_done": jit._done.py_func, "_foresee": lambda *_: None}
         replaced |= {"_elements": elements, "_addends": addends, "_share": share}
         replaced["_tell"] = lambda progress, value: self.say(progress, 0, value)
-        of_rule = with_globals(fused._PIECES[len(rule.slots)], replaced)
+        of_rule = with_globals(jit._PIECES[len(rule.slots)], replaced)
 
         def bind(numbers: Any, progress: Any, area: Any, scratch: Any, *given: Any) -> Callable[[], None]:
             last = len(given) - 1 - len(rule.slots)
@@ -119,10 +120,10 @@ class InPython:
             def run() -> None:
                 if is_sparse:
                     where, memory, chunk = given[:4], given[4:last], len(scratch) // 2
-                    loop = with_globals(fused._sparse, replaced)
+                    loop = with_globals(jit._sparse, replaced)
                     loop(*where, memory, written, tuple(numbers), chunk, progress, area, scratch)
                 else:
-                    loop = with_globals(fused._dense, replaced)
+                    loop = with_globals(jit._dense, replaced)
                     loop(*given[:last], written, tuple(numbers), len(scratch), progress, area, scratch)
 
             return run
@@ -131,7 +132,7 @@ class InPython:
 
 
 def with_globals(function: Any, replaced: dict[str, Any]) -> Any:
-    return FunctionType(function.__code__, vars(fused) | replaced)
+    return FunctionType(function.__code__, vars(jit) | replaced)
 
 
 def elements(address: int, like: Any, count: int) -> Any:
@@ -148,7 +149,7 @@ def addends(addresses: Any, like: Any, scratch: Any, start: int, stop: int) -> A
 
 def share(*given: Any) -> Any:
     with np.errstate(over="ignore"):  # of the hash
-        return with_globals(fused._share.py_func, {"_elements": elements})(*given)
+        return with_globals(jit._share.py_func, {"_elements": elements})(*given)
 
 
 class Server:
@@ -403,9 +404,9 @@ def test_without_memory_nothing_is_kept() -> None:
 KILLED = """
 import mmap, os, signal, sys
 import numpy as np
-from cs_server.arithmetic import Arithmetic
+from cs_server.compute.executor import Arithmetic
 from cs_server.events import Apply, Commit, Dense
-from cs_server.undo import _HEAD_NBYTES, _LINE_NBYTES, _PHASES, UNDO_NBYTES
+from cs_server.compute.undo import _HEAD_NBYTES, _LINE_NBYTES, _PHASES, UNDO_NBYTES
 from tests.server.test_arithmetic import Bytes
 
 def shared(nbytes):

@@ -9,7 +9,7 @@ from tests.harness.updates import HYPERPARAMETERS
 
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.optimizers import OPTIMIZERS, SLOTS, check_change, rule_of
-from cs_server.updates import RULES, reference, scalars
+from cs_server.rules import RULES, reference, scalars
 
 SGD = {"learning_rate": 0.05, "momentum": 0.0, "nesterov": False}
 ADAM = {"learning_rate": 0.05, "beta_1": 0.9, "beta_2": 0.99, "epsilon": 1e-7, "amsgrad": False}

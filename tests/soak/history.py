@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cs_server.updates import RULES, reference
+from cs_server.rules import RULES, reference
 
 __all__ = ["MARKS", "MOVING", "PARTS", "REPLICAS", "ROWS", "check", "mark_of", "meets", "noise", "reads_its_own"]
 

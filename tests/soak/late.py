@@ -12,8 +12,9 @@ import sys
 from functools import partial
 from unittest import mock
 
-from central_storage.launch import children, cli, foreground, supervise
-from central_storage.launch.children import Child
+from central_storage.launch import cli, foreground
+from central_storage.launch.supervisor import children, lifecycle
+from central_storage.launch.supervisor.children import Child
 
 __all__ = ["LateChild"]
 
@@ -47,8 +48,8 @@ def _end_leftovers(run_directory: str, role: str | None = None, rank: int | None
 def main() -> int:
     """``cs-launch`` with such children."""
     with (
-        mock.patch.object(foreground, "Service", partial(supervise.Service, start_child=LateChild)),
-        mock.patch.object(supervise, "end_leftovers", _end_leftovers),
+        mock.patch.object(foreground, "Service", partial(lifecycle.Service, start_child=LateChild)),
+        mock.patch.object(lifecycle, "end_leftovers", _end_leftovers),
     ):
         return cli.main()
 

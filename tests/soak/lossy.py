@@ -23,15 +23,15 @@ from unittest import mock
 
 import zmq
 
-from central_storage import seam
-from central_storage.launch import in_process
-from central_storage.launch.supervise import Service
-from cs_proto.admission import Admission
-from cs_proto.mailbox import Mailboxes
-from cs_proto.polling import Poller
+from central_storage.controller import session as controller_session
+from central_storage.launch import threads
+from central_storage.launch.supervisor.lifecycle import Service
 from cs_proto.records import Buffer
+from cs_runtime.admission import Admission
+from cs_runtime.mailboxes import Mailboxes
+from cs_runtime.poller import Poller
 from cs_server import service
-from cs_worker import link
+from cs_worker import session as worker_session
 
 __all__ = ["Faults", "Lossy", "lossy_service"]
 
@@ -198,10 +198,10 @@ def lossy_service(seed: int, faults: Faults, *, mailboxes: bool) -> Iterator[Cal
     with ExitStack() as patches:
         for module, name, replacement in (
             (service, "_admission", admission),
-            (in_process, "Service", Telling),
+            (threads, "Service", Telling),
             (service, "Mailboxes", lossy_mailboxes(lambda peer: True)),
-            (link, "Mailboxes", lossy_mailboxes(lambda peer: peer == link.SERVER)),
-            (seam, "Mailboxes", lossy_mailboxes(_is_server)),
+            (worker_session, "Mailboxes", lossy_mailboxes(lambda peer: peer == worker_session.SERVER)),
+            (controller_session, "Mailboxes", lossy_mailboxes(_is_server)),
         ):
             patches.enter_context(mock.patch.object(module, name, replacement))
         try:

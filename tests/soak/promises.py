@@ -26,7 +26,7 @@ from tests.soak.history import check, reads_its_own
 from tests.soak.lossy import Faults
 from tests.soak.sessions import LATE, PATIENCE, Late, Session, Stuck, session
 
-from cs_proto.failpoints import FAILPOINTS
+from cs_runtime.failpoints import FAILPOINTS
 
 __all__ = ["PROMISES", "Attempt", "Promise"]
 

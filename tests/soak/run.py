@@ -429,7 +429,7 @@ def _own_directory() -> None:
 
 def _compile() -> None:
     """Have the kernels compiled that the training needs, before anything is timed: anew, that takes up to a minute."""
-    program = "from cs_server import kernels; kernels.cache_directory() and kernels.load()"  # without which none starts
+    program = "from cs_server.compute import kernels; kernels.cache_directory() and kernels.load()"
     subprocess.run([sys.executable, "-c", program], check=True)
     with session("--elements", "1024") as trained:
         trained.wait_for_steps(1, patience=600.0)

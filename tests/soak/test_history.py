@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.soak.history import MARKS, MOVING, PARTS, REPLICAS, ROWS, check, mark_of, meets, noise, reads_its_own
 
-from cs_server.updates import RULES, reference
+from cs_server.rules import RULES, reference
 
 History = list[dict[str, Any]]
 Final = dict[str, np.ndarray]

@@ -16,7 +16,7 @@ from tests.soak.history import check
 from tests.soak.promises import PROMISES
 from tests.soak.sessions import session
 
-from cs_proto.failpoints import FAILPOINTS
+from cs_runtime.failpoints import FAILPOINTS
 
 #: Of each promise the seed of the session that is tried, and the number of trials.
 TRIALS = {"P1": (303, 4), "P2": (1, 4), "P4": (124, 4), "P5": (1, 1500), "P6": (1, 2), "P7": (1, 80), "P9": (1, 2)}

@@ -19,7 +19,7 @@ from tests.soak.history import MARKS, MOVING, REPLICAS, ROWS, mark_of, meets, no
 
 import central_storage as cs
 from central_storage import errors
-from cs_proto.failpoints import sabotaged
+from cs_runtime.failpoints import sabotaged
 
 _READ_EVERY = 25
 #: After how many seconds a client that is sabotaged asks again.

@@ -26,16 +26,16 @@ import zmq
 from tests.harness.processes import ROOT
 from tests.harness.timing import unit
 
-from central_storage import shipping, vocabulary
-from central_storage.handles import Handle, handle_id
-from cs_proto import messages, segments
-from cs_proto.arrays import Array, Location, array_of, bytes_array
+from central_storage.core.handles import Handle, handle_id
+from central_storage.pickling import pickler
+from central_storage.wire_values import value_codec
+from cs_proto import messages, segment_names
+from cs_proto.arrays import Array, Location, array_of, bytes_array, frame_view
 from cs_proto.codec import decode, encode
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.failures import error_of
 from cs_proto.records import Record
-from cs_proto.segments import Mapping as Segment
-from cs_proto.segments import frame_view
+from cs_runtime.mapping import Mapping as Segment
 
 R = TypeVar("R", bound=Record)
 
@@ -183,14 +183,14 @@ class Service:
         frozen: bool = False,
     ) -> messages.Run:
         """The record of a run, with its function in it."""
-        data = shipping.dump_function(function, handle_id)
-        arguments, buffers = shipping.dump_arguments(args, dict(kwargs or {}), handle_id, self._place)
+        data = pickler.dump_function(function, handle_id)
+        arguments, buffers = pickler.dump_arguments(args, dict(kwargs or {}), handle_id, self._place)
         return messages.Run(
             run,
             run[0],
             replica,
             self.seed,
-            shipping.digest(data),
+            pickler.digest(data),
             bytes_array(data),
             frozen,
             bytes_array(arguments),
@@ -251,7 +251,7 @@ class Service:
         """What the next Return of a replica carries, decoded; an error is raised."""
         returned = self.returned(replica)
         if returned.error is not None:
-            raise vocabulary.to_exception(returned.error, self.copy, refuse_handle)
+            raise value_codec.to_exception(returned.error, self.copy, refuse_handle)
         assert returned.value is not None
         return self.decode(returned.value)
 
@@ -268,11 +268,11 @@ class Service:
 
     def decode(self, value: messages.Value) -> Any:
         """A Value as an object."""
-        return vocabulary.from_value(value, self.copy, refuse_handle)
+        return value_codec.from_value(value, self.copy, refuse_handle)
 
     def encode(self, value: Any) -> messages.Value:
         """An object as a Value."""
-        return vocabulary.to_value(value, array_of)
+        return value_codec.to_value(value, array_of)
 
     def copy(self, array: Array) -> np.ndarray:
         """The bytes of an array, wherever it lies."""
@@ -298,7 +298,7 @@ class Service:
         """Make a variable with its gradient buffers; its number."""
         value = np.asarray(value)
         dtype = value.dtype.name
-        name = segments.parameters(dtype)
+        name = segment_names.parameters(dtype)
         offset = self._tails.get(name, 64)
         self._tails[name] = offset + -(-max(value.nbytes, 1) // 64) * 64
         number = len(self.variables) + 1
@@ -321,7 +321,7 @@ class Service:
     def gradient(self, replica: int, buffers: int, number: int) -> np.ndarray:
         """A variable's gradient as the server finds it."""
         record = self.variables[number]
-        name = segments.gradients(replica, buffers, record.spec.dtype)
+        name = segment_names.gradients(replica, buffers, record.spec.dtype)
         return self.mapping(name).view(Array(record.spec.dtype, record.spec.shape, Location(name, record.place.offset)))
 
     def mapping(self, name: str) -> Segment:
@@ -420,7 +420,7 @@ class Service:
 
     def _place(self, data: memoryview) -> Array:
         """A large buffer of an argument in the controller's arena."""
-        name = segments.controller_arena()
+        name = segment_names.controller_arena()
         offset = self._tails.get(name, 0)
         self._tails[name] = offset + -(-data.nbytes // 64) * 64
         array = Array("uint8", (data.nbytes,), Location(name, offset))

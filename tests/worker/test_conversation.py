@@ -35,9 +35,9 @@ from cs_proto.messages import (
     Value,
 )
 from cs_proto.records import Buffer, Record
-from cs_worker.conversation import Conversation, path_text
 from cs_worker.interrupts import Interrupts
-from cs_worker.link import COLLEAGUE, SERVER, SUPERVISOR, Link
+from cs_worker.session import COLLEAGUE, SERVER, SUPERVISOR, Link
+from cs_worker.session_core import Conversation, path_text
 
 CONTROLLER = b"cafe"
 HOLDER = b"t0.1"

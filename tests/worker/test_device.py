@@ -10,7 +10,7 @@ import pytest
 from tests.harness.stand_in_gpus import StandInGpus, stand_in_gpus
 
 from cs_proto.errors import DeviceError
-from cs_worker.device import open_device, place
+from cs_worker.devices.device import open_device, place
 
 
 @pytest.fixture

@@ -12,14 +12,14 @@ from tests.harness.timing import unit
 from cs_proto.arrays import Location
 from cs_proto.messages import Variable, VariableSpec
 from cs_worker.catalogue import Catalogue
-from cs_worker.device import open_device
+from cs_worker.devices.device import open_device
 
 SETTING = """
 import ctypes, faulthandler, os, signal, sys, threading
 import numpy as np
 from cs_proto.arrays import Array, Location
-from cs_proto.segments import Mapping
-from cs_worker.faults import name_faults
+from cs_runtime.mapping import Mapping
+from cs_worker.devices.faults import name_faults
 
 NBYTES = 1 << 20
 file = os.memfd_create("segment")

@@ -16,7 +16,7 @@ from tests.harness.stand_in_gpus import StandInGpus, stand_in_gpus
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import DeviceMemoryError
 from cs_proto.messages import DevicePlace
-from cs_worker.device import Device, open_device
+from cs_worker.devices.device import Device, open_device
 
 F32 = np.float32
 

@@ -14,11 +14,12 @@ from tests.worker.test_token import meet, merge, merged, nested, results
 from tests.worker.test_write_notes import slices, table
 
 import central_storage as cs
-from cs_proto import messages, segments
+from cs_proto import messages, segment_names
 from cs_proto.arrays import array_of
 from cs_proto.codec import encode
 from cs_proto.errors import ContextError, InvalidArgumentError, MemoryPlanError
 from cs_proto.records import replace
+from cs_runtime import mapping
 
 F32 = np.float32
 
@@ -146,17 +147,17 @@ def counted(step: Callable[[], Any]) -> Callable[[], tuple[Any, list[int]]]:
 
     def run() -> tuple[Any, list[int]]:
         calls: list[int] = []
-        plain = segments.Mapping.preserve
+        plain = mapping.Mapping.preserve
 
         def preserve(self: Any, ranges: Any) -> None:
             calls.append(len(ranges))
             plain(self, ranges)
 
-        segments.Mapping.preserve = preserve  # type: ignore[method-assign]
+        mapping.Mapping.preserve = preserve  # type: ignore[method-assign]
         try:
             return step(), calls
         finally:
-            segments.Mapping.preserve = plain  # type: ignore[method-assign]
+            mapping.Mapping.preserve = plain  # type: ignore[method-assign]
 
     return run
 
@@ -225,7 +226,7 @@ def reduced(run: messages.RunId, k: int = 0) -> messages.Reduced:
 
 
 def test_what_was_mapped_before_the_segment_was_extended_is_preserved_too(alone: Service) -> None:
-    name = segments.parameters("float64")  # which no other test maps
+    name = segment_names.parameters("float64")  # which no other test maps
     alone.reserved[name] = 4096
     v = Sent("variable", alone.add_variable(np.ones(4)))
     alone.run(lambda: np.asarray(v).tolist(), frozen=True)
@@ -315,7 +316,7 @@ def test_an_error_names_the_views_for_which_there_is_no_memory(alone: Service) -
     name = alone.variables[v._cs_handle()[1]].spec.name
 
     def step() -> tuple[str, list[float], list[float]]:
-        from cs_proto import machine
+        from cs_runtime import machine
 
         plain = machine.available_nbytes
         held = np.asarray(v)
@@ -348,7 +349,7 @@ def test_a_replica_that_cannot_preserve_its_views_goes_no_further(pair: Service)
     v = table(pair)
 
     def step() -> list[str]:
-        from cs_proto import machine
+        from cs_runtime import machine
 
         plain = machine.available_nbytes
         held, refused = np.asarray(v), []
@@ -379,18 +380,16 @@ def test_what_the_kernel_does_not_preserve_is_named_and_shows_the_servers_memory
     name = alone.variables[v._cs_handle()[1]].spec.name
 
     def step() -> tuple[str, list[float]]:
-        from cs_proto import segments
-
-        protect = segments._mprotect
+        protect = mapping._mprotect
         held = np.asarray(v)
         optimizer.apply_gradients([(np.ones(4, F32), v)])
-        segments._mprotect = lambda *_: -1
+        mapping._mprotect = lambda *_: -1
         try:
             np.asarray(v)
         except MemoryPlanError as error:
             refused = str(error)
         finally:
-            segments._mprotect = protect
+            mapping._mprotect = protect
         return refused, held.tolist()
 
     alone.run(step)

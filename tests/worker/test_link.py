@@ -12,14 +12,14 @@ import pytest
 import zmq
 from tests.harness.timing import unit
 
-from central_storage.lifeline import Lifeline
 from cs_proto.codec import WORK_LIMITS, decode, encode
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.failures import error_of
 from cs_proto.messages import Died, Forget, Refused, SegmentRefused
+from cs_runtime.supervisor_link import Lifeline
+from cs_worker.baton import ProcessTurns
 from cs_worker.config import Config
-from cs_worker.link import SUPERVISOR, Link
-from cs_worker.turns import ProcessTurns
+from cs_worker.session import SUPERVISOR, Link
 
 
 def _gone() -> NoReturn:

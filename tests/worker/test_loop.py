@@ -15,7 +15,7 @@ import pytest
 from tests.worker.stand_in import Sent, Service
 
 import central_storage as cs
-from cs_proto import messages, segments
+from cs_proto import messages, segment_names
 from cs_proto.arrays import Location
 from cs_proto.errors import (
     ContextError,
@@ -189,7 +189,7 @@ def test_large_results_lie_in_the_replicas_arena(alone: Service) -> None:
     value = alone.returned().value
     assert value is not None
     places = [array.place for array in value.arrays]
-    assert all(isinstance(place, Location) and place.segment == segments.arena(0) for place in places)
+    assert all(isinstance(place, Location) and place.segment == segment_names.arena(0) for place in places)
     first, second = alone.decode(value)
     assert np.array_equal(first, np.arange(50_000))
     assert np.array_equal(second, np.arange(60_000))

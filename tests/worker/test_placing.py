@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cs_proto.arena import Arena
-from cs_proto.arrays import INLINE_NBYTES, Location
+from cs_proto.arrays import INLINE_NBYTES, Location, frame_view
 from cs_proto.errors import InvalidArgumentError, MemoryPlanError
 from cs_proto.records import Frame
-from cs_proto.segments import frame_view
-from cs_worker.placing import FRAMES, Placing
+from cs_runtime.arena import Arena
+from cs_worker.outgoing import FRAMES, Placing
 
 
 def test_small_arrays_lie_in_frames(arena: Arena) -> None:

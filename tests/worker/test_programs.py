@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from central_storage.handles import handle_id
-from central_storage.shipping import digest, dump_function
-from cs_proto.arrays import bytes_array
+from central_storage.core.handles import handle_id
+from central_storage.pickling.pickler import digest, dump_function
+from cs_proto.arrays import bytes_array, frame_view
 from cs_proto.errors import PeerProtocolError, ShippingError
 from cs_proto.messages import Run
-from cs_proto.recent import HELD_FUNCTIONS, Recent
-from cs_proto.segments import frame_view
-from cs_worker.programs import Programs
+from cs_runtime.function_cache import HELD_FUNCTIONS, Recent
+from cs_worker.functions import Programs
 
 CONTROLLER = b"cafe"
 HOLDER = b"t0.1"

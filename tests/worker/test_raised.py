@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from cs_proto.arena import Arena
-from cs_worker.raised import raised_error
+from cs_runtime.arena import Arena
+from cs_worker.outgoing import raised_error
 
 
 class Untellable(Exception):

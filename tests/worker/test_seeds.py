@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cs_proto.messages import RunId
-from cs_worker.seeds import Seeds, kept_random_state
+from cs_worker.randomness.seeds import Seeds, kept_random_state
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from tests.worker.stand_in import Sent, Service, points
 from tests.worker.test_replica import Model
 
 import central_storage as cs
-from central_storage.values import unshared
+from central_storage.core.values import unshared
 from cs_proto import messages
 from cs_proto.arrays import Location
 from cs_proto.errors import ContextError, InvalidArgumentError, ReplicaLostError

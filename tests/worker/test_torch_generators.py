@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from cs_worker.seeds import Seeds, kept_random_state
-from cs_worker.torch_generators import GENERATORS, _Finder
+from cs_worker.randomness.seeds import Seeds, kept_random_state
+from cs_worker.randomness.torch_generators import GENERATORS, _Finder
 
 # What is asked of torch: generators that count what was drawn since they were seeded.
 STAND_IN = """

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.harness.timing import unit
 
-from cs_worker.turns import ProcessTurns, ThreadTurns
+from cs_worker.baton import ProcessTurns, ThreadTurns
 
 
 class Players:

@@ -15,22 +15,23 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from central_storage.lifeline import Lifeline
-from central_storage.variable import Variable
-from central_storage.vocabulary import to_exception
-from cs_proto import machine, messages, segments
-from cs_proto.arrays import Array, Location
-from cs_proto.carried import Carried, aligned
+from central_storage.variables.variable import Variable
+from central_storage.wire_values.value_codec import to_exception
+from cs_proto import messages, segment_names
+from cs_proto.arrays import Array, Location, frame_view
 from cs_proto.errors import InvalidArgumentError, MemoryPlanError
 from cs_proto.records import Record
-from cs_proto.segments import Mapping, frame_view
 from cs_proto.sizes import in_units
+from cs_runtime import machine
+from cs_runtime.mapping import Mapping
+from cs_runtime.remote_segment import Carried, aligned
+from cs_runtime.supervisor_link import Lifeline
 
-from .conversation import Conversation
-from .device import Device
+from .devices.device import Device
+from .session_core import Conversation
 
 if TYPE_CHECKING:
-    from central_storage.strategy import CentralStorageStrategy
+    from central_storage.strategy.service_strategy import CentralStorageStrategy
 
 __all__ = ["Catalogue"]
 
@@ -135,7 +136,7 @@ class Catalogue:
         """A number that changes with every commit that changes the variable; of nobody asked. Where that cannot be
         looked up it changes whenever the variable may have."""
         if self._versions is None:
-            segment = self._lifeline.segment(segments.versions())
+            segment = self._lifeline.segment(segment_names.versions())
             if isinstance(segment, Carried):
                 return self._conversation.waits
             self._versions = segment.elements("uint64")
@@ -214,7 +215,7 @@ class Catalogue:
 
     def what_lies_at(self, segment: str, offset: int) -> str:
         """What lies ``offset`` bytes from the start of a segment, as text for an error. Sends no message."""
-        if not segments.is_parameters(segment):
+        if not segment_names.is_parameters(segment):
             return "an argument of the replica function"
         for record in self._known.values():
             first = record.place.offset
@@ -376,7 +377,7 @@ class Catalogue:
                 segment.write(array, self._gradients[number, buffers])
 
     def _gradient(self, record: messages.Variable, buffers: int) -> tuple[Array, Mapping | Carried]:
-        segment = segments.gradients(self._replica, buffers, record.spec.dtype)
+        segment = segment_names.gradients(self._replica, buffers, record.spec.dtype)
         array = Array(record.spec.dtype, record.spec.shape, Location(segment, record.place.offset))
         return array, self._lifeline.segment_of(array)
 
@@ -397,7 +398,7 @@ class Catalogue:
         return self._conversation.wait(_answer_to(request), self._claim(number, answer), asked=request)
 
     def carry(self, request: Callable[[int], Record], answer: type[R]) -> R:
-        """The :class:`cs_proto.carried.Carry` of this worker."""
+        """The :class:`cs_runtime.remote_segment.Carry` of this worker."""
         number = self._conversation.next_request()
         self._conversation.link.send_server(asked := request(number))
         return self._conversation.wait_for_bytes(_answer_to(asked), self._claim(number, answer), asked)

@@ -13,19 +13,19 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from central_storage import context, lifeline
-from central_storage.diagnosis import configure_logging, dump_stacks_on_signal
-from central_storage.lifeline import Lifeline
-from cs_proto import open_files
+from central_storage.core import context
+from central_storage.diagnostics.logging_setup import configure_logging, dump_stacks_on_signal
 from cs_proto.errors import CentralStorageError, ContextError, ShutdownError
+from cs_runtime import open_files, supervisor_link
+from cs_runtime.supervisor_link import Lifeline
 
+from .baton import ProcessTurns
 from .config import Config
-from .device import open_device
-from .faults import name_faults
+from .devices.device import open_device
+from .devices.faults import name_faults
 from .interrupts import Interrupts, ring_doorbell
-from .link import Link, register
 from .loop import Loop
-from .turns import ProcessTurns
+from .session import Link, register
 
 __all__ = ["main"]
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = Config(options.run_directory, options.replica, options.incarnation, options.device)
         device = open_device(config.device)
-        link_to_supervisor = lifeline.connect(config.run_directory)
+        link_to_supervisor = supervisor_link.connect(config.run_directory)
         connection = Lifeline(
             link_to_supervisor, "worker", config.replica, config.incarnation, run_directory=config.run_directory
         )

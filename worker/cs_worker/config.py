@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cs_proto.admission import SUFFIX_NBYTES
 from cs_proto.errors import ConfigurationError
 from cs_proto.frozen import frozen
+from cs_runtime.admission import SUFFIX_NBYTES
 
 __all__ = ["Config"]
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from central_storage.sets import Numbers
+from central_storage.core.variable_sets import Numbers
 from cs_proto.errors import ContextError, InvalidArgumentError
 
 from .catalogue import Catalogue
-from .device import Device
+from .devices.device import Device
 
 __all__ = ["GradientBuffers"]
 

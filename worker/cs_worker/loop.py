@@ -17,31 +17,31 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from central_storage import context, nest
-from central_storage.lifeline import CARRIED, Lifeline
-from central_storage.shipping import load_arguments
-from central_storage.vocabulary import to_value
-from cs_proto import messages, segments
-from cs_proto.arena import Arena
+from central_storage import nest
+from central_storage.core import context
+from central_storage.pickling.pickler import load_arguments
+from central_storage.wire_values.value_codec import to_value
+from cs_proto import messages, segment_names
 from cs_proto.descriptors import Array
-from cs_proto.failpoints import failpoint
 from cs_proto.messages import Forget, Prepare, Run, Value
 from cs_proto.records import Buffer, Frame
+from cs_runtime.arena import Arena
+from cs_runtime.failpoints import failpoint
+from cs_runtime.supervisor_link import CARRIED, Lifeline
 
+from .baton import Turns
 from .catalogue import Catalogue
 from .config import Config
-from .conversation import Conversation, path_text
-from .device import Device
+from .devices.device import Device
+from .functions import Programs
 from .interrupts import Interrupts
-from .link import Link, moment
-from .placing import Placing
-from .programs import Programs
-from .raised import raised_error
+from .merge_controller import TokenController
+from .outgoing import Placing, raised_error
+from .randomness.seeds import Seeds, kept_random_state
 from .replica import Replica
-from .seeds import Seeds, kept_random_state
-from .token import TokenController
-from .turns import Turns
-from .workshop import Workshop
+from .session import Link, moment
+from .session_core import Conversation, path_text
+from .worker_context import Workshop
 
 __all__ = ["Loop"]
 
@@ -65,7 +65,7 @@ class Loop:
         catalogue = Catalogue(conversation, lifeline, config.replica, device, registered.parameter_device)
         lifeline.carry = catalogue.carry
         lifeline.may_preserve = device.is_host
-        own = lifeline.segment(segments.arena(config.replica))
+        own = lifeline.segment(segment_names.arena(config.replica))
         self._lifeline = lifeline
         self._has_said_carried = False
         self._say_carried()

@@ -19,25 +19,24 @@ import numpy as np
 import optree
 
 import central_storage
-from central_storage.context import reading
-from central_storage.sets import Numbers
-from central_storage.values import Shared, unshared
-from central_storage.vocabulary import from_value, to_exception, to_value
+from central_storage.core.context import reading
+from central_storage.core.values import Shared, unshared
+from central_storage.core.variable_sets import Numbers
+from central_storage.wire_values.value_codec import from_value, to_exception, to_value
 from cs_proto import messages
 from cs_proto.arrays import INLINE_NBYTES, Array
 from cs_proto.errors import ContextError, LocalProtocolError, MemoryPlanError, ResultError
-from cs_proto.failpoints import failpoint
 from cs_proto.failures import error_of
 from cs_proto.messages import AssignOp, Error, Note, ReduceOpName, Run, Value, VariableSpec, WriteNote, WriteOp
 from cs_proto.records import Record, replace
-from cs_proto.writing import write
+from cs_proto.scatter import write
+from cs_runtime.failpoints import failpoint
 
-from .conversation import path_text
-from .device import place
+from .devices.device import place
 from .gradients import GradientBuffers
-from .placing import FRAMES, Placing
-from .raised import raised_error
-from .workshop import Workshop
+from .outgoing import FRAMES, Placing, raised_error
+from .session_core import path_text
+from .worker_context import Workshop
 
 __all__ = ["Replica"]
 
@@ -74,7 +73,7 @@ def _whole(method: Callable[Concatenate[Replica, P], T]) -> Callable[Concatenate
 
 
 class Replica:
-    """The :class:`central_storage.backend.ReplicaBackend` of one run."""
+    """The :class:`central_storage.core.backends.ReplicaBackend` of one run."""
 
     def __init__(self, shop: Workshop, run: Run, outer: Replica | None) -> None:
         """``outer`` is the replica that waits in a merge_call for this nested run."""

@@ -17,23 +17,23 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
-from central_storage.diagnosis import configure_logging, dump_stacks_on_signal
-from central_storage.recovery import Recovery
-from cs_proto import open_files
+from central_storage.core.recovery_options import Recovery
+from central_storage.diagnostics.logging_setup import configure_logging, dump_stacks_on_signal
 from cs_proto.codec import PACKET_NBYTES, encode
 from cs_proto.errors import CentralStorageError, code_of
 from cs_proto.messages import Error, StartFailed
+from cs_runtime import open_files
 
-from .children import reap_adopted
-from .connections import Peer
-from .cores import machine
-from .loop import Loop, Signals
-from .mailboxes import mailboxes_by_default
-from .output import LogFiles, Stream
+from .affinity import machine
 from .packages import python_path
 from .plan import Options, service_commands
 from .run_directory import RunDirectory
-from .supervise import Service
+from .supervisor.children import reap_adopted
+from .supervisor.connections import Peer
+from .supervisor.lifecycle import Service
+from .supervisor.loop import Loop, Signals
+from .supervisor.mailboxes import mailboxes_by_default
+from .supervisor.output import LogFiles, Stream
 
 __all__ = ["main"]
 

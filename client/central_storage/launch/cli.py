@@ -11,27 +11,27 @@ from itertools import groupby
 from pathlib import Path
 from typing import NoReturn
 
-from central_storage import devices
-from central_storage.diagnosis import configure_logging, dump_stacks_on_signal
-from central_storage.failure import ENVIRONMENT, Failure, Kind, write
-from central_storage.recovery import Recovery
-from central_storage.run_file import RunFile
+from central_storage.core import devices
+from central_storage.core.recovery_options import Recovery
+from central_storage.diagnostics.error_report import ENVIRONMENT, Failure, Kind, write
+from central_storage.diagnostics.logging_setup import configure_logging, dump_stacks_on_signal
 from cs_proto.errors import ConfigurationError, DeviceError, LaunchError, NoAnswerError, ShutdownError
 from cs_proto.frozen import with_changes
-from cs_proto.gpus import require_cupy
 from cs_proto.messages import MOST_REPLICAS, Joined
+from cs_runtime.gpus import require_cupy
+from cs_runtime.run_file import RunFile
 
-from .busy import busy
-from .cores import Machine, core_count, machine
+from .affinity import Machine, core_count, machine
 from .foreground import START_FAILED, run
-from .mailboxes import mailboxes_by_default
+from .gpu_usage import busy
 from .memory import Files, Medium, Memfd, Unshared
-from .output import LogFiles
 from .packages import python_path
 from .plan import Command, Options, of_incarnation, script_command, service_commands
+from .remote.serve import serve
 from .run_directory import RunDirectory
-from .serve import serve
-from .supervise import transport_of
+from .supervisor.lifecycle import transport_of
+from .supervisor.mailboxes import mailboxes_by_default
+from .supervisor.output import LogFiles
 
 __all__ = ["main"]
 
@@ -227,13 +227,13 @@ def _join(options: argparse.Namespace) -> int:
         everyone[joined.rank] = device
         return _commands(Options(tuple(everyone), "cpu:0", run_directory), here)[1 + joined.rank]
 
-    from .join import join  # and NumPy, as below, without which a supervisor does
+    from .remote.join import join  # and NumPy, as below, without which a supervisor does
 
     return join(run_directory, command_of, options.start_timeout)
 
 
 def _health(options: argparse.Namespace) -> int:
-    from .health import health
+    from .remote.health import health
 
     try:
         print(health(options.run_directory or _address(), _HEALTH_TIMEOUT))

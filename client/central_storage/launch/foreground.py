@@ -12,19 +12,19 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from central_storage.failure import Failure, died_failure, read, write
-from central_storage.recovery import Recovery
-from cs_proto import open_files
+from central_storage.core.recovery_options import Recovery
+from central_storage.diagnostics.error_report import Failure, died_failure, read, write
 from cs_proto.errors import ReplicaLostError
 from cs_proto.frozen import with_changes
+from cs_runtime import open_files
 
-from .children import Child, reap_adopted
-from .loop import Loop, Signals
 from .memory import Medium
-from .output import Console, LogFiles
 from .plan import Command, error_file
 from .run_directory import RunDirectory
-from .supervise import STOP_GRACE, Service
+from .supervisor.children import Child, reap_adopted
+from .supervisor.lifecycle import STOP_GRACE, Service
+from .supervisor.loop import Loop, Signals
+from .supervisor.output import Console, LogFiles
 
 __all__ = ["SERVER_FAILED", "START_FAILED", "WORKER_FAILED", "described", "run"]
 

@@ -21,7 +21,7 @@ def python_path(environment: Mapping[str, str]) -> str:
     usual = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()}
     directories = [part for part in environment.get("PYTHONPATH", "").split(os.pathsep) if part]
     found: list[str] = []
-    for package in ("central_storage", "cs_proto", "cs_server", "cs_worker"):
+    for package in ("central_storage", "cs_proto", "cs_runtime", "cs_server", "cs_worker"):
         spec = importlib.util.find_spec(package)
         for location in (spec.submodule_search_locations or []) if spec else []:
             directory = str(Path(location).parent.absolute())

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from central_storage.failure import ENVIRONMENT
-from central_storage.gpus import shown, user_visible
-from central_storage.recovery import Recovery
+from central_storage.core.recovery_options import Recovery
+from central_storage.diagnostics.error_report import ENVIRONMENT
+from central_storage.diagnostics.gpu_inventory import shown, user_visible
 from cs_proto.frozen import frozen, with_changes
 from cs_proto.messages import Role
 
-from .cores import Machine, Share, shares
+from .affinity import Machine, Share, shares
 
 __all__ = [
     "Command",

@@ -1,7 +1,7 @@
 """A script's own service: starts the supervisor in the background and hands over the connection to it.
 
 The service ends with the script, however the script ends. Importing does nothing; the first :func:`start` of a
-process registers one hook, which lets forked children drop what is not theirs. ``central_storage.service`` calls it.
+process registers one hook, which lets forked children drop what is not theirs. ``strategy.open_service`` calls it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 
-from central_storage.recovery import Recovery
+from central_storage.core.recovery_options import Recovery
 from cs_proto.codec import encode
 from cs_proto.errors import LaunchError
 from cs_proto.messages import Shutdown

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypedDict
 
 import numpy as np
 
-from central_storage.context import (
+from central_storage.core.context import (
     call_site,
     current_replica,
     get_array_module,
@@ -18,9 +18,9 @@ from central_storage.context import (
     get_strategy,
     has_strategy,
 )
-from central_storage.handles import Handle
-from central_storage.values import IndexedSlices, convert_to_tensor
-from central_storage.variable import Variable, constraints_after
+from central_storage.core.handles import Handle
+from central_storage.core.values import IndexedSlices, convert_to_tensor
+from central_storage.variables.variable import Variable, constraints_after
 from cs_proto.errors import ContextError, InvalidArgumentError
 from cs_proto.messages import Optimizer as OptimizerRecord
 from cs_proto.optimizers import SLOTS, check_change, is_flag, rule_of
@@ -29,7 +29,7 @@ from .schedules import Schedule, schedule_from_config, schedule_of
 from .slots import Slot
 
 if TYPE_CHECKING:
-    from central_storage.backend import ReplicaBackend, Strategy
+    from central_storage.core.backends import ReplicaBackend, Strategy
 
 LearningRate: TypeAlias = float | Schedule | Callable[..., float]
 

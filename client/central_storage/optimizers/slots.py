@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from central_storage.context import current_replica
-from central_storage.variable import Variable
+from central_storage.core.context import current_replica
+from central_storage.variables.variable import Variable
 from cs_proto.errors import ContextError, InvalidArgumentError
 
 __all__ = ["Slot"]

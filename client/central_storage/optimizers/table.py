@@ -15,7 +15,7 @@ from .rmsprop import RMSprop
 from .sgd import SGD
 
 if TYPE_CHECKING:
-    from central_storage.backend import Strategy
+    from central_storage.core.backends import Strategy
 
 _KINDS: dict[str, type[Optimizer]] = {
     cls.kind: cls for cls in (SGD, Adagrad, RMSprop, Adam, AdamW, Adamax, Nadam, Adadelta, Ftrl)

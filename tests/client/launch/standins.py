@@ -14,15 +14,15 @@ from collections.abc import Callable
 
 from tests.harness.timing import unit
 
-from central_storage.launch.loop import Loop
+from central_storage.core.recovery_options import Recovery
 from central_storage.launch.plan import Command
 from central_storage.launch.run_directory import RunDirectory
-from central_storage.launch.supervise import Service
-from central_storage.recovery import Recovery
+from central_storage.launch.supervisor.lifecycle import Service
+from central_storage.launch.supervisor.loop import Loop
 from cs_proto.codec import decode, encode
 from cs_proto.messages import Introduce, Ready, Worked
-from cs_proto.polling import is_readable
 from cs_proto.records import Record
+from cs_runtime.poller import is_readable
 
 #: When a test gives up, seconds; no step takes anywhere near this long.
 LIMIT = unit(20)

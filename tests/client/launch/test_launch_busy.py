@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from central_storage.gpus import Gpu
-from central_storage.launch import busy
+from central_storage.diagnostics.gpu_inventory import Gpu
+from central_storage.launch import gpu_usage
 
 GPUS = [Gpu("0", "GPU-a", minor="0"), Gpu("1", "GPU-b", minor="1"), Gpu("MIG-1", "GPU-c", minor="2"), Gpu("3")]
 
@@ -46,7 +46,7 @@ def test_a_gpu_is_named_with_who_uses_it(nvidia_smi: Callable[[str], None], stra
     ]
     nvidia_smi(f"test \"$1\" = --query-compute-apps=gpu_uuid,pid,used_memory && printf '%s\\n' '{chr(10).join(lines)}'")
     process = psutil.Process(stranger)
-    assert busy.busy(["gpu:0+gpu:1", "gpu:1", "gpu:2", "gpu:3", "cpu:0"], GPUS) == [
+    assert gpu_usage.busy(["gpu:0+gpu:1", "gpu:1", "gpu:2", "gpu:3", "cpu:0"], GPUS) == [
         f"gpu:1 is in use by pid {stranger} ({process.name()} of {process.username()}) with 30123 MiB; "
         "expect it to be slow or to run out of memory"
     ]
@@ -54,7 +54,7 @@ def test_a_gpu_is_named_with_who_uses_it(nvidia_smi: Callable[[str], None], stra
 
 def test_memory_that_is_not_said(nvidia_smi: Callable[[str], None], stranger: int) -> None:
     nvidia_smi(f"echo 'GPU-a, {stranger}, [N/A]'")
-    (line,) = busy.busy(["gpu:0"], GPUS)
+    (line,) = gpu_usage.busy(["gpu:0"], GPUS)
     assert "MiB" not in line
     assert line.startswith(f"gpu:0 is in use by pid {stranger} (")
 
@@ -63,7 +63,7 @@ def test_what_this_process_has_started_is_no_one_elses(nvidia_smi: Callable[[str
     child = subprocess.Popen(["sleep", "600"])
     try:
         nvidia_smi(f"echo 'GPU-a, {child.pid}, 1'")
-        assert busy.busy(["gpu:0"], GPUS) == []
+        assert gpu_usage.busy(["gpu:0"], GPUS) == []
     finally:
         child.kill()
         child.wait()
@@ -71,14 +71,14 @@ def test_what_this_process_has_started_is_no_one_elses(nvidia_smi: Callable[[str
 
 def test_without_gpus_nobody_is_asked(nvidia_smi: Callable[[str], None], tmp_path: Path) -> None:
     nvidia_smi(f"touch {tmp_path}/asked")
-    assert busy.busy(["cpu:0"], GPUS) == busy.busy(["gpu:2", "gpu:3"], GPUS) == []
+    assert gpu_usage.busy(["cpu:0"], GPUS) == gpu_usage.busy(["gpu:2", "gpu:3"], GPUS) == []
     assert not (tmp_path / "asked").exists()
 
 
 @pytest.mark.parametrize("script", ["exit 9", "exec /no/such/program"])
 def test_an_nvidia_smi_that_fails_says_nothing(nvidia_smi: Callable[[str], None], script: str) -> None:
     nvidia_smi(script)
-    assert busy.from_nvidia_smi() is None
+    assert gpu_usage.from_nvidia_smi() is None
 
 
 def test_without_nvidia_smi_the_files_speak(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stranger: int) -> None:
@@ -89,8 +89,8 @@ def test_without_nvidia_smi_the_files_speak(monkeypatch: pytest.MonkeyPatch, tmp
         asked.append(minors)
         return {"GPU-b": {stranger: ""}}
 
-    monkeypatch.setattr(busy, "from_files", users)
-    (line,) = busy.busy(["gpu:0", "gpu:1"], GPUS)
+    monkeypatch.setattr(gpu_usage, "from_files", users)
+    (line,) = gpu_usage.busy(["gpu:0", "gpu:1"], GPUS)
     assert line.startswith(f"gpu:1 is in use by pid {stranger} (sleep of ")
     assert asked == [{"GPU-a": "0", "GPU-b": "1"}]
 
@@ -108,4 +108,4 @@ def test_a_process_computes_where_it_has_the_files_of_cuda_open(tmp_path: Path) 
         for number, file in enumerate(files):
             (tmp_path / pid / "fd" / str(number)).symlink_to(file)
     (tmp_path / "15").mkdir()  # nobody may look
-    assert busy.from_files({"GPU-a": "0", "GPU-b": "1"}, tmp_path) == {"GPU-b": {11: ""}}
+    assert gpu_usage.from_files({"GPU-a": "0", "GPU-b": "1"}, tmp_path) == {"GPU-b": {11: ""}}

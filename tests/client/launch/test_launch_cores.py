@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from central_storage.gpus import Gpu
-from central_storage.launch import cores
-from central_storage.launch.children import Child
-from central_storage.launch.cores import Machine, Share, core_count, machine, numa_nodes, shares
-from central_storage.launch.loop import Loop
+from central_storage.diagnostics.gpu_inventory import Gpu
+from central_storage.launch import affinity
+from central_storage.launch.affinity import Machine, Share, core_count, machine, numa_nodes, shares
 from central_storage.launch.plan import Command
+from central_storage.launch.supervisor.children import Child
+from central_storage.launch.supervisor.loop import Loop
 
 
 def test_cores_are_cut_to_the_quotas_of_the_control_group_and_those_around_it(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_the_node_of_a_gpu_is_that_of_its_slot(tmp_path: Path, monkeypatch: pyte
         (tmp_path / "bus/pci/devices" / address).mkdir(parents=True)
         (tmp_path / "bus/pci/devices" / address / "numa_node").write_text(node)
     gpus = [Gpu("0", address=f"0000:{slot}:00.0") for slot in ("0A", "0b", "0c", "0d")] + [Gpu("4")]
-    monkeypatch.setattr(cores, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(affinity, "visible_gpus", lambda: gpus)
     found = machine(tmp_path)
     assert (found.gpus, found.gpu_nodes) == (gpus, [1, -1, -1, -1, -1])
     assert (found.cores, found.nodes) == (core_count(), {})

@@ -9,10 +9,10 @@ import pytest
 
 import central_storage as cs
 from central_storage import errors
-from central_storage.launch import in_process
-from cs_server import kernels
-from cs_worker.in_process import ThreadedWorker
+from central_storage.launch import threads
+from cs_server.compute import kernels
 from cs_worker.loop import Loop
+from cs_worker.worker_thread import ThreadedWorker
 
 
 def fail(*_: Any, **__: Any) -> NoReturn:
@@ -59,7 +59,7 @@ def test_a_worker_that_ends_in_a_run_is_lost(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_stop_says_it_once() -> None:
-    service = in_process.start(["cpu:0"], "cpu:0")
+    service = threads.start(["cpu:0"], "cpu:0")
     assert service.hanging == []
     service.stop()
     service.stop()

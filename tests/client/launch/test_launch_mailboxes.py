@@ -10,9 +10,9 @@ from contextlib import suppress
 import pytest
 from tests.client.launch.standins import Client, World
 
-from central_storage.launch import mailboxes
-from central_storage.launch.mailboxes import Mailroom, why_no_mailboxes
 from central_storage.launch.memory import Memfd, Unshared
+from central_storage.launch.supervisor import mailboxes
+from central_storage.launch.supervisor.mailboxes import Mailroom, why_no_mailboxes
 from cs_proto.codec import decode
 from cs_proto.errors import ConfigurationError
 from cs_proto.messages import Mailbox, MakeMailbox, OpenMailbox

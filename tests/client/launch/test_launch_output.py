@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from central_storage.launch.loop import Loop
-from central_storage.launch.output import Console, Lines, LogFiles, Tail, prefixed
+from central_storage.launch.supervisor.loop import Loop
+from central_storage.launch.supervisor.output import Console, Lines, LogFiles, Tail, prefixed
 from cs_proto.errors import ConfigurationError
 
 

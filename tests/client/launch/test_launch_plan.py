@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from central_storage.gpus import Gpu
-from central_storage.launch.cores import Machine
+from central_storage.core.recovery_options import Recovery
+from central_storage.diagnostics.gpu_inventory import Gpu
+from central_storage.launch.affinity import Machine
 from central_storage.launch.packages import python_path
 from central_storage.launch.plan import Command, Options, next_incarnation, script_command, service_commands
-from central_storage.recovery import Recovery
 from cs_proto.errors import ConfigurationError, DeviceError
 
 TWO = Options(("cpu:0", "cpu:1"), "cpu:0", "/run/cs-1")

@@ -18,11 +18,11 @@ from tests.harness.timing import unit
 
 from central_storage.launch import service
 from central_storage.launch.run_directory import RunDirectory
-from central_storage.lifeline import Lifeline, connect
 from cs_proto.errors import LaunchError
 from cs_proto.messages import Output, Serving, StartFailed
-from cs_proto.polling import is_readable
 from cs_proto.records import Record
+from cs_runtime.poller import is_readable
+from cs_runtime.supervisor_link import Lifeline, connect
 
 Start = Callable[..., tuple[service.ServiceProcess, Lifeline]]
 
@@ -155,7 +155,7 @@ def test_children_die_with_a_supervisor_that_is_killed(start: Start) -> None:
 OWNER = """
 import os, sys, time
 from central_storage.launch import service
-from central_storage.lifeline import Lifeline
+from cs_runtime.supervisor_link import Lifeline
 from cs_proto.messages import Output, Serving
 process = service.start(["cpu:0", "cpu:1"], "cpu:0")
 lifeline = Lifeline(process.socket, "controller")

@@ -17,13 +17,12 @@ import pytest
 from tests.client.launch.standins import LIMIT, Client, World, packet, standin_command, standin_environment, wait_gone
 from tests.harness.timing import unit
 
-from central_storage.launch import supervise
+from central_storage.core.recovery_options import Recovery
 from central_storage.launch.memory import Memfd
 from central_storage.launch.plan import Command
-from central_storage.launch.restarts import Restarts
-from central_storage.launch.supervise import transport_of
-from central_storage.recovery import Recovery
-from cs_proto import open_files
+from central_storage.launch.supervisor import lifecycle
+from central_storage.launch.supervisor.lifecycle import transport_of
+from central_storage.launch.supervisor.restarts import Restarts
 from cs_proto.messages import (
     Died,
     Introduce,
@@ -41,6 +40,7 @@ from cs_proto.messages import (
     Shutdown,
     StartFailed,
 )
+from cs_runtime import open_files
 
 NONE = Recovery(max_restarts=0)
 MAKE = packet(MakeSegment("parameters/float32", 1 << 20, "w0"))
@@ -196,7 +196,7 @@ def test_nonsense_is_dropped_or_ends_that_connection_and_nothing_else(
 def test_a_process_that_does_not_introduce_itself_is_disconnected(
     world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervise, "_INTRODUCTION", 0.0)
+    monkeypatch.setattr(lifecycle, "_INTRODUCTION", 0.0)
     world.start()
     assert world.client("").receive() is None
     assert f"process {os.getpid()} did not say who it is within 0 s" in caplog.text
@@ -219,7 +219,7 @@ def test_an_observer_without_a_descriptor_is_told(world: World, monkeypatch: pyt
 def test_while_there_are_no_descriptors_peers_wait_and_no_timers_are_kept(
     world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervise, "_ACCEPT_AGAIN", 0.001)
+    monkeypatch.setattr(lifecycle, "_ACCEPT_AGAIN", 0.001)
     world.start()
     assert isinstance(world.client().receive(), Serving)
     timers = len(world.service._timers)

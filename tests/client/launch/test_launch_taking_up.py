@@ -14,11 +14,11 @@ from tests.harness.timing import unit
 from central_storage.launch.cli import _goes_on
 from central_storage.launch.memory import Files
 from central_storage.launch.plan import of_incarnation
+from central_storage.launch.remote.serve import _start_child
 from central_storage.launch.run_directory import RunDirectory
-from central_storage.launch.serve import _start_child
-from central_storage.launch.supervise import Service
-from central_storage.run_file import RunFile
+from central_storage.launch.supervisor.lifecycle import Service
 from cs_proto.messages import Died, Introduce, Join, Joined, Left, Ready, Serving, StartFailed
+from cs_runtime.run_file import RunFile
 
 KILLED = RunFile("a run", 2, "cpu:0", LIMIT, server=2, workers=(1, 3), serves=True)
 FRESH = RunFile("a run", 2, "cpu:0", LIMIT, server=1, workers=(1, 1))

@@ -1,0 +1,1 @@
+"""Checkpoints: the graph of objects that is saved, and the files."""

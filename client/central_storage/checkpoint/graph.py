@@ -1,0 +1,450 @@
+"""Checkpoints: which arrays a nest of objects holds, under which names they are saved, and how they are set again.
+
+One file is one checkpoint; ``checkpoint_files`` writes and reads it. An array lies under the way that leads
+to it from the names given: ``model/layers/0/kernel``, ``optimizer/iterations``, ``optimizer/m/model/layers/0/kernel``.
+What is saved is the central value, so neither replicas nor devices are in it. ``train`` and ``strategy`` are its users.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any, Self
+
+import numpy as np
+
+from central_storage.core.backends import Strategy
+from central_storage.core.composites import Composite
+from central_storage.core.context import get_replica_context, has_strategy, require_cross_replica
+from central_storage.core.handles import Handle
+from central_storage.data.dataset import Dataset
+from central_storage.data.distributed import DistributedDataset, DistributedFromFunction, DistributedIterator, Place
+from central_storage.optimizers import Optimizer
+from central_storage.pickling.code_analysis import is_users
+from central_storage.variables.moving_averages import ExponentialMovingAverage
+from central_storage.variables.variable import Variable
+from cs_proto.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointMismatchError,
+    ContextError,
+    InvalidArgumentError,
+)
+from cs_proto.frozen import frozen
+
+from .file_format import SUFFIX, add, reading, replace
+
+__all__ = ["SUFFIX", "Status", "Walked", "find_file", "require_trackable", "restore", "save", "save_next"]
+
+_log = logging.getLogger("central_storage.saving")
+
+_DATA = DistributedDataset | DistributedFromFunction
+# The name of a strategy's own entries. A file without them, such as an older one or one of variables outside every
+# strategy, can be restored, and entries that no object takes are no error.
+_STRATEGY = "(strategy)"
+
+
+class Walked:
+    """Base of what is not the user's and is given for the sake of its attributes: a Checkpoint in a Checkpoint."""
+
+
+class Status:
+    """What a restore found. Objects and checkpoint may differ; say which you expected.
+
+    ``missing`` names what objects hold and the checkpoint does not, ``unused`` what the checkpoint holds and no object
+    took. Unless one of the methods is called, differences are logged when this object goes.
+    """
+
+    def __init__(self, path: str | None, missing: Iterable[str], unused: Iterable[str]) -> None:
+        self.path = path
+        self.missing = tuple(sorted(missing))
+        self.unused = tuple(sorted(unused))
+        self._expected = False
+
+    def assert_consumed(self) -> Self:
+        """Raise CheckpointMismatchError (an AssertionError) unless objects and checkpoint hold the same."""
+        self.assert_existing_objects_matched()
+        if self.unused:
+            raise CheckpointMismatchError(
+                f"{self.path} holds what no object took: {_listed(self.unused)}; give the Checkpoint the objects that "
+                "were saved, make their variables first, or call expect_partial()"
+            )
+        return self
+
+    def assert_existing_objects_matched(self) -> Self:
+        """Raise CheckpointMismatchError (an AssertionError) where an object has something that was not restored."""
+        self._expected = True
+        if self.path is None:
+            raise CheckpointMismatchError("there was no checkpoint to restore")
+        if self.missing:
+            raise CheckpointMismatchError(
+                f"{self.path} does not hold {_listed(self.missing)}; give the Checkpoint the objects that were saved, "
+                "under their names, or call expect_partial()"
+            )
+        return self
+
+    def expect_partial(self) -> Self:
+        """Say that differences are meant."""
+        self._expected = True
+        return self
+
+    def __repr__(self) -> str:
+        if self.path is None:
+            return "<Status: there was no checkpoint>"
+        return f"<Status of {self.path}: {_difference(self.missing, self.unused) or 'nothing differs'}>"
+
+    def __del__(self) -> None:
+        if self.path is not None and not self._expected and (self.missing or self.unused):
+            _log.warning("%s: %s", self.path, _difference(self.missing, self.unused))
+
+
+@frozen
+class _Entry:
+    """An array of an object: what it is, and how it is read and set."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    read: Callable[[], Any]
+    write: Callable[[np.ndarray], object]
+    #: Why a value of the right shape and dtype cannot be set, or None.
+    fault: Callable[[np.ndarray], str | None] | None = None
+
+
+@dataclass
+class _Found:
+    """What a nest of objects holds. A variable lies under the first of the ways that lead to it."""
+
+    variables: dict[Variable, list[str]] = field(default_factory=dict)
+    optimizers: dict[Optimizer, str] = field(default_factory=dict)
+    averages: dict[ExponentialMovingAverage, str] = field(default_factory=dict)
+    iterators: dict[DistributedIterator, str] = field(default_factory=dict)
+    data: dict[DistributedDataset | DistributedFromFunction, str] = field(default_factory=dict)
+
+    def label(self, variable: Variable) -> str:
+        """What a variable is called beside an optimizer or average. One that was not given goes by its name."""
+        ways = self.variables.get(variable)
+        return ways[0] if ways else f"({variable.name})"
+
+    def labels(self) -> dict[str, Variable]:
+        """Every variable that an optimizer or average may keep something beside, by what it is called there."""
+        others = {
+            f"({variable.name})": variable
+            for strategy in self.strategies()
+            for variable in strategy.variables
+            if variable not in self.variables
+        }
+        return others | {ways[0]: variable for variable, ways in self.variables.items()}
+
+    def strategies(self) -> list[Strategy]:
+        owners: list[Any] = [*self.variables, *self.optimizers, *self.averages]
+        return list(dict.fromkeys(owner.strategy for owner in owners if owner.strategy is not None))
+
+    def entries(self) -> dict[str, _Entry]:
+        """Everything there is, by the way to it."""
+        found = {ways[0]: _of_variable(variable) for variable, ways in self.variables.items()}
+        for optimizer, way in self.optimizers.items():
+            found |= _of_optimizer(optimizer, way)
+            for variable in optimizer.slotted_variables():
+                for slot in optimizer.slot_names:
+                    found[f"{way}/{slot}/{self.label(variable)}"] = _of_slot(optimizer, variable, slot)
+        for average, way in self.averages.items():
+            for variable, shadow in average.averages():
+                found[f"{way}/{self.label(variable)}"] = _of_variable(shadow)
+        # Iterators come first: a data set is at the place of its iterator, if that is given, too.
+        for data, way in (*self.iterators.items(), *self.data.items()):
+            found |= _of_data(data, way)
+        for number, strategy in enumerate(self.strategies()):
+            found |= _of_strategy(strategy, f"{_STRATEGY}{number or ''}")
+        return found
+
+    def to_be_made(self, keys: Iterable[str]) -> dict[str, _Entry]:
+        """What of ``keys`` is not there yet and is made by setting it: slots, and averages."""
+        labels = self.labels()
+        found = {}
+        for key in keys:
+            for optimizer, way in self.optimizers.items():
+                for slot in optimizer.slot_names:
+                    if (variable := _behind(f"{way}/{slot}/", key, labels)) is not None:
+                        found[key] = _of_slot(optimizer, variable, slot)
+            for average, way in self.averages.items():
+                if (variable := _behind(f"{way}/", key, labels)) is not None:
+                    found[key] = _of_average(average, variable)
+        return found
+
+
+def save(path: str, objects: Mapping[str, Any], more: Mapping[str, Any]) -> None:
+    """Write all that ``objects`` hold, and the fields ``more`` of the index, to ``path``, whole or not at all; what was
+    there is replaced.
+
+    Raises ContextError in a replica, OSError and CheckpointError as :func:`checkpoint_files.replace`.
+    """
+    with _all_of(objects, more) as (entries, index):
+        replace(path, entries, index)
+
+
+def save_next(
+    path_of: Callable[[int], str],
+    next_number: Callable[[], int],
+    objects: Mapping[str, Any],
+    more: Mapping[str, Any],
+) -> tuple[str, int]:
+    """As :func:`save`, to the path of the next number, which nobody has taken: see :func:`checkpoint_files.add`. The
+    path and its number, which is the ``save_counter`` of the index."""
+    with _all_of(objects, more) as (entries, index):
+        return add(path_of, next_number, entries, index)
+
+
+@contextlib.contextmanager
+def _all_of(objects: Mapping[str, Any], more: Mapping[str, Any]) -> Iterator[tuple[dict[str, _Entry], dict[str, Any]]]:
+    """What there is to save, as of one moment, and the index."""
+    _refuse_in_replica("saved")
+    found = _find(objects)
+    with _held(found.strategies()):
+        other_ways = {way: ways[0] for ways in found.variables.values() for way in ways[1:]}
+        yield found.entries(), {"also": other_ways, **more}
+
+
+def restore(path: str, objects: Mapping[str, Any], *, strict: bool) -> tuple[Status, Mapping[str, Any]]:
+    """Set what ``objects`` hold to what ``path`` holds; what differs, and the index. All is checked before anything is
+    set; with ``strict`` also that nothing differs.
+
+    Raises CheckpointError (a ValueError) where the file is not there, is of a newer format, or has an array of another
+    shape or dtype, CheckpointDamagedError where it is not what was saved under this name, CheckpointMismatchError for
+    what differs, OSError where the file system refuses, ContextError in a replica and inside another strategy's scope.
+    """
+    _refuse_in_replica("restored")
+    found = _find(objects)
+    for strategy in found.strategies():
+        require_cross_replica(strategy, "restoring a checkpoint")
+    with reading(path) as stored, _held(found.strategies()):
+        also = stored.index["also"]
+        ways = {ways[0]: ways for ways in found.variables.values()}
+        planned, missing = [], []
+        for name, entry in found.entries().items():
+            keys = [also.get(way, way) for way in ways.get(name, [name])]
+            there = next((key for key in keys if key in stored.keys), None)
+            if there is None:
+                if not name.startswith(_STRATEGY):
+                    missing.append(name)
+            else:
+                planned.append((there, entry))
+        taken = {key for key, _ in planned}
+        # First what takes memory, which there may not be.
+        planned = [*found.to_be_made(stored.keys - taken).items(), *planned]
+        unused = {key for key in stored.keys - {key for key, _ in planned} if not key.startswith(_STRATEGY)}
+        wrong = [fault for key, entry in planned if (fault := stored.fault(key, entry.dtype, entry.shape))]
+        if wrong:
+            raise CheckpointError(f"{path} does not fit: {'; '.join(wrong)}. Nothing was restored")
+        if strict and (missing or unused):
+            raise CheckpointMismatchError(f"{path}: {_difference(missing, unused)}. Nothing was restored")
+        stored.verify()
+        for key, entry in planned:
+            if entry.fault is not None and (why := entry.fault(stored.array(key))):
+                raise CheckpointError(f"{path} does not fit: {key}: {why}. Nothing was restored")
+        for count, (key, entry) in enumerate(planned):
+            try:
+                array = stored.array(key)
+            except CheckpointDamagedError as error:
+                raise CheckpointDamagedError(
+                    f"{path} has changed while it was read, after {count} of {len(planned)} arrays were set; restore "
+                    "another checkpoint, which sets all of them"
+                ) from error
+            entry.write(array)
+    return Status(path, missing, unused), stored.index
+
+
+# --- what objects hold --------------------------------------------------------------------------------------------
+
+
+def require_trackable(name: str, value: Any) -> None:
+    """Raise InvalidArgumentError where ``value`` can hold no variable."""
+    if isinstance(value, Variable | Optimizer | list | tuple | Mapping) or _is_walked(value):
+        return
+    if isinstance(value, DistributedIterator | _DATA):
+        return
+    if isinstance(value, Dataset):
+        raise InvalidArgumentError(
+            f"{name} is a Dataset, which has no position; give the distributed data set that is made from it, "
+            "strategy.experimental_distribute_dataset(dataset), or its iterator"
+        )
+    raise InvalidArgumentError(
+        f"{name} is a {type(value).__name__}, which holds no variables; a checkpoint takes variables, optimizers, "
+        "metrics, moving averages, distributed data sets and their iterators, and lists, dicts and objects of them"
+    )
+
+
+def _find(objects: Mapping[str, Any]) -> _Found:
+    found = _Found()
+    seen: dict[int, Any] = {}
+    left = deque(objects.items())
+    while left:  # breadth first: the shortest way is the name
+        way, value = left.popleft()
+        if isinstance(value, Variable):
+            found.variables.setdefault(value, []).append(way)
+        elif isinstance(value, Optimizer):
+            found.optimizers.setdefault(value, way)
+        elif isinstance(value, ExponentialMovingAverage):
+            found.averages.setdefault(value, way)
+        elif isinstance(value, DistributedIterator):
+            found.iterators.setdefault(value, way)
+        elif isinstance(value, _DATA):
+            found.data.setdefault(value, way)
+        elif id(value) not in seen:
+            seen[id(value)] = value
+            left.extend((f"{way}/{_quoted(name)}", part) for name, part in _parts(value))
+    return found
+
+
+def _behind(prefix: str, key: str, labels: Mapping[str, Variable]) -> Variable | None:
+    return labels.get(key[len(prefix) :]) if key.startswith(prefix) else None
+
+
+def _parts(value: Any) -> Iterator[tuple[object, Any]]:
+    if isinstance(value, Mapping):
+        yield from value.items()
+    elif isinstance(value, list | tuple):
+        yield from zip(getattr(value, "_fields", range(len(value))), value, strict=True)
+    elif _is_walked(value):
+        yield from getattr(value, "__dict__", {}).items()
+        for cls in type(value).__mro__:
+            slots = getattr(cls, "__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                    yield name, getattr(value, name)
+
+
+def _is_walked(value: Any) -> bool:
+    """Whether the attributes of ``value`` are looked at: of ours and of the user's own classes, not a library's."""
+    if isinstance(value, type | FunctionType | ModuleType | Handle):
+        return False
+    return isinstance(value, Composite | Walked) or is_users(type(value).__module__)
+
+
+def _quoted(name: object) -> str:
+    return str(name).replace("%", "%25").replace("/", "%2F")
+
+
+def _of_variable(variable: Variable) -> _Entry:
+    return _Entry(variable.dtype, variable.shape, variable.current, variable.assign)
+
+
+def _of_slot(optimizer: Optimizer, variable: Variable, slot: str) -> _Entry:
+    def read() -> np.ndarray:
+        return optimizer.get_slot(variable, slot).numpy()
+
+    def write(value: np.ndarray) -> None:
+        optimizer.get_slot(variable, slot).assign(value)
+
+    return _Entry(variable.dtype, variable.shape, read, write)
+
+
+def _of_average(average: ExponentialMovingAverage, variable: Variable) -> _Entry:
+    def write(value: np.ndarray) -> None:
+        average.start(variable, value)
+
+    return _Entry(variable.dtype, variable.shape, lambda: None, write)
+
+
+def _of_optimizer(optimizer: Optimizer, way: str) -> dict[str, _Entry]:
+    def write_iterations(value: np.ndarray) -> None:
+        optimizer.iterations = int(value)
+
+    def write_rate(value: np.ndarray) -> None:
+        optimizer.learning_rate = float(value)
+
+    found = {f"{way}/iterations": _Entry(np.dtype(np.int64), (), lambda: optimizer.iterations, write_iterations)}
+    if not callable(optimizer.learning_rate):  # a schedule is the script's
+        found[f"{way}/learning_rate"] = _Entry(np.dtype(np.float64), (), lambda: optimizer.learning_rate, write_rate)
+    return found
+
+
+def _of_data(data: DistributedDataset | DistributedFromFunction | DistributedIterator, way: str) -> dict[str, _Entry]:
+    """The number of the iteration, the number of elements used in it, and for each shuffle its seed, the iterations
+    begun, and whether a cache remembers its order. The last of these entries sets the data set when it is written."""
+    parts: dict[str, np.ndarray] = {}
+
+    def place() -> Place:
+        orders = [(int(seed), int(begun), bool(is_kept)) for seed, begun, is_kept in parts["shuffles"]]
+        return Place(int(parts["epoch"]), int(parts["position"]), tuple(orders))
+
+    def entry(name: str, shape: tuple[int, ...], read: Callable[[], Any]) -> _Entry:
+        def fault(value: np.ndarray) -> str | None:
+            parts[name] = value
+            if name != "shuffles":
+                return None
+            return data.fault(place()) if len(parts) == 3 else "its epoch or its position is missing"
+
+        def write(value: np.ndarray) -> None:
+            if name == "shuffles":
+                data.go_to(place())
+
+        return _Entry(np.dtype(np.int64), shape, read, write, fault)
+
+    count = len(data.orders())
+    return {
+        f"{way}/epoch": entry("epoch", (), lambda: data.place().epoch),
+        f"{way}/position": entry("position", (), lambda: data.place().position),
+        f"{way}/shuffles": entry("shuffles", (count, 3), lambda: np.reshape(data.place().orders, (count, 3))),
+    }
+
+
+def _of_strategy(strategy: Strategy, way: str) -> dict[str, _Entry]:
+    """The entries that the random numbers of the strategy's next run follow from."""
+    controller = strategy.controller
+
+    def compare_seeds(value: np.ndarray) -> None:
+        if int(value) != controller.seed:
+            _log.warning(
+                "the checkpoint was saved with the seed %d, this strategy has %d: its random numbers will differ from "
+                "those of the saved training",
+                value,
+                controller.seed,
+            )
+
+    def fault(value: np.ndarray) -> str | None:
+        return f"{value} runs cannot have begun" if not 0 <= value < 1 << 62 else None
+
+    int64 = np.dtype(np.int64)
+    return {
+        f"{way}/seed": _Entry(int64, (), lambda: controller.seed, compare_seeds),
+        f"{way}/draws": _Entry(int64, (), controller.draws, lambda value: controller.set_draws(int(value)), fault),
+    }
+
+
+# --- words and conditions -----------------------------------------------------------------------------------------
+
+
+def find_file(path: str | os.PathLike[str]) -> str:
+    """The file meant by ``path``, with or without its suffix."""
+    text = os.fspath(path)
+    return text if Path(text).suffix == SUFFIX else text + SUFFIX
+
+
+@contextlib.contextmanager
+def _held(strategies: Iterable[Strategy]) -> Iterator[None]:
+    """Keep other threads from running and writing: what is saved is of one moment."""
+    with contextlib.ExitStack() as stack:
+        for strategy in strategies:
+            stack.enter_context(strategy.controller.exclusively())
+        yield
+
+
+def _refuse_in_replica(what: str) -> None:
+    if has_strategy() and get_replica_context() is not None:
+        raise ContextError(f"a checkpoint is {what} in the script, or in a merge function, not by every replica")
+
+
+def _difference(missing: Iterable[str], unused: Iterable[str]) -> str:
+    parts = ((missing, "it does not hold"), (unused, "no object took"))
+    return "; ".join(f"{says} {_listed(names)}" for names, says in parts if names)
+
+
+def _listed(names: Iterable[str]) -> str:
+    shown = sorted(names)
+    return ", ".join(shown[:20]) + (f" and {len(shown) - 20} more" if len(shown) > 20 else "")

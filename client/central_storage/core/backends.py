@@ -1,0 +1,231 @@
+"""The seam between the face (strategy, variables, optimizers) and whatever does the work.
+
+The face checks, regroups and reduces; it never sends a message. A :class:`ReplicaBackend` is what a replica may do:
+a worker installs one for each run. A :class:`ControllerBackend` is what the cross-replica context may do: the
+client's link to its service or, in a worker, the holder of a merge_call token. Variables and optimizers are named by
+their numbers in the server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from cs_proto.messages import AssignOp, Counters, Optimizer, ReduceOpName, Variable, VariableSpec, WriteOp
+from cs_proto.schedules import Schedule
+
+from .handles import Handle
+from .pipeline import Series
+from .variable_sets import Numbers, VariableSets
+
+__all__ = ["Carriage", "ControllerBackend", "ReplicaBackend", "Strategy"]
+
+
+class Carriage(NamedTuple):
+    """What becomes of the arrays that are read ahead of the replicas, and whether a thread may do it."""
+
+    copy: Callable[[np.ndarray], np.ndarray] = np.copy
+    in_thread: bool = True
+
+
+class Strategy(Protocol):
+    """What contexts, variables and optimizers know of the strategy they belong to."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas."""
+
+    @property
+    def controller(self) -> ControllerBackend:
+        """The seam to the service. Raises where there is none."""
+
+    @property
+    def extended_parameter_device(self) -> str:
+        """The parameter device as a full name."""
+
+    @property
+    def devices_by_replica(self) -> list[list[str]]:
+        """The logical devices of each replica, as full names."""
+
+    @property
+    def variables(self) -> tuple[Any, ...]:
+        """Every variable there is."""
+
+    @property
+    def variable_sets(self) -> VariableSets:
+        """Sets of variables that are known by identity."""
+
+    def remember(self, handle: Handle) -> None:
+        """Let ``handle`` be the one object for its number in this process."""
+
+    def claim(self, average: object, name: str) -> str:
+        """A name that no other moving average has or had."""
+
+    def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Call ``fn`` once per replica."""
+
+    def reduce(self, reduce_op: Any, value: Any, axis: int | tuple[int, ...] | None) -> Any:
+        """Combine the components of a distributed value."""
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """The components of a distributed value."""
+
+
+class _Catalogue(Protocol):
+    """What both know about variables and optimizers."""
+
+    def variable(self, number: int) -> Variable:
+        """The variable's record as last told by the server."""
+
+    def optimizer(self, number: int) -> Optimizer:
+        """The optimizer's record as it stands now: its iterations are current."""
+
+    def slot(self, optimizer: int, variable: int, slot: str) -> np.ndarray:
+        """A copy of what an optimizer keeps beside a variable; made where it is missing. In a replica what it stepped
+        is committed first."""
+
+    def variables(self) -> tuple[Variable, ...]:
+        """The records of all variables, in the order in which they were made."""
+
+    def create(self, spec: VariableSpec, value: np.ndarray, site: str) -> Variable:
+        """Make a variable; in a replica a waited merge point, and replica 0's value counts."""
+
+    def assign(self, number: int, op: AssignOp, value: np.ndarray, site: str, *, scalar: bool) -> None:
+        """Write a variable. In a replica an aggregated merge point; ``scalar`` says that the value was a Python
+        number, which only the comparison of replicas can refuse."""
+
+    def write(self, number: int, op: WriteOp, value: np.ndarray, rows: np.ndarray | None, site: str) -> None:
+        """Write a variable without aggregation; a scatter to ``rows``, int64. What is written has been checked. In a
+        replica a note that needs no agreement."""
+
+    def read_rows(self, number: int, rows: np.ndarray) -> np.ndarray:
+        """A copy of these rows of the variable's current value; ``rows`` is int64 of any shape, and checked."""
+
+
+class ReplicaBackend(_Catalogue, Protocol):
+    """One replica of one run. Every method that waits raises what the server answers. ``devices`` are its logical
+    devices, as full names."""
+
+    replica: int
+    replicas: int
+    devices: tuple[str, ...]
+
+    def view(self, number: int) -> np.ndarray:
+        """The variable's value on this replica's device, read-only. It keeps its bits until the run is over. On a CPU
+        no copy is made unless an earlier value is held through an update. First commits what this replica noted for the
+        variable.
+
+        Raises MemoryPlanError where values that are held through an update take more memory than there is.
+        """
+
+    def hold(self, value: Any) -> None:
+        """Hold a result of :meth:`view` until this replica's run is over. Readers of ``__cuda_array_interface__`` hold
+        the variable, and not the memory."""
+
+    def apply(
+        self,
+        optimizer: int,
+        dense: Sequence[tuple[np.ndarray, int]],
+        sparse: Sequence[tuple[np.ndarray, np.ndarray, int]],
+        site: str,
+    ) -> None:
+        """Note one optimizer step: (gradient, variable number) pairs and (values, int64 indices, variable number)
+        triples that fit their variables."""
+
+    def apply_buffers(self, optimizer: int, gradients: Sequence[np.ndarray], numbers: Numbers, site: str) -> bool:
+        """As ``apply`` where ``gradients`` are just what ``gradient_buffers`` gave last, for these variables, and lie
+        where the server sees them; else nothing is done and False returned."""
+
+    def gradient_buffers(self, numbers: Numbers) -> list[np.ndarray]:
+        """Writable arrays of the variables' shapes that lie where the server reads gradients."""
+
+    def all_reduce(self, op: ReduceOpName, leaves: Sequence[np.ndarray], site: str) -> list[np.ndarray]:
+        """Combine leaf by leaf over the replicas."""
+
+    def all_gather(self, axis: int, leaves: Sequence[np.ndarray], site: str) -> list[np.ndarray]:
+        """Concatenate leaf by leaf over the replicas along ``axis``."""
+
+    def merge_call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], site: str
+    ) -> Any:
+        """Call replica 0's ``function(strategy, *args, **kwargs)`` once in the cross-replica context; this replica's
+        share of what it returned."""
+
+    def array_module(self) -> ModuleType:
+        """NumPy, or CuPy on a GPU."""
+
+    def place(self, array: Any, device: str) -> Any:
+        """``array`` in the memory of ``device``: itself where it is there already, strings always in host memory.
+        Raises DeviceError for a device that this process cannot use."""
+
+
+class ControllerBackend(_Catalogue, Protocol):
+    """The one party that starts runs and writes variables outside them."""
+
+    replicas: int
+    compute_devices: tuple[str, ...]
+    parameter_device: str
+    address: str
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+    ) -> list[Any]:
+        """Run ``function`` once per replica, with that replica's (args, kwargs); the results in replica order."""
+
+    def series(self, lookahead: int) -> Series:
+        """Runs that may be sent while up to ``lookahead`` before them are not over. Raises ContextError in a
+        merge_call."""
+
+    def read(self, number: int) -> np.ndarray:
+        """A copy of the variable's current value."""
+
+    def forget(self, number: int) -> None:
+        """Nobody holds the handle any more that this process made of a variable: the server may free it. Called by the
+        garbage collector in any thread, so it only makes a note."""
+
+    def configure(
+        self,
+        number: int,
+        kind: str,
+        hyperparameters: Mapping[str, float],
+        schedule: Schedule | None,
+        iterations: int,
+    ) -> int:
+        """Make an optimizer (``number`` 0), or change some of its hyperparameters, its schedule or its iterations
+        (-1: not them); its number. A learning rate without a schedule ends the schedule there was."""
+
+    def slotted(self, optimizer: int) -> tuple[int, ...]:
+        """The numbers of the variables beside which an optimizer has slots."""
+
+    def assign_slot(self, optimizer: int, variable: int, slot: str, value: np.ndarray) -> None:
+        """Write a slot, whose shape and dtype ``value`` has."""
+
+    @property
+    def seed(self) -> int:
+        """The strategy's seed. Random numbers follow from it, the draw and the replica."""
+
+    def draws(self) -> int:
+        """The number of the script's runs that have begun, counted from the last :meth:`set_draws`. The ``draw`` of the
+        next run is one more. Steps that were sent ahead and never began do not count."""
+
+    def set_draws(self, draws: int) -> None:
+        """Let random numbers continue as if ``draws`` runs had begun."""
+
+    def carrier(self) -> Carriage:
+        """What copies an array to where the replicas read it, ahead of the run that it is an argument of, and whether a
+        thread may do it. May be called in any thread."""
+
+    def exclusively(self) -> AbstractContextManager[None]:
+        """Keep other threads from running and writing for the length of a block."""
+
+    def statistics(self) -> Counters:
+        """The server's counters."""
+
+    def close(self) -> None:
+        """Let go of the service. Idempotent."""

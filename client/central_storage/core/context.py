@@ -1,0 +1,434 @@
+"""Where this thread is: outside everything, in a strategy's cross-replica context, or in a replica.
+
+The state is a stack per thread. ``ReplicaContext`` is the public object of a replica; what it does goes through the
+:class:`~central_storage.core.backends.ReplicaBackend` that was installed with it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+
+from central_storage import nest
+from cs_proto import reduction
+from cs_proto.errors import ContextError, InvalidArgumentError, NotATensorError, UsedScopeError
+
+from .deprecated import warn_deprecated
+from .devices import full_name
+from .values import IndexedSlices, ReduceOp, as_reduce_op, convert_to_tensor
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from .backends import ReplicaBackend, Strategy
+
+S = TypeVar("S", bound="Strategy")
+
+__all__ = [
+    "ReplicaContext",
+    "Scope",
+    "become_worker",
+    "call_site",
+    "current_replica",
+    "enter_cross_replica",
+    "enter_replica",
+    "experimental_set_strategy",
+    "get_array_module",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+    "is_worker",
+    "reading",
+    "replica_here",
+    "require_cross_replica",
+]
+
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+class _Stack(threading.local):
+    """(strategy, replica context or None) of every context this thread has entered; whether it is a worker's."""
+
+    is_worker = False
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[Strategy, ReplicaContext | None]] = []
+        #: Whether the lowest entry is that of experimental_set_strategy.
+        self.is_set = False
+
+    def push(self, entry: tuple[Strategy, ReplicaContext | None]) -> None:
+        reading.epoch = None
+        self.entries.append(entry)
+
+    def pop(self) -> None:
+        reading.epoch = None
+        self.entries.pop()
+
+
+class _Reading(threading.local):
+    """How this thread reads variables. A view that a variable has kept beside ``epoch``, this very object, is its
+    value here and now; None: every variable's has to be asked for. A backend says so while it shows views that last,
+    and takes it back when they no longer do; every change of context takes it back, too."""
+
+    epoch: object = None
+
+
+_stack = _Stack()
+reading = _Reading()
+_default: list[ReplicaContext] = []
+
+
+def become_worker(*, whole_process: bool) -> None:
+    """This thread, or every thread of this process, is a worker's from now on: no strategy can be made there."""
+    if whole_process:
+        _Stack.is_worker = True
+    else:
+        _stack.is_worker = True
+
+
+def is_worker() -> bool:
+    """Whether this thread is a worker's."""
+    return _stack.is_worker
+
+
+def set_default(replica: ReplicaContext) -> None:
+    """Let ``replica`` be the context, and its strategy the strategy, of code outside every context."""
+    _default[:] = [replica]
+
+
+def has_strategy() -> bool:
+    """Whether this thread is inside a strategy's scope, run or merge function."""
+    return bool(_stack.entries) and _stack.entries[-1][0] is not _default[0].strategy
+
+
+def get_strategy() -> Strategy:
+    """The strategy of the current context; outside every one, the default strategy of one local replica."""
+    if _stack.entries:
+        return _stack.entries[-1][0]
+    return _default[0].strategy
+
+
+def in_cross_replica_context() -> bool:
+    """Whether this thread is in a scope or a merge function rather than in a replica."""
+    return bool(_stack.entries) and _stack.entries[-1][1] is None
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """The context of the replica this code runs in; None in a cross-replica context."""
+    if not _stack.entries:
+        return _default[0]
+    return _stack.entries[-1][1]
+
+
+def current_replica(strategy: object) -> ReplicaBackend | None:
+    """The backend to use for ``strategy`` when this thread is in one of its replicas, else None."""
+    entries = _stack.entries
+    if entries:
+        entered, replica = entries[-1]
+        if replica is not None and entered is strategy:
+            return replica._backend  # noqa: SLF001  (at every read of a variable; one on the stack has not ended)
+    return None
+
+
+def replica_here() -> ReplicaBackend | None:
+    """The backend of the replica this thread is in, whatever its strategy; None elsewhere."""
+    replica = _stack.entries[-1][1] if _stack.entries else None
+    return None if replica is None or replica.is_local else replica.backend
+
+
+def require_cross_replica(strategy: Strategy, what: str) -> None:
+    """Raise :class:`ContextError` unless ``strategy`` may do ``what`` here: in its own cross-replica context, or
+    outside every context."""
+    if not _stack.entries:
+        return
+    entered, replica = _stack.entries[-1]
+    if replica is _default[0]:
+        return
+    if replica is not None:
+        raise ContextError(
+            f"{what} cannot be called inside a replica function; use "
+            "get_replica_context().merge_call to get into the cross-replica context"
+        )
+    if entered is not strategy:
+        raise ContextError(f"{what} of one strategy inside the scope of another; leave that scope first")
+
+
+class enter_cross_replica:  # noqa: N801  (a function to its callers; entered at every run, where a generator costs)
+    """The cross-replica context of ``strategy`` for the length of the block."""
+
+    __slots__ = ("_strategy",)
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    def __enter__(self) -> Strategy:
+        _stack.push((self._strategy, None))
+        return self._strategy
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _stack.pop()
+
+
+class Scope(AbstractContextManager[S], Generic[S]):
+    """What ``strategy.scope()`` returns: the cross-replica context, refused where it makes no sense. Of the default
+    strategy it is the default context, as outside everything.
+
+    It may be entered again while it is entered, but not after it was left.
+    """
+
+    def __init__(self, strategy: S) -> None:
+        self._strategy = strategy
+        self._entry = (strategy, _default[0] if strategy is _default[0].strategy else None)
+        self._depth = 0
+        self._is_left = False
+
+    def __enter__(self) -> S:
+        if self._is_left:
+            raise UsedScopeError("this scope was entered and left; call strategy.scope() for another one")
+        if _stack.entries:
+            entered, replica = _stack.entries[-1]
+            if replica is not None and replica is not _default[0]:
+                raise ContextError("a scope cannot be entered inside a replica function; the replica is already in one")
+            if replica is None and entered is not self._strategy:
+                raise ContextError("the scope of one strategy cannot be entered inside the scope of another")
+        _stack.push(self._entry)
+        self._depth += 1
+        return self._strategy
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self._depth or not _stack.entries or _stack.entries[-1] != self._entry:
+            raise ContextError("a scope is left that is not the innermost context of this thread")
+        _stack.pop()
+        self._depth -= 1
+        self._is_left = not self._depth
+
+
+def experimental_set_strategy(strategy: Strategy | None) -> None:
+    """Enter the scope of ``strategy`` for the rest of this thread, in place of the one set before; None leaves it.
+
+    Raises ContextError (a RuntimeError) inside a scope or a replica, TypeError for what is no strategy.
+    """
+    if strategy is not None and not hasattr(strategy, "num_replicas_in_sync"):
+        raise TypeError(f"experimental_set_strategy takes a strategy or None, not {strategy!r:.100}")
+    if len(_stack.entries) > _stack.is_set:
+        raise ContextError("experimental_set_strategy cannot be called inside a scope or a replica; leave that first")
+    _stack.entries[:] = [] if strategy is None else [(strategy, None)]
+    _stack.is_set = strategy is not None
+
+
+class enter_replica:  # noqa: N801  (as above)
+    """The context of one replica for the length of the block; the context object is dead afterwards. Without a
+    ``backend`` it is the one local replica of the default strategy."""
+
+    __slots__ = ("_context",)
+
+    def __init__(self, strategy: Strategy, backend: ReplicaBackend | None) -> None:
+        self._context = ReplicaContext(strategy, backend)
+
+    def __enter__(self) -> ReplicaContext:
+        _stack.push((self._context.strategy, self._context))
+        return self._context
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _stack.pop()
+        self._context.end()
+
+
+class ReplicaContext:
+    """What a replica function can ask and do as one of ``num_replicas_in_sync`` replicas.
+
+    Got by ``get_replica_context()``. Using one after its run has ended is a :class:`ContextError`.
+    """
+
+    def __init__(self, strategy: Strategy, backend: ReplicaBackend | None) -> None:
+        self._strategy = strategy
+        self._backend = backend
+        self._ended = False
+
+    @property
+    def backend(self) -> ReplicaBackend:
+        """The seam to the process that runs this replica."""
+        if self._ended:
+            raise ContextError("this replica context belongs to a run that has ended")
+        if self._backend is None:
+            raise ContextError("the default context has one local replica and no service behind it")
+        return self._backend
+
+    def end(self) -> None:
+        """Mark the run as over."""
+        self._ended = True
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy whose replica this is."""
+        return self._strategy
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this is the one replica of the default strategy, with no service behind it."""
+        return self._backend is None
+
+    @property
+    def replica_id_in_sync_group(self) -> np.ndarray | int:
+        """0 … num_replicas_in_sync - 1: a read-only int32 array without axes; the int 0 in the default context."""
+        if self._backend is None:
+            return 0
+        number = np.array(self.backend.replica, np.int32)
+        number.flags.writeable = False
+        return number
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas."""
+        return 1 if self._backend is None else self.backend.replicas
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The replica's devices, as full names. Deprecated: use ``strategy.extended.worker_devices_by_replica``."""
+        warn_deprecated(self._strategy, "ReplicaContext.devices", "strategy.extended.worker_devices_by_replica")
+        return (full_name("cpu:0"),) if self._backend is None else self.backend.devices
+
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Any],
+        args: tuple[Any, ...] | list[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call ``merge_fn(strategy, *args, **kwargs)`` once, in the cross-replica context, when all replicas are here.
+
+        Arguments arrive regrouped: arrays as PerReplica, what is the same on all replicas bare. Returns this replica's
+        share of the result. Every replica must make the same number of calls, else MergeMismatchError. In the default
+        context ``merge_fn`` gets the arguments as they are. Raises ContextError where this context is not the current
+        one of this thread, TypeError where ``merge_fn`` is no function and ``args`` no list or tuple.
+        """
+        self._check_current("merge_call")
+        if not callable(merge_fn):
+            raise TypeError(f"merge_fn must be callable, not {merge_fn!r:.100}")
+        if not isinstance(args, list | tuple):
+            raise TypeError(f"args must be a list or tuple, not {type(args).__name__}; for one: args=(x,)")
+        if self._backend is None:
+            with enter_cross_replica(self._strategy):
+                return merge_fn(self._strategy, *args, **(kwargs or {}))
+        return self.backend.merge_call(merge_fn, tuple(args), dict(kwargs or {}), call_site())
+
+    def all_reduce(
+        self, reduce_op: ReduceOp | str, value: Any, options: object = None, *, experimental_hints: object = None
+    ) -> Any:
+        """``value`` combined over the replicas, on every one: an array or a nest of arrays, leaf by leaf.
+
+        SUM keeps the dtype; MEAN of integers is float32 or float64. IndexedSlices become the IndexedSlices of all
+        their rows in replica order (MEAN divides the values by the number of replicas); a leaf is sparse on all
+        replicas or on none. Under one replica ``value`` comes back as it is. ``options`` changes nothing;
+        ``experimental_hints`` is its older name.
+
+        Raises InvalidArgumentError (a ValueError) for what is no op and for shapes or dtypes that differ between
+        replicas, StructureMismatchError (a RuntimeError and AssertionError) for nests that do, NotATensorError (a
+        ValueError and AttributeError) for Python values, IndexError for an empty nest, ContextError where this
+        context is not the current one of this thread.
+        """
+        if experimental_hints is not None:
+            warn_deprecated(self._strategy, "experimental_hints", "options")
+        self._check_current("all_reduce")
+        if not isinstance(reduce_op, ReduceOp | str):
+            raise InvalidArgumentError(f"a reduction is ReduceOp.SUM or ReduceOp.MEAN, not {reduce_op!r}")
+        op = as_reduce_op(reduce_op)
+        leaves = nest.flatten(value)
+        if not leaves:
+            raise IndexError("all_reduce of an empty nest: there is nothing to combine")
+        places = [isinstance(leaf, IndexedSlices) for leaf in leaves]
+        sparse = [leaf for leaf in leaves if isinstance(leaf, IndexedSlices)]
+        dense = [_tensor(leaf, "all_reduce") for leaf in leaves if not isinstance(leaf, IndexedSlices)]
+        if self.num_replicas_in_sync == 1:
+            return value
+        arrays = iter(self.backend.all_reduce(op.value, dense, call_site()) if dense else ())
+        slices = iter(self._all_reduce_sparse(op, sparse) if sparse else ())
+        return nest.pack_sequence_as(value, [next(slices) if is_sparse else next(arrays) for is_sparse in places])
+
+    def _all_reduce_sparse(self, op: ReduceOp, leaves: list[IndexedSlices]) -> list[IndexedSlices]:
+        pieces = []
+        for leaf in leaves:
+            shape = np.array([leaf.dense_shape or ()], np.int64)
+            pieces += [_tensor(leaf.values, "all_reduce"), _tensor(leaf.indices, "all_reduce"), shape]
+        gathered = self.backend.all_gather(0, pieces, call_site())
+        results = []
+        for place, leaf in enumerate(leaves):
+            values, indices, shapes = gathered[3 * place : 3 * place + 3]
+            if (shapes != shapes[0]).any():
+                raise InvalidArgumentError(f"all_reduce of IndexedSlices of different dense shapes: {shapes.tolist()}")
+            if op is ReduceOp.MEAN:
+                values = reduction.divide(convert_to_tensor(values), self.num_replicas_in_sync)
+            results.append(IndexedSlices(values, indices, leaf.dense_shape))
+        return results
+
+    def all_gather(self, value: Any, axis: int, options: object = None) -> Any:
+        """``value`` concatenated along ``axis`` over the replicas in replica order, on every one; nests leaf by leaf.
+
+        Lengths along ``axis`` may differ between replicas, also 0. Under one replica ``value`` comes back as it is.
+        ``options`` changes nothing.
+
+        Raises InvalidArgumentError (a ValueError) for anything else that differs, for arrays without axes and for an
+        axis that is None or out of range, TypeError for an axis of another type, NotATensorError (a ValueError
+        and AttributeError) for Python values, NotImplementedError for IndexedSlices, ContextError where this
+        context is not the current one of this thread.
+        """
+        self._check_current("all_gather")
+        leaves = nest.flatten(value)
+        if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
+            raise NotImplementedError("all_gather of IndexedSlices; gather their values and indices")
+        arrays = [_tensor(leaf, "all_gather") for leaf in leaves]
+        if self.num_replicas_in_sync == 1 or not arrays:
+            return value
+        number = reduction.gather_axis(axis)
+        for array in arrays:
+            if not -array.ndim <= number < array.ndim:
+                raise InvalidArgumentError(f"all_gather over axis {number} of an array with {array.ndim} axes")
+        return nest.pack_sequence_as(value, self.backend.all_gather(number, arrays, call_site()))
+
+    def _check_current(self, what: str) -> None:
+        if self._ended:
+            raise ContextError("this replica context belongs to a run that has ended")
+        if get_replica_context() is not self:
+            raise ContextError(
+                f"{what}: a replica context is used in the thread of its replica function and where it is the current "
+                "context; ask get_replica_context() where you are"
+            )
+
+    def __repr__(self) -> str:
+        if self._ended:
+            return "<ReplicaContext of a run that has ended>"
+        return f"<ReplicaContext replica {self.replica_id_in_sync_group} of {self.num_replicas_in_sync}>"
+
+
+def _tensor(leaf: object, what: str) -> np.ndarray:
+    is_python = isinstance(leaf, (bool, int, float, complex, str, bytes)) and not isinstance(leaf, np.generic)
+    if is_python or leaf is None:
+        raise NotATensorError(f"{what} takes arrays, not the Python value {leaf!r}; wrap it with numpy.asarray")
+    return convert_to_tensor(leaf)
+
+
+def get_array_module() -> ModuleType:
+    """NumPy, or CuPy in a replica on a GPU."""
+    replica = replica_here()
+    return np if replica is None else replica.array_module()
+
+
+def call_site() -> str:
+    """``file:line`` of the nearest caller outside this package, for messages."""
+    frame = sys._getframe(1)  # noqa: SLF001  (the one way to a caller's line without building a whole stack)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

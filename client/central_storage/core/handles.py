@@ -1,0 +1,96 @@
+"""Handles: objects that stand for state held by the server, and the table that keeps one object for each.
+
+Variables, optimizers and strategies are handles. They own no bytes: between processes they travel as a kind
+and a number, and come out of a :class:`HandleTable` as the one object that stands for it there, so ``is`` holds. What
+a kind is made of is not known here. Used by everything that defines, sends or receives handles.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from cs_proto.errors import PeerProtocolError
+
+__all__ = ["Handle", "HandleTable", "handle_id"]
+
+
+class Handle:
+    """Base of every public object that owns state in the server.
+
+    Two handles of one type with equal ids stand for the same thing, whichever process they come from. Only
+    ``pickling.pickler`` and ``wire_values.value_codec`` take one to another process; any other pickler, and ``copy``
+    where a class has no rule of its own, raises TypeError.
+    """
+
+    def _cs_handle(self) -> tuple[str, int]:
+        """(kind, number), e.g. ``("variable", 7)``. Numbers of things that the server knows begin at 1; the strategy,
+        of which a service has one, is 0."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what it stands for")
+
+    def _cs_code(self) -> object:
+        """A function of the user's that belongs to it and is kept by the client, or None. It travels beside the number
+        wherever code travels."""
+        return None
+
+    def _cs_parts(self) -> tuple[Any, ...]:
+        """What makes something to read in its place in a replica of another strategy, as a reduce value."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be read in another strategy's replicas")
+
+    def _cs_take_code(self, code: Any) -> None:
+        """In a worker: what came beside the number."""
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        what = type(self).__name__
+        raise TypeError(
+            f"this {what} is a handle of state that its service holds, and cannot be pickled or copied: only functions "
+            "and arguments sent by strategy.run take handles along; pickle values, e.g. v.numpy()"
+        )
+
+
+def handle_id(handle: Handle) -> tuple[str, int]:
+    """(kind, number) of ``handle``."""
+    return handle._cs_handle()
+
+
+class HandleTable:
+    """The one object of this process for each (kind, number), for as long as somebody holds it.
+
+    ``factories`` make the object of a number that is met for the first time, by kind. May be used from any thread. A
+    factory runs while others wait for the table: it may look into the table itself, but must not wait for another
+    thread that does.
+    """
+
+    def __init__(self, factories: Mapping[str, Callable[[int], Handle]] | None = None) -> None:
+        self._factories = dict(factories or {})
+        self._objects: weakref.WeakValueDictionary[tuple[str, int], Handle] = weakref.WeakValueDictionary()
+        self._lock = threading.RLock()
+
+    def get(self, kind: str, number: int) -> Handle | None:
+        """The object that stands for (kind, number), where there is one."""
+        return self._objects.get((kind, number))
+
+    def add(self, handle: Handle) -> None:
+        """Let ``handle`` be the object for its id from now on."""
+        with self._lock:
+            self._objects[handle_id(handle)] = handle
+
+    def of_kind(self, kind: str) -> list[Handle]:
+        """The objects of this kind, by number."""
+        with self._lock:
+            return [self._objects[key] for key in sorted(self._objects) if key[0] == kind]
+
+    def resolve(self, kind: str, number: int) -> Handle:
+        """The object that stands for (kind, number); made if need be. PeerProtocolError for a kind unknown here."""
+        with self._lock:
+            found = self._objects.get((kind, number))
+            if found is None:
+                try:
+                    factory = self._factories[kind]
+                except KeyError:
+                    raise PeerProtocolError(f"a handle of kind {kind!r:.80} is not known to this version") from None
+                made = factory(number)
+                found = self._objects.setdefault((kind, number), made)  # the factory may have added it, or another
+            return found

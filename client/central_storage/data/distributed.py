@@ -1,0 +1,692 @@
+"""Distributed data sets: what each replica gets of every step.
+
+:class:`DistributedDataset` (``experimental_distribute_dataset``) splits global batches,
+:class:`DistributedFromFunction` (``distribute_datasets_from_function``) hands out ready batches in turn; both give a
+:class:`DistributedIterator` whenever they are iterated. Elements are PerReplica at the leaves, plain under one
+replica. From the second on they are read ahead by a thread. This module knows neither strategy nor processes;
+``run_steps`` and the user take elements from it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+import optree
+
+from central_storage.core.backends import Carriage
+from central_storage.core.context import has_strategy, in_cross_replica_context
+from central_storage.core.options import InputOptions, InputReplicationMode
+from central_storage.core.values import PerReplica, convert_to_tensor, regroup
+from cs_proto.arrays import INLINE_NBYTES
+from cs_proto.errors import (
+    CheckpointError,
+    DatasetContextError,
+    InvalidArgumentError,
+    NotADatasetError,
+    OutOfRangeError,
+    UnbatchedDatasetError,
+)
+
+from .dataset import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset
+from .element_spec import PerReplicaSpec, TensorSpec, observed
+from .prefetch import ReadAhead
+from .transforms import Order, orders_of, set_orders
+
+__all__ = [
+    "DistributedDataset",
+    "DistributedFromFunction",
+    "DistributedIterator",
+    "InputContext",
+    "OptionalElement",
+    "split",
+]
+
+#: Asked when the first element is read ahead.
+FindCarriage = Callable[[], Carriage]
+#: An element of every replica, and whether every replica has a share in it.
+Round = tuple[Any, bool]
+
+
+@dataclass(frozen=True)
+class InputContext:
+    """What a data set function is told about its place: which pipeline it makes, of how many, for how many replicas."""
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """``global_batch_size / num_replicas_in_sync``, which has to be whole (else ``InvalidArgumentError``)."""
+        size, rest = divmod(global_batch_size, self.num_replicas_in_sync)
+        if rest:
+            raise InvalidArgumentError(
+                f"the global batch size {global_batch_size} is no multiple of the {self.num_replicas_in_sync} replicas"
+            )
+        return size
+
+
+class Place(NamedTuple):
+    """How far a training has gone through its data: the number of the iteration (from 0), the number of elements used
+    in it, and the orders of its shuffles at its beginning. A checkpoint holds this for a distributed data set."""
+
+    epoch: int
+    position: int
+    orders: tuple[Order, ...]
+
+
+class _Distributed:
+    """What both kinds of distributed data set have in common."""
+
+    _sources: list[Any]  # which all look alike
+
+    def __init__(self, n: int, options: InputOptions | None, carrier: FindCarriage) -> None:
+        self._n = n
+        self._begun = 0  # iterations
+        self._latest: Callable[[], DistributedIterator | None] = _nobody  # the iterator of the last of them
+        self._restored: Place | None = None  # where the next one goes on
+        self._carrier = carrier
+        self._options = InputOptions() if options is None else options
+        if not isinstance(self._options, InputOptions):
+            raise TypeError(f"options is an InputOptions, not {options!r:.100}")
+        if self._options.experimental_place_dataset_on_device and not self._is_per_replica:
+            raise InvalidArgumentError(
+                "experimental_place_dataset_on_device needs experimental_replication_mode=InputReplicationMode."
+                "PER_REPLICA: one device has no place for the data of all"
+            )
+
+    def __iter__(self) -> DistributedIterator:
+        """A new iterator: from the beginning or, after a restore, from the saved position."""
+        refuse_in_replica("iterated")
+        options = self._options
+        ahead = options.experimental_per_replica_buffer_size if options.experimental_fetch_to_device else 0
+        is_there = {*map(type, self._sources)} <= {list, tuple}
+        carry, spec = _Carry(), lambda: self.element_spec
+        rounds = partial(self._rounds, carry)
+        iterator = DistributedIterator(rounds, spec, ahead, self._carrier, self._n, is_there, carry, self)
+        place, self._restored = self._restored, None
+        if place is None:
+            self.is_iterated_by(iterator, self._begun)
+        else:
+            iterator.go_to(place)
+        return iterator
+
+    @property
+    def epoch(self) -> int:
+        """The number, from 0, of the iteration under way or, between two iterations, of the next one. A resumed script
+        begins to count here. An iteration that is left half-way counts as one."""
+        iterator = self._latest()
+        return self._begun - 1 if iterator is not None and not iterator.is_over else self._begun
+
+    def place(self) -> Place:
+        """The place of the iteration under way, or the beginning of the next one. Waits for steps that were sent ahead;
+        the elements of steps that did not begin are not used. Raises DatasetContextError in a process that the data set
+        was sent to."""
+        iterator = self._latest()
+        if iterator is not None and not iterator.is_over:
+            return iterator.place()
+        return self._restored or Place(self._begun, 0, self.orders())
+
+    def go_to(self, place: Place) -> None:
+        """Let the next iteration continue at ``place``: it reads the elements before ``place`` and drops them."""
+        iterator = self._latest()
+        if iterator is not None and iterator.is_at(place):
+            return  # the iterator was restored itself, or is there already
+        self._begun, self._latest, self._restored = place.epoch, _nobody, place if place.position else None
+        if self._restored is None:
+            self.set_orders(place.orders)
+
+    def is_iterated_by(self, iterator: DistributedIterator, epoch: int) -> None:
+        """Note that ``iterator`` is the latest one, and makes iteration number ``epoch``."""
+        iterator.epoch, self._begun, self._latest = epoch, epoch + 1, weakref.ref(iterator)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether this stands for a data set in another process than the one that made it."""
+        return isinstance(self._sources[0], _Elsewhere)
+
+    def orders(self) -> tuple[Order, ...]:
+        """The orders in which the shuffles begin their next iteration. Raises DatasetContextError in a process that
+        the data set was sent to."""
+        if self.is_elsewhere:
+            raise DatasetContextError(
+                "the position of a distributed data set is known in the script that made it, not where it was sent "
+                "with a function; save and restore the checkpoint in the script"
+            )
+        return tuple(orders_of(self._pipelines()).values())
+
+    def set_orders(self, orders: Sequence[Order]) -> None:
+        """Let the next iteration use ``orders``."""
+        set_orders(self._pipelines(), orders)
+
+    def fault(self, place: Place) -> str | None:
+        """Why no iteration of this data set can be at ``place``, or None. ``place`` has one order for each shuffle."""
+        if place.epoch < 0 or place.position < 0 or any(min(order) < 0 for order in place.orders):
+            return f"{place} is no position in a data set"
+        for number, (shuffled, order) in enumerate(zip(orders_of(self._pipelines()), place.orders, strict=True)):
+            if shuffled.is_seeded and shuffled.state[0] != order[0]:
+                return f"its shuffle {number} has the seed {order[0]} there, {shuffled.state[0]} here"
+        return None
+
+    def _pipelines(self) -> list[Dataset]:
+        return [source for source in self._sources if isinstance(source, Dataset)]
+
+    def _rounds(self, carry: _Carry) -> Iterator[Round]:
+        raise NotImplementedError
+
+    @property
+    def replicas(self) -> int:
+        """Over how many replicas the elements are split."""
+        return self._n
+
+    @property
+    def _is_per_replica(self) -> bool:
+        return self._options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
+
+    @property
+    def element_spec(self) -> Any:
+        """A nest of PerReplicaSpec like an element, of TensorSpec under one replica; an axis 0 of None varies."""
+        source = self._sources[0]
+        if isinstance(source, Dataset):
+            spec = source.element_spec
+        else:
+            spec = observed(_arrays(_first_of(source)), any_length=True)
+        return spec if self._n == 1 else optree.tree_map(self._replica_spec, spec, none_is_leaf=True)
+
+    def _replica_spec(self, spec: TensorSpec | None) -> PerReplicaSpec | None:
+        raise NotImplementedError
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """``reduce_func(state, element)`` over all elements, beginning with ``initial_state``."""
+        return reduce(reduce_func, self, initial_state)
+
+
+class DistributedDataset(_Distributed):
+    """Global batches, each split over ``n`` replicas.
+
+    ``dataset``: a :class:`Dataset` or anything else that can be iterated again and again and yields nests of arrays.
+    A batch of B rows gives every replica ``ceil(B / n)`` of them in order; the last replicas may get fewer or none.
+    No row is dropped or given twice.
+    """
+
+    def __init__(
+        self, dataset: Any, n: int, options: InputOptions | None = None, carrier: FindCarriage = Carriage
+    ) -> None:
+        super().__init__(n, options, carrier)
+        self._sources = [_checked(dataset)]
+
+    @property
+    def cardinality(self) -> int:
+        """The number of global batches, or INFINITE_CARDINALITY (-1) or UNKNOWN_CARDINALITY (-2)."""
+        return _cardinality(self._sources[0])
+
+    def _rounds(self, carry: _Carry) -> Iterator[Round]:
+        return ((split(element, self._n, carry.leaf), True) for element in self._sources[0])
+
+    def _replica_spec(self, spec: TensorSpec | None) -> PerReplicaSpec | None:
+        if spec is None:
+            return None
+        if spec.shape is None:
+            return PerReplicaSpec((spec,) * self._n)
+        rows = spec.shape[0] if spec.shape else None
+        share = None if rows is None or rows % self._n else rows // self._n
+        return PerReplicaSpec((TensorSpec((share, *spec.shape[1:]), spec.dtype),) * self._n)
+
+
+class DistributedFromFunction(_Distributed):
+    """Batches handed out in turn: in every step each of ``n`` replicas takes the next element, in replica order.
+
+    ``dataset_fn`` is called once, here, with an :class:`InputContext`, and returns what :class:`DistributedDataset`
+    takes, batched per replica or not at all. With ``InputReplicationMode.PER_REPLICA`` it is called once for each
+    replica, which then takes the elements of that data set. ``for`` and ``next`` leave out a last round in which not
+    every replica gets an element; ``get_next_as_optional`` gives it, with empty arrays for the replicas that go
+    without.
+    """
+
+    def __init__(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        n: int,
+        options: InputOptions | None = None,
+        carrier: FindCarriage = Carriage,
+    ) -> None:
+        super().__init__(n, options, carrier)
+        if not callable(dataset_fn):
+            raise TypeError(f"a function of an InputContext that returns a data set is needed, not {dataset_fn!r:.200}")
+        pipelines = n if self._is_per_replica else 1
+        self._sources = [_checked(dataset_fn(InputContext(pipelines, number, n))) for number in range(pipelines)]
+
+    @property
+    def cardinality(self) -> int:
+        """The number of complete rounds, or INFINITE_CARDINALITY (-1) or UNKNOWN_CARDINALITY (-2)."""
+        share = self._n // len(self._sources)
+        counts = [_cardinality(source) for source in self._sources]
+        if UNKNOWN_CARDINALITY in counts:
+            return UNKNOWN_CARDINALITY
+        return min((count // share for count in counts if count >= 0), default=INFINITE_CARDINALITY)
+
+    def _rounds(self, carry: _Carry) -> Iterator[Round]:
+        iterators = [iter(source) for source in self._sources]
+        turns = iterators * (self._n // len(iterators))  # whose element each replica takes
+        while True:
+            together = [next(turn, _END) for turn in turns]
+            elements = [carry.element(_arrays(element)) for element in together if element is not _END]
+            if not elements:
+                return
+            empty = optree.tree_map(_empty_like, elements[0], none_is_leaf=True)
+            given = iter(elements)
+            whole = regroup([empty if element is _END else next(given) for element in together])
+            yield whole, len(elements) == self._n
+
+    def _replica_spec(self, spec: TensorSpec | None) -> PerReplicaSpec | None:
+        return None if spec is None else PerReplicaSpec((spec,) * self._n)
+
+
+class DistributedIterator:
+    """The elements of a distributed data set, once.
+
+    The first is read when it is asked for. When the second is, a thread begins to read, and stays up to ``ahead``
+    elements ahead of the caller; what it reads is copied to where the replicas find it, so a source may fill one
+    array again and again. Of a list or tuple of small arrays, which are there already, every element is read when it
+    is asked for. An exception of the data set comes out where its element would have, and ends the
+    iteration. The end, ``close()``, leaving its ``with`` block and dropping the iterator end the thread and free the
+    source.
+    """
+
+    def __init__(
+        self,
+        rounds: Callable[[], Iterator[Round]],
+        element_spec: Callable[[], Any],
+        ahead: int = 0,
+        carrier: FindCarriage = Carriage,
+        replicas: int = 1,
+        is_there: bool = False,
+        carry: _Carry | None = None,
+        data: _Distributed | None = None,
+    ) -> None:
+        """``rounds`` begins the iteration at the first element. ``is_there``: the source has its elements, and makes
+        none. ``carry`` is what ``rounds`` does with arrays; ``data`` is the data set that is iterated."""
+        #: Over how many replicas the elements are split.
+        self.replicas = replicas
+        #: The number, from 0, of the iteration of its data set.
+        self.epoch = 0
+        self._data = data
+        self._begin = rounds
+        self._rounds: Iterator[Round] | None = None
+        self._spec = element_spec
+        self._size = self._ahead = ahead
+        self._carrier = carrier
+        self._is_there = is_there
+        self._carry = carry
+        self._has_begun = self._has_ended = False
+        self._given_back: deque[Any] = deque()
+        #: The number of elements handed out and not given back.
+        self.position = 0
+        self._skip = 0  # elements that were used before this iteration was restored
+        self._orders: tuple[Order, ...] | None = None  # of the shuffles, at the beginning, once they are known
+        self._borrowers: list[weakref.WeakMethod[Callable[[], int]]] = []
+
+    def __iter__(self) -> DistributedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        element = self._next(incomplete=False)
+        if element is _END:
+            raise StopIteration
+        return element
+
+    def get_next(self) -> Any:
+        """The next element; :class:`OutOfRangeError` at the end."""
+        element = self._next(incomplete=False)
+        if element is _END:
+            raise OutOfRangeError(f"the data set has ended after {self.position} elements; iterate it again for more")
+        return element
+
+    def get_next_as_optional(self) -> OptionalElement:
+        """The next element, or word that there is none, without an exception; includes an incomplete last round."""
+        return OptionalElement(self._next(incomplete=True))
+
+    def give_back(self, elements: Sequence[Any]) -> None:
+        """Undo the handing out of ``elements``, the latest ones in their order: they come next again."""
+        self._given_back.extendleft(reversed(elements))
+        self.position -= len(elements)
+
+    def lend(self, unbegun: Callable[[], int]) -> None:
+        """Let the owner of the method ``unbegun`` take elements for steps, as long as that object lives. ``unbegun``
+        returns how many of the last elements belong to steps that have not begun."""
+        self._borrowers = [weakref.WeakMethod(unbegun), *filter(_is_alive, self._borrowers)]
+
+    def end_lending(self, unbegun: Callable[[], int]) -> None:
+        """The owner of ``unbegun`` takes no more elements."""
+        self._borrowers = [borrower for borrower in self._borrowers if borrower() != unbegun]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the iteration has ended or was closed, and none of its elements is in use."""
+        return self._has_ended and not self._given_back and not any(map(_is_alive, self._borrowers))
+
+    def place(self) -> Place:
+        """The place of the iteration. Waits for steps that were sent ahead; the elements of steps that did not begin
+        are not used. Raises DatasetContextError in a process that the iterator was sent to."""
+        assert self._data is not None
+        orders = self._data.orders() if self._orders is None else self._orders
+        unbegun = sum(count() for borrower in self._borrowers if (count := borrower()) is not None)
+        return Place(self.epoch, self.position - unbegun, orders)
+
+    def is_at(self, place: Place) -> bool:
+        """Whether this iteration is under way and at ``place``."""
+        return not self.is_over and self.place() == place
+
+    def go_to(self, place: Place) -> None:
+        """Continue at ``place``. The next request reads the elements before it again and drops them."""
+        assert self._data is not None
+        self.close()
+        if self._carry is not None:
+            self._carry.copy = None
+        self._ahead, self._has_begun, self._has_ended = self._size, False, False
+        self.position = self._skip = place.position
+        self._orders = place.orders
+        self._data.is_iterated_by(self, place.epoch)
+
+    def fault(self, place: Place) -> str | None:
+        """Why the iteration cannot continue at ``place``, or None. ``place`` has one order for each shuffle."""
+        assert self._data is not None
+        if any(map(_is_alive, self._borrowers)):
+            return "run_steps takes elements from it; leave that loop before the restore"
+        return self._data.fault(place)
+
+    def orders(self) -> tuple[Order, ...]:
+        """As the data set's."""
+        assert self._data is not None
+        return self._data.orders()
+
+    @property
+    def element_spec(self) -> Any:
+        """As the data set's."""
+        return self._spec()
+
+    def close(self) -> None:
+        """End the iteration and free what it holds: generators are closed, threads of ``prefetch`` end."""
+        rounds, self._rounds = self._rounds, None
+        self._has_ended = True
+        self._given_back.clear()
+        if rounds is not None and hasattr(rounds, "close"):
+            rounds.close()
+
+    def __enter__(self) -> DistributedIterator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _next(self, incomplete: bool) -> Any:
+        refuse_in_replica("read")
+        if self._given_back:
+            element = self._given_back.popleft()
+        else:
+            element, complete = self._read()
+            if element is _END or not (complete or incomplete):
+                self.close()
+                return _END
+        self.position += 1
+        return element
+
+    def _read(self) -> Round:
+        if self._has_ended:
+            return _LAST
+        if self._has_begun and self._ahead and self._rounds is not None:
+            carrier = self._carrier()
+            if self._carry is not None:
+                self._carry.copy = carrier.copy
+            if carrier.in_thread:
+                self._rounds = ReadAhead(self._rounds, self._ahead)
+            self._ahead = 0
+        try:
+            if self._rounds is None or self._skip:
+                self._resume()
+            assert self._rounds is not None
+            found = next(self._rounds, _LAST)
+        except Exception:  # whatever the source raises is its end; after Ctrl-C it may be asked again
+            self.close()
+            raise
+        if not self._has_begun:
+            self._has_begun = True
+            if self._ahead and self._is_there and _is_small(found[0]):
+                self._ahead = 0  # a copy takes less time than to wake a thread
+                if self._carry is not None:
+                    self._carry.copy = np.copy
+        return found
+
+    def _resume(self) -> None:
+        """Begin with the first element or, after a restore, with the first unused one. Raises CheckpointError where the
+        data ends before that."""
+        if self._rounds is None:
+            if self._data is not None:
+                if self._orders is not None:
+                    self._data.set_orders(self._orders)
+                elif not self._data.is_elsewhere:
+                    self._orders = self._data.orders()
+            self._rounds = self._begin()
+        try:
+            for used in range(self._skip):
+                if next(self._rounds, None) is None:
+                    raise CheckpointError(
+                        f"the data set has ended after {used} elements, but {self._skip} were used when the checkpoint "
+                        "was saved; make it of the data that it had then"
+                    )
+        except KeyboardInterrupt:  # the next request begins anew: an interrupted generator yields nothing more
+            rounds, self._rounds = self._rounds, None
+            if hasattr(rounds, "close"):
+                rounds.close()
+            raise
+        self._skip = 0
+
+
+class OptionalElement:
+    """The answer of ``get_next_as_optional``: an element or none."""
+
+    def __init__(self, element: Any) -> None:
+        self._element = element
+
+    def has_value(self) -> bool:
+        """Whether there is an element."""
+        return self._element is not _END
+
+    def get_value(self) -> Any:
+        """The element; ``InvalidArgumentError`` where there is none."""
+        if self._element is _END:
+            raise InvalidArgumentError("the data set has ended; ask has_value() first")
+        return self._element
+
+
+def split(element: Any, n: int, carry: Callable[[Any], Any] | None = None) -> Any:
+    """``element``, a nest of global batches, with a PerReplica of ``n`` views in place of every array, or of what
+    ``carry`` makes of it.
+
+    Each array is split by its own axis 0. Plain under one replica. A scalar is an :class:`UnbatchedDatasetError`.
+    """
+
+    def shares(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        if n == 1:
+            return leaf if carry is None else carry(leaf)
+        if not leaf.shape:
+            raise UnbatchedDatasetError(
+                f"a scalar cannot be split over {n} replicas: {element!r:.200}; batch the data set by the global batch "
+                "size, .batch(size)"
+            )
+        if carry is not None:
+            leaf = carry(leaf)
+        size = -(-leaf.shape[0] // n)
+        return PerReplica([leaf[replica * size : (replica + 1) * size] for replica in range(n)])
+
+    if type(element) is np.ndarray:  # as many are, or a tuple of such: no walk for them
+        return shares(element)
+    if type(element) is tuple and _ARRAY.issuperset(map(type, element)):
+        return tuple([shares(leaf) for leaf in element])
+    return optree.tree_map(shares, _arrays(element), none_is_leaf=True)
+
+
+def _nobody() -> None:
+    return None
+
+
+def _is_alive(reference: Callable[[], object]) -> bool:
+    return reference() is not None
+
+
+_END: Any = object()
+_LAST = (_END, True)
+_ARRAY = frozenset({np.ndarray})
+
+
+def refuse_in_replica(what: str) -> None:
+    """Raise :class:`DatasetContextError` inside a replica function: there no data set is ``what``."""
+    if has_strategy() and not in_cross_replica_context():
+        raise DatasetContextError(
+            f"a distributed data set is not {what} inside a replica function; do it in the script and pass the "
+            "element: strategy.run(fn, args=(next(iterator),))"
+        )
+
+
+def _is_small(element: Any) -> bool:
+    """Whether there is nothing in ``element`` that would go to the replicas by memory of its own."""
+    leaves = optree.tree_leaves(element)
+    parts = [part for leaf in leaves for part in (leaf.values if isinstance(leaf, PerReplica) else (leaf,))]
+    return all(type(part) is np.ndarray and part.nbytes <= INLINE_NBYTES for part in parts)
+
+
+class _Carry:
+    """What is done with the arrays that are read: nothing, until there is a ``copy`` to where the replicas read them,
+    which their source cannot change any more."""
+
+    copy: Callable[[np.ndarray], np.ndarray] | None = None
+
+    def leaf(self, leaf: Any) -> Any:
+        """An array of any kind, carried."""
+        if self.copy is None:
+            return leaf
+        if not isinstance(leaf, np.ndarray):  # a NumPy scalar, or an array of a device
+            return leaf.copy()
+        copied = self.copy(leaf)
+        if not leaf.flags.writeable:
+            copied.flags.writeable = False
+        return copied
+
+    def element(self, element: Any) -> Any:
+        """A nest of them, with what is None left as it is."""
+        if self.copy is None:
+            return element
+        return optree.tree_map(self.leaf, element)
+
+
+class _Elsewhere:
+    """The source of a distributed data set in another process than the one that iterates it."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise DatasetContextError(
+            "a distributed data set is iterated in the script that made it, not where it was sent with a function; "
+            "pass the element: strategy.run(fn, args=(next(iterator),))"
+        )
+
+
+def elsewhere(kind: type) -> DistributedDataset | DistributedIterator:
+    """What stands for a distributed data set or its iterator (``kind``) in a process it was sent to: to read it is the
+    error, not to hold it."""
+    distributed = DistributedDataset(_Elsewhere(), 1)
+    if kind is not DistributedIterator:
+        return distributed
+    return DistributedIterator(_Elsewhere().__iter__, lambda: distributed.element_spec, data=distributed)
+
+
+def _checked(dataset: Any) -> Any:
+    """``dataset``, if it is one: something to iterate again and again that yields nests of arrays."""
+    if isinstance(dataset, Dataset):
+        return dataset
+    name = type(dataset).__name__
+    if isinstance(dataset, _Distributed | DistributedIterator):
+        raise NotADatasetError(f"a {name} is distributed already; iterate it")
+    if hasattr(dataset, "shape") or isinstance(dataset, Mapping | str | bytes):
+        raise NotADatasetError(
+            f"a {name} is not a data set; use Dataset.from_tensor_slices(…).batch(size), or a list of batches"
+        )
+    if not isinstance(dataset, Iterable):
+        raise NotADatasetError(f"a {name} is not a data set and cannot be iterated; use Dataset.from_tensor_slices")
+    if isinstance(dataset, Iterator):
+        raise NotADatasetError(
+            f"a {name} can be iterated only once; use Dataset.from_generator with the function that makes it"
+        )
+    if isinstance(dataset, tuple) and dataset and all(hasattr(part, "shape") for part in dataset):
+        raise NotADatasetError(
+            "a tuple of arrays is not a data set; for one element a row use Dataset.from_tensor_slices(…).batch(size), "
+            "for one a batch a list"
+        )
+    if isinstance(dataset, list | tuple) and dataset and not _holds_arrays(dataset[0]):
+        raise NotADatasetError(
+            f"a {name} whose elements are no arrays is not a data set: {dataset!r:.200}; for one element a row use "
+            f"Dataset.from_tensor_slices(…).batch(size), for one a batch a list of NumPy arrays"
+        )
+    return dataset
+
+
+def _holds_arrays(element: Any) -> bool:
+    leaves = optree.tree_leaves(_nest(element), none_is_leaf=True)
+    return any(hasattr(leaf, "shape") and not isinstance(leaf, np.generic) for leaf in leaves)
+
+
+def _first_of(source: Iterable[Any]) -> Any:
+    for element in source:
+        return element
+    raise InvalidArgumentError("the data set is empty; there is no element to tell its element_spec from")
+
+
+def _cardinality(source: Any) -> int:
+    if isinstance(source, Dataset):
+        return source.cardinality()
+    try:
+        return len(source)
+    except TypeError:  # has no length, or, like a DataLoader over a stream, does not know it
+        return UNKNOWN_CARDINALITY
+
+
+def _arrays(element: Any) -> Any:
+    """``element`` with arrays at its leaves: those of a device as they are, others as NumPy arrays over the same
+    memory. A list or tuple of texts, which is what loaders collate texts into, is one array. None stays."""
+    return optree.tree_map(_array, _nest(element), is_leaf=_is_texts, none_is_leaf=True)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(type(text) in (str, bytes) for text in value)
+
+
+def _nest(element: Any) -> Any:
+    # Tokenizers and the like collate into mappings of their own.
+    return dict(element) if isinstance(element, Mapping) and not isinstance(element, dict) else element
+
+
+def _array(leaf: Any) -> Any:
+    if leaf is None or isinstance(leaf, np.ndarray) or hasattr(leaf, "__cuda_array_interface__"):
+        return leaf
+    if isinstance(leaf, str | bytes) and not isinstance(leaf, np.generic):
+        raise InvalidArgumentError(f"an element holds the bare string {leaf!r:.80}; put texts into a NumPy array")
+    try:
+        return convert_to_tensor(leaf)
+    except (ValueError, TypeError, RuntimeError, BufferError) as error:  # whatever its array protocol raises
+        raise InvalidArgumentError(
+            f"an element of the data set holds a {type(leaf).__name__}, which is not an array: {error}"
+        ) from error
+
+
+def _empty_like(leaf: Any) -> Any:
+    if leaf is None:
+        return None
+    return leaf[:0] if leaf.shape else np.zeros(0, leaf.dtype)

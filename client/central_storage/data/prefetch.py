@@ -1,0 +1,163 @@
+"""Reading ahead: the next items of an iterator, taken by a thread while the caller works with the last one.
+
+``Dataset.prefetch`` and the iterators of distributed data sets use it. The thread holds a :class:`_Shelf`, never the
+:class:`ReadAhead` in the caller's hands, so that an iteration left half-way ends the thread as soon as nobody holds
+it any more.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+from cs_proto.errors import ContextError
+
+__all__ = ["ReadAhead"]
+
+_log = logging.getLogger("central_storage.ahead")
+
+# A wait this long is named, and again after as long.
+_NAME_WAIT_EVERY = 10.0
+# Whoever ends an iteration waits this long for what is being read; a source may wait for something itself.
+_STOP_TIMEOUT = 5.0
+
+
+class ReadAhead:
+    """The items of ``items``, up to ``size`` of them taken ahead; the thread starts when the first is asked for.
+
+    An exception of ``items`` is raised where its item would have been, and is the end. ``close()``, the end of the
+    items, the end of the script and the loss of the last reference end the thread, which frees ``items``. However the
+    threads are scheduled, an iteration left half-way has read ``size`` items more than were taken, so that a source
+    which keeps state (the epochs of a shuffle) goes on the same in every run of a script.
+
+    A forked child cannot read on (ContextError): what is read ahead belongs to the thread, which it does not have.
+    """
+
+    def __init__(self, items: Iterator[Any], size: int) -> None:
+        self._shelf = shelf = _Shelf(items, size)
+        #: End the iteration and free what it holds. Waits for what is being read, up to 5 s. Idempotent.
+        self.close = weakref.finalize(self, shelf.stop)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self._shelf.take()
+
+
+class _End(NamedTuple):
+    """Stands behind the last item, with what the items raised."""
+
+    error: BaseException | None
+
+
+class _Shelf:
+    """What the thread puts items on and the caller takes them from."""
+
+    def __init__(self, items: Iterator[Any], size: int) -> None:
+        self._items: Iterator[Any] | None = items
+        # Neither needs a lock: the collector may stop a shelf in the middle of what the thread does with it.
+        self._ready: SimpleQueue[Any] = SimpleQueue()  # items, and then an _End
+        self._room: SimpleQueue[bool] = SimpleQueue()  # True for each item that may be read, then False
+        for _ in range(size):
+            self._room.put(True)
+        self._stopped = False  # nobody takes anything more
+        self._hurried = False  # the thread is to read nothing more, whatever there is room for
+        self._starts = threading.RLock()
+        self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+
+    def take(self) -> Any:
+        """The next item; waits for it. Raises StopIteration at the end, and once what the items raised."""
+        if os.getpid() != self._process:  # asked before the lock, which a thread may have held at the fork
+            raise ContextError(
+                f"this iterator is read ahead in process {self._process}; a forked child iterates the data set anew"
+            )
+        if self._thread is None:
+            self._start()
+        if self._stopped:
+            raise StopIteration
+        waited = 0.0
+        while True:
+            try:
+                item = self._ready.get(timeout=_NAME_WAIT_EVERY)
+                if type(item) is _End:
+                    self._ready.put(_End(None))
+                else:
+                    self._room.put(True)
+                break
+            except Empty:
+                waited += _NAME_WAIT_EVERY
+                _log.warning("waiting %.0f s for the next element of a data set", waited)
+            except BaseException:  # Ctrl-C: an item that was in hand is lost, but not its room, nor that it is the end
+                self._room.put(True)
+                if self._items is None:
+                    self._ready.put(_End(None))
+                raise
+        if type(item) is not _End:
+            return item
+        raise item.error or StopIteration
+
+    def stop(self) -> None:
+        """Take nothing more, and see the thread end."""
+        if os.getpid() != self._process:
+            return
+        with self._starts:
+            self._stopped = True
+            thread = self._thread
+        self._room.put(False)
+        if thread is None:
+            self._free()
+        elif thread is not threading.current_thread():
+            thread.join(_STOP_TIMEOUT)
+            if thread.is_alive():
+                self._hurried = True
+                _log.warning(
+                    "a data set that is no longer read has not given its element after %.0f s; its thread ends when it "
+                    "does",
+                    _STOP_TIMEOUT,
+                )
+        with suppress(Empty):
+            while True:
+                self._ready.get_nowait()
+        self._ready.put(_End(None))  # for another thread that waits for an item
+
+    def _start(self) -> None:
+        with self._starts:
+            if self._thread is not None or self._stopped:
+                return
+            # A daemon: a source that waits for ever must not keep the script from ending. The context carries
+            # np.errstate.
+            run = contextvars.copy_context().run
+            self._thread = threading.Thread(target=run, args=(self._fill,), name="cs-read-ahead", daemon=True)
+            self._thread.start()
+
+    def _fill(self) -> None:
+        """The thread."""
+        end = _End(None)
+        try:
+            while self._room.get() and not self._hurried:
+                assert self._items is not None
+                self._ready.put(next(self._items))
+        except StopIteration:
+            pass
+        # Whatever it is, SystemExit too, is the taker's to handle.
+        except BaseException as error:  # noqa: BLE001
+            end = _End(error)
+        finally:
+            try:
+                self._free()
+            finally:
+                self._ready.put(end)
+
+    def _free(self) -> None:
+        items, self._items = self._items, None
+        if items is not None and hasattr(items, "close"):
+            items.close()

@@ -1,0 +1,1 @@
+"""Logging, error reports, the inventory of GPUs."""

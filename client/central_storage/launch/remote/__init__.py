@@ -1,0 +1,1 @@
+"""Workers and scripts in other containers: serve, join, health."""

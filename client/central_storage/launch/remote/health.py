@@ -1,0 +1,37 @@
+"""``cs-launch --health``: does the service answer? What a container's health check runs.
+
+Asks the supervisor whether all processes are ready and alive, and the server for its counters.
+"""
+
+from __future__ import annotations
+
+from central_storage.controller.operations import wait_until_serving
+from central_storage.observer import blocking
+from cs_proto.errors import LaunchError
+from cs_proto.messages import Died
+from cs_runtime import supervisor_link
+from cs_runtime.supervisor_link import Lifeline
+
+__all__ = ["health"]
+
+
+def health(run_directory: str, timeout: float) -> str:
+    """A line about the service in ``run_directory``, which serves.
+
+    Raises LaunchError where it does not, has lost a process or is not up within ``timeout`` seconds, NoAnswerError
+    where its server does not answer within as many.
+    """
+    connection = Lifeline(supervisor_link.connect(run_directory), "observer")
+    try:
+        serving = wait_until_serving(connection, timeout)
+        said = connection.receive_nowait()
+        if isinstance(said, Died):
+            raise LaunchError(f"{said.role} {said.rank} ended by {said.cause}")
+    finally:
+        connection.close()
+    with blocking.connect(run_directory, timeout) as asking:
+        counters = asking.statistics()
+        return (
+            f"serving {asking.replicas} replicas, {counters.variables} variables, transport {serving.transport}; "
+            f"asked over {asking.transport}"
+        )

@@ -1,0 +1,230 @@
+"""``cs-launch --join``: one worker of a service that another container's ``cs-launch --serve`` keeps.
+
+Waits for the service, asks it which worker to be, and runs that one as a child: what only this container can see or
+do (how the child ends, its last lines, a signal to it) goes over the connection. When the service's supervisor is
+killed and its memory outlives it, both wait for the next one. ``cli`` calls :func:`join`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from central_storage.launch.foreground import START_FAILED, WORKER_FAILED
+from central_storage.launch.plan import Command, of_incarnation
+from central_storage.launch.supervisor.children import Child, end_leftovers, reap_adopted
+from central_storage.launch.supervisor.connections import Peer
+from central_storage.launch.supervisor.lifecycle import STOP_GRACE
+from central_storage.launch.supervisor.loop import Loop, Signals
+from central_storage.launch.supervisor.output import Console, Stream, prefixed
+from cs_proto.errors import LaunchError
+from cs_proto.messages import Died, Interrupt, Join, Joined, Kill, ShowStacks, Shutdown, StartFailed
+from cs_proto.records import Record
+from cs_runtime import supervisor_link
+from cs_runtime.run_file import RunFile
+
+__all__ = ["join"]
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Between two looks whether the service is there, seconds.
+_TRY_EVERY = 0.2
+# What is still to be said at the end gets this long, seconds.
+_LAST_WORDS = 0.5
+
+
+def join(run_directory: str, command_of: Callable[[Joined], Command], start_timeout: float) -> int:
+    """Run one worker of the service in ``run_directory`` until the service ends or lets go of it; ``command_of`` says
+    how to start it. One that dies is started again when the service says so.
+
+    The exit code: 0 after SIGTERM or Ctrl-C and where the service ended in order, 3 where there is no place for this
+    worker, 4 where it ended otherwise. Raises LaunchError where no service comes within ``start_timeout`` seconds.
+    """
+    return _Joining(run_directory, command_of, start_timeout).run()
+
+
+class _Joining:
+    def __init__(self, run_directory: str, command_of: Callable[[Joined], Command], start_timeout: float) -> None:
+        self._run_directory = run_directory
+        self._command_of = command_of
+        self._deadline = time.monotonic() + start_timeout
+        self._loop = Loop()
+        self._console = Console(self._loop)
+        self._service: Peer | None = None
+        self._worker: Child | None = None
+        self._told = False  # to end, by a signal or by the service
+        self._has_failed = False  # the worker has died, and none runs in its place
+        self._died: Died | None = None  # of which the service may not have heard
+        self._is_waiting = False  # for the next supervisor
+        self._run: RunFile | None = None  # which another supervisor may take up
+        self._command: Command | None = None  # of the worker that was started last
+        self._next: Joined | None = None  # to be started when the one that runs has ended
+        self._code: int | None = None
+
+    def run(self) -> int:
+        with Signals(self._loop, (*_ENDING, signal.SIGCHLD), self._signalled):
+            self._loop.call_later(0.0, self._connect)
+            try:
+                while self._code is None:
+                    self._loop.turn()
+            finally:
+                self._close()
+        return self._code
+
+    def _connect(self) -> None:
+        try:
+            link = supervisor_link.connect(self._run_directory)
+        except LaunchError:
+            if time.monotonic() > self._deadline:
+                raise
+            self._loop.call_later(_TRY_EVERY, self._connect)
+            return
+        self._run = RunFile.read(self._run_directory)
+        self._meet(link, Join(os.getpid()))
+
+    def _meet(self, link: socket.socket, join: Join) -> None:
+        self._service = Peer(self._loop, link, self._heard, self._gone)
+        self._service.send(join)
+
+    def _may_come_back(self) -> bool:
+        left = RunFile.read(self._run_directory)
+        is_same = left is not None and self._run is not None and left.run == self._run.run
+        return is_same and self._command is not None and not self._told
+
+    def _come_back(self) -> None:
+        """To the supervisor after the one that was killed, once it is there."""
+        assert self._run is not None
+        assert self._command is not None
+        if not self._may_come_back():
+            self._service_is_over("the service is gone")
+        elif time.monotonic() > self._deadline:
+            limit = f"within {self._run.return_timeout:g} s after its supervisor was killed"
+            self._service_is_over(f"the service in {self._run_directory} has not come back {limit}")
+        else:
+            try:
+                link = supervisor_link.connect(self._run_directory)
+            except LaunchError:
+                self._loop.call_later(_TRY_EVERY, self._come_back)
+                return
+            self._meet(link, Join(os.getpid(), self._command.rank, self._command.incarnation))
+            if self._died is not None and self._service is not None:
+                self._service.send(self._died)
+
+    def _heard(self, service: Peer, record: Record) -> None:
+        if isinstance(record, Joined) and not self._told:
+            self._is_waiting = False
+            if self._worker is None:
+                self._start(record)
+            elif self._worker.command.incarnation < record.incarnation:
+                self._next = record
+                self._worker.signal(signal.SIGKILL)
+            else:
+                self._say(f"the service is back, worker w{record.rank} goes on")
+        elif isinstance(record, StartFailed):
+            self._say(record.error.message)
+            self._code = START_FAILED
+        elif isinstance(record, Interrupt) and self._worker is not None:
+            self._worker.interrupt()
+        elif isinstance(record, Kill) and self._worker is not None:
+            if self._worker.command.incarnation == record.incarnation:
+                self._worker.kill(record.reason)
+        elif isinstance(record, ShowStacks) and self._worker is not None:
+            if self._worker.command.incarnation == record.incarnation:
+                self._worker.show_stacks()
+        elif isinstance(record, Shutdown):
+            self._end()
+
+    def _start(self, joined: Joined) -> None:
+        self._has_failed, self._died, self._next = False, None, None
+        self._command = command = of_incarnation(self._command_of(joined), joined.incarnation)
+        device = command.argv[command.argv.index("--device") + 1]
+        self._say(f"worker {command.label} of {joined.replicas} on {device}, transport {joined.transport}")
+        try:
+            self._worker = Child(self._loop, command, on_lines=self._lines, on_end=self._ended)
+        except OSError as error:
+            self._say(f"the worker could not be started ({command.argv[0]}: {error.strerror})")
+            self._code = WORKER_FAILED
+
+    def _lines(self, worker: Child, stream: Stream, lines: list[str]) -> None:
+        self._console.write(stream, prefixed(worker.command.label, lines))
+
+    def _ended(self, worker: Child) -> None:
+        command = worker.command
+        end_leftovers(self._run_directory, command.role, command.rank)
+        self._worker = None
+        if self._told:
+            self._code = WORKER_FAILED if self._has_failed else 0
+            return
+        self._say(f"{worker.name} ended by {worker.cause}")
+        if self._next is not None:
+            self._start(self._next)
+            return
+        self._has_failed = True
+        who = (command.role, command.rank, command.incarnation)
+        self._died = Died(*who, worker.pid, worker.cause, worker.tail.text())
+        if self._service is not None and not self._service.closed:  # which says whether to start another
+            self._service.send(self._died)
+        elif not self._is_waiting:
+            self._code = WORKER_FAILED
+
+    def _gone(self, service: Peer) -> None:
+        """The supervisor has ended, or its container. The worker sees it, too, and does likewise."""
+        if self._run is None or not self._may_come_back():
+            self._service_is_over("the service is gone")
+            return
+        if not self._is_waiting:
+            self._is_waiting = True
+            self._deadline = time.monotonic() + self._run.return_timeout
+            self._say(f"the supervisor of the service is gone; it has {self._run.return_timeout:g} s to come back")
+        self._loop.call_later(_TRY_EVERY, self._come_back)
+
+    def _service_is_over(self, why: str) -> None:
+        was_waiting, self._is_waiting = self._is_waiting, False
+        if not self._told and (was_waiting or self._worker is not None):
+            self._say(why)
+        if self._worker is None:
+            failed = WORKER_FAILED if self._has_failed else START_FAILED
+            self._code = 0 if self._told else failed
+        elif not self._told:
+            self._worker.asked = True
+            self._loop.call_later(STOP_GRACE, self._kill)
+
+    def _signalled(self, number: int) -> None:
+        if number == signal.SIGCHLD:
+            reap_adopted(set() if self._worker is None or self._worker.returncode is not None else {self._worker.pid})
+        elif self._told:
+            self._kill()
+        else:
+            self._end()
+
+    def _end(self) -> None:
+        self._told = True
+        if self._worker is None:
+            self._code = WORKER_FAILED if self._has_failed else 0
+        else:
+            self._worker.asked = True
+            self._worker.signal(signal.SIGTERM)
+            self._loop.call_later(STOP_GRACE, self._kill)
+
+    def _kill(self) -> None:
+        if self._worker is not None:
+            self._worker.signal(signal.SIGKILL)
+
+    def _close(self) -> None:
+        deadline = time.monotonic() + _LAST_WORDS
+        while (not self._console.empty or (self._service is not None and self._service.waiting)) and (
+            left := deadline - time.monotonic()
+        ) > 0:
+            self._loop.turn(left)
+        self._kill()
+        if self._service is not None:
+            self._service.close()
+        with suppress(OSError, ValueError):
+            sys.stderr.flush()
+
+    def _say(self, text: str) -> None:
+        self._console.write("stderr", prefixed("cs-launch", text.splitlines()))

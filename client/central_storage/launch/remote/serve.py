@@ -1,0 +1,118 @@
+"""``cs-launch --serve``: a server that waits for workers and scripts from elsewhere, usually other containers.
+
+Its life is nobody's but its own: it serves one script after the other until it is told to end, or until it can serve
+no longer. ``cli`` calls :func:`serve`.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Sequence
+
+from central_storage.core.recovery_options import Recovery
+from central_storage.diagnostics.error_report import Failure, died_failure, write
+from central_storage.launch.foreground import SERVER_FAILED, START_FAILED, WORKER_FAILED, described
+from central_storage.launch.memory import Medium
+from central_storage.launch.plan import Command
+from central_storage.launch.run_directory import RunDirectory
+from central_storage.launch.supervisor.children import Child, Running, reap_adopted
+from central_storage.launch.supervisor.lifecycle import Service
+from central_storage.launch.supervisor.loop import Loop, Signals
+from central_storage.launch.supervisor.output import Console, LogFiles
+from central_storage.launch.supervisor.seats import Elsewhere
+from cs_runtime import open_files
+from cs_runtime.run_file import RunFile
+
+__all__ = ["serve"]
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# How often to look whether the last script has gone from a service that lost a worker, seconds.
+_LOOK_EVERY = 0.5
+# A terminal that takes no output is not waited for any longer than this, seconds.
+_LAST_WORDS = 0.4
+
+
+def serve(
+    run_directory: RunDirectory,
+    commands: Sequence[Command],
+    *,
+    banner: str,
+    start_timeout: float,
+    logs: LogFiles | None,
+    medium: Medium,
+    recovery: Recovery,
+    run_file: RunFile | None,
+    mailboxes: bool,
+    error_path: str | None,
+) -> int:
+    """Serve until SIGTERM or Ctrl-C; the exit code: 0, or 3, 4 or 5 where the service did not start, a worker or the
+    server ended for good. After a worker's end the script that trains may still read; the service ends when it has
+    gone."""
+    open_files.raise_limit()
+    loop = Loop()
+    console = Console(loop)
+    service = Service(
+        loop,
+        run_directory.path,
+        commands,
+        console,
+        start_timeout=start_timeout,
+        logs=logs,
+        start_child=_start_child,
+        medium=medium,
+        recovery=recovery,
+        run_file=run_file,
+        mailboxes=mailboxes,
+    )
+    told: list[int] = []
+
+    def signalled(number: int) -> None:
+        if number == signal.SIGCHLD:
+            reap_adopted(service.living_pids)
+        else:
+            service.stop(0.0) if told else service.stop()
+            told.append(number)
+
+    with Signals(loop, (*_ENDING, signal.SIGCHLD), signalled):
+        service.say(banner)
+        try:
+            service.start()
+            while not service.stopped:
+                if service.has_failed or (service.has_lost and not service.has_controller):
+                    service.stop()
+                loop.turn(_LOOK_EVERY)
+        finally:
+            service.close()
+            run_directory.remove()
+        code = _report(service, told, error_path)
+        for _ in range(3):
+            if not console.empty:
+                loop.turn(_LAST_WORDS)
+    if logs is not None:
+        logs.close()
+    return code
+
+
+def _report(service: Service, told: Sequence[int], error_path: str | None) -> int:
+    if told:
+        return 0
+    failure = service.first_failure if service.has_lost or service.has_failed else None
+    if service.start_failure is not None:
+        first = Failure("start", "launcher", None, None, "a failed start", service.start_failure)
+        return _told(error_path, first, START_FAILED)
+    if failure is None:
+        return 0
+    for line in f"the service ends: {described(died_failure(failure))}".splitlines():
+        service.say(line)
+    return _told(error_path, died_failure(failure), SERVER_FAILED if failure.role == "server" else WORKER_FAILED)
+
+
+def _told(error_path: str | None, failure: Failure, code: int) -> int:
+    if error_path:
+        write(error_path, failure, code)
+    return code
+
+
+def _start_child(loop: Loop, command: Command, **calls: Callable[..., None]) -> Running:
+    kind = Child if command.role == "server" else Elsewhere
+    return kind(loop, command, on_lines=calls["on_lines"], on_end=calls["on_end"])

@@ -1,0 +1,1 @@
+"""The supervisor: it starts, connects and watches the processes of a service."""

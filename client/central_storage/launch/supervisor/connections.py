@@ -1,0 +1,185 @@
+"""One connection on the supervisor's socket: packets in as records, records out, never blocking.
+
+Owns the descriptor and a queue for a peer that reads slowly. What must arrive is queued; lines of output are dropped
+beyond a bound, counted, and the count is told. The supervisor decides what records mean.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import cast
+
+from central_storage.launch.plan import label
+from cs_proto.codec import PACKET_NBYTES, decode, encode
+from cs_proto.errors import PeerProtocolError
+from cs_proto.messages import Introduce, Output
+from cs_proto.records import Record
+
+from .loop import Loop
+from .output import Stream
+
+__all__ = ["Peer"]
+
+_log = logging.getLogger("central_storage.launch")
+
+# Lines are cut into records of at most this many characters, so that every packet fits the socket's buffer.
+_OUTPUT_LIMIT = 8192
+# Beyond this many waiting bytes lines are dropped.
+_QUEUE_NBYTES = 1 << 20
+# A peer for which this many records wait has stopped reading for good.
+_QUEUE_RECORDS = 10_000
+
+
+class Peer:
+    """A connected process; ``pid`` and ``uid`` as the kernel saw it connect."""
+
+    def __init__(
+        self, loop: Loop, link: socket.socket, on_record: Callable[[Peer, Record], None], on_end: Callable[[Peer], None]
+    ) -> None:
+        """Take over ``link``. ``on_end`` is called once, when the peer has gone or was cut off by an error."""
+        self.introduction: Introduce | None = None
+        self.pid, self.uid = _credentials(link)
+        self._loop = loop
+        self._link = link
+        self._on_record = on_record
+        self._on_end = on_end
+        self._queue: deque[tuple[bytes, tuple[int, ...]]] = deque()
+        self._queued_nbytes = 0
+        self._dropped = 0
+        link.setblocking(False)
+        loop.on_readable(link.fileno(), self._read)
+
+    @property
+    def label(self) -> str:
+        """Who it says it is: ``server``, ``w0``, ``controller``; ``stranger`` before it said so."""
+        who = self.introduction
+        return label(who.role, who.rank) if who is not None else "stranger"
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing can be sent any more."""
+        return self._link.fileno() < 0
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something is still to be sent."""
+        return bool(self._queue)
+
+    def send(self, record: Record, *descriptors: int) -> None:
+        """Send ``record``, with copies of ``descriptors`` which are then closed here."""
+        if _log.isEnabledFor(logging.DEBUG) and not isinstance(record, Output):
+            _log.debug("supervisor -> %s: %.300r", self.label, record)
+        self._post(b"".join(encode(record)), descriptors)
+
+    def output(self, stream: Stream, text: str) -> None:
+        """Send whole lines, or drop them where too much waits already."""
+        if self._queued_nbytes > _QUEUE_NBYTES:
+            self._dropped += text.count("\n")
+            return
+        for start in range(0, len(text), _OUTPUT_LIMIT):
+            self._post(b"".join(encode(Output(stream, text[start : start + _OUTPUT_LIMIT]))))
+
+    def close(self) -> None:
+        """Hang up. Idempotent."""
+        if self.closed:
+            return
+        self._loop.forget(self._link.fileno())
+        with suppress(OSError):  # what is left unread here would reach the peer as an error, before our last words
+            while self._link.recv(PACKET_NBYTES):
+                pass
+        self._link.close()
+        for _, descriptors in self._queue:
+            _close(descriptors)
+        self._queue.clear()
+        self._queued_nbytes = 0
+
+    def _post(self, packet: bytes, descriptors: tuple[int, ...] = ()) -> None:
+        if self.closed:
+            _close(descriptors)
+            return
+        self._enqueue(packet, descriptors)
+        if len(self._queue) > _QUEUE_RECORDS:
+            self._end("does not read")
+        else:
+            self._flush()
+
+    def _enqueue(self, packet: bytes, descriptors: tuple[int, ...] = ()) -> None:
+        self._queue.append((packet, descriptors))
+        self._queued_nbytes += len(packet)
+
+    def _flush(self) -> None:
+        while self._queue:
+            packet, descriptors = self._queue[0]
+            try:
+                socket.send_fds(self._link, [packet], descriptors, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                self._loop.on_writable(self._link.fileno(), self._flush)
+                return
+            except (BrokenPipeError, ConnectionResetError):  # it has just ended
+                self._end("")
+                return
+            except OSError as error:
+                self._end(f"cannot be written to: {error.strerror}")
+                return
+            self._queue.popleft()
+            self._queued_nbytes -= len(packet)
+            _close(descriptors)
+            if self._dropped and self._queued_nbytes < _QUEUE_NBYTES // 2:
+                notice = f"[supervisor] {self._dropped} lines were dropped: the script did not read them in time\n"
+                self._dropped = 0
+                self._enqueue(b"".join(encode(Output("stderr", notice))))
+        self._loop.on_writable(self._link.fileno(), None)
+
+    def _read(self) -> None:
+        try:
+            packet, _, flags, _ = self._link.recvmsg(PACKET_NBYTES)  # no room for descriptors: the kernel closes them
+        except BlockingIOError:
+            return
+        except ConnectionResetError:  # it ended with records of ours unread
+            self._end("")
+            return
+        except OSError as error:
+            self._end(f"cannot be read: {error.strerror}")
+            return
+        if not packet:
+            self._end("")
+            return
+        try:
+            if flags & socket.MSG_TRUNC:
+                raise PeerProtocolError(f"a packet of more than {PACKET_NBYTES} bytes")
+            record = decode([packet])
+        except PeerProtocolError as error:
+            _log.error("dropped a packet of %s: %s", self.label, error)
+            return
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("%s -> supervisor: %.300r", self.label, record)
+        try:
+            self._on_record(self, record)
+        except Exception:  # noqa: BLE001  (the supervisor holds all memory: no record of a peer may end it)
+            _log.exception("dropped a %s of %s, which could not be acted on", type(record).__name__, self.label)
+
+    def _end(self, reason: str) -> None:
+        if reason:
+            _log.warning("%s %s; its connection is closed", self.label, reason)
+        self.close()
+        self._on_end(self)
+
+
+def _close(descriptors: tuple[int, ...]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _credentials(link: socket.socket) -> tuple[int, int]:
+    """(pid, uid) of the process at the other end."""
+    pid, uid, _ = cast(
+        tuple[int, int, int],
+        struct.unpack("iII", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII"))),
+    )
+    return pid, uid

@@ -1,0 +1,115 @@
+"""Mailboxes as the supervisor sees them: it makes their memory and doorbells and gives them to two processes.
+
+A mailbox belongs to one connection between two processes: a process that is started again gets others, so none reads
+what was meant for the one before it. As soon as both ends have it the supervisor lets go of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from contextlib import ExitStack
+
+from central_storage.launch.affinity import core_count
+from central_storage.launch.memory import Medium, Memfd
+from cs_proto.errors import ConfigurationError
+from cs_proto.frozen import frozen
+from cs_proto.messages import Mailbox
+from cs_runtime.mailboxes import IS_ORDERED, NBYTES
+
+__all__ = ["Mailroom", "mailboxes_by_default", "why_no_mailboxes"]
+
+_MAKERS = re.compile(r"controller|w\d+")
+_OPENERS = re.compile(r"server|w\d+")
+
+
+def why_no_mailboxes(medium: Medium, *, wanted: bool) -> str:
+    """Why messages of a service go over ZeroMQ alone; empty where they do not."""
+    if not wanted:
+        return "mailboxes are switched off"
+    if not medium.is_shared:
+        return "the processes of this service share no memory"
+    return (
+        ""
+        if IS_ORDERED
+        else f"mailboxes need a processor that keeps stores in order, which {os.uname().machine} is not"
+    )
+
+
+def mailboxes_by_default() -> str:
+    """``on`` or ``off``, as the environment says. Raises ConfigurationError where it says anything else."""
+    said = os.environ.get("CS_MAILBOXES") or "on"
+    if said not in ("on", "off"):
+        raise ConfigurationError(f"CS_MAILBOXES is on or off, not {said!r:.40}")
+    return said
+
+
+@frozen
+class _Made:
+    maker: object
+    opener: str
+    descriptors: tuple[int, ...]
+
+
+class Mailroom:
+    """The mailboxes of one run that have one end so far."""
+
+    def __init__(self, run: str, why_none: str) -> None:
+        """``run`` names the run as the kernel shows it; ``why_none`` is what everybody is refused with, if anything."""
+        self._medium = Memfd(run)
+        self._why_none = why_none
+        self._spins = core_count() > 1
+        self._numbers = itertools.count(1)
+        self._made: dict[int, _Made] = {}
+
+    def make(self, maker: object, label: str, opener: str) -> tuple[Mailbox, tuple[int, ...]]:
+        """A mailbox between ``maker``, who is called ``label``, and who is called ``opener``: the answer, and its
+        memory and doorbells, which the caller closes when they are sent."""
+        why = self._why_none
+        if not why and not (_MAKERS.fullmatch(label) and _OPENERS.fullmatch(opener) and label != opener):
+            why = f"there is no mailbox from {label} to {opener[:20]!r}"
+        if why:
+            return Mailbox(0, False, why), ()
+        with ExitStack() as undo:
+            try:
+                opened = [_owned(undo, self._medium.make("mailbox", NBYTES, ""))]
+                opened += [_owned(undo, os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)) for _ in range(2)]
+                copies = [_owned(undo, os.dup(descriptor)) for descriptor in opened]
+            except OSError as error:
+                return Mailbox(0, False, f"a mailbox cannot be made ({error.strerror})"), ()
+            undo.pop_all()
+        for number in [number for number, made in self._made.items() if (made.maker, made.opener) == (maker, opener)]:
+            _close(self._made.pop(number).descriptors)  # the offer was lost, or is too late
+        number = next(self._numbers)
+        self._made[number] = _Made(maker, opener, tuple(opened))
+        return Mailbox(number, self._spins, ""), tuple(copies)
+
+    def open(self, label: str, number: int) -> tuple[Mailbox, tuple[int, ...]]:
+        """The other end of a mailbox, for whom it was made; as :meth:`make`."""
+        made = self._made.get(number)
+        if made is None or made.opener != label:
+            return Mailbox(number, False, f"{label} has not been offered mailbox {number}, or has it"), ()
+        del self._made[number]
+        return Mailbox(number, self._spins, ""), made.descriptors
+
+    def forget(self, maker: object) -> None:
+        """``maker`` is gone, and nobody will open what it made."""
+        for number in [number for number, made in self._made.items() if made.maker is maker]:
+            _close(self._made.pop(number).descriptors)
+
+    def close(self) -> None:
+        """Let go of everything. Idempotent."""
+        for made in self._made.values():
+            _close(made.descriptors)
+        self._made.clear()
+
+
+def _owned(undo: ExitStack, descriptor: int) -> int:
+    undo.callback(os.close, descriptor)
+    return descriptor
+
+
+def _close(descriptors: tuple[int, ...]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""Observers: processes that read a running service."""

@@ -1,0 +1,350 @@
+"""An observer: a process that may look at a running service, and nothing else.
+
+Values are read where they lie (`sight`); where that cannot be, or commits come too fast, bytes come in frames from the
+server, which copies them between commits. Any process of the same user can be one. :class:`Session` is what is said and
+how answers are known; waiting is done by :class:`Observer` here and by ``central_storage.aio`` as coroutines.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+import numpy as np
+import zmq
+
+from cs_proto import messages
+from cs_proto.arrays import frame_view
+from cs_proto.codec import BULK_LIMITS, decode, encode
+from cs_proto.errors import (
+    ConfigurationError,
+    InvalidArgumentError,
+    LaunchError,
+    NoAnswerError,
+    PeerProtocolError,
+    ShutdownError,
+    replica_exception_class,
+)
+from cs_proto.frozen import frozen
+from cs_proto.records import Record
+from cs_runtime import open_files
+from cs_runtime.multipart import receive
+from cs_runtime.supervisor_link import CARRIED, Lifeline
+
+from .seqlock_reader import Sight, open_sight
+
+__all__ = ["LOOK_EVERY", "Observer", "Patience", "Question", "Session", "connect"]
+
+T = TypeVar("T")
+
+#: A wait looks this often (seconds) whether the service is still there.
+LOOK_EVERY = 0.2
+# A question without an answer is asked again after this long, and then after twice as long each time up to the second
+# number: the server may have died with it, or be at work on a large answer.
+_ASK_AGAIN = (1.0, 4.0)
+# A wait this long is named, and again after as long.
+_NAME_EVERY = 10.0
+# An observer needs so many descriptors: a context of ZeroMQ with a socket, and the connection to the supervisor.
+# asyncio's loop takes more.
+_DESCRIPTORS = 16
+# Milliseconds between two tries to connect to the server: at first, and at most after many tries.
+_RECONNECT = (100, 2000)
+
+_log = logging.getLogger("central_storage.observer")
+
+
+def connect(address: str | None = None, timeout: float = 10.0) -> Observer:
+    """An observer of the service whose run directory is ``address`` (default: ``CS_ADDRESS``).
+
+    ``timeout`` (seconds) limits this and every later question. Raises ConfigurationError without an address,
+    LaunchError where no service is, NoAnswerError (a TimeoutError) where it does not answer in time,
+    DescriptorLimitError (an OSError) where this process or the server has no descriptors left for another observer.
+    """
+    return Observer(Session(address, timeout))
+
+
+@frozen
+class Question(Generic[T]):
+    """What to send, and what the answer to it means."""
+
+    request: Record
+    number: int
+    answer: type[Record]
+    meaning: Callable[[Any], T]
+
+
+class Session:
+    """What an observer says and hears, whoever waits."""
+
+    def __init__(self, address: str | None, timeout: float) -> None:
+        address = address or os.environ.get("CS_ADDRESS")
+        if not address:
+            raise ConfigurationError("connect needs the run directory of a service: strategy.address, or CS_ADDRESS")
+        if not 0 < timeout < 1e6:
+            raise ConfigurationError(f"timeout must be seconds, more than 0 and less than 1e6, not {timeout!r}")
+        self.address = address
+        self.timeout = timeout
+        self._path = os.path.join(address, "server")
+        self._client = os.urandom(4).hex()
+        self._requests = 0
+        #: How it gets its bytes, in words: it need not share memory with the service.
+        self.transport = CARRIED
+        self._sight: Sight | None = None
+        self._lifeline: Lifeline | None = None
+        self._has_looked = False
+        self._is_forgotten = False
+        self._repeated: Question[Any] | None = None
+        if not os.path.exists(self._path):
+            raise LaunchError(f"no service answers in {address}; it has ended, or the address names the wrong run")
+        open_files.check(_DESCRIPTORS, "an observer")
+
+    def open(self, context: zmq.Context[Any]) -> Any:
+        """A socket of ``context`` to the server; closed with the context."""
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT[0])
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT[1])
+        socket.setsockopt(zmq.MAXMSGSIZE, BULK_LIMITS.part_nbytes)
+        socket.setsockopt(zmq.IDENTITY, f"o{self._client}".encode())
+        socket.connect(f"ipc://{self._path}")
+        # An observer that nobody closes may be garbage all at once: a context would wait for ever for its socket then.
+        weakref.finalize(self, _let_go, context, socket).atexit = False
+        return socket
+
+    def hello(self) -> Question[int]:
+        """The first question; the answer is the number of replicas."""
+        request = messages.Hello(messages.PROTOCOL, "observer", self._client, os.getpid())
+        return Question(request, 0, messages.Welcome, lambda welcome: welcome.replicas)
+
+    def variables(self) -> Question[tuple[messages.Variable, ...]]:
+        """Every variable's record."""
+        number = self._next()
+        return Question(messages.Get(number, (), (), False), number, messages.Got, lambda got: got.variables)
+
+    def get(self, name: str) -> Question[np.ndarray]:
+        """The value of one variable."""
+        number = self._next()
+        request = messages.Get(number, (), (name,), True)
+        return Question(request, number, messages.Got, lambda got: np.array(frame_view(got.arrays[0])))
+
+    def get_all(self, names: Sequence[str]) -> Question[list[np.ndarray]]:
+        """The values of several variables; at least one."""
+        if not names or isinstance(names, str):
+            raise InvalidArgumentError(f"get_all needs the names of the variables, in a list; not {names!r}")
+        number = self._next()
+        request = messages.Get(number, (), tuple(names), True)
+        return Question(
+            request, number, messages.Got, lambda got: [np.array(frame_view(array)) for array in got.arrays]
+        )
+
+    def unknown(self, names: Sequence[str]) -> Question[None] | None:
+        """What has to be asked before these variables can be :meth:`seen`; None where nothing has."""
+        if not self._has_looked:
+            self._has_looked = True
+            if (found := open_sight(self.address)) is not None:
+                self._sight, self._lifeline = found
+                self.transport = f"shared memory, else {CARRIED}"
+        sight = self._sight
+        if sight is None or sight.knows(names):
+            return None
+        number, layout = self._next(), sight.layout
+        request = messages.Get(number, (), tuple(names), False)
+        return Question(request, number, messages.Got, lambda got: sight.learn(layout, got.variables))
+
+    def seen(self, names: Sequence[str]) -> list[np.ndarray] | None:
+        """Copies of values where they lie, all as of one commit; None where they have to be asked for."""
+        if self._sight is None or self._lifeline is None:
+            return None
+        try:
+            while self._lifeline.receive_nowait() is not None:
+                pass  # who died, and who serves again, changes nothing here
+            return self._sight.read(names)
+        except ShutdownError:  # the supervisor is gone, or shares no more memory
+            self.close()
+            return None
+
+    def close(self) -> None:
+        """See nothing any more. Idempotent."""
+        if self._lifeline is not None:
+            self._lifeline.close()
+        self._sight = self._lifeline = None
+
+    def statistics(self) -> Question[messages.Counters]:
+        """The server's counters."""
+        number = self._next()
+        return Question(messages.Statistics(number), number, messages.Counters, lambda counters: counters)
+
+    def goodbye(self) -> list[Any]:
+        """The parts of the last message, which is not answered."""
+        return list(encode(messages.Goodbye(self._client)))
+
+    def answer(self, question: Question[T], frames: Sequence[zmq.Frame]) -> tuple[T] | None:
+        """What a message says to ``question``; None where it answers another one, or :meth:`repeats` is to be sent.
+        Raises what the server refuses."""
+        record = decode([frames[0].bytes, *(frame.buffer for frame in frames[1:])], BULK_LIMITS)
+        # A refusal without a number answers a Hello, which may have been repeated.
+        if isinstance(record, messages.Refused) and record.number in (0, question.number):
+            error = replica_exception_class(record.error.exception)(record.error.message)
+            if not isinstance(error, PeerProtocolError) or self._repeated is question:
+                raise error
+            self._is_forgotten = True
+            return None
+        if isinstance(record, question.answer) and getattr(record, "request", question.number) == question.number:
+            return (question.meaning(record),)
+        return None
+
+    def repeats(self, question: Question[Any]) -> list[list[Any]]:
+        """The messages to send where a message was no answer: none, but where the server has forgotten this observer,
+        of which it knows a limited number, Hello and the question once more."""
+        if not self._is_forgotten:
+            return []
+        self._is_forgotten, self._repeated = False, question
+        return [list(encode(self.hello().request)), list(encode(question.request))]
+
+    def check_waiting(self, question: Question[Any], patience: Patience) -> None:
+        """Name a wait that lasts. Raise where there is no point in waiting on: the service has ended, or the answer is
+        late."""
+        if not os.path.isdir(self.address):
+            raise ShutdownError(f"the service in {self.address} has ended")
+        if time.monotonic() >= patience.deadline:
+            raise NoAnswerError(f"the server in {self.address} did not answer within {self.timeout:g} s")
+        if waited := patience.named():
+            asked = type(question.request).__name__
+            _log.warning("waiting %.0f s for the server in %s to answer a %s", waited, self.address, asked)
+
+    def linger(self) -> int:
+        """How long (milliseconds) the last message may take: none where nobody is left to hear it."""
+        return 100 if os.path.isdir(self.address) else 0
+
+    def closed(self) -> ShutdownError:
+        """What using a closed observer raises."""
+        return ShutdownError(f"this observer of {self.address} was closed")
+
+    def _next(self) -> int:
+        self._requests += 1
+        return self._requests
+
+
+class Patience:
+    """When a question that was just sent is looked after, sent again and given up."""
+
+    def __init__(self, timeout: float) -> None:
+        self._begun = self._named = time.monotonic()
+        self.deadline = self._begun + timeout
+        self._pause = _ASK_AGAIN[0]
+        self._again = self._begun + self._pause
+
+    @property
+    def milliseconds(self) -> int:
+        """How long to wait before the next look."""
+        return int(max(0.0, min(self.deadline - time.monotonic(), LOOK_EVERY)) * 1000) + 1
+
+    def named(self) -> float | None:
+        """The seconds waited where it is time to name the wait, which it is every ten; None elsewhere."""
+        now = time.monotonic()
+        if now - self._named < _NAME_EVERY:
+            return None
+        self._named = now
+        return now - self._begun
+
+    def asks_again(self) -> bool:
+        """Whether it is time to send the question again."""
+        if time.monotonic() < self._again:
+            return False
+        self._pause = min(2 * self._pause, _ASK_AGAIN[1])
+        self._again = time.monotonic() + self._pause
+        return True
+
+
+def _let_go(context: zmq.Context[Any], socket: zmq.Socket[Any]) -> None:
+    socket.close(0)
+    context.term()
+
+
+class Observer:
+    """A read-only session with a service. Every question raises NoAnswerError (a TimeoutError) where the answer does
+    not come in time, ShutdownError (a RuntimeError) where the service has ended or the observer was closed."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.address = session.address
+        self._context = zmq.Context()
+        self._socket = session.open(self._context)
+        try:
+            self.replicas = self._ask(session.hello())
+        except BaseException:  # Ctrl-C, too, leaves no socket behind
+            self.close()
+            raise
+
+    @property
+    def transport(self) -> str:
+        """How values travel, in words."""
+        return self._session.transport
+
+    def variables(self) -> tuple[messages.Variable, ...]:
+        """Every variable's record, in the order of creation."""
+        return self._ask(self._session.variables())
+
+    def get(self, name: str) -> np.ndarray:
+        """A copy of a variable's value as of one commit. Raises InvalidArgumentError for an unknown name."""
+        seen = self._see([name])
+        return self._ask(self._session.get(name)) if seen is None else seen[0]
+
+    def get_all(self, names: Sequence[str]) -> list[np.ndarray]:
+        """Copies of several variables' values, all as of the same commit, in the order of ``names``. Raises
+        InvalidArgumentError for an unknown name, or none."""
+        question = self._session.get_all(names)
+        seen = self._see(names)
+        return self._ask(question) if seen is None else seen
+
+    def statistics(self) -> messages.Counters:
+        """The server's counters."""
+        return self._ask(self._session.statistics())
+
+    def close(self) -> None:
+        """Say goodbye. Idempotent."""
+        if not self._context.closed:
+            self._socket.send_multipart(self._session.goodbye())
+            self._context.destroy(linger=self._session.linger())
+            self._session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Observer of {self.address}{' (closed)' if self._context.closed else ''}>"
+
+    def _see(self, names: Sequence[str]) -> list[np.ndarray] | None:
+        if self._context.closed:
+            raise self._session.closed()
+        question = self._session.unknown(names)
+        if question is not None:
+            self._ask(question)
+        return self._session.seen(names)
+
+    def _ask(self, question: Question[T]) -> T:
+        if self._context.closed:
+            raise self._session.closed()
+        self._socket.send_multipart(encode(question.request))
+        patience = Patience(self._session.timeout)
+        while True:
+            if not self._socket.poll(patience.milliseconds):
+                self._session.check_waiting(question, patience)
+                if patience.asks_again():
+                    self._socket.send_multipart(encode(question.request))
+            elif found := self._session.answer(question, receive(self._socket, BULK_LIMITS, copy=False)):
+                return found[0]
+            else:
+                for message in self._session.repeats(question):
+                    self._socket.send_multipart(message)

@@ -1,0 +1,92 @@
+"""What an observer on the same host sees of a service's memory: values as of one commit, without asking anybody.
+
+The server counts in the control segment: once up before it changes variables and once after, so that the number is odd
+meanwhile, and elsewhere whenever a place may become another variable's. Whoever finds both numbers unchanged after he
+has copied has copied what nobody changed. That holds where a processor's loads and stores are seen in their order.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from cs_proto import segment_names
+from cs_proto.arrays import Array, Location
+from cs_proto.errors import LaunchError, ShutdownError
+from cs_proto.messages import Variable
+from cs_runtime import supervisor_link
+from cs_runtime.mapping import Mapping
+from cs_runtime.supervisor_link import Lifeline
+
+__all__ = ["Sight", "open_sight"]
+
+_ORDERED = ("x86_64", "AMD64")
+# Often one commit is what disturbs; where they come one after the other the server has to be asked.
+_TRIES = 2
+
+
+class Sight:
+    """The variables that were asked for, where they lie."""
+
+    def __init__(self, counters: np.ndarray, memory: Callable[[Array], Mapping]) -> None:
+        """``counters``: uint64 [2], changed by the server. ``memory`` returns the segment that an array lies in."""
+        self._counters = counters
+        self._memory = memory
+        self._arrays: dict[str, Array] = {}
+        self._layout = -1
+
+    @property
+    def layout(self) -> int:
+        """Changes when a place may become another variable's."""
+        return int(self._counters[1])
+
+    def knows(self, names: Iterable[str]) -> bool:
+        """Whether it is known where these variables lie."""
+        return self._layout == self.layout and self._arrays.keys() >= set(names)
+
+    def learn(self, layout: int, variables: Iterable[Variable]) -> None:
+        """These variables lie where they say, as long as ``layout``, which was read before they were asked for."""
+        if layout != self._layout:
+            self._arrays.clear()
+            self._layout = layout
+        self._arrays |= {variable.spec.name: variable.array for variable in variables}
+
+    def read(self, names: Sequence[str]) -> list[np.ndarray] | None:
+        """Copies of their values as of one commit; None where the server has to be asked."""
+        for _ in range(_TRIES):
+            before = self._counters.tolist()
+            if before[0] % 2 or before[1] != self._layout:
+                continue
+            values = [np.array(self._view(self._arrays[name])) for name in names]
+            if self._counters.tolist() == before:
+                return values
+        return None
+
+    def _view(self, array: Array) -> np.ndarray:
+        return self._memory(array).view(array)
+
+
+def open_sight(address: str) -> tuple[Sight, Lifeline] | None:
+    """What is seen of the service in ``address``, and the connection that ends with it; None where its memory cannot be
+    mapped here, or not be read without asking."""
+    if platform.machine() not in _ORDERED:
+        return None
+    try:
+        connection = Lifeline(supervisor_link.connect(address), "observer")
+    except (LaunchError, ShutdownError):
+        return None
+
+    def memory(array: Array) -> Mapping:
+        mapping = connection.segment_of(array)
+        if not isinstance(mapping, Mapping):
+            raise ShutdownError(connection.carried_because)
+        return mapping
+
+    try:
+        counters = Array("uint64", (2,), Location(segment_names.CONTROL, 0))
+        return Sight(memory(counters).view(counters), memory), connection
+    except ShutdownError:
+        connection.close()
+        return None

@@ -1,0 +1,1 @@
+"""Functions and their arguments on the way to a worker: pickled, analysed, reconstructed."""

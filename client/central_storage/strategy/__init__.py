@@ -1,0 +1,1 @@
+"""The Strategy API, and how it opens a service."""

@@ -1,0 +1,232 @@
+"""``strategy.run_steps``: one step for each element of a data set, sent ahead of the results that the loop has had.
+
+Turns elements into steps and outcomes into what the loop gets, and knows what becomes of elements that are not used.
+Sending and waiting is the business of the series (``series.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from central_storage.core.pipeline import Arguments
+from central_storage.core.values import regroup
+from central_storage.data.distributed import DistributedDataset, DistributedFromFunction, DistributedIterator
+from cs_proto.errors import InvalidArgumentError
+from cs_proto.messages import MOST_AHEAD
+
+__all__ = ["LOOKAHEAD", "LocalSeries", "StepSeries", "Steps", "check"]
+
+_log = logging.getLogger("central_storage.run_steps")
+
+#: How many steps are sent before the result is there that the loop gets next.
+LOOKAHEAD = 2
+
+
+class StepSeries(Protocol):
+    """What carries the steps out: :class:`~central_storage.core.pipeline.Series`, or :class:`LocalSeries`."""
+
+    lookahead: int
+    begun: int
+    succeeded: int
+    has_failed: bool
+
+    @property
+    def ahead(self) -> int:
+        """How many have been sent and are not known to be over."""
+
+    def send(self, function: Callable[..., Any], arguments: Arguments) -> None:
+        """Send the next step."""
+
+    def take(self) -> list[Any]:
+        """The results of the next step, in replica order; raises what the step raised."""
+
+    def settle(self, *, cancel: bool = False) -> None:
+        """Wait for all that were sent, or ``cancel`` them."""
+
+
+class Steps:
+    """What ``run_steps`` returns: an iterator over the results, in order.
+
+    It ends with the data set, after ``steps`` steps, with the first step that fails, and when it is left: by ``break``,
+    where nothing else holds it, by ``close()``, or at the end of its ``with`` block. Then it waits for the steps that
+    were sent ahead. An element whose step did not begin goes back to the iterator it came from.
+    """
+
+    def __init__(
+        self,
+        series: StepSeries,
+        elements: DistributedIterator,
+        is_own: bool,
+        limit: int | None,
+        send: Callable[[Any], None],
+    ) -> None:
+        """``is_own``: nobody else uses ``elements``. ``send`` sends the step of an element."""
+        self._series = series
+        self._elements = elements
+        self._is_own = is_own
+        self._limit = limit
+        self._send = send
+        self._used: deque[Any] = deque()  # elements whose results nobody has had
+        self._pulled = self._taken = 0
+        self._at_end: Exception | None = None  # what to raise after the results that are left
+        self._is_open = True
+        elements.lend(self._unbegun)
+
+    @property
+    def steps(self) -> int:
+        """How many steps have succeeded, with those that were sent ahead, for which this waits."""
+        self._series.settle()
+        return self._series.succeeded
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._is_open:
+            raise StopIteration
+        try:
+            self._send_ahead()
+            if self._used:
+                self._used.popleft()
+                self._taken += 1
+                return regroup(self._series.take())
+            if self._at_end is not None:
+                raise self._at_end
+        except KeyboardInterrupt:
+            self._series.settle(cancel=True)
+            self.close()
+            raise
+        except BaseException:  # whatever it is, the loop gets no more
+            self.close()
+            raise
+        self.close()
+        raise StopIteration
+
+    def close(self) -> None:
+        """Send no more, and wait for the steps that were sent ahead: their updates stand. Idempotent.
+
+        One of them that fails is named in the log; nobody asked for its result.
+        """
+        if not self._is_open:
+            return
+        self._is_open = False
+        try:
+            self._series.settle()
+        finally:
+            unused = list(self._used)[len(self._used) - self._count_unbegun() :]
+            self._used.clear()
+            self._elements.end_lending(self._unbegun)
+            if self._is_own:
+                self._elements.close()
+            else:
+                self._elements.give_back(unused)
+        for number in range(self._taken, self._series.begun):
+            try:
+                self._series.take()
+            except KeyboardInterrupt:
+                pass  # cancelled
+            except BaseException as error:  # noqa: BLE001  (whatever the user's code raises)
+                _log.warning("step %d failed after its loop was left: %s", number + 1, repr(error))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # the service may be gone, and whoever is interested has heard of it
+            self.close()
+
+    def _unbegun(self) -> int:
+        """How many of the last elements belong to steps that have not begun. Waits for steps that were sent ahead."""
+        self._series.settle()
+        return self._count_unbegun()
+
+    def _count_unbegun(self) -> int:
+        return len(self._used) - (self._series.begun + self._series.ahead - self._taken)
+
+    def _send_ahead(self) -> None:
+        """Take elements and send their steps, as many as may be under way."""
+        while len(self._used) <= self._series.lookahead and not self._series.has_failed and self._at_end is None:
+            if self._pulled == self._limit:
+                return
+            try:
+                element = next(self._elements)
+            except StopIteration:
+                self._limit = self._pulled
+                return
+            except Exception as error:  # noqa: BLE001  (raised where the element would have come)
+                self._at_end = error
+                return
+            self._used.append(element)
+            try:
+                self._send(element)
+            except Exception as error:  # noqa: BLE001  (as above)
+                self._at_end = error
+                self._elements.give_back([self._used.pop()])
+                return
+            self._pulled += 1
+
+
+class LocalSeries:
+    """Steps of the default strategy: each is carried out, here, when its result is wanted."""
+
+    lookahead = ahead = 0
+
+    def __init__(self, call: Callable[[Callable[..., Any], Arguments], list[Any]]) -> None:
+        """``call`` calls a function with the arguments of each replica."""
+        self._call = call
+        self.begun = self.succeeded = 0
+        self.has_failed = False
+        self._next: deque[Callable[[], list[Any]]] = deque()
+
+    def send(self, function: Callable[..., Any], arguments: Arguments) -> None:
+        """Remember the step."""
+        self._next.append(lambda: self._call(function, arguments))
+
+    def take(self) -> list[Any]:
+        """Call the function."""
+        self.begun += 1
+        self.has_failed = True
+        result = self._next.popleft()()
+        self.has_failed = False
+        self.succeeded += 1
+        return result
+
+    def settle(self, *, cancel: bool = False) -> None:
+        """Nothing is under way between two steps."""
+
+
+def check(fn: object, dataset: object, replicas: int, steps: object, kwargs: object, lookahead: object) -> None:
+    """Raise TypeError or InvalidArgumentError for what ``run_steps`` over so many ``replicas`` cannot work with."""
+    if not callable(fn):
+        raise TypeError(f"fn must be callable, not {fn!r}")
+    if not isinstance(dataset, DistributedDataset | DistributedFromFunction | DistributedIterator):
+        raise TypeError(
+            f"run_steps takes a distributed data set or an iterator of one, not a {type(dataset).__name__}; use "
+            "strategy.experimental_distribute_dataset(dataset)"
+        )
+    if dataset.replicas != replicas:
+        raise InvalidArgumentError(
+            f"the data set is split over {dataset.replicas} replicas, this strategy has {replicas}; distribute it with "
+            "this strategy"
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(f"kwargs must be a mapping, not {type(kwargs).__name__}")
+    for name, value in (("steps", steps), ("lookahead", lookahead)):
+        if name == "steps" and value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, not {value!r}")
+        if value < 0:
+            raise InvalidArgumentError(f"{name} must not be negative, but is {value}")
+        if name == "lookahead" and value > MOST_AHEAD:
+            raise InvalidArgumentError(f"lookahead must be at most {MOST_AHEAD}, but is {value}")

@@ -1,0 +1,368 @@
+"""The strategy over its service, and the default strategy without one. What both can do is in ``base``."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+from weakref import WeakValueDictionary, ref
+
+from central_storage.core import context, devices, logical_devices
+from central_storage.core.backends import Carriage, ControllerBackend, ReplicaBackend
+from central_storage.core.composites import Composite
+from central_storage.core.handles import Handle, HandleTable, handle_id
+from central_storage.core.options import ValueContext
+from central_storage.core.pipeline import Series
+from central_storage.core.recovery_options import Recovery
+from central_storage.core.variable_sets import VariableSets
+from central_storage.optimizers import Optimizer, optimizer_of
+from central_storage.variables.variable import Variable
+from cs_proto import messages
+from cs_proto.errors import ConfigurationError, ContextError, ShutdownError
+from cs_proto.messages import Counters
+
+from .base import StrategyBase
+from .run_steps import LocalSeries
+
+if TYPE_CHECKING:
+    from central_storage.checkpoint import graph
+
+__all__ = ["CentralStorageStrategy", "DefaultStrategy"]
+
+
+class CentralStorageStrategy(StrategyBase, Handle):
+    """Synchronous data-parallel training on one machine; every variable exists once, in the parameter process.
+
+    ``compute_devices`` lists one device per replica (``"cpu:0"``, ``"/gpu:1"``, full names), or a tuple of as many
+    devices for each; None means the launcher's devices under ``cs-launch``, else every GPU, else one CPU.
+    ``parameter_device`` holds the variables; None means the only compute device, or CPU 0. Without a launcher the
+    constructor starts the service and ``shutdown()``, the end of the script or its death stops it.
+
+    ``seed`` seeds Python's, NumPy's, CuPy's and torch's random state in each replica of each run.
+    ``start_timeout`` (seconds) limits the start.
+
+    ``in_process`` runs the service in threads of the script, for a debugger and for fast tests: replicas take turns,
+    so ``breakpoint()`` in a replica function works, and results have the same bits. Such a service is always one of
+    its own, also under ``cs-launch``. What ends a worker process ends the script there: ``os._exit``, a crash in
+    native code.
+
+    A worker that dies is started again and the run goes on, with the same bits; so does the server, unless
+    ``server_recovery`` is False, which makes updates a little cheaper. ``max_restarts`` limits how often that is done
+    in all. With ``step_timeout`` (seconds) a worker that is waited for and of which nothing was heard for so long is
+    killed and started again, too: it must be more than a replica needs from one merge point to the next. What a replica
+    function prints, or does to files, before its worker dies it does once more. These three mean nothing
+    ``in_process``, where nothing dies alone, and under ``cs-launch``, whose own options of these names count.
+
+    Raises DeviceError (a ValueError) for a device that does not exist, ConfigurationError for an option that
+    makes no sense, LaunchError where the service does not come up, ContextError inside a replica.
+    """
+
+    def __init__(
+        self,
+        compute_devices: Sequence[str | Sequence[str]] | None = None,
+        parameter_device: str | None = None,
+        *,
+        seed: int = 0,
+        in_process: bool = False,
+        start_timeout: float = 60.0,
+        step_timeout: float | None = None,
+        server_recovery: bool = True,
+        max_restarts: int = 3,
+    ) -> None:
+        if context.is_worker():
+            raise ContextError(
+                "a strategy cannot be made inside a worker; make it in your script and let the function capture it"
+            )
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 63:
+            raise ConfigurationError(f"seed must be an int from 0 to 2**63 - 1, not {seed!r}")
+        if (
+            isinstance(start_timeout, bool)
+            or not isinstance(start_timeout, (int, float))
+            or not 0 < start_timeout < 1e6
+        ):
+            raise ConfigurationError(
+                f"start_timeout must be seconds, more than 0 and less than 1e6, not {start_timeout!r}"
+            )
+        recovery = Recovery(max_restarts, server_recovery, step_timeout)
+        from .open_service import open_service
+
+        backend = open_service(
+            compute_devices,
+            parameter_device,
+            seed=seed,
+            start_timeout=start_timeout,
+            in_process=bool(in_process),
+            recovery=recovery,
+        )
+        self._init(backend, backend.compute_devices, backend.parameter_device)
+        backend.resolve_handles(self.object_for, self.adopt, self._handles.get)
+
+    @classmethod
+    def from_backend(
+        cls, backend: ControllerBackend, compute_devices: Sequence[str], parameter_device: str
+    ) -> CentralStorageStrategy:
+        """The handle of a strategy whose service runs elsewhere; what a worker holds."""
+        self = cls.__new__(cls)
+        self._init(backend, compute_devices, parameter_device)
+        return self
+
+    def _init(self, backend: ControllerBackend, compute_devices: Sequence[str], parameter_device: str) -> None:
+        self._backend = backend
+        self._compute_devices = tuple(compute_devices)
+        self._parameter_device = parameter_device
+        self._optimizers: list[ref[Optimizer]] = []  # gone through at every run
+        self._lock = threading.Lock()  # replicas of one process make optimizers, too
+        self._averages: WeakValueDictionary[str, Any] = WeakValueDictionary()
+        self._claimed: set[str] = set()
+        self._variable_sets = VariableSets()
+        self._handles = HandleTable(
+            {
+                "strategy": lambda number: self,
+                "variable": lambda number: Variable.from_record(self, self._catalogue.variable(number)),
+                "optimizer": lambda number: optimizer_of(self, self._catalogue.optimizer(number)),
+            }
+        )
+
+    def _cs_handle(self) -> tuple[str, int]:
+        return ("strategy", 0)
+
+    # --- what the rest of the package needs ---------------------------------------------------------------------
+
+    @property
+    def controller(self) -> ControllerBackend:
+        """The seam to the service."""
+        return self._backend
+
+    @property
+    def devices_by_replica(self) -> list[list[str]]:
+        """The devices of each replica, as full names."""
+        return [[devices.full_name(device) for device in devices.logical_devices(r)] for r in self._compute_devices]
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas."""
+        return len(self._compute_devices)
+
+    def call(
+        self, function: Callable[..., Any], arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+    ) -> list[Any]:
+        """Call ``function`` once per replica, in their processes; the results in replica order."""
+        self.evaluate_schedules()
+        return self._backend.run(function, arguments)
+
+    def series(self, lookahead: int) -> Series:
+        """What carries out steps that are sent ahead."""
+        return self._backend.series(lookahead)
+
+    def carrier(self) -> Carriage:
+        """What copies an array to where the replicas read it."""
+        return self._backend.carrier()
+
+    @property
+    def variable_sets(self) -> VariableSets:
+        """Those of which replicas of this process have asked gradient buffers."""
+        return self._variable_sets
+
+    @property
+    def handles(self) -> HandleTable:
+        """The objects that stand for things in the server."""
+        return self._handles
+
+    @property
+    def extended_parameter_device(self) -> str:
+        """The parameter device as a full name."""
+        return devices.full_name(self._parameter_device)
+
+    def object_for(self, kind: str, number: int) -> Handle:
+        """The one object of this process for a handle that came from another process."""
+        return self._handles.resolve(kind, number)
+
+    def adopt(self, handle: Any) -> tuple[str, int]:
+        """What stands for ``handle`` on its way to a replica: ``("foreign", 0)`` for another strategy's variable, which
+        goes as its value. Raises ContextError for anything else of another strategy."""
+        if isinstance(handle, Composite):
+            handle.adopt(self)
+            return ("composite", 0)
+        if isinstance(handle, Optimizer):
+            handle.adopt(self)
+        elif isinstance(handle, Variable):
+            handle.adopt(self)
+            if handle.strategy is not self:
+                return ("foreign", 0)
+        elif (handle if isinstance(handle, CentralStorageStrategy) else handle.strategy) is not self:
+            raise ContextError(f"{handle!r} belongs to another strategy and cannot be used in a replica of this one")
+        return handle_id(handle)
+
+    def claim(self, average: object, name: str) -> str:
+        """A name that no other moving average of this strategy has or had."""
+        names = itertools.chain([name], (f"{name}.{n}" for n in itertools.count(1)))
+        free = next(each for each in names if each not in self._claimed)
+        self._claimed.add(free)
+        self._averages[free] = average
+        return free
+
+    def _handle_of(self, record: messages.Variable) -> Variable:
+        found = self._handles.get("variable", record.number)
+        return found if isinstance(found, Variable) else Variable.from_record(self, record)
+
+    @property
+    def _catalogue(self) -> ControllerBackend | ReplicaBackend:
+        return context.current_replica(self) or self._backend
+
+    def remember(self, handle: Handle) -> None:
+        """Let ``handle`` be the one object for its number in this process."""
+        self._handles.add(handle)
+        if isinstance(handle, Optimizer):
+            with self._lock:
+                living = [known for known in self._optimizers if known() not in (None, handle)]
+                self._optimizers = [*living, ref(handle)]
+
+    def evaluate_schedules(self) -> None:
+        """Bring learning rates that only the client can work out up to the steps made so far."""
+        for known in self._optimizers:
+            if (optimizer := known()) is not None:
+                optimizer.evaluate_schedule()
+
+    # --- ours ---------------------------------------------------------------------------------------------------
+
+    @property
+    def address(self) -> str:
+        """The run directory of the service: what ``connect`` takes, in any process of the same user."""
+        return self._backend.address
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """Every variable of the strategy, in the order in which they were made."""
+        return tuple(map(self._handle_of, self._catalogue.variables()))
+
+    def save(self, directory: str | os.PathLike[str], *, data: Any = None) -> str:
+        """Write all variables, optimizers and moving averages, the number of runs (random numbers follow from it), and
+        the positions in ``data`` to ``directory``, which is made if need be. Returns the path of the file.
+
+        ``data`` is a distributed data set or an iterator of one, or a list, tuple or dict of them.
+
+        The file is replaced as a whole: a kill at any moment leaves the last one. Raises OSError where the disk
+        refuses, InvalidArgumentError for ``data`` that has no position, ContextError in a replica, ShutdownError after
+        ``shutdown()``.
+        """
+        from central_storage.checkpoint import graph  # late, like below: no step needs it
+
+        path = self._file(directory)
+        graph.save(path, self._everything(data), {})
+        return path
+
+    def restore(self, directory: str | os.PathLike[str], *, data: Any = None) -> graph.Status:
+        """Set variables (by name), optimizers (in the order in which they were made), moving averages and ``data`` to
+        what :meth:`save` wrote; its devices may have been others. Make all of them first, as the script did that saved.
+
+        All is checked before anything is set. Raises CheckpointError (a ValueError) where there is no whole checkpoint
+        or something has another shape or dtype, CheckpointMismatchError where either side has what the other has not.
+        """
+        from central_storage.checkpoint import graph
+
+        return graph.restore(self._file(directory), self._everything(data), strict=True)[0]
+
+    def _file(self, directory: str | os.PathLike[str]) -> str:
+        from central_storage.checkpoint import graph
+
+        return graph.find_file(os.path.join(directory, "strategy"))
+
+    def _everything(self, data: Any) -> dict[str, Any]:
+        from central_storage.checkpoint import graph
+
+        if data is not None:
+            graph.require_trackable("data", data)
+        averages = dict(sorted(self._averages.items()))
+        shadows = {shadow for average in averages.values() for _, shadow in average.averages()}
+        return {
+            "variables": {variable.name: variable for variable in self.variables if variable not in shadows},
+            "optimizers": self._handles.of_kind("optimizer"),
+            "moving_averages": averages,
+            "data": data,
+        }
+
+    def statistics(self) -> Counters:
+        """A snapshot of the server's counters, with what each replica brought. Sizes are bytes, times seconds."""
+        return self._backend.statistics()
+
+    def shutdown(self) -> None:
+        """Stop the service that this strategy started, or leave the launcher's. Idempotent; also done at exit."""
+        self._backend.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        return (
+            f"<CentralStorageStrategy of {self.num_replicas_in_sync} replicas ({', '.join(self._compute_devices)}), "
+            f"parameters on {self._parameter_device}>"
+        )
+
+
+class DefaultStrategy(StrategyBase):
+    """What ``get_strategy()`` gives outside every scope: one local replica, no process, no variables of its own."""
+
+    def __init__(self) -> None:
+        self.replica_context = context.ReplicaContext(self, None)
+
+    @property
+    def controller(self) -> NoReturn:
+        """There is no service behind the default strategy."""
+        _no_service()
+
+    @property
+    def variable_sets(self) -> NoReturn:
+        """Nobody asks for gradient buffers where there is no service."""
+        _no_service()
+
+    @property
+    def devices_by_replica(self) -> list[list[str]]:
+        """One replica, on the CPU."""
+        return [[self.extended_parameter_device]]
+
+    @property
+    def extended_parameter_device(self) -> str:
+        """The CPU."""
+        return devices.full_name("cpu:0")
+
+    def remember(self, handle: Handle) -> NoReturn:
+        """There is nothing that a handle could stand for."""
+        _no_service()
+
+    def call(
+        self, function: Callable[..., Any], arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+    ) -> list[Any]:
+        """Call ``function`` here."""
+        ((args, kwargs),) = arguments
+        with context.enter_replica(self, None):
+            return [function(*args, **kwargs)]
+
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """``value_fn(ValueContext())`` as it is: there is one replica, and it is here."""
+        return value_fn(ValueContext())
+
+    def series(self, lookahead: int) -> LocalSeries:
+        """What carries out steps here, one after the other."""
+        return LocalSeries(self.call)
+
+    def logical_devices_here(self) -> tuple[Sequence[str], logical_devices.Place]:
+        """The CPU, where every array is."""
+        return self.devices_by_replica[0], lambda array, device: array
+
+    def __repr__(self) -> str:
+        return "<the default strategy: one local replica>"
+
+
+def _no_service() -> NoReturn:
+    raise ShutdownError("the default strategy has no service; make a CentralStorageStrategy and enter its scope")
+
+
+context.set_default(DefaultStrategy().replica_context)

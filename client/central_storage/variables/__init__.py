@@ -1,0 +1,1 @@
+"""Variables, sets of variables, gradient buffers, moving averages."""

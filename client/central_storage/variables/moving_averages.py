@@ -1,0 +1,176 @@
+"""Exponential moving averages of variables: a shadow beside each, which follows it more slowly."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from central_storage.core.composites import Composite
+from central_storage.core.context import (
+    current_replica,
+    enter_cross_replica,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+)
+from central_storage.core.values import VariableAggregation
+from cs_proto.errors import ContextError, InvalidArgumentError
+
+from .variable import Variable
+
+if TYPE_CHECKING:
+    from central_storage.core.backends import Strategy
+
+__all__ = ["ExponentialMovingAverage"]
+
+
+class ExponentialMovingAverage(Composite):
+    """Keeps for every variable it is applied to an average: ``average -= (1 - decay) (average - value)``.
+
+    ``decay`` is a number from 0 to 1, usually near 1. With ``num_updates``, a number or a variable, the smaller of
+    ``decay`` and ``(1 + num_updates) / (10 + num_updates)`` counts, so that the average follows faster at first.
+
+    The average of ``w`` is a variable named ``w/ExponentialMovingAverage``, which begins as the value of ``w`` when
+    the average is first applied to it; a second moving average of a strategy gets a name of its own. Made under
+    ``strategy.scope()`` it belongs to that strategy; made outside every scope, to the first whose ``run`` takes it
+    along, and using it in a second one is a ContextError (a RuntimeError), as making one in a replica is.
+
+    Raises InvalidArgumentError (a ValueError) for a decay outside [0, 1].
+
+    >>> w, average = Variable(1.0), ExponentialMovingAverage(0.75)
+    >>> average.apply([w])
+    >>> average.apply([w.assign(3.0)])
+    >>> float(average.average(w))
+    1.5
+    """
+
+    def __init__(self, decay: float, num_updates: Any = None, name: str = "ExponentialMovingAverage") -> None:
+        if has_strategy() and get_replica_context() is not None:
+            raise ContextError("a moving average is made in the script, not by every replica; capture it")
+        if not 0 <= decay <= 1:
+            raise InvalidArgumentError(f"decay is a number from 0 to 1, not {decay!r}")
+        self._decay = float(decay)
+        self._num_updates = num_updates
+        self._name = name
+        self._strategy: Strategy | None = None
+        self._averages: dict[Variable, Variable] = {}
+        if has_strategy():
+            self.adopt(get_strategy())
+
+    @property
+    def decay(self) -> float:
+        """The decay, without ``num_updates``."""
+        return self._decay
+
+    @property
+    def name(self) -> str:
+        """Its name, which ends the names of its averages."""
+        return self._name
+
+    @property
+    def strategy(self) -> Strategy | None:
+        """The strategy it belongs to, if any yet."""
+        return self._strategy
+
+    def apply(self, var_list: Iterable[Variable]) -> None:
+        """Bring the average of each variable up to date, once, whatever the number of replicas; all must do it.
+
+        Raises TypeError for what is no variable of a floating-point dtype.
+        """
+        variables = list(var_list)
+        for variable in variables:
+            if not isinstance(variable, Variable) or variable.dtype.kind not in "fc":
+                raise TypeError(f"a moving average is of variables of a floating-point dtype, not {variable!r}")
+        self._find(variables)
+        for variable in variables:
+            average = self._averages.get(variable)
+            if average is None:
+                self._make(variable, variable.numpy())
+            else:
+                follow = variable.dtype.type(1 - self._decay_now())
+                average.assign_sub((average.current() - variable.current()) * follow)
+
+    def average(self, var: Variable) -> Variable | None:
+        """The variable that holds the average of ``var``; None where there is none yet."""
+        self._find([var])
+        return self._averages.get(var)
+
+    def average_name(self, var: Variable) -> str:
+        """What the average of ``var`` is called."""
+        return f"{var.name}/{self._name}"
+
+    def averages(self) -> list[tuple[Variable, Variable]]:
+        """Every variable that has an average, with it."""
+        if self._strategy is not None:
+            self._find(self._strategy.variables)
+        return list(self._averages.items())
+
+    def start(self, variable: Variable, value: np.ndarray) -> None:
+        """Set the average of ``variable``; make it where there is none yet."""
+        average = self.average(variable)
+        if average is None:
+            self._make(variable, value)
+        else:
+            average.assign(value)
+
+    def adopt(self, strategy: Strategy) -> None:
+        """Become a moving average of ``strategy``. Raises ContextError (a RuntimeError) where it is another's."""
+        if self._strategy is None:
+            self._strategy = strategy
+            self._name = strategy.claim(self, self._name)
+            for average in self._averages.values():
+                average.adopt(strategy, shared=True)
+        elif self._strategy is not strategy:
+            raise ContextError(f"moving average {self._name} belongs to another strategy; make one for each")
+
+    def _make(self, variable: Variable, value: np.ndarray) -> None:
+        strategy = variable.strategy
+        if strategy is not None:
+            self.adopt(strategy)
+        is_here = current_replica(strategy) is not None
+        with nullcontext() if strategy is None or is_here else enter_cross_replica(strategy):
+            self._averages[variable] = Variable(
+                value,
+                trainable=False,
+                name=self.average_name(variable),
+                # The replicas compute the same average from the same value.
+                aggregation=VariableAggregation.ONLY_FIRST_REPLICA,
+            )
+
+    def _find(self, variables: Iterable[Variable]) -> None:
+        """Learn of averages that replicas have made: they have no way to tell, but the names say it."""
+        ours = (v for v in variables if v.strategy is self._strategy and v not in self._averages)
+        unknown = {self.average_name(variable): variable for variable in ours}
+        if unknown and self._strategy is not None:
+            for found in self._strategy.variables:
+                # An earlier variable of that name, freed since, may have left an average, so that this one's name got a
+                # number; what is older than its variable is not its average.
+                variable = unknown.get(found.name, unknown.get(re.sub(r"_\d+$", "", found.name)))
+                if variable is not None and found.number > variable.number:
+                    self._averages.setdefault(variable, found)
+
+    def _decay_now(self) -> float:
+        if self._num_updates is None:
+            return self._decay
+        updates = float(self._num_updates)
+        return min(self._decay, (1 + updates) / (10 + updates))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExponentialMovingAverage:
+        return self  # its averages are known by its name
+
+    def _cs_key(self) -> tuple[Hashable, ...]:
+        return () if self._strategy is None else (id(self._strategy), self._name)
+
+    def _cs_state(self) -> dict[str, Any]:
+        return {**vars(self), "_averages": list(self._averages.items())}
+
+    def _cs_update(self, state: dict[str, Any]) -> None:
+        known = vars(self).get("_averages", {})  # also those that were found here
+        vars(self).update(state, _averages={**known, **dict(state["_averages"])})
+
+    def __repr__(self) -> str:
+        return f"<ExponentialMovingAverage {self._name!r} decay={self._decay:g}>"

@@ -1,0 +1,659 @@
+"""Variables: handles of arrays that live in the server.
+
+A variable holds no value. Inside a replica its array protocols give a read-only view of the server's own memory, which
+keeps its bits until the replica function returns, also through updates. Everywhere else, and by
+``value()``, ``read_value()`` and ``numpy()``, reading gives a copy that never changes.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from central_storage import nest
+from central_storage.core.context import (
+    call_site,
+    current_replica,
+    get_array_module,
+    get_strategy,
+    has_strategy,
+    reading,
+)
+from central_storage.core.devices import full_name
+from central_storage.core.handles import Handle
+from central_storage.core.values import (
+    DistributedValues,
+    IndexedSlices,
+    PerReplica,
+    VariableAggregation,
+    VariableSynchronization,
+    convert_to_tensor,
+)
+from cs_proto.arrays import dtype_name, is_wire_dtype
+from cs_proto.errors import ContextError, InvalidArgumentError
+from cs_proto.messages import AssignOp, VariableSpec, WriteOp
+from cs_proto.messages import Variable as VariableRecord
+from cs_proto.records import replace
+from cs_proto.scatter import write
+from cs_runtime.remote_segment import aligned_copy
+
+if TYPE_CHECKING:
+    from central_storage.core.backends import ControllerBackend, ReplicaBackend, Strategy
+
+__all__ = ["Variable", "constraints_after"]
+
+
+#: By kind of dtype: a Python number, whose dtype NumPy lets the other operand decide.
+_WEAK = {"i": 0, "f": 0.0, "c": 0j}
+
+#: DLPack's name of the machine's own memory.
+_DLPACK_CPU = (1, 0)
+
+#: The epoch of a variable that has kept no view, in which no thread reads.
+_NEVER = object()
+
+
+class _Local:
+    """The value of a variable that no strategy has adopted yet, and how often it was written. ``is_foreign``: what a
+    replica has of another strategy's variable, which it may only read."""
+
+    def __init__(self, value: np.ndarray, is_foreign: bool = False) -> None:
+        self.value = np.array(value)
+        self.version = 0
+        self.is_foreign = is_foreign
+
+
+class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
+    """An array held once, by the server, and changed only there.
+
+    Make it under ``strategy.scope()`` or inside a replica function. ``initial_value`` is an array, a number, a nest of
+    numbers or a callable that returns one; Python numbers become float32, int32, bool or complex128. ``dtype`` converts
+    it, integers to floating point too but not the reverse (TypeError). ``shape``, where given, must be the value's.
+    ``aggregation`` says how assigns made by several replicas become one; None is NONE. ``synchronization`` is stored;
+    of ON_READ a variable is not ``trainable``, else it is unless said. ``constraint`` is a function of the value, an
+    array, to a value of its shape and dtype, which every ``apply_gradients`` applies after its update.
+
+    In a replica ``np.asarray``, operators, indexing and DLPack read the server's memory without a copy. Such a view
+    keeps its bits until the replica function returns, and must not be kept longer; ``numpy()``, ``value()`` and
+    ``read_value()`` give copies that may be kept. A view that is held through an update is copied then.
+
+    Made outside every scope it is *local*: the value is held here until a strategy's ``run`` takes the variable along;
+    from then on it belongs to that strategy. Assigns to it in replicas need no aggregation and no agreement: each
+    replica's take effect in replica order. Another strategy's variable may be read in a replica, as it was when the
+    function was sent, and not written.
+
+    When nobody in the script holds it any more, the server frees it before the strategy's next operation; one that an
+    optimizer has updated, or that was made inside a replica, stays.
+
+    Raises InvalidArgumentError (a ValueError) for a value that does not fit, for a synchronization that is not one and
+    for ON_READ with ``trainable``, TypeError for a name, aggregation or constraint that is not one, MemoryPlanError
+    where the memory does not suffice.
+    """
+
+    def __init__(
+        self,
+        initial_value: Any,
+        trainable: bool | None = None,
+        name: str | None = None,
+        dtype: Any = None,
+        shape: tuple[int, ...] | None = None,
+        synchronization: VariableSynchronization = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation | None = VariableAggregation.NONE,
+        constraint: Callable[[np.ndarray], np.ndarray] | None = None,
+    ) -> None:
+        if aggregation is None:
+            aggregation = VariableAggregation.NONE
+        if not isinstance(aggregation, VariableAggregation):
+            raise TypeError(
+                f"aggregation must be a VariableAggregation such as cs.VariableAggregation.SUM, not {aggregation!r}"
+            )
+        if not isinstance(synchronization, VariableSynchronization):
+            raise InvalidArgumentError(f"synchronization must be a VariableSynchronization, not {synchronization!r}")
+        if trainable and synchronization is VariableSynchronization.ON_READ:
+            raise InvalidArgumentError("a variable with synchronization ON_READ is not trainable")
+        if trainable is None:
+            trainable = synchronization is not VariableSynchronization.ON_READ
+        if constraint is not None and not callable(constraint):
+            raise TypeError(f"constraint must be a function of the value, not {constraint!r}")
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"name must be a str, not {name!r:.100}")
+        value = _initial(initial_value, dtype)
+        if shape is not None and tuple(shape) != value.shape:
+            raise InvalidArgumentError(f"shape {tuple(shape)} was asked for, but the initial value has {value.shape}")
+        spec = VariableSpec(
+            name or "Variable",
+            dtype_name(value.dtype),
+            value.shape,
+            bool(trainable),
+            aggregation.value,
+            synchronization.value,
+            not has_strategy(),
+        )
+        self._make(get_strategy() if has_strategy() else None, spec, value, constraint)
+
+    def _make(
+        self,
+        strategy: Strategy | None,
+        spec: VariableSpec,
+        value: np.ndarray,
+        constraint: Any,
+        is_foreign: bool = False,
+    ) -> None:
+        self._constraint: Callable[[np.ndarray], np.ndarray] | None = constraint
+        if strategy is not None:
+            replica = current_replica(strategy)
+            self._become(strategy, (replica or strategy.controller).create(spec, value, call_site()))
+            if replica is None:
+                self._forget_at_the_end()
+            return
+        self._strategy: Strategy | None = None
+        self._number = 0
+        self._local: _Local | None = _Local(value, is_foreign)
+        self._describe(spec)
+
+    @classmethod
+    def from_record(cls, strategy: Strategy, record: VariableRecord) -> Variable:
+        """The handle of a variable that the server already has."""
+        self = cls.__new__(cls)
+        self._constraint = None
+        self._become(strategy, record)
+        return self
+
+    def adopt(self, strategy: Strategy, *, shared: bool = False) -> None:
+        """Become a variable of ``strategy`` where it is local: it moves into the server, with ``shared`` as one made
+        under the strategy's scope."""
+        if self._local is not None and not self._local.is_foreign:
+            spec = replace(self._spec, ordinary=False) if shared else self._spec
+            self._become(strategy, strategy.controller.create(spec, self._local.value, call_site()))
+            self._forget_at_the_end()
+
+    def _cs_parts(self) -> tuple[Callable[..., Variable], tuple[VariableSpec, np.ndarray]]:
+        return _foreign, (self._spec, self.numpy())
+
+    def _become(self, strategy: Strategy, record: VariableRecord) -> None:
+        self._strategy = strategy
+        self._number = record.number
+        self._local = None
+        self._describe(record.spec)
+        strategy.remember(self)
+
+    def _forget_at_the_end(self) -> None:
+        """Have the server free it when nobody holds this handle. Not for one made in a replica: other replicas, and
+        what functions keep in them, have handles of it too."""
+        weakref.finalize(self, self._controller.forget, self._number).atexit = False
+
+    def _describe(self, spec: VariableSpec) -> None:
+        self._spec = spec
+        self._dtype = np.dtype(spec.dtype)
+        self._view: np.ndarray
+        self._epoch: object = _NEVER
+
+    def _cs_handle(self) -> tuple[str, int]:
+        return ("variable", self._number if self._local is None else -id(self))
+
+    def _cs_code(self) -> object:
+        return self._constraint
+
+    def _cs_take_code(self, code: Any) -> None:
+        if self._constraint is None and self._strategy is not None:
+            self._strategy.variable_sets.forget()
+        self._constraint = code
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+        """A new variable of the same strategy, with the same value."""
+        made = memo[id(self)] = Variable.__new__(Variable)
+        constraint = copy.deepcopy(self._constraint, memo)
+        made._make(self._strategy, self._spec, self.numpy(), constraint)  # noqa: SLF001  (a constructor)
+        return made
+
+    # --- what it is -------------------------------------------------------------------------------------------
+
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether it was made outside every scope."""
+        return self._spec.ordinary
+
+    @property
+    def strategy(self) -> Strategy | None:
+        """The strategy whose variable this is; None for a local one, which none has taken along yet."""
+        return self._strategy
+
+    @property
+    def number(self) -> int:
+        """Its number in the server, from 1; 0 for a local one."""
+        return self._number
+
+    @property
+    def name(self) -> str:
+        """Unique in its strategy: a second ``w`` is ``w_1``."""
+        return self._spec.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape, fixed."""
+        return self._spec.shape
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self._spec.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return int(np.prod(self._spec.shape, dtype=np.int64))
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype, fixed."""
+        return self._dtype
+
+    @property
+    def trainable(self) -> bool:
+        """As given at creation."""
+        return self._spec.trainable
+
+    @property
+    def aggregation(self) -> VariableAggregation:
+        """How assigns made by several replicas become one."""
+        return VariableAggregation(self._spec.aggregation)
+
+    @property
+    def synchronization(self) -> VariableSynchronization:
+        """As given at creation; it changes nothing, since there is one copy."""
+        return VariableSynchronization(self._spec.synchronization)
+
+    @property
+    def constraint(self) -> Callable[[np.ndarray], np.ndarray] | None:
+        """What ``apply_gradients`` applies to the value after its update, where something was given."""
+        return self._constraint
+
+    @property
+    def device(self) -> str:
+        """The parameter device; the CPU for a local one."""
+        return full_name("cpu:0") if self._strategy is None else self._strategy.extended_parameter_device
+
+    @property
+    def version(self) -> int:
+        """How many commits have changed it."""
+        if self._local is not None:
+            return self._local.version
+        return (self._replica or self._controller).variable(self._number).version
+
+    @property
+    def T(self) -> np.ndarray:  # noqa: N802  (NumPy's name)
+        """The transpose of the value."""
+        return np.asarray(self).T
+
+    # --- reading ----------------------------------------------------------------------------------------------
+
+    def value(self) -> np.ndarray:
+        """A copy of the current value, which never changes: NumPy's, or CuPy's in a replica on a GPU."""
+        value = self.current()
+        return value if self._replica is None else value.copy()
+
+    read_value = value
+
+    def numpy(self) -> np.ndarray:
+        """A copy of the current value as a NumPy array, which never changes."""
+        return np.array(convert_to_tensor(self.current()))
+
+    def current(self) -> np.ndarray:
+        """What the array protocols give: a read-only view inside a replica, valid until its function returns, a copy
+        elsewhere.
+
+        Raises MemoryPlanError where views that are held through an update take more memory than there is.
+        """
+        if self._epoch is reading.epoch:
+            return self._view
+        if self._local is not None:
+            return aligned_copy(self._local.value)
+        replica = current_replica(self._strategy)
+        if replica is None:
+            return self._controller.read(self._number)
+        value = replica.view(self._number)
+        if reading.epoch is not None:
+            self._view = value  # first: Ctrl-C may come in between
+            self._epoch = reading.epoch
+        return value
+
+    def forget_view(self) -> None:
+        """Drop the view that was read last: the next read asks for a new one."""
+        if self._epoch is not _NEVER:
+            self._epoch = _NEVER  # first: Ctrl-C may come in between
+            del self._view
+
+    def sparse_read(self, indices: Any, name: str | None = None) -> np.ndarray:
+        """A copy of the rows ``indices`` (integers of any shape): their shape, then that of a row. Only these move.
+
+        Raises InvalidArgumentError (a ValueError) for a variable without axes, indices that are no integers, and rows
+        that it does not have.
+        """
+        return self._read_rows("sparse_read", indices)
+
+    def _read_rows(self, what: str, indices: Any) -> np.ndarray:
+        """As :meth:`sparse_read`; errors speak of ``what``."""
+        rows = self._rows(what, indices)
+        if self._local is not None:
+            copied: np.ndarray = self._local.value[rows]
+            return copied
+        return (self._replica or self._controller).read_rows(self._number, rows)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """A read-only view inside a replica, valid until its function returns: after that it shows whatever the server
+        writes. A copy elsewhere."""
+        if self._epoch is reading.epoch and dtype is None and not copy:  # most reads, and a step has a thousand
+            return self._view
+        value = self.current()
+        if type(value) is not np.ndarray:  # of a GPU, where the replica is on one
+            value = convert_to_tensor(value)
+        if dtype is None and not copy:
+            return value
+        return np.array(value, dtype) if copy else np.asarray(value, dtype)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        """NumPy's operators and ufuncs act on the value; a variable is never their output."""
+        if kwargs and any(isinstance(out, Variable) for out in kwargs.get("out", ())):
+            _refuse_in_place()
+        arrays = []
+        for x in inputs:
+            if isinstance(x, DistributedValues):
+                return NotImplemented
+            arrays.append(x.current() if isinstance(x, Variable) else self._like(x))
+        return ufunc(*arrays, **kwargs) if method == "__call__" else getattr(ufunc, method)(*arrays, **kwargs)
+
+    def _like(self, other: Any) -> Any:
+        """``other`` as an operand: a list of Python numbers has no dtype of its own, as a Python number has none."""
+        if not isinstance(other, (list, tuple)):  # as a union it would be made at every operator
+            return other
+        array = convert_to_tensor(other)
+        weak = array.dtype.kind in "ifc" and all(map(_is_python_number, nest.flatten(other)))
+        array = array.astype(np.result_type(self._dtype, _WEAK[array.dtype.kind])) if weak else array
+        return get_array_module().asarray(array)
+
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """The value for torch, JAX and others.
+
+        In a replica on a CPU a consumer that knows read-only memory (``max_version`` of (1, 0) or later) gets the
+        read-only view; any other gets a copy of its own. Elsewhere the value is a copy already. A copy begins at a
+        multiple of 64 bytes, so that JAX need not make another. Raises BufferError if ``copy`` is False and a copy
+        is needed, or if the value does not lie on ``dl_device``.
+        """
+        value = self.current()
+        options = {"stream": stream, "max_version": max_version, "dl_device": dl_device}
+        if not isinstance(value, np.ndarray):  # of a GPU
+            return value.__dlpack__(**_given(options | {"copy": copy}))
+        knows_read_only = max_version is not None and max_version[0] >= 1
+        is_view = not value.flags.writeable
+        if copy is False and not (is_view and knows_read_only):
+            why = (
+                "its memory is read-only, and only a consumer that asks for max_version (1, 0) or later can know that"
+                if is_view
+                else "outside a replica function the value is always a copy"
+            )
+            raise BufferError(f"copy=False: variable {self.name!r} cannot be shared here: {why}; leave copy out")
+        if is_view and (copy or not knows_read_only):
+            value = aligned_copy(value)
+        return value.__dlpack__(**_given(options))
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """The device of the value, as (DLPack's type of device, index). On a CPU nothing is read."""
+        replica = self._replica
+        if replica is None or replica.array_module() is np:
+            return _DLPACK_CPU
+        return replica.view(self._number).__dlpack_device__()
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Only where the value lies on a GPU: in a replica there."""
+        replica = self._replica
+        if replica is None or replica.array_module() is np:
+            raise AttributeError(f"variable {self.name} is not on a GPU here: no __cuda_array_interface__")
+        value: Any = replica.view(self._number)
+        replica.hold(value)
+        interface: dict[str, Any] = value.__cuda_array_interface__
+        return interface
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.current()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> NoReturn:
+        raise TypeError(
+            f"variable {self.name!r} has no items to set; assign the whole of it, or its rows with scatter_update"
+        )
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a variable without axes")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.current())
+
+    def __float__(self) -> float:
+        return float(self.current())
+
+    def __int__(self) -> int:
+        return int(self.current())
+
+    def __index__(self) -> int:
+        return self.numpy().__index__()
+
+    def __bool__(self) -> bool:
+        return bool(self.current())
+
+    __hash__ = object.__hash__  # the operators compare values; as a key a variable is itself
+
+    def __iadd__(self, other: object) -> NoReturn:  # type: ignore[misc]
+        _refuse_in_place()
+
+    __isub__ = __imul__ = __itruediv__ = __ifloordiv__ = __imod__ = __ipow__ = __iadd__
+
+    def __repr__(self) -> str:
+        shape = ", ".join(map(str, self.shape))
+        return f"<Variable {self.name!r} {self._spec.dtype}[{shape}] on {self.device}>"
+
+    # --- writing ----------------------------------------------------------------------------------------------
+
+    def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
+        """Set the value. In a replica all replicas must do it, and ``aggregation`` makes one value of theirs.
+
+        Raises InvalidArgumentError (a ValueError) for another shape or dtype, for a PerReplica, and in a replica of
+        several when ``aggregation`` is NONE; TypeError for Python numbers that the dtype cannot hold; ContextError (a
+        RuntimeError) inside another strategy's scope. Returns the variable (None with ``read_value=False``).
+        """
+        return self._assign("assign", value, read_value)
+
+    def assign_add(
+        self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
+    ) -> Any:
+        """Add to the value; otherwise as :meth:`assign`."""
+        return self._assign("assign_add", delta, read_value)
+
+    def assign_sub(
+        self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
+    ) -> Any:
+        """Subtract from the value; otherwise as :meth:`assign`."""
+        return self._assign("assign_sub", delta, read_value)
+
+    def scatter_add(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
+        """Add to rows; one named twice gets both. In a replica each replica's own write, which needs no agreement:
+        this replica reads it at once, the others after the next commit.
+
+        Raises TypeError for what is no IndexedSlices, InvalidArgumentError (a ValueError) for another dtype or row
+        shape and for rows that the variable does not have. Returns the variable.
+        """
+        return self._scatter("scatter_add", sparse_delta)
+
+    def scatter_sub(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
+        """Subtract from rows; otherwise as :meth:`scatter_add`."""
+        return self._scatter("scatter_sub", sparse_delta)
+
+    def scatter_update(
+        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
+    ) -> Variable:
+        """Set rows; of one named twice the last counts. Otherwise as :meth:`scatter_add`."""
+        return self._scatter("scatter_update", sparse_delta)
+
+    def _assign(self, op: AssignOp, value: Any, read_value: bool) -> Variable | None:
+        replica = self._replica
+        self._check_may_write(op, value)
+        is_python = not isinstance(value, np.generic | Variable) and not hasattr(value, "__array__")
+        is_aggregated = replica is not None and replica.replicas > 1 and not self._spec.ordinary
+        if is_aggregated:
+            self._check_aggregation(op, value)
+        array = convert_to_tensor(value, self._dtype if is_python else None)
+        self._check_fits(op, array, self.shape)
+        if replica is None or self._spec.ordinary:
+            self._write(op, array, None)
+        else:
+            replica.assign(self._number, op, array, call_site(), scalar=is_python)
+        return self if read_value else None
+
+    def _scatter(self, op: WriteOp, delta: IndexedSlices) -> Variable:
+        self._check_may_write(op, delta)
+        if not isinstance(delta, IndexedSlices):
+            raise TypeError(f"{self.name}.{op} takes an IndexedSlices, not {type(delta).__name__}")
+        rows = self._rows(op, delta.indices)
+        values = convert_to_tensor(delta.values)
+        self._check_fits(op, values, (*rows.shape, *self.shape[1:]))
+        self._write(op, values, rows)
+        return self
+
+    def _write(self, op: WriteOp, value: np.ndarray, rows: np.ndarray | None) -> None:
+        """Write without aggregation: here, by the controller, or as a note of this replica's."""
+        if self._dtype == np.bool_ and op not in ("assign", "scatter_update"):
+            raise InvalidArgumentError(f"{self.name}.{op}: bool cannot be added")
+        if self._local is not None:
+            write(self._local.value, op, value, rows)
+            self._local.version += 1
+        else:
+            (self._replica or self._controller).write(self._number, op, value, rows, call_site())
+
+    def _check_may_write(self, op: str, value: Any) -> None:
+        if isinstance(value, PerReplica):
+            raise InvalidArgumentError(f"{self.name}.{op} of a PerReplica: which component is meant? Reduce it first")
+        if self._local is not None and self._local.is_foreign:
+            raise ContextError(
+                f"variable {self.name} belongs to another strategy: a replica of this one may only read it"
+            )
+        if self._strategy is not None and has_strategy() and get_strategy() is not self._strategy:
+            raise ContextError(f"variable {self.name} of one strategy is written inside the scope of another")
+
+    def _check_aggregation(self, op: str, value: Any) -> None:
+        """What can be said of an assign in one of several replicas before they are compared."""
+        if self.aggregation is VariableAggregation.NONE:
+            raise InvalidArgumentError(
+                f"{self.name}.{op} in a replica: its aggregation is NONE, so replicas cannot agree on a value; make "
+                "the variable with aggregation=cs.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA"
+            )
+        if self.aggregation is VariableAggregation.SUM and isinstance(value, list | tuple):
+            raise InvalidArgumentError(
+                f"{self.name}.{op} of a {type(value).__name__} in a replica: its aggregation is SUM, which adds up "
+                "arrays; wrap it with numpy.asarray"
+            )
+
+    def _check_fits(self, op: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
+        if array.dtype != self._dtype:
+            raise InvalidArgumentError(
+                f"{self.name}.{op}: the variable has dtype {self._dtype}, the value {array.dtype}; convert it with "
+                f"astype('{self._dtype}')"
+            )
+        if array.shape != shape:
+            raise InvalidArgumentError(
+                f"{self.name}.{op}: the variable has shape {self.shape}, so the value must have shape {shape}, not "
+                f"{array.shape}; there is no broadcasting"
+            )
+
+    def _rows(self, what: str, indices: Any) -> np.ndarray:
+        """Row numbers as int64, checked."""
+        if not self.shape:
+            raise InvalidArgumentError(f"{self.name}.{what}: the variable has no axes, and so no rows")
+        array = convert_to_tensor(indices)
+        if array.size and array.dtype.kind not in "iu":
+            raise InvalidArgumentError(f"{self.name}.{what}: indices are integers, not {array.dtype}")
+        if array.size and not 0 <= int(array.min()) <= int(array.max()) < self.shape[0]:
+            wrong = array[(array < 0) | (array >= self.shape[0])].flat[0]
+            raise InvalidArgumentError(f"{self.name}.{what}: row {wrong} is outside [0, {self.shape[0]})")
+        return array.astype(np.int64, copy=False)
+
+    # --- ways to the server -----------------------------------------------------------------------------------
+
+    @property
+    def _replica(self) -> ReplicaBackend | None:
+        return None if self._strategy is None else current_replica(self._strategy)
+
+    @property
+    def _controller(self) -> ControllerBackend:
+        assert self._strategy is not None
+        return self._strategy.controller
+
+
+def constraints_after(pairs: Sequence[tuple[object, Variable]]) -> Callable[[object], None] | None:
+    """What ``apply_gradients`` has to merge_call after its update of these (gradient, variable) pairs; None where no
+    variable has a constraint. Raises RuntimeError for a constraint of a variable with a sparse gradient."""
+    constrained = [(gradient, variable) for gradient, variable in pairs if variable.constraint is not None]
+    for gradient, variable in constrained:
+        if isinstance(gradient, IndexedSlices):
+            raise RuntimeError(
+                f"variable {variable.name} has a constraint and a sparse gradient: the constraint is of the whole "
+                "value; take one away, or make the gradient dense"
+            )
+    if not constrained:
+        return None
+
+    def constrain(strategy: object) -> None:
+        for _, variable in constrained:
+            assert variable.constraint is not None
+            value = variable.constraint(variable.value())
+            try:
+                variable.assign(value)
+            except ValueError as error:
+                raise InvalidArgumentError(
+                    f"the constraint of {variable.name} gives what does not fit, after an update that stands: {error}"
+                ) from error
+
+    return constrain
+
+
+def _foreign(spec: VariableSpec, value: np.ndarray) -> Variable:
+    """What a replica has of another strategy's variable."""
+    made = Variable.__new__(Variable)
+    made._make(None, spec, value, None, is_foreign=True)  # noqa: SLF001  (a constructor)
+    return made
+
+
+def _initial(initial_value: Any, dtype: Any) -> np.ndarray:
+    value = initial_value() if callable(initial_value) else initial_value
+    if isinstance(value, DistributedValues):
+        raise InvalidArgumentError("the initial value of a variable is one value, not one per replica")
+    array = convert_to_tensor(value, dtype)
+    if not is_wire_dtype(dtype_name(array.dtype)) or array.dtype.kind in "US":
+        raise InvalidArgumentError(f"a variable cannot have dtype {array.dtype}")
+    return array
+
+
+def _is_python_number(value: object) -> bool:
+    return isinstance(value, int | float | complex) and not isinstance(value, np.generic)
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that are not None: older versions of NumPy and CuPy know fewer options."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _refuse_in_place() -> NoReturn:
+    raise RuntimeError(
+        "`variable += value` and `out=variable` look like updates and are none; use variable.assign_add(value)"
+    )

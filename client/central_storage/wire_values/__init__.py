@@ -1,0 +1,1 @@
+"""Values and exceptions as the closed vocabulary that travels between processes."""

@@ -1,0 +1,191 @@
+"""What comes back from a replica: data of a closed vocabulary, never code.
+
+Results, the arguments of merge_call and exceptions travel as ``Value`` and ``Error`` records. The vocabulary: None,
+bool, int, float, complex, str, bytes, the enums of ``central_storage.core.values``, NumPy dtypes; list, tuple, dict,
+OrderedDict, defaultdict (without its factory), named tuples that the receiver has; IndexedSlices, PerReplica, Mirrored
+and handles; whatever is like an array of a dtype that may travel. NumPy scalars are arrays of rank 0. Everything else
+is a :class:`~cs_proto.errors.ResultError` that names it. Nothing here unpickles, imports or calls what a peer names,
+one thing apart: an exception class of the user's that this process already has is built from its arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from central_storage.pickling.reconstruct import class_named
+from cs_proto.arrays import array_of
+from cs_proto.errors import (
+    CODES,
+    MemoryPlanError,
+    PeerProtocolError,
+    ReplicaError,
+    ResultError,
+    code_of,
+    replica_exception_class,
+)
+from cs_proto.failures import error_of
+from cs_proto.messages import Error, Value
+from cs_proto.records import replace
+
+from .body_codec import Place, Resolve, View, read_body, write_body
+
+__all__ = ["from_value", "to_error", "to_exception", "to_value"]
+
+
+def to_value(
+    obj: object, place: Place, name: str = "result", shared: Mapping[int, tuple[int, int]] | None = None
+) -> Value:
+    """``obj`` as data. ``place`` says where a larger array goes; ``name`` is what errors call ``obj``. Parts whose
+    ``id()`` is in ``shared`` arrive as ``values.Shared`` with the key found there.
+
+    Raises :class:`ResultError` (a TypeError) naming the part that is outside the vocabulary, refers to itself, or is
+    nested more than 64 deep, and what ``place`` raises.
+    """
+    return write_body(obj, place, name, shared or {})
+
+
+def from_value(value: Value, view: View, resolve: Resolve) -> Any:
+    """What ``value`` says. ``view`` gives the larger arrays, ``resolve`` the objects that handles stand for; small
+    arrays are copies. A defaultdict has no factory any more.
+
+    Raises :class:`PeerProtocolError` for whatever :func:`to_value` does not make, :class:`ResultError` for a named
+    tuple whose class this process does not have, and what ``view`` and ``resolve`` raise.
+    """
+    return read_body(value, view, resolve)
+
+
+def to_error(exc: BaseException, replica: int, merge_index: int, place: Place) -> Error:
+    """``exc`` as data: the nearest listed class, its arguments, and its traceback from the user's first frame on.
+
+    Arguments outside the vocabulary are replaced by ``str(exc)``; of the attributes that a class of the user gave it,
+    those outside are left out. ``merge_index`` is the number of merge points that ``replica`` had passed.
+    """
+    arguments: tuple[Any, ...] = exc.args
+    if isinstance(exc, OSError):
+        reduced: Any = exc.__reduce__()
+        arguments = reduced[1]  # with the names of files, which args leaves out
+    error = error_of(exc, replica, merge_index, _traceback(exc))
+    if _is_data(arguments):
+        error = replace(error, exception=code_of(type(exc)))
+    else:
+        arguments = (error.message,)
+    attributes = {name: value for name, value in vars(exc).items() if name[:2] != "__" and _is_data({name: value})}
+    try:
+        value = to_value((arguments, attributes), place)
+    except MemoryPlanError:  # large arrays as arguments: no room for them must not hide what happened
+        value = to_value(((error.message,), {}), array_of)
+    return replace(error, arguments=value)
+
+
+def to_exception(error: Error, view: View, resolve: Resolve) -> BaseException:
+    """The exception to raise for ``error``, with its traceback as a note.
+
+    It is of the class as it was raised where that is not a listed one and this process has it; else of the closed
+    table's class, or of a base of that which takes the arguments. ``replica`` and ``merge_index`` are set where the
+    class has no such attributes of its own. Raises :class:`PeerProtocolError` for a code that is not in the table.
+    """
+    arguments, attributes = _read_arguments(error, view, resolve)
+    exc = _as_raised(error, arguments, attributes) or _as_listed(error.exception, arguments)
+    if isinstance(exc, ReplicaError) or not hasattr(exc, "replica"):
+        vars(exc).update(replica=error.replica, merge_index=error.merge_index)
+    where = f"in replica {error.replica} (merge point {error.merge_index})" if error.replica >= 0 else "in the service"
+    if error.replica >= 0 or error.traceback:
+        exc.add_note(f"{where}:\n{_without_last(error.traceback, exc)}".rstrip(":\n"))
+    return exc
+
+
+def _without_last(remote: str, exc: BaseException) -> str:
+    """The traceback without its last words where Python prints them right above, as those of ``exc``."""
+    name = type(exc).__name__.removeprefix("Replica")
+    return remote.removesuffix(f"\n{name}: {exc}\n" if str(exc) else f"\n{name}\n")
+
+
+def _is_data(obj: object) -> bool:
+    try:
+        write_body(obj, array_of, "argument", {})
+    except ResultError:
+        return False
+    return True
+
+
+def _traceback(exc: BaseException) -> str:
+    summary = traceback.TracebackException.from_exception(exc)
+    own = tuple(
+        f"{Path(module.__file__).parent}{os.sep}"
+        for name in ("central_storage", "cs_runtime", "cs_worker")
+        if (module := sys.modules.get(name)) is not None and module.__file__
+    )
+    _trim(summary, own)
+    return "".join(summary.format())
+
+
+def _trim(summary: traceback.TracebackException, own: tuple[str, ...]) -> None:
+    """Take off the frames of this project that lead to the user's first one, of ``summary`` and what it came from."""
+    left = [summary]
+    for each in left:
+        users = next((n for n, frame in enumerate(each.stack) if not frame.filename.startswith(own)), 0)
+        del each.stack[:users]
+        left += [earlier for earlier in (each.__cause__, each.__context__) if earlier is not None]
+
+
+def _read_arguments(error: Error, view: View, resolve: Resolve) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if error.arguments is None:
+        return (error.message,), {}
+    try:
+        parts = from_value(error.arguments, view, resolve)
+    except ResultError:  # a named tuple that only the sender has
+        return (error.message,), {}
+    if type(parts) is tuple and list(map(type, parts)) == [tuple, dict] and all(type(name) is str for name in parts[1]):
+        return parts
+    raise PeerProtocolError(f"the arguments of a {error.exception} are not a tuple and attributes by name")
+
+
+def _as_raised(error: Error, arguments: tuple[Any, ...], attributes: dict[str, Any]) -> Exception | None:
+    """The exception as one of the class as it was raised; None where that is for the table, or cannot be."""
+    cls = class_named(error.origin)
+    if cls is None or not issubclass(cls, Exception) or cls.__module__ == "builtins" or cls in CODES.values():
+        return None
+    if code_of(cls) != error.exception:
+        return None
+    for make in (_construct, _restore):
+        try:
+            exc = make(cls, arguments)
+            if not isinstance(exc, OSError):
+                exc.args = arguments
+            vars(exc).update(attributes)
+            str(exc)
+        except Exception:  # noqa: BLE001  (the user's constructor, called with what is left of its arguments)
+            continue
+        if type(exc) is cls:
+            return exc
+    return None
+
+
+def _construct(cls: type[Exception], arguments: tuple[Any, ...]) -> Exception:
+    return cls(*arguments)
+
+
+def _restore(cls: type[Exception], arguments: tuple[Any, ...]) -> Exception:
+    """An exception whose constructor wants something else than what it told its base: as its base made it."""
+    exc = cls.__new__(cls, *arguments)
+    base = next(ancestor for ancestor in cls.__mro__ if ancestor.__module__ == "builtins")
+    base.__init__(exc, *arguments)  # type: ignore[misc]
+    return exc
+
+
+def _as_listed(code: str, arguments: tuple[Any, ...]) -> BaseException:
+    kind = replica_exception_class(code)
+    bases = [CODES[base.__name__] for base in kind.__mro__ if CODES.get(base.__name__) not in (None, kind)]
+    for cls in (kind, *bases):
+        with contextlib.suppress(TypeError):  # a UnicodeDecodeError is not made of a message alone
+            exc = cls(*arguments)
+            if isinstance(exc, SystemExit):
+                SystemExit.__init__(exc, *arguments)  # which Exception's hides
+            return exc
+    return ReplicaError(*arguments)

@@ -1,0 +1,1 @@
+"""What every process needs and what may use the operating system: mappings, mailboxes, sockets, the supervisor link."""

@@ -1,0 +1,167 @@
+"""A process's own memory for what is too large for a frame: batches and initial values, results and contributions.
+
+Bytes are placed one after the other and all freed together when the owner knows that every reader is done: the
+controller before its next run, worker and server when the next run of the client arrives. For the steps of a series,
+several of which are under way at once, it is divided into equal parts that are used in turn; so it grows with the
+size of a step and never with their number. What a reader still holds after that is left alone: the owner is told its
+ranges and places around them.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from cs_proto.arrays import INLINE_NBYTES, Array, Location, array_of, bytes_array, dtype_name, item_nbytes
+from cs_proto.errors import MemoryPlanError
+from cs_proto.ranges import merged, without
+from cs_proto.records import Buffer
+from cs_proto.sizes import in_units
+
+from .mapping import Mapping
+from .remote_segment import Carried
+
+__all__ = ["Arena"]
+
+_ALIGNMENT = 64
+# So much of its freed pages an arena keeps, and what was used last if that is more; others are given back, since one
+# large value should not cost memory for ever.
+_KEEP_NBYTES = 64 << 20
+
+
+class Arena:
+    """A bump allocator over one writable segment, opened when first needed."""
+
+    def __init__(
+        self,
+        open_segment: Callable[[], Mapping | Carried],
+        used: int = 0,
+        find: Callable[[np.ndarray], Array | None] | None = None,
+    ) -> None:
+        """``used`` bytes at the start belong to somebody: a process before this one. ``find`` says of uint8[n] where it
+        lies in another segment, if it does."""
+        self._find = find
+        self._open = open_segment
+        self._mapping: Mapping | Carried | None = None
+        self._part, self._parts = 0, 1
+        self._used = used  # of the part in use
+        self._held: Sequence[tuple[int, int]] = ()
+        self._touched = [_pages(0, used)] if used else []  # pages that take memory
+        # By address and size; the source is kept, so that its address stays its own.
+        self._shared: dict[tuple[int, int], tuple[np.ndarray, Array]] = {}
+
+    def place(self, value: np.ndarray) -> Array:
+        """A descriptor of ``value``: its bytes in a frame when small, else copied into the arena, once."""
+        if value.nbytes <= INLINE_NBYTES or value.dtype.hasobject:
+            return array_of(value)
+        native = value.dtype.newbyteorder("=")
+        return self.put(dtype_name(native), value)
+
+    def put(self, dtype: str, value: np.ndarray) -> Array:
+        """A copy of ``value`` in the arena, however small. Raises :class:`MemoryPlanError` as :meth:`new` does."""
+        target = self.new(dtype, value.shape)
+        assert self._mapping is not None
+        self._mapping.write(target, value)
+        return target
+
+    def new(self, dtype: str, shape: tuple[int, ...]) -> Array:
+        """Room for an array, from the beginning of a page on where it is large, so that a reader can hold its pages
+        alone. Raises :class:`MemoryPlanError` where the part in use, or what it lies in, is full."""
+        if self._mapping is None:
+            self._mapping = self._open()
+        nbytes = item_nbytes(dtype) * math.prod(shape)
+        alignment = mmap.PAGESIZE if nbytes > INLINE_NBYTES else _ALIGNMENT
+        start = -(-(self._start + self._used) // alignment) * alignment
+        for first, stop in self._held:
+            if start + nbytes <= first:
+                break
+            start = max(start, stop)
+        end = start + nbytes - self._start
+        if end > self._part_nbytes:
+            where = self._mapping.name if self._parts == 1 else f"one of {self._parts} parts of {self._mapping.name}"
+            raise MemoryPlanError(
+                f"{nbytes} bytes{in_units(nbytes)} do not fit into {where}: {self._used} of {self._part_nbytes} bytes"
+                f"{in_units(self._part_nbytes)} are in use; send or return less at a time"
+                + ("; results that the script holds lie there, too" if self._held else "")
+            )
+        touched = _pages(start, start + nbytes)
+        if missing := without([touched], self._touched):
+            for first, stop in missing:
+                self._mapping.reserve(first, stop)
+            self._touched = merged([*self._touched, touched])
+        self._used = end
+        return Array(dtype, shape, Location(self._mapping.name, start))
+
+    def share(self, data: Buffer) -> Array:
+        """A descriptor of ``data`` as uint8[n]: in a frame when small, else copied into the arena, once however often
+        it is shared before it is freed. ``data`` must not change in between. Not copied where it lies in a segment
+        already; then it is kept until the arena is freed."""
+        if type(data) is bytes and len(data) <= INLINE_NBYTES:
+            return bytes_array(data)
+        view = memoryview(data)
+        if view.nbytes <= INLINE_NBYTES:
+            return bytes_array(data)
+        source = np.frombuffer(view, np.uint8)
+        key = (source.ctypes.data, source.nbytes)
+        if key not in self._shared:
+            target = None if self._find is None else self._find(source)
+            if target is None:
+                target = self.put("uint8", source)
+            self._shared[key] = (source, target)
+        return self._shared[key][1]
+
+    def view(self, array: Array) -> np.ndarray:
+        """The memory behind a descriptor of this arena."""
+        assert self._mapping is not None
+        return self._mapping.view(array)
+
+    def mark(self) -> int:
+        """How far it is used, to free with :meth:`release` what is placed from now on."""
+        return self._used
+
+    def release(self, mark: int) -> None:
+        """Free what was placed since :meth:`mark`."""
+        self._shared.clear()
+        self._used = mark
+
+    def reset(self, part: int = 0, parts: int = 1, held: Sequence[tuple[int, int]] = ()) -> None:
+        """Free what lies in ``part`` of ``parts`` equal ones and place there from now on. What lies in the others stays
+        until their turn comes; another number of parts than before frees everything. What is ``held`` (whole pages of
+        the arena, ascending) stays what it is, wherever it lies."""
+        self._shared.clear()
+        keep = max(_KEEP_NBYTES // parts, self._used)
+        is_same = parts == self._parts
+        self._part, self._parts, self._used, self._held = part, parts, 0, held
+        if self._mapping is None or sum(stop - start for start, stop in self._touched) <= keep:
+            return
+        first, last = (self._start, self._start + self._part_nbytes) if is_same else (0, self._mapping.nbytes)
+        gone = []
+        for start, stop in without(self._touched, merged([(0, first), (last, self._mapping.nbytes), *held])):
+            kept = min(stop, start + keep // mmap.PAGESIZE * mmap.PAGESIZE)
+            keep -= kept - start
+            if kept < stop:
+                self._mapping.discard(kept, stop)
+                gone.append((kept, stop))
+        self._touched = without(self._touched, gone)
+
+    @property
+    def _part_nbytes(self) -> int:
+        assert self._mapping is not None
+        return self._mapping.nbytes // self._parts // mmap.PAGESIZE * mmap.PAGESIZE
+
+    @property
+    def _start(self) -> int:
+        """Where the part in use begins."""
+        return self._part * self._part_nbytes
+
+    def close(self) -> None:
+        """Let go of the memory: the service is over. Idempotent."""
+        self._mapping = None
+
+
+def _pages(start: int, stop: int) -> tuple[int, int]:
+    """The pages that bytes ``start`` to ``stop`` lie in."""
+    return start - start % mmap.PAGESIZE, -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,0 +1,170 @@
+"""Named places in the code where a test has something happen: a process killed between two lines, for one.
+
+``failpoint("server.heard")`` is a call of an empty function unless ``CS_FAILPOINTS`` is set when this module is
+imported. Its items are separated by semicolons::
+
+    CS_FAILPOINTS="server.commit=kill@3;worker.return[1]=sleep(0.5)"
+
+``name=action@n``: at the n-th time (default: the first) that a process comes there. ``name[r]`` means the process of
+replica r alone, and the name ``*`` every place. The actions: ``kill``, ``stop`` and ``segv`` are SIGKILL, SIGSTOP and
+SIGSEGV to the process itself; ``exit0`` is its immediate end with code 0; ``raise`` raises :class:`FailpointError`;
+``sleep(seconds)`` sleeps; ``note`` does nothing. Where ``CS_FAILPOINTS_DIR`` names a directory, an item takes effect
+once, in whichever process comes first, and a file with its text tells that it did; ``note`` leaves a file with the
+name of the place. Without it, what kills a process kills those that are started in its place as well.
+
+``CS_SABOTAGE`` names guarantees that are not kept, separated by commas: a test of the guarantee must fail then, or it
+would not notice either if the guarantee were gone. :func:`sabotaged` is False unless it is set.
+
+Only tests set these variables.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterable
+
+from cs_proto.frozen import frozen
+
+__all__ = ["FAILPOINTS", "SABOTAGES", "FailpointError", "failpoint", "failpoints_of", "sabotaged", "sabotages_of"]
+
+#: Every place, by the role whose process comes there.
+FAILPOINTS = (
+    # server
+    "server.heard",  # a message has been decoded; nothing follows from it yet
+    "server.decided",  # the engine has recorded an event; no command of it has been carried out
+    "server.commit",  # the commit counter is odd, no byte of a variable has changed
+    "server.kept",  # the old values of a piece of a commit are kept, nothing of it is overwritten
+    "server.phase",  # a phase of a commit is done, and not noted
+    "server.committed",  # all bytes have changed, the engine has not heard of it
+    "server.send",  # before a message is sent
+    # worker
+    "worker.run",  # a run has come; the function has not been called
+    "worker.ask",  # before a question is sent
+    "worker.return",  # the function has returned; nothing has been sent
+    "worker.returned",  # the return has been sent
+)
+
+#: Every guarantee that can be switched off, and what then happens.
+SABOTAGES = (
+    "no-dedup",  # the server acts on a request of a client as often as it comes
+    "no-undo",  # a server that is started again begins the commit at hand anew
+    "unguarded-read",  # the reader of the soak looks at the memory of a variable instead of asking the server
+    "replay-committed",  # a run is replayed although something of it is committed
+    "no-fence",  # the server acts on what a worker says whose place has been taken
+    "naive-retry",  # the training of the soak asks for a step once more, as a new one, where the answer is late
+)
+
+_ITEM = re.compile(
+    r"(?P<name>[^=\[]+)(?:\[(?P<rank>\d+)\])?=(?P<action>[^@(]+)(?:\((?P<seconds>[0-9.]+)\))?(?:@(?P<nth>\d+))?"
+)
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "segv": signal.SIGSEGV}
+_ACTIONS = {*_SIGNALS, "exit0", "raise", "sleep", "note"}
+
+
+class FailpointError(Exception):
+    """What the action ``raise`` raises."""
+
+
+@frozen
+class _Item:
+    text: str
+    name: str
+    action: str
+    seconds: float
+    nth: int
+
+
+def failpoints_of(spec: str, directory: str = "", rank: str = "") -> Callable[[str], None]:
+    """What :func:`failpoint` is where the environment says ``spec``.
+
+    ``directory`` and ``rank`` (of the worker that this process is, or "") are what ``CS_FAILPOINTS_DIR`` and ``RANK``
+    say. Raises ValueError where ``spec`` is malformed or names a place or action that is not there.
+    """
+    items: dict[str, list[_Item]] = {}
+    for text in filter(None, (piece.strip() for piece in spec.split(";"))):
+        item, wanted = _item(text)
+        if item.action == "note" and not directory:
+            raise ValueError(f"failpoint {text!r}: note needs a directory to leave its file in")
+        if wanted is None or wanted == rank:
+            for name in FAILPOINTS if item.name == "*" else (item.name,):
+                items.setdefault(name, []).append(item)
+    hits = dict.fromkeys(items, 0)
+
+    def reached(name: str) -> None:
+        if name not in hits:
+            if name not in FAILPOINTS:
+                raise ValueError(f"the failpoint {name!r} is not in cs_runtime.failpoints.FAILPOINTS")
+            return
+        hits[name] += 1
+        for item in items[name]:
+            if hits[name] == item.nth:
+                if item.action == "note":
+                    _claimed(directory, name)
+                elif not directory or _claimed(directory, item.text):
+                    _act(item, name)
+
+    return reached
+
+
+def sabotages_of(spec: str) -> Callable[[str], bool]:
+    """What :func:`sabotaged` is where the environment says ``spec``. Raises ValueError for a name that is not there."""
+    chosen = set(filter(None, (name.strip() for name in spec.split(","))))
+    if unknown := chosen - set(SABOTAGES):
+        raise ValueError(f"sabotage {', '.join(sorted(unknown))}: there are only {_listed(SABOTAGES)}")
+    return chosen.__contains__
+
+
+def _item(text: str) -> tuple[_Item, str | None]:
+    """The item and the rank it is for, None for all."""
+    found = _ITEM.fullmatch(text)
+    if found is None:
+        raise ValueError(f"failpoint {text!r}: expected name=action, name[rank]=action, or either with @n behind it")
+    name, action = found["name"], found["action"]
+    if name != "*" and name not in FAILPOINTS:
+        raise ValueError(f"failpoint {text!r}: there is no {name!r}, only {_listed(FAILPOINTS)}")
+    if action not in _ACTIONS or (action == "sleep") != (found["seconds"] is not None):
+        raise ValueError(f"failpoint {text!r}: the actions are {_listed(sorted(_ACTIONS))}, sleep with (seconds)")
+    return _Item(text, name, action, float(found["seconds"] or 0), int(found["nth"] or 1)), found["rank"]
+
+
+def _claimed(directory: str, text: str) -> bool:
+    """Whether no process has been here before for this; one is, from now on."""
+    try:
+        os.close(os.open(os.path.join(directory, text), os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _act(item: _Item, name: str) -> None:
+    if item.action in _SIGNALS:
+        os.kill(os.getpid(), _SIGNALS[item.action])
+    elif item.action == "exit0":
+        os._exit(0)
+    elif item.action == "raise":
+        raise FailpointError(f"the failpoint {name} was told to raise")
+    else:
+        signal.sigtimedwait((), item.seconds)  # sleeps: no signal is waited for
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names)
+
+
+if spec := os.environ.get("CS_FAILPOINTS"):
+    failpoint = failpoints_of(spec, os.environ.get("CS_FAILPOINTS_DIR", ""), os.environ.get("RANK", ""))
+else:
+
+    def failpoint(name: str) -> None:
+        """The process has come to the place ``name``, one of :data:`FAILPOINTS`."""
+
+
+if spec := os.environ.get("CS_SABOTAGE"):
+    sabotaged = sabotages_of(spec)
+else:
+
+    def sabotaged(name: str) -> bool:
+        """Whether the guarantee ``name``, one of :data:`SABOTAGES`, is not to be kept."""
+        return False

@@ -1,0 +1,118 @@
+"""The memory of the machine, the part of it that this process may still touch, and the addresses that it may map.
+
+Memory: the smaller of what the kernel calls available and what is left in every control group around this process
+(version 1, version 2, or both). Files in the page cache count as free, since the kernel gives them up first. Asked by
+the service before anything that could plan memory.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+from cs_proto.sizes import in_units
+
+__all__ = ["address_nbytes", "addresses_left", "available_nbytes", "total_nbytes"]
+
+# A process has 128 TiB of addresses on x86-64. The other half is for extensions of segments and for the rest of the
+# process, such as the runtime of a GPU.
+_ADDRESS_NBYTES = 64 << 40
+# (limit, usage, key in memory.stat of what the kernel can drop) for each version.
+_FILES = {
+    "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    "cgroup2": ("memory.max", "memory.current", "inactive_file"),
+}
+
+
+def total_nbytes() -> int:
+    """The size of the machine's memory in bytes; the same for as long as it runs."""
+    return _kernel_nbytes("MemTotal")
+
+
+def available_nbytes(proc: Path = Path("/proc/self")) -> int:
+    """Bytes that this process may still touch."""
+    available = _kernel_nbytes("MemAvailable")
+    for directory, version in _groups(proc):
+        left = _left(directory, version)
+        if left is not None:
+            available = min(available, left)
+    return max(0, available)
+
+
+def address_nbytes() -> int:
+    """The bytes of addresses that the segments of this process may take: half of all that it may map."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return _ADDRESS_NBYTES if limit == resource.RLIM_INFINITY else min(_ADDRESS_NBYTES, limit // 2)
+
+
+def addresses_left() -> str:
+    """The addresses that this process may still map, as text for an error."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    if limit == resource.RLIM_INFINITY:
+        return f"{used} bytes of addresses{in_units(used)} are in use, and no limit is set"
+    free = max(0, limit - used)
+    return f"{free} bytes of addresses{in_units(free)} are available under a limit of {limit} bytes{in_units(limit)}"
+
+
+def _kernel_nbytes(name: str, meminfo: Path = Path("/proc/meminfo")) -> int:
+    """What the kernel says of its memory by that name, in bytes. The import of psutil takes longer than its answer is
+    worth to each server that starts."""
+    line = next(line for line in meminfo.read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024  # "MemTotal:       16384 kB"
+
+
+def _left(directory: Path, version: str) -> int | None:
+    """Bytes left in one control group; None where it has no limit."""
+    limit, usage, droppable = _FILES[version]
+    try:
+        allowed = (directory / limit).read_text().strip()
+        if allowed == "max":
+            return None
+        used = int((directory / usage).read_text())
+        stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+        return int(allowed) - used + int(stat.get(droppable, 0))
+    except (OSError, ValueError):
+        return None  # a root group has no such files: no limit is set there
+
+
+def _groups(proc: Path) -> Iterator[tuple[Path, str]]:
+    """The directories of this process's memory control groups, from the innermost outwards."""
+    paths = dict(_paths(proc))
+    for line in _lines(proc / "mountinfo"):
+        # "36 35 98:0 /root /mount options [tags] - type source super-options"
+        mount, _, kind = line.partition(" - ")
+        version, _, options = kind.partition(" ")
+        if version not in _FILES or (version == "cgroup" and "memory" not in options.rpartition(" ")[2].split(",")):
+            continue
+        _, _, _, root, point, *_ = mount.split()
+        path = paths.get(version)
+        if path is None:
+            continue
+        # In a container without a namespace of its own the path is the host's and the mount shows only its end.
+        inside = os.path.relpath(path, root) if os.path.commonpath([path, root]) == root else "."
+        directory = Path(point, inside)
+        while True:
+            yield directory, version
+            if directory == Path(point) or len(directory.parts) <= 1:
+                break
+            directory = directory.parent
+
+
+def _paths(proc: Path) -> Iterator[tuple[str, str]]:
+    """Version and path of the memory control groups: ``4:memory:/a`` of version 1, ``0::/b`` of version 2."""
+    for line in _lines(proc / "cgroup"):
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            yield "cgroup2", path
+        elif "memory" in controllers.split(","):
+            yield "cgroup", path
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []  # no control groups, or no /proc: the machine's own figure stands alone

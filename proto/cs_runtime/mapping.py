@@ -1,0 +1,245 @@
+"""A mapped segment.
+
+Every segment is made by the supervisor on the server's request and handed out as a descriptor, so its contents
+outlive any other process. Its file is as long as its *reservation*, and only what is touched takes memory. It may
+become longer and never shorter, so a mapping made once stays valid for ever; a process that needs more maps the
+segment again. A reader's descriptor is open read-only: the kernel keeps a worker from writing parameters by mistake.
+Code that tries to write them on purpose can, since it runs as the same user.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+
+import numpy as np
+
+from cs_proto.arrays import Array, Location, view_of
+from cs_proto.errors import LocalProtocolError, MemoryPlanError
+from cs_proto.ranges import merged
+from cs_proto.sizes import in_units
+
+__all__ = ["Mapping", "read_only_at"]
+
+# Linux 5.14: populate page tables for writing; older kernels answer EINVAL and pages come at first touch.
+_MADV_POPULATE_WRITE = 23
+# Linux 6.1: have pages of 2 MiB take the place of small ones, also where the system's setting gives shared memory none.
+# With small pages, finding where a row of a large table lies takes as long as reading it.
+_MADV_COLLAPSE = 25
+_HUGE_NBYTES = 2 << 20
+# The module mmap does not offer these: a mapping in place of another, one of memory that is not accounted for, and
+# other rights to mapped pages.
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_libc = ctypes.CDLL(None, use_errno=True)
+_mmap, _mprotect = _libc.mmap, _libc.mprotect
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+# Name, address and length (bytes) of each read-only mapping of this process, as long as something views it.
+_read_only: weakref.WeakKeyDictionary[mmap.mmap, tuple[str, int, int]] = weakref.WeakKeyDictionary()
+
+
+def read_only_at(address: int) -> tuple[str, int] | None:
+    """The name of the segment that is mapped read-only at ``address``, and the offset there in bytes; None if there is
+    no such segment."""
+    for name, start, nbytes in list(_read_only.values()):
+        if start <= address < start + nbytes:
+            return name, address - start
+    return None
+
+
+class Mapping:
+    """A segment mapped into this process. Closing waits for nobody: views keep the pages until they go."""
+
+    def __init__(self, name: str, descriptor: int, nbytes: int, *, writable: bool, may_preserve: bool = False) -> None:
+        """Map ``nbytes`` of the open file ``descriptor``, which is owned from here on. ``may_preserve``: bytes
+        can be preserved; not for a writable mapping, nor for memory that a device reads, because its driver would copy
+        every page that it locks. Raises OSError, ValueError or OverflowError where it cannot be mapped."""
+        self.name = name
+        self.nbytes = nbytes
+        self.writable = writable
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        try:
+            kind = mmap.MAP_PRIVATE if may_preserve else mmap.MAP_SHARED
+            self._map, self._first = _mapped(descriptor, nbytes, protection, kind)
+        except (OSError, ValueError, OverflowError):
+            os.close(descriptor)
+            raise
+        self.memory = memoryview(self._map)[self._first : self._first + nbytes]
+        self._address: int = np.frombuffer(self.memory, np.uint8).__array_interface__["data"][0]
+        self._descriptor = descriptor
+        status = os.fstatvfs(descriptor)
+        # A file system of limited size must be asked before every first touch; the kernel's own memory has no size.
+        self._is_limited = writable and status.f_blocks > 0
+        #: Bytes that the segment, and the file system that it lies in, have room for.
+        self.room_nbytes = min(nbytes, status.f_blocks * status.f_frsize or nbytes)
+        if writable:
+            weakref.finalize(self, os.close, descriptor).atexit = False
+        else:
+            os.close(descriptor)
+            _read_only[self._map] = name, self._address, nbytes
+
+    @property
+    def free_nbytes(self) -> int | None:
+        """Bytes that are left where the segment lies; None where only the machine's memory limits it."""
+        if not self._is_limited:
+            return None
+        status = os.fstatvfs(self._descriptor)
+        return status.f_bavail * status.f_frsize
+
+    def reserve(self, start: int, stop: int) -> None:
+        """Make sure that bytes ``start`` to ``stop`` can be written: a store that meets a full file system would end
+        the process by SIGBUS. Costs nothing where only the machine's memory limits the segment.
+
+        Raises :class:`MemoryPlanError` where the file system has no room left.
+        """
+        if not self._is_limited or stop <= start:
+            return
+        try:
+            os.posix_fallocate(self._descriptor, start, stop - start)
+        except OSError as error:
+            planned, free = stop - start, self.free_nbytes or 0
+            raise MemoryPlanError(
+                f"segment {self.name}: {planned} bytes planned{in_units(planned)}, but the file system that it lies in "
+                f"has {free} bytes available{in_units(free)} ({error.strerror}); make the volume of the run directory "
+                "larger"
+            ) from error
+
+    def view(self, array: Array) -> np.ndarray:
+        """The array that the descriptor says lies in this segment; read-only where the segment is."""
+        if not isinstance(array.place, Location) or array.place.segment != self.name:
+            raise LocalProtocolError(f"{array} does not lie in segment {self.name}")
+        end = array.place.offset + array.nbytes
+        if end > self.nbytes:
+            raise LocalProtocolError(f"{array} ends at byte {end}, but segment {self.name} has {self.nbytes}")
+        return view_of(array, self.memory[array.place.offset : end])
+
+    def rows(self, array: Array, rows: np.ndarray) -> np.ndarray:
+        """A copy of these rows of the array; ``rows`` is int64 of any shape, within the array."""
+        return np.take(self.view(array), rows, axis=0)  # indexing takes three times as long
+
+    def write(self, array: Array, value: np.ndarray) -> None:
+        """Write ``value`` where the array lies."""
+        self.view(array)[...] = value
+
+    def elements(self, dtype: str) -> np.ndarray:
+        """The whole segment as a 1-D array of ``dtype``."""
+        return np.frombuffer(self.memory, dtype)
+
+    def populate(self, start: int, stop: int) -> None:
+        """Make the pages of bytes ``start`` to ``stop`` present now, so that no step pays for their first touch.
+
+        Raises :class:`MemoryPlanError` where the machine has no such memory left.
+        """
+        if stop <= start:
+            return
+        self.reserve(start, stop)
+        # Blocks that are of the range as a whole: of others a part may have been given back, and stays that.
+        low, high = start + -start % _HUGE_NBYTES, stop - stop % _HUGE_NBYTES
+        if low < high:
+            # Only what has a page already is made huge.
+            np.frombuffer(self.memory, np.uint8)[low:high:_HUGE_NBYTES] |= 0
+            with suppress(OSError):  # the kernel is older, or has no such page left
+                self._advise(_MADV_COLLAPSE, low, high)
+        self._touch(start, stop)
+
+    def _touch(self, start: int, stop: int) -> None:
+        try:
+            self._advise(_MADV_POPULATE_WRITE, start - start % mmap.PAGESIZE, stop)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise MemoryPlanError(
+                    f"bytes {start} to {stop} of segment {self.name} could not be made present: {error.strerror}"
+                ) from error
+            # A write of what stands there makes a page present. Only bytes of the range itself: others have owners.
+            touched = np.ctypeslib.as_array((ctypes.c_uint8 * (stop - start)).from_address(self._address + start))
+            touched[:1] |= 0
+            touched[-start % mmap.PAGESIZE :: mmap.PAGESIZE] |= 0
+
+    def detach(self, start: int, stop: int) -> None:
+        """Make these whole pages this process's own, where they are and with what they hold: nobody else writes them
+        or sees what is written, until :meth:`attach`. Raises :class:`MemoryPlanError` where there is no memory for
+        that."""
+        self._remap(start, stop, mmap.MAP_PRIVATE)
+        self._touch(start, stop)  # a page is a copy once it is written
+
+    def attach(self, start: int, stop: int) -> None:
+        """Make these whole pages those of the segment again."""
+        self._remap(start, stop, mmap.MAP_SHARED)
+
+    def preserve(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Keep these bytes (start, stop), and all bytes of their pages, as they are in this mapping, also when the
+        segment is written: the pages become private copies of this process. The mapping was made with
+        ``may_preserve``.
+
+        Raises :class:`MemoryPlanError` if the kernel has no memory for that; then nothing has changed.
+        """
+        pages = _pages(ranges)
+        try:
+            for start, stop in pages:
+                self._protect(start, stop, mmap.PROT_READ | mmap.PROT_WRITE)
+                self._touch(start, stop)
+                self._protect(start, stop, mmap.PROT_READ)
+        except MemoryPlanError:
+            for start, stop in pages:
+                self._advise(mmap.MADV_DONTNEED, start, stop)
+                _mprotect(self._address + start, stop - start, mmap.PROT_READ)
+            raise
+
+    def preserved_nbytes(self, ranges: Sequence[tuple[int, int]]) -> int:
+        """The bytes of memory that :meth:`preserve` takes for these ranges (start, stop)."""
+        return sum(stop - start for start, stop in _pages(ranges))
+
+    def _protect(self, start: int, stop: int, protection: int) -> None:
+        if _mprotect(self._address + start, stop - start, protection):
+            raise MemoryPlanError(
+                f"bytes {start} to {stop} of segment {self.name} could not be preserved: "
+                f"{os.strerror(ctypes.get_errno())}"
+            )
+
+    def _remap(self, start: int, stop: int, kind: int) -> None:
+        address = self._address + start
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        if _mmap(address, stop - start, protection, kind | _MAP_FIXED, self._descriptor, start) != address:
+            raise MemoryPlanError(
+                f"bytes {start} to {stop} of segment {self.name} could not be mapped again: "
+                f"{os.strerror(ctypes.get_errno())}"
+            )
+
+    def discard(self, start: int, stop: int) -> None:
+        """Give whole pages between ``start`` and ``stop`` back; they read as zeros afterwards."""
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = stop - stop % mmap.PAGESIZE
+        if last > first:
+            self._advise(mmap.MADV_REMOVE, first, last)
+
+    def _advise(self, advice: int, first: int, last: int) -> None:
+        self._map.madvise(advice, self._first + first, last - first)
+
+
+def _pages(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The pages in which these bytes (start, stop) lie, as ranges in ascending order."""
+    page = mmap.PAGESIZE
+    return merged((start - start % page, -(-stop // page) * page) for start, stop in ranges)
+
+
+def _mapped(descriptor: int, nbytes: int, protection: int, kind: int) -> tuple[mmap.mmap, int]:
+    """A mapping, and where in it the file begins: at an address at which huge pages can be mapped, where that can be
+    had. Raises OSError, ValueError and OverflowError."""
+    try:
+        room = mmap.mmap(-1, nbytes + _HUGE_NBYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, protection)
+    except (OSError, OverflowError):  # no room for 2 MiB more, or none that is not accounted for
+        return mmap.mmap(descriptor, nbytes, kind, protection), 0
+    address: int = np.frombuffer(room, np.uint8).__array_interface__["data"][0]
+    first = -address % _HUGE_NBYTES
+    # It takes the place of the room, and goes with it.
+    if _mmap(address + first, nbytes, protection, kind | _MAP_FIXED, descriptor, 0) != address + first:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return room, first

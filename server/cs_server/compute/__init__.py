@@ -1,0 +1,1 @@
+"""Updates on the CPU: rules, kernels, sparse rows, clipping, undo."""

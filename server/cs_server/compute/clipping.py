@@ -1,0 +1,69 @@
+"""Bounds of the summed gradient: of every element, of each variable's norm, of the norm of all.
+
+Owns what TensorFlow's clip functions mean, values first and then norms. Norms are added up in double precision over
+pieces of fixed size, so they do not depend on the number of threads. It knows no rule and no memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from cs_proto.frozen import frozen
+from cs_proto.optimizers import CLIPS, Hyperparameters
+from cs_server.rules import Array
+
+__all__ = ["Clipping", "square_of"]
+
+
+@frozen
+class Clipping:
+    """The bounds of one optimizer; None where there is none."""
+
+    clipvalue: float | None
+    clipnorm: float | None
+    global_clipnorm: float | None
+
+    @classmethod
+    def of(cls, hyperparameters: Hyperparameters) -> Clipping | None:
+        """The bounds that the hyperparameters set; None where they set none."""
+        if not any(name in hyperparameters for name in CLIPS):
+            return None
+        return cls(**{name: hyperparameters.get(name) for name in CLIPS})
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether something has to be known of the whole gradient before a part of it is bounded."""
+        return self.clipnorm is not None or self.global_clipnorm is not None
+
+    def bound(self, gradient: Array) -> None:
+        """Bound every element, in place."""
+        if self.clipvalue is not None:
+            limit = gradient.dtype.type(self.clipvalue)
+            np.clip(gradient, -limit, limit, out=gradient)
+
+    def factors(self, squares: Iterable[float]) -> list[float]:
+        """What the gradient of each variable is multiplied by, from the squared norm of each.
+
+        A norm that is not finite leaves nothing but nan under ``global_clipnorm``, as TensorFlow has it.
+        """
+        found = list(squares)
+        if self.clipnorm is not None:
+            return [_factor(math.sqrt(square), self.clipnorm) for square in found]
+        if self.global_clipnorm is not None:
+            norm = math.sqrt(sum(found))
+            return [_factor(norm, self.global_clipnorm) if math.isfinite(norm) else math.nan] * len(found)
+        return [1.0] * len(found)
+
+
+def square_of(gradient: Array) -> float:
+    """The squared norm of a piece, in double precision."""
+    with np.errstate(all="ignore"):
+        wide = gradient.astype(np.complex128 if gradient.dtype.kind == "c" else np.float64)
+        return float((wide * wide.conj()).real.sum())
+
+
+def _factor(norm: float, bound: float) -> float:
+    return norm if math.isnan(norm) else bound / max(norm, bound) if bound or norm else 1.0

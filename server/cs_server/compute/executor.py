@@ -1,0 +1,369 @@
+"""The arithmetic behind the engine's commands: what :class:`~cs_server.events.Compute` and
+:class:`~cs_server.events.Commit` ask for, on the memory where it lies.
+
+It decides nothing: a commit was checked before it was commanded and cannot fail halfway, so an exception out of one is
+a defect, after which no variable can be trusted. Where the end of a server interrupts it, `undo` says how far it is,
+and the next server's call with the same command carries it to its end. Called by the service, in its one thread; a
+large update is spread over threads of its own, which are done when the call returns.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from cs_proto import reduction
+from cs_proto.arrays import Array, array_of
+from cs_proto.errors import InvalidArgumentError
+from cs_proto.messages import WriteOp
+from cs_proto.optimizers import Hyperparameters
+from cs_proto.scatter import write
+from cs_runtime.failpoints import failpoint
+from cs_server.events import Apply, Commit, Compute, Dense, Fill, Rows, Write
+from cs_server.rules import RULES, Rule
+
+from .clipping import Clipping, square_of
+from .kernels import apply_dense, bound
+from .sparse import Merged, Table, merge, write_rows
+from .undo import KEPT_NBYTES, Lane, Undo
+
+__all__ = ["Arithmetic", "Memory"]
+
+# An update of fewer elements than this is done before another thread has woken up.
+_ELEMENTS_PER_THREAD = 1 << 17
+# Ranges are cut between cache lines, whatever the dtype.
+_ELEMENTS_PER_CUT = 64
+# So many plans of updates are kept: a set of variables has one for each dtype and set of gradient buffers.
+_PLANS = 256
+# Where gradients are bounded they are summed in pieces of this many elements, whose squares are added up in order.
+_PIECE = 1 << 16
+
+T = TypeVar("T")
+
+
+class Memory(Protocol):
+    """Where arrays lie."""
+
+    def view(self, array: Array) -> np.ndarray:
+        """The array behind a descriptor."""
+
+    def elements(self, name: str, dtype: str) -> np.ndarray:
+        """A whole segment as a 1-D array of ``dtype``."""
+
+    def discard(self, name: str, start: int, stop: int) -> None:
+        """Give the whole pages between two bytes of a segment back; they read as zeros afterwards."""
+
+
+class Arithmetic:
+    """Carries out computations and commits over ``memory``, updates on up to ``threads`` threads."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        threads: int,
+        place: Callable[[np.ndarray], Array] = array_of,
+        undo: np.ndarray | None = None,
+    ) -> None:
+        """``place`` says where the result of a computation goes, ``undo`` is the memory of :class:`~.undo.Undo`."""
+        self._memory = memory
+        self._place = place
+        self._undo = Undo(undo, threads)
+        # By the identity of the part, which is the same in every step of the same variables.
+        self._plans: dict[int, _Plan] = {}
+        # By the rule and the place.
+        self._tables: dict[tuple[object, ...], Table] = {}
+        self._pool = ThreadPoolExecutor(threads - 1, "apply") if threads > 1 else None
+
+    def compute(self, command: Compute) -> tuple[Array, ...]:
+        """The results of an all_reduce or all_gather, leaf by leaf.
+
+        Raises what :mod:`cs_proto.reduction` raises, and :class:`InvalidArgumentError` where the replicas bring
+        different numbers of leaves.
+        """
+        counts = [len(leaves) for leaves in command.components]
+        if len(set(counts)) > 1:
+            raise InvalidArgumentError(f"the replicas bring nests of different numbers of arrays: {counts}")
+        combine: Callable[[list[np.ndarray]], np.ndarray]
+        if command.reduce is not None:
+            op = command.reduce
+            combine = lambda arrays: reduction.reduce(op, arrays)  # noqa: E731
+        else:
+            combine = lambda arrays: reduction.gather(arrays, command.axis)  # noqa: E731
+        return tuple(
+            self._place(combine([self._memory.view(array) for array in leaf]))
+            for leaf in zip(*command.components, strict=True)
+        )
+
+    def commit(self, command: Commit) -> None:
+        """Carry out every operation, in order; of a commit that was under way, what is not done."""
+        if self.has_done(command.ticket):
+            return
+        self._undo.begin(command.ticket)
+        for operation in command.operations:
+            match operation:
+                case Apply():
+                    self._apply(operation)
+                case Write():
+                    self._write(operation)
+                case Fill():
+                    self._phase([operation], self._fill)
+        self._undo.end()
+
+    def has_done(self, ticket: int) -> bool:
+        """Whether the last commit was that one, and a server before this one has carried it out whole."""
+        return self._undo.is_done(ticket)
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def _apply(self, operation: Apply) -> None:
+        rule, given, t = RULES[operation.rule], dict(operation.hyperparameters), operation.t
+        sparse = [self._gradients(rows) for rows in operation.sparse]
+        clipping = Clipping.of(given)
+        if clipping is None:
+            for part in operation.dense:
+                self._dense(rule, part, given, t)
+        else:
+            merged = [merge(each, *rows.shape) for each, rows in zip(sparse, operation.sparse, strict=True)]
+            self._clipped(rule, operation.dense, merged, given, t, clipping)
+            sparse = [[(gradient.sums, gradient.rows)] for gradient in merged]
+        for rows, gradients in zip(operation.sparse, sparse, strict=True):
+            self._table(rule, rows).apply(gradients, given, t, self._phase, self._undo.lanes)
+
+    def _table(self, rule: Rule, rows: Rows) -> Table:
+        key = (rule.name, rows.dtype, rows.first, rows.shape, rows.parameters, rows.slots)
+        if key not in self._tables:
+            if len(self._tables) >= _PLANS:
+                self._tables.clear()
+            place = slice(rows.first, rows.first + math.prod(rows.shape))
+            parameters, *slots = (
+                self._memory.elements(name, rows.dtype)[place].reshape(rows.shape)
+                for name in (rows.parameters, *rows.slots)
+            )
+            self._tables[key] = Table(rule, parameters, tuple(slots))
+        return self._tables[key]
+
+    def _gradients(self, rows: Rows) -> list[tuple[np.ndarray, np.ndarray]]:
+        return [(self._memory.view(values), self._memory.view(indices)) for values, indices in rows.gradients]
+
+    def _dense(self, rule: Rule, part: Dense, given: Hyperparameters, t: int) -> None:
+        plan = self._plans.get(id(part))
+        if plan is None or plan.part is not part or plan.rule is not rule or plan.lanes != self._undo.lanes:
+            if len(self._plans) >= _PLANS:
+                self._plans.clear()
+            shares = _shares(part.ranges, self._undo.lanes)
+            plan = self._plans[id(part)] = _Plan(part, rule, self._undo.lanes, self._arrays(part), shares)
+
+        def apply(shares: Sequence[int], lane: Lane) -> None:
+            for share in shares:  # at most one: it goes through the pieces of it itself
+                plan.apply(share, lane, given, t)
+
+        self._phase(range(len(plan.shares)), apply)
+
+    def _clipped(
+        self,
+        rule: Rule,
+        parts: Sequence[Dense],
+        merged: Sequence[Merged],
+        given: Hyperparameters,
+        t: int,
+        clipping: Clipping,
+    ) -> None:
+        """Update with bounded gradients; those of sparse ones are bounded in place. Every range is one variable."""
+        pieces = [
+            (number, part, piece)
+            for number, (part, (first, last)) in enumerate((part, each) for part in parts for each in part.ranges)
+            for piece in _pieces(first, last, _PIECE)
+        ]
+        squares: list[float] = [0.0] * (sum(len(part.ranges) for part in parts) + len(merged))
+        offset = len(squares) - len(merged)
+        for gradient in merged:
+            clipping.bound(gradient.sums)
+        if clipping.has_norm:
+            found = [0.0] * len(pieces)
+
+            def look(which: int) -> None:
+                _, part, piece = pieces[which]
+                found[which] = square_of(self._total(part, piece, clipping))
+
+            lanes = self._undo.lanes
+
+            def share(lane: int) -> None:
+                for which in range(lane, len(pieces), lanes):
+                    look(which)
+
+            self._spread(min(lanes, len(pieces)), share)
+            for (number, _, _), square in zip(pieces, found, strict=True):
+                squares[number] += square
+            for position, gradient in enumerate(merged, offset):
+                squares[position] = square_of(gradient.sums)
+        factors = clipping.factors(squares)
+        for factor, gradient in zip(factors[offset:], merged, strict=True):
+            _scale(gradient.sums, factor)
+
+        def update(mine: Sequence[tuple[int, Dense, slice]], lane: Lane) -> None:
+            for number, part, piece in lane.rest(mine):
+                total = self._total(part, piece, clipping)
+                _scale(total, factors[number])
+                parameters, slots, _ = self._arrays(part)
+                lane.keep([(array, piece) for array in (parameters, *slots)])
+                whole = np.array([[0, len(total)]], np.int64)
+                apply_dense(rule, whole, parameters[piece], tuple(slot[piece] for slot in slots), (total,), given, t)
+
+        self._phase(
+            [
+                (number, part, smaller)
+                for number, part, piece in pieces
+                for smaller in _pieces(
+                    piece.start, piece.stop, min(_PIECE, KEPT_NBYTES // np.dtype(part.dtype).itemsize)
+                )
+            ],
+            update,
+        )
+
+    def _total(self, part: Dense, piece: slice, clipping: Clipping) -> np.ndarray:
+        """The sum of the replicas' gradients with bounded elements."""
+        gradients = self._arrays(part)[2]
+        total = gradients[0][piece].copy()
+        with np.errstate(all="ignore"):
+            for gradient in gradients[1:]:
+                total += gradient[piece]
+        clipping.bound(total)
+        return total
+
+    def _arrays(self, part: Dense) -> tuple[np.ndarray, tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+        def elements(names: Sequence[str]) -> tuple[np.ndarray, ...]:
+            return tuple(self._memory.elements(name, part.dtype) for name in names)
+
+        return elements([part.parameters])[0], elements(part.slots), elements(part.gradients)
+
+    def _phase(self, items: Sequence[T], work: Callable[[Sequence[T], Lane], None]) -> None:
+        """The next phase of the commit: ``work`` is done for the share of ``items`` that each lane has."""
+        if not self._undo.opens():
+            return
+        count = self._undo.lanes
+        if len(items) == 1:
+            work(items, self._undo.lane(0))
+        else:
+            lanes = [self._undo.lane(which) for which in range(min(count, len(items)))]
+            self._spread(len(lanes), lambda which: work(items[which::count], lanes[which]))
+        failpoint("server.phase")
+        self._undo.close()
+
+    def _spread(self, count: int, share: Callable[[int], None]) -> None:
+        """Do the shares 0 to ``count`` (exclusive) by as many threads as there are; all are done when it returns."""
+        if self._pool is None or count <= 1:
+            for which in range(count):
+                share(which)
+            return
+        others = {which: self._pool.submit(share, which) for which in range(1, count)}
+        try:
+            share(0)
+            for which in list(others):
+                if others[which].cancel():  # no thread has come to it: other processes have the processors
+                    del others[which]
+                    share(which)
+        finally:
+            wait(others.values())
+        for other in others.values():
+            other.result()
+
+    def _fill(self, operations: Sequence[Fill], lane: Lane) -> None:
+        """Done again it is the same, so nothing has to be kept."""
+        for operation in lane.rest(operations):
+            elements = self._memory.elements(operation.segment, operation.dtype)[operation.first : operation.last]
+            if not operation.is_lazy:
+                elements[:] = operation.value
+                continue
+            nbytes = elements.itemsize
+            self._memory.discard(operation.segment, operation.first * nbytes, operation.last * nbytes)
+            edge = mmap.PAGESIZE // nbytes  # what lies in pages of neighbours is left
+            elements[:edge] = 0
+            elements[-edge:] = 0
+
+    def _write(self, operation: Write) -> None:
+        sources = [self._memory.view(source) for source in operation.sources]
+        value = sources[0] if operation.reduce is None else reduction.reduce(operation.reduce, sources)
+        target = self._memory.view(operation.target)
+        if operation.op in ("assign", "scatter_update"):  # done again it is the same
+            indices = None if operation.indices is None else self._memory.view(operation.indices)
+
+            def whole(mine: Sequence[Write], lane: Lane) -> None:
+                for _ in lane.rest(mine):
+                    write(target, operation.op, value, indices)
+
+            self._phase([operation], whole)
+        elif operation.indices is None:
+            self._add(target.reshape(-1), operation.op, np.broadcast_to(value, target.shape).reshape(-1))
+        else:
+            write_rows(target, operation.op, value, self._memory.view(operation.indices), self._phase)
+
+    def _add(self, target: np.ndarray, op: WriteOp, value: np.ndarray) -> None:
+        def add(mine: Sequence[slice], lane: Lane) -> None:
+            for piece in lane.rest(mine):
+                lane.keep([(target, piece)])
+                write(target[piece], op, value[piece])
+
+        self._phase(list(_pieces(0, len(target), KEPT_NBYTES // target.itemsize)), add)
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """What every update of the same part has in common: where it is, whose share is what, and the kernel over each."""
+
+    part: Dense  # kept, so that no other one has its id
+    rule: Rule
+    lanes: int
+    arrays: tuple[np.ndarray, tuple[np.ndarray, ...], tuple[np.ndarray, ...]]
+    shares: tuple[np.ndarray, ...]
+    _updates: dict[int, Callable[[Hyperparameters, int], None]] = field(default_factory=dict)
+
+    def apply(self, share: int, lane: Lane, given: Hyperparameters, t: int) -> None:
+        """Update a share, which is always that of the same lane."""
+        update = self._updates.get(share)
+        if update is None:
+            update = self._updates[share] = bound(self.rule, self.shares[share], *self.arrays, lane)
+        update(given, t)
+
+
+def _pieces(first: int, last: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, last)) for start in range(first, last, size))
+
+
+def _scale(gradient: np.ndarray, factor: float) -> None:
+    if factor != 1:
+        with np.errstate(all="ignore"):
+            gradient *= gradient.dtype.type(factor)
+
+
+@lru_cache(maxsize=256)
+def _shares(ranges: tuple[tuple[int, int], ...], threads: int) -> tuple[np.ndarray, ...]:
+    """``ranges`` cut into up to ``threads`` shares of about as many elements, each an int64 array of shape [n, 2].
+
+    The same set of variables is updated in every step, so the cutting is remembered.
+    """
+    total = sum(last - first for first, last in ranges)
+    count = max(1, min(threads, total // _ELEMENTS_PER_THREAD))
+    size = -(-total // count)
+    shares: list[list[tuple[int, int]]] = [[]]
+    room = size
+    for first, last in ranges:
+        while last - first > room and len(shares) < count:
+            # A cut lies between cache lines, so no two threads ever write one; it may fall where the range begins.
+            cut = max(first, (first + room) // _ELEMENTS_PER_CUT * _ELEMENTS_PER_CUT)
+            if cut > first:
+                shares[-1].append((first, cut))
+            shares.append([])
+            first, room = cut, size
+        shares[-1].append((first, last))
+        room -= last - first
+    return tuple(np.array(share, np.int64).reshape(-1, 2) for share in shares)

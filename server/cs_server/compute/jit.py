@@ -1,0 +1,522 @@
+# numba's annotations stop short of its decorators and intrinsics.
+# mypy: disable-error-code="attr-defined, call-arg, call-overload, no-untyped-call, untyped-decorator"
+"""The loops that numba compiles: sum of the replicas' gradients and update rule in one pass over memory.
+
+Owns how machine code is made and nothing else: the code trusts its caller with addresses and lengths, so only
+`kernels`, which checks them, may use it. Importing this module imports numba; nothing but `kernels` imports it, and
+only when a kernel has to be compiled.
+
+A rule has two kernels: a dense one takes element ranges of one slab, a sparse one the rows that gradients name. Both
+take the parameters, the slots, the base addresses of the replicas' gradients, the rule's numbers, what of a `Lane` they
+need to survive the server: its word and its area, or two empty arrays; and memory for the sum of a piece and for the
+rows, since compiled code that runs without numba cannot ask for any. Addresses instead of arrays make it one compiled
+function for any number of replicas. What is done with a piece of memory is a function for each number of slots; each
+rule gets a copy of it in which the global `step` is its own step, and of the loops in which `piece` is that.
+"""
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import llvmlite.binding as llvm
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+from numba.np.unsafe.ndarray import to_fixed_tuple
+
+from cs_server.rules import Array, Rule
+
+from . import object_loader
+
+if TYPE_CHECKING:
+
+    def step(*values: Any) -> tuple[Any, ...]: ...
+    def piece(*arguments: Any) -> None: ...
+    def loop(*arguments: Any) -> None: ...
+    def arrays(words: Array, first: int) -> tuple[Array, ...]: ...
+
+
+VALUE, COUNT = np.dtype("float32"), 1
+"""In a kernel: its dtype, and of how many numbers its rule is."""
+
+# Compiled code is called by compiled code, and by `native`, in none of Python's ways.
+_ALONE = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+
+# What is done for every row is no call: what calls store stands in line behind the row before, which memory still has.
+_INLINED = _ALONE | {"inline": "always"}
+
+_AHEAD = 8  # rows
+_FACTOR = 0x9E3779B97F4A7C1  # of the hash of a row
+_PLACE = np.dtype("int32")
+
+
+def build(rule: Rule, dtype: np.dtype[Any], *, is_sparse: bool = False) -> bytes:
+    """The machine code of the kernel of this rule and dtype, for `native.kernel`: of whole ranges, or of the rows that
+    sparse gradients name."""
+    loop, entry = (_sparse, _enter_sparse) if is_sparse else (_dense, _enter_dense)
+    count = len(rule.slots)
+    # No fastmath: an update has the bits of the reference.
+    inlined = numba.njit(error_model="numpy", forceinline=True, **_ALONE)(rule.step)
+    piece = _compiled(_PIECES[count], rule, dtype, step=inlined)
+    compiled = _compiled(loop, rule, dtype, piece=piece)
+    arrays = _compiled(_ARRAYS[count], rule, dtype, VALUE=dtype)
+    names = {"loop": compiled, "arrays": arrays, "VALUE": dtype, "COUNT": rule.count_of_numbers}
+    return _machine_code(_with(entry, f"{rule.name}_{dtype}", **names))
+
+
+def _compiled(function: Any, rule: Rule, dtype: np.dtype[Any], **names: Any) -> Any:
+    return numba.njit(error_model="numpy", **_INLINED)(
+        _with(function, f"{rule.name}_{dtype}{function.__name__}", **names)
+    )
+
+
+def build_merge(dtype: np.dtype[Any]) -> bytes:
+    """The machine code of the loop that adds up sparse gradients of this dtype."""
+    return _machine_code(_with(_enter_merge, f"merge_{dtype}", VALUE=dtype))
+
+
+def _with(function: Any, name: str, **names: Any) -> Any:
+    """A copy of a function of this module in which these global names mean these things."""
+    copy = FunctionType(function.__code__, globals() | names, name)
+    copy.__qualname__ = name
+    return copy
+
+
+def _machine_code(entry: Any) -> bytes:
+    words = types.CPointer(types.int64)
+    compiled = numba.njit(types.void(words), error_model="numpy", **_ALONE)(entry)
+    [[signature, overload]] = compiled.overloads.items()
+    module = llvm.parse_assembly(compiled.inspect_llvm(signature))
+    module.get_function(overload.fndesc.llvm_func_name).name = object_loader.SYMBOL
+    # numba counts references to the memory of arrays, of which none owns any: this is never called.
+    module.link_in(llvm.parse_assembly("define linkonce_odr void @NRT_MemInfo_call_dtor(ptr %0) { unreachable }"))
+    code: bytes = object_loader.target().emit_object(module)
+    return code
+
+
+# What is compiled. Slices come first and loops run over their shape, or nothing is vectorized.
+
+
+@intrinsic
+def _pointer(context: Any, address: Any, like: Any) -> Any:
+    """The address as a pointer to elements of `like`."""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], target.get_value_type(signature.return_type))
+
+    return types.CPointer(like.dtype)(types.int64, like), generate
+
+
+@intrinsic
+def _fence(context: Any) -> Any:
+    """The compiler keeps stores on their side of it. No instruction: what a killed process has stored is what it stored
+    up to some instruction, so no processor needs to wait for another."""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.fence("seq_cst", "singlethread")
+        return target.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def _prefetch(context: Any, array: Any, index: Any) -> Any:
+    """Have the cache line of an element come, to be written."""
+
+    def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = target.make_array(signature.args[0])(target, builder, arguments[0]).data
+        line = builder.bitcast(builder.gep(data, [arguments[1]]), ir.IntType(8).as_pointer())
+        number = ir.IntType(32)
+        function = builder.module.declare_intrinsic(
+            "llvm.prefetch", [line.type], ir.FunctionType(ir.VoidType(), [line.type, number, number, number])
+        )
+        builder.call(function, [line, number(1), number(3), number(1)])
+        return target.get_dummy_value()
+
+    return types.void(array, types.int64), generate
+
+
+@numba.njit(error_model="numpy", **_INLINED)
+def _elements(address: int, like: Array, count: int) -> Array:
+    return numba.carray(_pointer(address, like), count)
+
+
+@numba.njit(error_model="numpy", **_INLINED)
+def _foresee(values: Array, start: int, stop: int) -> None:
+    """Have some elements come from memory."""
+    for i in range(start, stop, 64 // values.itemsize):
+        _prefetch(values, i)
+
+
+@numba.njit(error_model="numpy", **_ALONE)
+def _tell(progress: Array, value: int) -> None:
+    """Set the lane's word."""
+    _fence()
+    progress[0] = value
+    _fence()
+
+
+@numba.njit(error_model="numpy", **_ALONE)
+def _done(progress: Array) -> int:
+    """How many pieces a server before this one has done."""
+    return progress[0] >> 1 if progress.shape[0] > 0 else 0
+
+
+@numba.njit(error_model="numpy", **_INLINED)
+def _addends(addresses: Array, like: Array, scratch: Array, start: int, stop: int) -> tuple[Array, Array]:
+    """Two arrays whose sum is that of elements start to stop of the gradients, added in replica order.
+
+    The scratch comes filled with -0.0: adding that changes no number, not even the sign of a zero.
+    """
+    last = addresses.shape[0] - 1
+    final = numba.carray(_pointer(addresses[last], like), like.shape)[start:stop]
+    if last == 0:
+        return scratch[: stop - start], final
+    first = numba.carray(_pointer(addresses[0], like), like.shape)[start:stop]
+    if last == 1:
+        return first, final
+    second = numba.carray(_pointer(addresses[1], like), like.shape)[start:stop]
+    total = scratch[: stop - start]
+    for i in range(total.shape[0]):
+        total[i] = first[i] + second[i]
+    for replica in range(2, last):
+        further = numba.carray(_pointer(addresses[replica], like), like.shape)[start:stop]
+        for i in range(total.shape[0]):
+            total[i] += further[i]
+    return total, final
+
+
+# A piece of an update, the lane's number so and so: elements start to stop of parameters and slots, whose gradients are
+# ``g + h``. What a server before this one has kept of it is given back, for it may be half done.
+
+
+def _no_slot(
+    arrays: tuple[Array, ...],
+    start: int,
+    stop: int,
+    g: Array,
+    h: Array,
+    number: int,
+    numbers: tuple[Any, ...],
+    progress: Array,
+    area: Array,
+) -> None:
+    w = arrays[0][start:stop]
+    if progress.shape[0] > 0:
+        kept_w = area[: w.shape[0]]
+        if progress[0] == 2 * number - 1:
+            for i in range(w.shape[0]):
+                w[i] = kept_w[i]
+        else:
+            for i in range(w.shape[0]):
+                kept_w[i] = w[i]
+            _tell(progress, 2 * number - 1)
+    for i in range(w.shape[0]):
+        (w[i],) = step(w[i], g[i] + h[i], *numbers)
+    if progress.shape[0] > 0:
+        _tell(progress, 2 * number)
+
+
+def _one_slot(
+    arrays: tuple[Array, ...],
+    start: int,
+    stop: int,
+    g: Array,
+    h: Array,
+    number: int,
+    numbers: tuple[Any, ...],
+    progress: Array,
+    area: Array,
+) -> None:
+    w, a = arrays[0][start:stop], arrays[1][start:stop]
+    size = w.shape[0]
+    if progress.shape[0] > 0:
+        kept_w, kept_a = area[:size], area[size : 2 * size]
+        if progress[0] == 2 * number - 1:
+            for i in range(size):
+                w[i], a[i] = kept_w[i], kept_a[i]
+        else:
+            for i in range(size):
+                kept_w[i], kept_a[i] = w[i], a[i]
+            _tell(progress, 2 * number - 1)
+    for i in range(w.shape[0]):
+        w[i], a[i] = step(w[i], g[i] + h[i], a[i], *numbers)
+    if progress.shape[0] > 0:
+        _tell(progress, 2 * number)
+
+
+def _two_slots(
+    arrays: tuple[Array, ...],
+    start: int,
+    stop: int,
+    g: Array,
+    h: Array,
+    number: int,
+    numbers: tuple[Any, ...],
+    progress: Array,
+    area: Array,
+) -> None:
+    w, a, b = arrays[0][start:stop], arrays[1][start:stop], arrays[2][start:stop]
+    size = w.shape[0]
+    if progress.shape[0] > 0:
+        kept_w, kept_a, kept_b = area[:size], area[size : 2 * size], area[2 * size : 3 * size]
+        if progress[0] == 2 * number - 1:
+            for i in range(size):
+                w[i], a[i], b[i] = kept_w[i], kept_a[i], kept_b[i]
+        else:
+            for i in range(size):
+                kept_w[i], kept_a[i], kept_b[i] = w[i], a[i], b[i]
+            _tell(progress, 2 * number - 1)
+    for i in range(w.shape[0]):
+        w[i], a[i], b[i] = step(w[i], g[i] + h[i], a[i], b[i], *numbers)
+    if progress.shape[0] > 0:
+        _tell(progress, 2 * number)
+
+
+def _three_slots(
+    arrays: tuple[Array, ...],
+    start: int,
+    stop: int,
+    g: Array,
+    h: Array,
+    number: int,
+    numbers: tuple[Any, ...],
+    progress: Array,
+    area: Array,
+) -> None:
+    w, a, b = arrays[0][start:stop], arrays[1][start:stop], arrays[2][start:stop]
+    c = arrays[3][start:stop]
+    size = w.shape[0]
+    if progress.shape[0] > 0:
+        kept_w, kept_a, kept_b = area[:size], area[size : 2 * size], area[2 * size : 3 * size]
+        kept_c = area[3 * size : 4 * size]
+        if progress[0] == 2 * number - 1:
+            for i in range(size):
+                w[i], a[i], b[i], c[i] = kept_w[i], kept_a[i], kept_b[i], kept_c[i]
+        else:
+            for i in range(size):
+                kept_w[i], kept_a[i], kept_b[i], kept_c[i] = w[i], a[i], b[i], c[i]
+            _tell(progress, 2 * number - 1)
+    for i in range(w.shape[0]):
+        w[i], a[i], b[i], c[i] = step(w[i], g[i] + h[i], a[i], b[i], c[i], *numbers)
+    if progress.shape[0] > 0:
+        _tell(progress, 2 * number)
+
+
+def _dense(
+    ranges: Array,
+    addresses: Array,
+    arrays: tuple[Array, ...],
+    numbers: tuple[Any, ...],
+    chunk: int,
+    progress: Array,
+    area: Array,
+    scratch: Array,
+) -> None:
+    """Update ranges whose gradients, of the addresses, lie where the parameters do."""
+    done, number = _done(progress), 0
+    for r in range(ranges.shape[0]):
+        for start in range(ranges[r, 0], ranges[r, 1], chunk):
+            number += 1
+            if number <= done:
+                continue
+            stop = min(start + chunk, ranges[r, 1])
+            g, h = _addends(addresses, arrays[0], scratch, start, stop)
+            piece(arrays, start, stop, g, h, number, numbers, progress, area)
+
+
+def _sparse(
+    values: Array,
+    indices: Array,
+    lengths: Array,
+    share: Array,
+    memory: tuple[Array, Array, Array],
+    arrays: tuple[Array, ...],
+    numbers: tuple[Any, ...],
+    chunk: int,
+    progress: Array,
+    area: Array,
+    scratch: Array,
+) -> None:
+    """Update the lane's share of the rows that are named, in the order in which they were first named, each by the sum
+    of its gradients in the order of replicas and places. ``share`` is the lane, how many there are, the table's height
+    and width; ``scratch`` is of two pieces, the first one of -0.0."""
+    table, named, brought = memory
+    like, width = arrays[0], share[3]
+    count = _share(values, indices, lengths, share, width * like.itemsize, table, named, brought)
+    done, number, ahead = _done(progress), 0, min(width, chunk)
+    for k in range(count):
+        if k + _AHEAD < count:
+            start = named[k + _AHEAD, 0] * width
+            for array in arrays:
+                _foresee(array, start, start + ahead)
+            _foresee(_elements(brought[named[k + _AHEAD, 1], 0], like, width), 0, ahead)
+        for first in range(0, width, chunk):
+            number += 1
+            if number <= done:
+                continue
+            last = min(first + chunk, width)
+            node = named[k, 1]
+            g, h = _elements(brought[node, 0], like, width)[first:last], scratch[: last - first]
+            node = brought[node, 1]
+            while node >= 0:
+                total = scratch[chunk : chunk + last - first]
+                for i in range(total.shape[0]):
+                    total[i] = g[i] + h[i]
+                g, h = total, _elements(brought[node, 0], like, width)[first:last]
+                node = brought[node, 1]
+            start = named[k, 0] * width
+            piece(arrays, start + first, start + last, g, h, number, numbers, progress, area)
+
+
+@numba.njit(error_model="numpy", **_ALONE)
+def _share(
+    values: Array,
+    indices: Array,
+    lengths: Array,
+    share: Array,
+    nbytes: int,
+    table: Array,
+    named: Array,
+    brought: Array,
+) -> int:
+    """How many different rows of the table the replicas name, of those that fall to the lane.
+
+    ``named`` gets each row, its first gradient and its last one; ``brought`` of each gradient the address and the next
+    one of its row, or -1. Both have room for all gradients. ``table``, a power of two, at least twice as many, finds
+    the place of a row by its hash; of it so much is used as that takes.
+    """
+    mine, height = 0, np.uint64(share[2])
+    for replica in range(lengths.shape[0]):
+        rows = _elements(indices[replica], lengths, lengths[replica])
+        for i in range(rows.shape[0]):
+            row = rows[i]
+            brought[mine, 0] = values[replica] + i * nbytes
+            brought[mine, 1] = row
+            falls = (row * _FACTOR >> 48 & 0xFFFF) * share[1] >> 16 == share[0]
+            mine += falls & (np.uint64(row) < height)  # no branch, of which nobody could foresee the way
+    size = 16
+    while size < 2 * mine:
+        size *= 2
+    for slot in range(size):
+        table[slot] = -1
+    count, mask = 0, size - 1
+    for gradient in range(mine):
+        row = brought[gradient, 1]
+        brought[gradient, 1] = -1
+        slot = row * _FACTOR >> 29 & mask
+        while table[slot] >= 0 and named[table[slot], 0] != row:
+            slot = (slot + 1) & mask
+        place = table[slot]
+        if place < 0:
+            place = table[slot] = count
+            named[count, 0] = row
+            named[count, 1] = gradient
+            count += 1
+        else:
+            brought[named[place, 2], 1] = gradient
+        named[place, 2] = gradient
+    return count
+
+
+@numba.njit(error_model="numpy", **_ALONE)
+def _merged(
+    value_addresses: Array, index_addresses: Array, lengths: Array, table: Array, rows: Array, sums: Array
+) -> int:
+    """How many different rows the replicas name. ``table`` (a power of two of -1, at least twice as many as there are
+    indices) finds the place of a row by its hash."""
+    count = 0
+    mask = table.shape[0] - 1
+    for replica in range(lengths.shape[0]):
+        indices = numba.carray(_pointer(index_addresses[replica], rows), lengths[replica])
+        values = numba.carray(_pointer(value_addresses[replica], sums), (lengths[replica], sums.shape[1]))
+        for i in range(indices.shape[0]):
+            row = indices[i]
+            slot = row * _FACTOR >> 29 & mask
+            while table[slot] >= 0 and rows[table[slot]] != row:
+                slot = (slot + 1) & mask
+            place = table[slot]
+            if place < 0:
+                table[slot] = count
+                rows[count] = row
+                for j in range(sums.shape[1]):
+                    sums[count, j] = values[i, j]
+                count += 1
+            else:
+                for j in range(sums.shape[1]):
+                    sums[place, j] += values[i, j]
+    return count
+
+
+# How kernels are entered: the words are the address and the length of each array. First numbers, progress, area and
+# scratch; then of a dense one ranges, addresses, of a sparse one the addresses of values and of indices, lengths,
+# share, table, named, brought; at last parameters, slots. Of `_enter_merge` the arguments of `_merged`, and two counts:
+# where the result goes, and the elements of a row.
+
+
+@numba.njit(error_model="numpy", **_ALONE)
+def _array(words: Array, place: int, dtype: Any) -> Array:
+    return numba.carray(_pointer(words[2 * place], dtype), words[2 * place + 1])
+
+
+@numba.njit(error_model="numpy", **_ALONE)
+def _table(words: Array, place: int, width: int) -> Array:
+    return numba.carray(_pointer(words[2 * place], words), (words[2 * place + 1], width))
+
+
+def _enter_dense(call: Any) -> None:
+    words = numba.carray(call, 20)
+    integers = words.dtype
+    numbers: Any = to_fixed_tuple(_array(words, 0, VALUE), COUNT)
+    progress, area, scratch = _array(words, 1, integers), _array(words, 2, VALUE), _array(words, 3, VALUE)
+    ranges, addresses = _table(words, 4, 2), _array(words, 5, integers)
+    loop(ranges, addresses, arrays(words, 6), numbers, len(scratch), progress, area, scratch)
+
+
+def _enter_sparse(call: Any) -> None:
+    words = numba.carray(call, 30)
+    integers = words.dtype
+    numbers: Any = to_fixed_tuple(_array(words, 0, VALUE), COUNT)
+    progress, area, scratch = _array(words, 1, integers), _array(words, 2, VALUE), _array(words, 3, VALUE)
+    values, indices, lengths = _array(words, 4, integers), _array(words, 5, integers), _array(words, 6, integers)
+    share, table = _array(words, 7, integers), _array(words, 8, _PLACE)
+    named, brought = _table(words, 9, 3), _table(words, 10, 2)
+    memory, chunk = (table, named, brought), len(scratch) // 2
+    loop(values, indices, lengths, share, memory, arrays(words, 11), numbers, chunk, progress, area, scratch)
+
+
+def _arrays_one(words: Array, first: int) -> Any:
+    return (_array(words, first, VALUE),)
+
+
+def _arrays_two(words: Array, first: int) -> Any:
+    return _array(words, first, VALUE), _array(words, first + 1, VALUE)
+
+
+def _arrays_three(words: Array, first: int) -> Any:
+    return _array(words, first, VALUE), _array(words, first + 1, VALUE), _array(words, first + 2, VALUE)
+
+
+def _arrays_four(words: Array, first: int) -> Any:
+    return (
+        _array(words, first, VALUE),
+        _array(words, first + 1, VALUE),
+        _array(words, first + 2, VALUE),
+        _array(words, first + 3, VALUE),
+    )
+
+
+def _enter_merge(call: Any) -> None:
+    words = numba.carray(call, 14)
+    integers = words.dtype
+    addresses, indices, lengths = _array(words, 0, integers), _array(words, 1, integers), _array(words, 2, integers)
+    table, rows, counts = _array(words, 3, integers), _array(words, 4, integers), _array(words, 6, integers)
+    sums = numba.carray(_pointer(words[10], VALUE), (words[11], counts[1]))
+    counts[0] = _merged(addresses, indices, lengths, table, rows, sums)
+
+
+# By the number of slots.
+_PIECES: tuple[Callable[..., None], ...] = (_no_slot, _one_slot, _two_slots, _three_slots)
+_ARRAYS: tuple[Callable[..., Any], ...] = (_arrays_one, _arrays_two, _arrays_three, _arrays_four)

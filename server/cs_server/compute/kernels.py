@@ -1,0 +1,486 @@
+"""Applies update rules to ranges of a slab: by compiled kernels where there are any, elsewhere by the NumPy reference.
+
+Owns the choice between the two, the check of everything that reaches compiled code, and the directory in which compiled
+code is kept between processes. It knows no variables, messages or commits: the engine's shell hands it arrays. numba is
+imported where something has to be compiled. What is kept is machine code behind its hash: nothing is unpickled.
+
+Updates of ranges that do not overlap may run in several threads at once: a kernel holds no lock, and not the GIL.
+"""
+
+import hashlib
+import logging
+import os
+import platform
+import stat
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib.util import find_spec
+from itertools import pairwise, product, takewhile
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from cs_proto.errors import InvalidArgumentError
+from cs_proto.frozen import frozen
+from cs_proto.optimizers import SLOTS, Hyperparameters
+from cs_server.rules import RULES, Array, Rule, reference, scalars
+
+from . import object_loader
+from .undo import Lane
+
+KERNEL_DTYPES = ("float32", "float64")
+"""Dtypes that have compiled kernels; the reference serves the others."""
+
+ALWAYS = (("sgd", "float32"), ("adam", "float32"))
+"""Rule and dtype of the kernels that are compiled, where they are not kept, before anything is served. All together
+would take more than a minute the first time on a machine; each is about a second for the update that needs it first,
+and so is that of the rule's sparse gradients."""
+
+CHUNK_NBYTES = 256 * 1024 - 192
+"""What the reference does at a time of each array: the sum of the gradients is still in the cache when the rule reads
+it."""
+
+BLOCK_NBYTES = 4096
+"""What compiled code does at a time of each array."""
+
+KEPT_BLOCK_NBYTES = 1024
+"""The same where it keeps what it overwrites: the copy never leaves the innermost cache, and the next block is on its
+way from memory while this one is computed. Four times as much costs a third of the update (`benchmarks/undo.py`)."""
+
+KEPT_SHARE_NBYTES = 1 << 20
+"""How much memory to find rows in a lane may keep for the next update of a table. More is needed for more than 20000
+rows; to get it anew takes about an eighth of what the shortest update of those takes, and less of a longer one."""
+
+_CPUINFO = Path("/proc/cpuinfo")
+# What it says that is not of the kind of processor.
+_OF_THE_MOMENT = {
+    *("processor", "physical id", "core id", "siblings", "cpu cores", "apicid", "initial apicid"),
+    *("cpu MHz", "microcode", "bogomips", "BogoMIPS"),
+}
+_KEEPS_NOTHING = Lane()
+# Given the numbers of the rule, an update.
+_Update: TypeAlias = Callable[[tuple[Any, ...]], None]
+_logger = logging.getLogger("cs_server.kernels")
+
+
+def apply_dense(
+    rule: Rule,
+    ranges: Array,
+    parameters: Array,
+    slots: tuple[Array, ...],
+    gradients: tuple[Array, ...],
+    hyperparameters: Hyperparameters,
+    t: int,
+    lane: Lane = _KEEPS_NOTHING,
+) -> None:
+    """Sum the replicas' gradients in replica order and apply the rule's t-th update, in place and in one pass.
+
+    `ranges` is int64 of shape [n, 2]: the elements from start to stop of every range, ascending and disjoint, are
+    updated and no other element is touched. Parameters, slots (in the rule's order) and gradients (one for each
+    replica) are 1-D, contiguous, of one dtype and one length; gradients may be read-only, and two replicas may share
+    one. The result has the bits of `updates.reference`.
+
+    Raises InvalidArgumentError before anything is changed, when something of this does not hold.
+    """
+    bound(rule, ranges, parameters, slots, gradients, lane)(hyperparameters, t)
+
+
+def bound(
+    rule: Rule,
+    ranges: Array,
+    parameters: Array,
+    slots: tuple[Array, ...],
+    gradients: tuple[Array, ...],
+    lane: Lane = _KEEPS_NOTHING,
+) -> Callable[[Hyperparameters, int], None]:
+    """What `apply_dense` does with these arrays, which are checked once, and not when an update is made."""
+    if RULES.get(rule.name) is not rule:
+        raise InvalidArgumentError(f"{rule.name!r} is not a rule of the table: there are {', '.join(RULES)}")
+    addresses = _checked(rule, ranges, parameters, slots, gradients)
+    kernel, written, dtype = _kernel(rule, parameters.dtype), (parameters, *slots), parameters.dtype
+    if kernel is not None:
+        update = _update(rule, kernel, written, lane, 1, ranges, addresses)
+        return lambda hyperparameters, t: update(scalars(rule, hyperparameters, t, dtype))
+
+    def plain(hyperparameters: Hyperparameters, t: int) -> None:
+        scalars(rule, hyperparameters, t, dtype)
+        for part in lane.rest(list(_chunks(ranges, CHUNK_NBYTES // parameters.itemsize))):
+            lane.keep([(array, part) for array in written])
+            reference(
+                rule,
+                parameters[part],
+                [gradient[part] for gradient in gradients],
+                tuple(slot[part] for slot in slots),
+                hyperparameters,
+                t,
+            )
+
+    return plain
+
+
+def has_kernel(rule: Rule, dtype: np.dtype[Any]) -> bool:
+    """Whether compiled code applies this rule to rows of this dtype, so that there may be `BoundRows`."""
+    return _kernel(rule, dtype, is_sparse=True) is not None
+
+
+class BoundRows:
+    """Updates of the rows of a table that sparse gradients name, in place; no other row is looked at. The arrays are
+    checked once, and not when an update is made."""
+
+    def __init__(self, rule: Rule, parameters: Array, slots: tuple[Array, ...]) -> None:
+        """Parameters and slots are 2-D, contiguous, of one dtype and shape [height, width]. Raises
+        InvalidArgumentError when something of this does not hold."""
+        kernel = _kernel(rule, parameters.dtype, is_sparse=True)
+        if kernel is None:
+            raise InvalidArgumentError(f"{rule.name} is not compiled for {parameters.dtype}")
+        self._rule, self._kernel, self._shape = rule, kernel, parameters.shape
+        self._written = (parameters.reshape(-1), *(slot.reshape(-1) for slot in slots))
+        self._starts = _written(rule, self._written[0], self._written[1:])
+        self._shares: dict[int, _Share] = {}
+        self._gradients: Sequence[tuple[Array, Array]] = ()
+
+    def take(self, gradients: Sequence[tuple[Array, Array]]) -> None:
+        """What the next update is made of: of each replica (values [k, width], int64 indices [k]), both contiguous.
+        Equal rows are added in this order; an index outside [0, height) is left out.
+
+        Raises InvalidArgumentError when something of this does not hold.
+        """
+        width, parameters, read = self._shape[1], self._written[0], []
+        for values, indices in gradients:
+            if indices.ndim != 1 or values.shape != (len(indices), width):
+                raise InvalidArgumentError(
+                    f"values {values.shape} of rows {indices.shape} do not fit a width of {width}"
+                )
+            if values.dtype != parameters.dtype or indices.dtype != np.int64:
+                raise InvalidArgumentError(
+                    f"values {values.dtype} of rows {indices.dtype} must be {parameters.dtype} and int64"
+                )
+            if not all(array.flags.c_contiguous and array.flags.aligned for array in (values, indices)):
+                raise InvalidArgumentError("values and rows must be contiguous and aligned")
+            value, index = (array.__array_interface__["data"][0] for array in (values, indices))
+            _check_apart(self._starts, [value], parameters.nbytes, values.nbytes)
+            read.append((value, index, len(indices)))
+        if not read:
+            raise InvalidArgumentError(f"{self._rule.name} needs the gradient of at least one replica")
+        self._where, self._gradients = np.array(read, np.int64).T.copy(), gradients
+
+    def apply(self, share: int, shares: int, lane: Lane, hyperparameters: Hyperparameters, t: int) -> None:
+        """Do one of the ``shares`` of the rule's t-th update, from 0: each row falls to one of them, and several
+        threads may do them at once."""
+        total, dtype = int(self._where[2].sum()), self._written[0].dtype
+        known = self._shares.pop(share, None)
+        if known is None or not known.fits(lane, len(self._gradients), total):
+            known = _Share(lane, len(self._gradients), total)
+            known.update = _update(self._rule, self._kernel, self._written, lane, 2, *known.arrays)
+        known.where[:] = self._where
+        known.place[:] = share, shares, *self._shape
+        known.update(scalars(self._rule, hyperparameters, t, dtype))
+        if known.nbytes <= KEPT_SHARE_NBYTES:
+            self._shares[share] = known
+
+
+class _Share:
+    """The memory that a lane needs to find the rows of its share, and its kernel over that."""
+
+    update: _Update
+
+    def __init__(self, lane: Lane, replicas: int, room: int) -> None:
+        self._lane, self._room = lane, room
+        self.where, self.place = np.empty((3, replicas), np.int64), np.empty(4, np.int64)
+        table = np.empty(1 << max(4, (2 * room - 1).bit_length()), np.int32)
+        memory = table, np.empty((room, 3), np.int64), np.empty((room + 1, 2), np.int64)
+        self.arrays = (*self.where, self.place, *memory)
+        self.nbytes = sum(array.nbytes for array in memory)
+
+    def fits(self, lane: Lane, replicas: int, total: int) -> bool:
+        return self._lane is lane and self.where.shape[1] == replicas and total <= self._room <= 16 * total
+
+
+def _update(
+    rule: Rule, kernel: object_loader.Bind, written: tuple[Array, ...], lane: Lane, pieces: int, *arrays: Array
+) -> _Update:
+    """The kernel over arrays as `fused` describes them, with scratch of so many ``pieces``: all that is left to say is
+    the rule's numbers."""
+    dtype = written[0].dtype
+    block = (KEPT_BLOCK_NBYTES if lane.progress.size else BLOCK_NBYTES) // dtype.itemsize
+    numbers, scratch = np.zeros(rule.count_of_numbers, dtype), np.full(pieces * block, -0.0, dtype)
+    run = kernel(numbers, lane.progress, lane.area(dtype), scratch, *arrays, *written)
+
+    def update(of_rule: tuple[Any, ...]) -> None:
+        numbers[:] = of_rule
+        run()
+
+    return update
+
+
+def _chunks(ranges: Array, chunk: int) -> Iterator[slice]:
+    """The pieces of an update, in order."""
+    for start, stop in ranges.tolist():
+        for first in range(start, stop, chunk):
+            yield slice(first, min(first + chunk, stop))
+
+
+def merge_kernel(dtype: np.dtype[Any]) -> Callable[..., int] | None:
+    """The loop of `rows.merge` for this dtype; None where NumPy has to do it."""
+    key = (_MERGE, dtype)
+    if key not in _kernels and dtype.name in KERNEL_DTYPES:
+        _prepare(None, dtype, cache_directory())
+    bind = _kernels.get(key)
+    return None if bind is None else partial(_merge, bind)
+
+
+@frozen
+class Loaded:
+    """How long `load` took, how many kernels it had to compile and where the code is kept (None: nowhere)."""
+
+    seconds: float
+    compiled: int
+    directory: Path | None
+
+
+def load(run_directory: Path | None = None, share: tuple[int, int] | None = None) -> Loaded:
+    """Make the kernels of ``ALWAYS`` ready, which are compiled where the cache directory does not hold them: no update
+    with any of them compiles, opens or imports anything afterwards.
+
+    Another one is read from there, or compiled and kept there for the next process, by the first update that needs it.
+    ``share`` (k, n) compiles the k-th of n shares of all now, so that n processes, k from 0, make everything ready that
+    updates may need.
+    """
+    begin = time.perf_counter()
+    directory = cache_directory(run_directory)
+    compiled = 0
+    rules = [rule for rule in RULES.values() if rule.is_compiled]
+    kernels = [(None, False), *product(rules, (False, True))]
+    for number, (name, (rule, is_sparse)) in enumerate(product(KERNEL_DTYPES, kernels)):
+        dtype, key = np.dtype(name), (_name(rule, is_sparse), name)
+        is_asked = key in ALWAYS or (share is not None and number % share[1] == share[0])
+        if is_asked:
+            compiled += _prepare(rule, dtype, directory, is_sparse=is_sparse, is_awaited=False)
+    return Loaded(time.perf_counter() - begin, compiled, directory)
+
+
+def cache_directory(run_directory: Path | None = None) -> Path | None:
+    """The private directory for compiled code: in the user's cache, else in the run directory, else None.
+
+    Loading compiled code is running code, so the directory and the one around it must belong to this user and nobody
+    else may write there. Its name changes with everything the code depends on. Raises OSError for a run directory that
+    is not private either.
+    """
+    name = f"kernels-{_fingerprint()}"
+    try:
+        return _private(_private(_user_cache()) / name)
+    except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
+        _logger.warning("compiled kernels are kept in %s only: %s", run_directory or "this process", error)
+    if run_directory is None:
+        return None
+    return _private(_private(run_directory) / name)
+
+
+# The check. What passes it may be handed to compiled code, to which a wrong address is a crash.
+
+
+def _checked(
+    rule: Rule, ranges: Array, parameters: Array, slots: tuple[Array, ...], gradients: tuple[Array, ...]
+) -> Array:
+    """The gradients' base addresses."""
+    written = _written(rule, parameters, slots)
+    if not gradients:
+        raise InvalidArgumentError(f"{rule.name} needs the gradient of at least one replica")
+    read = [_address(f"gradient of replica {r}", g, parameters, False) for r, g in enumerate(gradients)]
+    _check_apart(written, read, parameters.nbytes, parameters.nbytes)
+    _check_ranges(ranges, parameters.shape[0])
+    return np.array(read, np.int64)
+
+
+def _written(rule: Rule, parameters: Array, slots: tuple[Array, ...]) -> list[int]:
+    """The base addresses of parameters and slots."""
+    if len(slots) != len(rule.slots):
+        raise InvalidArgumentError(f"{rule.name} has the slots {rule.slots}, {len(slots)} arrays were given for them")
+    written = [_address("parameters", parameters, parameters, True)]
+    return written + [_address(name, slot, parameters, True) for name, slot in zip(rule.slots, slots, strict=True)]
+
+
+def _address(what: str, array: Array, like: Array, is_written: bool) -> int:
+    # Exactly ndarray: numba types a subclass (a memmap, say) in its own way, or not at all.
+    if type(array) is not np.ndarray:
+        raise InvalidArgumentError(f"{what}: must be a numpy.ndarray, not {type(array).__name__}")
+    if array.ndim != 1 or not array.flags.c_contiguous:
+        raise InvalidArgumentError(f"{what}: must be 1-D and contiguous; shape {array.shape}, strides {array.strides}")
+    if array.dtype != like.dtype or array.shape != like.shape:
+        given, fitting = f"{array.dtype}{array.shape}", f"{like.dtype}{like.shape}"
+        raise InvalidArgumentError(f"{what}: {given} does not fit the parameters, {fitting}")
+    if not array.dtype.isnative or not array.flags.aligned:
+        raise InvalidArgumentError(f"{what}: must be aligned and of this machine's byte order")
+    if is_written and not array.flags.writeable:
+        raise InvalidArgumentError(f"{what}: is read-only")
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _check_apart(written: list[int], read: list[int], nbytes: int, read_nbytes: int) -> None:
+    """What is written overlaps nothing, or an element would be updated from a value that is already new."""
+    spans = sorted([(address, nbytes, True) for address in written] + [(each, read_nbytes, False) for each in read])
+    for (address, size, is_written), (following, _, is_following_written) in pairwise(spans):
+        if following - address < size and (is_written or is_following_written):
+            raise InvalidArgumentError("parameters and slots must not overlap each other or a gradient in memory")
+
+
+def _check_ranges(ranges: Array, length: int) -> None:
+    if type(ranges) is not np.ndarray or ranges.dtype != np.int64 or ranges.ndim != 2 or ranges.shape[1] != 2:
+        raise InvalidArgumentError("ranges: must be an int64 array of shape [n, 2]")
+    if not ranges.flags.carray:
+        raise InvalidArgumentError("ranges: must be contiguous, aligned and writable")
+    end = 0
+    for start, stop in ranges.tolist():
+        if not end <= start <= stop <= length:
+            raise InvalidArgumentError(f"ranges: [{start}, {stop}] does not lie ascending inside [{end}, {length}]")
+        end = stop
+
+
+# The kernels of this process.
+
+_MERGE = "merge"
+_ROWS = "_rows"
+_kernels: dict[tuple[str, np.dtype[Any]], object_loader.Bind | None] = {}
+_building = threading.Lock()
+_HASH_NBYTES = hashlib.sha256().digest_size
+
+
+def _kernel(rule: Rule, dtype: np.dtype[Any], *, is_sparse: bool = False) -> object_loader.Bind | None:
+    key = (_name(rule, is_sparse), dtype)
+    if key not in _kernels and rule.is_compiled and dtype.name in KERNEL_DTYPES:
+        _prepare(rule, dtype, cache_directory(), is_sparse=is_sparse)
+    return _kernels.get(key)
+
+
+def _name(rule: Rule | None, is_sparse: bool) -> str:
+    return _MERGE if rule is None else rule.name + _ROWS if is_sparse else rule.name
+
+
+def _prepare(
+    rule: Rule | None,
+    dtype: np.dtype[Any],
+    directory: Path | None,
+    *,
+    is_sparse: bool = False,
+    is_awaited: bool = True,
+) -> bool:
+    """Whether something had to be compiled: a kernel of a rule or, None, the sum of sparse gradients. Where an update
+    waits for it, that is said."""
+    name = _name(rule, is_sparse)
+    with _building:
+        if (name, dtype) in _kernels:
+            return False
+        if os.environ.get("NUMBA_DISABLE_JIT", "0").strip() not in ("", "0"):
+            _kernels[name, dtype] = None
+            return False
+        path = None if directory is None else _path(name, dtype, directory)
+        kept = None if path is None else _read(path)
+        if kept is None:
+            if is_awaited:
+                _logger.warning("compiling %s for %s, which takes seconds, once for each user", name, dtype)
+            from . import jit  # imports numba
+
+            code = jit.build_merge(dtype) if rule is None else jit.build(rule, dtype, is_sparse=is_sparse)
+            if path is not None:
+                _keep(code, path)
+        else:
+            code = kept
+        _kernels[name, dtype] = object_loader.kernel(code)
+        return kept is None
+
+
+def _merge(bind: object_loader.Bind, *arguments: Array) -> int:
+    counts = np.array([0, arguments[-1].shape[1]])
+    bind(*arguments, counts)()
+    return int(counts[0])
+
+
+def _path(name: str, dtype: np.dtype[Any], directory: Path) -> Path:
+    return directory / f"{name}_{dtype.name}.code"
+
+
+def _read(path: Path) -> bytes | None:
+    """The code that is kept there; None where there is none, or none that is whole."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _logger.warning("compiling %s anew, it cannot be read: %s", path, error)
+        return None
+    code = content[_HASH_NBYTES:]
+    if hashlib.sha256(code).digest() != content[:_HASH_NBYTES]:
+        _logger.warning("compiling %s anew, it is damaged", path)
+        return None
+    return code
+
+
+def _keep(code: bytes, path: Path) -> None:
+    """Whoever reads the file meanwhile finds all of it or nothing."""
+    try:
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix="compiling-")
+        with open(descriptor, "wb") as file:
+            file.write(hashlib.sha256(code).digest() + code)
+        os.replace(name, path)
+    except OSError as error:
+        _logger.warning("%s cannot be kept: %s", path, error)
+
+
+# The cache directory.
+
+
+def _user_cache() -> Path:
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():  # unset, or to be ignored according to the XDG specification
+        base = Path.home() / ".cache"
+    base.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = base.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH:
+        raise PermissionError(f"{base} belongs to another user, or others may write there")
+    return base / "central-storage"
+
+
+def _private(path: Path) -> Path:
+    """The directory, made if missing, which belongs to this user and in which nobody else can write."""
+    path.mkdir(mode=0o700, exist_ok=True)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(f"{path} is not a directory")
+    if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"{path} belongs to another user, or others may write there")
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise PermissionError(f"{path} is not writable")
+    return path
+
+
+def _fingerprint() -> str:
+    """Names what compiled code depends on: our sources, the compiler, the libraries and the processor."""
+    digest = hashlib.sha256()
+    for source in ("../rules.py", "kernels.py", "jit.py", "object_loader.py"):
+        digest.update((Path(__file__).parent / source).read_bytes())
+    for compiler in ("numba", "llvmlite"):  # to import them takes longer than all else that a server does at its start
+        found = find_spec(compiler)
+        digest.update(Path(found.origin).with_name("_version.py").read_bytes() if found and found.origin else b"")
+    digest.update(repr(SLOTS).encode())
+    depends = (np.__version__, sys.version, platform.machine(), _processor())
+    digest.update("\0".join(depends).encode())
+    return digest.hexdigest()[:16]
+
+
+def _processor() -> str:
+    """What the kernel says of the processor but for what changes; as exact as LLVM, which would have to be imported,
+    and is where the kernel does not say it."""
+    try:
+        lines = _CPUINFO.read_text("utf-8").splitlines(keepends=True)
+    except OSError:
+        import llvmlite.binding as llvm
+
+        return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
+    first = takewhile(str.strip, lines)  # they are alike
+    return "".join(line for line in first if line.partition("\t")[0].rstrip(" :") not in _OF_THE_MOMENT)

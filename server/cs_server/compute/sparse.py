@@ -1,0 +1,238 @@
+"""Sparse gradients: rows named by several replicas, or twice by one, become one gradient a row, and rules by rows.
+
+Owns the fixed order in which duplicates are added (by replica, then by position), which rows an update reads and
+writes, and how it is cut into the pieces of which a commit consists (`undo`). A rule that moves named rows only never
+looks at the rest: `kernels` adds up and updates row by row where they lie; what is not compiled, rows gathered into
+pieces that fit the cache. Of other rules a piece is a stretch of the table, whose gradient is zero but for the rows
+that are named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from cs_proto.frozen import frozen
+from cs_proto.messages import WriteOp
+from cs_proto.optimizers import Hyperparameters
+from cs_proto.scatter import write
+from cs_server.rules import Array, Rule
+
+from .kernels import BoundRows, apply_dense, has_kernel, merge_kernel
+from .undo import KEPT_NBYTES, Lane
+
+__all__ = ["Merged", "Table", "merge", "write_rows"]
+
+#: Elements of one piece: of a rule with three slots all arrays of a piece stay in the cache.
+_PIECE = 1 << 16
+
+Piece: TypeAlias = tuple[slice, slice]
+"""Rows and columns of a table: all columns, unless a row is so wide that it is cut."""
+
+Phase: TypeAlias = Callable[[Sequence[Any], Callable[[Sequence[Any], Lane], None]], None]
+"""Has some work done for the pieces, or shares, of each lane, by several threads."""
+
+
+@frozen
+class Merged:
+    """The summed gradient of a table: int64 ``rows`` [n], each once, in the order in which they were first named, and
+    ``sums`` [n, elements of a row]."""
+
+    rows: Array
+    sums: Array
+
+
+def merge(gradients: Sequence[tuple[Array, Array]], height: int, width: int) -> Merged:
+    """Add up (values, indices) of all replicas, in replica order: of every row first named first.
+
+    ``values`` [k, ...] have ``width`` elements a row and one dtype, ``indices`` are int64 [k]. The replicas have
+    checked that they lie in [0, height); a row that does not is left out, since a commit cannot fail.
+    """
+    inside = [_inside(values, indices, height) for values, indices in _aligned(gradients, width)]
+    values, named = [values for values, _ in inside], [indices for _, indices in inside]
+    kernel = merge_kernel(values[0].dtype)
+    if kernel is None:
+        return merge_reference(values, named)
+    total = sum(map(len, named))
+    rows, sums = np.empty(total, np.int64), np.empty((total, width), values[0].dtype)
+    table = np.full(1 << max(4, (2 * total).bit_length()), -1, np.int64)
+    addresses = [np.array([part.ctypes.data for part in parts], np.int64) for parts in (values, named)]
+    lengths = np.array([len(part) for part in named], np.int64)
+    count = kernel(*addresses, lengths, table, rows, sums)
+    return Merged(rows[:count], sums[:count])
+
+
+def merge_reference(values: Sequence[Array], indices: Sequence[Array]) -> Merged:
+    """What ``merge`` must equal bit for bit, in plain NumPy."""
+    unique, first, place = np.unique(np.concatenate(indices), return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    rank = np.empty(len(order), np.int64)
+    rank[order] = np.arange(len(order))
+    # Adding to -0.0 changes no number, not even the sign of a zero.
+    sums = np.full((len(unique), values[0].shape[1]), -0.0, values[0].dtype)
+    with np.errstate(all="ignore"):
+        np.add.at(sums, rank[place], np.concatenate(values))
+    return Merged(unique[order], sums)
+
+
+class Table:
+    """Parameters and slots, 2-D, contiguous, of one dtype and shape [height, width], and updates of them."""
+
+    def __init__(self, rule: Rule, parameters: Array, slots: tuple[Array, ...]) -> None:
+        self._rule, self._parameters, self._slots = rule, parameters, slots
+
+    @cached_property
+    def _bound(self) -> BoundRows | None:
+        # Not before an update goes by rows, which those of a rule that moves more than them may never do.
+        is_compiled = has_kernel(self._rule, self._parameters.dtype)
+        return BoundRows(self._rule, self._parameters, self._slots) if is_compiled else None
+
+    def apply(
+        self,
+        gradients: Sequence[tuple[Array, Array]],
+        hyperparameters: Hyperparameters,
+        t: int,
+        phase: Phase,
+        lanes: int,
+    ) -> None:
+        """Apply the rule's t-th update under sparse gradients as :func:`merge` takes them, in place.
+
+        ``phase`` spreads the pieces over threads, of which there are up to ``lanes``. Rows that no gradient names move
+        as the rule says, or not at all where ``lazy`` is set.
+        """
+        if not self._parameters.size:
+            return
+        if self._rule.moves != "rows" and not hyperparameters.get("lazy"):
+            self._whole(merge(gradients, *self._parameters.shape), hyperparameters, t, phase)
+        elif self._bound is None:
+            self._gathered(merge(gradients, *self._parameters.shape), hyperparameters, t, phase)
+        else:
+            self._named(self._bound, gradients, hyperparameters, t, phase, lanes)
+
+    def _named(
+        self,
+        bound: BoundRows,
+        gradients: Sequence[tuple[Array, Array]],
+        hyperparameters: Hyperparameters,
+        t: int,
+        phase: Phase,
+        lanes: int,
+    ) -> None:
+        aligned = _aligned(gradients, self._parameters.shape[1])
+        bound.take(aligned)
+        count = max(1, min(lanes, sum(values.size for values, _ in aligned) // _PIECE))
+
+        def named(shares: Sequence[int], lane: Lane) -> None:
+            for share in shares:  # at most one: it goes through the pieces of it itself
+                bound.apply(share, count, lane, hyperparameters, t)
+
+        phase(range(count), named)
+
+    def _gathered(self, gradient: Merged, hyperparameters: Hyperparameters, t: int, phase: Phase) -> None:
+        arrays = (self._parameters, *self._slots)
+
+        def gathered(mine: Sequence[Piece], lane: Lane) -> None:
+            for piece, columns in lane.rest(mine):
+                places = [(array[:, columns], gradient.rows[piece]) for array in arrays]
+                lane.give_back(places)
+                taken = [_rows_of(array, rows) for array, rows in places]
+                lane.note(taken)
+                sums = np.ascontiguousarray(gradient.sums[piece, columns])
+                _update(self._rule, taken[0], taken[1:], sums, hyperparameters, t)
+                for (array, rows), values in zip(places, taken, strict=True):
+                    array[rows] = values
+
+        phase(_pieces(len(gradient.rows), arrays[0].shape[1], arrays[0].itemsize), gathered)
+
+    def _whole(self, gradient: Merged, hyperparameters: Hyperparameters, t: int, phase: Phase) -> None:
+        rule, arrays, order = self._rule, (self._parameters, *self._slots), np.argsort(gradient.rows)
+        height, width = self._parameters.shape
+        rows, sums = gradient.rows[order], gradient.sums[order]
+
+        def stretch(mine: Sequence[Piece], lane: Lane) -> None:
+            for piece, columns in lane.rest(mine):
+                lane.keep([(array, (piece, columns)) for array in arrays])
+                named = slice(*np.searchsorted(rows, (piece.start, piece.stop)))
+                places = rows[named] - piece.start
+                here, *slots_here = (array[piece, columns] for array in arrays)
+                dense = np.zeros(here.shape, here.dtype)
+                dense[places] = sums[named, columns]
+                updated = here if rule.moves == "all" else here.copy()
+                _update(rule, updated, slots_here, dense, hyperparameters, t)
+                if updated is not here:
+                    here[places] = updated[places]
+
+        phase(_pieces(height, width, arrays[0].itemsize), stretch)
+
+
+def write_rows(target: Array, op: WriteOp, value: Array, indices: Array, phase: Phase) -> None:
+    """What :func:`cs_proto.scatter.write` does for ``scatter_add`` and ``scatter_sub``, in pieces and with its bits:
+    changes of one row stay together and in order."""
+    inside = (indices >= 0) & (indices < len(target))
+    named, width = indices[inside], target[:1].size
+    if not len(named) or not width:
+        return
+    values, table = value[inside].reshape(-1, width), target.reshape(-1, width)
+    order = np.argsort(named, kind="stable")
+    rows, starts = np.unique(named[order], return_index=True)
+    ends = np.append(starts, len(named))
+
+    def change(mine: Sequence[Piece], lane: Lane) -> None:
+        for piece, columns in lane.rest(mine):
+            lane.keep([(table[:, columns], rows[piece])])
+            these = order[ends[piece.start] : ends[piece.stop]]
+            write(table[:, columns], op, values[these, columns], named[these])
+
+    phase(_pieces(len(rows), width, target.itemsize), change)
+
+
+def _rows_of(table: Array, rows: Array) -> Array:
+    # Ten times as fast, but of a table that is cut into columns it would copy all.
+    return np.take(table, rows, axis=0) if table.flags.c_contiguous else table[rows]
+
+
+def _update(
+    rule: Rule, parameters: Array, slots: Iterable[Array], gradient: Array, hyperparameters: Hyperparameters, t: int
+) -> None:
+    whole = np.array([[0, parameters.size]], np.int64)
+    apply_dense(
+        rule,
+        whole,
+        parameters.reshape(-1),
+        tuple(slot.reshape(-1) for slot in slots),
+        (gradient.reshape(-1),),
+        hyperparameters,
+        t,
+    )
+
+
+def _pieces(height: int, width: int, itemsize: int) -> list[Piece]:
+    """A table of that many rows in pieces of which a lane can keep the old values."""
+    size = min(_PIECE, KEPT_NBYTES // itemsize)
+    step = max(1, size // width)
+    return [
+        (slice(first, min(first + step, height)), slice(left, min(left + size, width)))
+        for first in range(0, height, step)
+        for left in range(0, width, size)
+    ]
+
+
+def _inside(values: Array, indices: Array, height: int) -> tuple[Array, Array]:
+    if not indices.size or 0 <= indices.min() <= indices.max() < height:
+        return values, indices
+    kept = (indices >= 0) & (indices < height)
+    return values[kept], indices[kept]
+
+
+def _aligned(gradients: Sequence[tuple[Array, Array]], width: int) -> list[tuple[Array, Array]]:
+    """Values as [k, width], and both as compiled code reads them."""
+    return [
+        (
+            np.require(values.reshape(len(indices), width), requirements=["C_CONTIGUOUS", "ALIGNED"]),
+            np.require(indices, requirements=["C_CONTIGUOUS", "ALIGNED"]),
+        )
+        for values, indices in gradients
+    ]

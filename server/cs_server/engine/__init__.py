@@ -1,0 +1,1 @@
+"""The engine: it decides what every event means, and opens nothing."""

@@ -1,0 +1,290 @@
+"""Plain steps, the short way: what most steps of a training are, decided in one pass when all replicas have returned.
+
+A plain step is a run in which every replica brings nothing but gradients of known sets of variables, the same ones as
+in the step before, and returns a small value. What follows from it is known, so of such a step only the messages are
+written down, as they came, and the other tables are left as they are. Whoever needs them has them brought up to date
+first (:meth:`PlainSteps.unfold`), by hearing those messages in the general way: what they say then is what they would
+have said all along, also to a server that takes the place of this one. ``engine`` asks here before every event.
+Decision 21 has the reasons.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Callable
+from operator import attrgetter
+from typing import TypeAlias
+
+from cs_proto import codec
+from cs_proto.errors import InvalidArgumentError, PeerProtocolError
+from cs_proto.frozen import frozen
+from cs_proto.messages import MOST_AHEAD, ApplyPoint, Return, RunFinished, StepFinished
+from cs_server.events import Command, Commit, Event, Finished, Received, Send
+
+from .catalogue import Catalogue
+from .control_log import ControlDamaged, ControlFull
+from .sessions import Sessions
+from .state import PlainStep, Tables, joined, parted
+
+__all__ = ["PlainSteps", "is_small"]
+
+# Results of so many bytes are not written at once.
+_SMALL_NBYTES = 4096
+# What the messages of a plain step may have: they are written down as one record.
+_STEP_NBYTES = 1 << 20
+# Of a series that is sent further ahead, so many steps would have to be heard again at every tick.
+_MOST_AHEAD = 16
+
+
+_Set: TypeAlias = tuple[int, int, tuple[int, ...]]
+
+
+@frozen
+class _Ground:
+    """What holds as long as nothing but plain steps of one kind is heard: who speaks, and what every step brings."""
+
+    #: By replica, its worker: where it is, and its incarnation.
+    workers: tuple[tuple[bytes, int], ...]
+    controller: bytes
+    client: str
+    series: int
+    lookahead: int
+    #: (optimizer, set of variables, those of them whose gradients are sparse) of each merge point.
+    sets: tuple[_Set, ...]
+
+
+class PlainSteps:
+    """Steps that were decided and that the other tables do not know of, and the returns of the one at hand."""
+
+    def __init__(
+        self,
+        tables: Tables,
+        sessions: Sessions,
+        catalogue: Catalogue,
+        replicas: int,
+        hear: Callable[[Event, float], None],
+    ) -> None:
+        """``hear`` is the general way to act on an event, whose commands nobody wants any more."""
+        self._tables = tables
+        self._sessions = sessions
+        self._catalogue = catalogue
+        self._replicas = replicas
+        self._hear = hear
+        self._may_begin = False
+        self._forget()
+
+    def _forget(self) -> None:
+        """The other tables know everything."""
+        self._ground: _Ground | None = None
+        self._held: list[tuple[Received, float]] = []
+        self._run = 0  # the last one
+        self._returns: list[Return] = []  # of the last one, in replica order
+        self._committing = 0  # the ticket of its commit
+        self._count = 0  # of steps that the other tables do not know of
+        self._applied: Counter[int] = Counter()  # in them, by optimizer
+
+    def hear(self, event: Event, now: float) -> list[Command] | None:
+        """What follows from ``event``; None where the general way has to say that."""
+        if type(event) is Received and type(event.record) is Return:
+            if not self._committing and self._fits(event.peer, event.record):
+                self._held.append((event, now))
+                if len(self._held) < self._replicas:
+                    return []
+                if (commands := self._decide()) is not None:
+                    return commands
+                self._held.pop()
+            self._may_begin = True
+        elif type(event) is not Finished:
+            self._may_begin = False  # steps that something else comes between are not worth the way back
+        elif event.ticket == self._committing:
+            self._committing = 0
+            return self._answers()
+        return None
+
+    def unfold(self) -> None:
+        """Have the other tables know what they would know had everything been heard in the general way. What the
+        store lacks is kept for the next flush."""
+        tables, held = self._tables, self._held
+        if not held and not tables.plain:
+            self._forget()
+            return
+        is_committing = self._committing or not self._ground  # of another server nobody knows
+        steps = sorted(tables.plain.values(), key=attrgetter("count"))
+        heard = [[_returned(message) for message in step.heard] for step in steps]
+        count, times = (steps[-1].count if steps else 0), [step.since for step in steps]
+        self._forget()
+        if steps:
+            last = heard[-1][0]
+            first = last.run[0] - (last.lookahead if last.series else 0)
+            known = [(at, each) for at, each in zip(times, heard, strict=True) if each[0].run[0] >= first]
+            self._skip(count - len(known), last)
+            for at, returns in known:
+                for now, record in zip(at, returns, strict=True):
+                    self._hear(Received(self._sessions.worker_peer(record.replica) or b"", record), now)
+                if tables.tally.committing and not (returns is heard[-1] and is_committing):
+                    self._hear(Finished(tables.tally.committing), at[-1])
+        for event, now in held:
+            self._hear(event, now)
+        for key in tables.plain:
+            del tables.plain[key]
+        tables.keep()
+
+    def _skip(self, count: int, record: Return) -> None:
+        """Count ``count`` steps like that of ``record``, of which nothing else is known any more."""
+        tally, points = self._tables.tally, len(record.notes)
+        tally.messages += count * self._replicas
+        tally.runs += count
+        tally.commits += count * points
+        tally.tickets += count * bool(points)
+        for replica in range(self._replicas):
+            tally.replica_runs[replica] += count
+            tally.points[replica] += count * points
+            tally.applies[replica] += count * points
+        for _, number, _ in _sets(record) or ():
+            self._catalogue.applied(number, count)
+
+    # --- what is plain ------------------------------------------------------------------------------------------------
+
+    def _fits(self, peer: bytes, record: Return) -> bool:
+        """Whether it is what the next plain step brings, for all that is known."""
+        ground = self._ground or self._look(record)
+        if ground is None or not 0 <= record.replica < self._replicas:
+            return False
+        is_next = self._run < record.run[0] <= self._run + 1 + MOST_AHEAD and len(record.run) == 1
+        for held, _ in self._held:
+            other = held.record
+            assert isinstance(other, Return)
+            is_next = is_next and other.run == record.run and other.replica != record.replica
+        fits = (
+            is_next
+            and (peer, record.incarnation) == ground.workers[record.replica]
+            and record.series == ground.series
+            and record.lookahead == ground.lookahead
+            and record.client in ("", ground.client)
+            and is_small(record)
+            and record.count == len(record.notes)
+            and _sets(record) == ground.sets
+            and self._are_gradients(record)
+        )
+        if fits and self._ground is None:
+            self._ground = ground
+        return fits
+
+    def _are_gradients(self, record: Return) -> bool:
+        """Whether its gradients fit their variables, and lie in buffers that are there."""
+        points = [note for note in record.notes if isinstance(note, ApplyPoint) and (note.sparse or note.buffers % 2)]
+        try:
+            self._catalogue.check_gradients(points)
+        except InvalidArgumentError:
+            return False
+        return True
+
+    def _look(self, record: Return) -> _Ground | None:
+        """What plain steps like that of ``record`` may take for granted. None where something else is going on."""
+        if not self._may_begin:
+            return None
+        tables = self._tables
+        for run, state in tables.runs.items():
+            if not state.is_finished or state.failure is not None or len(run) > 1:
+                return None
+            for replica in range(self._replicas):
+                returned = tables.stands[run, replica].returned
+                if returned is None or returned.error is not None:
+                    return None
+        others = (tables.jobs, tables.outcomes, tables.held, tables.deaths, tables.writes, tables.computations)
+        if any(others) or tables.checks or tables.digests or len(tables.workers) < self._replicas:
+            return None
+        workers = [tables.workers[replica] for replica in range(self._replicas)]
+        controller = self._sessions.controller_peer()
+        hello = None if controller is None else self._sessions.client(controller)
+        if controller is None or hello is None or not all(worker.is_announced for worker in workers):
+            return None
+        sets = _sets(record)
+        if sets is None or not 0 <= record.lookahead <= _MOST_AHEAD:
+            return None
+        for optimizer, number, _ in sets:
+            known = tables.sets.get(number)
+            if known is None or known.optimizer != optimizer:
+                return None
+        self._run = max((run[0] for run in tables.runs), default=-1)
+        return _Ground(
+            tuple((worker.peer, worker.worker.incarnation) for worker in workers),
+            controller,
+            hello.client,
+            record.series,
+            record.lookahead,
+            sets,
+        )
+
+    # --- what follows -------------------------------------------------------------------------------------------------
+
+    def _decide(self) -> list[Command] | None:
+        """All have returned: what follows is written down. None where it is too much, or the store has no room."""
+        ground, tables = self._ground, self._tables
+        assert ground is not None
+        by_replica = sorted(self._held, key=lambda each: each[0].record.replica)  # type: ignore[attr-defined]
+        returns = [event.record for event, _ in by_replica if isinstance(event.record, Return)]
+        run = returns[0].run[0]
+        heard = tuple(joined(event.parts or codec.encode(event.record)) for event, _ in self._held)
+        if sum(map(len, heard)) > _STEP_NBYTES:
+            return None
+        step = PlainStep(self._count + 1, tuple(now for _, now in self._held), heard)
+        try:
+            if tables.is_ahead:
+                tables.flush()
+            tables.write_plain(run % (1 + ground.lookahead) if ground.series else 0, step)
+        except ControlFull:
+            return None
+        self._count += 1
+        self._run, self._returns, self._held = run, returns, []
+        if not ground.sets:
+            return self._answers()
+        operations = []
+        for k, (optimizer, number, _) in enumerate(ground.sets):
+            points = [record.notes[k] for record in returns]
+            applies = [point for point in points if isinstance(point, ApplyPoint)]
+            operations.append(self._catalogue.apply(number, applies, self._applied[optimizer]))
+            self._applied[optimizer] += 1
+        self._committing = tables.tally.tickets + self._count
+        return [Commit(self._committing, tuple(operations))]
+
+    def _answers(self) -> list[Command]:
+        ground, returns = self._ground, self._returns
+        assert ground is not None
+        run = returns[0].run
+        commands: list[Command] = []
+        if ground.series:
+            finished = StepFinished(run, False)
+            commands += [Send(peer, finished) for peer, _ in ground.workers]
+        values = tuple([record.value for record in returns if record.value is not None])
+        commands.append(Send(ground.controller, RunFinished(run, values, None, len(ground.sets))))
+        return commands
+
+
+def is_small(record: Return) -> bool:
+    """Whether no error in its place would find room where it does not."""
+    value = record.value
+    if value is None or not all(isinstance(note, ApplyPoint) for note in record.notes):
+        return False
+    return len(value.body) + sum(array.nbytes for array in value.arrays) <= _SMALL_NBYTES
+
+
+def _sets(record: Return) -> tuple[_Set, ...] | None:
+    """What each of its notes is about; None where they are something else."""
+    sets = []
+    for k, note in enumerate(record.notes):
+        if type(note) is not ApplyPoint or note.k != k or not note.variable_set:
+            return None
+        sets.append((note.optimizer, note.variable_set, tuple([gradient.variable for gradient in note.sparse])))
+    return tuple(sets)
+
+
+def _returned(message: bytes) -> Return:
+    try:
+        record = parted(message)
+    except (PeerProtocolError, ValueError, struct.error) as error:
+        raise ControlDamaged(f"a message in the control store does not read back: {error}") from error
+    if not isinstance(record, Return):
+        raise ControlDamaged(f"the control store has a {type(record).__name__} for a Return")
+    return record

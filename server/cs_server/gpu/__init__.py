@@ -1,0 +1,1 @@
+"""Variables on a GPU: memory, staging, code generation, the redo journal."""

@@ -1,0 +1,239 @@
+"""CUDA C for variables on a GPU: the table of update rules, translated, and the loops around it.
+
+Owns the text of every kernel of the server; `cuda` compiles and launches it. A rule's `step` is read as source and
+rewritten operator by operator, so the arithmetic of a rule is written once, in `updates`. What comes out is plain C
+but for a few words of CUDA, so that it can be compiled and compared with `updates.reference` where there is no GPU.
+
+A kernel works on *pieces*: rows of an int64 table on the device, one for each block of threads. A piece is so many
+elements at the addresses that stand in its row, which may lie anywhere the device can read: a slab in pieces, rows of
+a table, gradients in page-locked memory of the machine.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from functools import cache
+
+from cs_proto.errors import InvalidArgumentError
+from cs_server.rules import Rule
+
+__all__ = ["THREADS", "loops", "update", "update_name", "width_of"]
+
+THREADS = 256
+"""Threads of a block. A piece of fewer elements leaves some without work; one of more gives them several."""
+
+# How an element is stored, and what it is computed in (`computed_in`).
+_STORED = {"float16": "unsigned short", "float32": "float", "float64": "double"}
+_VALUE = {"float16": "float", "float32": "float", "float64": "double"}
+
+_OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+_FUNCTIONS = {"sqrt": "sqrt", "abs": "fabs", "copysign": "copysign"}
+
+_HEAD = """\
+typedef {stored} stored;
+typedef {value} value;
+"""
+
+# Halves are converted by the instruction itself: its header would have to be found where a server runs.
+_HALF = """\
+#ifdef __CUDACC__
+static __device__ value load(const stored *from)
+{
+    value wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(*from));
+    return wide;
+}
+static __device__ void store(stored *to, value wide)
+{
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(*to) : "f"(wide));
+}
+#else
+static value load(const stored *from) { return *(const _Float16 *)from; }
+static void store(stored *to, value wide) { *(_Float16 *)to = wide; }
+#endif
+"""
+
+_WHOLE = """\
+static __device__ value load(const stored *from) { return *from; }
+static __device__ void store(stored *to, value wide) { *to = wide; }
+"""
+
+# The order of NumPy's maximum: a nan wins, whichever of the two it is.
+_MAXIMUM = """\
+static __device__ value maximum(value a, value b) { return a >= b || a != a ? a : b; }
+"""
+
+# The gradient of one element: that of all replicas, in their order, with bounds. A piece without an address has none.
+_GRADIENT = """\
+static __device__ value gradient(const long long *addresses, int replicas, long long i, value limit)
+{
+    value sum = 0;
+    if (addresses[0])
+        sum = load((const stored *)addresses[0] + i);
+    for (int replica = 1; replica < replicas; replica++)
+        sum = sum + load((const stored *)addresses[replica] + i);
+    return sum < -limit ? -limit : sum > limit ? limit : sum;
+}
+"""
+
+# A piece: count, whether the variable itself moves, factor (a double), variable, slots, gradients of the replicas.
+_UPDATE = """\
+extern "C" __global__ void {name}(const long long *pieces, int replicas, value limit{number_parameters})
+{{
+    const long long *piece = pieces + (long long)blockIdx.x * ({first_gradient} + replicas);
+    const long long count = piece[0];
+    const value factor = (value)*(const double *)(piece + 2);
+    stored *const w = (stored *)piece[3];
+{slot_pointers}\
+    for (long long i = threadIdx.x; i < count; i += blockDim.x) {{
+        value after[{count_of_arrays}];
+        value g = gradient(piece + {first_gradient}, replicas, i, limit) * factor;
+        step(load(w + i), g{slot_loads}{number_arguments}, after);
+        if (piece[1])
+            store(w + i, after[0]);
+{slot_stores}\
+    }}
+}}
+"""
+
+# A piece of `squares` is one of an update without a variable and slots. Every thread has a sum of its own, and one
+# thread adds up those of a piece: the order is the same every time.
+_LOOPS = """\
+extern "C" __global__ void squares(const long long *pieces, int replicas, value limit, double *partial)
+{
+    const long long *piece = pieces + (long long)blockIdx.x * (1 + replicas);
+    double sum = 0;
+    for (long long i = threadIdx.x; i < piece[0]; i += blockDim.x) {
+        const double wide = gradient(piece + 1, replicas, i, limit);
+        sum = sum + wide * wide;
+    }
+    partial[(long long)blockIdx.x * blockDim.x + threadIdx.x] = sum;
+}
+extern "C" __global__ void fold(const double *partial, int threads, long long count, double *sums)
+{
+    const long long which = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    if (which >= count)
+        return;
+    double sum = 0;
+    for (int thread = 0; thread < threads; thread++)
+        sum = sum + partial[which * threads + thread];
+    sums[which] = sum;
+}
+extern "C" __global__ void copy(const long long *pieces)
+{
+    const long long *piece = pieces + (long long)blockIdx.x * 3;
+    const stored *const from = (const stored *)piece[1];
+    stored *const to = (stored *)piece[2];
+    for (long long i = threadIdx.x; i < piece[0]; i += blockDim.x)
+        to[i] = from[i];
+}
+extern "C" __global__ void fill(stored *to, long long count, value with)
+{
+    const long long stride = (long long)gridDim.x * blockDim.x;
+    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += stride)
+        store(to + i, with);
+}
+"""
+
+
+@cache
+def update(rule: Rule, dtype: str) -> str:
+    """The source of the kernel :func:`update_name` of a rule.
+
+    Its parameters are the table of pieces, the number of replicas, the bound of every element of the summed gradient
+    (infinity: none) and the rule's numbers, these and the bound in the dtype of :func:`computed_in`. A row of the table
+    has :func:`width_of` entries: the count of elements, whether the variable itself changes or only its slots, a
+    double by which the sum is multiplied, and the addresses of the variable, of each slot and of each gradient.
+
+    Raises InvalidArgumentError for a step that holds anything but arithmetic, sqrt, abs, maximum and copysign.
+    """
+    names = list(inspect.signature(rule.step).parameters)
+    slots, numbers = names[2 : 2 + len(rule.slots)], names[2 + len(rule.slots) :]
+    places = range(4, 4 + len(slots))
+    return _head(dtype) + (
+        _step(rule, names, _VALUE[dtype])
+        + _UPDATE.format(
+            name=update_name(rule, dtype),
+            number_parameters="".join(f", value {name}" for name in numbers),
+            first_gradient=4 + len(slots),
+            count_of_arrays=1 + len(slots),
+            slot_pointers="".join(f"    stored *const slot_{at} = (stored *)piece[{at}];\n" for at in places),
+            slot_loads="".join(f", load(slot_{at} + i)" for at in places),
+            number_arguments="".join(f", {name}" for name in numbers),
+            slot_stores="".join(f"        store(slot_{at} + i, after[{at - 3}]);\n" for at in places),
+        )
+    )
+
+
+@cache
+def loops(dtype: str) -> str:
+    """The source of the kernels that know no rule.
+
+    ``squares`` (pieces of count and gradients, replicas, bound, one double for each thread) and ``fold`` (those
+    doubles, their number for each piece, the number of pieces, one double for each piece) give the squared norm of the
+    summed gradient. ``copy`` moves pieces of count, address from, address to; ``fill`` sets elements to one value.
+    """
+    return _head(dtype) + _LOOPS
+
+
+def update_name(rule: Rule, dtype: str) -> str:
+    """What the kernel of :func:`update` is called."""
+    return f"{rule.name}_{dtype}"
+
+
+def width_of(rule: Rule, replicas: int) -> int:
+    """How many entries a piece of an update has."""
+    return 4 + len(rule.slots) + replicas
+
+
+def _head(dtype: str) -> str:
+    convert = _HALF if dtype == "float16" else _WHOLE
+    return _HEAD.format(stored=_STORED[dtype], value=_VALUE[dtype]) + convert + _MAXIMUM + _GRADIENT
+
+
+def _step(rule: Rule, names: list[str], value: str) -> str:
+    """The rule's step as a function of C, whose last argument takes what it returns."""
+    (function,) = ast.parse(textwrap.dedent(inspect.getsource(rule.step))).body
+    assert isinstance(function, ast.FunctionDef)
+    known = set(names)
+    lines = []
+    for statement in function.body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=right):
+                lines.append(f"{'' if name in known else 'value '}{name} = {_expression(right, value)};")
+                known.add(name)
+            case ast.Return(value=ast.Tuple(elts=results)):
+                lines += [f"after[{at}] = {_expression(each, value)};" for at, each in enumerate(results)]
+            case _:
+                raise _untranslated(statement)
+    parameters = ", ".join(f"value {name}" for name in names)
+    body = "".join(f"    {line}\n" for line in lines)
+    return f"static __device__ void step({parameters}, value *after)\n{{\n{body}}}\n"
+
+
+def _expression(node: ast.expr, value: str) -> str:
+    suffix = "f" if value == "float" else ""
+    match node:
+        case ast.Name(id=name):
+            return name
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return f"(-{_expression(operand, value)})"
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            return f"pow{suffix}({_expression(left, value)}, {_expression(right, value)})"
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return f"({_expression(left, value)} {_OPERATORS[type(op)]} {_expression(right, value)})"
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="np"), attr=name), args=args, keywords=[]):
+            arguments = ", ".join(_expression(each, value) for each in args)
+            if name == "maximum":
+                return f"maximum({arguments})"
+            if name in _FUNCTIONS:
+                return f"{_FUNCTIONS[name]}{suffix}({arguments})"
+    raise _untranslated(node)
+
+
+def _untranslated(node: ast.AST) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"the step of a rule consists of arithmetic, sqrt, abs, maximum and copysign, not of {ast.unparse(node)!r}"
+    )

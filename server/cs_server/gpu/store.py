@@ -1,0 +1,335 @@
+"""Variables on a GPU: what a commit does to them, and their mirror in the machine's memory.
+
+Owns variables and slots of the dtypes of `rules.GPU_DTYPES`; everything else of such a service, whole numbers and
+complex ones, lies in the machine's memory as ever, and its part of a commit is `arithmetic`'s. The segments are the
+mirror of what lies on the GPU (`device_memory`): after each commit they hold what the GPU holds, so workers, clients
+and checkpoints read what they always read, and a server after this one begins with it. The mirror changes only when
+the commit has been written down in the `journal`. Without a journal (nobody is to take this server's place) the
+variables alone are mirrored at each commit, the slots when somebody asks.
+
+A commit orders kernels (`device_updates`) and copies (`staging`) and waits once, at its end; it allocates nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+import time
+from collections.abc import Iterable
+
+import numpy as np
+
+from cs_proto import reduction, segment_names
+from cs_proto.arrays import Array, Location
+from cs_proto.errors import DeviceError, DeviceMemoryError
+from cs_proto.messages import DevicePlace
+from cs_proto.records import replace
+from cs_proto.scatter import write
+from cs_runtime.mapping import Mapping
+from cs_server.compute.executor import Arithmetic, Memory
+from cs_server.events import Apply, Commit, Fill, Write
+from cs_server.rules import RULES, computed_in
+
+from .blocks import PIECE
+from .codegen import loops
+from .cuda import Gpu
+from .dirty_ranges import Change, Changed, of_rows, united
+from .memory import DeviceMemory, is_on_device
+from .redo_journal import Journal
+from .staging import Staging
+from .updates import DeviceUpdates
+
+__all__ = ["GpuParameters"]
+
+_log = logging.getLogger("cs_server.service")
+
+#: As in `device_updates`: what follows does not wait for longer.
+_FILL_BLOCKS = 2048
+#: What the journal needs beside the bytes of a change: it is aligned, and named in the index.
+_ENTRY_NBYTES = 256
+_NOWHERE = DevicePlace(b"", 0, 0, b"")
+
+
+class GpuParameters:
+    """Variables on one GPU. Used by one thread."""
+
+    def __init__(
+        self,
+        name: str,
+        replicas: int,
+        memory: Memory,
+        arithmetic: Arithmetic,
+        journal: Journal | None,
+        patience: float = 0.0,
+    ) -> None:
+        """``arithmetic`` does the part of a commit that concerns no GPU. The mirror gets what the journal holds.
+        ``patience``: so many seconds from now what is loaded may wait for memory that a killed server still has.
+
+        Raises DeviceError for a GPU that cannot be used, DeviceMemoryError for one that is full.
+        """
+        self._until = time.monotonic() + patience
+        self._gpu = gpu = Gpu(name)
+        self._memory, self._arithmetic, self._journal = memory, arithmetic, journal
+        self._on_device = DeviceMemory(gpu)
+        self._staging = Staging(gpu, self._on_device, replicas, self._until)
+        self._updates = DeviceUpdates(gpu, self._on_device, self._staging, memory, self._until)
+        self._made_nbytes = 0
+        self._exports = True
+        if journal is not None:
+            journal.replay(memory.elements)
+
+    @property
+    def uuid(self) -> bytes:
+        """Sixteen bytes that name the GPU on every machine."""
+        return self._gpu.uuid
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what is put on the GPU must be in the machine's memory, too: another server may take this one's
+        place."""
+        return self._journal is not None
+
+    def export(self, array: Array) -> DevicePlace:
+        """How another process finds a variable here, or a gradient buffer, which is made if there is ample memory; no
+        handle for what is not on the GPU."""
+        assert isinstance(array.place, Location)
+        segment, start = array.place.segment, array.place.offset
+        if not self._exports or not array.nbytes or not is_on_device(segment):
+            return _NOWHERE
+        if not self._on_device.has(segment, start, start + array.nbytes):
+            if not segment_names.is_device_gradients(segment) or 2 * array.nbytes > self.available_nbytes():
+                return _NOWHERE
+            try:
+                self._on_device.make(segment, start, start + array.nbytes)
+            except DeviceMemoryError:
+                return _NOWHERE
+            self._updates.forget()
+        try:
+            return self._on_device.export(segment, start)
+        except DeviceError as error:
+            self._exports = False
+            _log.warning("transport staging: %s", str(error))  # a log that kept it would keep memory by its frames
+            return _NOWHERE
+
+    def view(self, array: Array) -> np.ndarray:
+        """What an array is, to be read: a gradient on the GPU as a copy of it."""
+        if not isinstance(array.place, Location) or not segment_names.is_device_gradients(array.place.segment):
+            return self._memory.view(array)
+        segment, start = array.place.segment, array.place.offset
+        if not self._on_device.has(segment, start, start + array.nbytes):
+            in_memory = Location(segment_names.host_gradients(segment), start)
+            return self._memory.view(replace(array, place=in_memory))
+        copy = np.empty(array.shape, array.dtype)
+        self._staging.fetch(segment, start // copy.itemsize, copy)
+        return copy
+
+    def available_nbytes(self) -> int:
+        """Bytes of the GPU that variables and slots may still take."""
+        return self._gpu.available_nbytes()
+
+    def make(self, segment: str, start: int, stop: int, *, load: bool = False) -> None:
+        """Memory for a variable or slot, at bytes ``start`` to ``stop`` of a segment: zeros or, with ``load``, what the
+        mirror holds. Whatever does not belong on the GPU is passed over.
+
+        Raises DeviceMemoryError where the GPU has no memory left for it or the kernels that it needs, MemoryPlanError
+        where the machine has none.
+        """
+        if not is_on_device(segment) or stop <= start:
+            return
+        until = self._until if load else 0.0
+        self._updates.load(segment.rpartition("/")[2], until=until)
+        self._on_device.make(segment, start, stop, until)
+        self._made_nbytes += _in_journal(stop - start)
+        if self._journal is not None:
+            self._journal.reserve(self._made_nbytes)
+            self._lock(self._journal.memory, 0, len(self._journal.memory))
+        elif segment.startswith("parameters/"):
+            self._lock(self._memory.elements(segment, "uint8"), start, stop)
+        for first, last, address in self._on_device.spans(segment, start, stop):
+            if load:
+                self._gpu.bring(address, self._memory.elements(segment, "uint8")[first:last])
+            else:
+                self._gpu.zero(address, last - first)
+        self._gpu.wait()
+        self._updates.forget()
+
+    def extended(self, before: Mapping, after: Mapping) -> None:
+        """A segment was extended and is now mapped at another address: page-lock there what was page-locked before."""
+        self._updates.forget()  # they hold addresses
+        first = before.elements("uint8").ctypes.data
+        self._gpu.page_unlock(first, first + before.nbytes)
+        if self._journal is None and before.name.startswith("parameters/"):
+            for start, stop in self._on_device.made(before.name):
+                if stop <= before.nbytes:
+                    self._lock(after.elements("uint8"), start, stop)
+
+    def load_kernel(self, rule: str, dtype: str) -> None:
+        """What the updates of ``dtype`` variables by ``rule`` need, so that a commit loads nothing.
+
+        Raises DeviceMemoryError where the GPU has no memory left for it, DeviceError where it cannot be used.
+        """
+        self._updates.load(dtype, RULES[rule], self._until)
+
+    def discard(self, segment: str, start: int, stop: int) -> None:
+        """Nobody needs these bytes of a segment any more: its pages may be given back afterwards."""
+        if segment.partition("/")[0] not in ("parameters", "slots", "gradients"):
+            return
+        self._updates.forget()
+        first = self._memory.elements(segment, "uint8").ctypes.data
+        self._gpu.page_unlock(first + start, first + stop)
+        if is_on_device(segment):
+            if dropped := self._on_device.drop(segment, start):
+                self._made_nbytes -= _in_journal(dropped)
+        elif segment.startswith("gradients/"):
+            self._on_device.drop(segment_names.device_gradients(segment), start)
+
+    def commit(self, command: Commit) -> None:
+        """Carry out every operation, in order; the mirror holds the outcome when it returns."""
+        if self._arithmetic.has_done(command.ticket):
+            return
+        ours: list[tuple[Apply | Write | Fill, float | None]] = []
+        others: list[Apply | Write | Fill] = []
+        for operation in command.operations:
+            if isinstance(operation, Apply):
+                here, there, factor = self._updates.divided(operation)
+                ours += [(part, factor) for part in here]
+                others += there
+            elif is_on_device(operation.segment if isinstance(operation, Fill) else _segment(operation.target)):
+                ours.append((operation, None))
+            else:
+                others.append(operation)
+        if ours and (self._journal is None or self._journal.ticket != command.ticket):
+            if self._journal is not None:
+                self._journal.begin()
+            changed: list[Changed] = []
+            for operation, factor in ours:
+                match operation:
+                    case Apply():
+                        changed += self._updates.apply(operation, factor)
+                    case Write():
+                        changed += self._write(operation)
+                    case Fill():
+                        self._fill(operation)
+            if len(ours) > 1:  # else nothing was changed twice, and what is done first can be copied first
+                changed = united(changed, self._gpu.mark())
+            self._publish(changed, command.ticket)
+        self._arithmetic.commit(Commit(command.ticket, tuple(others)))  # which notes that all is done
+
+    def mirror(self, arrays: Iterable[Array]) -> None:
+        """See to it that these arrays can be read where they lie in the machine's memory."""
+        if self._journal is not None:
+            return
+        for array in arrays:
+            if isinstance(array.place, Location) and is_on_device(array.place.segment) and array.nbytes:
+                self._staging.take(
+                    array.place.segment, array.place.offset, self._memory.view(array).reshape(-1).view(np.uint8)
+                )
+        self._gpu.wait()
+
+    def close(self) -> None:
+        """Give everything back; nothing may be asked of it any more."""
+        self._gpu.close()
+        self._on_device.close()
+        self._updates.close()
+        self._staging.close()
+
+    # --- writes -------------------------------------------------------------------------------------------------------
+
+    def _write(self, operation: Write) -> list[Changed]:
+        sources = [self._memory.view(source) for source in operation.sources]
+        value = sources[0] if operation.reduce is None else reduction.reduce(operation.reduce, sources)
+        target, segment = operation.target, _segment(operation.target)
+        if not target.nbytes:
+            return []
+        assert isinstance(target.place, Location)
+        first, size = target.place.offset // np.dtype(target.dtype).itemsize, math.prod(target.shape)
+        if operation.indices is None:
+            new = np.empty(target.shape, target.dtype)
+            if operation.op != "assign":
+                self._staging.fetch(segment, first, new)
+            write(new, operation.op, value)
+            self._staging.put(segment, first, new)
+            return [(Change(segment, first, size), target.dtype, self._gpu.mark())]
+        height, width = target.shape[0], size // target.shape[0]
+        indices = self._memory.view(operation.indices)
+        inside = (indices >= 0) & (indices < height)
+        named, places = np.unique(indices[inside].astype(np.int64), return_inverse=True)
+        if not len(named):
+            return []
+        new = np.empty((len(named), *target.shape[1:]), target.dtype)
+        self._staging.fetch_rows(segment, first, named, new)
+        write(new, operation.op, value[inside], places)
+        self._staging.put_rows(segment, first, named, new)
+        changed = of_rows(segment, target.dtype, first, (height, width), named)
+        return [(changed, target.dtype, self._gpu.mark())]
+
+    def _fill(self, operation: Fill) -> None:
+        """Fills begin what nobody has seen yet, so the mirror takes them at once."""
+        itemsize = np.dtype(operation.dtype).itemsize
+        start, stop = operation.first * itemsize, operation.last * itemsize
+        for first, last, address in self._on_device.spans(operation.segment, start, stop):
+            if operation.value == 0:
+                self._gpu.zero(address, last - first)
+                continue
+            count = (last - first) // itemsize
+            blocks = min(-(-count // PIECE), _FILL_BLOCKS)
+            value = computed_in(operation.dtype).type(operation.value)
+            self._gpu.launch(loops(operation.dtype), "fill", blocks, (address, np.int64(count), value))
+        if self._journal is None and operation.segment.startswith("slots/"):
+            return
+        elements = self._memory.elements(operation.segment, operation.dtype)[operation.first : operation.last]
+        if not operation.is_lazy:
+            elements[:] = operation.value
+            return
+        self._memory.discard(operation.segment, start, stop)
+        edge = mmap.PAGESIZE // itemsize  # what lies in pages of neighbours is left
+        elements[:edge] = 0
+        elements[-edge:] = 0
+
+    # --- the mirror ---------------------------------------------------------------------------------------------------
+
+    def _publish(self, changes: list[Changed], ticket: int) -> None:
+        """Bring what has changed to the mirror: all of it, or nothing, if this process ends."""
+        if self._journal is None:
+            changes = [each for each in changes if each[0].segment.startswith("parameters/")]
+        # What lies in one piece is copied behind its kernel; rows are collected when all is computed.
+        late: list[tuple[Change, str, np.ndarray]] = []
+        for change, dtype, mark in changes:
+            if self._journal is not None:
+                place = self._journal.place(change, dtype)
+            elif change.rows is None:
+                place = self._memory.elements(change.segment, dtype)[change.first : change.first + change.width]
+            else:
+                place = np.empty(change.size, dtype)
+            if change.rows is None:
+                self._staging.take(change.segment, change.first * place.itemsize, place.view(np.uint8), mark)
+            else:
+                late.append((change, dtype, place))
+        for change, dtype, place in late:
+            assert change.rows is not None
+            self._staging.fetch_rows(
+                change.segment, change.first, change.rows, place.reshape(len(change.rows), change.width)
+            )
+            if self._journal is None:
+                change.put(self._memory.elements(change.segment, dtype), place)
+        self._gpu.wait()
+        if self._journal is not None:
+            self._journal.finish(ticket)
+            self._journal.replay(self._memory.elements)
+
+    def _lock(self, raw: np.ndarray, start: int, stop: int) -> None:
+        """Page-lock bytes ``start`` to ``stop`` of a segment."""
+        first = raw.ctypes.data
+        self._gpu.page_lock(first + start, first + stop)
+
+
+def _in_journal(nbytes: int) -> int:
+    """What the journal needs for that much of a variable or slot: a change of it may be told piece by piece, and no
+    element has less than two bytes."""
+    return nbytes + _ENTRY_NBYTES * (1 + nbytes // (2 * PIECE))
+
+
+def _segment(array: Array) -> str:
+    assert isinstance(array.place, Location)
+    return array.place.segment

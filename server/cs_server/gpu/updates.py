@@ -1,0 +1,308 @@
+"""Updates of variables on a GPU: one kernel of the rule over tables of pieces, wherever these and the gradients lie.
+
+A gradient is read where it lies: on the GPU, where a worker on it computed it there, in page-locked memory of the
+machine, or in scratch memory to which it is brought first. What changes is told, with the mark behind which it has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from cs_proto import segment_names
+from cs_proto.frozen import frozen, with_changes
+from cs_proto.optimizers import Hyperparameters
+from cs_server.compute.clipping import Clipping, square_of
+from cs_server.compute.executor import Memory
+from cs_server.compute.sparse import Merged, merge
+from cs_server.events import Apply, Dense, Rows
+from cs_server.rules import GPU_DTYPES, RULES, Rule, computed_in, scalars
+
+from .blocks import Pieces, contiguous, cut, runs, split
+from .codegen import THREADS, loops, update, update_name, width_of
+from .cuda import Gpu
+from .dirty_ranges import Change, Changed, of_rows
+from .memory import DeviceMemory
+from .staging import TABLE_NBYTES, Staging
+
+__all__ = ["DeviceUpdates"]
+
+#: Memory of the GPU for sums of squares.
+_SQUARES_NBYTES = 8 << 20
+#: Pieces of one launch, so that what it changed is copied while the next one runs.
+_LAUNCH = 2048
+#: Tables of pieces that are remembered: the same variables are updated in every step.
+_REMEMBERED = 64
+
+
+@frozen(eq=False)
+class _Gradient:
+    """The gradient of one replica, 1-D. ``segment``: it lies on the GPU, under that name; ``is_locked``: a kernel reads
+    it in the machine's memory."""
+
+    values: np.ndarray
+    segment: str = ""
+    is_locked: bool = False
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether it has to be brought first."""
+        return not (self.segment or self.is_locked)
+
+
+class DeviceUpdates:
+    """Used by one thread."""
+
+    def __init__(self, gpu: Gpu, on_device: DeviceMemory, staging: Staging, memory: Memory, until: float) -> None:
+        """Raises DeviceMemoryError where the GPU is full until then."""
+        self._gpu, self._on_device, self._staging, self._memory = gpu, on_device, staging, memory
+        self._squares = gpu.allocate(_SQUARES_NBYTES, until)
+        self._loaded: set[tuple[str, Rule | None]] = set()
+        self._remembered: dict[Dense, tuple[Pieces, list[_Gradient]]] = {}
+
+    def load(self, dtype: str, rule: Rule | None = None, until: float = 0.0) -> None:
+        """Have the kernels ready that variables of ``dtype`` need, or, with ``rule``, those that update them by it.
+
+        Raises DeviceMemoryError where the GPU is full until then, DeviceError where it does not take them.
+        """
+        if (dtype, rule) in self._loaded:
+            return
+        number = computed_in(dtype).type
+        if rule is not None:
+            numbers = [number(0)] * (1 + rule.count_of_numbers)
+            self._staging.load(update(rule, dtype), update_name(rule, dtype), (np.int32(1), *numbers), until)
+        else:
+            source, scratch = loops(dtype), self._squares.address
+            self._staging.load(source, "copy", (), until)
+            self._staging.load(source, "squares", (np.int32(1), number(0), scratch), until)
+            self._gpu.load(source, "fold", (scratch, np.int32(THREADS), np.int64(0), scratch), until)
+            self._gpu.load(source, "fill", (scratch, np.int64(0), number(0)), until)
+        self._loaded.add((dtype, rule))
+
+    def forget(self) -> None:
+        """Something lies elsewhere now, or is not page-locked any more."""
+        self._remembered.clear()
+
+    def close(self) -> None:
+        """Give the scratch memory back."""
+        self.forget()
+        self._squares.free()
+
+    def divided(self, operation: Apply) -> tuple[list[Apply], list[Apply], float | None]:
+        """The part of an update that is made on the GPU and the part that is not; where they share a bound of the norm
+        of all gradients, what those of the first are multiplied by."""
+        here = _part(operation, lambda dtype: dtype in GPU_DTYPES)
+        there = _part(operation, lambda dtype: dtype not in GPU_DTYPES)
+        clipping = Clipping.of(dict(operation.hyperparameters))
+        if not here or not there or clipping is None or clipping.global_clipnorm is None:
+            return here, there, None
+        squares = [square for part in here[0].dense for square in self._squares_of(part, clipping)]
+        squares += [square_of(self._sums(part, clipping).sums) for part in here[0].sparse]
+        of_others = [square_of(total) for total in self._totals(there[0], clipping)]
+        factor = clipping.factors([*squares, *of_others])[0]
+        # The other part is scaled alike by a bound of its own.
+        norm = math.sqrt(sum(of_others))
+        kept = tuple(pair for pair in operation.hyperparameters if pair[0] != "global_clipnorm")
+        bound = (("global_clipnorm", factor * norm),) if factor != 1 and norm else ()
+        return here, [with_changes(there[0], hyperparameters=(*kept, *bound))], factor
+
+    def _totals(self, part: Apply, clipping: Clipping) -> Iterator[np.ndarray]:
+        """The summed gradients of variables that do not lie on the GPU."""
+        for dense in part.dense:
+            gradients = [self._memory.elements(name, dense.dtype) for name in dense.gradients]
+            for first, last in dense.ranges:
+                with np.errstate(all="ignore"):
+                    total = gradients[0][first:last].copy()
+                    for gradient in gradients[1:]:
+                        total += gradient[first:last]
+                clipping.bound(total)
+                yield total
+        for rows in part.sparse:
+            yield self._sums(rows, clipping).sums
+
+    def apply(self, operation: Apply, common: float | None) -> Iterator[Changed]:
+        """Order an update; what it changes. ``common``: what all gradients are multiplied by, where that has been found
+        out."""
+        rule, given, t = RULES[operation.rule], dict(operation.hyperparameters), operation.t
+        clipping = Clipping.of(given)
+        merged = [self._sums(rows, clipping) for rows in operation.sparse]
+        factors = [1.0 if common is None else common] * (
+            sum(len(part.ranges) for part in operation.dense) + len(merged)
+        )
+        if common is None and clipping is not None and clipping.has_norm:
+            squares = [square for part in operation.dense for square in self._squares_of(part, clipping)]
+            factors = clipping.factors([*squares, *(square_of(gradient.sums) for gradient in merged)])
+        limit = math.inf if clipping is None or clipping.clipvalue is None else clipping.clipvalue
+        at = 0
+        for part in operation.dense:
+            pieces, gradients = self._prepared(part)
+            targets, of_ranges = (part.parameters, *part.slots), np.array(factors[at : at + len(part.ranges)])
+            at += len(part.ranges)
+            of_pieces = of_ranges[_which_range(part, pieces)]
+            for window, mark in self._update(
+                rule, part.dtype, targets, pieces, gradients, given, t, limit, of_pieces, moves=True
+            ):
+                for start, stop in runs(pieces, window):
+                    yield from ((Change(name, start, stop - start), part.dtype, mark) for name in targets)
+        for rows, gradient, factor in zip(operation.sparse, merged, factors[at:], strict=True):
+            yield from self._rows(rule, rows, gradient, given, t, factor)
+
+    def _prepared(self, part: Dense) -> tuple[Pieces, list[_Gradient]]:
+        """The pieces of a dense update, and its gradients, locked where that is possible."""
+        found = self._remembered.get(part)
+        if found is None:
+            spans = np.array([(first, last, first) for first, last in part.ranges], np.int64).reshape(-1, 3)
+            itemsize = np.dtype(part.dtype).itemsize
+            gradients = [self._gradient(name, part) for name in part.gradients]
+            lie_here = (part.parameters, *part.slots, *(g.segment for g in gradients if g.segment))
+            borders = self._on_device.borders(lie_here) // itemsize
+            if len(self._remembered) >= _REMEMBERED:
+                self._remembered.clear()
+            found = self._remembered[part] = cut(split(spans, borders)), gradients
+        return found
+
+    def _gradient(self, name: str, part: Dense) -> _Gradient:
+        itemsize = np.dtype(part.dtype).itemsize
+        spans = [(first * itemsize, last * itemsize) for first, last in part.ranges]
+        in_memory = segment_names.host_gradients(name)
+        values = self._memory.elements(in_memory, part.dtype)
+        # A server before this one had them on the GPU where this one has not: then they are in the memory, too.
+        if name != in_memory and all(self._on_device.has(name, *span) for span in spans):
+            return _Gradient(values, name)
+        start = values.ctypes.data
+        locked = [self._gpu.page_lock(start + first, start + last) for first, last in spans]
+        return _Gradient(values, is_locked=all(locked))
+
+    def _sums(self, rows: Rows, clipping: Clipping | None) -> Merged:
+        gradients = [(self._memory.view(values), self._memory.view(indices)) for values, indices in rows.gradients]
+        merged = merge(gradients, *rows.shape)
+        if clipping is not None:
+            clipping.bound(merged.sums)
+        return merged
+
+    def _rows(
+        self, rule: Rule, rows: Rows, gradient: Merged, given: Hyperparameters, t: int, factor: float
+    ) -> Iterator[Changed]:
+        """Update under a sparse gradient, whose rows are each named once."""
+        height, width = rows.shape
+        if not height or not width:
+            return
+        targets = (rows.parameters, *rows.slots)
+        order = np.argsort(gradient.rows)
+        named = gradient.rows[order]
+        sums = _Gradient(np.ascontiguousarray(gradient.sums[order]).reshape(-1))
+        starts = rows.first + named * width
+        spans = np.stack([starts, starts + width, np.arange(len(named)) * width], axis=1)
+        marks = [*self._update(rule, rows.dtype, targets, cut(spans), [sums], given, t, math.inf, factor, moves=True)]
+        only_named = rule.moves == "rows" or bool(given.get("lazy"))
+        if not only_named:
+            begins, ends = np.concatenate([[0], named + 1]), np.concatenate([named, [height]])
+            gaps = np.stack([begins * width, ends * width], axis=1)[ends > begins] + rows.first
+            rest = cut(np.concatenate([gaps, np.full((len(gaps), 1), -1)], axis=1))
+            moves = rule.moves == "all"
+            marks += self._update(rule, rows.dtype, targets, rest, [sums], given, t, math.inf, 1.0, moves)
+        if not marks:
+            return
+        mark = marks[-1][1]
+        changed = of_rows(rows.parameters, rows.dtype, rows.first, rows.shape, named)
+        whole = Change(rows.parameters, rows.first, height * width)
+        of_variable = whole if rule.moves == "all" and not only_named else changed
+        of_slots = changed if only_named else whole
+        yield of_variable, rows.dtype, mark
+        yield from ((with_changes(of_slots, segment=name), rows.dtype, mark) for name in rows.slots)
+
+    def _update(
+        self,
+        rule: Rule,
+        dtype: str,
+        targets: Sequence[str],
+        pieces: Pieces,
+        gradients: Sequence[_Gradient],
+        given: Hyperparameters,
+        t: int,
+        limit: float,
+        factor: float | np.ndarray,
+        moves: bool,
+    ) -> Iterator[tuple[slice, Any]]:
+        """Launch the rule's kernel over ``pieces``; which of them, and the mark behind the launch."""
+        number, itemsize = computed_in(dtype), np.dtype(dtype).itemsize
+        width = width_of(rule, len(gradients))
+        table = np.empty((len(pieces), width), np.int64)
+        table[:, 0], table[:, 1] = pieces.counts, moves
+        table[:, 2] = np.broadcast_to(np.asarray(factor, np.float64), len(pieces)).copy().view(np.int64)
+        for place, name in enumerate(targets, 3):
+            table[:, place] = self._on_device.addresses(name, pieces.starts * itemsize)
+        numbers = (number.type(limit), *scalars(rule, given, t, number))
+        for window, addresses in self._staged(pieces, gradients, min(_LAUNCH, TABLE_NBYTES // (8 * width))):
+            table[window, 3 + len(targets) :] = addresses
+            self._staging.launch(
+                update(rule, dtype), update_name(rule, dtype), table[window], (np.int32(len(gradients)), *numbers)
+            )
+            yield window, self._gpu.mark()
+
+    def _staged(self, pieces: Pieces, gradients: Sequence[_Gradient], most: int) -> Iterator[tuple[slice, np.ndarray]]:
+        """At most so many pieces at once, and where their gradients can be read, int64 [pieces, replicas]: where they
+        lie, or where they have been brought to by then."""
+        itemsize = gradients[0].values.itemsize
+        staged = [which for which, gradient in enumerate(gradients) if gradient.is_staged]
+        counts = np.where(pieces.sources >= 0, pieces.counts, 0)
+        room = self._staging.stage.nbytes // (itemsize * max(1, len(staged)))
+        ends = np.cumsum(counts)
+        first = 0
+        while first < len(pieces):
+            last = min(first + most, len(pieces))
+            before = int(ends[first - 1]) if first else 0
+            if staged:
+                last = min(last, int(np.searchsorted(ends, before + room, side="right")))
+            window = slice(first, last)
+            sources, has = pieces.sources[window], pieces.sources[window] >= 0
+            addresses = np.zeros((last - first, len(gradients)), np.int64)
+            for which, gradient in enumerate(gradients):
+                if gradient.segment:
+                    addresses[has, which] = self._on_device.addresses(gradient.segment, sources[has] * itemsize)
+                elif gradient.is_locked:
+                    addresses[:, which] = gradient.values.ctypes.data + sources * itemsize
+            for number, which in enumerate(staged):
+                base = self._staging.stage.address + number * room * itemsize
+                offsets = ends[window] - counts[window] - before
+                addresses[:, which] = base + offsets * itemsize
+                for start, stop, offset in contiguous(sources[has], counts[window][has], offsets[has]):
+                    self._gpu.bring(base + offset * itemsize, gradients[which].values[start:stop])
+            addresses[~has] = 0
+            yield window, addresses
+            first = last
+
+    def _squares_of(self, part: Dense, clipping: Clipping) -> list[float]:
+        """The squared norm of the summed gradient of each range, whose elements are bounded first."""
+        pieces, gradients = self._prepared(part)
+        number, replicas = computed_in(part.dtype), len(gradients)
+        limit = number.type(math.inf if clipping.clipvalue is None else clipping.clipvalue)
+        # One double for each thread, and behind them one for each piece.
+        most = min(_SQUARES_NBYTES // (8 * (THREADS + 1)), TABLE_NBYTES // (8 * (1 + replicas)))
+        found = np.empty(len(pieces))
+        for window, addresses in self._staged(pieces, gradients, most):
+            table = np.concatenate([pieces.counts[window, None], addresses], axis=1)
+            sums = self._squares.address + 8 * THREADS * len(table)
+            self._staging.launch(
+                loops(part.dtype), "squares", table, (np.int32(replicas), limit, self._squares.address)
+            )
+            fold = (self._squares.address, np.int32(THREADS), np.int64(len(table)), sums)
+            self._gpu.launch(loops(part.dtype), "fold", -(-len(table) // THREADS), fold)
+            self._gpu.take(found[window], sums, self._gpu.mark())
+            self._gpu.wait()
+        return [float(square) for square in np.bincount(_which_range(part, pieces), found, len(part.ranges))]
+
+
+def _part(operation: Apply, is_wanted: Callable[[str], bool]) -> list[Apply]:
+    """What of an update concerns the dtypes that are wanted; none where nothing does."""
+    dense = tuple(part for part in operation.dense if is_wanted(part.dtype))
+    sparse = tuple(part for part in operation.sparse if is_wanted(part.dtype))
+    return [with_changes(operation, dense=dense, sparse=sparse)] if dense or sparse else []
+
+
+def _which_range(part: Dense, pieces: Pieces) -> np.ndarray:
+    """In which of the ranges of an update each piece lies."""
+    return np.searchsorted(np.array([last for _, last in part.ranges], np.int64), pieces.starts, side="right")

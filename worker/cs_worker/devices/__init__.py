@@ -1,0 +1,1 @@
+"""The device of a worker, and faults of native code."""

@@ -1,0 +1,192 @@
+"""The device of a replica: its full name, the array module of its arrays, and the way of an array to it and back.
+
+The one module of the worker that imports CuPy, and only for a GPU. A replica on a CPU computes with NumPy on views of
+the parameters themselves; what one on a GPU does instead is in ``gpu``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from central_storage.core.devices import canonical, full_name, logical_devices, of_replica
+from cs_proto.arrays import Array
+from cs_proto.errors import DeviceError
+from cs_proto.messages import DevicePlace
+from cs_runtime.gpus import local_number, require_cupy
+
+if TYPE_CHECKING:
+    from . import gpu
+
+__all__ = ["Device", "open_device", "place"]
+
+
+class Device(Protocol):
+    """What a replica computes on: ``name`` as ``cpu:0`` (``cpu:0+cpu:1`` for several), the ``full_names`` of its
+    devices as TensorFlow writes them, NumPy or CuPy. ``is_host``: its arrays are those of host memory. ``uuid`` names a
+    GPU on every machine."""
+
+    name: str
+    full_names: tuple[str, ...]
+    array_module: Any
+    is_host: bool
+    uuid: bytes
+
+    def begin_run(self, parameters: gpu.Parameters) -> None:
+        """A run begins. What the one before it read is brought up to date meanwhile."""
+
+    def seed(self, number: int) -> None:
+        """Seed the device's random state, beside Python's and NumPy's."""
+
+    def keep_random_state(self) -> Callable[[], None]:
+        """Put the random state aside; the answer puts it back."""
+
+    def bring(self, array: np.ndarray) -> Any:
+        """A host array as one of this device: itself on a CPU, a copy on a GPU; strings stay where they are."""
+
+    def view(self, number: int, parameters: gpu.Parameters) -> Any:
+        """A variable's value, to be read only: on a GPU a copy, made anew where the variable has changed."""
+
+    def rows(self, number: int, rows: np.ndarray, parameters: gpu.Parameters) -> Any:
+        """A copy of rows (int64 of any shape, all there) of a variable; of a table only these move."""
+
+    def buffers(self, places: Sequence[np.ndarray]) -> list[Any]:
+        """Arrays to compute gradients into that belong at ``places``: these themselves on a CPU."""
+
+    def shared(self, places: Sequence[DevicePlace | None], arrays: Sequence[Array]) -> list[Any] | None:
+        """Arrays like ``arrays`` at ``places`` in the server's memory on this device; None where some cannot be had."""
+
+    def put(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        """Copy gradients to the arrays that :meth:`shared` gave, where each is not that itself."""
+
+    def fetch(self, pairs: Sequence[tuple[Any, np.ndarray]], *, may_change: bool) -> None:
+        """Copy arrays of this device to host memory, where they are after the next :meth:`settle`. ``may_change``: the
+        user may write to them at once."""
+
+    def settle(self) -> None:
+        """Wait for what reads or writes shared memory. Due before every message after which others may do so."""
+
+    def lock(self, arrays: Sequence[np.ndarray]) -> None:
+        """Page-lock the memory of host arrays, so that copies need no detour and no waiting."""
+
+    def forget(self, numbers: Sequence[int], arrays: Sequence[np.ndarray]) -> None:
+        """These variables are gone, and the memory of these host arrays with them."""
+
+    def close_imports(self) -> None:
+        """What was opened of the server's device is gone with it."""
+
+    def close(self) -> None:
+        """Let go of all host memory. To be called once, in the thread that used the device."""
+
+
+class _Host:
+    """A CPU, or several, which share one memory."""
+
+    def __init__(self, name: str, full_names: tuple[str, ...]) -> None:
+        self.is_host = True
+        self.uuid = b""
+        self.array_module: Any = np
+        self.name = name
+        self.full_names = full_names
+
+    def begin_run(self, parameters: gpu.Parameters) -> None:
+        pass
+
+    def seed(self, number: int) -> None:
+        pass
+
+    def keep_random_state(self) -> Callable[[], None]:
+        return _nothing
+
+    def bring(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def view(self, number: int, parameters: gpu.Parameters) -> np.ndarray:
+        return parameters.view(number)
+
+    def rows(self, number: int, rows: np.ndarray, parameters: gpu.Parameters) -> np.ndarray:
+        return np.take(parameters.view(number), rows, axis=0)  # indexing takes three times as long
+
+    def buffers(self, places: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return [place.view() for place in places]
+
+    def shared(self, places: Sequence[DevicePlace | None], arrays: Sequence[Array]) -> None:
+        return None
+
+    def put(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        pass
+
+    def fetch(self, pairs: Sequence[tuple[Any, np.ndarray]], *, may_change: bool) -> None:
+        for source, target in pairs:
+            np.copyto(target, source)
+
+    def settle(self) -> None:
+        pass
+
+    def lock(self, arrays: Sequence[np.ndarray]) -> None:
+        pass
+
+    def forget(self, numbers: Sequence[int], arrays: Sequence[np.ndarray]) -> None:
+        pass
+
+    def close_imports(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def open_device(name: str) -> Device:
+    """The device or devices called ``name``; the first is made current for this thread where it is a GPU.
+
+    Raises :class:`DeviceError` where it is no device, or CuPy is missing or cannot use it.
+    """
+    replica = of_replica(name)
+    logical = logical_devices(replica)
+    full_names = tuple(map(full_name, logical))
+    if not logical[0].startswith("gpu:"):
+        return _Host(replica, full_names)
+    from . import gpu  # late, like below: most workers have none
+
+    cupy = _cupy(logical[0])
+    try:
+        return gpu.Gpu(
+            replica, full_names, cupy, [local_number(device) for device in logical if device.startswith("gpu:")]
+        )
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise DeviceError(f"{replica} cannot be used: {error}") from error
+
+
+def place(array: Any, name: str) -> Any:
+    """``array`` in the memory of the device called ``name``; itself where it is there already, or holds strings.
+
+    Raises :class:`DeviceError` where that is no device, or CuPy is missing or cannot use it, and DeviceMemoryError
+    where its memory does not suffice.
+    """
+    device = canonical(name)
+    if not device.startswith("gpu:"):
+        return array.get() if hasattr(array, "__cuda_array_interface__") else array
+    from . import gpu
+
+    if not gpu.can_be_on(array):
+        return array
+    cupy = _cupy(device)
+    try:
+        return gpu.place(cupy, array, local_number(device), device)
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise DeviceError(f"{device} cannot be used: {error}") from error
+
+
+def _cupy(device: str) -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        require_cupy([device])
+        raise DeviceError(f"CuPy, which {device} needs, cannot be imported: {error}") from error
+    return cupy
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,81 @@
+"""The functions a worker holds for those who send runs.
+
+A sender leaves out the bytes of a function among the last it sent, so both ends keep the same
+:class:`~cs_runtime.function_cache.Recent`. An ordinary function is unpickled anew for every run, so its captured
+values are the sender's; a frozen one (``cs.function``) is one object for good. Called by the loop, once
+for every run it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from central_storage.pickling.pickler import load_function
+from cs_proto.arrays import Array
+from cs_proto.errors import PeerProtocolError
+from cs_proto.messages import Run
+from cs_runtime.function_cache import HELD_FUNCTIONS, Recent
+
+__all__ = ["Programs"]
+
+Resolve = Callable[[str, int], object]
+
+
+class Programs:
+    """Functions by digest, for one controller and one holder of tokens at a time."""
+
+    def __init__(self, look: Callable[[Array], np.ndarray]) -> None:
+        """``look`` shows the bytes behind a descriptor."""
+        self._look = look
+        self._held: dict[bytes, _Held] = {}
+
+    def load(self, sender: bytes, run: Run, resolve: Resolve) -> Callable[..., Any]:
+        """The function of a run that ``sender`` sent; runs the user's code, since unpickling imports.
+
+        Raises PeerProtocolError where the run left the function out and this worker does not have it, and whatever
+        unpickling raises.
+        """
+        kind = sender[:1]
+        held = self._held.get(kind)
+        if held is None or held.sender != sender:  # another controller: what the last one sent is of no use any more
+            held = self._held[kind] = _Held(sender, self._look)
+        return held.load(run, resolve)
+
+
+class _Held:
+    """What one sender has sent."""
+
+    def __init__(self, sender: bytes, look: Callable[[Array], np.ndarray]) -> None:
+        self.sender = sender
+        self._look = look
+        self._recent = Recent(HELD_FUNCTIONS)
+        self._pickles: dict[bytes, bytes] = {}
+        self._frozen_pickles: dict[bytes, bytes] = {}
+        self._frozen: dict[bytes, Callable[..., Any]] = {}
+
+    def load(self, run: Run, resolve: Resolve) -> Callable[..., Any]:
+        if run.frozen:
+            function = self._frozen.get(run.digest)
+            if function is None:
+                function = load_function(self._take(run, self._frozen_pickles), resolve)
+                self._frozen[run.digest] = function
+                del self._frozen_pickles[run.digest]  # not earlier: a failed import may succeed at the next run
+            return function
+        self._recent.touch(run.digest)
+        for digest in [digest for digest in self._pickles if digest not in self._recent]:
+            del self._pickles[digest]
+        loaded: Callable[..., Any] = load_function(self._take(run, self._pickles), resolve)
+        return loaded
+
+    def _take(self, run: Run, pickles: dict[bytes, bytes]) -> bytes:
+        if run.function is not None:
+            pickles[run.digest] = self._look(run.function).tobytes()
+        try:
+            return pickles[run.digest]
+        except KeyError:
+            raise PeerProtocolError(
+                f"function {run.digest.hex()} was left out of the run, but this worker does not hold it"
+            ) from None

@@ -1,0 +1,1 @@
+"""Random generators: the seed of each draw, and torch's state."""
