@@ -3,7 +3,6 @@ says and knows."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.harness.examples import examples
 from tests.harness.playbook import (
     ADDRESSES,
     CONTROLLER,
@@ -252,7 +252,7 @@ def carried_out(two: Two, plan: list[tuple[Any, ...]]) -> None:
 
 
 @given(replicas=st.integers(1, 3), lookahead=st.integers(0, 2), plan=steps())
-@settings(max_examples=400 if "CS_ALL_PROGRAMS" in os.environ else 30)
+@settings(max_examples=examples(40))
 def test_the_short_way_is_the_long_way(replicas: int, lookahead: int, plan: list[tuple[Any, ...]]) -> None:
     carried_out(Two(replicas, lookahead), plan)
 

@@ -3,7 +3,6 @@ not; and each rule of replays by itself."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -298,16 +297,22 @@ def deaths(programs: list[list[str]], replicas: int, series: bool) -> list[tuple
     return [(replica, event) for replica in range(replicas) for event in range(1, undisturbed.events + 2)]
 
 
-@pytest.mark.parametrize("series", [False, True], ids=["runs", "steps"])
+@pytest.mark.parametrize(
+    ("series", "first"),
+    [
+        pytest.param(False, 0, id="runs, even events"),
+        pytest.param(True, 1, id="steps, odd events"),
+        pytest.param(False, 1, id="runs, odd events", marks=pytest.mark.slow),
+        pytest.param(True, 0, id="steps, even events", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("program", [PLAIN, NOTES, MAKES, MERGES], ids=["plain", "notes", "makes", "merges"])
-def test_a_death_at_any_event_changes_nothing(program: list[str], replicas: int, series: bool) -> None:
+def test_a_death_at_any_event_changes_nothing(program: list[str], replicas: int, series: bool, first: int) -> None:
     programs = [program, PLAIN]
     wanted = World(programs, replicas, series).play().outcome()
     assert [record.error for record in wanted[0]] == [None] * 2
-    # In a run at every second event, in a series of steps at the others; at all where all is asked for.
-    tried = slice(None) if "CS_ALL_PROGRAMS" in os.environ else slice(series, None, 2)
-    for death in deaths(programs, replicas, series)[tried]:
+    for death in deaths(programs, replicas, series)[first::2]:
         world = World(programs, replicas, series).play(death, late=sum(death) % 4 < 2)
         assert world.outcome() == wanted, f"{death}\n" + "\n".join(world.book.transcript[-60:])
 
