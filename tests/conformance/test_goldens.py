@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 from tests.harness.cupy_stand_in.c_kernels import COMPILER
+from tests.harness.services import connected
 from tests.harness.stand_in_gpus import stand_in_gpus
 
 import central_storage as cs
@@ -104,18 +105,12 @@ class Pool:
             for n, count in needed.items()
         }
         for strategy in chain.from_iterable(self._strategies.values()):
-            strategy.run(_meet)  # by then every socket is connected, and none is taken for a leftover of a case
+            connected(strategy, nested=True)
 
     def lend(self, counts: Iterable[int]) -> list[cs.CentralStorageStrategy]:
         """One strategy for each number of replicas in ``counts``, no two of them the same."""
         free = {n: iter(strategies) for n, strategies in self._strategies.items()}
         return [next(free[n]) for n in counts]
-
-
-def _meet() -> None:
-    context = cs.get_replica_context()
-    assert context is not None
-    context.merge_call(lambda strategy: strategy.run(lambda: None))
 
 
 @pytest.fixture(scope="class")
