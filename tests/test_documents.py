@@ -46,7 +46,7 @@ def test_commands_exist(document: str) -> None:
 def test_make_names_every_command() -> None:
     ended = run("make").ok()
     named = {line.split()[1] for line in ended.lines}
-    assert named >= {"demo", "setup", "test", "test-interop", "lint", "bench", "clean"}
+    assert named >= {"demo", "setup", "check", "test", "test-all", "lint", "bench", "clean"}
 
 
 @pytest.mark.parametrize("decision", names(DECISIONS))
