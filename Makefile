@@ -5,7 +5,10 @@ VENV   ?= .venv
 # Twice as many as the processors of the smallest machine that runs the tests: many a test waits.
 JOBS   ?= 4
 BIN    := $(VENV)/bin
-SPREAD  = -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+# The tests of a file share services, so they run in one process; the files with most tests come first.
+PYTEST  = $(BIN)/python -m pytest -p tests.harness.progress -n $(JOBS) --dist loadfile --max-worker-restart=0
+# The folders of tests/ whose tests start services or other processes; the others are what make check runs.
+SYSTEM := conformance gpu harness interop processes seeds soak
 DEMO   := cs-launch --devices cpu:0,cpu:1 --parameter-device cpu:0 examples/digits.py
 
 # pip says nothing but what went wrong.
@@ -19,45 +22,58 @@ INSTALL = $(BIN)/python -m pip install --no-compile --only-binary=:all:
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo setup test test-all pytest test-zeromq test-interop test-pythons test-containers soak lint fmt bench bench-quick clean
+.PHONY: help demo setup check test test-slow test-zeromq test-containers test-interop test-soak test-pythons test-all \
+        lint pytest fmt soak bench bench-quick clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 
 demo: $(VENV)/.installed-demo  ## train the handwritten digits on two workers and one parameter process
 	PATH="$(abspath $(BIN)):$$PATH" $(DEMO)
 
 setup: $(VENV)/.installed-dev  ## make the virtual environment with all that development needs
 
-test: $(VENV)/.installed-dev  ## everything that must hold: style, types, layers, tests
-	@$(MAKE) --no-print-directory -j2 lint pytest
+check: $(VENV)/.installed-dev  ## style, types, contracts, and the tests that start no service: a minute and a half
+	@$(MAKE) --no-print-directory -j2 lint pytest IGNORED="$(SYSTEM)"
 
-test-all: export CS_ALL_PROGRAMS = 1
-test-all: test  ## and all of what test runs a selection of: recorded programs in every mode, deaths, long arrays
+test: $(VENV)/.installed-dev  ## check, and the tests of the whole system: five minutes
+	@$(MAKE) --no-print-directory -j2 lint pytest IGNORED="interop soak"
 
-pytest: $(VENV)/.installed-dev
-	@$(BIN)/python -m pytest $(SPREAD)
+test-slow: $(VENV)/.installed-dev  ## what test leaves out: programs in threads and on stand-ins for GPUs, deaths at every event, ...
+	@$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=full --ignore=tests/interop --ignore=tests/soak
 
 test-zeromq: $(VENV)/.installed-dev  ## the tests of whole services again, with every message over ZeroMQ
-	@CS_MAILBOXES=off $(BIN)/python -m pytest $(SPREAD) tests/conformance tests/processes
-
-test-interop: $(VENV)/.installed-interop  ## replica functions and data of torch, which is installed for it
-	@$(BIN)/python -m pytest tests/interop
-
-test-pythons: $(VENV)/.installed-dev  ## the wheel, installed from the index, under every other Python that is at hand
-	@CS_PYTHONS=1 $(BIN)/python -m pytest tests/pythons
+	@CS_MAILBOXES=off $(PYTEST) tests/conformance tests/processes
 
 test-containers: $(VENV)/.installed-dev  ## docker-compose with a real engine, which is installed and started where that may be
 	@tests/containers/run $(BIN)/python $(if $(IF_POSSIBLE),--if-possible)
 
+test-interop: $(VENV)/.installed-interop  ## replica functions and data of torch, which is installed for it
+	@$(BIN)/python -m pytest tests/interop
+
+test-soak: $(VENV)/.installed-dev  ## a sample of the soak: each promise a few times, and guarantees broken on purpose
+	@$(PYTEST) tests/soak
+
+test-pythons: $(VENV)/.installed-dev  ## the wheel, installed from the index, under every other Python that is at hand
+	@CS_PYTHONS=1 $(BIN)/python -m pytest tests/pythons
+
+test-all:  ## all of the above
+	@for tier in test test-slow test-zeromq test-interop test-soak test-pythons "test-containers IF_POSSIBLE=1"; do \
+		$(MAKE) --no-print-directory $$tier || exit; \
+	done
+
+# Says nothing but what is wrong: it runs beside the tests, which show how far they are.
+lint: $(VENV)/.installed-dev  ## style, types and contracts, without the tests
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/mypy --no-error-summary
+	@said=$$($(BIN)/lint-imports) || { echo "$$said"; exit 1; }
+
+pytest: $(VENV)/.installed-dev
+	@$(PYTEST) $(IGNORED:%=--ignore=tests/%)
+
 soak: $(VENV)/.installed-dev  ## kill, stop and lose thousands of times what trains; goes on where it was interrupted
 	@$(BIN)/python -m tests.soak.run
-
-lint: $(VENV)/.installed-dev  ## style, types and layers, without the tests
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
-	@$(BIN)/lint-imports
 
 fmt: $(VENV)/.installed-dev  ## put the style right where a tool can
 	@$(BIN)/ruff check --fix .

@@ -42,12 +42,15 @@ collect_ignore += [] if "CS_PYTHONS" in os.environ else ["pythons"]
 collect_ignore += ["harness/cupy_stand_in"]  # a package of its own: it is imported as cupy or not at all
 collect_ignore += [] if importlib.util.find_spec("torch") else ["interop"]
 
-#: The same examples every time, or a commit would fail for what an older one did. CS_EXPLORE=1 looks for new ones.
+# The profiles of hypothesis, for --hypothesis-profile: quick by default; full tries ten times as many examples. Both
+# try the same examples every time, or a commit would fail for what an older one did; explore looks for new ones.
 # How long an input takes to draw is no fault of a test: the first of a process reads all modules for their constants.
-for name, is_same in (("same", True), ("explore", False)):
+for name, examples, is_same in (("quick", 100, True), ("full", 1000, True), ("explore", 1000, False)):
     slow = hypothesis.HealthCheck.too_slow  # as a busy machine is: no test asserts a time
-    hypothesis.settings.register_profile(name, derandomize=is_same, deadline=None, suppress_health_check=[slow])
-hypothesis.settings.load_profile("explore" if "CS_EXPLORE" in os.environ else "same")
+    hypothesis.settings.register_profile(
+        name, max_examples=examples, derandomize=is_same, deadline=None, suppress_health_check=[slow]
+    )
+hypothesis.settings.load_profile("quick")
 
 _directory = pytest.StashKey[Path]()
 _failed = pytest.StashKey[bool]()
@@ -55,18 +58,6 @@ _collecting = pytest.StashKey[TextIO]()
 _LOG_LINES = 40
 #: The folders of tests that start servers or run updates.
 _NEEDS_KERNELS = {"conformance", "containers", "interop", "processes", "seeds", "server"}
-#: The folders of tests that start whole services: one file of them may take longer than all that is left at the end.
-_SLOW = {"conformance", "interop", "processes", "soak", "tests"}
-#: Before all others, by how long they take: the one that begins last must not be long.
-_LONGEST = (
-    "test_promises.py",
-    "test_digits.py",
-    "test_goldens.py",
-    "test_worker_death.py",
-    "test_elsewhere.py",
-    "test_run_steps.py",
-    "test_kernels.py",
-)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -141,12 +132,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the files that take longest first. Skip the tests that need a GPU, with the reason, where there is none."""
+    """Skip the tests that need a GPU, with the reason, where there is none."""
     if _collecting in config.stash:
         config.stash[_collecting].close()
-    rank = {name: number for number, name in enumerate(_LONGEST)}
-    # Stable: files and folders stay together.
-    items.sort(key=lambda item: (rank.get(item.path.name, len(rank)), item.path.parent.name not in _SLOW))
     wanted = [item for item in items if item.get_closest_marker("gpu")]
     reason = _why_no_gpu() if wanted else None
     if reason:

@@ -28,6 +28,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
     return SimpleNamespace(bench=bench, report=report, works=works, plain=numpy_one_process)
 
 
+@pytest.mark.slow  # as `make bench-quick` does
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("number", range(6))
 def test_our_own_peers_compute_what_numpy_does(benchmark: Any, number: int) -> None:
@@ -159,8 +160,6 @@ def test_too_few_rounds_are_refused(
 
 
 def test_the_parts_of_a_step_are_put_together(benchmark: Any) -> None:
-    import parts  # found when benchmark/ is on the path
-
     client = [
         ("begun", 0),
         ("pickled", 10),
@@ -174,10 +173,7 @@ def test_the_parts_of_a_step_are_put_together(benchmark: Any) -> None:
     other = [("found", 30), ("decoded", 36), ("called", 40), ("returned", 60), ("sent", 62)]
     server = [("woken", 90), ("decoded", 92), ("decided", 97), ("woken", 130), ("decoded", 133), ("decided", 140)]
     server += [("committed", 160), ("decided", 164), ("sent", 180)]
-    left = left_by(parts.STEPS, 1000, client=[client], worker=[worker, other], server=[server])
-    lines = shown(parts.lines("digits", left))
-    assert lines.pop("parts of digits") == "median"
-    assert lines == {
+    assert parts_of("digits", 1000, client=[client], worker=[worker, other], server=[server]) == {
         "pickle check": "10.0 µs",
         "encode, send (client)": "10.0 µs",
         "decode (worker)": "6.00 µs",
@@ -200,8 +196,6 @@ def test_the_parts_of_a_step_are_put_together(benchmark: Any) -> None:
 
 
 def test_where_the_script_is_ahead_a_step_lies_between_two_commits(benchmark: Any) -> None:
-    import parts  # found when benchmark/ is on the path
-
     # Workers take turns; the script sends the next step meanwhile, which wakes nobody.
     server = [("committed", 0), ("decided", 4), ("sent", 10), ("sent", 12), ("woken", 90), ("decoded", 93)]
     server += [("decided", 95), ("sent", 99), ("found", 130), ("decoded", 132), ("decided", 140)]
@@ -210,10 +204,7 @@ def test_where_the_script_is_ahead_a_step_lies_between_two_commits(benchmark: An
     other = [("found", 40), ("decoded", 44), ("called", 50), ("looked-up", 75), ("sliced", 77), ("applied", 86)]
     other += [("returned", 88), ("sent", 100)]
     client = [("woken", 101), ("decoded", 105), ("over", 106), ("begun", 110), ("pickled", 113), ("sent", 118)]
-    left = left_by(parts.STEPS + 1, 200, client=[client], worker=[worker, other], server=[server])
-    lines = shown(parts.lines("embedding", left))
-    assert lines.pop("parts of embedding") == "median"
-    assert lines == {
+    assert parts_of("embedding", 200, client=[client], worker=[worker, other], server=[server]) == {
         "decode (worker)": "5.00 µs",
         "arguments, seeds": "6.00 µs",
         "function: look-up": "25.0 µs",
@@ -239,15 +230,16 @@ def test_where_the_script_is_ahead_a_step_lies_between_two_commits(benchmark: An
     }
 
 
-def left_by(steps: int, length: int, **moments: list[list[tuple[str, int]]]) -> list[tuple[str, list[tuple[str, int]]]]:
-    """What processes leave that do the same in every step of so many µs."""
-    return [
-        (role, [(name, (step * length + when) * 1000) for step in range(steps) for name, when in mine])
+def parts_of(work: str, length: int, **moments: list[list[tuple[str, int]]]) -> dict[str, str]:
+    """The two columns that are shown of processes which do the same in every step, of so many µs."""
+    import parts  # found when benchmarks/ is on the path
+
+    left = [
+        # The last of these steps begins the commit that is the end of the one before.
+        (role, [(name, (step * length + when) * 1000) for step in range(parts.STEPS + 1) for name, when in mine])
         for role, processes in moments.items()
         for mine in processes
     ]
-
-
-def shown(lines: list[str]) -> dict[str, str]:
-    """The two columns of a table."""
-    return {line[:32].strip(): line[32:].strip() for line in lines}
+    columns = {line[:32].strip(): line[32:].strip() for line in parts.lines(work, left)}
+    assert columns.pop(f"parts of {work}") == "median"
+    return columns

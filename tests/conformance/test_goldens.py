@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import os
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -15,6 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 from tests.harness.cupy_stand_in.c_kernels import COMPILER
+from tests.harness.services import connected
 from tests.harness.stand_in_gpus import stand_in_gpus
 
 import central_storage as cs
@@ -51,10 +50,6 @@ pytestmark = [
 CASES = load()
 #: What is run, and the programs of the rules.
 PROGRAMS = [*(case for case in CASES if not case.left_out), *load_rules()]
-#: Of each mode one program in so many is run, unless CS_ALL_PROGRAMS is set. With processes, which is what users have,
-#: all are; threads differ in what carries the messages; on stand-ins for GPUs NumPy's arithmetic behind a Python class
-#: is slow, and what such a mode has of its own is in every program.
-ONE_IN = dict.fromkeys(MODES, 16) | {"processes": 1, "threads": 4}
 #: What is not run, by reason: none of these could give what TensorFlow gave.
 LEFT_OUT = {
     QUIRK: {
@@ -110,18 +105,12 @@ class Pool:
             for n, count in needed.items()
         }
         for strategy in chain.from_iterable(self._strategies.values()):
-            strategy.run(_meet)  # by then every socket is connected, and none is taken for a leftover of a case
+            connected(strategy, nested=True)
 
     def lend(self, counts: Iterable[int]) -> list[cs.CentralStorageStrategy]:
         """One strategy for each number of replicas in ``counts``, no two of them the same."""
         free = {n: iter(strategies) for n, strategies in self._strategies.items()}
         return [next(free[n]) for n in counts]
-
-
-def _meet() -> None:
-    context = cs.get_replica_context()
-    assert context is not None
-    context.merge_call(lambda strategy: strategy.run(lambda: None))
 
 
 @pytest.fixture(scope="class")
@@ -139,20 +128,10 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Which programs are run in a mode, and none that are not: each that is left out would be collected first."""
+    """Which programs are run in a mode."""
     if metafunc.cls is not None:
-        cases = [case for case in PROGRAMS if is_run(case, metafunc.cls.mode)]
+        cases = [case for case in PROGRAMS if "gpus" not in metafunc.cls.mode or case.id not in NAME_CPUS]
         metafunc.parametrize("case", cases, ids=attrgetter("id"))
-
-
-def is_run(case: Case, mode: str) -> bool:
-    if "gpus" in mode and case.id in NAME_CPUS:
-        return False
-    if "CS_ALL_PROGRAMS" in os.environ:
-        return True
-    if "gpus" in mode and (case.strategies != (2,) or "CSS(" in case.program):
-        return False  # or each mode would start five services for them
-    return zlib.crc32(f"{case.id}, {mode}".encode()) % ONE_IN[mode] == 0
 
 
 class Programs:
@@ -178,18 +157,22 @@ class TestProcesses(Programs):
     mode = "processes"
 
 
+@pytest.mark.slow
 class TestThreads(Programs):
     mode = "threads"
 
 
+@pytest.mark.slow
 class TestGpus(Programs):
     mode = "gpus"
 
 
+@pytest.mark.slow
 class TestGpusAndVariables(Programs):
     mode = "gpus, variables too"
 
 
+@pytest.mark.slow
 class TestVariablesOnAGpu(Programs):
     mode = "cpus, variables on one of the gpus"
 

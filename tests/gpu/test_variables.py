@@ -22,8 +22,7 @@ from cs_proto.errors import DeviceMemoryError
 from cs_proto.messages import DevicePlace
 from cs_server.events import Dense, Fill, Write
 from cs_server.gpu import blocks, updates
-from cs_server.gpu.codegen import DTYPES
-from cs_server.rules import RULES
+from cs_server.rules import GPU_DTYPES, RULES
 
 pytestmark = pytest.mark.gpu
 
@@ -113,7 +112,7 @@ def test_what_does_not_fit_is_a_typed_error(both: Both) -> None:
 
 
 def test_a_commit_takes_nothing_of_a_gpu_that_is_full(both: Both) -> None:
-    dense, sparse = variables(both, "adam", DTYPES), [table(both, "adam", 40, 20, [[1, 2], [1]], first=1000)]
+    dense, sparse = variables(both, "adam", GPU_DTYPES), [table(both, "adam", 40, 20, [[1, 2], [1]], first=1000)]
     both.load(apply("adam", dense, sparse))
     taken, size = [], both.gpu.available_nbytes()
     while size > 4096:

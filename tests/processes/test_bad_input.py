@@ -12,15 +12,10 @@ import numpy as np
 import psutil
 import pytest
 from tests.harness.processes import run
+from tests.harness.replicas import replica
 
 import central_storage as cs
 from central_storage import errors
-
-
-def replica() -> int:
-    context = cs.get_replica_context()
-    assert context is not None
-    return context.replica_id_in_sync_group
 
 
 @pytest.fixture

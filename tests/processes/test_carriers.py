@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.harness.replicas import context
 from tests.harness.services import connected
 
 import central_storage as cs
@@ -27,12 +28,6 @@ def service(request: pytest.FixtureRequest) -> Iterator[cs.CentralStorageStrateg
     with strategy:
         yield connected(strategy)
         assert bool(strategy.statistics().posted) == (request.param == "on")
-
-
-def context() -> cs.ReplicaContext:
-    found = cs.get_replica_context()
-    assert found is not None
-    return found
 
 
 def sizes(k: int) -> list[int]:

@@ -56,20 +56,26 @@ def test_numpy(two: cs.CentralStorageStrategy) -> None:
     assert [int(row["x"]) for row in dataset] == [0, 1, 2]
 
 
+class Refilled:
+    """So many batches, each written over the one before."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        batch = np.empty(BIG, np.float32)
+        for number in range(self.count):
+            batch[:] = number
+            yield batch
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_large_batches_that_the_source_writes_over(two: cs.CentralStorageStrategy, size: int) -> None:
-    class Refilled:
-        def __iter__(self) -> Iterator[np.ndarray]:
-            batch = np.empty(BIG, np.float32)
-            for number in range(12):
-                batch[:] = number
-                yield batch
-
     def extremes(batch: np.ndarray) -> tuple[float, float, int]:
         return float(batch.min()), float(batch.max()), len(batch)
 
     options = cs.InputOptions(experimental_per_replica_buffer_size=size)
-    results = [two.run(extremes, args=(batch,)) for batch in two.experimental_distribute_dataset(Refilled(), options)]
+    results = [two.run(extremes, args=(batch,)) for batch in two.experimental_distribute_dataset(Refilled(12), options)]
     assert [[part.values for part in result[:2]] for result in results] == [[(n, n), (n, n)] for n in range(12)]
     assert {result[2] for result in results} == {BIG // 2}
 
@@ -164,17 +170,10 @@ def test_errors_of_the_source(two: cs.CentralStorageStrategy) -> None:
 def test_many_steps_over_batches_that_are_read_ahead(two: cs.CentralStorageStrategy) -> None:
     """Each step sees its own batch whole, however many are under way and read ahead of them."""
 
-    class Refilled:
-        def __iter__(self) -> Iterator[np.ndarray]:
-            batch = np.empty(BIG, np.float32)
-            for number in range(40):
-                batch[:] = number
-                yield batch
-
     def extremes(batch: np.ndarray) -> np.ndarray:
         return np.array([batch.min(), batch.max()])
 
     options = cs.InputOptions(experimental_per_replica_buffer_size=2)
-    distributed = two.experimental_distribute_dataset(Refilled(), options)
+    distributed = two.experimental_distribute_dataset(Refilled(40), options)
     results = [[share.tolist() for share in result.values] for result in two.run_steps(extremes, distributed)]
     assert results == [[[number, number]] * 2 for number in range(40)]

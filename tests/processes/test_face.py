@@ -10,19 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.harness.replicas import context
+from tests.harness.services import connected
 
 import central_storage as cs
 
 CPU = "/job:localhost/replica:0/task:0/device:CPU:"
 
 
-def context() -> cs.ReplicaContext:
-    found = cs.get_replica_context()
-    assert found is not None
-    return found
-
-
 def replica() -> Any:
+    """The number of the replica as the array that it is."""
     return context().replica_id_in_sync_group
 
 
@@ -31,17 +28,14 @@ def pair(request: pytest.FixtureRequest) -> Iterator[cs.CentralStorageStrategy]:
     """Two replicas with two devices each."""
     devices = [("CPU:0", "CPU:1"), ("CPU:2", "CPU:3")]
     with cs.CentralStorageStrategy(devices, in_process=request.param == "threads") as strategy:
-        # By then every socket is connected, that of the token's holder too, and none is taken for a test's leftover.
-        strategy.run(lambda: context().merge_call(lambda merging: merging.run(lambda: None)))
-        yield strategy
+        yield connected(strategy, nested=True)
 
 
 @pytest.fixture(scope="module", params=["processes", "threads"])
 def alone(request: pytest.FixtureRequest) -> Iterator[cs.CentralStorageStrategy]:
     """One replica."""
     with cs.CentralStorageStrategy(["cpu:0"], in_process=request.param == "threads") as strategy:
-        strategy.run(lambda: None)
-        yield strategy
+        yield connected(strategy)
 
 
 class TestReplica:

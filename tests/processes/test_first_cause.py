@@ -3,16 +3,15 @@ exit code, as what it is and not as what followed from it."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 from tests.harness.processes import run
 from tests.soak.causes import CASES, failed
 
-#: Of which another shows the same rule: these run where all is asked for.
+#: Slow tests: another case shows the same rule.
 LIKE_OTHERS = {"exit code": "early exit 0", "killed": "segmentation fault", "import error": "exception"}
-TRIED = [name for name in CASES if name not in LIKE_OTHERS or "CS_ALL_PROGRAMS" in os.environ]
+TRIED = [pytest.param(name, marks=pytest.mark.slow if name in LIKE_OTHERS else ()) for name in CASES]
 
 
 @pytest.mark.parametrize("name", TRIED)

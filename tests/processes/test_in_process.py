@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.harness.processes import run, start
+from tests.harness.replicas import context, replica
+from tests.harness.services import connected
 from tests.harness.timing import unit
 from tests.processes.test_truth import assert_same_bits, trained_by, trained_here
 from threadpoolctl import threadpool_limits
@@ -30,23 +32,7 @@ def threads(replicas: int) -> cs.CentralStorageStrategy:
 def here() -> Iterator[cs.CentralStorageStrategy]:
     """A strategy of two replicas in this process, kept for all tests of the file."""
     with threads(2) as strategy:
-        # By then every socket is connected, and none is taken for the first test's leftover.
-        strategy.run(lambda: context().merge_call(lambda strategy: strategy.run(_nothing)))
-        yield strategy
-
-
-def _nothing() -> None:
-    pass
-
-
-def context() -> cs.ReplicaContext:
-    found = cs.get_replica_context()
-    assert found is not None
-    return found
-
-
-def replica() -> int:
-    return int(context().replica_id_in_sync_group)
+        yield connected(strategy, nested=True)
 
 
 def meet() -> float:
@@ -70,9 +56,7 @@ Both = tuple[cs.CentralStorageStrategy, cs.CentralStorageStrategy]
 def both() -> Iterator[Both]:
     """A strategy with threads and one with processes, new, and given the same runs: numbers follow from a run's."""
     with threads(2) as strategy, cs.CentralStorageStrategy(["cpu:0", "cpu:1"]) as processes:
-        for each in (strategy, processes):
-            each.run(lambda: context().merge_call(lambda strategy: strategy.run(_nothing)))
-        yield strategy, processes
+        yield connected(strategy, nested=True), connected(processes, nested=True)
 
 
 def test_random_numbers_are_those_of_processes(both: Both) -> None:
@@ -287,7 +271,7 @@ def test_after_shutdown_the_strategy_says_so() -> None:
     strategy.shutdown()
     strategy.shutdown()
     with pytest.raises(errors.ShutdownError):
-        strategy.run(_nothing)
+        strategy.run(meet)
 
 
 INTERRUPTED = """
@@ -381,7 +365,7 @@ def test_the_log_shows_the_messages_of_all_roles() -> None:
     program = "import central_storage as cs; cs.CentralStorageStrategy(['cpu:0'], in_process=True).run(lambda: None)"
     log = run("-c", program, environment={"CS_LOG": "debug"}).ok().err
     for line in (
-        "central_storage.controller.operations: send Run(",
+        "central_storage.link: send Run(",
         "central_storage.worker: received",
         "cs_server.service: from b'w0.1'",
     ):

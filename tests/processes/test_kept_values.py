@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.harness.replicas import context
 from tests.harness.services import connected
 
 import central_storage as cs
@@ -26,23 +27,11 @@ def service(request: pytest.FixtureRequest) -> Iterator[cs.CentralStorageStrateg
         if request.param == "carried":
             patch.setattr(supervisor_link, "Mapping", not_mapped)
         with cs.CentralStorageStrategy(DEVICES, in_process=in_process) as strategy:
-            if in_process:  # what these threads connect later would be a leftover
-                strategy.run(lambda: context().merge_call(lambda strategy: strategy.run(_nothing)))
-            yield connected(strategy)
+            yield connected(strategy, nested=in_process)
 
 
 def not_mapped(*args: Any, **kwargs: Any) -> None:
     raise OSError(errno.ENOMEM, "no address range is left")
-
-
-def _nothing() -> None:
-    pass
-
-
-def context() -> cs.ReplicaContext:
-    found = cs.get_replica_context()
-    assert found is not None
-    return found
 
 
 def variables(strategy: cs.CentralStorageStrategy) -> list[cs.Variable]:

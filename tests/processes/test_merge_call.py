@@ -7,19 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.harness.replicas import context, replica
 
 import central_storage as cs
 from central_storage import errors
-
-
-def context() -> cs.ReplicaContext:
-    found = cs.get_replica_context()
-    assert found is not None
-    return found
-
-
-def replica() -> int:
-    return context().replica_id_in_sync_group
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from tests.harness.replicas import replica
 from tests.harness.services import connected
 
 import central_storage as cs
@@ -37,12 +38,6 @@ def world() -> Iterator[World]:
             summed = cs.Variable(0.0, name="summed", aggregation=cs.VariableAggregation.SUM)
             optimizer = cs.optimizers.SGD(0.1)
         yield World(connected(s), connected(other), v, summed, optimizer)
-
-
-def replica_id() -> int:
-    context = cs.get_replica_context()
-    assert context is not None
-    return int(context.replica_id_in_sync_group)
 
 
 def per_replica(s: cs.CentralStorageStrategy, *values: Any) -> Any:
@@ -95,19 +90,19 @@ def regularization_loss_in_scope(w: World) -> None:
 
 
 def unequal_merge_points(w: World) -> Any:
-    if replica_id() == 0:
+    if replica() == 0:
         return cs.get_replica_context().all_reduce("SUM", np.ones(2))  # type: ignore[union-attr]
     return None
 
 
 def unequal_creation(w: World) -> None:
     cs.Variable(1.0, name="first")
-    if replica_id() == 1:
+    if replica() == 1:
         cs.Variable(2.0, name="second")
 
 
 def all_reduce_shapes(w: World) -> Any:
-    return cs.get_replica_context().all_reduce("SUM", np.ones(2 + replica_id()))  # type: ignore[union-attr]
+    return cs.get_replica_context().all_reduce("SUM", np.ones(2 + replica()))  # type: ignore[union-attr]
 
 
 def colocate_with_foreign(w: World) -> None:
@@ -148,7 +143,7 @@ def merge_call_that_raises(w: World) -> Any:
 
 
 def structures(w: World) -> Any:
-    return (np.ones(1), np.ones(1)) if replica_id() == 0 else np.ones(1)
+    return (np.ones(1), np.ones(1)) if replica() == 0 else np.ones(1)
 
 
 _F3 = np.ones(3, np.float32)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.harness.processes import start
+from tests.harness.replicas import context, replica
 from tests.harness.services import connected
 from tests.harness.timing import unit
 
@@ -20,16 +21,6 @@ import central_storage as cs
 from central_storage import errors
 
 SOON = 10  # units; it takes well under a second, and 5 s is what is promised
-
-
-def context() -> cs.ReplicaContext:
-    found = cs.get_replica_context()
-    assert found is not None
-    return found
-
-
-def replica() -> int:
-    return context().replica_id_in_sync_group
 
 
 def meet() -> float:

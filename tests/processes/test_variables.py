@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.harness.replicas import replica
 
 import central_storage as cs
 
@@ -21,12 +22,6 @@ NONE, SUM, MEAN, FIRST = cs.VariableAggregation
 def made(s: cs.CentralStorageStrategy, value: Any, **options: Any) -> cs.Variable:
     with s.scope():
         return cs.Variable(value, **options)
-
-
-def replica() -> int:
-    context = cs.get_replica_context()
-    assert context is not None
-    return int(context.replica_id_in_sync_group)
 
 
 def slices(value: Any, *rows: int) -> cs.IndexedSlices:

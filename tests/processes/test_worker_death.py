@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import zmq
 from tests.harness.processes import start
+from tests.harness.replicas import context, replica
 from tests.harness.services import connected
 
 import central_storage as cs
@@ -25,16 +26,6 @@ from cs_proto import messages
 from cs_proto.arrays import array_of
 from cs_proto.codec import decode, encode
 from cs_runtime.failpoints import FAILPOINTS
-
-
-def context() -> cs.ReplicaContext:
-    found = cs.get_replica_context()
-    assert found is not None
-    return found
-
-
-def replica() -> int:
-    return context().replica_id_in_sync_group
 
 
 def kill() -> None:

@@ -64,33 +64,35 @@ def test_the_second_version(tmp_path: Path) -> None:
     assert machine.available_nbytes(where) == 0
 
 
-def test_the_first_version(tmp_path: Path) -> None:
-    mount = tmp_path / "memory"
-    first(mount / "a", 5000, 1000, inactive_file=10)
-    first(mount, 9223372036854771712, 100)
-    where = proc(
-        tmp_path,
-        "7:cpu,cpuacct:/b\n4:memory:/a\n",
-        [
-            f"32 31 0:29 / {tmp_path}/cpu rw - cgroup cgroup rw,cpu",
-            f"35 31 0:32 / {mount} rw,relatime - cgroup cgroup rw,memory",
-        ],
-    )
-    assert machine.available_nbytes(where) == 4010
-
-
-def test_both_versions(tmp_path: Path) -> None:
-    first(tmp_path / "memory/a", 5000, 1000)
+@pytest.mark.parametrize(
+    ("cgroup", "mounts", "available"),
+    [
+        pytest.param(
+            "7:cpu,cpuacct:/b\n4:memory:/a\n",
+            [
+                "32 31 0:29 / {}/cpu rw - cgroup cgroup rw,cpu",
+                "35 31 0:32 / {}/memory rw,relatime - cgroup cgroup rw,memory",
+            ],
+            4010,
+            id="the first",
+        ),
+        pytest.param(
+            "4:memory:/a\n0::/b\n",
+            [
+                "35 31 0:32 / {}/memory rw - cgroup cgroup rw,memory",
+                "41 31 0:38 / {}/unified rw - cgroup2 cgroup2 rw",
+            ],
+            500,
+            id="both",
+        ),
+    ],
+)
+def test_the_first_version_and_both(tmp_path: Path, cgroup: str, mounts: list[str], available: int) -> None:
+    first(tmp_path / "memory/a", 5000, 1000, inactive_file=10)
+    first(tmp_path / "memory", 9223372036854771712, 100)
     second(tmp_path / "unified/b", 3000, 2500)
-    where = proc(
-        tmp_path,
-        "4:memory:/a\n0::/b\n",
-        [
-            f"35 31 0:32 / {tmp_path}/memory rw - cgroup cgroup rw,memory",
-            f"41 31 0:38 / {tmp_path}/unified rw - cgroup2 cgroup2 rw",
-        ],
-    )
-    assert machine.available_nbytes(where) == 500
+    where = proc(tmp_path, cgroup, [mount.format(tmp_path) for mount in mounts])
+    assert machine.available_nbytes(where) == available
 
 
 def test_a_container_whose_mount_shows_only_its_own_group(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Literal
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.harness.examples import examples
 from tests.harness.record_strategies import any_record, records
 
 from cs_proto.arrays import bytes_array
@@ -38,7 +39,7 @@ KINDS = [kind for _, kind in sorted(RECORDS.items()) if kind.__module__.startswi
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(8), suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_every_kind_comes_back_as_it_was_sent(kind: type[Record], data: st.DataObject) -> None:
     sent = data.draw(records(kind))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections import deque
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.harness.examples import examples
 from tests.harness.playbook import (
     CONTROLLER,
     DEFAULTS,
@@ -243,7 +243,7 @@ def programs(draw: st.DrawFn) -> list[list[str]]:
 
 
 @given(programs(), st.integers(0, 1 << 30))
-@settings(max_examples=50 if "CS_ALL_PROGRAMS" in os.environ else 25)
+@settings(max_examples=examples(25))
 def test_the_order_of_arrival_decides_nothing(plan: list[list[str]], seed: int) -> None:
     assert play(plan, random.Random(seed)) == play(plan, None)
 
@@ -483,7 +483,7 @@ def trained(replicas: int, count: int, series: int, orders: list[list[int]], cha
     is_ahead=st.booleans(),
     seed=st.integers(0, 1 << 30),
 )
-@settings(max_examples=50 if "CS_ALL_PROGRAMS" in os.environ else 25)
+@settings(max_examples=examples(25))
 def test_servers_that_die_before_they_write_lose_nothing(
     replicas: int, orders: list[list[int]], is_ahead: bool, seed: int
 ) -> None:
@@ -573,7 +573,7 @@ def test_places_are_told_and_never_move() -> None:
     cancels=st.booleans(),
     seed=st.integers(0, 1 << 30),
 )
-@settings(max_examples=50 if "CS_ALL_PROGRAMS" in os.environ else 25)
+@settings(max_examples=examples(25))
 def test_steps_follow_each_other_whatever_overtakes_what(
     replicas: int, count: int, fails: tuple[int, int] | None, cancels: bool, seed: int
 ) -> None:

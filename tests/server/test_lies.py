@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import types
 import typing
 from collections import deque
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.harness.examples import examples
 from tests.harness.playbook import (
     CONTROLLER,
     OBSERVER,
@@ -266,7 +266,7 @@ def is_refused(lie: Received, commands: list[Command]) -> bool:
     return len(commands) == 1 and isinstance(commands[0], Send) and isinstance(commands[0].record, Refused)
 
 
-@settings(max_examples=2000 if "CS_ALL_PROGRAMS" in os.environ else 150)
+@settings(max_examples=examples(200))
 @given(st.integers(0, len(HONEST) + 20), st.lists(LIES, min_size=1, max_size=4))
 def test_a_lie_is_acted_on_or_refused_and_a_refused_one_has_changed_nothing(moment: int, lies: list[Received]) -> None:
     played = Played()

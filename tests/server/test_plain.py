@@ -3,7 +3,6 @@ says and knows."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.harness.examples import examples
 from tests.harness.playbook import (
     ADDRESSES,
     CONTROLLER,
@@ -252,20 +252,27 @@ def carried_out(two: Two, plan: list[tuple[Any, ...]]) -> None:
 
 
 @given(replicas=st.integers(1, 3), lookahead=st.integers(0, 2), plan=steps())
-@settings(max_examples=400 if "CS_ALL_PROGRAMS" in os.environ else 30)
+@settings(max_examples=examples(40))
 def test_the_short_way_is_the_long_way(replicas: int, lookahead: int, plan: list[tuple[Any, ...]]) -> None:
     carried_out(Two(replicas, lookahead), plan)
 
 
+@pytest.mark.parametrize(
+    ("series", "kind"),
+    [
+        (0, KINDS[0]),
+        (1, KINDS[-1]),
+        pytest.param(0, KINDS[-1], marks=pytest.mark.slow),
+        pytest.param(1, KINDS[0], marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("what", [*BETWEEN, *TROUBLES])
-def test_what_is_not_plain_comes_among_plain_steps(what: str) -> None:
-    for series in (0, 1):
-        for where in range(4) if what in BETWEEN else (0,):
-            event = (what, where) if what in BETWEEN else None
-            trouble = what if what in TROUBLES else ""
-            for kind in (KINDS[0], KINDS[-1]):
-                before, after = (kind, series, 6, event, trouble, False), (KINDS[1], series, 5, None, "", True)
-                carried_out(Two(2), [before, after])
+def test_what_is_not_plain_comes_among_plain_steps(what: str, series: int, kind: tuple[tuple[int, ...], ...]) -> None:
+    for where in range(4) if what in BETWEEN else (0,):
+        event = (what, where) if what in BETWEEN else None
+        trouble = what if what in TROUBLES else ""
+        before, after = (kind, series, 6, event, trouble, False), (KINDS[1], series, 5, None, "", True)
+        carried_out(Two(2), [before, after])
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])

@@ -3,7 +3,6 @@ not; and each rule of replays by itself."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -298,29 +297,39 @@ def deaths(programs: list[list[str]], replicas: int, series: bool) -> list[tuple
     return [(replica, event) for replica in range(replicas) for event in range(1, undisturbed.events + 2)]
 
 
-@pytest.mark.parametrize("series", [False, True], ids=["runs", "steps"])
+@pytest.mark.parametrize(
+    ("series", "first"),
+    [
+        pytest.param(False, 0, id="runs, even events"),
+        pytest.param(True, 1, id="steps, odd events"),
+        pytest.param(False, 1, id="runs, odd events", marks=pytest.mark.slow),
+        pytest.param(True, 0, id="steps, even events", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("program", [PLAIN, NOTES, MAKES, MERGES], ids=["plain", "notes", "makes", "merges"])
-def test_a_death_at_any_event_changes_nothing(program: list[str], replicas: int, series: bool) -> None:
+def test_a_death_at_any_event_changes_nothing(program: list[str], replicas: int, series: bool, first: int) -> None:
     programs = [program, PLAIN]
     wanted = World(programs, replicas, series).play().outcome()
     assert [record.error for record in wanted[0]] == [None] * 2
-    # In a run at every second event, in a series of steps at the others; at all where all is asked for.
-    tried = slice(None) if "CS_ALL_PROGRAMS" in os.environ else slice(series, None, 2)
-    for death in deaths(programs, replicas, series)[tried]:
+    for death in deaths(programs, replicas, series)[first::2]:
         world = World(programs, replicas, series).play(death, late=sum(death) % 4 < 2)
         assert world.outcome() == wanted, f"{death}\n" + "\n".join(world.book.transcript[-60:])
 
 
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)], ids=["even events", "odd events"])
 @pytest.mark.parametrize(("replicas", "reads"), [(1, READS), (2, READS), (2, ONE_READS)])
-def test_a_run_that_has_read_its_own_update_is_lost_and_says_what_stands(replicas: int, reads: list[str]) -> None:
+def test_a_run_that_has_read_its_own_update_is_lost_and_says_what_stands(
+    replicas: int, reads: list[str], first: int
+) -> None:
     programs = [PLAIN, reads, PLAIN]
     wanted = World(programs, replicas).play()
     lost = 0
-    for death in deaths(programs, replicas, False):
+    tried = deaths(programs, replicas, False)[first::2]
+    for death in tried:
         world = World(programs, replicas).play(death, late=sum(death) % 2 == 0)
-        first, second, third = world.said
-        assert first.error is third.error is None
+        before, second, after = world.said
+        assert before.error is after.error is None
         if second.error is None:
             assert world.outcome() == wanted.outcome()
             continue
@@ -329,7 +338,7 @@ def test_a_run_that_has_read_its_own_update_is_lost_and_says_what_stands(replica
         assert "1 commit of this run stands, the rest was dropped; what a replica has read" in second.error.message
         assert second.commits == 1
         assert len(world.done) < len(wanted.done)  # what came after was not committed
-    assert 0 < lost < len(deaths(programs, replicas, False)) / 2
+    assert 0 < lost < len(tried) / 2
 
 
 def test_two_deaths_of_different_replicas_in_one_run_change_nothing() -> None:

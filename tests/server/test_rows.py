@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.harness.examples import examples
 from tests.harness.updates import HYPERPARAMETERS, assert_same_bits
 
 from cs_server.compute import kernels, sparse
@@ -90,7 +91,7 @@ def expected_after(
 @pytest.mark.parametrize(
     ("name", "dtype"), [(name, dtype) for name in RULES for dtype in DTYPES if RULES[name].takes(np.dtype(dtype))]
 )
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(4), deadline=None)
 @given(data=st.data(), piece=st.sampled_from([1, 16, 1 << 15]), lanes=st.integers(1, 5))
 def test_rules_by_rows_have_the_bits_of_the_dense_reference(
     name: str, dtype: str, data: st.DataObject, piece: int, lanes: int

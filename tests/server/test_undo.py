@@ -46,6 +46,8 @@ GIVEN = {
     "beta": 0.5,
 }
 SMALL = 128  # bytes of a piece
+#: The threads of a server, and at every how many of the events it is cut off.
+WAYS = pytest.mark.parametrize(("threads", "every"), [(1, 5), (3, 3), pytest.param(1, 1, marks=pytest.mark.slow)])
 
 
 class Cut(BaseException):
@@ -218,7 +220,7 @@ class Server:
         return fuse.count
 
 
-def survives(make: Callable[[], tuple[Bytes, tuple[Operation, ...]]], threads: int = 1) -> None:
+def survives(make: Callable[[], tuple[Bytes, tuple[Operation, ...]]], threads: int = 1, every: int = 3) -> None:
     memory, operations = make()
     command = Commit(7, operations)
     untouched = {name: segment.copy() for name, segment in memory.segments.items()}
@@ -245,7 +247,7 @@ def survives(make: Callable[[], tuple[Bytes, tuple[Operation, ...]]], threads: i
 
     whole, events = again(None)
     check(whole, "undisturbed")
-    for left in range(0, events, 1 if threads == 1 else 3):
+    for left in range(0, events, every):
         server, _ = again(left)
         server.commit(command, threads=1 + left % 3)
         check(server, f"cut at event {left} of {events}")
@@ -270,12 +272,12 @@ def dense(rule: str, dtype: str, given: dict[str, float] | None = None) -> tuple
     return memory, (Apply(rule, tuple((GIVEN | (given or {})).items()), 3, (part,)),)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
+@WAYS
 @pytest.mark.parametrize(
     ("rule", "dtype"), [("sgd", "float32"), ("adagrad", "float64"), ("adam", "float32"), ("adam_amsgrad", "float64")]
 )
-def test_dense_updates_of_every_number_of_slots(rule: str, dtype: str, threads: int) -> None:
-    survives(lambda: dense(rule, dtype), threads)
+def test_dense_updates_of_every_number_of_slots(rule: str, dtype: str, threads: int, every: int) -> None:
+    survives(lambda: dense(rule, dtype), threads, every)
 
 
 @pytest.mark.parametrize(
@@ -305,7 +307,7 @@ def sparse(rule: str, dtype: str, width: int, given: dict[str, float]) -> tuple[
     return memory, (Apply(rule, tuple((GIVEN | given).items()), 2, (), (part,)),)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
+@WAYS
 @pytest.mark.parametrize(
     ("rule", "dtype", "width", "given"),
     [
@@ -318,8 +320,8 @@ def sparse(rule: str, dtype: str, width: int, given: dict[str, float]) -> tuple[
         ("sgd", "float32", 4, {"clipnorm": 0.5}),
     ],
 )
-def test_sparse_updates(rule: str, dtype: str, width: int, given: dict[str, float], threads: int) -> None:
-    survives(lambda: sparse(rule, dtype, width, given), threads)
+def test_sparse_updates(rule: str, dtype: str, width: int, given: dict[str, float], threads: int, every: int) -> None:
+    survives(lambda: sparse(rule, dtype, width, given), threads, every)
 
 
 def written(op: WriteOp, dtype: str) -> tuple[Bytes, tuple[Operation, ...]]:
@@ -354,9 +356,9 @@ def everything() -> tuple[Bytes, tuple[Operation, ...]]:
     return memory, (first, add, first, second, fill, fourth, add)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_several_operations_of_one_commit(threads: int) -> None:
-    survives(everything, threads)
+@WAYS
+def test_several_operations_of_one_commit(threads: int, every: int) -> None:
+    survives(everything, threads, every)
 
 
 def test_a_scalar_and_an_empty_variable() -> None:
@@ -368,7 +370,7 @@ def test_a_scalar_and_an_empty_variable() -> None:
             Write(at("slab", 0, empty), "scatter_add", None, (array_of(empty),), array_of(np.empty(0, np.int64))),
         )
 
-    survives(make)
+    survives(make, every=1)
 
 
 def test_a_commit_that_is_done_is_not_done_again_whatever_has_become_of_what_it_was_made_of() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -311,6 +312,17 @@ def test_one_that_has_read_nothing_needs_not_be_asked(pair: Service) -> None:
         pair.result(replica)
 
 
+def refused_with(module: Any, name: str, stand_in: Callable[..., int], call: Callable[[], Any]) -> str:
+    """What a replica's ``call`` is refused with while ``name`` of ``module`` is ``stand_in``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, name, stand_in)
+        try:
+            call()
+        except MemoryPlanError as error:  # pytest.raises would keep its frames, and the views in them
+            return str(error)
+    raise AssertionError("it is not refused")
+
+
 def test_an_error_names_the_views_for_which_there_is_no_memory(alone: Service) -> None:
     optimizer, v = Model(alone).known()
     name = alone.variables[v._cs_handle()[1]].spec.name
@@ -318,16 +330,9 @@ def test_an_error_names_the_views_for_which_there_is_no_memory(alone: Service) -
     def step() -> tuple[str, list[float], list[float]]:
         from cs_runtime import machine
 
-        plain = machine.available_nbytes
         held = np.asarray(v)
         optimizer.apply_gradients([(np.ones(4, F32), v)])
-        machine.available_nbytes = lambda: 4095
-        try:
-            np.asarray(v)
-        except MemoryPlanError as error:
-            refused = str(error)
-        finally:
-            machine.available_nbytes = plain
+        refused = refused_with(machine, "available_nbytes", lambda: 4095, partial(np.asarray, v))
         before = held.tolist()
         new = np.asarray(v)  # there is room now
         return refused, before + held.tolist(), new.tolist()
@@ -351,17 +356,9 @@ def test_a_replica_that_cannot_preserve_its_views_goes_no_further(pair: Service)
     def step() -> list[str]:
         from cs_runtime import machine
 
-        plain = machine.available_nbytes
-        held, refused = np.asarray(v), []
-        machine.available_nbytes = lambda: 0
-        try:
-            for _ in range(2):
-                try:
-                    cs.get_replica_context().all_reduce("SUM", np.ones(1))
-                except MemoryPlanError as error:
-                    refused.append(str(error))
-        finally:
-            machine.available_nbytes = plain
+        held = np.asarray(v)
+        reduce = partial(cs.get_replica_context().all_reduce, "SUM", np.ones(1))
+        refused = [refused_with(machine, "available_nbytes", lambda: 0, reduce) for _ in range(2)]
         assert held.tolist() == [0] * 3
         return refused
 
@@ -380,16 +377,9 @@ def test_what_the_kernel_does_not_preserve_is_named_and_shows_the_servers_memory
     name = alone.variables[v._cs_handle()[1]].spec.name
 
     def step() -> tuple[str, list[float]]:
-        protect = mapping._mprotect
         held = np.asarray(v)
         optimizer.apply_gradients([(np.ones(4, F32), v)])
-        mapping._mprotect = lambda *_: -1
-        try:
-            np.asarray(v)
-        except MemoryPlanError as error:
-            refused = str(error)
-        finally:
-            mapping._mprotect = protect
+        refused = refused_with(mapping, "_mprotect", lambda *_: -1, partial(np.asarray, v))
         return refused, held.tolist()
 
     alone.run(step)

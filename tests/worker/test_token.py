@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -163,25 +164,23 @@ def test_what_the_merge_function_raises_ends_the_run_everywhere(pair: Service) -
     ]
 
 
-def test_structures_that_differ_are_an_error_of_the_call(pair: Service) -> None:
-    def step() -> None:
-        merge(lambda strategy, x: None, [1] * (1 + cs.get_replica_context().replica_id_in_sync_group))
+def unequal_structures() -> None:
+    merge(lambda strategy, x: None, [1] * (1 + cs.get_replica_context().replica_id_in_sync_group))
 
+
+def no_data() -> None:
+    merge(lambda strategy: {1})
+
+
+@pytest.mark.parametrize(("step", "exception"), [(unequal_structures, "AssertionError"), (no_data, "cs.ResultError")])
+def test_arguments_and_results_that_do_not_fit_are_an_error_of_the_call(
+    pair: Service, step: Callable[[], None], exception: str
+) -> None:
     run = pair.run(step)
     meet(pair, run)
     returned = merged(pair, run)
     assert returned.error is not None
-    assert returned.error.exception == "AssertionError"
-    for replica in range(2):
-        assert pair.returned(replica).error is not None
-
-
-def test_a_result_that_is_no_data_is_an_error_of_the_call(pair: Service) -> None:
-    run = pair.run(lambda: merge(lambda strategy: {1}))
-    meet(pair, run)
-    returned = merged(pair, run)
-    assert returned.error is not None
-    assert returned.error.exception == "cs.ResultError"
+    assert returned.error.exception == exception
     for replica in range(2):
         assert pair.returned(replica).error is not None
 
