@@ -239,7 +239,7 @@ class Offer(Record):
 
 
 @record(16)
-class Taken(Record):
+class MailboxAccepted(Record):
     """Answer to :class:`Offer`, over ZeroMQ: I have opened the mailbox and post what fits there from here on; or why
     not (``refused``), and everything goes over ZeroMQ as before."""
 
@@ -435,7 +435,7 @@ class Resent(_OfStep):
 
 
 @record(44)
-class Awaited(_OfStep):
+class WaitReport(_OfStep):
     """Controller to server: I have waited ``seconds`` for the end of ``run``. Not answered. By it the server knows of a
     run of whose replicas none has been heard, and that each of them is waited for."""
 
@@ -445,8 +445,8 @@ class Awaited(_OfStep):
 
 
 @record(45)
-class AwaitedFor(Record):
-    """Server to controller, which has said Awaited, every ten seconds: whom ``run`` waits for, in words."""
+class WaitingFor(Record):
+    """Server to controller, which has said WaitReport, every ten seconds: whom ``run`` waits for, in words."""
 
     run: RunId
     whom: str
@@ -1042,7 +1042,7 @@ class Interrupt(Record):
 
 
 @record(124)
-class Worked(Record):
+class MadeProgress(Record):
     """Server or worker to supervisor, once: this incarnation has done a piece of work to the end, so its death is no
     proof that starting it again is in vain."""
 
@@ -1060,7 +1060,7 @@ class Kill(Record):
 
 
 @record(126)
-class Left(Record):
+class ClientGone(Record):
     """Supervisor to server: this controller's connection has ended, with or without Goodbye. The same back to the
     supervisor: its runs are given up. Supervisor to workers, which get a SIGINT as well: carry out none of them."""
 

@@ -22,7 +22,7 @@ from cs_proto.records import Buffer
 from cs_proto.sizes import in_units
 
 from .mapping import Mapping
-from .remote_segment import Carried
+from .remote_segment import RemoteSegment
 
 __all__ = ["Arena"]
 
@@ -37,7 +37,7 @@ class Arena:
 
     def __init__(
         self,
-        open_segment: Callable[[], Mapping | Carried],
+        open_segment: Callable[[], Mapping | RemoteSegment],
         used: int = 0,
         find: Callable[[np.ndarray], Array | None] | None = None,
     ) -> None:
@@ -45,7 +45,7 @@ class Arena:
         lies in another segment, if it does."""
         self._find = find
         self._open = open_segment
-        self._mapping: Mapping | Carried | None = None
+        self._mapping: Mapping | RemoteSegment | None = None
         self._part, self._parts = 0, 1
         self._used = used  # of the part in use
         self._held: Sequence[tuple[int, int]] = ()

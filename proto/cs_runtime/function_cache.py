@@ -1,21 +1,21 @@
 """Which functions a receiver still holds, kept alike by whoever sends functions and whoever holds them.
 
-A sender leaves a pickled function out of a message where the receiver has it. Both ends keep a :class:`Recent` of one
-capacity and touch it once for every message, in order, so they agree without asking. Senders, which are the client and
-the holder of a merge_call token, keep a :class:`Held` for each worker.
+A sender leaves a pickled function out of a message where the receiver has it. Both ends keep a :class:`FunctionCache`
+of one capacity and touch it once for every message, in order, so they agree without asking. Senders, which are the
+client and the holder of a merge_call token, keep a :class:`HeldFunctions` for each worker.
 """
 
 from __future__ import annotations
 
 from copy import copy
 
-__all__ = ["HELD_FUNCTIONS", "Held", "Recent"]
+__all__ = ["HELD_FUNCTIONS", "FunctionCache", "HeldFunctions"]
 
 #: How many functions of one sender a worker holds.
 HELD_FUNCTIONS = 16
 
 
-class Recent:
+class FunctionCache:
     """The last ``capacity`` digests in order of use."""
 
     def __init__(self, capacity: int) -> None:
@@ -37,9 +37,9 @@ class Recent:
         self._digests[digest] = None
         return held
 
-    def __copy__(self) -> Recent:
+    def __copy__(self) -> FunctionCache:
         """One that knows the same and goes its own way."""
-        copied = Recent(self._capacity)
+        copied = FunctionCache(self._capacity)
         copied._digests.update(self._digests)
         return copied
 
@@ -51,14 +51,14 @@ class Recent:
         return bool(self._digests) and next(reversed(self._digests)) == digest
 
 
-class Held:
+class HeldFunctions:
     """What one worker holds, by its sender: the last ordinary functions, and every frozen one. It does not change."""
 
-    def __init__(self, recent: Recent | None = None, frozen: frozenset[bytes] = frozenset()) -> None:
-        self._recent = recent or Recent(HELD_FUNCTIONS)
+    def __init__(self, recent: FunctionCache | None = None, frozen: frozenset[bytes] = frozenset()) -> None:
+        self._recent = recent or FunctionCache(HELD_FUNCTIONS)
         self._frozen = frozen
 
-    def touch(self, digest: bytes, frozen: bool) -> tuple[bool, Held]:
+    def touch(self, digest: bytes, frozen: bool) -> tuple[bool, HeldFunctions]:
         """Send a run of the function ``digest``: whether the worker has its bytes already, and what it holds then.
 
         >>> held, said = Held(), []
@@ -69,8 +69,12 @@ class Held:
         [False, False, True, True]
         """
         if frozen:
-            return (True, self) if digest in self._frozen else (False, Held(self._recent, self._frozen | {digest}))
+            return (
+                (True, self)
+                if digest in self._frozen
+                else (False, HeldFunctions(self._recent, self._frozen | {digest}))
+            )
         if self._recent.is_latest(digest):
             return True, self
         recent = copy(self._recent)
-        return recent.touch(digest), Held(recent, self._frozen)
+        return recent.touch(digest), HeldFunctions(recent, self._frozen)

@@ -336,7 +336,7 @@ class Mailboxes(Generic[K]):
         self._offered[peer] = box
         return messages.Offer(box.number)
 
-    def taken(self, peer: K, answer: messages.Taken) -> None:
+    def taken(self, peer: K, answer: messages.MailboxAccepted) -> None:
         """``peer`` has answered the offer, over ZeroMQ."""
         if peer not in self._offered or self._offered[peer].number != answer.mailbox:
             return
@@ -347,14 +347,14 @@ class Mailboxes(Generic[K]):
         else:
             self._add(peer, box)
 
-    def open(self, peer: K, opened: messages.Mailbox, descriptors: Sequence[int]) -> messages.Taken:
+    def open(self, peer: K, opened: messages.Mailbox, descriptors: Sequence[int]) -> messages.MailboxAccepted:
         """Use the mailbox that ``peer`` has offered; what to answer, over ZeroMQ, at once."""
         box = self._mapped(opened, descriptors, is_maker=False)
         if isinstance(box, str):
             _log.info("no mailbox with %r: %s", peer, box)
-            return messages.Taken(opened.mailbox, box)
+            return messages.MailboxAccepted(opened.mailbox, box)
         self._add(peer, box)
-        return messages.Taken(box.number, "")
+        return messages.MailboxAccepted(box.number, "")
 
     def _mapped(self, mailbox: messages.Mailbox, descriptors: Sequence[int], *, is_maker: bool) -> Mailbox | str:
         if mailbox.refused:

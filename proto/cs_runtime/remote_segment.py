@@ -1,8 +1,9 @@
 """A segment that this process cannot map. Its bytes come and go in frames, by way of the server, which maps them all.
 
-A container may forbid shared mappings, a descriptor may not reach it. Then :class:`Carried` stands where a
+A container may forbid shared mappings, a descriptor may not reach it. Then :class:`RemoteSegment` stands where a
 :class:`~cs_runtime.mapping.Mapping` would: descriptors of arrays stay what they are, so nobody else sees a difference.
-What was read is a copy, current when it was asked for; what is written has arrived when :meth:`Carried.write` returns.
+What was read is a copy, current when it was asked for; what is written has arrived when :meth:`RemoteSegment.write`
+returns.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from cs_proto.errors import LocalProtocolError
 from cs_proto.messages import Done, Fetch, Fetched, Put
 from cs_proto.records import Record
 
-__all__ = ["Carried", "Carry", "aligned", "aligned_copy"]
+__all__ = ["Carry", "RemoteSegment", "aligned", "aligned_copy"]
 
 R = TypeVar("R", bound=Record)
 
@@ -36,7 +37,7 @@ class Carry(Protocol):
         refuses it with."""
 
 
-class Carried:
+class RemoteSegment:
     """The segment called ``name``, of which nothing lies in this process."""
 
     def __init__(self, name: str, nbytes: int, carry: Carry) -> None:

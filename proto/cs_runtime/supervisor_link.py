@@ -1,8 +1,8 @@
 """A process's connection to its supervisor: life-line, descriptors of segments, notices of deaths.
 
-Used by workers and clients. One thread at a time, :meth:`Lifeline.mend` apart. The owner polls :meth:`fileno` at its
-receive seam and calls :meth:`receive_nowait`; end-of-file there means that the supervisor is gone and the service with
-it, unless its memory outlives it (:mod:`.run_file`): then the connection waits for the next supervisor.
+Used by workers and clients. One thread at a time, :meth:`SupervisorLink.mend` apart. The owner polls :meth:`fileno` at
+its receive seam and calls :meth:`receive_nowait`; end-of-file there means that the supervisor is gone and the
+service with it, unless its memory outlives it (:mod:`.run_file`): then the connection waits for the next supervisor.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from cs_proto.records import Record
 
 from .mapping import Mapping
 from .poller import is_readable
-from .remote_segment import Carried, Carry
+from .remote_segment import Carry, RemoteSegment
 from .run_file import RunFile
 
-__all__ = ["CARRIED", "Lifeline", "connect"]
+__all__ = ["CARRIED", "SupervisorLink", "connect"]
 
 _log = logging.getLogger("central_storage.lifeline")
 
@@ -69,7 +69,7 @@ def connect(run_directory: str) -> socket.socket:
     return link
 
 
-class Lifeline:
+class SupervisorLink:
     """The connection, with the segments it has opened."""
 
     def __init__(
@@ -90,10 +90,10 @@ class Lifeline:
         #: Called again and again while another supervisor is waited for; what it raises ends the wait.
         self.while_waiting: Callable[[], None] = _nothing
         self._waiting: deque[Record] = deque()
-        self._mappings: dict[str, Mapping | Carried] = {}
+        self._mappings: dict[str, Mapping | RemoteSegment] = {}
         # Shorter mappings of segments that were extended. They stay mapped, since a GPU's driver may have page-locked
         # arrays there.
-        self._outgrown: list[Mapping | Carried] = []
+        self._outgrown: list[Mapping | RemoteSegment] = []
         #: How this process asks the server; said by its owner before it opens a segment that it may have to carry.
         self.carry: Carry = _no_way
         #: Why the bytes of segments travel in frames; empty where they are mapped.
@@ -178,7 +178,7 @@ class Lifeline:
             if record is not None:
                 yield record
 
-    def segment(self, name: str, stop: int = 0) -> Mapping | Carried:
+    def segment(self, name: str, stop: int = 0) -> Mapping | RemoteSegment:
         """The segment called ``name``, mapped with the access that the supervisor grants this process. It is mapped
         once, and again if it was extended and its first ``stop`` bytes are not all mapped; earlier views stay valid.
         Where mapping fails, this segment and those opened later are carried."""
@@ -189,7 +189,7 @@ class Lifeline:
             mapping = self._mappings[name] = self._open(name)
         return mapping
 
-    def segment_of(self, array: Array) -> Mapping | Carried:
+    def segment_of(self, array: Array) -> Mapping | RemoteSegment:
         """The segment that the array lies in, mapped up to the end of the array."""
         assert isinstance(array.place, Location)
         return self.segment(array.place.segment, array.place.offset + array.nbytes)
@@ -215,7 +215,7 @@ class Lifeline:
         self._mappings.clear()
         self._outgrown.clear()
 
-    def _open(self, name: str) -> Mapping | Carried:
+    def _open(self, name: str) -> Mapping | RemoteSegment:
         for record, descriptors in self._answers(OpenSegment(name)):
             if isinstance(record, Segment) and record.segment == name:
                 return self._mapped(record, descriptors)
@@ -236,7 +236,7 @@ class Lifeline:
                 mended = self._mended
                 self.send(request)
 
-    def _mapped(self, segment: Segment, descriptors: list[int]) -> Mapping | Carried:
+    def _mapped(self, segment: Segment, descriptors: list[int]) -> Mapping | RemoteSegment:
         if not descriptors:
             self.carried_because = self.carried_because or "the service shares no memory with this process"
         elif self.carried_because:
@@ -252,7 +252,7 @@ class Lifeline:
                 )
             except OSError as error:
                 self.carried_because = f"the service's memory cannot be mapped here ({error.strerror})"
-        return Carried(segment.segment, segment.reservation, lambda *asked: self.carry(*asked))
+        return RemoteSegment(segment.segment, segment.reservation, lambda *asked: self.carry(*asked))
 
     def _read(self) -> tuple[Record, list[int]] | None:
         """What the supervisor says; None where there is another one now."""

@@ -22,6 +22,7 @@ from cs_proto.errors import LaunchError, MemoryPlanError, ShutdownError, replica
 from cs_proto.messages import (
     ExtendSegment,
     Introduce,
+    MadeProgress,
     Mailbox,
     MakeSegment,
     OpenMailbox,
@@ -29,7 +30,6 @@ from cs_proto.messages import (
     Ready,
     Segment,
     SegmentRefused,
-    Worked,
 )
 from cs_proto.records import Record
 from cs_proto.sizes import in_units
@@ -93,7 +93,7 @@ class Segments:
         """Tell the supervisor, once, that this server has done what it is for."""
         if not self._has_worked:
             self._has_worked = True
-            self.send(Worked(self._incarnation))
+            self.send(MadeProgress(self._incarnation))
 
     @property
     def has_kept(self) -> bool:

@@ -43,6 +43,7 @@ from cs_proto.messages import (
     Assign,
     AssignPoint,
     AssignSlot,
+    ClientGone,
     Counters,
     Create,
     CreatePoint,
@@ -55,7 +56,6 @@ from cs_proto.messages import (
     Got,
     Hello,
     Kill,
-    Left,
     Locate,
     Located,
     MergeCallPoint,
@@ -84,7 +84,7 @@ from cs_runtime.poller import Poller
 from cs_runtime.trace import moments
 
 from .compute import kernels, undo
-from .compute.executor import Arithmetic
+from .compute.executor import Executor
 from .config import ServerConfig
 from .engine import address_budget
 from .engine.control_log import ControlLog
@@ -119,13 +119,13 @@ from .events import (
     Tick,
     TraceWorker,
 )
-from .gpu.redo_journal import Journal
+from .gpu.redo_journal import RedoJournal
 from .segment_server import carry
 from .segments import Segments
 from .unsent import Unsent
 
 if TYPE_CHECKING:
-    from .gpu.store import GpuParameters
+    from .gpu.store import GpuStore
 
 __all__ = ["Service", "ThreadedServer", "serve"]
 
@@ -282,7 +282,7 @@ class Service:
         )
         nbytes = self._arena_nbytes = lengths.arena
         self._results = Arena(lambda: segments.make(names.server_arena(), nbytes, ""), self._engine.results_nbytes)
-        self._arithmetic = Arithmetic(segments, config.threads, self._results.place, self._undo_memory())
+        self._arithmetic = Executor(segments, config.threads, self._results.place, self._undo_memory())
         self._gpu = _on_gpu(config, segments, self._arithmetic, lengths.slab)
         versions.reserve(0, mmap.PAGESIZE)
         self._versions = Versions(versions.elements("uint64"))
@@ -399,7 +399,7 @@ class Service:
             if isinstance(record, Died):
                 yield from self._last_words(f"w{record.rank}.{record.incarnation}")
                 yield ProcessDied(record)
-            elif isinstance(record, Left):
+            elif isinstance(record, ClientGone):
                 yield from self._last_words(f"c{record.client}")
                 yield ClientLeft(record.client)
 
@@ -548,7 +548,7 @@ class Service:
                 case TraceWorker(replica, incarnation):
                     self._segments.send(ShowStacks(replica, incarnation))
                 case Dismiss(client):
-                    self._segments.send(Left(client))
+                    self._segments.send(ClientGone(client))
                 case Discard(segment, start, stop):
                     self._counts[_LAYOUT] += 1
                     self._discard(segment, start, stop)
@@ -711,22 +711,20 @@ class _Loading:
             os.write(self._wake_writer, _LOADED)
 
 
-def _on_gpu(
-    config: ServerConfig, segments: Segments, arithmetic: Arithmetic, journal_nbytes: int
-) -> GpuParameters | None:
+def _on_gpu(config: ServerConfig, segments: Segments, arithmetic: Executor, journal_nbytes: int) -> GpuStore | None:
     """The variables on a GPU; None where they lie in the machine's memory. The first
     reservation of the journal is ``journal_nbytes``."""
     if not config.parameter_device.startswith("gpu:"):
         return None
-    from .gpu.store import GpuParameters  # a server without a GPU has nothing to do with one
+    from .gpu.store import GpuStore  # a server without a GPU has nothing to do with one
 
     def memory(nbytes: int) -> Mapping:
         made = segments.make(names.JOURNAL, journal_nbytes, "")
         return segments.make(names.JOURNAL, max(2 * made.nbytes, address_budget.pages(nbytes)), "", nbytes)
 
-    journal = Journal(memory) if config.recovery else None
+    journal = RedoJournal(memory) if config.recovery else None
     patience = _RELEASE_PATIENCE if config.incarnation > 1 else 0.0
-    gpu = GpuParameters(config.parameter_device, config.replicas, segments, arithmetic, journal, patience)
+    gpu = GpuStore(config.parameter_device, config.replicas, segments, arithmetic, journal, patience)
     segments.on_extended = gpu.extended
     return gpu
 

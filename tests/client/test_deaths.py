@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from central_storage.controller.liveness import Deaths
+from central_storage.controller.liveness import Liveness
 from cs_proto.messages import Died, Worker
 
 
 def test_whoever_is_being_started_again_is_named_until_it_is_there() -> None:
-    deaths = Deaths()
+    deaths = Liveness()
     assert deaths.restarts_named() == ""
     deaths.of_worker(Died("worker", 1, 1, 40, "SIGSEGV", "", True), [Worker(1, 1, 40, "cpu:1", "ipc:///run/w1.1")])
     deaths.of_server(Died("server", 0, 1, 41, "SIGKILL", "", True))

@@ -11,20 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from central_storage.controller import input_segment
-from central_storage.controller.input_segment import Inputs
+from central_storage.controller.input_segment import InputSegment
 from cs_proto.arrays import INLINE_NBYTES, Location
 from cs_runtime.mapping import Mapping
 
 NBYTES = 16 * INLINE_NBYTES
 
 
-def made(nbytes: int = NBYTES) -> Inputs:
+def made(nbytes: int = NBYTES) -> InputSegment:
     descriptor = os.memfd_create("inputs")
     os.ftruncate(descriptor, nbytes)
-    return Inputs(Mapping("inputs", descriptor, nbytes, writable=True))
+    return InputSegment(Mapping("inputs", descriptor, nbytes, writable=True))
 
 
-def place(inputs: Inputs, array: np.ndarray) -> int | None:
+def place(inputs: InputSegment, array: np.ndarray) -> int | None:
     """The offset of ``array`` in the segment."""
     found = inputs.find(array.reshape(-1).view(np.uint8))
     if found is None:

@@ -18,9 +18,9 @@ from cs_proto.errors import InvalidArgumentError, ShutdownError
 from cs_proto.messages import Introduce, Serving
 from cs_runtime import supervisor_link
 from cs_runtime.mapping import Mapping
-from cs_runtime.remote_segment import Carried
+from cs_runtime.remote_segment import RemoteSegment
 from cs_runtime.run_file import RunFile
-from cs_runtime.supervisor_link import Lifeline
+from cs_runtime.supervisor_link import SupervisorLink
 from cs_server.segments import Segments
 
 RUN = RunFile("a run", 1, "cpu:0", unit(50), server=1, workers=(1,), serves=True)
@@ -28,18 +28,18 @@ SERVING = Serving("ipc:///server", "/run", "ipc")
 
 
 @pytest.fixture
-def killed(tmp_path: Path) -> Iterator[Lifeline]:
+def killed(tmp_path: Path) -> Iterator[SupervisorLink]:
     """A worker's connection of which the supervisor has been killed."""
     RUN.write(str(tmp_path))
     with StandInSupervisor(tmp_path) as first:
-        made = Lifeline(supervisor_link.connect(str(tmp_path)), "worker", 0, 2, run_directory=str(tmp_path))
+        made = SupervisorLink(supervisor_link.connect(str(tmp_path)), "worker", 0, 2, run_directory=str(tmp_path))
         assert isinstance(first.next(), Introduce)
     (tmp_path / "supervisor").unlink()
     yield made
     made.close()
 
 
-def test_it_introduces_itself_to_the_next_and_keeps_its_descriptor(killed: Lifeline, tmp_path: Path) -> None:
+def test_it_introduces_itself_to_the_next_and_keeps_its_descriptor(killed: SupervisorLink, tmp_path: Path) -> None:
     before = killed.fileno()
     with ThreadPoolExecutor(2) as pool, StandInSupervisor(tmp_path) as second:
         mended = [pool.submit(killed.mend) for _ in range(2)]  # whoever notices it first
@@ -56,7 +56,7 @@ def test_it_introduces_itself_to_the_next_and_keeps_its_descriptor(killed: Lifel
 
 def test_a_segment_that_was_extended_is_mapped_anew(tmp_path: Path) -> None:
     with StandInSupervisor(tmp_path) as supervisor:
-        ours = Lifeline(supervisor_link.connect(str(tmp_path)), "worker")
+        ours = SupervisorLink(supervisor_link.connect(str(tmp_path)), "worker")
         server = Segments(str(tmp_path), 1)
         assert {supervisor.next().role for _ in range(2)} == {"worker", "server"}  # type: ignore[attr-defined]
         server.make("parameters/int32", 4096, "")
@@ -79,7 +79,7 @@ def test_a_segment_that_was_extended_is_carried_where_addresses_are_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with StandInSupervisor(tmp_path) as supervisor:
-        ours = Lifeline(supervisor_link.connect(str(tmp_path)), "worker")
+        ours = SupervisorLink(supervisor_link.connect(str(tmp_path)), "worker")
         server = Segments(str(tmp_path), 1)
         assert {supervisor.next().role for _ in range(2)} == {"worker", "server"}  # type: ignore[attr-defined]
         server.make("parameters/int32", 4096, "").elements("int32")[:2] = [1, 2]
@@ -92,14 +92,14 @@ def test_a_segment_that_was_extended_is_carried_where_addresses_are_missing(
             raise OSError(12, "Cannot allocate memory")
 
         monkeypatch.setattr(supervisor_link, "Mapping", refuses)
-        assert isinstance(ours.segment_of(second), Carried)
+        assert isinstance(ours.segment_of(second), RemoteSegment)
         assert ours.carried_because == "the service's memory cannot be mapped here (Cannot allocate memory)"
         assert view.tolist() == [1, 2]
         ours.close()
         server.close()
 
 
-def test_a_question_goes_to_the_next(killed: Lifeline, tmp_path: Path) -> None:
+def test_a_question_goes_to_the_next(killed: SupervisorLink, tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool, StandInSupervisor(tmp_path) as second:
         asked = pool.submit(killed.segment, "inputs")
         assert isinstance(second.next(), Introduce)
@@ -116,7 +116,7 @@ def test_a_question_goes_to_the_next(killed: Lifeline, tmp_path: Path) -> None:
         (replace(RUN, run="another"), "is another one now"),
     ],
 )
-def test_there_is_nothing_to_wait_for(killed: Lifeline, tmp_path: Path, now: RunFile | None, reason: str) -> None:
+def test_there_is_nothing_to_wait_for(killed: SupervisorLink, tmp_path: Path, now: RunFile | None, reason: str) -> None:
     RunFile.remove(str(tmp_path)) if now is None else now.write(str(tmp_path))
     for use in (killed.mend, killed.receive_nowait, lambda: killed.send(SERVING), lambda: killed.segment("inputs")):
         with pytest.raises(ShutdownError, match=reason):
@@ -126,14 +126,14 @@ def test_there_is_nothing_to_wait_for(killed: Lifeline, tmp_path: Path, now: Run
 def test_nobody_comes_in_time(tmp_path: Path) -> None:
     replace(RUN, return_timeout=0.05).write(str(tmp_path))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    made = Lifeline(ours, "worker", run_directory=str(tmp_path))
+    made = SupervisorLink(ours, "worker", run_directory=str(tmp_path))
     theirs.close()
     with pytest.raises(ShutdownError, match=f"{tmp_path} has not come back within 0.05 s after its supervisor was"):
         made.receive_nowait()
     made.close()
 
 
-def test_ctrl_c_ends_the_wait_and_not_the_limit(killed: Lifeline) -> None:
+def test_ctrl_c_ends_the_wait_and_not_the_limit(killed: SupervisorLink) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 

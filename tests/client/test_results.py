@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from central_storage.controller import result_leases as module
-from central_storage.controller.result_leases import Results
+from central_storage.controller.result_leases import ResultLeases
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import MemoryPlanError
 from cs_proto.messages import Done, Fetch
 from cs_runtime.arena import Arena
 from cs_runtime.mapping import Mapping
-from cs_runtime.remote_segment import Carried
+from cs_runtime.remote_segment import RemoteSegment
 
 NBYTES = 16 << 20
 LARGE = 512 << 10
@@ -34,7 +34,7 @@ class Both:
         os.ftruncate(self.file, nbytes)
         self.nbytes = nbytes
         self.arena = Arena(self._map)
-        self.results = Results("arena/0", self._map, replicas)
+        self.results = ResultLeases("arena/0", self._map, replicas)
 
     def _map(self) -> Mapping:
         return Mapping("arena/0", os.dup(self.file), self.nbytes, writable=True)
@@ -112,33 +112,33 @@ def test_what_is_returned_twice_is_two_arrays() -> None:
     assert second is None  # the link copies it
 
 
-def _small() -> Results | None:
+def _small() -> ResultLeases | None:
     both = Both()
     return None if both.results.take(both.place(large(1, LARGE - 1))[0]) is None else both.results
 
 
-def _unaligned() -> Results | None:
+def _unaligned() -> ResultLeases | None:
     both = Both()
     array = Array("uint8", (LARGE,), Location("arena/0", 64))
     return None if both.results.take(array) is None else both.results
 
 
-def _elsewhere() -> Results | None:
+def _elsewhere() -> ResultLeases | None:
     both = Both()
     array = Array("uint8", (LARGE,), Location("arena/1", 0))
     return None if both.results.take(array) is None else both.results
 
 
-def _carried() -> Results | None:
+def _carried() -> ResultLeases | None:
     def carry(request: Callable[[int], Fetch], answer: type[Done]) -> Done:
         raise AssertionError("nothing is fetched")
 
-    carried = Results("arena/0", lambda: Carried("arena/0", NBYTES, carry), 1)
+    carried = ResultLeases("arena/0", lambda: RemoteSegment("arena/0", NBYTES, carry), 1)
     return None if carried.take(Array("uint8", (LARGE,), Location("arena/0", 0))) is None else carried
 
 
 @pytest.mark.parametrize("kind", [_small, _unaligned, _elsewhere, _carried])
-def test_others_are_to_be_copied(kind: Callable[[], Results | None]) -> None:
+def test_others_are_to_be_copied(kind: Callable[[], ResultLeases | None]) -> None:
     assert kind() is None
 
 

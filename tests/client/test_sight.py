@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from central_storage.observer.seqlock_reader import Sight
+from central_storage.observer.seqlock_reader import SeqlockReader
 from cs_proto.arrays import Array, Location
 from cs_proto.messages import Variable, VariableSpec
 from cs_runtime.mapping import Mapping
@@ -46,13 +46,13 @@ def memory() -> Memory:
 
 
 @pytest.fixture
-def sight(memory: Memory) -> Sight:
+def sight(memory: Memory) -> SeqlockReader:
     def lies_in(array: Array) -> Mapping:
         assert isinstance(array.place, Location)
         assert array.place.segment == "parameters/float64"
         return cast("Mapping", memory)
 
-    seen = Sight(memory.counters, lies_in)
+    seen = SeqlockReader(memory.counters, lies_in)
     assert not seen.knows(NAMES)
     seen.learn(seen.layout, [variable(number, name) for number, name in enumerate(NAMES)])
     assert seen.knows(NAMES)
@@ -72,27 +72,27 @@ def values(seen: Any) -> list[float] | None:
     return None if seen is None else [float(value[0]) for value in seen]
 
 
-def test_what_nobody_changes_is_copied(memory: Memory, sight: Sight) -> None:
+def test_what_nobody_changes_is_copied(memory: Memory, sight: SeqlockReader) -> None:
     seen = sight.read(NAMES)
     memory.commits()
     assert values(seen) == [1.0, 1.0]
     assert values(sight.read(["b"])) == [2.0]
 
 
-def test_what_a_commit_disturbs_is_read_once_more(memory: Memory, sight: Sight) -> None:
+def test_what_a_commit_disturbs_is_read_once_more(memory: Memory, sight: SeqlockReader) -> None:
     memory.meanwhile = [nothing, memory.commits]
     assert values(sight.read(NAMES)) == [2.0, 2.0]
     memory.meanwhile = [nothing, memory.commits, nothing, memory.commits]
     assert sight.read(NAMES) is None
 
 
-def test_nothing_is_taken_in_the_midst_of_a_commit(memory: Memory, sight: Sight) -> None:
+def test_nothing_is_taken_in_the_midst_of_a_commit(memory: Memory, sight: SeqlockReader) -> None:
     memory.meanwhile = [nothing, memory.begins]
     assert sight.read(NAMES) is None
     assert sight.read(["b"]) is None
 
 
-def test_a_place_that_may_be_another_variables_is_asked_for_again(memory: Memory, sight: Sight) -> None:
+def test_a_place_that_may_be_another_variables_is_asked_for_again(memory: Memory, sight: SeqlockReader) -> None:
     def frees() -> None:
         memory.counters[1] += 1
 

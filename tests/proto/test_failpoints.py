@@ -98,7 +98,7 @@ def test_a_wrong_specification_is_refused(spec: str, reason: str) -> None:
 
 
 def test_a_place_that_is_not_registered_is_refused_where_places_are_looked_at() -> None:
-    with pytest.raises(ValueError, match="not in cs_proto"):
+    with pytest.raises(ValueError, match="not in cs_runtime"):
         failpoints_of(f"{PLACE}=raise")("nowhere")
 
 

@@ -188,7 +188,7 @@ class Ends:
         self.here.sent("there")
         return offer, copies
 
-    def open(self, copies: list[int], number: int = 7) -> messages.Taken:
+    def open(self, copies: list[int], number: int = 7) -> messages.MailboxAccepted:
         answer = self.there.open("here", messages.Mailbox(number, True, ""), copies)
         assert not self.there.post("here", [b"Taken"])  # which is to come by the socket
         self.there.sent("here")
@@ -198,7 +198,7 @@ class Ends:
         offer, copies = self.offer()
         assert offer == messages.Offer(7)
         answer = self.open(copies)
-        assert answer == messages.Taken(7, "")
+        assert answer == messages.MailboxAccepted(7, "")
         self.here.taken("there", answer)
 
     def close(self) -> None:

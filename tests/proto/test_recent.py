@@ -7,11 +7,11 @@ from copy import copy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cs_runtime.function_cache import Recent
+from cs_runtime.function_cache import FunctionCache
 
 
 def test_touch_says_whether_it_was_held() -> None:
-    recent = Recent(2)
+    recent = FunctionCache(2)
     assert not recent.touch(b"a")
     assert recent.touch(b"a")
     assert b"a" in recent
@@ -19,7 +19,7 @@ def test_touch_says_whether_it_was_held() -> None:
 
 
 def test_the_least_recently_used_goes_first() -> None:
-    recent = Recent(2)
+    recent = FunctionCache(2)
     for digest in (b"a", b"b", b"a", b"c"):
         recent.touch(digest)
     assert b"b" not in recent
@@ -29,7 +29,7 @@ def test_the_least_recently_used_goes_first() -> None:
 
 @given(st.lists(st.sampled_from([bytes([n]) for n in range(6)])), st.integers(1, 4))
 def test_what_a_sender_leaves_out_the_receiver_has(used: list[bytes], capacity: int) -> None:
-    sender, receiver = Recent(capacity), Recent(capacity)
+    sender, receiver = FunctionCache(capacity), FunctionCache(capacity)
     held: set[bytes] = set()
     for digest in used:
         left_out = sender.touch(digest)
@@ -40,7 +40,7 @@ def test_what_a_sender_leaves_out_the_receiver_has(used: list[bytes], capacity: 
 
 
 def test_a_copy_goes_its_own_way() -> None:
-    recent = Recent(2)
+    recent = FunctionCache(2)
     recent.touch(b"a")
     before = copy(recent)
     recent.touch(b"b")

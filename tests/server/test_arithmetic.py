@@ -15,7 +15,7 @@ from cs_proto.arrays import Array, Location, array_of, frame_view, view_of
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.messages import AssignOp, ReduceOpName
 from cs_server.compute import executor
-from cs_server.compute.executor import Arithmetic
+from cs_server.compute.executor import Executor
 from cs_server.events import Apply, Commit, Compute, Dense, Fill, Write
 from cs_server.rules import RULES, reference
 
@@ -56,7 +56,7 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def commit(memory: Bytes, *operations: Apply | Write | Fill, threads: int = 1) -> None:
-    arithmetic = Arithmetic(memory, threads)
+    arithmetic = Executor(memory, threads)
     try:
         arithmetic.commit(Commit(1, operations))
     finally:
@@ -74,21 +74,21 @@ def test_all_reduce_leaf_by_leaf_in_replica_order() -> None:
         (array_of(np.array([1.0])), array_of(np.array([[10, 20]]))),
         (array_of(np.array([-1e16])), array_of(np.array([[100, 200]]))),
     )
-    total, other = Arithmetic(memory, 1).compute(Compute(1, "SUM", 0, components))
+    total, other = Executor(memory, 1).compute(Compute(1, "SUM", 0, components))
     assert frame_view(total)[0] == (1e16 + 1.0) - 1e16
     assert frame_view(other).tolist() == [[111, 222]]
-    mean, _ = Arithmetic(memory, 1).compute(Compute(1, "MEAN", 0, components[:2]))
+    mean, _ = Executor(memory, 1).compute(Compute(1, "MEAN", 0, components[:2]))
     assert frame_view(mean)[0] == (1e16 + 1.0) / 2
 
 
 def test_all_gather_along_its_axis() -> None:
     components = tuple((array_of(np.full((2, n), n)),) for n in (1, 2))
-    (gathered,) = Arithmetic(Bytes(), 1).compute(Compute(1, None, 1, components))
+    (gathered,) = Executor(Bytes(), 1).compute(Compute(1, None, 1, components))
     assert frame_view(gathered).tolist() == [[1, 2, 2], [1, 2, 2]]
 
 
 def test_an_all_reduce_of_nothing_is_nothing() -> None:
-    assert Arithmetic(Bytes(), 1).compute(Compute(1, "SUM", 0, ((), ()))) == ()
+    assert Executor(Bytes(), 1).compute(Compute(1, "SUM", 0, ((), ()))) == ()
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_an_all_reduce_of_nothing_is_nothing() -> None:
 )
 def test_what_cannot_be_combined(components: tuple[tuple[Array, ...], ...], said: str) -> None:
     with pytest.raises(InvalidArgumentError, match=said):
-        Arithmetic(Bytes(), 1).compute(Compute(1, "SUM", 0, components))
+        Executor(Bytes(), 1).compute(Compute(1, "SUM", 0, components))
 
 
 # --- commits --------------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def test_the_share_of_a_thread_that_has_other_work_is_done_all_the_same(
     monkeypatch.setattr(executor, "_ELEMENTS_PER_THREAD", 1)
     executor._shares.cache_clear()
     memory = Bytes(w=np.zeros(1000), g=np.arange(1000.0))
-    door, inside, spread = Event(), Semaphore(0), Arithmetic(memory, 3)
+    door, inside, spread = Event(), Semaphore(0), Executor(memory, 3)
     assert spread._pool is not None
     for _ in range(busy):
         spread._pool.submit(lambda: (inside.release(), door.wait()))

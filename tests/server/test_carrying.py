@@ -27,7 +27,7 @@ from cs_proto.messages import Done, Fetch, Fetched, Put, Refused
 from cs_proto.records import Record
 from cs_runtime import remote_segment
 from cs_runtime.mapping import Mapping
-from cs_runtime.remote_segment import Carried, aligned
+from cs_runtime.remote_segment import RemoteSegment, aligned
 from cs_server.segment_server import carry
 
 NBYTES = 16 * mmap.PAGESIZE
@@ -94,7 +94,7 @@ def test_carried_bytes_are_those_of_the_memory(
     value = np.array([random.randrange(2) for _ in range(int(np.prod(shape)))]).astype(dtype).reshape(shape)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(remote_segment, "_AT_ONCE", at_once)
-        segment = Carried("arena/0", NBYTES, server)
+        segment = RemoteSegment("arena/0", NBYTES, server)
         segment.write(array, value)
         assert np.array_equal(server.segments.view(array), value)
         seen = segment.view(array)
@@ -116,14 +116,14 @@ def test_rows_are_those_of_the_memory(height: int, rest: tuple[int, ...], rows: 
     shaped = named.reshape(2, -1) if len(named) % 2 == 0 else named
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(remote_segment, "_AT_ONCE", at_once)
-        seen = Carried("parameters/float32", NBYTES, server).rows(array, shaped)
+        seen = RemoteSegment("parameters/float32", NBYTES, server).rows(array, shaped)
     assert np.array_equal(seen, server.segments.get("parameters/float32").rows(array, shaped))
 
 
 def test_a_copy_is_current_when_it_is_asked_for() -> None:
     server = Server("w1")
     array = Array("float32", (4,), Location("parameters/float32", 0))
-    segment = Carried("parameters/float32", NBYTES, server)
+    segment = RemoteSegment("parameters/float32", NBYTES, server)
     before = segment.view(array)
     server.segments.view(array)[...] = 1
     assert before.tolist() == [0, 0, 0, 0]
@@ -133,7 +133,7 @@ def test_a_copy_is_current_when_it_is_asked_for() -> None:
 def test_what_is_discarded_is_zero() -> None:
     server = Server("w0")
     array = Array("uint8", (NBYTES,), Location("arena/0", 0))
-    segment = Carried("arena/0", NBYTES, server)
+    segment = RemoteSegment("arena/0", NBYTES, server)
     segment.reserve(0, NBYTES)
     segment.write(array, np.ones(NBYTES, np.uint8))
     segment.discard(mmap.PAGESIZE, NBYTES)
@@ -189,7 +189,7 @@ def test_no_room_is_an_error_of_the_plan() -> None:
     os.ftruncate(descriptor, NBYTES)
     server.segments.mappings["arena/0"] = Full("arena/0", descriptor, NBYTES, writable=True)
     with pytest.raises(MemoryPlanError, match="32 bytes planned"):
-        Carried("arena/0", NBYTES, server).write(Array("float32", (8,), Location("arena/0", 0)), np.ones(8))
+        RemoteSegment("arena/0", NBYTES, server).write(Array("float32", (8,), Location("arena/0", 0)), np.ones(8))
     assert not server.segments.get("arena/0").elements("uint8").any()
 
 
@@ -204,7 +204,7 @@ def test_the_end_of_the_service_is_not_the_peers_fault() -> None:
 
 @pytest.mark.parametrize("place", [Location("arena/1", 0), array_of(np.ones(4)).place])
 def test_an_array_that_lies_elsewhere_is_a_defect(place: Any) -> None:
-    segment = Carried("arena/0", NBYTES, Server("w0"))
+    segment = RemoteSegment("arena/0", NBYTES, Server("w0"))
     for use in (segment.view, lambda array: segment.write(array, np.ones(4))):
         with pytest.raises(LocalProtocolError, match="does not lie in segment arena/0"):
             use(Array("float64", (4,), place))

@@ -18,14 +18,14 @@ from cs_proto.errors import DeviceError, DeviceMemoryError
 from cs_proto.segment_names import JOURNAL
 from cs_runtime.mapping import Mapping
 from cs_server.compute import kernels
-from cs_server.compute.executor import Arithmetic
+from cs_server.compute.executor import Executor
 from cs_server.events import Apply, Commit, Dense, Fill, Rows, Write
 from cs_server.gpu import blocks, cuda, staging, store, updates
 from cs_server.gpu import memory as gpu_memory
 from cs_server.gpu.dirty_ranges import Change
 from cs_server.gpu.memory import DeviceMemory, is_on_device
-from cs_server.gpu.redo_journal import Journal
-from cs_server.gpu.store import GpuParameters
+from cs_server.gpu.redo_journal import RedoJournal
+from cs_server.gpu.store import GpuStore
 from cs_server.rules import GPU_DTYPES, RULES
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no gcc here to run kernels without a GPU")
@@ -114,15 +114,15 @@ class Both:
         self.here, self.there = Segments(), Segments()
         self.replicas = replicas
         self._journal = journal
-        self.plain = Arithmetic(self.there, 1)
+        self.plain = Executor(self.there, 1)
         self.gpu = self.server()
         self.ticket = 0
         self.made: list[tuple[str, int, int]] = []
 
-    def server(self) -> GpuParameters:
+    def server(self) -> GpuStore:
         """A server that begins with what the segments hold."""
-        journal = Journal(lambda nbytes: self.here.get(JOURNAL)) if self._journal else None
-        return GpuParameters("gpu:0", self.replicas, self.here, Arithmetic(self.here, 1), journal)
+        journal = RedoJournal(lambda nbytes: self.here.get(JOURNAL)) if self._journal else None
+        return GpuStore("gpu:0", self.replicas, self.here, Executor(self.here, 1), journal)
 
     def again(self) -> None:
         """The server ends, and another takes its place."""
@@ -383,7 +383,7 @@ def test_a_commit_of_many_operations(both: Both, monkeypatch: pytest.MonkeyPatch
     """Every operation begins with what the one before it left, and what is changed twice is mirrored as it ends. What
     the journal needs for it was reserved with the variables."""
 
-    def reserve(journal: Journal, nbytes: int) -> None:
+    def reserve(journal: RedoJournal, nbytes: int) -> None:
         assert nbytes <= both.gpu._made_nbytes
 
     dense = variables(both, "adam", ["float32", "float64", "complex64"])
@@ -392,7 +392,7 @@ def test_a_commit_of_many_operations(both: Both, monkeypatch: pytest.MonkeyPatch
     t = Array("float32", (50, 20), Location("parameters/float32", 4000))
     add = Write(w, "assign_add", None, (array_of(np.ones(50, "float32")),))
     scatter = Write(t, "scatter_add", None, (array_of(np.ones((1, 20), "float32")),), array_of(np.array([9])))
-    monkeypatch.setattr(Journal, "reserve", reserve)
+    monkeypatch.setattr(RedoJournal, "reserve", reserve)
     both.commit(add, apply("adam", dense, [sparse]), add, scatter, apply("adam", dense, [sparse], t=2), scatter)
     both.commit(apply("adam", dense, [sparse], t=3))
     both.commit(apply("adam", dense, [replace(sparse, gradients=sparse.gradients[:1])], t=4, lazy=1.0))
@@ -464,10 +464,10 @@ def test_a_commit_is_whole_or_has_not_been_wherever_the_server_ends(
         return original(*_)
 
     name, original = {
-        "place": ("place", Journal.place),
-        "finish": ("finish", Journal.finish),
-        "replay": ("replay", Journal.replay),
-        "replayed": ("replay", Journal.replay),
+        "place": ("place", RedoJournal.place),
+        "finish": ("finish", RedoJournal.finish),
+        "replay": ("replay", RedoJournal.replay),
+        "replayed": ("replay", RedoJournal.replay),
     }[where]
     if where == "finish":
         left = 1
@@ -483,7 +483,7 @@ def test_a_commit_is_whole_or_has_not_been_wherever_the_server_ends(
 
         monkeypatch.setattr(Change, "put", end_in_the_midst)
     elif where != "replayed":
-        monkeypatch.setattr(Journal, name, end)
+        monkeypatch.setattr(RedoJournal, name, end)
     both.ticket += 1
     both.load(*operations)
     command = Commit(both.ticket, operations)
@@ -674,7 +674,7 @@ def test_a_kernel_that_a_gpu_does_not_take_is_named(gpus: StandInGpus) -> None:
 def test_a_gpu_that_cannot_be_used(gpus: StandInGpus) -> None:
     both = Both()
     with pytest.raises(DeviceError, match=r"variables cannot lie on gpu:7: .*invalid device ordinal"):
-        GpuParameters("gpu:7", 1, both.here, both.plain, None)
+        GpuStore("gpu:7", 1, both.here, both.plain, None)
     both.close()
 
 
@@ -791,7 +791,7 @@ def test_a_server_that_takes_anothers_place_waits_for_its_memory(monkeypatch: py
             Both()
         assert not pauses
         memory = Segments()
-        GpuParameters("gpu:0", 1, memory, Arithmetic(memory, 1), None, patience=1000.0).close()
+        GpuStore("gpu:0", 1, memory, Executor(memory, 1), None, patience=1000.0).close()
         assert len(pauses) == 1
         memory.mappings.clear()
 

@@ -11,7 +11,7 @@ from cs_proto.errors import MemoryPlanError
 from cs_proto.segment_names import JOURNAL
 from cs_runtime.mapping import Mapping
 from cs_server.gpu.dirty_ranges import Change
-from cs_server.gpu.redo_journal import Journal
+from cs_server.gpu.redo_journal import RedoJournal
 
 MIB = 1 << 20
 
@@ -33,14 +33,14 @@ class Limited(Mapping):
 
 def test_what_is_written_down_is_done_by_the_server_after_this_one() -> None:
     mapping = Limited(64 * MIB)
-    journal = Journal(lambda nbytes: mapping)
+    journal = RedoJournal(lambda nbytes: mapping)
     journal.begin()
     journal.place(Change("parameters/float32", 2, 3), "float32")[:] = [1, 2, 3]
     journal.place(Change("parameters/float32", 8, 2, np.array([0, 3])), "float32")[:] = [4, 5, 6, 7]
-    assert Journal(lambda nbytes: mapping).ticket == 0  # not yet whole: nothing has happened
+    assert RedoJournal(lambda nbytes: mapping).ticket == 0  # not yet whole: nothing has happened
     journal.finish(7)
     found = np.zeros(16, np.float32)
-    after = Journal(lambda nbytes: mapping)
+    after = RedoJournal(lambda nbytes: mapping)
     after.replay(lambda segment, dtype: {("parameters/float32", "float32"): found}[segment, dtype])
     assert after.ticket == 7
     assert found.tolist() == [0, 0, 1, 2, 3, 0, 0, 0, 4, 5, 0, 0, 0, 0, 6, 7]
@@ -56,7 +56,7 @@ def test_it_is_extended_with_what_a_commit_may_change() -> None:
         os.ftruncate(descriptor, max(length, os.fstat(descriptor).st_size))
         return Mapping(JOURNAL, os.dup(descriptor), length, writable=True)
 
-    journal = Journal(memory)
+    journal = RedoJournal(memory)
     journal.begin()
     first = journal.place(Change("parameters/float32", 0, 2), "float32")
     journal.reserve(4 * MIB)
@@ -64,7 +64,9 @@ def test_it_is_extended_with_what_a_commit_may_change() -> None:
     first[:] = [1, 2]
     journal.finish(7)
     found = np.zeros(2 + MIB // 4, np.float32)
-    after = Journal(lambda nbytes: Mapping(JOURNAL, os.dup(descriptor), os.fstat(descriptor).st_size, writable=True))
+    after = RedoJournal(
+        lambda nbytes: Mapping(JOURNAL, os.dup(descriptor), os.fstat(descriptor).st_size, writable=True)
+    )
     after.replay(lambda segment, dtype: found)
     assert (after.ticket, found[:3].tolist(), found[-1]) == (7, [1, 2, 3], 3)
     assert len(asked) == 2
@@ -73,7 +75,7 @@ def test_it_is_extended_with_what_a_commit_may_change() -> None:
 
 def test_no_more_memory_is_needed_than_was_asked_for() -> None:
     mapping = Limited(17 * MIB + 8192)
-    journal = Journal(lambda nbytes: mapping)
+    journal = RedoJournal(lambda nbytes: mapping)
     journal.reserve(16 * MIB)
     journal.reserve(17 * MIB)  # an eighth more than before would not fit
     assert len(journal.memory) == 17 * MIB + 4096

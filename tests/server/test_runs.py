@@ -41,7 +41,6 @@ from cs_proto.messages import (
     ApplyPoint,
     Ask,
     Assign,
-    Awaited,
     Cancel,
     Committed,
     Configure,
@@ -63,6 +62,7 @@ from cs_proto.messages import (
     StepFinished,
     Token,
     Value,
+    WaitReport,
     Welcome,
 )
 from cs_server.engine.engine import Engine
@@ -620,7 +620,7 @@ def test_a_run_far_ahead_is_refused_and_true_ones_are_heard(number: int) -> None
     reason = FAR.format(number, number, 0)
     book.on(returns(0, 0, run=(number,)), to(w(0), Refused, "cs.PeerProtocolError", reason))
     book.on(asks(0, reads(0), run=(number,)), to(w(0), PointFailed, "cs.PeerProtocolError", reason, ends_run=True))
-    for record in (Cancel((number,)), Resent((number,), 0), Awaited((number,), 1.0)):
+    for record in (Cancel((number,)), Resent((number,), 0), WaitReport((number,), 1.0)):
         book.on(hears(CONTROLLER, record), to(CONTROLLER, Refused, "cs.PeerProtocolError", reason))
     for run in (1, 2):
         book.on(returns(0, 0, run=(run,)))

@@ -116,7 +116,7 @@ class Service:
 
     def _said(self) -> Record:
         """What a server says next, but for that it has done something, which one that takes up says, too."""
-        while isinstance(said := self.supervisor.next(), m.Worked):
+        while isinstance(said := self.supervisor.next(), m.MadeProgress):
             pass
         return said
 

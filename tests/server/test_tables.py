@@ -10,7 +10,7 @@ from tests.harness.playbook import array, assigns, merge_calls, reduces, returns
 from cs_proto.arrays import array_of
 from cs_proto.messages import Value
 from cs_server.engine.control_log import ControlDamaged, ControlFull, ControlLog, ControlMemory
-from cs_server.engine.state import RunState, Slab, SlotNames, Stand, Tables
+from cs_server.engine.state import ReplicaProgress, RunState, Slab, SlotNames, Tables
 
 POINTS = [
     reduces(0, array(1, 2), scalar(3), array(dtype="int64")),
@@ -23,7 +23,7 @@ def test_records_with_and_without_frames_come_back() -> None:
     control = ControlMemory()
     tables = Tables(control, 2)
     returned = returns(1, 3).record
-    stand = Stand(3, 1.5, -1, None, returned, False)  # type: ignore[arg-type]
+    stand = ReplicaProgress(3, 1.5, -1, None, returned, False)  # type: ignore[arg-type]
     value = Value(b"\x00" * 9, (array_of(np.zeros(0, "float32")), array_of(np.array("text"))))
     tables.stands[(1, 2, 0), 1] = stand
     for k, point in enumerate(POINTS):

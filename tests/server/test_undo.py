@@ -24,7 +24,7 @@ from cs_proto.arrays import array_of
 from cs_proto.messages import WriteOp
 from cs_server.compute import executor, jit, kernels, undo
 from cs_server.compute import sparse as sparse_updates
-from cs_server.compute.executor import Arithmetic
+from cs_server.compute.executor import Executor
 from cs_server.compute.undo import UNDO_NBYTES, Lane, Undo
 from cs_server.events import Apply, Commit, Dense, Fill, Rows, Write
 from cs_server.rules import RULES, Rule
@@ -163,7 +163,7 @@ class Server:
         self.threads = threads
 
     def commit(self, command: Commit, threads: int = 0) -> None:
-        undisturbed = Arithmetic(self.memory, threads or self.threads, undo=self.undo)
+        undisturbed = Executor(self.memory, threads or self.threads, undo=self.undo)
         try:
             undisturbed.commit(command)
         finally:
@@ -224,7 +224,7 @@ def survives(make: Callable[[], tuple[Bytes, tuple[Operation, ...]]], threads: i
     memory, operations = make()
     command = Commit(7, operations)
     untouched = {name: segment.copy() for name, segment in memory.segments.items()}
-    plain = Arithmetic(memory, 1)
+    plain = Executor(memory, 1)
     plain.commit(command)
     expected = {name: segment.tobytes() for name, segment in memory.segments.items()}
     assert any(expected[name] != untouched[name].tobytes() for name in expected)
@@ -376,12 +376,12 @@ def test_a_scalar_and_an_empty_variable() -> None:
 def test_a_commit_that_is_done_is_not_done_again_whatever_has_become_of_what_it_was_made_of() -> None:
     memory, operations = everything()
     kept = np.zeros(UNDO_NBYTES, np.uint8)
-    first = Arithmetic(memory, 1, array_of, kept)
+    first = Executor(memory, 1, array_of, kept)
     first.commit(Commit(1, operations))
     first.close()
     for segment in memory.segments.values():
         segment.view(np.uint8)[...] = 7
-    another = Arithmetic(memory, 1, array_of, kept)
+    another = Executor(memory, 1, array_of, kept)
     another.commit(Commit(1, operations))
     assert all(np.all(segment.view(np.uint8) == 7) for segment in memory.segments.values())
     another.commit(Commit(2, operations[-1:]))
@@ -391,7 +391,7 @@ def test_a_commit_that_is_done_is_not_done_again_whatever_has_become_of_what_it_
 
 def test_without_memory_nothing_is_kept() -> None:
     memory, operations = dense("adam", "float32")
-    plain = Arithmetic(memory, 2)
+    plain = Executor(memory, 2)
     plain.commit(Commit(1, operations))
     plain.commit(Commit(1, operations))
     plain.close()
@@ -406,7 +406,7 @@ def test_without_memory_nothing_is_kept() -> None:
 KILLED = """
 import mmap, os, signal, sys
 import numpy as np
-from cs_server.compute.executor import Arithmetic
+from cs_server.compute.executor import Executor
 from cs_server.events import Apply, Commit, Dense
 from cs_server.compute.undo import _HEAD_NBYTES, _LINE_NBYTES, _PHASES, UNDO_NBYTES
 from tests.server.test_arithmetic import Bytes
@@ -431,7 +431,7 @@ def commit(ticket):
     return Commit(ticket, (Apply("adam", given, ticket, (part,)),))
 
 def serve(first):
-    arithmetic = Arithmetic(memory, 2, undo=undo)
+    arithmetic = Executor(memory, 2, undo=undo)
     for ticket in range(first, 1 << 20):
         arithmetic.commit(commit(ticket))
 
@@ -441,9 +441,9 @@ def same():
 def at_work():
     return (*head.tolist(), *lane.tolist())
 
-reference = Arithmetic(plain, 1)
+reference = Executor(plain, 1)
 reference.commit(commit(1))  # loads the kernel
-Arithmetic(memory, 1, undo=undo).commit(commit(1))
+Executor(memory, 1, undo=undo).commit(commit(1))
 done = 1  # by the reference
 for trial in range(int(sys.argv[1])):
     child = os.fork()
@@ -464,7 +464,7 @@ for trial in range(int(sys.argv[1])):
         os.kill(child, signal.SIGCONT)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    arithmetic = Arithmetic(memory, 2, undo=undo)
+    arithmetic = Executor(memory, 2, undo=undo)
     arithmetic.commit(commit(ticket))
     arithmetic.close()
     reference.commit(commit(ticket))

@@ -21,7 +21,7 @@ from tests.harness.playbook import (
     w,
 )
 
-from cs_proto.messages import PROTOCOL, Awaited, AwaitedFor, Cancel, Goodbye, Hello
+from cs_proto.messages import PROTOCOL, Cancel, Goodbye, Hello, WaitingFor, WaitReport
 from cs_server.events import Command, EndWorker, Listening, Log, Send, Tick, TraceWorker
 
 HELLO = Hello(PROTOCOL, "controller", "c", 7)
@@ -53,12 +53,12 @@ def test_a_replica_is_ended_that_lets_others_wait_and_was_not_heard_by_a_server_
 def test_replicas_that_nobody_but_the_controller_waits_for_are_named_and_ended(replicas: int) -> None:
     book = Playbook(replicas, step_timeout=12.0).begin()
     book.now += 60
-    book.on(hears(CONTROLLER, Awaited((1,), 1.0)))
-    book.on(hears(CONTROLLER, Awaited((1,), 1.0)))  # said again to another server
+    book.on(hears(CONTROLLER, WaitReport((1,), 1.0)))
+    book.on(hears(CONTROLLER, WaitReport((1,), 1.0)))  # said again to another server
     book.now += 10
     where = "no replica has come to a merge point"
     whom = " and ".join(f"replica {r} (pid {100 + r}, w{r}.1), last seen 70 s ago" for r in range(replicas))
-    told = Send(CONTROLLER, AwaitedFor((1,), f"{whom}; {where}"))
+    told = Send(CONTROLLER, WaitingFor((1,), f"{whom}; {where}"))
     book.on(Tick(), Log(f"run 1: waiting 11 s for {whom}; {where}", slow=True), told)
     book.now += 1.5
     reason = "it did not come to its next merge point within 12 s in run 1"
@@ -66,16 +66,16 @@ def test_replicas_that_nobody_but_the_controller_waits_for_are_named_and_ended(r
     book.on(Tick(), *(command for both in ends for command in both))
     for replica in range(replicas):
         book.does(returns(replica, 0))
-    book.on(hears(CONTROLLER, Awaited((1,), 1.0)))  # it came late
+    book.on(hears(CONTROLLER, WaitReport((1,), 1.0)))  # it came late
     book.does(returns(0, 0, run=(2,)))
-    book.on(hears(CONTROLLER, Awaited((1,), 1.0)))
+    book.on(hears(CONTROLLER, WaitReport((1,), 1.0)))
     assert not [command for command in book.does(Tick()) if isinstance(command, Log)]
 
 
 def test_an_awaited_step_does_not_make_the_one_before_it_forgotten() -> None:
     book = Playbook(1).begin()
     finished = book.does(returns(0, 0, run=(1,), series=1))
-    book.does(hears(CONTROLLER, Awaited((2,), 1.0, 1)))
+    book.does(hears(CONTROLLER, WaitReport((2,), 1.0, 1)))
     assert [c for c in book.does(hears(CONTROLLER, HELLO)) if isinstance(c, Send)][1:] == finished
 
 
@@ -190,7 +190,7 @@ def test_stacks_are_shown_once_in_a_wait_however_late_a_server_looks(late: float
 
 def test_a_replica_that_the_controller_alone_waits_for_shows_its_stacks_after_a_minute() -> None:
     book = Playbook(1).begin()
-    book.on(hears(CONTROLLER, Awaited((1,), 1.0)))
+    book.on(hears(CONTROLLER, WaitReport((1,), 1.0)))
     shown = []
     for _ in range(120):
         book.now += 1

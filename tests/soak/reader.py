@@ -17,7 +17,7 @@ from tests.harness.timing import unit
 import central_storage as cs
 from cs_runtime import supervisor_link
 from cs_runtime.failpoints import sabotaged
-from cs_runtime.supervisor_link import Lifeline
+from cs_runtime.supervisor_link import SupervisorLink
 
 __all__ = ["steps_behind"]
 
@@ -31,7 +31,7 @@ def steps_behind(plain: float) -> int | None:
 def unguarded(observer: cs.observer.Observer) -> Callable[[str], np.ndarray]:
     """What reads a variable where it lies, whatever is being done to it."""
     arrays = {variable.spec.name: variable.array for variable in observer.variables()}
-    supervisor = Lifeline(supervisor_link.connect(observer.address), "observer")
+    supervisor = SupervisorLink(supervisor_link.connect(observer.address), "observer")
 
     def read(name: str) -> np.ndarray:
         array = arrays[name]

@@ -393,7 +393,7 @@ class Service:
 
     def _hand_out(self, link: socket.socket) -> None:
         asked = decode([link.recv(1 << 16)])
-        if isinstance(asked, messages.Worked):
+        if isinstance(asked, messages.MadeProgress):
             self.worked.append(self.lifelines.index(link))
             return
         if isinstance(asked, messages.MakeMailbox):

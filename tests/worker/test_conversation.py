@@ -18,12 +18,12 @@ from cs_proto.errors import Fenced, PeerProtocolError, ReplicaLostError
 from cs_proto.failures import error_of
 from cs_proto.messages import (
     Cancel,
+    ClientGone,
     Committed,
     Describe,
     Died,
     Done,
     Forget,
-    Left,
     MergeCallReturn,
     Prepare,
     Refused,
@@ -221,7 +221,7 @@ def test_cancel_ends_the_wait_of_its_run(played: Played) -> None:
 
 def test_the_runs_of_a_controller_that_has_gone_are_not_carried_out(played: Played) -> None:
     played.conversation.begin_run(CONTROLLER, run(1))
-    played.comes((CONTROLLER, run(2)), (SUPERVISOR, Left("afe")))
+    played.comes((CONTROLLER, run(2)), (SUPERVISOR, ClientGone("afe")))
     with pytest.raises(KeyboardInterrupt):
         played.wait((1,), 0)
     played.comes((CONTROLLER, run(3)), (b"cbeef", run(1)))  # the first was on its way

@@ -16,8 +16,8 @@ from cs_proto.codec import WORK_LIMITS, decode, encode
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.failures import error_of
 from cs_proto.messages import Died, Forget, Refused, SegmentRefused
-from cs_runtime.supervisor_link import Lifeline
-from cs_worker.baton import ProcessTurns
+from cs_runtime.supervisor_link import SupervisorLink
+from cs_worker.baton import ProcessBaton
 from cs_worker.config import Config
 from cs_worker.session import SUPERVISOR, Link
 
@@ -32,8 +32,8 @@ def link() -> Iterator[tuple[Link, zmq.Socket[bytes]]]:
     ours, supervisor = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     doorbell, writer = os.pipe2(os.O_CLOEXEC)
     with tempfile.TemporaryDirectory(prefix="w-") as directory, supervisor, zmq.Context() as context:
-        lifeline, config = Lifeline(ours, "worker"), Config(directory, 0, 1, "cpu:0")
-        made = Link(config, lifeline, _gone, doorbell, ProcessTurns())
+        lifeline, config = SupervisorLink(ours, "worker"), Config(directory, 0, 1, "cpu:0")
+        made = Link(config, lifeline, _gone, doorbell, ProcessBaton())
         peer = context.socket(zmq.DEALER)
         peer.setsockopt(zmq.IDENTITY, b"c1")
         peer.setsockopt(zmq.LINGER, 0)
@@ -95,8 +95,8 @@ def test_what_the_supervisor_says_while_a_segment_is_awaited_is_heard() -> None:
     died = Died("worker", 1, 1, 43, "SIGKILL", "", True)
     doorbell, writer = os.pipe2(os.O_CLOEXEC)
     with tempfile.TemporaryDirectory(prefix="w-") as directory, supervisor:
-        lifeline = Lifeline(ours, "worker")
-        link = Link(Config(directory, 0, 1, "cpu:0"), lifeline, _gone, doorbell, ProcessTurns())
+        lifeline = SupervisorLink(ours, "worker")
+        link = Link(Config(directory, 0, 1, "cpu:0"), lifeline, _gone, doorbell, ProcessBaton())
         try:
             supervisor.sendall(b"".join(encode(died)))
             supervisor.sendall(b"".join(encode(SegmentRefused("inputs", error_of(InvalidArgumentError("none"))))))

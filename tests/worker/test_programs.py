@@ -12,8 +12,8 @@ from central_storage.pickling.pickler import digest, dump_function
 from cs_proto.arrays import bytes_array, frame_view
 from cs_proto.errors import PeerProtocolError, ShippingError
 from cs_proto.messages import Run
-from cs_runtime.function_cache import HELD_FUNCTIONS, Recent
-from cs_worker.functions import Programs
+from cs_runtime.function_cache import HELD_FUNCTIONS, FunctionCache
+from cs_worker.functions import Functions
 
 CONTROLLER = b"cafe"
 HOLDER = b"t0.1"
@@ -26,10 +26,10 @@ def no_handle(kind: str, number: int) -> object:
 class Sender:
     """One who sends runs and leaves out what the worker holds."""
 
-    def __init__(self, programs: Programs, identity: bytes = CONTROLLER) -> None:
+    def __init__(self, programs: Functions, identity: bytes = CONTROLLER) -> None:
         self.programs = programs
         self.identity = identity
-        self.recent = Recent(HELD_FUNCTIONS)
+        self.recent = FunctionCache(HELD_FUNCTIONS)
 
     def load(self, function: Callable[..., Any], frozen: bool = False, with_function: bool | None = None) -> Any:
         data = dump_function(function, handle_id)
@@ -40,35 +40,35 @@ class Sender:
 
 
 @pytest.fixture
-def programs() -> Programs:
-    return Programs(frame_view)
+def programs() -> Functions:
+    return Functions(frame_view)
 
 
 def numbered(number: int) -> Callable[[], int]:
     return lambda: number
 
 
-def test_an_ordinary_function_is_made_anew_every_time(programs: Programs) -> None:
+def test_an_ordinary_function_is_made_anew_every_time(programs: Functions) -> None:
     sender, function = Sender(programs), numbered(3)
     first, second = sender.load(function), sender.load(function)
     assert first is not second
     assert (first(), second()) == (3, 3)
 
 
-def test_a_frozen_function_is_one_object(programs: Programs) -> None:
+def test_a_frozen_function_is_one_object(programs: Functions) -> None:
     sender, function = Sender(programs), numbered(3)
     first = sender.load(function, frozen=True)
     assert sender.load(function, frozen=True, with_function=False) is first
 
 
-def test_the_sender_knows_what_is_held(programs: Programs) -> None:
+def test_the_sender_knows_what_is_held(programs: Functions) -> None:
     sender = Sender(programs)
     functions = [numbered(n) for n in range(HELD_FUNCTIONS + 3)]
     for n in [*range(HELD_FUNCTIONS + 3), 5, 2, 0, 5, 18, 1, 1, 7]:
         assert sender.load(functions[n])() == n
 
 
-def test_what_is_not_held_any_more_is_refused(programs: Programs) -> None:
+def test_what_is_not_held_any_more_is_refused(programs: Functions) -> None:
     sender = Sender(programs)
     first = numbered(0)
     sender.load(first)
@@ -78,7 +78,7 @@ def test_what_is_not_held_any_more_is_refused(programs: Programs) -> None:
         sender.load(first, with_function=False)
 
 
-def test_senders_do_not_share(programs: Programs) -> None:
+def test_senders_do_not_share(programs: Functions) -> None:
     controller, holder = Sender(programs), Sender(programs, HOLDER)
     function = numbered(1)
     controller.load(function)
@@ -87,7 +87,7 @@ def test_senders_do_not_share(programs: Programs) -> None:
     assert controller.load(function, with_function=False)() == 1  # the holder has not pushed the controller's out
 
 
-def test_the_next_controller_starts_afresh(programs: Programs) -> None:
+def test_the_next_controller_starts_afresh(programs: Functions) -> None:
     function = numbered(1)
     Sender(programs).load(function)
     Sender(programs).load(function, frozen=True)
@@ -97,7 +97,7 @@ def test_the_next_controller_starts_afresh(programs: Programs) -> None:
             other.load(function, frozen=frozen, with_function=False)
 
 
-def test_a_frozen_function_that_failed_to_load_may_load_later(programs: Programs) -> None:
+def test_a_frozen_function_that_failed_to_load_may_load_later(programs: Functions) -> None:
     outcomes = iter([ImportError("not yet")])
 
     def resolve(kind: str, number: int) -> object:

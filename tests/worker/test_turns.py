@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.harness.timing import unit
 
-from cs_worker.baton import ProcessTurns, ThreadTurns
+from cs_worker.baton import ProcessBaton, ThreadBaton
 
 
 class Players:
@@ -46,14 +46,14 @@ def players() -> Iterator[Players]:
 
 
 @pytest.fixture
-def turns() -> Iterator[list[ThreadTurns]]:
-    turns = [ThreadTurns("service", replica) for replica in range(3)]
+def turns() -> Iterator[list[ThreadBaton]]:
+    turns = [ThreadBaton("service", replica) for replica in range(3)]
     yield turns
     for each in turns:
         each.leave()
 
 
-def test_the_lowest_begins_and_goes_on_first_whoever_comes_first(players: Players, turns: list[ThreadTurns]) -> None:
+def test_the_lowest_begins_and_goes_on_first_whoever_comes_first(players: Players, turns: list[ThreadBaton]) -> None:
     waiting = threading.Barrier(3)
 
     def play(replica: int) -> Callable[[], None]:
@@ -73,7 +73,7 @@ def test_the_lowest_begins_and_goes_on_first_whoever_comes_first(players: Player
     assert players.said == [f"{replica} {what}" for what in ("begins", "goes on") for replica in range(3)]
 
 
-def test_one_that_does_not_come_holds_up_nobody(players: Players, turns: list[ThreadTurns]) -> None:
+def test_one_that_does_not_come_holds_up_nobody(players: Players, turns: list[ThreadBaton]) -> None:
     def play() -> None:
         with turns[1].taken((7,)):
             players.said.append("alone")
@@ -83,7 +83,7 @@ def test_one_that_does_not_come_holds_up_nobody(players: Players, turns: list[Th
     assert players.said == ["alone"]
 
 
-def test_each_has_its_own_random_state_and_the_script_its_own(players: Players, turns: list[ThreadTurns]) -> None:
+def test_each_has_its_own_random_state_and_the_script_its_own(players: Players, turns: list[ThreadBaton]) -> None:
     waiting = threading.Barrier(2)
     drawn: dict[int, list[float]] = {0: [], 1: []}
 
@@ -114,7 +114,7 @@ def test_each_has_its_own_random_state_and_the_script_its_own(players: Players, 
     assert mine == (random.random(), np.random.random())
 
 
-def test_whoever_waits_for_a_turn_can_be_told_to_end(players: Players, turns: list[ThreadTurns]) -> None:
+def test_whoever_waits_for_a_turn_can_be_told_to_end(players: Players, turns: list[ThreadBaton]) -> None:
     def wait() -> None:
         with turns[0].taken((1,)):
             players.said.append("had a turn")
@@ -127,7 +127,7 @@ def test_whoever_waits_for_a_turn_can_be_told_to_end(players: Players, turns: li
     assert players.said == []
 
 
-def test_a_turn_is_taken_from_one_that_hangs(players: Players, turns: list[ThreadTurns]) -> None:
+def test_a_turn_is_taken_from_one_that_hangs(players: Players, turns: list[ThreadBaton]) -> None:
     has_turn, may_end = threading.Event(), threading.Event()
 
     def hang() -> None:
@@ -149,12 +149,12 @@ def test_a_turn_is_taken_from_one_that_hangs(players: Players, turns: list[Threa
     assert players.finish() == []
 
 
-def test_a_wait_ends_where_the_worker_is_to_end(turns: list[ThreadTurns]) -> None:
+def test_a_wait_ends_where_the_worker_is_to_end(turns: list[ThreadBaton]) -> None:
     with pytest.raises(SystemExit), turns[0].paused():
         turns[0].end()
 
 
 def test_a_process_needs_no_turns() -> None:
-    turns = ProcessTurns()
+    turns = ProcessBaton()
     with turns.taken((1,)), turns.paused():
         turns.pass_point((1,), 0)

@@ -17,7 +17,7 @@ from cs_proto.messages import RunId
 
 from .randomness.seeds import kept_random_state
 
-__all__ = ["ProcessTurns", "ThreadTurns", "Turns"]
+__all__ = ["Baton", "ProcessBaton", "ThreadBaton"]
 
 # Who takes turns: the run directory of the service, and the replica.
 _Key = tuple[str, int]
@@ -31,7 +31,7 @@ _PATIENCE = 1.0
 _NOTHING = nullcontext()
 
 
-class Turns(Protocol):
+class Baton(Protocol):
     """What a worker asks before its replica's code goes on."""
 
     def taken(self, run: RunId) -> AbstractContextManager[None]:
@@ -44,19 +44,19 @@ class Turns(Protocol):
         """The replica goes on after merge point ``k``, or begins a nested run (-1): after those before it."""
 
 
-class ProcessTurns:
+class ProcessBaton:
     """The replica is alone in its process."""
 
     def taken(self, run: RunId) -> AbstractContextManager[None]:
-        """As :meth:`Turns.taken`."""
+        """As :meth:`Baton.taken`."""
         return _NOTHING
 
     def paused(self) -> AbstractContextManager[None]:
-        """As :meth:`Turns.paused`."""
+        """As :meth:`Baton.paused`."""
         return _NOTHING
 
     def pass_point(self, run: RunId, k: int) -> None:
-        """As :meth:`Turns.pass_point`."""
+        """As :meth:`Baton.pass_point`."""
 
 
 class _Baton:
@@ -127,7 +127,7 @@ class _Baton:
 _baton = _Baton()
 
 
-class ThreadTurns:
+class ThreadBaton:
     """The turns of one replica that is a thread. Used by that thread, but for what says otherwise."""
 
     def __init__(self, run_directory: str, replica: int) -> None:
@@ -140,7 +140,7 @@ class ThreadTurns:
 
     @contextmanager
     def taken(self, run: RunId) -> Iterator[None]:
-        """As :meth:`Turns.taken`. Raises SystemExit where the worker is to end."""
+        """As :meth:`Baton.taken`. Raises SystemExit where the worker is to end."""
         self._take((*run, -1))
         try:
             yield
@@ -149,7 +149,7 @@ class ThreadTurns:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """As :meth:`Turns.paused`. Raises SystemExit where the worker is to end."""
+        """As :meth:`Baton.paused`. Raises SystemExit where the worker is to end."""
         if self._restore is None:
             yield
             self._check()
@@ -163,7 +163,7 @@ class ThreadTurns:
             own()
 
     def pass_point(self, run: RunId, k: int) -> None:
-        """As :meth:`Turns.pass_point`. Raises SystemExit where the worker is to end."""
+        """As :meth:`Baton.pass_point`. Raises SystemExit where the worker is to end."""
         position = (*run, k)
         if not _baton.pass_point(self._key, position):
             own = kept_random_state(self.keep_device)

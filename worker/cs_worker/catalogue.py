@@ -24,8 +24,8 @@ from cs_proto.records import Record
 from cs_proto.sizes import in_units
 from cs_runtime import machine
 from cs_runtime.mapping import Mapping
-from cs_runtime.remote_segment import Carried, aligned
-from cs_runtime.supervisor_link import Lifeline
+from cs_runtime.remote_segment import RemoteSegment, aligned
+from cs_runtime.supervisor_link import SupervisorLink
 
 from .devices.device import Device
 from .session_core import Conversation
@@ -51,7 +51,7 @@ class Catalogue:
     """Records by number, and mapped arrays."""
 
     def __init__(
-        self, conversation: Conversation, lifeline: Lifeline, replica: int, device: Device, parameter_device: str
+        self, conversation: Conversation, lifeline: SupervisorLink, replica: int, device: Device, parameter_device: str
     ) -> None:
         self._conversation = conversation
         self._lifeline = lifeline
@@ -137,7 +137,7 @@ class Catalogue:
         looked up it changes whenever the variable may have."""
         if self._versions is None:
             segment = self._lifeline.segment(segment_names.versions())
-            if isinstance(segment, Carried):
+            if isinstance(segment, RemoteSegment):
                 return self._conversation.waits
             self._versions = segment.elements("uint64")
         return int(self._versions[number])
@@ -243,7 +243,7 @@ class Catalogue:
             record = self.place(number)
             segment = self._lifeline.segment_of(record.array)
             view = segment.view(record.array)
-            if isinstance(segment, Carried):
+            if isinstance(segment, RemoteSegment):
                 self._carried[number] = view
             else:
                 self._views[number] = view
@@ -348,7 +348,7 @@ class Catalogue:
             if buffers:
                 self._use_second_gradients(record)
             array, segment = self._gradient(record, buffers)
-            if isinstance(segment, Carried):
+            if isinstance(segment, RemoteSegment):
                 view = aligned(record.spec.dtype, record.spec.shape)
             else:
                 segment.reserve(record.place.offset, record.place.offset + array.nbytes)
@@ -373,10 +373,10 @@ class Catalogue:
             self._device.settle()
         for number in numbers if self.carries else ():
             array, segment = self._gradient(self.place(number), buffers)
-            if isinstance(segment, Carried):
+            if isinstance(segment, RemoteSegment):
                 segment.write(array, self._gradients[number, buffers])
 
-    def _gradient(self, record: messages.Variable, buffers: int) -> tuple[Array, Mapping | Carried]:
+    def _gradient(self, record: messages.Variable, buffers: int) -> tuple[Array, Mapping | RemoteSegment]:
         segment = segment_names.gradients(self._replica, buffers, record.spec.dtype)
         array = Array(record.spec.dtype, record.spec.shape, Location(segment, record.place.offset))
         return array, self._lifeline.segment_of(array)

@@ -17,9 +17,9 @@ from central_storage.core import context
 from central_storage.diagnostics.logging_setup import configure_logging, dump_stacks_on_signal
 from cs_proto.errors import CentralStorageError, ContextError, ShutdownError
 from cs_runtime import open_files, supervisor_link
-from cs_runtime.supervisor_link import Lifeline
+from cs_runtime.supervisor_link import SupervisorLink
 
-from .baton import ProcessTurns
+from .baton import ProcessBaton
 from .config import Config
 from .devices.device import open_device
 from .devices.faults import name_faults
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     open_files.raise_limit()
     configure_logging(f"w{options.replica}")
-    interrupts, turns = Interrupts(), ProcessTurns()
+    interrupts, turns = Interrupts(), ProcessBaton()
     interrupts.install()
     dump_stacks_on_signal()
     if "PYTHONBREAKPOINT" not in os.environ:  # which may name a debugger that does reach a worker
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = Config(options.run_directory, options.replica, options.incarnation, options.device)
         device = open_device(config.device)
         link_to_supervisor = supervisor_link.connect(config.run_directory)
-        connection = Lifeline(
+        connection = SupervisorLink(
             link_to_supervisor, "worker", config.replica, config.incarnation, run_directory=config.run_directory
         )
         _end_with(connection)
@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _end_with(connection: Lifeline) -> None:
+def _end_with(connection: SupervisorLink) -> None:
     """End this process as soon as the supervisor is gone for good, also in the middle of a long computation, in which
     it introduces itself to the next one."""
     poller = select.poll()

@@ -1,7 +1,7 @@
 """The functions a worker holds for those who send runs.
 
 A sender leaves out the bytes of a function among the last it sent, so both ends keep the same
-:class:`~cs_runtime.function_cache.Recent`. An ordinary function is unpickled anew for every run, so its captured
+:class:`~cs_runtime.function_cache.FunctionCache`. An ordinary function is unpickled anew for every run, so its captured
 values are the sender's; a frozen one (``cs.function``) is one object for good. Called by the loop, once
 for every run it takes.
 """
@@ -17,14 +17,14 @@ from central_storage.pickling.pickler import load_function
 from cs_proto.arrays import Array
 from cs_proto.errors import PeerProtocolError
 from cs_proto.messages import Run
-from cs_runtime.function_cache import HELD_FUNCTIONS, Recent
+from cs_runtime.function_cache import HELD_FUNCTIONS, FunctionCache
 
-__all__ = ["Programs"]
+__all__ = ["Functions"]
 
 Resolve = Callable[[str, int], object]
 
 
-class Programs:
+class Functions:
     """Functions by digest, for one controller and one holder of tokens at a time."""
 
     def __init__(self, look: Callable[[Array], np.ndarray]) -> None:
@@ -51,7 +51,7 @@ class _Held:
     def __init__(self, sender: bytes, look: Callable[[Array], np.ndarray]) -> None:
         self.sender = sender
         self._look = look
-        self._recent = Recent(HELD_FUNCTIONS)
+        self._recent = FunctionCache(HELD_FUNCTIONS)
         self._pickles: dict[bytes, bytes] = {}
         self._frozen_pickles: dict[bytes, bytes] = {}
         self._frozen: dict[bytes, Callable[..., Any]] = {}

@@ -27,21 +27,21 @@ from cs_proto.messages import Forget, Prepare, Run, Value
 from cs_proto.records import Buffer, Frame
 from cs_runtime.arena import Arena
 from cs_runtime.failpoints import failpoint
-from cs_runtime.supervisor_link import CARRIED, Lifeline
+from cs_runtime.supervisor_link import CARRIED, SupervisorLink
 
-from .baton import Turns
+from .baton import Baton
 from .catalogue import Catalogue
 from .config import Config
 from .devices.device import Device
-from .functions import Programs
+from .functions import Functions
 from .interrupts import Interrupts
-from .merge_controller import TokenController
+from .merge_controller import MergeController
 from .outgoing import Placing, raised_error
 from .randomness.seeds import Seeds, kept_random_state
 from .replica import Replica
 from .session import Link, moment
 from .session_core import Conversation, path_text
-from .worker_context import Workshop
+from .worker_context import WorkerContext
 
 __all__ = ["Loop"]
 
@@ -56,10 +56,10 @@ class Loop:
         config: Config,
         device: Device,
         registered: messages.Registered,
-        lifeline: Lifeline,
+        lifeline: SupervisorLink,
         link: Link,
         interrupts: Interrupts,
-        turns: Turns,
+        turns: Baton,
     ) -> None:
         conversation = Conversation(link, interrupts, self._execute)
         catalogue = Catalogue(conversation, lifeline, config.replica, device, registered.parameter_device)
@@ -70,8 +70,8 @@ class Loop:
         self._has_said_carried = False
         self._say_carried()
         arena = Arena(lambda: own)
-        controller = TokenController(config, registered, conversation, catalogue, arena, interrupts, self._execute)
-        self._shop = Workshop(
+        controller = MergeController(config, registered, conversation, catalogue, arena, interrupts, self._execute)
+        self._shop = WorkerContext(
             config,
             device,
             registered.replicas,
@@ -85,7 +85,7 @@ class Loop:
         )
         #: What lies in a segment at an offset, as text for an error.
         self.what_lies_at = catalogue.what_lies_at
-        self._programs = Programs(catalogue.map)
+        self._programs = Functions(catalogue.map)
         self._seeds = Seeds(device.seed)
         self._own_path = list(sys.path)
         self._under_way: list[Replica] = []
@@ -116,7 +116,7 @@ class Loop:
             self._seeds.expect(work.seed, (work.draw + 1,), work.replica)
             if not self._has_worked:
                 self._has_worked = True
-                self._shop.conversation.link.send_supervisor(messages.Worked(self._shop.config.incarnation))
+                self._shop.conversation.link.send_supervisor(messages.MadeProgress(self._shop.config.incarnation))
 
     def _say_carried(self) -> None:
         """Log once that segments cannot be mapped. This may show first at any segment."""
@@ -197,7 +197,7 @@ class Loop:
         return result
 
 
-def _pickled(shop: Workshop, data: bytes | Frame | Array) -> Buffer:
+def _pickled(shop: WorkerContext, data: bytes | Frame | Array) -> Buffer:
     if isinstance(data, bytes):
         return data
     if isinstance(data, Frame):

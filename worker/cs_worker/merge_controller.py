@@ -30,7 +30,7 @@ from cs_proto.messages import AssignOp, Counters, Run, Token, VariableSpec, Writ
 from cs_proto.records import Record, replace
 from cs_proto.schedules import Schedule
 from cs_runtime.arena import Arena
-from cs_runtime.function_cache import Held
+from cs_runtime.function_cache import HeldFunctions
 
 from .catalogue import Catalogue
 from .config import Config
@@ -38,7 +38,7 @@ from .interrupts import Interrupts
 from .outgoing import Placing, raised_error
 from .session_core import Conversation, path_text
 
-__all__ = ["TokenController"]
+__all__ = ["MergeController"]
 
 _log = logging.getLogger("central_storage.worker")
 
@@ -55,7 +55,7 @@ class _HeldToken:
         self.sequence = 0
 
 
-class TokenController:
+class MergeController:
     """The :class:`central_storage.core.backends.ControllerBackend` of a worker."""
 
     def __init__(
@@ -82,7 +82,7 @@ class TokenController:
         self._execute = execute
         self._thread = threading.get_ident()
         self._tokens: list[_HeldToken] = []
-        self._held = [Held() for _ in registered.workers]
+        self._held = [HeldFunctions() for _ in registered.workers]
         # The nested runs that are not over, innermost last: what was sent, and the pickled function.
         self._open: list[tuple[list[Run], bytes]] = []
         conversation.hear_of_workers = self._hear_of_workers
@@ -311,7 +311,7 @@ class TokenController:
             if worker.incarnation > known.incarnation:
                 self._conversation.link.forget_worker(known.endpoint)
                 self._workers = (*self._workers[: worker.replica], worker, *self._workers[worker.replica + 1 :])
-                self._held[worker.replica] = Held()
+                self._held[worker.replica] = HeldFunctions()
         if isinstance(record, messages.WorkerRestarted):
             self._send_again(record.run, record.worker)
 

@@ -36,7 +36,7 @@ from .devices.device import place
 from .gradients import GradientBuffers
 from .outgoing import FRAMES, Placing, raised_error
 from .session_core import path_text
-from .worker_context import Workshop
+from .worker_context import WorkerContext
 
 __all__ = ["Replica"]
 
@@ -75,7 +75,7 @@ def _whole(method: Callable[Concatenate[Replica, P], T]) -> Callable[Concatenate
 class Replica:
     """The :class:`central_storage.core.backends.ReplicaBackend` of one run."""
 
-    def __init__(self, shop: Workshop, run: Run, outer: Replica | None) -> None:
+    def __init__(self, shop: WorkerContext, run: Run, outer: Replica | None) -> None:
         """``outer`` is the replica that waits in a merge_call for this nested run."""
         self.replica = shop.config.replica
         self.replicas = shop.replicas

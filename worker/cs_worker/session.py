@@ -31,10 +31,10 @@ from cs_runtime.admission import Admission
 from cs_runtime.mailboxes import Mailboxes, Patience
 from cs_runtime.multipart import receive
 from cs_runtime.poller import Poller
-from cs_runtime.supervisor_link import Lifeline
+from cs_runtime.supervisor_link import SupervisorLink
 from cs_runtime.trace import moments
 
-from .baton import Turns
+from .baton import Baton
 from .config import Config
 
 __all__ = ["COLLEAGUE", "SERVER", "SUPERVISOR", "Link", "moment"]
@@ -50,7 +50,7 @@ SERVER = b""
 SUPERVISOR = b"\0s"
 COLLEAGUE = b"\0w"
 
-_OF_MAILBOXES = frozenset({messages.Offer, messages.Taken})
+_OF_MAILBOXES = frozenset({messages.Offer, messages.MailboxAccepted})
 
 # The most answers that wait for a peer of the ROUTER that does not read; it can do without the others.
 _UNREAD = 1000
@@ -69,7 +69,7 @@ class Link:
     """The sockets of one worker. Used by the thread that is the worker only."""
 
     def __init__(
-        self, config: Config, lifeline: Lifeline, gone: Callable[[], NoReturn], doorbell: int, turns: Turns
+        self, config: Config, lifeline: SupervisorLink, gone: Callable[[], NoReturn], doorbell: int, turns: Baton
     ) -> None:
         """Listen and connect. ``gone`` is called where the supervisor is gone, and must not return; the descriptor
         ``doorbell`` is readable after a signal, whose handler then runs here; ``turns`` hears of every wait."""
@@ -178,7 +178,7 @@ class Link:
 
     def _is_of_mailbox(self, sender: bytes, record: Record) -> bool:
         """Whether it is about a mailbox of somebody who has one here, and so done with."""
-        if isinstance(record, messages.Taken) and sender == SERVER:
+        if isinstance(record, messages.MailboxAccepted) and sender == SERVER:
             self._mail.taken(SERVER, record)
         elif isinstance(record, messages.Offer) and sender[:1] == b"c":
             if record.mailbox != self._mail.number(sender):

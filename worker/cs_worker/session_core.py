@@ -260,7 +260,7 @@ class Conversation:
         elif sender == SUPERVISOR:
             if isinstance(record, messages.Died) and record.role == "server" and not record.restarts:
                 self._dead_server = record
-            elif isinstance(record, messages.Left):
+            elif isinstance(record, messages.ClientGone):
                 self._left = b"c" + record.client.encode()
                 self._work = deque(work for work in self._work if work[0] != self._left)
                 self._note_cancel()

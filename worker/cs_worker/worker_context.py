@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from central_storage.strategy.service_strategy import CentralStorageStrategy
 from cs_runtime.arena import Arena
 
-from .baton import Turns
+from .baton import Baton
 from .catalogue import Catalogue
 from .config import Config
 from .devices.device import Device
@@ -16,13 +16,13 @@ from .interrupts import Interrupts
 from .session_core import Conversation
 
 if TYPE_CHECKING:
-    from .merge_controller import TokenController
+    from .merge_controller import MergeController
 
-__all__ = ["Workshop"]
+__all__ = ["WorkerContext"]
 
 
 @dataclass(frozen=True)
-class Workshop:
+class WorkerContext:
     """The pieces by name. ``variable_sets``: the server's number of a set of variables that an optimizer updates
     together, by (optimizer, ascending variable numbers)."""
 
@@ -33,7 +33,7 @@ class Workshop:
     conversation: Conversation
     catalogue: Catalogue
     arena: Arena
-    controller: TokenController
+    controller: MergeController
     strategy: CentralStorageStrategy
-    turns: Turns
+    turns: Baton
     variable_sets: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)

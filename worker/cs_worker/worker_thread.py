@@ -13,9 +13,9 @@ from typing import NoReturn
 from central_storage.core import context
 from central_storage.pickling import reconstruct
 from cs_runtime import supervisor_link
-from cs_runtime.supervisor_link import Lifeline
+from cs_runtime.supervisor_link import SupervisorLink
 
-from .baton import ThreadTurns
+from .baton import ThreadBaton
 from .config import Config
 from .devices.device import open_device
 from .interrupts import ThreadInterrupts
@@ -32,7 +32,7 @@ class ThreadedWorker:
         """Raises ConfigurationError as :class:`~.config.Config` does."""
         self._config = Config(run_directory, replica, 1, device)
         self._interrupts = ThreadInterrupts()
-        self._turns = ThreadTurns(run_directory, replica)
+        self._turns = ThreadBaton(run_directory, replica)
         self._doorbell, self._ringer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def run(self) -> None:
@@ -49,7 +49,7 @@ class ThreadedWorker:
             device = open_device(config.device)
             stack.callback(device.close)
             self._turns.keep_device = device.keep_random_state
-            connection = Lifeline(
+            connection = SupervisorLink(
                 supervisor_link.connect(config.run_directory), "worker", config.replica, config.incarnation
             )
             stack.callback(connection.close)

@@ -1,7 +1,7 @@
 """Batches on their way to the replicas: a segment that the client writes and all workers map.
 
 The thread that reads a data set ahead puts elements there while the replicas compute; a run then says where they lie
-and copies nothing. The link owns one :class:`Inputs`; which element is put there when is not known here.
+and copies nothing. The link owns one :class:`InputSegment`; which element is put there when is not known here.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from cs_proto.arrays import INLINE_NBYTES, Array, Location
 from cs_proto.errors import MemoryPlanError
 from cs_runtime.mapping import Mapping
 
-__all__ = ["Inputs"]
+__all__ = ["InputSegment"]
 
 _ALIGNMENT = 64
 # What is kept of free memory; pages beyond are given back when nothing lies in the segment.
 _KEEP_NBYTES = 64 << 20
 
 
-class Inputs:
+class InputSegment:
     """Arrays in one segment, each as long as something views it. May be used from any thread."""
 
     def __init__(self, mapping: Mapping) -> None:

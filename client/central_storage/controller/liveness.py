@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from cs_proto.errors import ReplicaLostError
 from cs_proto.messages import Died, Worker
 
-__all__ = ["Deaths", "last_lines"]
+__all__ = ["Liveness", "last_lines"]
 
 # After a worker's death the living replicas get this long to notice before the run is given up without them.
 _LOST_TIMEOUT = 2.5
 
 
-class Deaths:
+class Liveness:
     """Workers that died for good, and those in whose place another is being started."""
 
     def __init__(self) -> None:

@@ -25,9 +25,9 @@ from cs_proto.records import Record, replace
 from cs_proto.schedules import Schedule
 from cs_runtime import mapping
 from cs_runtime.remote_segment import aligned_copy
-from cs_runtime.supervisor_link import Lifeline
+from cs_runtime.supervisor_link import SupervisorLink
 
-from .input_segment import Inputs
+from .input_segment import InputSegment
 from .runs import Runs
 from .session import Threads, wait_until_serving
 
@@ -42,7 +42,7 @@ class ServiceLink(Runs):
 
     def __init__(
         self,
-        lifeline: Lifeline,
+        lifeline: SupervisorLink,
         serving: Serving,
         *,
         seed: int,
@@ -213,7 +213,7 @@ class ServiceLink(Runs):
             with suppress(ShutdownError), self._operation():
                 shared = self._lifeline.segment(segment_names.inputs())
                 if isinstance(shared, mapping.Mapping):
-                    self._inputs = Inputs(shared)
+                    self._inputs = InputSegment(shared)
         return Carriage(np.copy if self._inputs is None else self._inputs.carry, in_thread=self._threads is None)
 
     @property

@@ -12,10 +12,10 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-__all__ = ["IdleListener"]
+__all__ = ["OutputListener"]
 
 
-class IdleListener:
+class OutputListener:
     """Calls ``listen`` under ``lock`` whenever ``descriptor`` is readable and no operation holds the lock.
 
     The thread touches nothing else. ``listen`` returns False when there will be nothing more to hear.

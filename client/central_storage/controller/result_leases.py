@@ -1,6 +1,6 @@
 """Large results, which stay in the arena of the worker that returned them for as long as the script holds them.
 
-The link owns one :class:`Results` for each worker and tells the worker with every run which pages are held, around
+The link owns one :class:`ResultLeases` for each worker and tells the worker with every run which pages are held, around
 which it places; so the script may write into what it holds as into any array. What is beyond the limits is the link's
 to copy. Decision 20 has the reasons.
 """
@@ -20,9 +20,9 @@ import numpy as np
 from cs_proto.arrays import Array, Location
 from cs_proto.ranges import merged
 from cs_runtime.mapping import Mapping
-from cs_runtime.remote_segment import Carried
+from cs_runtime.remote_segment import RemoteSegment
 
-__all__ = ["MOST", "Results"]
+__all__ = ["MOST", "ResultLeases"]
 
 # Smaller ones are copied sooner than held.
 _LEAST_NBYTES = 512 << 10
@@ -32,13 +32,13 @@ MOST = 256
 _SHARE = 1 / 8
 
 _lock = threading.RLock()  # another thread may fork at any time: then all that is held becomes this process's own
-_all: weakref.WeakSet[Results] = weakref.WeakSet()
+_all: weakref.WeakSet[ResultLeases] = weakref.WeakSet()
 
 
-class Results:
+class ResultLeases:
     """The results in one arena that somebody in this process holds. One thread at a time, a fork apart."""
 
-    def __init__(self, arena: str, open_arena: Callable[[], Mapping | Carried], replicas: int) -> None:
+    def __init__(self, arena: str, open_arena: Callable[[], Mapping | RemoteSegment], replicas: int) -> None:
         """``replicas`` have arenas like the one of that name."""
         self._arena = arena
         self._open = open_arena
@@ -63,7 +63,7 @@ class Results:
         if start % mmap.PAGESIZE or start in self._held or len(self._held) >= MOST:
             return None
         mapping = self._mapping or self._open()
-        if isinstance(mapping, Carried):
+        if isinstance(mapping, RemoteSegment):
             return None
         self._mapping = mapping
         with _lock:

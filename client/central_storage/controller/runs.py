@@ -26,10 +26,10 @@ from cs_proto.arrays import INLINE_NBYTES, Array
 from cs_proto.errors import ContextError
 from cs_proto.messages import Counters, RunFinished, Serving
 from cs_proto.records import Frame, Record, replace
-from cs_runtime.function_cache import Held
-from cs_runtime.supervisor_link import Lifeline
+from cs_runtime.function_cache import HeldFunctions
+from cs_runtime.supervisor_link import SupervisorLink
 
-from .result_leases import Results
+from .result_leases import ResultLeases
 from .session import Seam, Threads, log, moment, name_wait
 
 __all__ = ["Runs"]
@@ -44,7 +44,12 @@ class Runs(Seam):
     """The conversation with what it takes to send runs and to wait for their end."""
 
     def __init__(
-        self, lifeline: Lifeline, serving: Serving, seed: int, stop: Callable[[], None] | None, threads: Threads | None
+        self,
+        lifeline: SupervisorLink,
+        serving: Serving,
+        seed: int,
+        stop: Callable[[], None] | None,
+        threads: Threads | None,
     ) -> None:
         self._seed = seed
         self._adopt: Adopt = _nothing_adopted
@@ -57,9 +62,9 @@ class Runs(Seam):
         self._sent: deque[Sent] = deque()  # its unanswered ones
         self._cancelling: Series | None = None  # the one whose replicas have been told to give up
         self._early: dict[messages.RunId, RunFinished] = {}
-        self._awaited_for: tuple[messages.AwaitedFor, float] | None = None  # as the server said last, and when
+        self._awaited_for: tuple[messages.WaitingFor, float] | None = None  # as the server said last, and when
         super().__init__(lifeline, serving, stop, threads)
-        self._held = [Held() for _ in self.workers]
+        self._held = [HeldFunctions() for _ in self.workers]
 
     def _pickle(self, function: Callable[..., Any]) -> Pickled:
         if isinstance(function, Function):
@@ -133,7 +138,7 @@ class Runs(Seam):
         self.workers = (*self.workers[:replica], worker, *self.workers[replica + 1 :])
         self._disconnect(self._worker_sockets[replica])
         socket = self._worker_sockets[replica] = self._connect_worker(worker)
-        self._held[replica] = Held()
+        self._held[replica] = HeldFunctions()
         if self._prepared is not None:
             self._send(socket, self._prepared)
         is_first = True
@@ -154,7 +159,7 @@ class Runs(Seam):
 
     def _tell_wait(self, run: messages.RunId, series: int, seconds: float) -> None:
         if self._threads is None:  # a replica of this process may be at a debugger's prompt: it is not to be named
-            self._tell(messages.Awaited(run, seconds, series))
+            self._tell(messages.WaitReport(run, seconds, series))
 
     def _whom(self) -> str:
         if not self._sent or self._threads is not None:
@@ -164,7 +169,7 @@ class Runs(Seam):
             return f": {said.whom}"
         return super()._whom() or f": the server (pid {self.server_pid}) does not say for whom; it may be stopped"
 
-    def _tell(self, record: messages.Resent | messages.Awaited) -> None:
+    def _tell(self, record: messages.Resent | messages.WaitReport) -> None:
         """Tell the server something about a run, and another in its place once more."""
         self._told.append(record)
         self._send(self._server, record)
@@ -249,7 +254,7 @@ class Runs(Seam):
         except Exception as error:  # noqa: BLE001  (raised where the results would have come)
             return error
 
-    def _take(self, results: Results, array: Array) -> np.ndarray:
+    def _take(self, results: ResultLeases, array: Array) -> np.ndarray:
         taken = results.take(array)
         return self._copy(array) if taken is None else taken
 
@@ -289,7 +294,7 @@ class Runs(Seam):
     def _keep(self, record: Record) -> None:
         if isinstance(record, RunFinished) and record.run > (self._answered,):  # of a step after the one at hand
             self._early[record.run] = record
-        elif isinstance(record, messages.AwaitedFor):
+        elif isinstance(record, messages.WaitingFor):
             self._awaited_for = record, time.monotonic()
 
 

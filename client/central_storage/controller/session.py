@@ -33,14 +33,14 @@ from cs_runtime.arena import Arena
 from cs_runtime.mailboxes import Mailboxes, Patience
 from cs_runtime.multipart import receive
 from cs_runtime.poller import Poller
-from cs_runtime.supervisor_link import CARRIED, Lifeline
+from cs_runtime.supervisor_link import CARRIED, SupervisorLink
 from cs_runtime.trace import moments
 
-from .input_segment import Inputs
+from .input_segment import InputSegment
 from .interrupts import Interrupts
-from .liveness import Deaths, last_lines
-from .output_listener import IdleListener
-from .result_leases import Results
+from .liveness import Liveness, last_lines
+from .output_listener import OutputListener
+from .result_leases import ResultLeases
 
 __all__ = ["Seam", "Threads", "log", "moment", "name_wait", "wait_until_serving"]
 
@@ -92,7 +92,7 @@ class Seam(ABC):
 
     def __init__(
         self,
-        lifeline: Lifeline,
+        lifeline: SupervisorLink,
         serving: Serving,
         stop: Callable[[], None] | None,
         threads: Threads | None,
@@ -112,15 +112,15 @@ class Seam(ABC):
         self._hello = messages.Hello(messages.PROTOCOL, "controller", self._client, os.getpid())
         self._asked: list[Record] = []  # what another server is asked again
         # What it is told again before that, as long as the run is unanswered.
-        self._told: list[messages.Resent | messages.Awaited] = []
+        self._told: list[messages.Resent | messages.WaitReport] = []
         # A write that Ctrl-C left unanswered, its number and the kind of its answer.
         self._left_off: tuple[Record, int, type[Record]] | None = None
         self._ended: str | None = None
-        self._deaths = Deaths()
+        self._deaths = Liveness()
         self.workers: tuple[messages.Worker, ...] = ()
         self._resolve: Callable[[str, int], object] = _nothing_known
-        self._results: list[Results] = []
-        self._inputs: Inputs | None = None
+        self._results: list[ResultLeases] = []
+        self._inputs: InputSegment | None = None
         self._arena = Arena(lambda: lifeline.segment(segment_names.controller_arena()), find=self._find_input)
         self._interrupts = Interrupts()
         self._context = zmq.Context()
@@ -149,7 +149,7 @@ class Seam(ABC):
         self.workers = welcome.workers
         lifeline.segment(segment_names.controller_arena())
         arenas = [segment_names.arena(replica) for replica in range(self.replicas)]
-        self._results = [Results(arena, partial(lifeline.segment, arena), self.replicas) for arena in arenas]
+        self._results = [ResultLeases(arena, partial(lifeline.segment, arena), self.replicas) for arena in arenas]
         #: Whether this process maps no memory of the service, and how they talk, in words.
         self.carries = bool(lifeline.carried_because)
         self.transport = f"{CARRIED}: {lifeline.carried_because}" if self.carries else serving.transport
@@ -157,7 +157,7 @@ class Seam(ABC):
         self._worker_sockets = [self._connect_worker(worker) for worker in welcome.workers]
         # A launcher shows what its service prints itself. The supervisor after it wants to be met in time.
         listens = stop is not None or lifeline.may_return
-        self._listener = IdleListener(lifeline.fileno(), self._lock, self._listen) if listens else None
+        self._listener = OutputListener(lifeline.fileno(), self._lock, self._listen) if listens else None
 
     @abstractmethod
     def _take_up(self, restarted: messages.WorkerRestarted) -> None:
@@ -239,7 +239,7 @@ class Seam(ABC):
         moment("decoded")
         if log.isEnabledFor(logging.DEBUG):
             log.debug("received %.300r", record)
-        if isinstance(record, messages.Taken):
+        if isinstance(record, messages.MailboxAccepted):
             self._mail.taken(socket, record)
             return None
         return record
@@ -443,7 +443,7 @@ def _nothing_known(kind: str, number: int) -> object:
     raise PeerProtocolError(f"{kind} {number} is not known here")
 
 
-def wait_until_serving(lifeline: Lifeline, timeout: float) -> Serving:
+def wait_until_serving(lifeline: SupervisorLink, timeout: float) -> Serving:
     """The supervisor's word that the service is up. Raises :class:`LaunchError` with the reason where it is not.
 
     The supervisor keeps to the same ``timeout`` (seconds) and can say who is late, so it is given a little longer.

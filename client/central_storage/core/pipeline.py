@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from cs_proto.messages import RunId
-from cs_runtime.function_cache import Held
+from cs_runtime.function_cache import HeldFunctions
 
 __all__ = ["Arguments", "Carrier", "Sent", "Series"]
 
@@ -30,7 +30,7 @@ class Sent(NamedTuple):
     said: list[tuple[Any, ...]]
     function: bytes
     arguments: Sequence[tuple[bytes, tuple[memoryview, ...]]]
-    held: list[Held]
+    held: list[HeldFunctions]
 
 
 class Carrier(Protocol):

@@ -34,9 +34,9 @@ from cs_proto.frozen import frozen
 from cs_proto.records import Record
 from cs_runtime import open_files
 from cs_runtime.multipart import receive
-from cs_runtime.supervisor_link import CARRIED, Lifeline
+from cs_runtime.supervisor_link import CARRIED, SupervisorLink
 
-from .seqlock_reader import Sight, open_sight
+from .seqlock_reader import SeqlockReader, open_sight
 
 __all__ = ["LOOK_EVERY", "Observer", "Patience", "Question", "Session", "connect"]
 
@@ -94,8 +94,8 @@ class Session:
         self._requests = 0
         #: How it gets its bytes, in words: it need not share memory with the service.
         self.transport = CARRIED
-        self._sight: Sight | None = None
-        self._lifeline: Lifeline | None = None
+        self._sight: SeqlockReader | None = None
+        self._lifeline: SupervisorLink | None = None
         self._has_looked = False
         self._is_forgotten = False
         self._repeated: Question[Any] | None = None

@@ -18,16 +18,16 @@ from cs_proto.errors import LaunchError, ShutdownError
 from cs_proto.messages import Variable
 from cs_runtime import supervisor_link
 from cs_runtime.mapping import Mapping
-from cs_runtime.supervisor_link import Lifeline
+from cs_runtime.supervisor_link import SupervisorLink
 
-__all__ = ["Sight", "open_sight"]
+__all__ = ["SeqlockReader", "open_sight"]
 
 _ORDERED = ("x86_64", "AMD64")
 # Often one commit is what disturbs; where they come one after the other the server has to be asked.
 _TRIES = 2
 
 
-class Sight:
+class SeqlockReader:
     """The variables that were asked for, where they lie."""
 
     def __init__(self, counters: np.ndarray, memory: Callable[[Array], Mapping]) -> None:
@@ -68,13 +68,13 @@ class Sight:
         return self._memory(array).view(array)
 
 
-def open_sight(address: str) -> tuple[Sight, Lifeline] | None:
+def open_sight(address: str) -> tuple[SeqlockReader, SupervisorLink] | None:
     """What is seen of the service in ``address``, and the connection that ends with it; None where its memory cannot be
     mapped here, or not be read without asking."""
     if platform.machine() not in _ORDERED:
         return None
     try:
-        connection = Lifeline(supervisor_link.connect(address), "observer")
+        connection = SupervisorLink(supervisor_link.connect(address), "observer")
     except (LaunchError, ShutdownError):
         return None
 
@@ -86,7 +86,7 @@ def open_sight(address: str) -> tuple[Sight, Lifeline] | None:
 
     try:
         counters = Array("uint64", (2,), Location(segment_names.CONTROL, 0))
-        return Sight(memory(counters).view(counters), memory), connection
+        return SeqlockReader(memory(counters).view(counters), memory), connection
     except ShutdownError:
         connection.close()
         return None

@@ -18,7 +18,7 @@ from central_storage.diagnostics.logging_setup import configure_logging, dump_st
 from cs_proto.errors import DeviceError
 from cs_runtime import supervisor_link
 from cs_runtime.gpus import require_cupy
-from cs_runtime.supervisor_link import Lifeline
+from cs_runtime.supervisor_link import SupervisorLink
 
 if TYPE_CHECKING:
     from central_storage.controller.operations import ServiceLink
@@ -77,7 +77,7 @@ def _attach(
     asked = None if compute_devices is None else [devices.of_replica(d) for d in devices.as_list(compute_devices)]
     asked_owner = None if parameter_device is None else devices.canonical(parameter_device)
     with ExitStack() as undo:
-        connection = Lifeline(supervisor_link.connect(address), "controller", run_directory=address)
+        connection = SupervisorLink(supervisor_link.connect(address), "controller", run_directory=address)
         undo.callback(connection.close)
         link = ServiceLink(connection, wait_until_serving(connection, start_timeout), seed=seed, stop=None)
         undo.pop_all()
@@ -138,7 +138,7 @@ def _start(
             wait_until_serving,
         )
 
-        connection = Lifeline(started.socket, "controller")
+        connection = SupervisorLink(started.socket, "controller")
         undo.callback(connection.close)
         serving = wait_until_serving(connection, start_timeout)
         link = ServiceLink(connection, serving, seed=seed, stop=started.stop, threads=own)

@@ -34,7 +34,7 @@ from .kernels import apply_dense, bound
 from .sparse import Merged, Table, merge, write_rows
 from .undo import KEPT_NBYTES, Lane, Undo
 
-__all__ = ["Arithmetic", "Memory"]
+__all__ = ["Executor", "Memory"]
 
 # An update of fewer elements than this is done before another thread has woken up.
 _ELEMENTS_PER_THREAD = 1 << 17
@@ -61,7 +61,7 @@ class Memory(Protocol):
         """Give the whole pages between two bytes of a segment back; they read as zeros afterwards."""
 
 
-class Arithmetic:
+class Executor:
     """Carries out computations and commits over ``memory``, updates on up to ``threads`` threads."""
 
     def __init__(

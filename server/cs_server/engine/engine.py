@@ -21,7 +21,6 @@ from cs_proto.messages import (
     Ask,
     Assign,
     AssignSlot,
-    Awaited,
     Cancel,
     Configure,
     Create,
@@ -42,6 +41,7 @@ from cs_proto.messages import (
     RunFinished,
     Statistics,
     StepFinished,
+    WaitReport,
 )
 from cs_proto.records import Record, replace
 from cs_server.events import (
@@ -69,15 +69,15 @@ from .address_budget import Addresses
 from .catalogue import Catalogue
 from .commits import Commits, Operations
 from .control_log import Control
-from .fast_path import PlainSteps, is_small
+from .fast_path import FastPath, is_small
 from .progress import Progress
-from .replay_check import Recollection
+from .replay_check import ReplayCheck
 from .replays import Replays
 from .requests import Requests
 from .runs import Runs
 from .sessions import Sessions
 from .state import Job, Tables
-from .watchdog import Waits
+from .watchdog import Watchdog
 
 __all__ = ["Config", "Engine"]
 
@@ -86,7 +86,7 @@ _log = logging.getLogger("cs_server.engine")
 # What another server says once more, and peers take it as once.
 _HEARD_TWICE = (RunFinished, StepFinished)
 # Records by which the server may first learn of a run.
-_BEGINS = (Ask, Return, Cancel, Awaited, Resent)
+_BEGINS = (Ask, Return, Cancel, WaitReport, Resent)
 
 
 @frozen
@@ -118,15 +118,15 @@ class Engine:
         self._sessions = Sessions(tables, out, n, config.parameter_device, config.pid)
         self._catalogue = Catalogue(tables, out, n, config.addresses, config.parameter_device)
         self._commits = Commits(tables, out, self._operations)
-        self._recollection = Recollection(tables, out, self._catalogue)
+        self._recollection = ReplayCheck(tables, out, self._catalogue)
         self._runs = Runs(tables, out, self._sessions, self._catalogue, self._commits, self._recollection, n)
         self._replays = Replays(tables, out, self._sessions, self._commits, self._runs, self._recollection)
         self._requests = Requests(tables, out, self._sessions, self._catalogue, self._commits, self._runs)
         self._progress = Progress(
             tables, out, self._sessions, self._catalogue, self._commits, self._runs, self._recollection, n
         )
-        self._waits = Waits(tables, out, self._sessions, n, config.step_timeout)
-        self._plain = PlainSteps(tables, self._sessions, self._catalogue, n, self._hear_again)
+        self._waits = Watchdog(tables, out, self._sessions, n, config.step_timeout)
+        self._plain = FastPath(tables, self._sessions, self._catalogue, n, self._hear_again)
         self._plain.unfold()
         #: The places in the code (file, line) where a message raised an unforeseen exception: each is logged once.
         self._shown: set[tuple[str, int | None]] = set()
@@ -350,7 +350,7 @@ class Engine:
             case Cancel():
                 self._sessions.check_controller(peer, record)
                 self._runs.cancel(record, now)
-            case Awaited():
+            case WaitReport():
                 self._sessions.check_controller(peer, record)
                 self._runs.awaited(record, now)
             case Resent():

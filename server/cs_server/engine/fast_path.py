@@ -3,7 +3,7 @@
 A plain step is a run in which every replica brings nothing but gradients of known sets of variables, the same ones as
 in the step before, and returns a small value. What follows from it is known, so of such a step only the messages are
 written down, as they came, and the other tables are left as they are. Whoever needs them has them brought up to date
-first (:meth:`PlainSteps.unfold`), by hearing those messages in the general way: what they say then is what they would
+first (:meth:`FastPath.unfold`), by hearing those messages in the general way: what they say then is what they would
 have said all along, also to a server that takes the place of this one. ``engine`` asks here before every event.
 Decision 21 has the reasons.
 """
@@ -27,7 +27,7 @@ from .control_log import ControlDamaged, ControlFull
 from .sessions import Sessions
 from .state import PlainStep, Tables, joined, parted
 
-__all__ = ["PlainSteps", "is_small"]
+__all__ = ["FastPath", "is_small"]
 
 # Results of so many bytes are not written at once.
 _SMALL_NBYTES = 4096
@@ -54,7 +54,7 @@ class _Ground:
     sets: tuple[_Set, ...]
 
 
-class PlainSteps:
+class FastPath:
     """Steps that were decided and that the other tables do not know of, and the returns of the one at hand."""
 
     def __init__(

@@ -25,7 +25,7 @@ from cs_proto.messages import (
 )
 from cs_proto.records import Frame
 
-from .state import Failure, Point, Stand
+from .state import Failure, Point, ReplicaProgress
 
 __all__ = ["aggregated", "counted", "kind_of", "mismatch", "title", "verdict", "writes"]
 
@@ -118,7 +118,7 @@ def aggregated(spec: VariableSpec, points: Sequence[AssignPoint]) -> tuple[Reduc
 
 def mismatch(
     k: int,
-    stands: Sequence[Stand],
+    stands: Sequence[ReplicaProgress],
     brought: Sequence[Point | None],
     awaited: Sequence[Point | ReadPoint | None],
     of_what: Callable[[Point | ReadPoint], str],

@@ -32,10 +32,10 @@ from cs_server.events import Apply, Command, Compute, Computed, Send, Write
 from . import merge
 from .catalogue import Catalogue
 from .commits import Commits
-from .replay_check import Recollection
+from .replay_check import ReplayCheck
 from .runs import Runs
 from .sessions import Sessions
-from .state import Computation, Failure, Job, Point, RunState, SlotFill, Stand, Tables
+from .state import Computation, Failure, Job, Point, ReplicaProgress, RunState, SlotFill, Tables
 
 __all__ = ["Progress"]
 
@@ -54,7 +54,7 @@ class Progress:
         catalogue: Catalogue,
         commits: Commits,
         runs: Runs,
-        recollection: Recollection,
+        recollection: ReplayCheck,
         replicas: int,
     ) -> None:
         self._tables = tables
@@ -352,7 +352,7 @@ class Progress:
 
     # --- where replicas stand -----------------------------------------------------------------------------------------
 
-    def _stands(self, run: RunId) -> list[Stand]:
+    def _stands(self, run: RunId) -> list[ReplicaProgress]:
         return [self._tables.stands[run, replica] for replica in self._replicas]
 
     def _is_stopped(self, run: RunId) -> bool:

@@ -30,7 +30,7 @@ from . import merge
 from .catalogue import Catalogue
 from .state import Check, Digest, Point, Tables
 
-__all__ = ["Diverged", "Recollection"]
+__all__ = ["Diverged", "ReplayCheck"]
 
 # In the place of a location: what is compared is what lies there.
 _SOMEWHERE = Location("somewhere", 0)
@@ -40,7 +40,7 @@ class Diverged(ReplicaLostError):
     """A replay does not bring what was brought before."""
 
 
-class Recollection:
+class ReplayCheck:
     """The record of replicas whose workers have died. Asking for a digest is a command; its answer is an event."""
 
     def __init__(self, tables: Tables, out: list[Command], catalogue: Catalogue) -> None:

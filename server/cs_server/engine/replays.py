@@ -14,7 +14,7 @@ from cs_runtime.failpoints import sabotaged
 from cs_server.events import Command, Fingerprinted, Send
 
 from .commits import Commits
-from .replay_check import Recollection
+from .replay_check import ReplayCheck
 from .runs import Runs, name
 from .sessions import Sessions
 from .state import Tables
@@ -32,7 +32,7 @@ class Replays:
         sessions: Sessions,
         commits: Commits,
         runs: Runs,
-        recollection: Recollection,
+        recollection: ReplayCheck,
     ) -> None:
         self._tables = tables
         self._out = out

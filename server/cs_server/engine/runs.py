@@ -17,7 +17,6 @@ from cs_proto.messages import (
     ApplyPoint,
     Ask,
     AssignPoint,
-    Awaited,
     Cancel,
     Committed,
     Died,
@@ -35,6 +34,7 @@ from cs_proto.messages import (
     RunId,
     StepFinished,
     Token,
+    WaitReport,
     WorkerRestarted,
     WriteNote,
 )
@@ -44,9 +44,9 @@ from cs_server.events import Command, FreeResults, Log, Send
 from . import merge
 from .catalogue import Catalogue
 from .commits import Commits
-from .replay_check import Diverged, Recollection
+from .replay_check import Diverged, ReplayCheck
 from .sessions import Sessions
-from .state import Failure, Point, RunState, Stand, Tables
+from .state import Failure, Point, ReplicaProgress, RunState, Tables
 
 __all__ = ["Runs", "name"]
 
@@ -61,7 +61,7 @@ class Runs:
         sessions: Sessions,
         catalogue: Catalogue,
         commits: Commits,
-        recollection: Recollection,
+        recollection: ReplayCheck,
         replicas: int,
     ) -> None:
         self._tables = tables
@@ -127,7 +127,7 @@ class Runs:
             if inside == point.k and not reads:
                 self.tell_holder(run, replica)
 
-    def _ask_again(self, peer: bytes, record: Ask, stand: Stand) -> None:
+    def _ask_again(self, peer: bytes, record: Ask, stand: ReplicaProgress) -> None:
         """Handle an Ask of a replica that already waits at this point: it has preserved its views, or it may have
         missed the Preserve."""
         if record.preserved and stand.views != "preserved":
@@ -229,7 +229,7 @@ class Runs:
                 error = error_of(KeyboardInterrupt(f"{name(run)} was cancelled"), merge_index=state.agreed)
                 self._tables.runs[run] = replace(state, token=-1, failure=Failure("cancelled", -1, error))
 
-    def awaited(self, record: Awaited, now: float) -> None:
+    def awaited(self, record: WaitReport, now: float) -> None:
         """The controller has waited for the end of a run. It may not have begun."""
         if self.begin_again(record.run, now, record.series):
             state = self._tables.runs[record.run]
@@ -306,7 +306,7 @@ class Runs:
             at = self._tables.stands[run, replica].again
             self._tables.runs[run] = replace(state, failure=Failure("lost", replica, error_of(lost, replica, at)))
 
-    def _gone_on(self, stand: Stand, what: str) -> Diverged:
+    def _gone_on(self, stand: ReplicaProgress, what: str) -> Diverged:
         return Diverged(
             f"replay diverged: it {what}, but had brought {merge.counted(stand.count)} and {stand.writes} write notes "
             "before its worker died"
@@ -481,7 +481,7 @@ class Runs:
         for replica in self._replicas:
             died = self._tables.deaths.get(replica)
             died = None if died is not None and died.restarts else died
-            self._tables.stands[run, replica] = Stand(0, 0.0, -1, None, None, died is not None)
+            self._tables.stands[run, replica] = ReplicaProgress(0, 0.0, -1, None, None, died is not None)
             if died is not None and failure is None:
                 lost = ReplicaLostError(
                     f"replica {replica} (pid {died.pid}, w{replica}.{died.incarnation}) is dead: {died.cause}. "

@@ -173,7 +173,7 @@ class RunState(_Row):
 
 
 @record(209)
-class Stand(_Row):
+class ReplicaProgress(_Row):
     """Where one replica of a run stands: it has brought ``count`` merge points and ``writes`` write notes and,
     ``since`` then, it waits at merge point ``waiting`` (-1: it does not), or to ``read`` what it wrote, or has
     ``returned``, or its worker is lost. After one of ``deaths`` of its worker the run is replayed: of what is recorded
@@ -292,7 +292,7 @@ Outcome = Accepted | CreatedInRun | Reduced | PointFailed | MergeCallReturn
 
 
 @dataclass
-class Tally:
+class ServerCounters:
     """What is only counted: one small entry, written whenever anything is. Lists go by replica."""
 
     messages: int = 0
@@ -435,7 +435,7 @@ class Tables:
         self.slots: Table[tuple[int, int], SlotNames] = Table(b"l", changed)
         self.runs: Table[RunId, RunState] = Table(b"r", changed)
         #: By (run, replica).
-        self.stands: Table[tuple[RunId, int], Stand] = Table(b"s", changed)
+        self.stands: Table[tuple[RunId, int], ReplicaProgress] = Table(b"s", changed)
         #: By (run, replica, k).
         self.points: Table[tuple[RunId, int, int], Point] = Table(b"p", changed)
         #: By (run, replica, number), until they are committed.
@@ -510,7 +510,7 @@ class Tables:
 
     def _restore_tally(self) -> None:
         if self._kept_tally:
-            self.tally = Tally(*msgpack.unpackb(self._kept_tally))
+            self.tally = ServerCounters(*msgpack.unpackb(self._kept_tally))
         else:
             self.tally = _new_tally(self._replicas)
 
@@ -524,8 +524,10 @@ class Tables:
             raise ControlDamaged(f"entry {key!r:.80} of the control store does not read back: {error}") from error
 
 
-def _new_tally(replicas: int) -> Tally:
-    return Tally(seen=[0.0] * replicas, replica_runs=[0] * replicas, points=[0] * replicas, applies=[0] * replicas)
+def _new_tally(replicas: int) -> ServerCounters:
+    return ServerCounters(
+        seen=[0.0] * replicas, replica_runs=[0] * replicas, points=[0] * replicas, applies=[0] * replicas
+    )
 
 
 _COUNT = struct.Struct("<Q")

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cs_proto.messages import AwaitedFor, RunId
+from cs_proto.messages import RunId, WaitingFor
 from cs_proto.records import replace
 from cs_server.events import Command, EndWorker, Log, Send, TraceWorker
 
 from . import merge
 from .runs import name
 from .sessions import Sessions
-from .state import RunState, Stand, Tables
+from .state import ReplicaProgress, RunState, Tables
 
-__all__ = ["NAME_EVERY", "Waits"]
+__all__ = ["NAME_EVERY", "Watchdog"]
 
 #: Seconds after which a wait is named, and named again.
 NAME_EVERY = 10.0
@@ -25,7 +25,7 @@ NAME_EVERY = 10.0
 _STACKS_AFTER, _ALONE_STACKS_AFTER = 2 * NAME_EVERY, 6 * NAME_EVERY
 
 
-class Waits:
+class Watchdog:
     """Looks for waits that last."""
 
     def __init__(
@@ -76,7 +76,7 @@ class Waits:
         self._out.append(Log(f"{name(run)}: waiting {since} for {whom}", slow=True))
         controller = self._sessions.controller_peer()
         if state.awaited and controller is not None:
-            self._out.append(Send(controller, AwaitedFor(run, whom)))
+            self._out.append(Send(controller, WaitingFor(run, whom)))
         waiting = [stand.since for stand in stands if stand.is_stopped and not stand.is_lost]
         due = min(waiting) + _STACKS_AFTER if waiting else state.awaited + _ALONE_STACKS_AFTER
         if state.named < due <= now:  # once in a wait, which is named each time
@@ -88,7 +88,7 @@ class Waits:
             if session is not None and replica not in self._tables.deaths:
                 self._out.append(TraceWorker(replica, session.worker.incarnation))
 
-    def _waiting(self, state: RunState, stands: list[Stand]) -> list[float]:
+    def _waiting(self, state: RunState, stands: list[ReplicaProgress]) -> list[float]:
         """Since when replicas and the controller wait for the others."""
         since = [stand.since for stand in stands if stand.is_stopped and not stand.is_lost]
         return [*since, state.awaited] if state.awaited else since
@@ -111,7 +111,7 @@ class Waits:
                 self._out.append(Log(f"{self._sessions.title(replica)} is ended: {reason}", slow=True))
                 self._out.append(EndWorker(replica, session.worker.incarnation, reason))
 
-    def _where(self, run: RunId, replica: int, stand: Stand) -> str:
+    def _where(self, run: RunId, replica: int, stand: ReplicaProgress) -> str:
         if stand.read is not None:
             return f"replica {replica} waits at {merge.title(stand.read)}"
         if stand.waiting >= 0:

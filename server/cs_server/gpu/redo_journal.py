@@ -21,7 +21,7 @@ from cs_server.rules import Array
 
 from .dirty_ranges import Change
 
-__all__ = ["Journal"]
+__all__ = ["RedoJournal"]
 
 # The ticket of the commit that is written down whole, or 0; where the index is and how long.
 _HEAD = struct.Struct("<QQQ")
@@ -30,7 +30,7 @@ _ALIGNMENT = 64
 _STEP_NBYTES = 1 << 20
 
 
-class Journal:
+class RedoJournal:
     """The segment, laid out anew by every commit."""
 
     def __init__(self, memory: Callable[[int], Mapping]) -> None:

@@ -27,7 +27,7 @@ from cs_proto.messages import DevicePlace
 from cs_proto.records import replace
 from cs_proto.scatter import write
 from cs_runtime.mapping import Mapping
-from cs_server.compute.executor import Arithmetic, Memory
+from cs_server.compute.executor import Executor, Memory
 from cs_server.events import Apply, Commit, Fill, Write
 from cs_server.rules import RULES, computed_in
 
@@ -36,11 +36,11 @@ from .codegen import loops
 from .cuda import Gpu
 from .dirty_ranges import Change, Changed, of_rows, united
 from .memory import DeviceMemory, is_on_device
-from .redo_journal import Journal
+from .redo_journal import RedoJournal
 from .staging import Staging
 from .updates import DeviceUpdates
 
-__all__ = ["GpuParameters"]
+__all__ = ["GpuStore"]
 
 _log = logging.getLogger("cs_server.service")
 
@@ -51,7 +51,7 @@ _ENTRY_NBYTES = 256
 _NOWHERE = DevicePlace(b"", 0, 0, b"")
 
 
-class GpuParameters:
+class GpuStore:
     """Variables on one GPU. Used by one thread."""
 
     def __init__(
@@ -59,8 +59,8 @@ class GpuParameters:
         name: str,
         replicas: int,
         memory: Memory,
-        arithmetic: Arithmetic,
-        journal: Journal | None,
+        arithmetic: Executor,
+        journal: RedoJournal | None,
         patience: float = 0.0,
     ) -> None:
         """``arithmetic`` does the part of a commit that concerns no GPU. The mirror gets what the journal holds.

@@ -20,7 +20,7 @@ from central_storage.launch.run_directory import RunDirectory
 from central_storage.launch.supervisor.lifecycle import Service
 from central_storage.launch.supervisor.loop import Loop
 from cs_proto.codec import decode, encode
-from cs_proto.messages import Introduce, Ready, Worked
+from cs_proto.messages import Introduce, MadeProgress, Ready
 from cs_proto.records import Record
 from cs_runtime.poller import is_readable
 
@@ -54,7 +54,7 @@ def standin_environment(**code: str) -> dict[str, str]:
     """The environment of stand-ins; ``code`` by label or label_READY."""
     packets = {
         label: [
-            [packet(r).hex() for r in (Introduce(role, rank, n, 1), Ready(f"ipc:///run/{label}"), Worked(n))]
+            [packet(r).hex() for r in (Introduce(role, rank, n, 1), Ready(f"ipc:///run/{label}"), MadeProgress(n))]
             for n in range(1, 9)
         ]
         for label, role, rank in (("server", "server", 0), ("w0", "worker", 0), ("w1", "worker", 1))

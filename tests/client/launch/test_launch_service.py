@@ -22,9 +22,9 @@ from cs_proto.errors import LaunchError
 from cs_proto.messages import Output, Serving, StartFailed
 from cs_proto.records import Record
 from cs_runtime.poller import is_readable
-from cs_runtime.supervisor_link import Lifeline, connect
+from cs_runtime.supervisor_link import SupervisorLink, connect
 
-Start = Callable[..., tuple[service.ServiceProcess, Lifeline]]
+Start = Callable[..., tuple[service.ServiceProcess, SupervisorLink]]
 
 
 @pytest.fixture
@@ -32,26 +32,26 @@ def start(standins: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPat
     """Start a service of two stand-ins, with the code given by label, and introduce this process."""
     started: list[service.ServiceProcess] = []
 
-    def begin(**code: str) -> tuple[service.ServiceProcess, Lifeline]:
+    def begin(**code: str) -> tuple[service.ServiceProcess, SupervisorLink]:
         for name, value in standins(**code).items():
             monkeypatch.setenv(name, value)
         process = service.start(["cpu:0", "cpu:1"], "cpu:0", LIMIT)
         started.append(process)
-        return process, Lifeline(process.socket, "controller")
+        return process, SupervisorLink(process.socket, "controller")
 
     yield begin
     for process in started:
         process.stop()
 
 
-def receive(lifeline: Lifeline) -> Record:
+def receive(lifeline: SupervisorLink) -> Record:
     assert is_readable(lifeline, LIMIT), "no record came"
     record = lifeline.receive_nowait()
     assert record is not None
     return record
 
 
-def until(lifeline: Lifeline, kind: type[Record]) -> tuple[Record, str]:
+def until(lifeline: SupervisorLink, kind: type[Record]) -> tuple[Record, str]:
     """The next record of that kind, and the lines that came before it."""
     text = ""
     while not isinstance(record := receive(lifeline), kind):
@@ -123,7 +123,7 @@ def test_a_script_that_does_not_read_stops_nobody_and_is_told_what_it_missed(sta
     )
     serving, text = until(lifeline, Serving)
     assert isinstance(serving, Serving)
-    other = Lifeline(connect(serving.run_directory), "observer")
+    other = SupervisorLink(connect(serving.run_directory), "observer")
     assert isinstance(receive(other), Serving)  # the supervisor goes on meanwhile
     dropped = None
     # The worker ends its output while nobody reads: its log says so, since it is whole.
@@ -155,10 +155,10 @@ def test_children_die_with_a_supervisor_that_is_killed(start: Start) -> None:
 OWNER = """
 import os, sys, time
 from central_storage.launch import service
-from cs_runtime.supervisor_link import Lifeline
+from cs_runtime.supervisor_link import SupervisorLink
 from cs_proto.messages import Output, Serving
 process = service.start(["cpu:0", "cpu:1"], "cpu:0")
-lifeline = Lifeline(process.socket, "controller")
+lifeline = SupervisorLink(process.socket, "controller")
 record = None
 while not isinstance(record, Serving):
     record = lifeline.receive_nowait()

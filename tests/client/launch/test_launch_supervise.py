@@ -24,10 +24,10 @@ from central_storage.launch.supervisor import lifecycle
 from central_storage.launch.supervisor.lifecycle import transport_of
 from central_storage.launch.supervisor.restarts import Restarts
 from cs_proto.messages import (
+    ClientGone,
     Died,
     Introduce,
     Kill,
-    Left,
     MakeMailbox,
     MakeSegment,
     OpenSegment,
@@ -369,7 +369,7 @@ while link.recv(1 << 17) != bytes.fromhex("{}"):
 print("it has gone")
 """
     dies = "link.send(worked); left = link.recv(1 << 17); incarnation == 1 and os._exit(1); link.send(left)"
-    world.start(server_READY=dies, w0_READY=hears.format(packet(Left("cafe")).hex()))
+    world.start(server_READY=dies, w0_READY=hears.format(packet(ClientGone("cafe")).hex()))
     client = world.client(name="cafe")
     assert isinstance(client.receive(), Serving)
     client.link.close()

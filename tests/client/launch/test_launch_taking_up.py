@@ -17,7 +17,7 @@ from central_storage.launch.plan import of_incarnation
 from central_storage.launch.remote.serve import _start_child
 from central_storage.launch.run_directory import RunDirectory
 from central_storage.launch.supervisor.lifecycle import Service
-from cs_proto.messages import Died, Introduce, Join, Joined, Left, Ready, Serving, StartFailed
+from cs_proto.messages import ClientGone, Died, Introduce, Join, Joined, Ready, Serving, StartFailed
 from cs_runtime.run_file import RunFile
 
 KILLED = RunFile("a run", 2, "cpu:0", LIMIT, server=2, workers=(1, 3), serves=True)
@@ -136,7 +136,7 @@ def test_a_script_that_does_not_come_back_has_left(world: World) -> None:
     script.link.close()
     world.until(lambda: world.service._left == ["gone", "here"])
     assert RunFile.read(directory).clients == ("gone", "here")
-    world.service._give_up(Left("here"))
+    world.service._give_up(ClientGone("here"))
     assert RunFile.read(directory).clients == ("gone",)
 
 

@@ -10,7 +10,7 @@ from central_storage.observer import blocking
 from cs_proto.errors import LaunchError
 from cs_proto.messages import Died
 from cs_runtime import supervisor_link
-from cs_runtime.supervisor_link import Lifeline
+from cs_runtime.supervisor_link import SupervisorLink
 
 __all__ = ["health"]
 
@@ -21,7 +21,7 @@ def health(run_directory: str, timeout: float) -> str:
     Raises LaunchError where it does not, has lost a process or is not up within ``timeout`` seconds, NoAnswerError
     where its server does not answer within as many.
     """
-    connection = Lifeline(supervisor_link.connect(run_directory), "observer")
+    connection = SupervisorLink(supervisor_link.connect(run_directory), "observer")
     try:
         serving = wait_until_serving(connection, timeout)
         said = connection.receive_nowait()

@@ -22,6 +22,7 @@ from central_storage.launch.plan import Command, next_incarnation
 from cs_proto.errors import CentralStorageError, LaunchError, code_of
 from cs_proto.frozen import with_changes
 from cs_proto.messages import (
+    ClientGone,
     Died,
     Error,
     ExtendSegment,
@@ -30,7 +31,7 @@ from cs_proto.messages import (
     Join,
     Joined,
     Kill,
-    Left,
+    MadeProgress,
     MakeMailbox,
     MakeSegment,
     OpenMailbox,
@@ -42,7 +43,6 @@ from cs_proto.messages import (
     ShowStacks,
     Shutdown,
     StartFailed,
-    Worked,
 )
 from cs_proto.records import Record
 from cs_runtime import open_files
@@ -193,7 +193,7 @@ class Service:
     def _has_left(self, client: str) -> None:
         """A controller has gone, which the server says that it has heard."""
         self._left.append(client)
-        self._tell("server", Left(client))
+        self._tell("server", ClientGone(client))
 
     def _stop_awaiting(self, place: Elsewhere, timeout: float) -> None:
         if place.is_awaited:
@@ -464,9 +464,9 @@ class Service:
             for child in self._children:
                 if _identity(child.command) == ("worker", record.replica, record.incarnation):
                     child.show_stacks()
-        elif isinstance(record, Left) and peer.introduction.role == "server":
+        elif isinstance(record, ClientGone) and peer.introduction.role == "server":
             self._give_up(record)
-        elif isinstance(record, Worked) and (worked := self._child_of(peer, peer.introduction)) is not None:
+        elif isinstance(record, MadeProgress) and (worked := self._child_of(peer, peer.introduction)) is not None:
             self._has_worked(worked)
         elif isinstance(record, Died) and peer in self._elsewhere:
             if record.incarnation == self._elsewhere[peer].command.incarnation:
@@ -494,7 +494,7 @@ class Service:
                     if died.role == "worker":
                         peer.send(died)
                 for client in self._left:
-                    peer.send(Left(client))
+                    peer.send(ClientGone(client))
             self._greet(peer)
             if who.role == "worker" and self._takes_up and self._state == "serving":
                 peer.send(self._serving())  # it may have come back, and have told the server before this one
@@ -636,7 +636,7 @@ class Service:
         else:
             peer.send(segment, *(() if descriptor is None else (descriptor,)))
 
-    def _give_up(self, left: Left) -> None:
+    def _give_up(self, left: ClientGone) -> None:
         """The server has given up the runs of a controller that has gone: have the workers do so, too."""
         if left.client not in self._left:
             return
