@@ -195,6 +195,9 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
             "zmq",
             {
                 "central_storage.aio",
+                "cs_runtime.admission",
+                "cs_runtime.multipart",
+                "cs_runtime.poller",
                 "central_storage.observer.blocking",
                 "central_storage.controller.session",
                 "cs_server.service",

@@ -10,12 +10,15 @@ from __future__ import annotations
 import logging
 import os
 import select
-from collections.abc import Callable
+import socket
 from contextlib import suppress
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
+
+import zmq
 
 from . import open_files
-from .poller import Poller, is_readable
+from .poller import Poller
+from .readiness import is_readable
 
 __all__ = ["SUFFIX_NBYTES", "Admission"]
 
@@ -24,10 +27,6 @@ _log = logging.getLogger("central_storage.admission")
 #: A socket is bound under a name that is this many bytes longer than its path, and is then renamed.
 SUFFIX_NBYTES = 5
 
-# ZMQ_USE_FD: the next endpoint to be bound is this listening socket. ZMQ_LAST_ENDPOINT: what it is called.
-_USE_FD, _LAST_ENDPOINT = 89, 32
-# Whether a socket listens.
-_SOL_SOCKET, _SO_ACCEPTCONN = 1, 30
 # The backlog: the limit of descriptors divided by the first number, but at most the second.
 _WAITING_SHARE, _MOST_WAITING = 32, 64
 # The limit of descriptors divided by this stays free for everything else.
@@ -35,41 +34,6 @@ _FREE_SHARE = 8
 _UNKNOWN = -1
 # Four hexadecimal digits, of which most are free.
 _NUMBERS, _MOST_BATCHES = 1 << 16, 1 << 15
-
-
-class Listener(Protocol):
-    """A stream socket of AF_UNIX."""
-
-    def bind(self, address: str, /) -> None: ...
-
-    def listen(self, backlog: int, /) -> None: ...
-
-    def fileno(self) -> int: ...
-
-    def getsockname(self) -> object: ...
-
-    def getsockopt(self, level: int, option: int, /) -> int: ...
-
-    def detach(self) -> int: ...
-
-    def close(self) -> None: ...
-
-
-class _Router(Protocol):
-    """As of pyzmq."""
-
-    def fileno(self) -> int: ...
-
-    def bind(self, addr: str) -> Any: ...
-
-    def unbind(self, url: Any) -> None: ...
-
-    def setsockopt(self, option: int, value: Any) -> None: ...
-
-    def getsockopt(self, option: int) -> Any: ...
-
-
-S = TypeVar("S", bound=_Router)
 
 
 class _Batch:
@@ -81,10 +45,10 @@ class _Batch:
         self.endpoint = endpoint
 
 
-class Admission(Generic[S]):
+class Admission:
     """Accepts connections to ``router``. Used by the thread that uses the ROUTER."""
 
-    def __init__(self, poller: Poller[S], router: S, path: str, new_socket: Callable[..., Listener]) -> None:
+    def __init__(self, poller: Poller[zmq.Socket[bytes]], router: zmq.Socket[bytes], path: str) -> None:
         """Listen at ``path``. Peers can connect from now on, and wait for :meth:`resume`. A path that is
         ``SUFFIX_NBYTES`` longer must still be valid for a socket. Raises OSError where no socket can be bound."""
         #: Whether peers wait because there are too few descriptors.
@@ -92,7 +56,6 @@ class Admission(Generic[S]):
         self._poller = poller
         self._router = router
         self._path = path
-        self._new_socket = new_socket
         self._batches: list[_Batch] = []
         #: How many descriptors were free at the last :meth:`resume`. If more are free now, peers may have gone.
         self._free = _UNKNOWN
@@ -110,7 +73,7 @@ class Admission(Generic[S]):
                 self._sweep()
         self._poller.register(self._listener.fileno(), select.POLLIN)
 
-    def admit(self, ready: set[int | S]) -> None:
+    def admit(self, ready: set[int | zmq.Socket[bytes]]) -> None:
         """Admit the peers that wait, if there is room. Else no peer is admitted before the next :meth:`resume`."""
         if self._listener.fileno() not in ready or not self._has_accepted():
             return
@@ -133,9 +96,9 @@ class Admission(Generic[S]):
         self._handed = os.dup(handed)
         os.dup2(new.fileno(), self._listener.fileno(), inheritable=False)
         new.close()
-        self._router.setsockopt(_USE_FD, handed)
+        self._router.setsockopt(zmq.USE_FD, handed)
         self._router.bind(f"ipc://{self._path}")
-        self._batches.append(_Batch(self._name, self._router.getsockopt(_LAST_ENDPOINT)))
+        self._batches.append(_Batch(self._name, self._router.getsockopt(zmq.LAST_ENDPOINT)))
         self._name = name
         self._poller.used(self._router)
 
@@ -181,22 +144,22 @@ class Admission(Generic[S]):
         names: set[object] = set()
         for descriptor in map(int, os.listdir("/proc/self/fd")):
             with suppress(OSError):  # it is no socket, or is closed by now
-                socket = self._new_socket(fileno=descriptor)
+                found = socket.socket(fileno=descriptor)
                 try:
-                    if not socket.getsockopt(_SOL_SOCKET, _SO_ACCEPTCONN):
-                        names.add(socket.getsockname())
+                    if not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        names.add(found.getsockname())
                 finally:
-                    socket.detach()
+                    found.detach()
         return names
 
-    def _listening(self) -> tuple[str, Listener]:
+    def _listening(self) -> tuple[str, socket.socket]:
         """A listening socket that replaces the one at the path, and the name that it was bound to."""
         taken = {batch.name for batch in self._batches}
         while True:
             self._number = (self._number + 1) % _NUMBERS
             if (name := f"{self._path}~{self._number:04x}") not in taken:
                 break
-        new = self._new_socket()
+        new = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with suppress(FileNotFoundError):  # left by a process that was killed here
                 os.unlink(name)

@@ -23,6 +23,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Iterable
 
 from cs_proto.frozen import frozen
@@ -146,7 +147,7 @@ def _act(item: _Item, name: str) -> None:
     elif item.action == "raise":
         raise FailpointError(f"the failpoint {name} was told to raise")
     else:
-        signal.sigtimedwait((), item.seconds)  # sleeps: no signal is waited for
+        time.sleep(item.seconds)
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -3,19 +3,21 @@
 A mailbox has two ends and, for each direction, a ring of bytes with one writer and one reader, and an eventfd as the
 reader's doorbell, which is rung only while the reader sleeps. Too large a message, or one for a full ring, goes over
 ZeroMQ as ever: each message in a ring says how many of the same sender went *elsewhere* before it, so the reader puts
-both together in the order in which they were sent. Nothing here waits, asks a clock or knows what messages mean; the
-receive seam of each role does, with :class:`Mailboxes` and :class:`Patience`.
+both together in the order in which they were sent. Nothing here knows what messages mean.
 
 A store must not pass an earlier store, nor a load an earlier load, as on x86-64: :data:`IS_ORDERED` says whether this
-machine is one of these. Where a load must not pass a store there is a ``fence``, which the owner hands in: entering it
-does an atomic read-modify-write, as that of a lock does that nobody else has.
+machine is one of these. Where a load must not pass a store, a *fence* stands between them: to enter a lock that nobody
+else has is an atomic read-modify-write.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import select
 import struct
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -28,7 +30,6 @@ from cs_proto.records import Buffer
 __all__ = [
     "IS_ORDERED",
     "NBYTES",
-    "Fence",
     "Incoming",
     "Mailbox",
     "Mailboxes",
@@ -60,12 +61,7 @@ _WANTED = 500e-6
 _PAUSE = 0.02
 _LONGEST_PAUSE = 1.0
 
-# POLLIN of poll(2), of zmq and of everybody else.
-_READABLE = 1
-
 K = TypeVar("K")
-#: What does an atomic read-modify-write when it is entered.
-Fence = AbstractContextManager[object]
 
 
 class Outgoing:
@@ -254,7 +250,12 @@ class Patience:
     """How a process waits for mail before it sleeps: it looks again and again and gives way in between, as long as
     nobody else wants its processor."""
 
-    def __init__(self, limit: float, clock: Callable[[], float], give_way: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        limit: float,
+        clock: Callable[[], float] = time.monotonic,
+        give_way: Callable[[], object] = os.sched_yield,
+    ) -> None:
         """``limit`` in seconds; 0: do not. ``clock`` tells seconds, ``give_way`` lets others run."""
         self._limit = limit
         self._clock = clock
@@ -296,12 +297,13 @@ class Registrar(Protocol):
 class Mailboxes(Generic[K]):
     """The mailboxes of one process, by who is at the other end, with what came over ZeroMQ in between."""
 
-    def __init__(self, poller: Registrar, fence: Fence, patience: Patience, *, rings_late: bool = False) -> None:
-        """Doorbells are registered with ``poller``. With ``rings_late`` the owner calls :meth:`ring` for what it has
+    def __init__(self, poller: Registrar, patience: float, *, rings_late: bool = False) -> None:
+        """Doorbells are registered with ``poller``. This process looks for mail for ``patience`` seconds before it
+        sleeps. With ``rings_late`` the owner calls :meth:`ring` for what it has
         posted: whom it wakes may take its processor at once, before others have what is for them."""
         self._poller = poller
-        self._fence = fence
-        self._patience = patience
+        self._fence: AbstractContextManager[object] = threading.Lock()
+        self._patience = Patience(patience)
         self._rings_late = rings_late
         self._unrung: list[Mailbox] = []
         self._boxes: dict[K, Mailbox] = {}
@@ -379,7 +381,7 @@ class Mailboxes(Generic[K]):
             self._take_rest(peer, before)
             self._drop(before)
         self._boxes[peer] = box
-        self._poller.register(box.fileno(), _READABLE)
+        self._poller.register(box.fileno(), select.POLLIN)
 
     def number(self, peer: K) -> int:
         """Of the mailbox with ``peer``; 0 where there is none."""

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
+
+import zmq
 
 from cs_proto.codec import Limits
 
 __all__ = ["receive"]
 
-# ZMQ_RCVMORE: whether another part of the same message follows.
-_MORE = 13
-
-
-class _Socket(Protocol):
-    """As of pyzmq."""
-
-    def recv(self, flags: int = ..., copy: bool = ...) -> Any: ...
-
-    def getsockopt(self, option: int) -> int | bytes: ...
-
 
 def receive(
-    socket: _Socket, limits: Limits, flags: int = 0, *, copy: bool = True, is_routed: bool = False
+    socket: zmq.Socket[bytes], limits: Limits, flags: int = 0, *, copy: bool = True, is_routed: bool = False
 ) -> list[Any]:
     """The parts of the next message, as bytes or, without ``copy``, as frames of pyzmq. With ``is_routed`` the first
     part is the identity of the sender.
@@ -32,7 +23,7 @@ def receive(
     parts = [socket.recv(flags, copy)]
     room = limits.message_nbytes - (0 if is_routed else len(parts[0]))
     most = limits.frames + 2 + is_routed
-    while socket.getsockopt(_MORE):
+    while socket.getsockopt(zmq.RCVMORE):
         part = socket.recv(0, copy)
         if room >= 0 and len(parts) < most:
             parts.append(part)

@@ -10,10 +10,9 @@ from __future__ import annotations
 import select
 from typing import Generic, Protocol, TypeVar
 
-__all__ = ["Poller", "is_readable"]
+import zmq
 
-# ZMQ_EVENTS: what a socket is ready for.
-_EVENTS = 15
+__all__ = ["Poller"]
 
 
 class _Socket(Protocol):
@@ -79,14 +78,6 @@ class Poller(Generic[S]):
 
 
 def _has_input(socket: _Socket) -> bool:
-    events = socket.getsockopt(_EVENTS)
+    events = socket.getsockopt(zmq.EVENTS)
     assert isinstance(events, int)
-    return bool(events & select.POLLIN)  # ZeroMQ's is the kernel's
-
-
-def is_readable(descriptor: int, timeout: float | None) -> bool:
-    """Whether ``descriptor`` has input, or its other end has hung up, within ``timeout`` seconds (None: no limit).
-    Unlike ``select.select`` it takes descriptors above 1023, too."""
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(None if timeout is None else 1000 * timeout))
+    return bool(events & zmq.POLLIN)

@@ -33,7 +33,7 @@ from cs_proto.messages import (
 from cs_proto.records import Record
 
 from .mapping import Mapping
-from .poller import is_readable
+from .readiness import is_readable
 from .remote_segment import Carry, RemoteSegment
 from .run_file import RunFile
 

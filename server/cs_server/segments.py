@@ -35,7 +35,7 @@ from cs_proto.records import Record
 from cs_proto.sizes import in_units
 from cs_runtime import machine
 from cs_runtime.mapping import Mapping
-from cs_runtime.poller import is_readable
+from cs_runtime.readiness import is_readable
 
 __all__ = ["Segments"]
 

@@ -13,7 +13,6 @@ import logging
 import mmap
 import os
 import signal
-import socket
 import threading
 import time
 from collections import deque
@@ -77,7 +76,7 @@ from cs_runtime import machine, open_files
 from cs_runtime.admission import Admission
 from cs_runtime.arena import Arena
 from cs_runtime.failpoints import failpoint
-from cs_runtime.mailboxes import Mailboxes, Patience
+from cs_runtime.mailboxes import Mailboxes
 from cs_runtime.mapping import Mapping
 from cs_runtime.multipart import receive
 from cs_runtime.poller import Poller
@@ -291,9 +290,7 @@ class Service:
         self._poller.register(segments.fileno())
         self._poller.register(wake)
         self._admission = _admission(self._poller, router, config)
-        self._mail: Mailboxes[bytes] = Mailboxes(
-            self._poller, threading.Lock(), Patience(_PATIENCE, time.monotonic, os.sched_yield), rings_late=True
-        )
+        self._mail: Mailboxes[bytes] = Mailboxes(self._poller, _PATIENCE, rings_late=True)
         # What was sent last, and may be for others too: who is to be woken by it is not woken before all have it.
         self._sent: tuple[Record, list[Buffer]] | None = None
         self._next_look = 0.0
@@ -760,13 +757,11 @@ def _router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     return router
 
 
-def _admission(
-    poller: Poller[zmq.Socket[bytes]], router: zmq.Socket[bytes], config: ServerConfig
-) -> Admission[zmq.Socket[bytes]]:
+def _admission(poller: Poller[zmq.Socket[bytes]], router: zmq.Socket[bytes], config: ServerConfig) -> Admission:
     """Admission of workers and clients, at the path where they find the server."""
     path = config.endpoint.removeprefix("ipc://")
     try:
-        return Admission(poller, router, path, partial(socket.socket, socket.AF_UNIX, socket.SOCK_STREAM))
+        return Admission(poller, router, path)
     except OSError as error:
         raise ConfigurationError(f"cannot listen at {config.endpoint}: {error.strerror}") from error
 

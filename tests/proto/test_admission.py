@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,7 @@ class Entry:
         stack.callback(self.context.destroy, linger=0)
         self.router = self.context.socket(zmq.ROUTER)
         self.poller: Poller[zmq.Socket[bytes]] = Poller()
-        new_socket = partial(socket.socket, socket.AF_UNIX, socket.SOCK_STREAM)
-        self.admission = Admission(self.poller, self.router, path, new_socket)
+        self.admission = Admission(self.poller, self.router, path)
         stack.callback(self.admission.close)
         self.poller.register_socket(self.router)
         self.admission.resume()
@@ -200,8 +198,7 @@ def test_files_of_a_killed_process_are_replaced(entry: Entry, tmp_path: Path) ->
     for name in (entry.path, *(f"{entry.path}~{number:04x}" for number in range(5))):
         Path(name).unlink(missing_ok=True)
         Path(name).touch()
-    new_socket = partial(socket.socket, socket.AF_UNIX, socket.SOCK_STREAM)
-    other = Admission(entry.poller, entry.router, entry.path, new_socket)
+    other = Admission(entry.poller, entry.router, entry.path)
     other.resume()
     peer = entry.dealer(b"p")
     peer.send(b"hello")
@@ -218,11 +215,10 @@ def test_files_of_a_killed_process_are_replaced(entry: Entry, tmp_path: Path) ->
 
 
 def test_a_path_that_cannot_be_bound_is_an_error(entry: Entry) -> None:
-    new_socket = partial(socket.socket, socket.AF_UNIX, socket.SOCK_STREAM)
     with pytest.raises(FileNotFoundError):
-        Admission(entry.poller, entry.router, "/nowhere/at/all", new_socket)
+        Admission(entry.poller, entry.router, "/nowhere/at/all")
     with pytest.raises(OSError, match="too long"):
-        Admission(entry.poller, entry.router, "/tmp/" + "x" * (103 - SUFFIX_NBYTES), new_socket)
+        Admission(entry.poller, entry.router, "/tmp/" + "x" * (103 - SUFFIX_NBYTES))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a network namespace takes root")

@@ -174,9 +174,9 @@ class Ends:
         """``rings_late`` is of the end here."""
         self.poller = select.poll()
         self.fence, self.other_fence = Fence(), Fence()
-        patience = Patience(0, lambda: 0, lambda: None)
-        self.here: Mailboxes[str] = Mailboxes(self.poller, self.fence, patience, rings_late=rings_late)
-        self.there: Mailboxes[str] = Mailboxes(self.poller, self.other_fence, patience)
+        self.here: Mailboxes[str] = Mailboxes(self.poller, 0.0, rings_late=rings_late)
+        self.there: Mailboxes[str] = Mailboxes(self.poller, 0.0)
+        self.here._fence, self.there._fence = self.fence, self.other_fence
 
     def offer(self, number: int = 7) -> tuple[messages.Offer | None, list[int]]:
         """``here`` offers; also what ``there`` gets of the supervisor."""

@@ -10,7 +10,8 @@ from contextlib import suppress
 
 import pytest
 
-from cs_runtime.poller import Poller, is_readable
+from cs_runtime.poller import Poller
+from cs_runtime.readiness import is_readable
 
 
 class Socket:

@@ -18,7 +18,7 @@ from cs_proto.arrays import Array, Location, array_of
 from cs_proto.errors import InvalidArgumentError, LaunchError, LocalProtocolError, MemoryPlanError, ShutdownError
 from cs_proto.messages import Died, Introduce, Ready
 from cs_runtime.mapping import Mapping
-from cs_runtime.poller import is_readable
+from cs_runtime.readiness import is_readable
 from cs_server import segments
 from cs_server.segments import Segments
 

@@ -10,14 +10,12 @@ know what of theirs is unanswered.
 from __future__ import annotations
 
 import random
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -173,9 +171,9 @@ def lossy_service(seed: int, faults: Faults, *, mailboxes: bool) -> Iterator[Cal
 
     def admission(
         poller: Poller[zmq.Socket[bytes]], router: zmq.Socket[bytes], config: service.ServerConfig
-    ) -> Admission[zmq.Socket[bytes]]:
+    ) -> Admission:
         path = config.endpoint.removeprefix("ipc://")
-        behind = Admission(poller, router, f"{path}.behind", partial(socket.socket, socket.AF_UNIX, socket.SOCK_STREAM))
+        behind = Admission(poller, router, f"{path}.behind")
         made.append(Lossy(path, f"{path}.behind", seed, faults))
         return behind
 

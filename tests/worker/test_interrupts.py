@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.harness.timing import unit
 
-from cs_runtime.poller import is_readable
+from cs_runtime.readiness import is_readable
 from cs_worker.interrupts import Interrupts, ThreadInterrupts, ring_doorbell
 
 

@@ -12,12 +12,9 @@ from __future__ import annotations
 import logging
 import math
 import os
-import socket
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import NoReturn
 
 import zmq
@@ -28,7 +25,7 @@ from cs_proto.errors import ConfigurationError, ContextError, PeerProtocolError,
 from cs_proto.failures import error_of
 from cs_proto.records import Buffer, Record
 from cs_runtime.admission import Admission
-from cs_runtime.mailboxes import Mailboxes, Patience
+from cs_runtime.mailboxes import Mailboxes
 from cs_runtime.multipart import receive
 from cs_runtime.poller import Poller
 from cs_runtime.supervisor_link import SupervisorLink
@@ -81,9 +78,7 @@ class Link:
         self._context = zmq.Context()
         self._poller: Poller[zmq.Socket[bytes]] = Poller()
         self._doorbell = doorbell
-        self._mail: Mailboxes[bytes] = Mailboxes(
-            self._poller, threading.Lock(), Patience(_PATIENCE, time.monotonic, os.sched_yield)
-        )
+        self._mail: Mailboxes[bytes] = Mailboxes(self._poller, _PATIENCE)
         self._server_decoder, self._decoder = Decoder(BULK_LIMITS), Decoder(WORK_LIMITS)
         self._next_look = 0.0
         self._early: deque[tuple[bytes, Record]] = deque()
@@ -93,9 +88,8 @@ class Link:
         self._router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE)
         self._colleagues: dict[str, zmq.Socket[bytes]] = {}
         path = config.endpoint.removeprefix("ipc://")
-        new_socket = partial(socket.socket, socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._admission = Admission(self._poller, self._router, path, new_socket)
+            self._admission = Admission(self._poller, self._router, path)
         except OSError as error:
             self._context.destroy(linger=0)
             raise ConfigurationError(f"cannot listen at {config.endpoint}: {error.strerror}") from error

@@ -30,7 +30,7 @@ from cs_proto.messages import Died, Output, Serving
 from cs_proto.records import Buffer, Record
 from cs_runtime import open_files
 from cs_runtime.arena import Arena
-from cs_runtime.mailboxes import Mailboxes, Patience
+from cs_runtime.mailboxes import Mailboxes
 from cs_runtime.multipart import receive
 from cs_runtime.poller import Poller
 from cs_runtime.supervisor_link import CARRIED, SupervisorLink
@@ -127,9 +127,7 @@ class Seam(ABC):
         self._poller: Poller[zmq.Socket[bytes]] = Poller()
         self._poller.register(lifeline.fileno())
         self._poller.register(self._interrupts.fileno())
-        self._mail: Mailboxes[zmq.Socket[bytes]] = Mailboxes(
-            self._poller, threading.Lock(), Patience(_PATIENCE, time.monotonic, os.sched_yield)
-        )
+        self._mail: Mailboxes[zmq.Socket[bytes]] = Mailboxes(self._poller, _PATIENCE)
         self._next_look = 0.0
         lifeline.carry = self._carry
         lifeline.while_waiting = self._interrupts.raise_pending

@@ -21,7 +21,7 @@ from central_storage.launch.run_directory import RunDirectory
 from cs_proto.errors import LaunchError
 from cs_proto.messages import Output, Serving, StartFailed
 from cs_proto.records import Record
-from cs_runtime.poller import is_readable
+from cs_runtime.readiness import is_readable
 from cs_runtime.supervisor_link import SupervisorLink, connect
 
 Start = Callable[..., tuple[service.ServiceProcess, SupervisorLink]]
