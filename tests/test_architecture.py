@@ -201,6 +201,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
                 "central_storage.observer.blocking",
                 "central_storage.controller.session",
                 "cs_server.service",
+                "cs_server.serving",
                 "cs_worker.session",
             },
         ),

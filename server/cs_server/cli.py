@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{parser.prog}: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
         return 2
     gc.disable()  # what is imported stays: to look through it for garbage is a fifth of what the imports take
-    from .service import serve  # zmq and the kernels: not for --help
+    from .serving import serve  # zmq and the kernels: not for --help
 
     gc.freeze()
     gc.enable()

@@ -1,25 +1,20 @@
-"""The server's shell: sockets, signals and the clock on one side, the engine on the other, one plain loop between.
+"""The server's shell: sockets and the clock on one side, the engine on the other, one plain loop between.
 
-The only module of the server that imports zmq and, in :meth:`Service.receive`, the only place where it waits. What
-arrives becomes events; the commands that follow are carried out in order before anything else is heard. Nothing is
-decided here. Started by the command line; ends when SIGTERM comes or the supervisor is gone.
+:meth:`Service.receive` is the only place where the server waits. What arrives becomes events; the commands that follow
+are carried out in order before anything else is heard. Nothing is decided here. :mod:`.serving` runs it.
 """
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import logging
 import mmap
 import os
 import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,8 +34,6 @@ from cs_proto.frozen import with_changes
 from cs_proto.messages import (
     ApplyPoint,
     Ask,
-    Assign,
-    AssignPoint,
     AssignSlot,
     ClientGone,
     Counters,
@@ -50,26 +43,19 @@ from cs_proto.messages import (
     DescribeSlots,
     Died,
     Fetch,
-    GatherPoint,
     Get,
     Got,
     Hello,
     Kill,
     Locate,
     Located,
-    MergeCallPoint,
-    MergeCallReturn,
-    Note,
     Offer,
     Put,
-    ReducePoint,
     Refused,
     Register,
-    Return,
     ShowStacks,
     Slots,
     Statistics,
-    WriteNote,
 )
 from cs_proto.records import Buffer, Record, replace
 from cs_runtime import machine, open_files
@@ -77,12 +63,12 @@ from cs_runtime.admission import Admission
 from cs_runtime.arena import Arena
 from cs_runtime.failpoints import failpoint
 from cs_runtime.mailboxes import Mailboxes
-from cs_runtime.mapping import Mapping
 from cs_runtime.multipart import receive
 from cs_runtime.poller import Poller
 from cs_runtime.trace import moments
 
-from .compute import kernels, undo
+from .array_places import arrays_of
+from .compute import undo
 from .compute.executor import Executor
 from .config import ServerConfig
 from .engine import address_budget
@@ -118,7 +104,6 @@ from .events import (
     Tick,
     TraceWorker,
 )
-from .gpu.redo_journal import RedoJournal
 from .segment_server import carry
 from .segments import Segments
 from .unsent import Unsent
@@ -126,7 +111,7 @@ from .unsent import Unsent
 if TYPE_CHECKING:
     from .gpu.store import GpuStore
 
-__all__ = ["Service", "ThreadedServer", "serve"]
+__all__ = ["Service"]
 
 _log = logging.getLogger("cs_server.service")
 _moment = moments("server", time.perf_counter_ns)
@@ -135,11 +120,6 @@ _moment = moments("server", time.perf_counter_ns)
 # something moved.
 _WORD_NBYTES = 8
 _COMMITS, _LAYOUT = 0, 1
-# Server, workers and script each map the segments where they are one process.
-_SHARERS = 3
-# A server that takes another's place waits so long, in seconds, for the memory of the GPU that the driver has not taken
-# back from that one.
-_RELEASE_PATIENCE = 30.0
 # Messages taken from the socket before the clock and the supervisor are looked at again.
 _BATCH = 64
 _TICK = 1.0
@@ -147,99 +127,11 @@ _TICK = 1.0
 _PATIENCE = 50e-6
 # While mail comes without a pause, what else there may be is looked at so often, seconds.
 _LOOK_EVERY = 1e-3
-# Answers that are being sent when the process ends get this long to leave, in milliseconds.
-_LINGER = 200
-# A connection without a ZeroMQ handshake within so many milliseconds is closed.
-_HANDSHAKE = 5000
 # An answer with more bytes of variables is made only when its peer can take it. If the same question comes again within
 # so many seconds, it was sent before the answer arrived, and is ignored.
 _LARGE_NBYTES = 64 << 10
 _REPEATED_WITHIN = 2.0
 _QUESTIONS = (Get, Describe, DescribeSlots, Fetch, Locate, Statistics)
-_LOADED = b"\0"  # on the wake-up pipe, on which a signal is its number
-
-
-def serve(config: ServerConfig) -> None:
-    """Serve until SIGTERM comes or the supervisor is gone. Must be called in the main thread, once.
-
-    Raises LaunchError where there is no supervisor, ConfigurationError where the endpoint cannot be bound, and
-    whatever else keeps the server from starting or going on.
-    """
-    with ExitStack() as stack:
-        wake, wake_writer = stack.enter_context(_wake_up())
-        segments = _connected(config, stack)
-        loading = _Loading(Path(config.run_directory), wake_writer)  # takes longest
-        try:
-            service = _put_together(config, segments, wake, stack)
-            while not service.is_told_to_end and not loading.is_done:
-                service.turn()
-            if not service.is_told_to_end:
-                loading.check()
-                # What exists by now lives as long as the process: no collection should walk through it again.
-                gc.collect()
-                gc.freeze()
-                segments.ready(config.endpoint)
-                service.listen()
-            while not service.is_told_to_end:
-                service.turn()
-        except ShutdownError as gone:
-            _log.info("%s", gone)
-    if not loading.is_done:
-        os._exit(0)  # a compiler at work in another thread does not survive the end of the interpreter
-
-
-class ThreadedServer:
-    """A server that is a thread of a script and not a process of its own."""
-
-    def __init__(self, run_directory: str, parameter_device: str, replicas: int) -> None:
-        """Raises ConfigurationError and DeviceError as :class:`~.config.ServerConfig` does. The kernels must be loaded
-        by now, in the main thread where that is possible: no compiler survives the end of the interpreter in another.
-        """
-        # One thread for updates: the pools of a script end before its last functions are called.
-        # Where a thread ends so does its script, and the memory with it: there is nothing to recover.
-        self._config = ServerConfig(
-            run_directory,
-            parameter_device,
-            replicas,
-            threads=1,
-            machine_nbytes=machine.total_nbytes(),
-            address_nbytes=machine.address_nbytes() // _SHARERS,
-            recovery=False,
-        )
-        self._wake, self._wake_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-
-    def run(self) -> None:
-        """Serve until :meth:`terminate` is called or the supervisor is gone; raises as :func:`serve` does."""
-        with ExitStack() as stack:
-            segments = _connected(self._config, stack)
-            try:
-                service = _put_together(self._config, segments, self._wake, stack)
-                segments.ready(self._config.endpoint)
-                service.listen()
-                while not service.is_told_to_end:
-                    service.turn()
-            except ShutdownError as gone:
-                _log.info("%s", gone)
-
-    @property
-    def is_hanging(self) -> bool:
-        """A server runs no code that could hang."""
-        return False
-
-    def interrupt(self) -> None:
-        """A cancelled run is not the server's to interrupt."""
-
-    def terminate(self) -> None:
-        """End, as SIGTERM ends a process. May be called from any thread until :meth:`close` is."""
-        os.write(self._wake_writer, bytes([signal.SIGTERM]))
-
-    def abandon(self) -> None:
-        """Nobody waits for the thread any more; an update that it carries out ends on its own."""
-
-    def close(self) -> None:
-        """Close what only a thread needs. To be called once, when :meth:`run` has returned or will never be called."""
-        os.close(self._wake)
-        os.close(self._wake_writer)
 
 
 class Service:
@@ -282,7 +174,11 @@ class Service:
         nbytes = self._arena_nbytes = lengths.arena
         self._results = Arena(lambda: segments.make(names.server_arena(), nbytes, ""), self._engine.results_nbytes)
         self._arithmetic = Executor(segments, config.threads, self._results.place, self._undo_memory())
-        self._gpu = _on_gpu(config, segments, self._arithmetic, lengths.slab)
+        self._gpu: GpuStore | None = None
+        if config.parameter_device.startswith("gpu:"):
+            from .gpu.opening import open_store  # a server without a GPU has nothing to do with one
+
+            self._gpu = open_store(config, segments, self._arithmetic, lengths.slab)
         versions.reserve(0, mmap.PAGESIZE)
         self._versions = Versions(versions.elements("uint64"))
         self._next_tick = time.monotonic() + _TICK
@@ -479,7 +375,7 @@ class Service:
     def _check_places(self, peer: bytes, record: Record) -> None:
         """Raise PeerProtocolError if an array of ``record`` lies in a segment that ``peer`` may not write, or outside
         of every segment: a commit that reads the array must not fail."""
-        located = [array for array in _arrays_of(record) if isinstance(array.place, Location)]
+        located = [array for array in arrays_of(record) if isinstance(array.place, Location)]
         if not located:
             return
         try:
@@ -682,81 +578,6 @@ class Service:
         self._sent = None
 
 
-class _Loading:
-    """Makes the kernels ready in a thread of its own, which does nothing else, while the service is put together."""
-
-    def __init__(self, run_directory: Path, wake_writer: int) -> None:
-        self.is_done = False
-        self._error: BaseException | None = None
-        self._run_directory = run_directory
-        self._wake_writer = wake_writer
-        threading.Thread(target=self._run, name="load kernels", daemon=True).start()
-
-    def check(self) -> None:
-        """Raise what went wrong."""
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        try:
-            loaded = kernels.load(run_directory=self._run_directory)
-            _log.debug("kernels: %s", loaded)
-        except BaseException as error:  # noqa: BLE001  (raised again by check)
-            self._error = error
-        self.is_done = True
-        with suppress(OSError):  # the process is ending: the pipe is closed
-            os.write(self._wake_writer, _LOADED)
-
-
-def _on_gpu(config: ServerConfig, segments: Segments, arithmetic: Executor, journal_nbytes: int) -> GpuStore | None:
-    """The variables on a GPU; None where they lie in the machine's memory. The first
-    reservation of the journal is ``journal_nbytes``."""
-    if not config.parameter_device.startswith("gpu:"):
-        return None
-    from .gpu.store import GpuStore  # a server without a GPU has nothing to do with one
-
-    def memory(nbytes: int) -> Mapping:
-        made = segments.make(names.JOURNAL, journal_nbytes, "")
-        return segments.make(names.JOURNAL, max(2 * made.nbytes, address_budget.pages(nbytes)), "", nbytes)
-
-    journal = RedoJournal(memory) if config.recovery else None
-    patience = _RELEASE_PATIENCE if config.incarnation > 1 else 0.0
-    gpu = GpuStore(config.parameter_device, config.replicas, segments, arithmetic, journal, patience)
-    segments.on_extended = gpu.extended
-    return gpu
-
-
-def _connected(config: ServerConfig, stack: ExitStack) -> Segments:
-    segments = Segments(config.run_directory, config.incarnation)
-    stack.callback(segments.close)
-    return segments
-
-
-def _put_together(config: ServerConfig, segments: Segments, wake: int, stack: ExitStack) -> Service:
-    """A service that hears nobody but the supervisor yet; ``stack`` takes it apart."""
-    context = zmq.Context()
-    stack.callback(context.destroy, linger=_LINGER)
-    service = Service(config, segments, _router(context), wake)
-    stack.callback(service.close)
-    service.prepare()
-    return service
-
-
-def _router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-    """The socket for workers and clients."""
-    router = context.socket(zmq.ROUTER)
-    router.setsockopt(zmq.LINGER, _LINGER)
-    # One larger part ends the peer's connection before a byte of it is stored.
-    router.setsockopt(zmq.MAXMSGSIZE, LIMITS.part_nbytes)
-    # Messages that a peer does not take wait in this process, which counts them.
-    router.setsockopt(zmq.SNDHWM, 1)
-    router.setsockopt(zmq.RCVHWM, 0)
-    router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that connects again under its name is that peer
-    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a peer that is gone is an error, not silence
-    router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE)
-    return router
-
-
 def _admission(poller: Poller[zmq.Socket[bytes]], router: zmq.Socket[bytes], config: ServerConfig) -> Admission:
     """Admission of workers and clients, at the path where they find the server."""
     path = config.endpoint.removeprefix("ipc://")
@@ -766,75 +587,9 @@ def _admission(poller: Poller[zmq.Socket[bytes]], router: zmq.Socket[bytes], con
         raise ConfigurationError(f"cannot listen at {config.endpoint}: {error.strerror}") from error
 
 
-@contextmanager
-def _wake_up() -> Iterator[tuple[int, int]]:
-    """A pipe that becomes readable when SIGTERM comes; SIGINT is the script's, which has the same terminal."""
-    reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    previous_wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    previous = {
-        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
-        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: None),
-    }
-    try:
-        yield reader, writer
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(previous_wakeup)
-        os.close(reader)
-        os.close(writer)
-
-
 def _may_plan_memory(record: Record) -> bool:
     """Whether the engine may have to decide if something fits the memory."""
     if isinstance(record, Ask):
         point = record.point
         return isinstance(point, CreatePoint) or (isinstance(point, ApplyPoint) and not point.variable_set)
     return isinstance(record, Create | DescribeSlots | AssignSlot)
-
-
-def _rows(point: ApplyPoint) -> Iterator[Array]:
-    for gradient in point.sparse:
-        yield gradient.values
-        yield gradient.indices
-
-
-def _arrays_of(record: Record) -> Iterator[Array]:
-    """The arrays of ``record`` that the server, or a process to which it passes them on, will read."""
-    match record:
-        case Return(notes=notes, value=value):
-            yield from _noted(notes)
-            if value is not None:
-                yield from value.arrays
-        case MergeCallReturn(values=values):
-            for value in values:
-                yield from value.arrays
-        case AssignSlot(value=value):
-            yield value
-        case Assign(value=value, indices=indices):
-            yield value
-            if indices is not None:
-                yield indices
-        case Create(value=Array() as value):
-            yield value
-        case Ask(point=point):
-            yield from _noted(record.notes)
-            match point:
-                case ApplyPoint():
-                    yield from _rows(point)
-                case ReducePoint(arrays=arrays) | GatherPoint(arrays=arrays):
-                    yield from arrays
-                case AssignPoint(value=value) | CreatePoint(value=value):
-                    yield value
-                case MergeCallPoint(arguments=arguments):
-                    yield from arguments.arrays
-
-
-def _noted(notes: Iterable[Note]) -> Iterator[Array]:
-    for note in notes:
-        if isinstance(note, ApplyPoint):
-            yield from _rows(note)
-        else:
-            yield note.value
-        if isinstance(note, WriteNote) and note.indices is not None:
-            yield note.indices

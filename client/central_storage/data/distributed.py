@@ -23,20 +23,19 @@ import optree
 from central_storage.core.backends import Carriage
 from central_storage.core.context import has_strategy, in_cross_replica_context
 from central_storage.core.options import InputOptions, InputReplicationMode
-from central_storage.core.values import PerReplica, convert_to_tensor, regroup
-from cs_proto.arrays import INLINE_NBYTES
+from central_storage.core.values import regroup
 from cs_proto.errors import (
     CheckpointError,
     DatasetContextError,
     InvalidArgumentError,
     NotADatasetError,
     OutOfRangeError,
-    UnbatchedDatasetError,
 )
 
 from .dataset import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset
 from .element_spec import PerReplicaSpec, TensorSpec, observed
 from .prefetch import ReadAhead
+from .splitting import Carry, arrays_in, empty_like, holds_arrays, is_small, split
 from .transforms import Order, orders_of, set_orders
 
 __all__ = [
@@ -107,7 +106,7 @@ class _Distributed:
         options = self._options
         ahead = options.experimental_per_replica_buffer_size if options.experimental_fetch_to_device else 0
         is_there = {*map(type, self._sources)} <= {list, tuple}
-        carry, spec = _Carry(), lambda: self.element_spec
+        carry, spec = Carry(), lambda: self.element_spec
         rounds = partial(self._rounds, carry)
         iterator = DistributedIterator(rounds, spec, ahead, self._carrier, self._n, is_there, carry, self)
         place, self._restored = self._restored, None
@@ -177,7 +176,7 @@ class _Distributed:
     def _pipelines(self) -> list[Dataset]:
         return [source for source in self._sources if isinstance(source, Dataset)]
 
-    def _rounds(self, carry: _Carry) -> Iterator[Round]:
+    def _rounds(self, carry: Carry) -> Iterator[Round]:
         raise NotImplementedError
 
     @property
@@ -196,7 +195,7 @@ class _Distributed:
         if isinstance(source, Dataset):
             spec = source.element_spec
         else:
-            spec = observed(_arrays(_first_of(source)), any_length=True)
+            spec = observed(arrays_in(_first_of(source)), any_length=True)
         return spec if self._n == 1 else optree.tree_map(self._replica_spec, spec, none_is_leaf=True)
 
     def _replica_spec(self, spec: TensorSpec | None) -> PerReplicaSpec | None:
@@ -226,7 +225,7 @@ class DistributedDataset(_Distributed):
         """The number of global batches, or INFINITE_CARDINALITY (-1) or UNKNOWN_CARDINALITY (-2)."""
         return _cardinality(self._sources[0])
 
-    def _rounds(self, carry: _Carry) -> Iterator[Round]:
+    def _rounds(self, carry: Carry) -> Iterator[Round]:
         return ((split(element, self._n, carry.leaf), True) for element in self._sources[0])
 
     def _replica_spec(self, spec: TensorSpec | None) -> PerReplicaSpec | None:
@@ -271,15 +270,15 @@ class DistributedFromFunction(_Distributed):
             return UNKNOWN_CARDINALITY
         return min((count // share for count in counts if count >= 0), default=INFINITE_CARDINALITY)
 
-    def _rounds(self, carry: _Carry) -> Iterator[Round]:
+    def _rounds(self, carry: Carry) -> Iterator[Round]:
         iterators = [iter(source) for source in self._sources]
         turns = iterators * (self._n // len(iterators))  # whose element each replica takes
         while True:
             together = [next(turn, _END) for turn in turns]
-            elements = [carry.element(_arrays(element)) for element in together if element is not _END]
+            elements = [carry.element(arrays_in(element)) for element in together if element is not _END]
             if not elements:
                 return
-            empty = optree.tree_map(_empty_like, elements[0], none_is_leaf=True)
+            empty = optree.tree_map(empty_like, elements[0], none_is_leaf=True)
             given = iter(elements)
             whole = regroup([empty if element is _END else next(given) for element in together])
             yield whole, len(elements) == self._n
@@ -307,7 +306,7 @@ class DistributedIterator:
         carrier: FindCarriage = Carriage,
         replicas: int = 1,
         is_there: bool = False,
-        carry: _Carry | None = None,
+        carry: Carry | None = None,
         data: _Distributed | None = None,
     ) -> None:
         """``rounds`` begins the iteration at the first element. ``is_there``: the source has its elements, and makes
@@ -459,7 +458,7 @@ class DistributedIterator:
             raise
         if not self._has_begun:
             self._has_begun = True
-            if self._ahead and self._is_there and _is_small(found[0]):
+            if self._ahead and self._is_there and is_small(found[0]):
                 self._ahead = 0  # a copy takes less time than to wake a thread
                 if self._carry is not None:
                     self._carry.copy = np.copy
@@ -507,35 +506,6 @@ class OptionalElement:
         return self._element
 
 
-def split(element: Any, n: int, carry: Callable[[Any], Any] | None = None) -> Any:
-    """``element``, a nest of global batches, with a PerReplica of ``n`` views in place of every array, or of what
-    ``carry`` makes of it.
-
-    Each array is split by its own axis 0. Plain under one replica. A scalar is an :class:`UnbatchedDatasetError`.
-    """
-
-    def shares(leaf: Any) -> Any:
-        if leaf is None:
-            return None
-        if n == 1:
-            return leaf if carry is None else carry(leaf)
-        if not leaf.shape:
-            raise UnbatchedDatasetError(
-                f"a scalar cannot be split over {n} replicas: {element!r:.200}; batch the data set by the global batch "
-                "size, .batch(size)"
-            )
-        if carry is not None:
-            leaf = carry(leaf)
-        size = -(-leaf.shape[0] // n)
-        return PerReplica([leaf[replica * size : (replica + 1) * size] for replica in range(n)])
-
-    if type(element) is np.ndarray:  # as many are, or a tuple of such: no walk for them
-        return shares(element)
-    if type(element) is tuple and _ARRAY.issuperset(map(type, element)):
-        return tuple([shares(leaf) for leaf in element])
-    return optree.tree_map(shares, _arrays(element), none_is_leaf=True)
-
-
 def _nobody() -> None:
     return None
 
@@ -546,7 +516,6 @@ def _is_alive(reference: Callable[[], object]) -> bool:
 
 _END: Any = object()
 _LAST = (_END, True)
-_ARRAY = frozenset({np.ndarray})
 
 
 def refuse_in_replica(what: str) -> None:
@@ -556,37 +525,6 @@ def refuse_in_replica(what: str) -> None:
             f"a distributed data set is not {what} inside a replica function; do it in the script and pass the "
             "element: strategy.run(fn, args=(next(iterator),))"
         )
-
-
-def _is_small(element: Any) -> bool:
-    """Whether there is nothing in ``element`` that would go to the replicas by memory of its own."""
-    leaves = optree.tree_leaves(element)
-    parts = [part for leaf in leaves for part in (leaf.values if isinstance(leaf, PerReplica) else (leaf,))]
-    return all(type(part) is np.ndarray and part.nbytes <= INLINE_NBYTES for part in parts)
-
-
-class _Carry:
-    """What is done with the arrays that are read: nothing, until there is a ``copy`` to where the replicas read them,
-    which their source cannot change any more."""
-
-    copy: Callable[[np.ndarray], np.ndarray] | None = None
-
-    def leaf(self, leaf: Any) -> Any:
-        """An array of any kind, carried."""
-        if self.copy is None:
-            return leaf
-        if not isinstance(leaf, np.ndarray):  # a NumPy scalar, or an array of a device
-            return leaf.copy()
-        copied = self.copy(leaf)
-        if not leaf.flags.writeable:
-            copied.flags.writeable = False
-        return copied
-
-    def element(self, element: Any) -> Any:
-        """A nest of them, with what is None left as it is."""
-        if self.copy is None:
-            return element
-        return optree.tree_map(self.leaf, element)
 
 
 class _Elsewhere:
@@ -630,17 +568,12 @@ def _checked(dataset: Any) -> Any:
             "a tuple of arrays is not a data set; for one element a row use Dataset.from_tensor_slices(…).batch(size), "
             "for one a batch a list"
         )
-    if isinstance(dataset, list | tuple) and dataset and not _holds_arrays(dataset[0]):
+    if isinstance(dataset, list | tuple) and dataset and not holds_arrays(dataset[0]):
         raise NotADatasetError(
             f"a {name} whose elements are no arrays is not a data set: {dataset!r:.200}; for one element a row use "
             f"Dataset.from_tensor_slices(…).batch(size), for one a batch a list of NumPy arrays"
         )
     return dataset
-
-
-def _holds_arrays(element: Any) -> bool:
-    leaves = optree.tree_leaves(_nest(element), none_is_leaf=True)
-    return any(hasattr(leaf, "shape") and not isinstance(leaf, np.generic) for leaf in leaves)
 
 
 def _first_of(source: Iterable[Any]) -> Any:
@@ -656,37 +589,3 @@ def _cardinality(source: Any) -> int:
         return len(source)
     except TypeError:  # has no length, or, like a DataLoader over a stream, does not know it
         return UNKNOWN_CARDINALITY
-
-
-def _arrays(element: Any) -> Any:
-    """``element`` with arrays at its leaves: those of a device as they are, others as NumPy arrays over the same
-    memory. A list or tuple of texts, which is what loaders collate texts into, is one array. None stays."""
-    return optree.tree_map(_array, _nest(element), is_leaf=_is_texts, none_is_leaf=True)
-
-
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, list | tuple) and bool(value) and all(type(text) in (str, bytes) for text in value)
-
-
-def _nest(element: Any) -> Any:
-    # Tokenizers and the like collate into mappings of their own.
-    return dict(element) if isinstance(element, Mapping) and not isinstance(element, dict) else element
-
-
-def _array(leaf: Any) -> Any:
-    if leaf is None or isinstance(leaf, np.ndarray) or hasattr(leaf, "__cuda_array_interface__"):
-        return leaf
-    if isinstance(leaf, str | bytes) and not isinstance(leaf, np.generic):
-        raise InvalidArgumentError(f"an element holds the bare string {leaf!r:.80}; put texts into a NumPy array")
-    try:
-        return convert_to_tensor(leaf)
-    except (ValueError, TypeError, RuntimeError, BufferError) as error:  # whatever its array protocol raises
-        raise InvalidArgumentError(
-            f"an element of the data set holds a {type(leaf).__name__}, which is not an array: {error}"
-        ) from error
-
-
-def _empty_like(leaf: Any) -> Any:
-    if leaf is None:
-        return None
-    return leaf[:0] if leaf.shape else np.zeros(0, leaf.dtype)

@@ -238,7 +238,7 @@ class ServiceThreads:
         path = self._run_directory.path
         part: Part
         if command.role == "server":
-            server = importlib.import_module("cs_server.service")
+            server = importlib.import_module("cs_server.serving")
             part = server.ThreadedServer(path, self._parameter_device, len(self._devices))
         else:
             worker = importlib.import_module("cs_worker.worker_thread")

@@ -1,0 +1,120 @@
+"""An element of a data set: its arrays, and one part of it for each replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import optree
+
+from central_storage.core.values import PerReplica, convert_to_tensor
+from cs_proto.arrays import INLINE_NBYTES
+from cs_proto.errors import (
+    InvalidArgumentError,
+    UnbatchedDatasetError,
+)
+
+__all__ = ["Carry", "arrays_in", "empty_like", "holds_arrays", "is_small", "split"]
+
+
+def split(element: Any, n: int, carry: Callable[[Any], Any] | None = None) -> Any:
+    """``element``, a nest of global batches, with a PerReplica of ``n`` views in place of every array, or of what
+    ``carry`` makes of it.
+
+    Each array is split by its own axis 0. Plain under one replica. A scalar is an :class:`UnbatchedDatasetError`.
+    """
+
+    def shares(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        if n == 1:
+            return leaf if carry is None else carry(leaf)
+        if not leaf.shape:
+            raise UnbatchedDatasetError(
+                f"a scalar cannot be split over {n} replicas: {element!r:.200}; batch the data set by the global batch "
+                "size, .batch(size)"
+            )
+        if carry is not None:
+            leaf = carry(leaf)
+        size = -(-leaf.shape[0] // n)
+        return PerReplica([leaf[replica * size : (replica + 1) * size] for replica in range(n)])
+
+    if type(element) is np.ndarray:  # as many are, or a tuple of such: no walk for them
+        return shares(element)
+    if type(element) is tuple and _ARRAY.issuperset(map(type, element)):
+        return tuple([shares(leaf) for leaf in element])
+    return optree.tree_map(shares, arrays_in(element), none_is_leaf=True)
+
+
+_ARRAY = frozenset({np.ndarray})
+
+
+def is_small(element: Any) -> bool:
+    """Whether there is nothing in ``element`` that would go to the replicas by memory of its own."""
+    leaves = optree.tree_leaves(element)
+    parts = [part for leaf in leaves for part in (leaf.values if isinstance(leaf, PerReplica) else (leaf,))]
+    return all(type(part) is np.ndarray and part.nbytes <= INLINE_NBYTES for part in parts)
+
+
+def holds_arrays(element: Any) -> bool:
+    leaves = optree.tree_leaves(_nest(element), none_is_leaf=True)
+    return any(hasattr(leaf, "shape") and not isinstance(leaf, np.generic) for leaf in leaves)
+
+
+def arrays_in(element: Any) -> Any:
+    """``element`` with arrays at its leaves: those of a device as they are, others as NumPy arrays over the same
+    memory. A list or tuple of texts, which is what loaders collate texts into, is one array. None stays."""
+    return optree.tree_map(_array, _nest(element), is_leaf=_is_texts, none_is_leaf=True)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(type(text) in (str, bytes) for text in value)
+
+
+def _nest(element: Any) -> Any:
+    # Tokenizers and the like collate into mappings of their own.
+    return dict(element) if isinstance(element, Mapping) and not isinstance(element, dict) else element
+
+
+def _array(leaf: Any) -> Any:
+    if leaf is None or isinstance(leaf, np.ndarray) or hasattr(leaf, "__cuda_array_interface__"):
+        return leaf
+    if isinstance(leaf, str | bytes) and not isinstance(leaf, np.generic):
+        raise InvalidArgumentError(f"an element holds the bare string {leaf!r:.80}; put texts into a NumPy array")
+    try:
+        return convert_to_tensor(leaf)
+    except (ValueError, TypeError, RuntimeError, BufferError) as error:  # whatever its array protocol raises
+        raise InvalidArgumentError(
+            f"an element of the data set holds a {type(leaf).__name__}, which is not an array: {error}"
+        ) from error
+
+
+def empty_like(leaf: Any) -> Any:
+    if leaf is None:
+        return None
+    return leaf[:0] if leaf.shape else np.zeros(0, leaf.dtype)
+
+
+class Carry:
+    """What is done with the arrays that are read: nothing, until there is a ``copy`` to where the replicas read them,
+    which their source cannot change any more."""
+
+    copy: Callable[[np.ndarray], np.ndarray] | None = None
+
+    def leaf(self, leaf: Any) -> Any:
+        """An array of any kind, carried."""
+        if self.copy is None:
+            return leaf
+        if not isinstance(leaf, np.ndarray):  # a NumPy scalar, or an array of a device
+            return leaf.copy()
+        copied = self.copy(leaf)
+        if not leaf.flags.writeable:
+            copied.flags.writeable = False
+        return copied
+
+    def element(self, element: Any) -> Any:
+        """A nest of them, with what is None left as it is."""
+        if self.copy is None:
+            return element
+        return optree.tree_map(self.leaf, element)

@@ -1,0 +1,36 @@
+"""The variables of a server on its GPU: what a store needs of the server's memory and options."""
+
+from __future__ import annotations
+
+from cs_proto import segment_names
+from cs_runtime.mapping import Mapping
+from cs_server.compute.executor import Executor
+from cs_server.config import ServerConfig
+from cs_server.engine import address_budget
+from cs_server.segments import Segments
+
+from .redo_journal import RedoJournal
+from .store import GpuStore
+
+__all__ = ["open_store"]
+
+# A server that takes another's place waits so long, in seconds, for the memory of the GPU that the driver has not taken
+# back from that one.
+_RELEASE_PATIENCE = 30.0
+
+
+def open_store(config: ServerConfig, segments: Segments, arithmetic: Executor, journal_nbytes: int) -> GpuStore:
+    """The variables on the parameter device, a GPU. The first reservation of the journal is ``journal_nbytes``.
+
+    Raises DeviceError where the GPU cannot be used.
+    """
+
+    def memory(nbytes: int) -> Mapping:
+        made = segments.make(segment_names.JOURNAL, journal_nbytes, "")
+        return segments.make(segment_names.JOURNAL, max(2 * made.nbytes, address_budget.pages(nbytes)), "", nbytes)
+
+    journal = RedoJournal(memory) if config.recovery else None
+    patience = _RELEASE_PATIENCE if config.incarnation > 1 else 0.0
+    gpu = GpuStore(config.parameter_device, config.replicas, segments, arithmetic, journal, patience)
+    segments.on_extended = gpu.extended
+    return gpu

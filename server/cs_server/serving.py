@@ -1,0 +1,166 @@
+"""A server as a process or as a thread: its sockets and signals, its kernels, and the loop until the end."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import zmq
+
+from cs_proto.codec import LIMITS
+from cs_proto.errors import ShutdownError
+from cs_runtime import machine
+
+from .config import ServerConfig
+from .kernel_loading import Loading
+from .segments import Segments
+from .service import Service
+
+__all__ = ["ThreadedServer", "serve"]
+
+_log = logging.getLogger("cs_server.service")
+
+# Server, workers and script each map the segments where they are one process.
+_SHARERS = 3
+# Answers that are being sent when the process ends get this long to leave, in milliseconds.
+_LINGER = 200
+# A connection without a ZeroMQ handshake within so many milliseconds is closed.
+_HANDSHAKE = 5000
+
+
+def serve(config: ServerConfig) -> None:
+    """Serve until SIGTERM comes or the supervisor is gone. Must be called in the main thread, once.
+
+    Raises LaunchError where there is no supervisor, ConfigurationError where the endpoint cannot be bound, and
+    whatever else keeps the server from starting or going on.
+    """
+    with ExitStack() as stack:
+        wake, wake_writer = stack.enter_context(_wake_up())
+        segments = _connected(config, stack)
+        loading = Loading(Path(config.run_directory), wake_writer)  # takes longest
+        try:
+            service = _put_together(config, segments, wake, stack)
+            while not service.is_told_to_end and not loading.is_done:
+                service.turn()
+            if not service.is_told_to_end:
+                loading.check()
+                # What exists by now lives as long as the process: no collection should walk through it again.
+                gc.collect()
+                gc.freeze()
+                segments.ready(config.endpoint)
+                service.listen()
+            while not service.is_told_to_end:
+                service.turn()
+        except ShutdownError as gone:
+            _log.info("%s", gone)
+    if not loading.is_done:
+        os._exit(0)  # a compiler at work in another thread does not survive the end of the interpreter
+
+
+class ThreadedServer:
+    """A server that is a thread of a script and not a process of its own."""
+
+    def __init__(self, run_directory: str, parameter_device: str, replicas: int) -> None:
+        """Raises ConfigurationError and DeviceError as :class:`~.config.ServerConfig` does. The kernels must be loaded
+        by now, in the main thread where that is possible: no compiler survives the end of the interpreter in another.
+        """
+        # One thread for updates: the pools of a script end before its last functions are called.
+        # Where a thread ends so does its script, and the memory with it: there is nothing to recover.
+        self._config = ServerConfig(
+            run_directory,
+            parameter_device,
+            replicas,
+            threads=1,
+            machine_nbytes=machine.total_nbytes(),
+            address_nbytes=machine.address_nbytes() // _SHARERS,
+            recovery=False,
+        )
+        self._wake, self._wake_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def run(self) -> None:
+        """Serve until :meth:`terminate` is called or the supervisor is gone; raises as :func:`serve` does."""
+        with ExitStack() as stack:
+            segments = _connected(self._config, stack)
+            try:
+                service = _put_together(self._config, segments, self._wake, stack)
+                segments.ready(self._config.endpoint)
+                service.listen()
+                while not service.is_told_to_end:
+                    service.turn()
+            except ShutdownError as gone:
+                _log.info("%s", gone)
+
+    @property
+    def is_hanging(self) -> bool:
+        """A server runs no code that could hang."""
+        return False
+
+    def interrupt(self) -> None:
+        """A cancelled run is not the server's to interrupt."""
+
+    def terminate(self) -> None:
+        """End, as SIGTERM ends a process. May be called from any thread until :meth:`close` is."""
+        os.write(self._wake_writer, bytes([signal.SIGTERM]))
+
+    def abandon(self) -> None:
+        """Nobody waits for the thread any more; an update that it carries out ends on its own."""
+
+    def close(self) -> None:
+        """Close what only a thread needs. To be called once, when :meth:`run` has returned or will never be called."""
+        os.close(self._wake)
+        os.close(self._wake_writer)
+
+
+def _connected(config: ServerConfig, stack: ExitStack) -> Segments:
+    segments = Segments(config.run_directory, config.incarnation)
+    stack.callback(segments.close)
+    return segments
+
+
+def _put_together(config: ServerConfig, segments: Segments, wake: int, stack: ExitStack) -> Service:
+    """A service that hears nobody but the supervisor yet; ``stack`` takes it apart."""
+    context = zmq.Context()
+    stack.callback(context.destroy, linger=_LINGER)
+    service = Service(config, segments, _router(context), wake)
+    stack.callback(service.close)
+    service.prepare()
+    return service
+
+
+def _router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    """The socket for workers and clients."""
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.LINGER, _LINGER)
+    # One larger part ends the peer's connection before a byte of it is stored.
+    router.setsockopt(zmq.MAXMSGSIZE, LIMITS.part_nbytes)
+    # Messages that a peer does not take wait in this process, which counts them.
+    router.setsockopt(zmq.SNDHWM, 1)
+    router.setsockopt(zmq.RCVHWM, 0)
+    router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that connects again under its name is that peer
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a peer that is gone is an error, not silence
+    router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE)
+    return router
+
+
+@contextmanager
+def _wake_up() -> Iterator[tuple[int, int]]:
+    """A pipe that becomes readable when SIGTERM comes; SIGINT is the script's, which has the same terminal."""
+    reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    previous_wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    previous = {
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: None),
+    }
+    try:
+        yield reader, writer
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(previous_wakeup)
+        os.close(reader)
+        os.close(writer)
