@@ -79,7 +79,7 @@ fmt: $(VENV)/.installed-dev  ## put the style right where a tool can
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-bench: $(VENV)/.installed-dev  ## measure beside others, in environments of their own: benchmarks/results.json, .svg; about 33 minutes
+bench: $(VENV)/.installed-dev  ## measure beside others, in environments of their own: benchmarks/results.json, charts; about 33 minutes
 	@$(BIN)/python benchmarks/bench.py
 
 bench-quick: $(VENV)/.installed-dev  ## measure the service and the floors: about two minutes

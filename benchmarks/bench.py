@@ -1,6 +1,6 @@
 """What the service costs on this machine, beside what a user would pick instead, measured in the same run.
 
-    make bench          everything, at least five rounds; results.json and results.svg
+    make bench          everything, at least five rounds; results.json, results.svg and highlights.svg
     make bench-quick    the service and the floors, about two minutes; tables only
 
 All peers take turns, round by round, so that whatever else the machine does hits all of them. ``works.py`` says what is
@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the service and the floors, nothing written")
     names = tuple(WORKS)
     parser.add_argument("--works", nargs="+", choices=names, metavar="WORK", help=f"only these of: {' '.join(names)}")
-    parser.add_argument("--results", type=Path, default=HERE, help="the directory of results.json and results.svg")
+    parser.add_argument("--results", type=Path, default=HERE, help="the directory of results.json and the charts")
     options = parser.parse_args()
     rounds = options.rounds or (1 if options.quick else 5)
     if not options.quick and rounds < 5:
@@ -233,7 +233,7 @@ def main() -> None:
         print(f"\n{parts.table(OWN[0], bench, options.works or parts.SHOWN)}")
     if not options.quick and rows:
         report.save(rows, machine, options.results)
-        print(f"\nwritten to {options.results}/results.json and results.svg")
+        print(f"\nwritten to {options.results}/results.json and its charts")
     if bench.failures:
         sys.exit("\n" + "\n".join(bench.failures))
 

@@ -1,4 +1,4 @@
-"""What the rounds come to: rows, the tables on the terminal, results.json and results.svg."""
+"""What the rounds come to: rows, the tables on the terminal, results.json, results.svg and highlights.svg."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ import psutil
 import zmq
 
 OURS = "central-storage"
+#: The works in highlights.svg, the chart of the project's README.md.
+HIGHLIGHTS = ("adam-400MB", "read-400MBx1000", "digits-many-steps")
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,12 @@ def machine() -> dict[str, Any]:
 
 
 def save(rows: list[Row], machine: dict[str, Any], directory: Path) -> None:
-    """Write results.json and results.svg."""
+    """Write results.json, results.svg and, if any of HIGHLIGHTS was measured, highlights.svg."""
     content = {"machine": machine, "rows": [vars(row) for row in rows]}
     (directory / "results.json").write_text(json.dumps(content, indent=1) + "\n")
     (directory / "results.svg").write_text(drawing(rows))
+    if highlights := [row for row in rows if row.work in HIGHLIGHTS]:
+        (directory / "highlights.svg").write_text(drawing(highlights))
 
 
 def drawing(rows: list[Row]) -> str:

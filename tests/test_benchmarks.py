@@ -123,18 +123,22 @@ def test_every_work_has_its_rounds_and_nothing_is_measured_twice(
 
 def test_rows_are_shown_written_and_drawn(benchmark: Any, tmp_path: Path) -> None:
     report = benchmark.report
+    highlight = report.rows_of({("adam-400MB", "central-storage"): [1e-1, 2e-1]})
     rows = report.rows_of({("adam-1MB", "central-storage"): [2e-3, 1e-3, 4e-3], ("adam-1MB", "ray-ps"): [1.0, 3.0]})
     shown = report.table(rows).splitlines()
     assert shown[2].split() == ["central-storage", "2.00", "ms", "1.00", "ms", "…", "4.00", "ms", "1.00"]
     assert shown[3].split() == ["ray-ps", "2.00", "s", "1.00", "s", "…", "3.00", "s", "1000.00"]
-    report.save(rows, report.machine(), tmp_path)
+    report.save(rows + highlight, report.machine(), tmp_path)
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["machine"]["cpus"]
     first = {"work": "adam-1MB", "peer": "central-storage", "seconds": 2e-3, "lo": 1e-3, "hi": 4e-3, "rounds": 3}
     assert results["rows"][0] == first
+    namespace = {"": "http://www.w3.org/2000/svg"}
     drawing = ElementTree.parse(tmp_path / "results.svg").getroot()
-    bars = [float(bar.get("width", "")) for bar in drawing.iter("{http://www.w3.org/2000/svg}rect") if bar.get("x")]
-    assert len(bars) == 2
+    bars = [float(bar.get("width", "")) for bar in drawing.iterfind("rect[@x]", namespace)]
+    assert len(bars) == 3
+    highlights = ElementTree.parse(tmp_path / "highlights.svg").getroot()
+    assert [title.text for title in highlights.iterfind("text[@font-weight]", namespace)] == ["adam-400MB"]
     assert bars[1] - bars[0] == pytest.approx(560 * 3 / 4, abs=0.2)  # three powers of ten apart, on an axis of four
 
 

@@ -11,6 +11,8 @@ from tests.harness.processes import ROOT, run
 
 import central_storage as cs
 
+#: README.md stays a page that a visitor reads: a new feature gets one line under Features, and a page of the guide.
+README_LINES = 130
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md")])
 #: Named in docs/from-tensorflow.md as what is not there.
 OUT_OF_SCOPE = {"strategy.configure"}
@@ -19,6 +21,16 @@ DECISIONS = sorted(ROOT.glob("docs/decisions/*.md"))
 
 def names(paths: list[Path]) -> list[str]:
     return [str(path.relative_to(ROOT)) for path in paths]
+
+
+def test_the_readme_stays_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
+
+
+def test_the_readme_names_every_page_of_the_guide() -> None:
+    text = (ROOT / "README.md").read_text()
+    for page in ROOT.glob("docs/guide/*.md"):
+        assert f"]({page.relative_to(ROOT)})" in text, page.name
 
 
 def test_code_that_the_readme_shows_is_the_file_it_names() -> None:

@@ -1,14 +1,42 @@
-"""Examples that the documents show."""
+"""Examples that the documents show, and the Python code of README.md and docs/guide."""
 
 from __future__ import annotations
 
-from tests.harness.processes import run
+import re
+from pathlib import Path
+
+import pytest
+from tests.harness.processes import ROOT, run
+
+
+def code(page: Path) -> list[str]:
+    """The Python code blocks of a Markdown page."""
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+#: The pages of the guide that show code.
+GUIDE = [page.stem for page in sorted(ROOT.glob("docs/guide/*.md")) if code(page)]
 
 
 def test_the_twenty_lines_train() -> None:
     lines = run("examples/twenty_lines.py").ok().lines
     assert len(lines) == 11
     assert lines[-1] == "w is [1. 2. 3. 4. 5. 6. 7. 8.]"
+    [output] = re.findall(r"```text\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert output.splitlines() == [lines[0], "...", lines[-1]]
+
+
+@pytest.mark.parametrize("page", GUIDE)
+def test_the_code_of_the_guide_runs(page: str, tmp_path: Path) -> None:
+    [quick_start] = code(ROOT / "README.md")
+    setup, loop, _ = quick_start.partition("for epoch")  # a page continues after the line that makes `batches`
+    assert loop
+    script = tmp_path / "page.py"
+    script.write_text("\n".join([setup, *code(ROOT / f"docs/guide/{page}.md")]))
+    ended = run(script, directory=tmp_path, environment={"PYTHONBREAKPOINT": "0"}).ok()
+    said = iter(ended.lines)
+    for shown in re.findall(r"^ *print\(.*\)  # (-?[\d.]+|\[.*\])(?=:|$)", script.read_text(), re.MULTILINE):
+        assert shown in said, f"{shown} is not printed in its turn\n{ended}"
 
 
 def test_the_embedding_is_learned() -> None:
