@@ -1,6 +1,6 @@
 """Checkpoints: which arrays a nest of objects holds, under which names they are saved, and how they are set again.
 
-One file is one checkpoint; ``checkpoint_files`` writes and reads it. An array lies under the way that leads
+One file is one checkpoint; ``file_format`` writes and reads it. An array lies under the way that leads
 to it from the names given: ``model/layers/0/kernel``, ``optimizer/iterations``, ``optimizer/m/model/layers/0/kernel``.
 What is saved is the central value, so neither replicas nor devices are in it. ``train`` and ``strategy`` are its users.
 """

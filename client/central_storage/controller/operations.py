@@ -1,4 +1,4 @@
-"""The client's link to its service: what the cross-replica context may do, over the conversation of ``seam.py``.
+"""The client's link to its service: what the cross-replica context may do, over the conversation of ``session.py``.
 
 It implements :class:`~central_storage.core.backends.ControllerBackend`.
 """

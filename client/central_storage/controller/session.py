@@ -1,7 +1,7 @@
 """What a client hears and says: sockets, life-line and the one place where it waits.
 
 This is the only module of the link that imports zmq; what is said, and what an answer means, is known in the modules
-over it (``runs.py``, ``link.py``).
+over it (``runs.py``, ``operations.py``).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Objects made of several variables: metrics and moving averages.
 
 They have no number of their own in the server. Between processes one travels as its class, its attributes and the
-handles of its variables, by ``shipping`` and by ``vocabulary`` alike, and becomes the one object of that process that
-is made of those variables, so ``is`` holds as for a handle. That costs the server nothing, and a class of the user's
-that derives from one of them travels, too.
+handles of its variables; ``pickling.pickler`` and ``wire_values.value_codec`` do the same. There it becomes the one
+object of that process that is made of those variables, so ``is`` holds as for a handle. That costs the server nothing.
+A class of the user's that derives from one of them travels, too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Device names, and which devices this machine has.
 
 Owns the one short form that travels (``cpu:0``, ``gpu:1``; ``cpu:0+cpu:1`` for a replica that owns several, its
-logical devices) and the full form that users of TensorFlow know. Which GPUs there are ``gpus`` finds without CUDA.
-The strategy and the launcher call it; nobody else interprets a device string.
+logical devices) and the full form that users of TensorFlow know. ``diagnostics.gpu_inventory`` finds without CUDA which
+GPUs there are. The strategy and the launcher call it; nobody else interprets a device string.
 """
 
 from __future__ import annotations

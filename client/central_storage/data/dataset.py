@@ -4,7 +4,7 @@ A data set is an immutable description; each ``iter`` runs it from the beginning
 of arrays (slices, shuffle, take, skip, shard, repeat, cache), what runs through it are row numbers, and ``batch``
 indexes the arrays once a batch; from the first ``map``, ``filter`` or ``batch`` on it is the elements themselves.
 Elements are nests (tuples, dicts) of arrays. Rows and batches of the arrays a data set was made from are read-only:
-they may be views. Nothing here knows of strategies; ``distribute`` splits what comes out.
+they may be views. Nothing here knows of strategies; ``distributed`` splits what comes out.
 """
 
 from __future__ import annotations

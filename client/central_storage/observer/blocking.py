@@ -1,8 +1,8 @@
 """An observer: a process that may look at a running service, and nothing else.
 
-Values are read where they lie (`sight`); where that cannot be, or commits come too fast, bytes come in frames from the
-server, which copies them between commits. Any process of the same user can be one. :class:`Session` is what is said and
-how answers are known; waiting is done by :class:`Observer` here and by ``central_storage.aio`` as coroutines.
+It reads values where they lie (``seqlock_reader``). Where that cannot be, or commits come too fast, the server sends the
+bytes in frames, which it copies between commits. Any process of the same user can be an observer. :class:`Session` is
+what is said and how answers are known; :class:`Observer` here waits, and ``central_storage.aio`` waits by coroutines.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``strategy.run_steps``: one step for each element of a data set, sent ahead of the results that the loop has had.
 
 Turns elements into steps and outcomes into what the loop gets, and knows what becomes of elements that are not used.
-Sending and waiting is the business of the series (``series.py``).
+Sending and waiting is the business of the series (``core/pipeline.py``).
 """
 
 from __future__ import annotations

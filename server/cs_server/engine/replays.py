@@ -1,7 +1,7 @@
 """What a worker's death means: a run is replayed by the worker in its place, or lost, and who has to hear of it.
 
 A run, with those nested in it, is replayed as long as nothing of it is committed; its records stay and answer the
-replay, which ``recollection`` compares with them, while the other replicas wait. A run that kills the same replica
+replay, which ``replay_check`` compares with them, while the other replicas wait. A run that kills the same replica
 twice is given up. Whoever sends runs is told of the new worker as soon as that may begin one: not while a step from
 which the replica has returned is still to be committed, since variables are read without asking.
 """

@@ -1,8 +1,8 @@
 """CUDA C for variables on a GPU: the table of update rules, translated, and the loops around it.
 
 Owns the text of every kernel of the server; `cuda` compiles and launches it. A rule's `step` is read as source and
-rewritten operator by operator, so the arithmetic of a rule is written once, in `updates`. What comes out is plain C
-but for a few words of CUDA, so that it can be compiled and compared with `updates.reference` where there is no GPU.
+rewritten operator by operator, so the arithmetic of a rule is written once, in `rules`. What comes out is plain C
+but for a few words of CUDA, so that it can be compiled and compared with `rules.reference` where there is no GPU.
 
 A kernel works on *pieces*: rows of an int64 table on the device, one for each block of threads. A piece is so many
 elements at the addresses that stand in its row, which may lie anywhere the device can read: a slab in pieces, rows of

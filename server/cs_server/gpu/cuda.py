@@ -1,6 +1,6 @@
 """A GPU as the server uses it: memory, copies, page-locked memory of the machine, kernels.
 
-The one module of the server that knows CuPy, imported by `devices` for variables on a GPU alone: a server whose
+The one module of the server that knows CuPy, imported by `store` for variables on a GPU alone: a server whose
 variables lie in the machine's memory never has a CUDA context. It knows no variables and no rules.
 
 Everything is ordered by two streams. Kernels and what is brought to the GPU follow each other on one; what is taken

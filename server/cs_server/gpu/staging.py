@@ -1,6 +1,6 @@
 """Copies between a GPU's variables and the machine's memory, and the GPU's scratch memory through which they go.
 
-Values are named by their segment and lie wherever `device_memory` has them, in as many parts as that takes. Long work
+Values are named by their segment and lie wherever `memory` has them, in as many parts as that takes. Long work
 goes through the scratch memory in parts; nothing here allocates after the start.
 """
 

@@ -1,13 +1,13 @@
 """Variables on a GPU: what a commit does to them, and their mirror in the machine's memory.
 
 Owns variables and slots of the dtypes of `rules.GPU_DTYPES`; everything else of such a service, whole numbers and
-complex ones, lies in the machine's memory as ever, and its part of a commit is `arithmetic`'s. The segments are the
-mirror of what lies on the GPU (`device_memory`): after each commit they hold what the GPU holds, so workers, clients
-and checkpoints read what they always read, and a server after this one begins with it. The mirror changes only when
-the commit has been written down in the `journal`. Without a journal (nobody is to take this server's place) the
+complex ones, lies in the machine's memory as ever, and its part of a commit is `compute.executor`'s. The segments are
+the mirror of what lies on the GPU (`memory`): after each commit they hold what the GPU holds, so workers, clients and
+checkpoints read what they always read, and a server after this one begins with it. The mirror changes only when
+the commit has been written down in the `redo_journal`. Without a journal (nobody is to take this server's place) the
 variables alone are mirrored at each commit, the slots when somebody asks.
 
-A commit orders kernels (`device_updates`) and copies (`staging`) and waits once, at its end; it allocates nothing.
+A commit orders kernels (`updates`) and copies (`staging`) and waits once, at its end; it allocates nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = ["GpuStore"]
 
 _log = logging.getLogger("cs_server.service")
 
-#: As in `device_updates`: what follows does not wait for longer.
+#: As in `updates`: what follows does not wait for longer.
 _FILL_BLOCKS = 2048
 #: What the journal needs beside the bytes of a change: it is aligned, and named in the index.
 _ENTRY_NBYTES = 256

@@ -1,7 +1,7 @@
 """A worker that another launcher runs, in a container of its own, as the supervisor sees its child processes.
 
 The launcher there keeps a connection: what the kernel tells of a child, it tells of this one, and where the connection
-ends the worker counts as dead. ``supervise`` gives such places away; ``join`` is the other end.
+ends the worker counts as dead. ``lifecycle`` gives such places away; ``join`` is the other end.
 """
 
 from __future__ import annotations
