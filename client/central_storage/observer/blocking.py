@@ -1,7 +1,7 @@
 """An observer: a process that may look at a running service, and nothing else.
 
-It reads values where they lie (``seqlock_reader``). Where that cannot be, or commits come too fast, the server sends the
-bytes in frames, which it copies between commits. Any process of the same user can be an observer. :class:`Session` is
+It reads values where they lie (``seqlock_reader``). Where that cannot be, or commits come too fast, the server copies
+the bytes between commits and sends them in frames. Any process of the same user can be an observer. :class:`Session` is
 what is said and how answers are known; :class:`Observer` here waits, and ``central_storage.aio`` waits by coroutines.
 """
 
