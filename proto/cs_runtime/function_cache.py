@@ -25,7 +25,7 @@ class FunctionCache:
     def touch(self, digest: bytes) -> bool:
         """Use ``digest``: whether it was held. The least recently used one goes where there are too many.
 
-        >>> recent = Recent(2)
+        >>> recent = FunctionCache(2)
         >>> [recent.touch(digest) for digest in (b"a", b"b", b"a", b"c", b"b")]
         [False, False, True, False, False]
         """
@@ -61,7 +61,7 @@ class HeldFunctions:
     def touch(self, digest: bytes, frozen: bool) -> tuple[bool, HeldFunctions]:
         """Send a run of the function ``digest``: whether the worker has its bytes already, and what it holds then.
 
-        >>> held, said = Held(), []
+        >>> held, said = HeldFunctions(), []
         >>> for frozen in (True, False, True, False):
         ...     is_held, held = held.touch(b"a", frozen)
         ...     said.append(is_held)
