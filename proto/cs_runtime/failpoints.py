@@ -12,9 +12,6 @@ SIGSEGV to the process itself; ``exit0`` is its immediate end with code 0; ``rai
 once, in whichever process comes first, and a file with its text tells that it did; ``note`` leaves a file with the
 name of the place. Without it, what kills a process kills those that are started in its place as well.
 
-``CS_SABOTAGE`` names guarantees that are not kept, separated by commas: a test of the guarantee must fail then, or it
-would not notice either if the guarantee were gone. :func:`sabotaged` is False unless it is set.
-
 Only tests set these variables.
 """
 
@@ -28,7 +25,7 @@ from collections.abc import Callable, Iterable
 
 from cs_proto.frozen import frozen
 
-__all__ = ["FAILPOINTS", "SABOTAGES", "FailpointError", "failpoint", "failpoints_of", "sabotaged", "sabotages_of"]
+__all__ = ["FAILPOINTS", "FailpointError", "failpoint", "failpoints_of"]
 
 #: Every place, by the role whose process comes there.
 FAILPOINTS = (
@@ -45,16 +42,6 @@ FAILPOINTS = (
     "worker.ask",  # before a question is sent
     "worker.return",  # the function has returned; nothing has been sent
     "worker.returned",  # the return has been sent
-)
-
-#: Every guarantee that can be switched off, and what then happens.
-SABOTAGES = (
-    "no-dedup",  # the server acts on a request of a client as often as it comes
-    "no-undo",  # a server that is started again begins the commit at hand anew
-    "unguarded-read",  # the reader of the soak looks at the memory of a variable instead of asking the server
-    "replay-committed",  # a run is replayed although something of it is committed
-    "no-fence",  # the server acts on what a worker says whose place has been taken
-    "naive-retry",  # the training of the soak asks for a step once more, as a new one, where the answer is late
 )
 
 _ITEM = re.compile(
@@ -109,14 +96,6 @@ def failpoints_of(spec: str, directory: str = "", rank: str = "") -> Callable[[s
     return reached
 
 
-def sabotages_of(spec: str) -> Callable[[str], bool]:
-    """What :func:`sabotaged` is where the environment says ``spec``. Raises ValueError for a name that is not there."""
-    chosen = set(filter(None, (name.strip() for name in spec.split(","))))
-    if unknown := chosen - set(SABOTAGES):
-        raise ValueError(f"sabotage {', '.join(sorted(unknown))}: there are only {_listed(SABOTAGES)}")
-    return chosen.__contains__
-
-
 def _item(text: str) -> tuple[_Item, str | None]:
     """The item and the rank it is for, None for all."""
     found = _ITEM.fullmatch(text)
@@ -160,12 +139,3 @@ else:
 
     def failpoint(name: str) -> None:
         """The process has come to the place ``name``, one of :data:`FAILPOINTS`."""
-
-
-if spec := os.environ.get("CS_SABOTAGE"):
-    sabotaged = sabotages_of(spec)
-else:
-
-    def sabotaged(name: str) -> bool:
-        """Whether the guarantee ``name``, one of :data:`SABOTAGES`, is not to be kept."""
-        return False

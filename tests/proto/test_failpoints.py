@@ -10,15 +10,7 @@ from pathlib import Path
 import pytest
 from tests.harness.processes import ROOT, Ended, run
 
-from cs_runtime.failpoints import (
-    FAILPOINTS,
-    SABOTAGES,
-    FailpointError,
-    failpoint,
-    failpoints_of,
-    sabotaged,
-    sabotages_of,
-)
+from cs_runtime.failpoints import FAILPOINTS, FailpointError, failpoint, failpoints_of
 
 PLACE, OTHER = FAILPOINTS[:2]
 
@@ -129,11 +121,3 @@ def test_every_place_is_in_the_code_once_and_no_other_is() -> None:
                     assert isinstance(node.args[0], ast.Constant), f"{path}:{node.lineno}"
                     found[node.args[0].value] += 1
     assert found == Counter(FAILPOINTS)
-
-
-def test_sabotage_is_off_unless_it_is_asked_for_by_name() -> None:
-    assert not sabotaged(SABOTAGES[0])
-    chosen = sabotages_of(f"{SABOTAGES[1]}, ")
-    assert [chosen(name) for name in SABOTAGES[:2]] == [False, True]
-    with pytest.raises(ValueError, match="sabotage no-brakes: there are only no-dedup"):
-        sabotages_of("no-brakes")

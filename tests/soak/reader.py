@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Callable
 
@@ -16,7 +17,6 @@ from tests.harness.timing import unit
 
 import central_storage as cs
 from cs_runtime import supervisor_link
-from cs_runtime.failpoints import sabotaged
 from cs_runtime.supervisor_link import SupervisorLink
 
 __all__ = ["steps_behind"]
@@ -45,7 +45,7 @@ def main(address: str, count: int) -> None:
     wrong: list[str] = []
     last = {"plain": 0, "twin": 0}
     with cs.connect(address, timeout=unit(60.0)) as observer:
-        read = unguarded(observer) if sabotaged("unguarded-read") else observer.get
+        read = unguarded(observer) if os.environ.get("CS_SABOTAGE") == "unguarded-read" else observer.get
         for number in range(count):
             if number % 3 == 2:
                 plain, twin = observer.get_all(["plain", "twin"])

@@ -1,12 +1,14 @@
 """The short tier: a session of each promise with few trials, every place of the failpoints, and sabotage.
 
-Where a guarantee is switched off (``CS_SABOTAGE``), the trials of its promise must find that; a session that passes
-then would pass without the guarantee, too.
+Where a guarantee is switched off (``sabotage/sitecustomize.py``), the trials of its promise must find that; a session
+that passes then would pass without the guarantee, too.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 
 import pytest
 from tests.harness.processes import run
@@ -31,6 +33,12 @@ SABOTAGED = {
 }
 
 
+def sabotaged(name: str) -> dict[str, str]:
+    """The environment of processes in which that guarantee is switched off."""
+    directory, path = str(Path(__file__).with_name("sabotage")), os.environ.get("PYTHONPATH")
+    return {"CS_SABOTAGE": name, "PYTHONPATH": os.pathsep.join([directory, path] if path else [directory])}
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", TRIALS)
 def test_a_promise_is_kept(name: str) -> None:
@@ -44,7 +52,8 @@ def test_a_promise_is_kept(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in SABOTAGED if name != "P5"])
 def test_a_promise_that_is_broken_is_found_broken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (seed, trials), (sabotage, words) = TRIALS[name], SABOTAGED[name]
-    monkeypatch.setenv("CS_SABOTAGE", sabotage)  # for the processes of the session
+    for variable, value in sabotaged(sabotage).items():
+        monkeypatch.setenv(variable, value)  # for the processes of the session
     monkeypatch.setattr(promises, "_REFUSED_WITHIN", 1.0)  # a worker that is not refused goes on for ever
     assert words in "\n".join(PROMISES[name].session(seed, trials).violations)
 
@@ -54,7 +63,7 @@ def test_the_command_of_a_session_finds_a_broken_promise() -> None:
     """The service of P5 is in the process of the session, which therefore is one of its own."""
     (seed, trials), (sabotage, words) = TRIALS["P5"], SABOTAGED["P5"]
     arguments = ("-m", "tests.soak.run", "--promise", "P5", "--seed", str(seed), "--trials", str(trials), "--tell")
-    ended = run(sys.executable, *arguments, environment={"CS_SABOTAGE": sabotage}, timeout=unit(200))
+    ended = run(sys.executable, *arguments, environment=sabotaged(sabotage), timeout=unit(200))
     assert ended.code == 1, ended
     assert words in ended.out, ended
 

@@ -31,7 +31,6 @@ from cs_proto.messages import (
     Statistics,
 )
 from cs_proto.records import Record, replace
-from cs_runtime.failpoints import sabotaged
 from cs_server.events import Command, Send, Write
 
 from .catalogue import Catalogue
@@ -68,7 +67,7 @@ class Requests:
         """Act on a write once. A refusal is a reply like any other: repeated, it stays one."""
         key = (self._is_token_of(peer, record), record.client)
         known = self._tables.requests.get(key)
-        if known is not None and record.sequence <= known.sequence and not sabotaged("no-dedup"):
+        if known is not None and record.sequence <= known.sequence:
             if record.sequence < known.sequence:
                 raise PeerProtocolError(
                     f"request {record.sequence} of {record.client!r:.80} was followed by {known.sequence}; only the "

@@ -10,7 +10,6 @@ from cs_proto.errors import ContextError, Fenced, InvalidArgumentError, PeerProt
 from cs_proto.failures import error_of
 from cs_proto.messages import PROTOCOL, Died, Goodbye, Hello, Refused, Register, Registered, Welcome, Worker
 from cs_proto.records import Record, replace
-from cs_runtime.failpoints import sabotaged
 from cs_server.events import Command, Dismiss, Log, Send
 
 from .state import ClientSession, Departure, Tables, WorkerSession
@@ -102,8 +101,6 @@ class Sessions:
         known = self._tables.workers.get(replica)
         if known is None:
             raise PeerProtocolError(f"no worker has registered as replica {replica}")
-        if incarnation < known.worker.incarnation and sabotaged("no-fence"):
-            return
         if incarnation < known.worker.incarnation or replica in self._tables.deaths:
             raise Fenced(f"worker w{replica}.{incarnation} has been replaced or is dead; the message was not acted on")
         if incarnation > known.worker.incarnation or peer != known.peer:
