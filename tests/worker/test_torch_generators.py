@@ -93,15 +93,6 @@ def test_every_run_and_replica_has_numbers_of_its_own(seeds: Seeds) -> None:
     assert all(0 <= number < 1 << 64 and count == 1 for number, count in drawn)
 
 
-def test_what_was_expected_is_the_same(seeds: Seeds) -> None:
-    torch = imported()
-    seeds.begin(7, (5,), 1)
-    wanted = torch.default_generator.draw()
-    seeds.expect(7, (5,), 1)
-    seeds.begin(7, (5,), 1)
-    assert torch.default_generator.draw() == wanted
-
-
 def test_a_run_that_imports_torch_draws_as_one_that_had_it(seeds: Seeds) -> None:
     seeds.begin(7, (5,), 1)
     first = imported().default_generator.draw()

@@ -113,7 +113,6 @@ class Loop:
                 said = self._carry_out(controller, work)
             said()  # after the turn: what the script does next is not this replica's
             self._say_carried()
-            self._seeds.expect(work.seed, (work.draw + 1,), work.replica)
             if not self._has_worked:
                 self._has_worked = True
                 self._shop.conversation.link.send_supervisor(messages.MadeProgress(self._shop.config.incarnation))
