@@ -1,6 +1,6 @@
 """A commit that is cut off anywhere is carried to its end by the next server, with the bits of one that nobody cut.
 
-`survives` runs a commit once for each store that tells how far it is, and for each element that the loops of `fused`
+`survives` runs a commit once for each store that tells how far it is, and for each element that the loops of `jit`
 write: until there, no further. Those loops are the compiled ones' own source, run by Python here; the rest is done by
 the compiled ones. What lies in a piece that is being overwritten may be anything, so it is filled with noise.
 """
@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -98,22 +97,31 @@ class InPython:
         self.say = say
         self.at_hand: dict[int, tuple[Any, ...]] = {}  # by lane: its progress, the piece's number, arrays and place
 
-    def kernel(self, rule: Rule, *, is_sparse: bool) -> Callable[..., Callable[[], None]]:
+    def patch(self, patch: pytest.MonkeyPatch) -> None:
+        """Have every update done by Python."""
+        replaced = {"_done": jit._done.py_func, "_foresee": lambda *_: None, "_share": share}
+        replaced |= {"_elements": elements, "_addends": addends}
+        replaced["_tell"] = lambda progress, value: self.say(progress, 0, value)
+        for name, function in replaced.items():
+            patch.setattr(jit, name, function)
+        patch.setattr(kernels, "_kernel", self.kernel)
+
+    def kernel(self, rule: Rule, dtype: Any, *, is_sparse: bool = False) -> Callable[..., Callable[[], None]] | None:
+        if not rule.is_compiled or dtype.name not in kernels.KERNEL_DTYPES:
+            return None
+
         def step(*values: Any) -> tuple[Any, ...]:
             self.fuse.burn()
             with np.errstate(all="ignore"):
                 return rule.step(*values)
+
+        of_rule, _ = jit.unrolled(len(rule.slots), step, dtype)
 
         def piece(*given: Any) -> None:
             arrays, start, stop, *_, number, _, progress, _ = given
             if progress.size:
                 self.at_hand[progress.ctypes.data] = progress, number, arrays, slice(start, stop)
             of_rule(*given)
-
-        replaced = {"step": step, "piece": piece, "_done": jit._done.py_func, "_foresee": lambda *_: None}
-        replaced |= {"_elements": elements, "_addends": addends, "_share": share}
-        replaced["_tell"] = lambda progress, value: self.say(progress, 0, value)
-        of_rule = with_globals(jit._PIECES[len(rule.slots)], replaced)
 
         def bind(numbers: Any, progress: Any, area: Any, scratch: Any, *given: Any) -> Callable[[], None]:
             last = len(given) - 1 - len(rule.slots)
@@ -122,19 +130,15 @@ class InPython:
             def run() -> None:
                 if is_sparse:
                     where, memory, chunk = given[:4], given[4:last], len(scratch) // 2
-                    loop = with_globals(jit._sparse, replaced)
+                    loop = jit.sparse(piece)
                     loop(*where, memory, written, tuple(numbers), chunk, progress, area, scratch)
                 else:
-                    loop = with_globals(jit._dense, replaced)
+                    loop = jit.dense(piece)
                     loop(*given[:last], written, tuple(numbers), len(scratch), progress, area, scratch)
 
             return run
 
         return bind
-
-
-def with_globals(function: Any, replaced: dict[str, Any]) -> Any:
-    return FunctionType(function.__code__, vars(jit) | replaced)
 
 
 def elements(address: int, like: Any, count: int) -> Any:
@@ -149,9 +153,12 @@ def addends(addresses: Any, like: Any, scratch: Any, start: int, stop: int) -> A
     return total, last
 
 
+plain_share = jit._share.py_func
+
+
 def share(*given: Any) -> Any:
     with np.errstate(over="ignore"):  # of the hash
-        return with_globals(jit._share.py_func, {"_elements": elements})(*given)
+        return plain_share(*given)
 
 
 class Server:
@@ -192,13 +199,8 @@ class Server:
             patch.setattr(undo, "_say", say)
             patch.setattr(Lane, "give_back", give_back)
             patch.setattr(Lane, "enter", enter)
-            compiled, by_python = kernels._kernel, InPython(fuse, say)
-
-            def kernel(rule: Rule, dtype: Any, *, is_sparse: bool = False) -> Any:
-                known = compiled(rule, dtype, is_sparse=is_sparse)
-                return None if known is None else by_python.kernel(rule, is_sparse=is_sparse)
-
-            patch.setattr(kernels, "_kernel", kernel)
+            by_python = InPython(fuse, say)
+            by_python.patch(patch)
             if left is None:
                 self.commit(command)
                 return fuse.count

@@ -10,13 +10,12 @@ A rule has two kernels: a dense one takes element ranges of one slab, a sparse o
 take the parameters, the slots, the base addresses of the replicas' gradients, the rule's numbers, what of a `Lane` they
 need to survive the server: its word and its area, or two empty arrays; and memory for the sum of a piece and for the
 rows, since compiled code that runs without numba cannot ask for any. Addresses instead of arrays make it one compiled
-function for any number of replicas. What is done with a piece of memory is a function for each number of slots; each
-rule gets a copy of it in which the global `step` is its own step, and of the loops in which `piece` is that.
+function for any number of replicas. The code for one piece of memory depends on the number of slots: it is a text,
+filled in for each rule. A loop gets the compiled piece as an argument of the function that makes the loop.
 """
 
 from collections.abc import Callable
-from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import llvmlite.binding as llvm
 import numba
@@ -30,18 +29,7 @@ from cs_server.rules import Array, Rule
 
 from . import object_loader
 
-if TYPE_CHECKING:
-
-    def step(*values: Any) -> tuple[Any, ...]: ...
-    def piece(*arguments: Any) -> None: ...
-    def loop(*arguments: Any) -> None: ...
-    def arrays(words: Array, first: int) -> tuple[Array, ...]: ...
-
-
-VALUE, COUNT = np.dtype("float32"), 1
-"""In a kernel: its dtype, and of how many numbers its rule is."""
-
-# Compiled code is called by compiled code, and by `native`, in none of Python's ways.
+# Compiled code is called by compiled code and by `object_loader`, never by Python.
 _ALONE = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 # What is done for every row is no call: what calls store stands in line behind the row before, which memory still has.
@@ -53,35 +41,23 @@ _PLACE = np.dtype("int32")
 
 
 def build(rule: Rule, dtype: np.dtype[Any], *, is_sparse: bool = False) -> bytes:
-    """The machine code of the kernel of this rule and dtype, for `native.kernel`: of whole ranges, or of the rows that
-    sparse gradients name."""
-    loop, entry = (_sparse, _enter_sparse) if is_sparse else (_dense, _enter_dense)
-    count = len(rule.slots)
+    """The machine code of the kernel of this rule and dtype, for `object_loader.kernel`: of whole ranges, or of the
+    rows that sparse gradients name."""
     # No fastmath: an update has the bits of the reference.
-    inlined = numba.njit(error_model="numpy", forceinline=True, **_ALONE)(rule.step)
-    piece = _compiled(_PIECES[count], rule, dtype, step=inlined)
-    compiled = _compiled(loop, rule, dtype, piece=piece)
-    arrays = _compiled(_ARRAYS[count], rule, dtype, VALUE=dtype)
-    names = {"loop": compiled, "arrays": arrays, "VALUE": dtype, "COUNT": rule.count_of_numbers}
-    return _machine_code(_with(entry, f"{rule.name}_{dtype}", **names))
-
-
-def _compiled(function: Any, rule: Rule, dtype: np.dtype[Any], **names: Any) -> Any:
-    return numba.njit(error_model="numpy", **_INLINED)(
-        _with(function, f"{rule.name}_{dtype}{function.__name__}", **names)
-    )
+    step = numba.njit(error_model="numpy", forceinline=True, **_ALONE)(rule.step)
+    piece, arrays = map(_inlined, unrolled(len(rule.slots), step, dtype))
+    if is_sparse:
+        return _machine_code(_enter_sparse(_inlined(sparse(piece)), arrays, dtype, rule.count_of_numbers))
+    return _machine_code(_enter_dense(_inlined(dense(piece)), arrays, dtype, rule.count_of_numbers))
 
 
 def build_merge(dtype: np.dtype[Any]) -> bytes:
     """The machine code of the loop that adds up sparse gradients of this dtype."""
-    return _machine_code(_with(_enter_merge, f"merge_{dtype}", VALUE=dtype))
+    return _machine_code(_enter_merge(dtype))
 
 
-def _with(function: Any, name: str, **names: Any) -> Any:
-    """A copy of a function of this module in which these global names mean these things."""
-    copy = FunctionType(function.__code__, globals() | names, name)
-    copy.__qualname__ = name
-    return copy
+def _inlined(function: Any) -> Any:
+    return numba.njit(error_model="numpy", **_INLINED)(function)
 
 
 def _machine_code(entry: Any) -> bytes:
@@ -188,187 +164,126 @@ def _addends(addresses: Array, like: Array, scratch: Array, start: int, stop: in
     return total, final
 
 
-# A piece of an update, the lane's number so and so: elements start to stop of parameters and slots, whose gradients are
-# ``g + h``. What a server before this one has kept of it is given back, for it may be half done.
-
-
-def _no_slot(
-    arrays: tuple[Array, ...],
-    start: int,
-    stop: int,
-    g: Array,
-    h: Array,
-    number: int,
-    numbers: tuple[Any, ...],
-    progress: Array,
-    area: Array,
-) -> None:
-    w = arrays[0][start:stop]
-    if progress.shape[0] > 0:
-        kept_w = area[: w.shape[0]]
-        if progress[0] == 2 * number - 1:
-            for i in range(w.shape[0]):
-                w[i] = kept_w[i]
-        else:
-            for i in range(w.shape[0]):
-                kept_w[i] = w[i]
-            _tell(progress, 2 * number - 1)
-    for i in range(w.shape[0]):
-        (w[i],) = step(w[i], g[i] + h[i], *numbers)
-    if progress.shape[0] > 0:
-        _tell(progress, 2 * number)
-
-
-def _one_slot(
-    arrays: tuple[Array, ...],
-    start: int,
-    stop: int,
-    g: Array,
-    h: Array,
-    number: int,
-    numbers: tuple[Any, ...],
-    progress: Array,
-    area: Array,
-) -> None:
-    w, a = arrays[0][start:stop], arrays[1][start:stop]
+# ``piece`` updates elements start to stop of parameters and slots, the lane's piece of that number, whose gradients are
+# ``g + h``. A server before this one may have half done it: it gives what that one has kept back. ``arrays`` makes
+# parameters and slots of their addresses and lengths. Compiled code has no loop over arrays, so a text is filled in.
+_UNROLLED = """
+def piece(arrays, start, stop, g, h, number, numbers, progress, area):
+    {arrays} = {parts}
     size = w.shape[0]
     if progress.shape[0] > 0:
-        kept_w, kept_a = area[:size], area[size : 2 * size]
+        {kept} = {areas}
         if progress[0] == 2 * number - 1:
             for i in range(size):
-                w[i], a[i] = kept_w[i], kept_a[i]
+                {elements} = {kept_elements}
         else:
             for i in range(size):
-                kept_w[i], kept_a[i] = w[i], a[i]
+                {kept_elements} = {elements}
             _tell(progress, 2 * number - 1)
-    for i in range(w.shape[0]):
-        w[i], a[i] = step(w[i], g[i] + h[i], a[i], *numbers)
+    for i in range(size):
+        {elements} = step(w[i], g[i] + h[i], {slot_elements} *numbers)
     if progress.shape[0] > 0:
         _tell(progress, 2 * number)
 
 
-def _two_slots(
-    arrays: tuple[Array, ...],
-    start: int,
-    stop: int,
-    g: Array,
-    h: Array,
-    number: int,
-    numbers: tuple[Any, ...],
-    progress: Array,
-    area: Array,
-) -> None:
-    w, a, b = arrays[0][start:stop], arrays[1][start:stop], arrays[2][start:stop]
-    size = w.shape[0]
-    if progress.shape[0] > 0:
-        kept_w, kept_a, kept_b = area[:size], area[size : 2 * size], area[2 * size : 3 * size]
-        if progress[0] == 2 * number - 1:
-            for i in range(size):
-                w[i], a[i], b[i] = kept_w[i], kept_a[i], kept_b[i]
-        else:
-            for i in range(size):
-                kept_w[i], kept_a[i], kept_b[i] = w[i], a[i], b[i]
-            _tell(progress, 2 * number - 1)
-    for i in range(w.shape[0]):
-        w[i], a[i], b[i] = step(w[i], g[i] + h[i], a[i], b[i], *numbers)
-    if progress.shape[0] > 0:
-        _tell(progress, 2 * number)
+def arrays(words, first):
+    return {made}
+"""
 
 
-def _three_slots(
-    arrays: tuple[Array, ...],
-    start: int,
-    stop: int,
-    g: Array,
-    h: Array,
-    number: int,
-    numbers: tuple[Any, ...],
-    progress: Array,
-    area: Array,
-) -> None:
-    w, a, b = arrays[0][start:stop], arrays[1][start:stop], arrays[2][start:stop]
-    c = arrays[3][start:stop]
-    size = w.shape[0]
-    if progress.shape[0] > 0:
-        kept_w, kept_a, kept_b = area[:size], area[size : 2 * size], area[2 * size : 3 * size]
-        kept_c = area[3 * size : 4 * size]
-        if progress[0] == 2 * number - 1:
-            for i in range(size):
-                w[i], a[i], b[i], c[i] = kept_w[i], kept_a[i], kept_b[i], kept_c[i]
-        else:
-            for i in range(size):
-                kept_w[i], kept_a[i], kept_b[i], kept_c[i] = w[i], a[i], b[i], c[i]
-            _tell(progress, 2 * number - 1)
-    for i in range(w.shape[0]):
-        w[i], a[i], b[i], c[i] = step(w[i], g[i] + h[i], a[i], b[i], c[i], *numbers)
-    if progress.shape[0] > 0:
-        _tell(progress, 2 * number)
+def unrolled(slots: int, step: Callable[..., Any], dtype: np.dtype[Any]) -> tuple[Callable[..., Any], ...]:
+    """The functions ``piece`` and ``arrays`` for a rule with this many slots, its ``step`` and its dtype."""
+
+    def each(form: str, first: int = 0) -> str:
+        return "".join(f"{form.format(array=name, k=k)}, " for k, name in enumerate("wabc"[: slots + 1]) if k >= first)
+
+    source = _UNROLLED.format(
+        arrays=each("{array}"),
+        parts=each("arrays[{k}][start:stop]"),
+        kept=each("kept_{array}"),
+        areas=each("area[{k} * size : ({k} + 1) * size]"),
+        elements=each("{array}[i]"),
+        kept_elements=each("kept_{array}[i]"),
+        slot_elements=each("{array}[i]", 1),
+        made=each("_array(words, first + {k}, dtype)"),
+    )
+    made = {"step": step, "dtype": dtype, "_tell": _tell, "_array": _array}
+    exec(source, made)
+    return made["piece"], made["arrays"]
 
 
-def _dense(
-    ranges: Array,
-    addresses: Array,
-    arrays: tuple[Array, ...],
-    numbers: tuple[Any, ...],
-    chunk: int,
-    progress: Array,
-    area: Array,
-    scratch: Array,
-) -> None:
-    """Update ranges whose gradients, of the addresses, lie where the parameters do."""
-    done, number = _done(progress), 0
-    for r in range(ranges.shape[0]):
-        for start in range(ranges[r, 0], ranges[r, 1], chunk):
-            number += 1
-            if number <= done:
-                continue
-            stop = min(start + chunk, ranges[r, 1])
-            g, h = _addends(addresses, arrays[0], scratch, start, stop)
-            piece(arrays, start, stop, g, h, number, numbers, progress, area)
+def dense(piece: Callable[..., None]) -> Callable[..., None]:
+    """The loop that updates ranges whose gradients, of the addresses, lie where the parameters do."""
+
+    def loop(
+        ranges: Array,
+        addresses: Array,
+        arrays: tuple[Array, ...],
+        numbers: tuple[Any, ...],
+        chunk: int,
+        progress: Array,
+        area: Array,
+        scratch: Array,
+    ) -> None:
+        done, number = _done(progress), 0
+        for r in range(ranges.shape[0]):
+            for start in range(ranges[r, 0], ranges[r, 1], chunk):
+                number += 1
+                if number <= done:
+                    continue
+                stop = min(start + chunk, ranges[r, 1])
+                g, h = _addends(addresses, arrays[0], scratch, start, stop)
+                piece(arrays, start, stop, g, h, number, numbers, progress, area)
+
+    return loop
 
 
-def _sparse(
-    values: Array,
-    indices: Array,
-    lengths: Array,
-    share: Array,
-    memory: tuple[Array, Array, Array],
-    arrays: tuple[Array, ...],
-    numbers: tuple[Any, ...],
-    chunk: int,
-    progress: Array,
-    area: Array,
-    scratch: Array,
-) -> None:
-    """Update the lane's share of the rows that are named, in the order in which they were first named, each by the sum
-    of its gradients in the order of replicas and places. ``share`` is the lane, how many there are, the table's height
-    and width; ``scratch`` is of two pieces, the first one of -0.0."""
-    table, named, brought = memory
-    like, width = arrays[0], share[3]
-    count = _share(values, indices, lengths, share, width * like.itemsize, table, named, brought)
-    done, number, ahead = _done(progress), 0, min(width, chunk)
-    for k in range(count):
-        if k + _AHEAD < count:
-            start = named[k + _AHEAD, 0] * width
-            for array in arrays:
-                _foresee(array, start, start + ahead)
-            _foresee(_elements(brought[named[k + _AHEAD, 1], 0], like, width), 0, ahead)
-        for first in range(0, width, chunk):
-            number += 1
-            if number <= done:
-                continue
-            last = min(first + chunk, width)
-            node = named[k, 1]
-            g, h = _elements(brought[node, 0], like, width)[first:last], scratch[: last - first]
-            node = brought[node, 1]
-            while node >= 0:
-                total = scratch[chunk : chunk + last - first]
-                for i in range(total.shape[0]):
-                    total[i] = g[i] + h[i]
-                g, h = total, _elements(brought[node, 0], like, width)[first:last]
+def sparse(piece: Callable[..., None]) -> Callable[..., None]:
+    """The loop that updates the lane's share of the rows that are named, in the order in which they were first named,
+    each by the sum of its gradients in the order of replicas and places. ``share`` is the lane, how many there are, the
+    table's height and width; ``scratch`` is of two pieces, the first one of -0.0."""
+
+    def loop(
+        values: Array,
+        indices: Array,
+        lengths: Array,
+        share: Array,
+        memory: tuple[Array, Array, Array],
+        arrays: tuple[Array, ...],
+        numbers: tuple[Any, ...],
+        chunk: int,
+        progress: Array,
+        area: Array,
+        scratch: Array,
+    ) -> None:
+        table, named, brought = memory
+        like, width = arrays[0], share[3]
+        count = _share(values, indices, lengths, share, width * like.itemsize, table, named, brought)
+        done, number, ahead = _done(progress), 0, min(width, chunk)
+        for k in range(count):
+            if k + _AHEAD < count:
+                start = named[k + _AHEAD, 0] * width
+                for array in arrays:
+                    _foresee(array, start, start + ahead)
+                _foresee(_elements(brought[named[k + _AHEAD, 1], 0], like, width), 0, ahead)
+            for first in range(0, width, chunk):
+                number += 1
+                if number <= done:
+                    continue
+                last = min(first + chunk, width)
+                node = named[k, 1]
+                g, h = _elements(brought[node, 0], like, width)[first:last], scratch[: last - first]
                 node = brought[node, 1]
-            start = named[k, 0] * width
-            piece(arrays, start + first, start + last, g, h, number, numbers, progress, area)
+                while node >= 0:
+                    total = scratch[chunk : chunk + last - first]
+                    for i in range(total.shape[0]):
+                        total[i] = g[i] + h[i]
+                    g, h = total, _elements(brought[node, 0], like, width)[first:last]
+                    node = brought[node, 1]
+                start = named[k, 0] * width
+                piece(arrays, start + first, start + last, g, h, number, numbers, progress, area)
+
+    return loop
 
 
 @numba.njit(error_model="numpy", **_ALONE)
@@ -466,57 +381,40 @@ def _table(words: Array, place: int, width: int) -> Array:
     return numba.carray(_pointer(words[2 * place], words), (words[2 * place + 1], width))
 
 
-def _enter_dense(call: Any) -> None:
-    words = numba.carray(call, 20)
-    integers = words.dtype
-    numbers: Any = to_fixed_tuple(_array(words, 0, VALUE), COUNT)
-    progress, area, scratch = _array(words, 1, integers), _array(words, 2, VALUE), _array(words, 3, VALUE)
-    ranges, addresses = _table(words, 4, 2), _array(words, 5, integers)
-    loop(ranges, addresses, arrays(words, 6), numbers, len(scratch), progress, area, scratch)
+def _enter_dense(loop: Any, arrays: Any, dtype: np.dtype[Any], count: int) -> Callable[[Any], None]:
+    def enter(call: Any) -> None:
+        words = numba.carray(call, 20)
+        integers = words.dtype
+        numbers: Any = to_fixed_tuple(_array(words, 0, dtype), count)
+        progress, area, scratch = _array(words, 1, integers), _array(words, 2, dtype), _array(words, 3, dtype)
+        ranges, addresses = _table(words, 4, 2), _array(words, 5, integers)
+        loop(ranges, addresses, arrays(words, 6), numbers, len(scratch), progress, area, scratch)
+
+    return enter
 
 
-def _enter_sparse(call: Any) -> None:
-    words = numba.carray(call, 30)
-    integers = words.dtype
-    numbers: Any = to_fixed_tuple(_array(words, 0, VALUE), COUNT)
-    progress, area, scratch = _array(words, 1, integers), _array(words, 2, VALUE), _array(words, 3, VALUE)
-    values, indices, lengths = _array(words, 4, integers), _array(words, 5, integers), _array(words, 6, integers)
-    share, table = _array(words, 7, integers), _array(words, 8, _PLACE)
-    named, brought = _table(words, 9, 3), _table(words, 10, 2)
-    memory, chunk = (table, named, brought), len(scratch) // 2
-    loop(values, indices, lengths, share, memory, arrays(words, 11), numbers, chunk, progress, area, scratch)
+def _enter_sparse(loop: Any, arrays: Any, dtype: np.dtype[Any], count: int) -> Callable[[Any], None]:
+    def enter(call: Any) -> None:
+        words = numba.carray(call, 30)
+        integers = words.dtype
+        numbers: Any = to_fixed_tuple(_array(words, 0, dtype), count)
+        progress, area, scratch = _array(words, 1, integers), _array(words, 2, dtype), _array(words, 3, dtype)
+        values, indices, lengths = _array(words, 4, integers), _array(words, 5, integers), _array(words, 6, integers)
+        share, table = _array(words, 7, integers), _array(words, 8, _PLACE)
+        named, brought = _table(words, 9, 3), _table(words, 10, 2)
+        memory, chunk = (table, named, brought), len(scratch) // 2
+        loop(values, indices, lengths, share, memory, arrays(words, 11), numbers, chunk, progress, area, scratch)
+
+    return enter
 
 
-def _arrays_one(words: Array, first: int) -> Any:
-    return (_array(words, first, VALUE),)
+def _enter_merge(dtype: np.dtype[Any]) -> Callable[[Any], None]:
+    def enter(call: Any) -> None:
+        words = numba.carray(call, 14)
+        integers = words.dtype
+        addresses, indices, lengths = _array(words, 0, integers), _array(words, 1, integers), _array(words, 2, integers)
+        table, rows, counts = _array(words, 3, integers), _array(words, 4, integers), _array(words, 6, integers)
+        sums = numba.carray(_pointer(words[10], dtype), (words[11], counts[1]))
+        counts[0] = _merged(addresses, indices, lengths, table, rows, sums)
 
-
-def _arrays_two(words: Array, first: int) -> Any:
-    return _array(words, first, VALUE), _array(words, first + 1, VALUE)
-
-
-def _arrays_three(words: Array, first: int) -> Any:
-    return _array(words, first, VALUE), _array(words, first + 1, VALUE), _array(words, first + 2, VALUE)
-
-
-def _arrays_four(words: Array, first: int) -> Any:
-    return (
-        _array(words, first, VALUE),
-        _array(words, first + 1, VALUE),
-        _array(words, first + 2, VALUE),
-        _array(words, first + 3, VALUE),
-    )
-
-
-def _enter_merge(call: Any) -> None:
-    words = numba.carray(call, 14)
-    integers = words.dtype
-    addresses, indices, lengths = _array(words, 0, integers), _array(words, 1, integers), _array(words, 2, integers)
-    table, rows, counts = _array(words, 3, integers), _array(words, 4, integers), _array(words, 6, integers)
-    sums = numba.carray(_pointer(words[10], VALUE), (words[11], counts[1]))
-    counts[0] = _merged(addresses, indices, lengths, table, rows, sums)
-
-
-# By the number of slots.
-_PIECES: tuple[Callable[..., None], ...] = (_no_slot, _one_slot, _two_slots, _three_slots)
-_ARRAYS: tuple[Callable[..., Any], ...] = (_arrays_one, _arrays_two, _arrays_three, _arrays_four)
+    return enter
