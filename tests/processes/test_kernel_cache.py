@@ -25,6 +25,7 @@ from cs_server.compute import kernels
 from cs_server.rules import RULES
 assert "numba" not in sys.modules, "importing the module must stay cheap"
 loaded = kernels.load()
+assert loaded.compiled or "numba" not in sys.modules, "kept code must not need it"
 LOADED = [RULES[name] for name in ("sgd", "adam")]
 
 seen = []

@@ -19,10 +19,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
-from itertools import pairwise, product, takewhile
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import llvmlite.binding as llvm
 import numpy as np
 
 from cs_proto.errors import InvalidArgumentError
@@ -56,12 +57,6 @@ KEPT_SHARE_NBYTES = 1 << 20
 """How much memory to find rows in a lane may keep for the next update of a table. More is needed for more than 20000
 rows; to get it anew takes about an eighth of what the shortest update of those takes, and less of a longer one."""
 
-_CPUINFO = Path("/proc/cpuinfo")
-# What it says that is not of the kind of processor.
-_OF_THE_MOMENT = {
-    *("processor", "physical id", "core id", "siblings", "cpu cores", "apicid", "initial apicid"),
-    *("cpu MHz", "microcode", "bogomips", "BogoMIPS"),
-}
 _KEEPS_NOTHING = Lane()
 # Given the numbers of the rule, an update.
 _Update: TypeAlias = Callable[[tuple[Any, ...]], None]
@@ -204,7 +199,7 @@ class _Share:
 def _update(
     rule: Rule, kernel: object_loader.Bind, written: tuple[Array, ...], lane: Lane, pieces: int, *arrays: Array
 ) -> _Update:
-    """The kernel over arrays as `fused` describes them, with scratch of so many ``pieces``: all that is left to say is
+    """The kernel over arrays as `jit` describes them, with scratch of so many ``pieces``: all that is left to say is
     the rule's numbers."""
     dtype = written[0].dtype
     block = (KEPT_BLOCK_NBYTES if lane.progress.size else BLOCK_NBYTES) // dtype.itemsize
@@ -464,23 +459,11 @@ def _fingerprint() -> str:
     digest = hashlib.sha256()
     for source in ("../rules.py", "kernels.py", "jit.py", "object_loader.py"):
         digest.update((Path(__file__).parent / source).read_bytes())
-    for compiler in ("numba", "llvmlite"):  # to import them takes longer than all else that a server does at its start
+    for compiler in ("numba", "llvmlite"):  # to import numba takes longer than all else that a server does at its start
         found = find_spec(compiler)
         digest.update(Path(found.origin).with_name("_version.py").read_bytes() if found and found.origin else b"")
     digest.update(repr(SLOTS).encode())
-    depends = (np.__version__, sys.version, platform.machine(), _processor())
+    processor = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+    depends = (np.__version__, sys.version, platform.machine(), *processor)
     digest.update("\0".join(depends).encode())
     return digest.hexdigest()[:16]
-
-
-def _processor() -> str:
-    """What the kernel says of the processor but for what changes; as exact as LLVM, which would have to be imported,
-    and is where the kernel does not say it."""
-    try:
-        lines = _CPUINFO.read_text("utf-8").splitlines(keepends=True)
-    except OSError:
-        import llvmlite.binding as llvm
-
-        return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
-    first = takewhile(str.strip, lines)  # they are alike
-    return "".join(line for line in first if line.partition("\t")[0].rstrip(" :") not in _OF_THE_MOMENT)

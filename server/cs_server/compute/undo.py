@@ -8,7 +8,7 @@ does it again: the result has the bits of a commit that nobody disturbed.
 
 Every word is written by one aligned store, in an order in which every prefix of the stores is such a state. A process
 that is killed has done all stores up to some instruction and none behind it, so it is enough that the compiler keeps
-their order (`fused` has fences). This module knows no rules and no messages.
+their order (`jit` has fences). This module knows no rules and no messages.
 """
 
 from __future__ import annotations
