@@ -83,7 +83,7 @@ class _Reading(threading.local):
 
 _stack = _Stack()
 reading = _Reading()
-_default: list[ReplicaContext] = []
+_default: ReplicaContext
 
 
 def become_worker(*, whole_process: bool) -> None:
@@ -101,19 +101,20 @@ def is_worker() -> bool:
 
 def set_default(replica: ReplicaContext) -> None:
     """Let ``replica`` be the context, and its strategy the strategy, of code outside every context."""
-    _default[:] = [replica]
+    global _default
+    _default = replica
 
 
 def has_strategy() -> bool:
     """Whether this thread is inside a strategy's scope, run or merge function."""
-    return bool(_stack.entries) and _stack.entries[-1][0] is not _default[0].strategy
+    return bool(_stack.entries) and _stack.entries[-1][0] is not _default.strategy
 
 
 def get_strategy() -> Strategy:
     """The strategy of the current context; outside every one, the default strategy of one local replica."""
     if _stack.entries:
         return _stack.entries[-1][0]
-    return _default[0].strategy
+    return _default.strategy
 
 
 def in_cross_replica_context() -> bool:
@@ -124,7 +125,7 @@ def in_cross_replica_context() -> bool:
 def get_replica_context() -> ReplicaContext | None:
     """The context of the replica this code runs in; None in a cross-replica context."""
     if not _stack.entries:
-        return _default[0]
+        return _default
     return _stack.entries[-1][1]
 
 
@@ -150,7 +151,7 @@ def require_cross_replica(strategy: Strategy, what: str) -> None:
     if not _stack.entries:
         return
     entered, replica = _stack.entries[-1]
-    if replica is _default[0]:
+    if replica is _default:
         return
     if replica is not None:
         raise ContextError(
@@ -188,7 +189,7 @@ class Scope(AbstractContextManager[S], Generic[S]):
 
     def __init__(self, strategy: S) -> None:
         self._strategy = strategy
-        self._entry = (strategy, _default[0] if strategy is _default[0].strategy else None)
+        self._entry = (strategy, _default if strategy is _default.strategy else None)
         self._depth = 0
         self._is_left = False
 
@@ -197,7 +198,7 @@ class Scope(AbstractContextManager[S], Generic[S]):
             raise UsedScopeError("this scope was entered and left; call strategy.scope() for another one")
         if _stack.entries:
             entered, replica = _stack.entries[-1]
-            if replica is not None and replica is not _default[0]:
+            if replica is not None and replica is not _default:
                 raise ContextError("a scope cannot be entered inside a replica function; the replica is already in one")
             if replica is None and entered is not self._strategy:
                 raise ContextError("the scope of one strategy cannot be entered inside the scope of another")

@@ -28,7 +28,6 @@ __all__ = ["ServiceProcess", "start"]
 _STOP_TIMEOUT = 5.0
 
 _services: weakref.WeakSet[ServiceProcess] = weakref.WeakSet()
-_hooked: list[bool] = []
 
 
 class ServiceProcess:
@@ -115,9 +114,6 @@ def start(
         raise LaunchError(f"the service could not be started ({sys.executable!r}: {error.strerror})") from error
     finally:
         theirs.close()
-    if not _hooked:
-        os.register_at_fork(after_in_child=_forget_all)
-        _hooked.append(True)
     service = ServiceProcess(process, ours)
     _services.add(service)
     return service
@@ -126,3 +122,6 @@ def start(
 def _forget_all() -> None:
     for service in list(_services):
         service.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

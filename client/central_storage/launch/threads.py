@@ -43,7 +43,6 @@ _log = logging.getLogger("central_storage.launch")
 _STOP_TIMEOUT = STOP_GRACE + 5.0
 
 _services: weakref.WeakSet[ServiceThreads] = weakref.WeakSet()
-_hooked: list[bool] = []
 
 
 class Part(Protocol):
@@ -254,9 +253,6 @@ def start(devices: Sequence[str], parameter_device: str, start_timeout: float = 
     """
     configure_logging("server", "cs_server")
     service = ServiceThreads(devices, parameter_device, start_timeout)
-    if not _hooked:
-        os.register_at_fork(after_in_child=_forget_all)
-        _hooked.append(True)
     _services.add(service)
     return service
 
@@ -264,3 +260,6 @@ def start(devices: Sequence[str], parameter_device: str, start_timeout: float = 
 def _forget_all() -> None:
     for service in list(_services):
         service.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 import weakref
@@ -32,7 +33,6 @@ _log = logging.getLogger("central_storage")
 # The link is kept: as garbage its ZeroMQ context would wait for ever for sockets that nobody closes.
 _attached: dict[str, ServiceLink] = {}
 _links: weakref.WeakSet[ServiceLink] = weakref.WeakSet()
-_watched: list[bool] = []
 
 
 def open_service(
@@ -50,9 +50,7 @@ def open_service(
     """
     configure_logging("script")
     dump_stacks_on_signal()
-    if not _watched:
-        note_uncaught(_links)
-        _watched.append(True)
+    _note_uncaught()
     address = os.environ.get("CS_ADDRESS")
     if address and address not in _attached and not in_process:
         link = _attached[address] = _attach(address, compute_devices, parameter_device, seed, start_timeout)
@@ -63,6 +61,12 @@ def open_service(
         os.register_at_fork(after_in_child=_forget_all)
     _links.add(link)
     return link
+
+
+@functools.cache
+def _note_uncaught() -> None:
+    """Once, whatever is opened afterwards."""
+    note_uncaught(_links)
 
 
 def _attach(
