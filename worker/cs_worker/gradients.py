@@ -92,7 +92,7 @@ class GradientBuffers:
         if self._device.is_host:
             for arrays, _ in self._handed_out:
                 for array in arrays:
-                    array.setflags(False)  # type: ignore[call-arg]  # by its name takes twice as long
+                    array.setflags(write=False)
         self._handed_out.clear()
         self._noted.append(self._free.popleft())
 

@@ -44,9 +44,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 R = TypeVar("R", bound=Record)
 
-# Most are those of the step before.
-_known_point = functools.lru_cache(64)(messages.ApplyPoint)
-
 # Frames of these are not the user's.
 _OURS = (str(Path(__file__).parent), str(Path(central_storage.__file__).parent))
 
@@ -253,8 +250,7 @@ class Replica:
             accepted = self._ask(point, messages.Accepted)
             self._shop.variable_sets[optimizer, numbers.ascending] = accepted.variable_set
         else:
-            make = messages.ApplyPoint if rows else _known_point  # the same in every step
-            self._note(make(self.count, site, optimizer, variable_set, (), buffers, rows))
+            self._note(messages.ApplyPoint(self.count, site, optimizer, variable_set, (), buffers, rows))
         self._written = self._written | numbers.members if self._written else numbers.members
         self._stepped.add(optimizer)
 

@@ -70,7 +70,7 @@ class Interrupts:
     def __enter__(self) -> Self:
         self._depth += 1
         if self._depth == 1 and threading.get_ident() == self._main:
-            # Those of the module ``signal`` look handlers up in enums, where they are not: exceptions, at every run.
+            # The functions of ``signal`` look handlers up in enums: 6 % of a run of an empty function (decision 26).
             previous = getsignal(SIGINT)
             if callable(previous):  # a user who ignores Ctrl-C, or whose handler is not Python's, is left alone
                 self._previous = previous
