@@ -136,7 +136,7 @@ def test_a_script_that_does_not_come_back_has_left(world: World) -> None:
     script.link.close()
     world.until(lambda: world.service._left == ["gone", "here"])
     assert RunFile.read(directory).clients == ("gone", "here")
-    world.service._give_up(ClientGone("here"))
+    world.service._give_up(None, ClientGone("here"))
     assert RunFile.read(directory).clients == ("gone",)
 
 

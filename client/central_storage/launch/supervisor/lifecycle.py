@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from central_storage.core.recovery_options import Recovery
 from central_storage.launch.memory import Medium, Memfd, Memory
@@ -442,40 +442,54 @@ class Service:
             self._join(peer, record)
         elif peer.introduction is None:
             self._refuse(peer, f"a stranger sent {type(record).__name__} before Introduce")
-        elif isinstance(record, (MakeSegment, ExtendSegment, OpenSegment)):
-            self._hand_out(peer, record)
-        elif isinstance(record, MakeMailbox):
-            mailbox, descriptors = self._mailroom.make(peer, peer.label, record.peer)
-            peer.send(mailbox, *descriptors)
-        elif isinstance(record, OpenMailbox):
-            mailbox, descriptors = self._mailroom.open(peer.label, record.mailbox)
-            peer.send(mailbox, *descriptors)
-        elif isinstance(record, Ready):
-            self._ready(peer, record)
-        elif isinstance(record, Interrupt) and peer.introduction.role == "controller":
-            for child in self._children:
-                if child.command.role == "worker" and child.command.rank == record.replica:
-                    child.interrupt()
-        elif isinstance(record, Kill) and peer.introduction.role == "server":
-            for child in self._children:
-                if _identity(child.command) == ("worker", record.replica, record.incarnation):
-                    child.kill(record.reason)
-        elif isinstance(record, ShowStacks) and peer.introduction.role == "server":
-            for child in self._children:
-                if _identity(child.command) == ("worker", record.replica, record.incarnation):
-                    child.show_stacks()
-        elif isinstance(record, ClientGone) and peer.introduction.role == "server":
-            self._give_up(record)
-        elif isinstance(record, MadeProgress) and (worked := self._child_of(peer, peer.introduction)) is not None:
-            self._has_worked(worked)
-        elif isinstance(record, Died) and peer in self._elsewhere:
-            if record.incarnation == self._elsewhere[peer].command.incarnation:
-                self._elsewhere[peer].end(record.cause, record.log)
-        elif isinstance(record, Shutdown) and peer is self._owner:
-            _log.debug("shut down: %s", record.reason)
-            self.stop()
         else:
-            _log.error("dropped a %s of %s: it is not for that peer to send", type(record).__name__, peer.label)
+            role, handle = self._HANDLERS.get(type(record), (None, Service._drop))
+            if role not in (None, peer.introduction.role):
+                handle = Service._drop
+            handle(self, peer, record)
+
+    def _drop(self, peer: Peer, record: Record) -> None:
+        _log.error("dropped a %s of %s: it is not for that peer to send", type(record).__name__, peer.label)
+
+    def _make_mailbox(self, peer: Peer, request: MakeMailbox) -> None:
+        mailbox, descriptors = self._mailroom.make(peer, peer.label, request.peer)
+        peer.send(mailbox, *descriptors)
+
+    def _open_mailbox(self, peer: Peer, request: OpenMailbox) -> None:
+        mailbox, descriptors = self._mailroom.open(peer.label, request.mailbox)
+        peer.send(mailbox, *descriptors)
+
+    def _interrupt(self, peer: Peer, request: Interrupt) -> None:
+        for child in self._children:
+            if child.command.role == "worker" and child.command.rank == request.replica:
+                child.interrupt()
+
+    def _kill(self, peer: Peer, request: Kill) -> None:
+        for child in self._workers(request):
+            child.kill(request.reason)
+
+    def _show_stacks(self, peer: Peer, request: ShowStacks) -> None:
+        for child in self._workers(request):
+            child.show_stacks()
+
+    def _workers(self, request: Kill | ShowStacks) -> list[Running]:
+        """The worker that the server means, unless it has been replaced."""
+        wanted = ("worker", request.replica, request.incarnation)
+        return [child for child in self._children if _identity(child.command) == wanted]
+
+    def _died_elsewhere(self, peer: Peer, died: Died) -> None:
+        worker = self._elsewhere.get(peer)
+        if worker is None:
+            self._drop(peer, died)
+        elif died.incarnation == worker.command.incarnation:
+            worker.end(died.cause, died.log)
+
+    def _shut_down(self, peer: Peer, request: Shutdown) -> None:
+        if peer is not self._owner:
+            self._drop(peer, request)
+            return
+        _log.debug("shut down: %s", request.reason)
+        self.stop()
 
     def _introduce(self, peer: Peer, who: Introduce) -> None:
         if peer.introduction is not None:
@@ -563,6 +577,10 @@ class Service:
                 return child
         return None
 
+    def _process_of(self, peer: Peer) -> Running | None:
+        """The process of this service that speaks there; None where none does."""
+        return None if peer.introduction is None else self._child_of(peer, peer.introduction)
+
     def _turn_away(self, peer: Peer) -> None:
         """Refuse an observer for which there is no descriptor, with the reason."""
         error = open_files.shortage(f"the supervisor (pid {os.getpid()})")
@@ -590,8 +608,7 @@ class Service:
             peer.send(StartFailed(_error(LaunchError(f"the service has ended: {why or 'it was shut down'}"))))
 
     def _ready(self, peer: Peer, ready: Ready) -> None:
-        who = peer.introduction
-        child = self._child_of(peer, who) if who is not None else None
+        child = self._process_of(peer)
         if child is None:
             _log.error("dropped a Ready of %s: it is no process of this service", peer.label)
             return
@@ -617,7 +634,11 @@ class Service:
     def _serving(self) -> Serving:
         return Serving(self._endpoint, self.run_directory, self._transport)
 
-    def _has_worked(self, child: Running) -> None:
+    def _has_worked(self, peer: Peer, progress: MadeProgress) -> None:
+        child = self._process_of(peer)
+        if child is None:
+            self._drop(peer, progress)
+            return
         child.has_worked = True
         first, command = self.first_failure, child.command
         if first is not None and first.restarts and (first.role, first.rank) == (command.role, command.rank):
@@ -636,7 +657,7 @@ class Service:
         else:
             peer.send(segment, *(() if descriptor is None else (descriptor,)))
 
-    def _give_up(self, left: ClientGone) -> None:
+    def _give_up(self, peer: Peer, left: ClientGone) -> None:
         """The server has given up the runs of a controller that has gone: have the workers do so, too."""
         if left.client not in self._left:
             return
@@ -656,6 +677,23 @@ class Service:
         for peer in list(self._peers):
             if peer.introduction is not None:
                 peer.send(record)
+
+    # Each record that a peer may send after it has introduced itself: the role that may (None: any), and what follows.
+    _HANDLERS: ClassVar[dict[type[Record], tuple[Role | None, Callable[[Service, Peer, Any], None]]]] = {
+        MakeSegment: (None, _hand_out),
+        ExtendSegment: (None, _hand_out),
+        OpenSegment: (None, _hand_out),
+        MakeMailbox: (None, _make_mailbox),
+        OpenMailbox: (None, _open_mailbox),
+        Ready: (None, _ready),
+        Interrupt: ("controller", _interrupt),
+        Kill: ("server", _kill),
+        ShowStacks: ("server", _show_stacks),
+        ClientGone: ("server", _give_up),
+        MadeProgress: (None, _has_worked),
+        Died: (None, _died_elsewhere),
+        Shutdown: (None, _shut_down),
+    }
 
 
 def _identity(command: Command) -> tuple[Role, int, int]:
