@@ -583,7 +583,7 @@ class Ask(_OfStep):
     run: RunId
     replica: Replica
     incarnation: Incarnation
-    notes: tuple[ApplyPoint | AssignPoint | WriteNote, ...]
+    notes: tuple[Note, ...]
     point: ApplyPoint | AssignPoint | CreatePoint | ReducePoint | GatherPoint | MergeCallPoint | ReadPoint
     series: Count = 0
     client: str = ""
@@ -600,7 +600,7 @@ class Return(_OfStep):
     run: RunId
     replica: Replica
     incarnation: Incarnation
-    notes: tuple[ApplyPoint | AssignPoint | WriteNote, ...]
+    notes: tuple[Note, ...]
     count: Count
     value: Value | None
     error: Error | None

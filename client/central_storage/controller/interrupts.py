@@ -70,7 +70,7 @@ class Interrupts:
     def __enter__(self) -> Self:
         self._depth += 1
         if self._depth == 1 and threading.get_ident() == self._main:
-            # The functions of ``signal`` look handlers up in enums: 6 % of a run of an empty function (decision 26).
+            # The functions of ``signal`` look handlers up in enums: 6 % of a run of an empty function (decision 27).
             previous = getsignal(SIGINT)
             if callable(previous):  # a user who ignores Ctrl-C, or whose handler is not Python's, is left alone
                 self._previous = previous
