@@ -1,0 +1,109 @@
+"""The public names of the package, and what their docstrings lack.
+
+``hooks.py`` makes the reference pages of the site from :func:`pages`, so no public name can be forgotten.
+``tests/test_reference.py`` holds what :func:`missing` finds against a table that may only get shorter.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import re
+from collections.abc import Iterator
+from types import ModuleType
+
+import central_storage
+
+#: Members without an underscore that the package's own modules and the workers use, and that users do not.
+INTERNAL = {
+    "CentralStorageStrategy": """from_backend controller devices_by_replica call series carrier variable_sets handles
+        extended_parameter_device object_for adopt claim remember evaluate_schedules logical_devices_here""",
+    "Counters": "wire_of",
+    "DistributedDataset": "",
+    "DistributedIterator": "give_back lend end_lending is_over place is_at go_to fault orders",
+    "ReplicaContext": "backend end is_local",
+    "Variable": "from_record adopt is_ordinary number current forget_view",
+    "aio.Observer": "open",
+    "data.Dataset": "plan",
+    "data.TensorSpec": "admits",
+    "errors.ReplicaError": "",
+    "metrics.Metric": "adopt",
+    "optimizers.Optimizer": "from_record adopt kind slotted_variables evaluate_schedule",
+    "train.ExponentialMovingAverage": "start adopt",
+}
+
+
+def pages() -> dict[str, list[tuple[str, object]]]:
+    """The public names, each with what it stands for, by the page that shows them: one page for each name of
+    ``central_storage.__all__``, which for a module has all names of its ``__all__``."""
+    found: dict[str, list[tuple[str, object]]] = {}
+    for name in sorted(central_storage.__all__, key=str.lower):
+        value = getattr(central_storage, name)
+        found[name] = list(_names_of(name, value)) if inspect.ismodule(value) else [(name, value)]
+    return found
+
+
+def _names_of(prefix: str, module: ModuleType) -> Iterator[tuple[str, object]]:
+    for name in module.__all__:
+        value = getattr(module, name)
+        if inspect.ismodule(value):
+            yield from _names_of(f"{prefix}.{name}", value)
+        else:
+            yield f"{prefix}.{name}", value
+
+
+def members(name: str, value: object) -> list[str] | None:
+    """The members of a public class that a user may use, but for those that a public base has; None for an enum, and
+    for what is no class, whose members are all shown."""
+    if not inspect.isclass(value) or issubclass(value, enum.Enum):
+        return None
+    public = {each for names in pages().values() for _, each in names if inspect.isclass(each)}
+    inherited = {member for base in value.__mro__[1:] if base in public for member in vars(base)}
+    own = [base for base in reversed(value.__mro__) if base.__module__.startswith(("central_storage", "cs_proto"))]
+    shown = dict.fromkeys(member for base in own for member in vars(base) if not member.startswith("_"))
+    return [each for each in shown if each not in inherited and each not in INTERNAL.get(name, "").split()]
+
+
+def missing() -> dict[str, str]:
+    """What the docstring of each public callable lacks: ``Args``, ``Raises``, ``Example``.
+
+    A callable that takes arguments needs a line for each of them, and ``Raises``. The example of a method may be in
+    the docstring of its class. Exceptions and enums are not called by users; a NamedTuple or dataclass is.
+    """
+    found = {}
+    for names in pages().values():
+        for name, value in names:
+            if inspect.isclass(value) and not issubclass(value, BaseException | enum.Enum):
+                found[name] = _lacks(value, value, name)
+                for member in members(name, value) or ():
+                    method = inspect.getattr_static(value, member)
+                    function = method.__func__ if isinstance(method, staticmethod | classmethod) else method
+                    if inspect.isfunction(function):
+                        found[f"{name}.{member}"] = _lacks(function, value, member)
+            elif inspect.isfunction(value):
+                found[name] = _lacks(value, value, name)
+    return {name: lacks for name, lacks in sorted(found.items()) if lacks}
+
+
+def _lacks(function: object, owner: object, name: str) -> str:
+    doc = inspect.getdoc(function) or ""
+    taken = [
+        each.name
+        for each in inspect.signature(function).parameters.values()  # type: ignore[arg-type]
+        if each.name not in ("self", "cls") and not each.name.startswith("_")
+    ]
+    described = set(re.findall(r"^    (?:\*{0,2})(\w+)(?: \(.*?\))?: ", _section(doc, "Args"), re.MULTILINE))
+    lacks = []
+    if not described.issuperset(taken):
+        lacks.append("Args")
+    if taken and not _section(doc, "Raises"):
+        lacks.append("Raises")
+    shown = doc + (inspect.getdoc(owner) or "")
+    if not re.search(rf"^ *(>>>|\.\.\.) .*\b{re.escape(name.rpartition('.')[2])}\b", shown, re.MULTILINE):
+        lacks.append("Example")
+    return " ".join(lacks)
+
+
+def _section(doc: str, title: str) -> str:
+    match = re.search(rf"^{title}:\n((?:    .*\n|\n)*)", doc + "\n", re.MULTILINE)
+    return match[1] if match else ""
