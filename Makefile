@@ -18,12 +18,14 @@ export PIP_ROOT_USER_ACTION = ignore
 export PIP_QUIET = 2
 # Modules are compiled when they are imported, and most never are: to compile all takes longer than to install them.
 INSTALL = $(BIN)/python -m pip install --no-compile --only-binary=:all:
+# Material for MkDocs says at every build that its authors have begun another project.
+export NO_MKDOCS_2_WARNING = 1
 # Where it is set, every process of every service that a test starts compiles all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo setup check test test-slow test-zeromq test-containers test-interop test-soak test-pythons test-all \
-        lint pytest fmt soak bench bench-quick clean
+.PHONY: help demo setup check test test-slow test-zeromq test-containers test-interop test-tools test-soak test-pythons test-all \
+        lint pytest fmt docs docs-serve soak bench bench-quick clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -51,6 +53,9 @@ test-containers: $(VENV)/.installed-dev  ## docker-compose with a real engine, w
 test-interop: $(VENV)/.installed-interop  ## replica functions and data of torch, which is installed for it
 	@$(BIN)/python -m pytest tests/interop
 
+test-tools: docs  ## a browser reads the documentation site; installed where that may be, else nothing is tested
+	@tests/tools/run $(BIN)/python
+
 test-soak: $(VENV)/.installed-dev  ## a sample of the soak: each promise a few times, and guarantees broken on purpose
 	@$(PYTEST) tests/soak
 
@@ -58,7 +63,7 @@ test-pythons: $(VENV)/.installed-dev  ## the wheel, installed from the index, un
 	@CS_PYTHONS=1 $(BIN)/python -m pytest tests/pythons
 
 test-all:  ## all of the above
-	@for tier in test test-slow test-zeromq test-interop test-soak test-pythons "test-containers IF_POSSIBLE=1"; do \
+	@for tier in test test-slow test-zeromq test-interop test-tools test-soak test-pythons "test-containers IF_POSSIBLE=1"; do \
 		$(MAKE) --no-print-directory $$tier || exit; \
 	done
 
@@ -71,6 +76,13 @@ lint: $(VENV)/.installed-dev  ## style, types and contracts, without the tests
 
 pytest: $(VENV)/.installed-dev
 	@$(PYTEST) $(IGNORED:%=--ignore=tests/%)
+
+docs: $(VENV)/.installed-docs  ## build the documentation site in build/site; a broken link or a docstring that lacks a part fails
+	@$(BIN)/python -m mkdocs build --quiet
+	@$(BIN)/python -m pytest --quiet tests/test_reference.py
+
+docs-serve: $(VENV)/.installed-docs  ## show the documentation site at http://127.0.0.1:8000, and again after every change
+	@$(BIN)/python -m mkdocs serve --watch client --watch docs
 
 soak: $(VENV)/.installed-dev  ## kill, stop and lose thousands of times what trains; goes on where it was interrupted
 	@$(BIN)/python -m tests.soak.run
@@ -103,6 +115,11 @@ $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 $(VENV)/.installed-interop: $(VENV)/.installed-dev
 	@echo "installing torch into $(VENV), once"
 	@$(INSTALL) torch==2.13.0
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed-dev
+	@echo "installing mkdocs into $(VENV), once"
+	@$(INSTALL) -e '.[docs]'
 	@touch $@
 
 # The pip that a Python brings is years old, and takes twice as long to choose versions.

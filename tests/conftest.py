@@ -36,9 +36,11 @@ from central_storage.diagnostics.logging_setup import configure_logging
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-#: What has a command of its own that brings what it needs: make test-containers, test-pythons, test-interop.
+#: What has a command of its own that brings what it needs: make test-containers, test-pythons, test-interop,
+#: test-tools.
 collect_ignore = [] if "CS_IMAGE" in os.environ else ["containers"]
 collect_ignore += [] if "CS_PYTHONS" in os.environ else ["pythons"]
+collect_ignore += [] if "CS_CHROMIUM" in os.environ else ["tools"]
 collect_ignore += ["harness/cupy_stand_in"]  # a package of its own: it is imported as cupy or not at all
 collect_ignore += [] if importlib.util.find_spec("torch") else ["interop"]
 

@@ -125,7 +125,11 @@ def _decisions() -> str:
     decisions = sorted((ROOT / "docs/decisions").glob("*.md"))
     titles = {path.name: path.read_text().partition("\n")[0].removeprefix("# ") for path in decisions}
     lines = [f"- [{title}]({name})" for name, title in titles.items()]
-    return "# Decisions\n\nOne short record for each decision that would be costly to reverse.\n\n" + "\n".join(lines) + "\n"
+    return (
+        "# Decisions\n\nOne short record for each decision that would be costly to reverse.\n\n"
+        + "\n".join(lines)
+        + "\n"
+    )
 
 
 def _reference_pages() -> dict[str, str]:
@@ -134,8 +138,14 @@ def _reference_pages() -> dict[str, str]:
         is_module = page not in (name for name, _ in names)
         blocks = [f"# {page}\n\n::: central_storage.{page}\n    options: {{members: [], show_root_heading: false}}\n"]
         for name, value in names:
-            options = "" if (shown := reference.members(name, value)) is None else f"members: {shown}, inherited_members: true"
-            blocks.append(f"::: central_storage.{name}\n    options: {{heading_level: {2 if is_module else 1}, {options}}}\n")
+            options = (
+                ""
+                if (shown := reference.members(name, value)) is None
+                else f"members: {shown}, inherited_members: true"
+            )
+            blocks.append(
+                f"::: central_storage.{name}\n    options: {{heading_level: {2 if is_module else 1}, {options}}}\n"
+            )
         made[f"reference/{page}.md"] = "\n".join(blocks if is_module else blocks[1:])
     return made
 

@@ -1,0 +1,37 @@
+"""The reference shows every public name, and says of every callable what it takes, what it raises, how it is used."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from docs.site import reference
+
+import central_storage
+
+#: What docstrings still lack. A complete docstring takes its line out; no line may be added.
+MISSING: dict[str, str] = {}
+
+
+def test_the_reference_has_a_page_for_every_public_name() -> None:
+    assert set(reference.pages()) == set(central_storage.__all__)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in central_storage.__all__ if inspect.ismodule(getattr(central_storage, name))]
+)
+def test_the_page_of_a_module_shows_all_its_public_names(name: str) -> None:
+    module = getattr(central_storage, name)
+    shown = {each.split(".")[1] for each, _ in reference.pages()[name]}
+    assert shown == set(module.__all__)
+
+
+def test_every_callable_says_what_it_takes_and_raises_and_shows_an_example() -> None:
+    assert reference.missing() == MISSING
+
+
+def test_members_that_the_reference_leaves_out_exist() -> None:
+    shown = {name: value for names in reference.pages().values() for name, value in names}
+    for name, members in reference.INTERNAL.items():
+        for member in members.split():
+            assert hasattr(shown[name], member) or member == "plan", (name, member)
