@@ -24,29 +24,32 @@ _log = logging.getLogger("central_storage.train")
 class Checkpoint(Walked):
     """Saves and restores objects by the names under which they are given; each is an attribute.
 
-        checkpoint = cs.train.Checkpoint(model=model, optimizer=optimizer)
-        path = checkpoint.save("checkpoints/ckpt")
-        checkpoint.restore(path).assert_consumed()
-
     An object is a variable, an optimizer (its slots, iterations and learning rate, not a schedule), a metric, a moving
     average, a distributed data set or an iterator of one (how far it has been used, and the seeds of its shuffles), or
-    a list, tuple, dict or object of a class of yours that has such as items or attributes, at any depth. A variable
-    that is reached in two ways is saved once. For each strategy that a variable or optimizer belongs to, the number of
-    runs is saved, from which the random numbers of the next run follow. The value is the central one, so a checkpoint
-    restores into a strategy with other devices or another number of replicas, or into variables outside every strategy.
+    a list, tuple, dict or object of a class of yours that has such as items or attributes, at any depth.
 
-    Raises InvalidArgumentError (a ValueError) for what can hold no variables.
+    A variable that is reached in two ways is saved once. For each strategy that a variable or optimizer belongs to, the
+    number of runs is saved, from which the random numbers of the next run follow. The saved value is the central one,
+    so a checkpoint restores into a strategy with other devices or another number of replicas, or into variables outside
+    every strategy.
 
-    >>> import tempfile
-    >>> from central_storage import Variable
-    >>> w = Variable([1.0, 2.0])
-    >>> checkpoint = Checkpoint(w=w)
-    >>> with tempfile.TemporaryDirectory() as directory:
-    ...     path = checkpoint.save(f"{directory}/ckpt")
-    ...     _ = w.assign([0.0, 0.0])
-    ...     _ = checkpoint.restore(path).assert_consumed()
-    >>> w.numpy().tolist()
-    [1.0, 2.0]
+    Args:
+        **objects: The objects by name.
+
+    Raises:
+        InvalidArgumentError: An object can hold no variables, or its name is that of a method (a ValueError).
+
+    Examples:
+        >>> import tempfile
+        >>> import central_storage as cs
+        >>> w = cs.Variable([1.0, 2.0])
+        >>> checkpoint = cs.train.Checkpoint(w=w)
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     path = checkpoint.save(f"{directory}/ckpt")
+        ...     _ = w.assign([0.0, 0.0])
+        ...     _ = checkpoint.restore(path).assert_consumed()
+        >>> w.numpy().tolist()
+        [1.0, 2.0]
     """
 
     def __init__(self, **objects: Any) -> None:
@@ -65,27 +68,43 @@ class Checkpoint(Walked):
         return self._count
 
     def save(self, file_prefix: str | os.PathLike[str]) -> str:
-        """Write ``<file_prefix>-<n>.safetensors``, n counting from 1; its path, for :meth:`restore`.
+        """Write ``<file_prefix>-<n>.safetensors``, with n counting from 1.
 
         The file is there as a whole or not at all, whenever the process is killed. It replaces a file of that name, or
-        a symbolic link, whose target stays. Directories are made. Raises OSError where the file system refuses, with
-        the path and the bytes that were needed and are free, ContextError in a replica.
+        a symbolic link, whose target stays. Directories are made.
+
+        Args:
+            file_prefix: The beginning of the path.
+
+        Returns:
+            The path, for :meth:`restore`.
+
+        Raises:
+            OSError: The file system refuses; the error says the path and the bytes that were needed and are free.
+            ContextError: Called in a replica (a RuntimeError).
         """
         return self._save(f"{os.fspath(file_prefix)}-{self._count + 1}{SUFFIX}", self._count + 1)
 
     def restore(self, save_path: str | os.PathLike[str] | None) -> Status:
-        """Set the objects to what ``save_path`` holds; None does nothing. Call a method of the result to say whether
-        differences are an error: ``assert_consumed()``, ``assert_existing_objects_matched()``, ``expect_partial()``.
+        """Set the objects to the content of the file ``save_path``.
+
+        Call a method of the result to say whether differences are an error: ``assert_consumed()``,
+        ``assert_existing_objects_matched()``, ``expect_partial()``.
 
         Slots of optimizers and moving averages are made where they are missing; variables are not. The next iteration
         of a data set, or the next element of an iterator, continues at the saved position; elements before it are read
-        again and dropped. Logs a warning if the strategy has another seed than the saved one. Everything is checked
-        before anything is set, and every byte of the file is checked against its checksum. If you rename a file, do not
-        give it a name that ends in a number: that is the name of another checkpoint.
+        again and dropped. A warning is logged if the strategy has another seed than the saved one. Everything is
+        checked before anything is set, and every byte of the file is checked against its checksum. If you rename a
+        file, do not give it a name that ends in a number: that is the name of another checkpoint.
 
-        Raises CheckpointError (a ValueError) where there is no checkpoint, an array has another shape or dtype, a
-        shuffle another seed or ``run_steps`` takes elements from an iterator, CheckpointDamagedError where the file is
-        not what was saved under its name, ContextError in a replica.
+        Args:
+            save_path: A path that :meth:`save` returned; None does nothing.
+
+        Raises:
+            CheckpointError: There is no checkpoint, an array has another shape or dtype, a shuffle has another seed, or
+                ``run_steps`` takes elements from an iterator (a ValueError).
+            CheckpointDamagedError: The file is not what was saved under its name.
+            ContextError: Called in a replica (a RuntimeError).
         """
         if save_path is None:
             return Status(None, (), ())
@@ -111,12 +130,33 @@ class Checkpoint(Walked):
 
 
 class CheckpointManager:
-    """Keeps the last ``max_to_keep`` checkpoints (None: all) in a directory, as ``<checkpoint_name>-<n>.safetensors``.
+    """Keeps the last checkpoints in a directory, as ``<checkpoint_name>-<n>.safetensors``.
 
-    What is in the directory is the state: a script that is started again finds what the one before left. Several
-    processes may save to one directory: each checkpoint is of one of them, and has a number of its own. Raises
-    InvalidArgumentError (a ValueError) for a ``max_to_keep`` that is no number from 1, and for a ``checkpoint_name``
-    that is no name of a file.
+    The directory is the only state: a script that is started again finds what the one before left. Several processes
+    may save to one directory: each checkpoint belongs to one of them, and has a number of its own.
+
+    Args:
+        checkpoint: The checkpoint to save and restore.
+        directory: The directory of the files.
+        max_to_keep: The number of checkpoints to keep, from 1; None: all.
+        checkpoint_name: The beginning of the names of the files.
+        init_fn: Called by :meth:`restore_or_initialize` where there is no checkpoint.
+
+    Raises:
+        InvalidArgumentError: ``max_to_keep`` is no number from 1, or ``checkpoint_name`` is no name of a file (a
+            ValueError).
+
+    Examples:
+        >>> import tempfile
+        >>> import central_storage as cs
+        >>> w = cs.Variable(1.0)
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     manager = cs.train.CheckpointManager(cs.train.Checkpoint(w=w), directory, max_to_keep=2)
+        ...     manager.restore_or_initialize()
+        ...     for _ in range(3):
+        ...         path = manager.save()
+        ...     len(manager.checkpoints), manager.restore_or_initialize() == path
+        (2, True)
     """
 
     def __init__(
@@ -169,13 +209,21 @@ class CheckpointManager:
         return dict(self._skipped)
 
     def save(self, checkpoint_number: int | None = None) -> str:
-        """Write a checkpoint, then delete the oldest beyond ``max_to_keep``; its path.
+        """Write a checkpoint, then delete the oldest beyond ``max_to_keep``.
 
-        It has the next number, which nobody has taken, unless one is given: then it replaces the one of that number.
         ``skipped_checkpoints`` do not count; each is deleted with the next newer one that is whole.
 
-        Raises InvalidArgumentError for a ``checkpoint_number`` that is no whole number from 0, and as
-        :meth:`Checkpoint.save`.
+        Args:
+            checkpoint_number: The number of the checkpoint, which replaces the one of that number. None: the next
+                number that no process has taken.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            InvalidArgumentError: ``checkpoint_number`` is no whole number from 0 (a ValueError).
+            OSError: The file system refuses.
+            ContextError: Called in a replica (a RuntimeError).
         """
         if checkpoint_number is None:
             path = self._checkpoint._save_next(self._path_of, self._next_number)  # noqa: SLF001  (they are one thing)
@@ -189,12 +237,16 @@ class CheckpointManager:
         return path
 
     def restore_or_initialize(self) -> str | None:
-        """Restore the newest checkpoint that is whole and give its path; where there is none at all, call ``init_fn``
-        and give None.
+        """Restore the newest checkpoint that is whole; where there is none at all, call ``init_fn``.
 
-        Damaged ones are left out; a warning names each, and so does ``skipped_checkpoints``. Raises
-        CheckpointDamagedError where all are damaged, and as :meth:`Checkpoint.restore` for what else is wrong with the
-        newest that is whole.
+        Damaged checkpoints are left out; a warning names each, and so does ``skipped_checkpoints``.
+
+        Returns:
+            The path of the checkpoint that was restored; None where there was none.
+
+        Raises:
+            CheckpointDamagedError: All checkpoints are damaged.
+            CheckpointError: Something else is wrong with the newest that is whole, as for :meth:`Checkpoint.restore`.
         """
         self._skipped = {}
         while left := [path for path in self.checkpoints if path not in self._skipped]:

@@ -106,24 +106,48 @@ def set_default(replica: ReplicaContext) -> None:
 
 
 def has_strategy() -> bool:
-    """Whether this thread is inside a strategy's scope, run or merge function."""
+    """Whether this thread is inside a strategy's scope, run or merge function.
+
+    Examples:
+        >>> import central_storage as cs
+        >>> cs.has_strategy()
+        False
+    """
     return bool(_stack.entries) and _stack.entries[-1][0] is not _default.strategy
 
 
 def get_strategy() -> Strategy:
-    """The strategy of the current context; outside every one, the default strategy of one local replica."""
+    """The strategy of the current context; outside every context, the default strategy of one local replica.
+
+    Examples:
+        >>> import central_storage as cs
+        >>> cs.get_strategy()
+        <the default strategy: one local replica>
+    """
     if _stack.entries:
         return _stack.entries[-1][0]
     return _default.strategy
 
 
 def in_cross_replica_context() -> bool:
-    """Whether this thread is in a scope or a merge function rather than in a replica."""
+    """Whether this thread is in a scope or a merge function rather than in a replica.
+
+    Examples:
+        >>> import central_storage as cs
+        >>> cs.in_cross_replica_context()
+        False
+    """
     return bool(_stack.entries) and _stack.entries[-1][1] is None
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """The context of the replica this code runs in; None in a cross-replica context."""
+    """The context of the replica that runs this code; None in a cross-replica context.
+
+    Examples:
+        >>> import central_storage as cs
+        >>> cs.get_replica_context().num_replicas_in_sync
+        1
+    """
     if not _stack.entries:
         return _default
     return _stack.entries[-1][1]
@@ -217,9 +241,22 @@ class Scope(AbstractContextManager[S], Generic[S]):
 
 
 def experimental_set_strategy(strategy: Strategy | None) -> None:
-    """Enter the scope of ``strategy`` for the rest of this thread, in place of the one set before; None leaves it.
+    """Enter the scope of ``strategy`` for the rest of this thread, in place of the strategy set before.
 
-    Raises ContextError (a RuntimeError) inside a scope or a replica, TypeError for what is no strategy.
+    Args:
+        strategy: A strategy; None leaves the scope.
+
+    Raises:
+        ContextError: Called inside a scope or a replica (a RuntimeError).
+        TypeError: ``strategy`` is no strategy.
+
+    Examples:
+        >>> import central_storage as cs
+        >>> with cs.CentralStorageStrategy(in_process=True) as strategy:
+        ...     cs.experimental_set_strategy(strategy)
+        ...     print(cs.get_strategy() is strategy)
+        ...     cs.experimental_set_strategy(None)
+        True
     """
     if strategy is not None and not hasattr(strategy, "num_replicas_in_sync"):
         raise TypeError(f"experimental_set_strategy takes a strategy or None, not {strategy!r:.100}")
@@ -252,7 +289,17 @@ class enter_replica:  # noqa: N801  (as above)
 class ReplicaContext:
     """What a replica function can ask and do as one of ``num_replicas_in_sync`` replicas.
 
-    Got by ``get_replica_context()``. Using one after its run has ended is a :class:`ContextError`.
+    ``get_replica_context()`` gives it. Using one after its run has ended is a :class:`ContextError`.
+
+    Examples:
+        >>> import central_storage as cs
+        >>> def step():
+        ...     context = cs.get_replica_context()
+        ...     return context.all_reduce("SUM", context.replica_id_in_sync_group)
+        >>> with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as strategy:
+        ...     sums = strategy.run(step)
+        ...     [int(each) for each in strategy.experimental_local_results(sums)]
+        [1, 1]
     """
 
     def __init__(self, strategy: Strategy, backend: ReplicaBackend | None) -> None:
@@ -309,12 +356,34 @@ class ReplicaContext:
         args: tuple[Any, ...] | list[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call ``merge_fn(strategy, *args, **kwargs)`` once, in the cross-replica context, when all replicas are here.
+        """Call ``merge_fn(strategy, *args, **kwargs)`` once, in the cross-replica context, when all replicas have
+        called.
 
-        Arguments arrive regrouped: arrays as PerReplica, what is the same on all replicas bare. Returns this replica's
-        share of the result. Every replica must make the same number of calls, else MergeMismatchError. In the default
-        context ``merge_fn`` gets the arguments as they are. Raises ContextError where this context is not the current
-        one of this thread, TypeError where ``merge_fn`` is no function and ``args`` no list or tuple.
+        Arguments arrive regrouped: arrays as PerReplica, a value that is the same on all replicas bare. Every replica
+        must make the same number of calls. In the default context ``merge_fn`` gets the arguments as they are.
+
+        Args:
+            merge_fn: The function.
+            args: Its positional arguments after the strategy, as a list or tuple.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            This replica's share of the result.
+
+        Raises:
+            MergeMismatchError: Replicas make different numbers of calls.
+            ContextError: This context is not the current one of this thread (a RuntimeError).
+            TypeError: ``merge_fn`` cannot be called, or ``args`` is no list or tuple.
+
+        Examples:
+            >>> import numpy as np
+            >>> import central_storage as cs
+            >>> def step(x):
+            ...     mean = lambda strategy, value: strategy.reduce("MEAN", value, axis=None)
+            ...     return cs.get_replica_context().merge_call(mean, (x,))
+            >>> with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as strategy:
+            ...     float(strategy.run(step, (cs.PerReplica([np.float32(1), np.float32(3)]),)))
+            2.0
         """
         self._check_current("merge_call")
         if not callable(merge_fn):
@@ -329,17 +398,33 @@ class ReplicaContext:
     def all_reduce(
         self, reduce_op: ReduceOp | str, value: Any, options: object = None, *, experimental_hints: object = None
     ) -> Any:
-        """``value`` combined over the replicas, on every one: an array or a nest of arrays, leaf by leaf.
+        """Combine ``value`` over the replicas; every replica gets the result.
 
-        SUM keeps the dtype; MEAN of integers is float32 or float64. IndexedSlices become the IndexedSlices of all
-        their rows in replica order (MEAN divides the values by the number of replicas); a leaf is sparse on all
-        replicas or on none. Under one replica ``value`` comes back as it is. ``options`` changes nothing;
-        ``experimental_hints`` is its older name.
+        SUM keeps the dtype; MEAN of integers is float32 or float64. IndexedSlices become the IndexedSlices of all their
+        rows in replica order (MEAN divides the values by the number of replicas). A leaf is sparse on all replicas or
+        on none. Under one replica ``value`` comes back as it is.
 
-        Raises InvalidArgumentError (a ValueError) for what is no op and for shapes or dtypes that differ between
-        replicas, StructureMismatchError (a RuntimeError and AssertionError) for nests that do, NotATensorError (a
-        ValueError and AttributeError) for Python values, IndexError for an empty nest, ContextError where this
-        context is not the current one of this thread.
+        Args:
+            reduce_op: ``ReduceOp.SUM``, ``ReduceOp.MEAN``, or the name in any case.
+            value: An array or a nest of arrays, which is combined leaf by leaf.
+            options: Accepted; it changes nothing.
+            experimental_hints: The older name of ``options``.
+
+        Returns:
+            A nest like ``value``.
+
+        Raises:
+            InvalidArgumentError: The op is unknown, or shapes or dtypes differ between replicas (a ValueError).
+            StructureMismatchError: Nests differ between replicas (a RuntimeError and AssertionError).
+            NotATensorError: A leaf is a Python value (a ValueError and AttributeError).
+            IndexError: The nest is empty.
+            ContextError: This context is not the current one of this thread (a RuntimeError).
+
+        Examples:
+            >>> import numpy as np
+            >>> import central_storage as cs
+            >>> float(cs.get_replica_context().all_reduce("SUM", np.float32(2)))
+            2.0
         """
         if experimental_hints is not None:
             warn_deprecated(self._strategy, "experimental_hints", "options")
@@ -376,15 +461,35 @@ class ReplicaContext:
         return results
 
     def all_gather(self, value: Any, axis: int, options: object = None) -> Any:
-        """``value`` concatenated along ``axis`` over the replicas in replica order, on every one; nests leaf by leaf.
+        """Concatenate ``value`` along ``axis`` over the replicas, in replica order; every replica gets the result.
 
-        Lengths along ``axis`` may differ between replicas, also 0. Under one replica ``value`` comes back as it is.
-        ``options`` changes nothing.
+        Under one replica ``value`` comes back as it is.
 
-        Raises InvalidArgumentError (a ValueError) for anything else that differs, for arrays without axes and for an
-        axis that is None or out of range, TypeError for an axis of another type, NotATensorError (a ValueError
-        and AttributeError) for Python values, NotImplementedError for IndexedSlices, ContextError where this
-        context is not the current one of this thread.
+        Args:
+            value: An array or a nest of arrays, leaf by leaf. Lengths along ``axis`` may differ between replicas, also
+                0.
+            axis: The axis, an int.
+            options: Accepted; it changes nothing.
+
+        Returns:
+            A nest like ``value``.
+
+        Raises:
+            InvalidArgumentError: Anything else differs, an array has no axes, or the axis is None or out of range (a
+                ValueError).
+            TypeError: The axis has another type.
+            NotATensorError: A leaf is a Python value (a ValueError and AttributeError).
+            NotImplementedError: A leaf is IndexedSlices.
+            ContextError: This context is not the current one of this thread (a RuntimeError).
+
+        Examples:
+            >>> import numpy as np
+            >>> import central_storage as cs
+            >>> gather = lambda rows: cs.get_replica_context().all_gather(rows, axis=0)
+            >>> with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as strategy:
+            ...     gathered = strategy.run(gather, (cs.PerReplica([np.arange(2), np.arange(1)]),))
+            ...     strategy.experimental_local_results(gathered)[0].tolist()
+            [0, 1, 0]
         """
         self._check_current("all_gather")
         leaves = nest.flatten(value)
@@ -422,7 +527,13 @@ def _tensor(leaf: object, what: str) -> np.ndarray:
 
 
 def get_array_module() -> ModuleType:
-    """NumPy, or CuPy in a replica on a GPU."""
+    """NumPy, or CuPy in a replica on a GPU.
+
+    Examples:
+        >>> import central_storage as cs
+        >>> cs.get_array_module().__name__
+        'numpy'
+    """
     replica = replica_here()
     return np if replica is None else replica.array_module()
 

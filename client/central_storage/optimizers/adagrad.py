@@ -10,7 +10,26 @@ from .optimizer import LearningRate, Optimizer, Shared, hyperparameter
 class Adagrad(Optimizer):
     """``a += g²; v -= lr g / (sqrt(a) + epsilon)`` (Duchi et al., 2011).
 
-    Slot: accumulator, which begins at ``initial_accumulator_value``. A sparse gradient moves the rows it names.
+    Slot: accumulator. A sparse gradient moves the rows it names.
+
+    Args:
+        learning_rate: A number, one of ``optimizers.schedules``, or another callable of the step or of nothing.
+        initial_accumulator_value: The first value of the accumulator.
+        epsilon: A small number that keeps the divisor from 0.
+        name: The optimizer's name.
+        **shared: ``clipvalue``, ``clipnorm``, ``global_clipnorm`` and ``lazy``, as for :class:`Optimizer`.
+
+    Raises:
+        InvalidArgumentError: A hyperparameter is out of its range, or ``clipnorm`` stands beside ``global_clipnorm`` (a
+            ValueError).
+        TypeError: The optimizer has no argument of that name.
+        ContextError: Made inside a replica (a RuntimeError).
+
+    Examples:
+        >>> import central_storage as cs
+        >>> optimizer = cs.optimizers.Adagrad()
+        >>> optimizer.slot_names
+        ['accumulator']
     """
 
     kind = "Adagrad"
@@ -31,10 +50,28 @@ class Adagrad(Optimizer):
 
 
 class Adadelta(Optimizer):
-    """``a = rho a + (1 - rho) g²; d = sqrt(x + epsilon) / sqrt(a + epsilon) g; x = rho x + (1 - rho) d²; v -= lr d``
-    (Zeiler, 2012).
+    """``a = rho a + (1 - rho) g²; d = sqrt(x + epsilon) / sqrt(a + epsilon) g; x = rho x + (1 - rho) d²; v -= lr d``.
 
-    Slots: accum_grad (a), accum_var (x). A sparse gradient moves the rows it names.
+    The rule is Zeiler's (2012). Slots: accum_grad (a), accum_var (x). A sparse gradient moves the rows it names.
+
+    Args:
+        learning_rate: A number, one of ``optimizers.schedules``, or another callable of the step or of nothing.
+        rho: The decay of both means.
+        epsilon: A small number that keeps the divisor from 0.
+        name: The optimizer's name.
+        **shared: ``clipvalue``, ``clipnorm``, ``global_clipnorm`` and ``lazy``, as for :class:`Optimizer`.
+
+    Raises:
+        InvalidArgumentError: A hyperparameter is out of its range, or ``clipnorm`` stands beside ``global_clipnorm`` (a
+            ValueError).
+        TypeError: The optimizer has no argument of that name.
+        ContextError: Made inside a replica (a RuntimeError).
+
+    Examples:
+        >>> import central_storage as cs
+        >>> optimizer = cs.optimizers.Adadelta()
+        >>> optimizer.rho
+        0.95
     """
 
     kind = "Adadelta"

@@ -10,8 +10,29 @@ from .optimizer import LearningRate, Optimizer, Shared, hyperparameter
 class Adam(Optimizer):
     """``m = b1 m + (1 - b1) g; u = b2 u + (1 - b2) g²; v -= lr sqrt(1 - b2^t) / (1 - b1^t) · m / (sqrt(u) + epsilon)``.
 
-    The paper's algorithm with its section 2 re-ordering ("epsilon hat"); ``amsgrad`` uses the largest u so far. Betas
-    lie in [0, 1). Slots: m, v (u), vhat. A sparse gradient moves all rows, unless ``lazy``.
+    This is the paper's algorithm with its section 2 re-ordering ("epsilon hat"). Slots: m, v (u), vhat. A sparse
+    gradient moves all rows, unless ``lazy``.
+
+    Args:
+        learning_rate: A number, one of ``optimizers.schedules``, or another callable of the step or of nothing.
+        beta_1: The decay of the mean gradient, in [0, 1).
+        beta_2: The decay of the mean squared gradient, in [0, 1).
+        epsilon: A small number that keeps the divisor from 0.
+        amsgrad: Whether the largest u so far is used.
+        name: The optimizer's name.
+        **shared: ``clipvalue``, ``clipnorm``, ``global_clipnorm`` and ``lazy``, as for :class:`Optimizer`.
+
+    Raises:
+        InvalidArgumentError: A hyperparameter is out of its range, or ``clipnorm`` stands beside ``global_clipnorm`` (a
+            ValueError).
+        TypeError: The optimizer has no argument of that name.
+        ContextError: Made inside a replica (a RuntimeError).
+
+    Examples:
+        >>> import central_storage as cs
+        >>> optimizer = cs.optimizers.Adam(learning_rate=0.01)
+        >>> optimizer.beta_2
+        0.999
     """
 
     kind = "Adam"
@@ -35,7 +56,30 @@ class Adam(Optimizer):
 
 
 class AdamW(Optimizer):
-    """Adam after ``v -= lr weight_decay v`` (Loshchilov and Hutter, 2019). Slots and rows as for Adam."""
+    """Adam after ``v -= lr weight_decay v`` (Loshchilov and Hutter, 2019). Slots and rows as for Adam.
+
+    Args:
+        learning_rate: A number, one of ``optimizers.schedules``, or another callable of the step or of nothing.
+        weight_decay: The part of the variable that is taken away, times the learning rate.
+        beta_1: The decay of the mean gradient, in [0, 1).
+        beta_2: The decay of the mean squared gradient, in [0, 1).
+        epsilon: A small number that keeps the divisor from 0.
+        amsgrad: Whether the largest u so far is used.
+        name: The optimizer's name.
+        **shared: ``clipvalue``, ``clipnorm``, ``global_clipnorm`` and ``lazy``, as for :class:`Optimizer`.
+
+    Raises:
+        InvalidArgumentError: A hyperparameter is out of its range, or ``clipnorm`` stands beside ``global_clipnorm`` (a
+            ValueError).
+        TypeError: The optimizer has no argument of that name.
+        ContextError: Made inside a replica (a RuntimeError).
+
+    Examples:
+        >>> import central_storage as cs
+        >>> optimizer = cs.optimizers.AdamW(weight_decay=0.01)
+        >>> optimizer.weight_decay
+        0.01
+    """
 
     kind = "AdamW"
 
@@ -72,6 +116,26 @@ class Adamax(Optimizer):
     """Adam with the infinity norm: ``u = max(b2 u, |g|); v -= lr / (1 - b1^t) · m / (u + epsilon)``.
 
     Slots: m, v (u). A sparse gradient moves the rows it names.
+
+    Args:
+        learning_rate: A number, one of ``optimizers.schedules``, or another callable of the step or of nothing.
+        beta_1: The decay of the mean gradient, in [0, 1).
+        beta_2: The decay of the largest gradient, in [0, 1).
+        epsilon: A small number that keeps the divisor from 0.
+        name: The optimizer's name.
+        **shared: ``clipvalue``, ``clipnorm``, ``global_clipnorm`` and ``lazy``, as for :class:`Optimizer`.
+
+    Raises:
+        InvalidArgumentError: A hyperparameter is out of its range, or ``clipnorm`` stands beside ``global_clipnorm`` (a
+            ValueError).
+        TypeError: The optimizer has no argument of that name.
+        ContextError: Made inside a replica (a RuntimeError).
+
+    Examples:
+        >>> import central_storage as cs
+        >>> optimizer = cs.optimizers.Adamax()
+        >>> optimizer.learning_rate
+        0.001
     """
 
     kind = "Adamax"
@@ -97,6 +161,26 @@ class Nadam(Optimizer):
 
     Slots: m, v. A sparse gradient moves the rows of the variable that it names and, unless ``lazy``, all rows of the
     slots.
+
+    Args:
+        learning_rate: A number, one of ``optimizers.schedules``, or another callable of the step or of nothing.
+        beta_1: The decay of the mean gradient, in [0, 1).
+        beta_2: The decay of the mean squared gradient, in [0, 1).
+        epsilon: A small number that keeps the divisor from 0.
+        name: The optimizer's name.
+        **shared: ``clipvalue``, ``clipnorm``, ``global_clipnorm`` and ``lazy``, as for :class:`Optimizer`.
+
+    Raises:
+        InvalidArgumentError: A hyperparameter is out of its range, or ``clipnorm`` stands beside ``global_clipnorm`` (a
+            ValueError).
+        TypeError: The optimizer has no argument of that name.
+        ContextError: Made inside a replica (a RuntimeError).
+
+    Examples:
+        >>> import central_storage as cs
+        >>> optimizer = cs.optimizers.Nadam()
+        >>> optimizer.beta_1
+        0.9
     """
 
     kind = "Nadam"

@@ -63,16 +63,29 @@ def hyperparameter(name: str) -> property:
 class Optimizer(Handle):
     """Base of the optimizers. The server sums the replicas' gradients in replica order, then applies the rule once.
 
-    Made under ``strategy.scope()`` it belongs to that strategy; made outside every scope, to the first strategy whose
-    ``run`` takes it along. Hyperparameters are changed in the client only, and those that choose the rule (flags, and
-    whether there is a momentum) never.
+    An optimizer that is made under ``strategy.scope()`` belongs to that strategy; one that is made outside every scope,
+    to the first strategy whose ``run`` takes it along. Change hyperparameters in the script only. Those that choose the
+    rule (flags, and whether there is a momentum) never change.
 
     ``learning_rate`` is a number, one of ``optimizers.schedules``, which the server evaluates at every step, or another
-    callable of the step (or of nothing), which the client evaluates before every run; ``run_steps`` then sends nothing
-    ahead.
+    callable of the step (or of nothing). The script evaluates such a callable before every run; ``run_steps`` then
+    sends nothing ahead.
 
-    Raises InvalidArgumentError (a ValueError) for a hyperparameter out of its range and for ``clipnorm`` beside
-    ``global_clipnorm``, TypeError for one that the optimizer does not have.
+    Every optimizer takes these arguments by keyword: ``clipvalue`` bounds every element of the summed gradient,
+    ``clipnorm`` the norm of each variable's gradient, and ``global_clipnorm`` the norm of all gradients together;
+    values are clipped first. With ``lazy`` the rows that a sparse gradient does not name stay as they are; TensorFlow's
+    Adam, RMSprop and Nadam, which have no such argument, move them.
+
+    Examples:
+        >>> import numpy as np
+        >>> import central_storage as cs
+        >>> with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as strategy:
+        ...     with strategy.scope():
+        ...         w = cs.Variable(np.zeros(2, np.float32))
+        ...         optimizer: cs.optimizers.Optimizer = cs.optimizers.SGD(learning_rate=1.0)
+        ...     strategy.run(lambda: optimizer.apply_gradients([(np.float32([1, 2]), w)]))
+        ...     print(w.numpy(), optimizer.iterations)
+        [-2. -4.] 1
     """
 
     #: The name of the optimizer in the table of ``cs_proto.optimizers``.
@@ -196,9 +209,22 @@ class Optimizer(Handle):
         return [variable for variable in self._strategy.variables if variable.number in numbers]
 
     def get_slot(self, var: Variable, slot_name: str) -> Slot:
-        """What the rule keeps beside a variable; made now where no update has made it yet.
+        """The array that the rule keeps beside a variable. It is made now if no update has made it yet.
 
-        Raises InvalidArgumentError (a ValueError) for a slot that the rule does not have.
+        Args:
+            var: A variable of the optimizer's strategy.
+            slot_name: One of :attr:`slot_names`.
+
+        Raises:
+            InvalidArgumentError: The rule has no such slot, or ``var`` is no variable (a ValueError).
+            ContextError: The variable belongs to no strategy yet, or the optimizer to another one (a RuntimeError).
+
+        Examples:
+            >>> import central_storage as cs
+            >>> with cs.CentralStorageStrategy(in_process=True) as strategy, strategy.scope():
+            ...     w, adagrad = cs.Variable([1.0, 2.0]), cs.optimizers.Adagrad(initial_accumulator_value=0.5)
+            ...     adagrad.get_slot(w, "accumulator").numpy().tolist()
+            [0.5, 0.5]
         """
         strategy = self._own(var).strategy
         if strategy is None:
@@ -210,7 +236,13 @@ class Optimizer(Handle):
         return Slot(self._number, var, slot_name)
 
     def get_config(self) -> dict[str, Any]:
-        """The name and the hyperparameters as :meth:`from_config` takes them."""
+        """The name and the hyperparameters as :meth:`from_config` takes them.
+
+        Examples:
+            >>> import central_storage as cs
+            >>> cs.optimizers.SGD(0.5).get_config()["learning_rate"]
+            0.5
+        """
         current = self._current()
         config: dict[str, Any] = {"name": self.name} | {key: self._plain(key, current[key]) for key in current}
         config["learning_rate"] = rate = self.learning_rate
@@ -220,7 +252,20 @@ class Optimizer(Handle):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """A new optimizer with these hyperparameters."""
+        """A new optimizer with these hyperparameters.
+
+        Args:
+            config: A mapping as :meth:`get_config` returns it.
+
+        Raises:
+            InvalidArgumentError: A hyperparameter is out of its range, or the schedule is unknown (a ValueError).
+            TypeError: The optimizer has no argument of that name.
+
+        Examples:
+            >>> import central_storage as cs
+            >>> cs.optimizers.SGD.from_config({"learning_rate": 0.5}).learning_rate
+            0.5
+        """
         rate = config.get("learning_rate")
         made = {"learning_rate": schedule_from_config(rate)} if isinstance(rate, Mapping) else {}
         return cls(**{**config, **made})
@@ -241,18 +286,36 @@ class Optimizer(Handle):
         name: str | None = None,
         experimental_aggregate_gradients: bool = True,
     ) -> None:
-        """Bring this replica's gradients: summed over the replicas, then one step of the rule for every variable.
+        """Add this replica's gradients to those of the others, then take one step of the rule for every variable.
 
-        Only inside a replica function. A gradient has its variable's shape and dtype, or is an IndexedSlices of rows of
-        it, on all replicas alike. Pairs whose gradient is None are dropped with a warning; none left is a ValueError.
-        No pairs at all is no step. Gradients that were computed into ``gradient_buffers`` are not copied. A variable's
-        ``constraint`` is applied after the update, by replica 0, which commits. Averaging is the caller's business:
-        divide the loss by the global batch.
+        Call it inside a replica function only. The gradients are summed over the replicas; to average, divide the loss
+        by the global batch size. Gradients that were computed into ``gradient_buffers`` are not copied. A variable's
+        ``constraint`` is applied after the update, by replica 0, which commits.
 
-        Raises InvalidArgumentError (a ValueError) for a gradient that does not fit or names a row that is not there,
-        ValueError for a variable that appears twice, NotImplementedError for
-        ``experimental_aggregate_gradients=False``, RuntimeError for a sparse gradient of a variable with a constraint,
-        ContextError (one, too) outside a replica.
+        Args:
+            grads_and_vars: Pairs (gradient, variable). A gradient has its variable's shape and dtype, or is an
+                IndexedSlices of rows of it, on all replicas alike. Pairs whose gradient is None are dropped with a
+                warning. No pairs at all is no step.
+            name: Accepted; it changes nothing.
+            experimental_aggregate_gradients: True.
+
+        Raises:
+            InvalidArgumentError: A gradient does not fit, or names a row that the variable does not have (a
+                ValueError).
+            ValueError: A variable appears twice, or every gradient is None.
+            NotImplementedError: ``experimental_aggregate_gradients`` is False.
+            RuntimeError: A variable with a constraint has a sparse gradient.
+            ContextError: Called outside a replica (a RuntimeError).
+
+        Examples:
+            >>> import numpy as np
+            >>> import central_storage as cs
+            >>> with cs.CentralStorageStrategy(in_process=True) as strategy:
+            ...     with strategy.scope():
+            ...         w, adam = cs.Variable(np.float32([1, 2])), cs.optimizers.Adam(0.5)
+            ...     strategy.run(lambda: adam.apply_gradients([(np.float32([1, -1]), w)]))
+            ...     print(w.numpy())
+            [0.5 2.5]
         """
         if not experimental_aggregate_gradients:
             raise NotImplementedError(

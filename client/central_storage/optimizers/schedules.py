@@ -13,8 +13,19 @@ __all__ = ["CosineDecay", "ExponentialDecay", "LearningRateSchedule", "Piecewise
 
 
 class LearningRateSchedule:
-    """A learning rate as a function of the step. Derive from it for one of your own, which is called in the client
-    before every run with the optimizer's ``iterations``; any other callable does as well."""
+    """A learning rate as a function of the step.
+
+    Derive from it for a schedule of your own. The script calls it before every run with the optimizer's ``iterations``.
+    Any other callable does as well.
+
+    Examples:
+        >>> import central_storage as cs
+        >>> class Halving(cs.optimizers.schedules.LearningRateSchedule):
+        ...     def __call__(self, step):
+        ...         return 0.5**step
+        >>> Halving()(3)
+        0.125
+    """
 
     def __call__(self, step: Any) -> float:
         raise NotImplementedError(f"{type(self).__name__} must say what the learning rate of a step is")
@@ -46,12 +57,30 @@ class Schedule(LearningRateSchedule):
         return self._record
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments that make an equal schedule."""
+        """The arguments that make an equal schedule.
+
+        Examples:
+            >>> import central_storage as cs
+            >>> cs.optimizers.schedules.PiecewiseConstantDecay([10], [0.1, 0.01]).get_config()
+            {'boundaries': [10], 'values': [0.1, 0.01], 'name': None}
+        """
         return {**self._config, "name": self.name}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """A schedule with these arguments."""
+        """A schedule with these arguments.
+
+        Args:
+            config: A mapping as :meth:`get_config` returns it.
+
+        Raises:
+            InvalidArgumentError: The numbers make no schedule (a ValueError).
+
+        Examples:
+            >>> import central_storage as cs
+            >>> cs.optimizers.schedules.PiecewiseConstantDecay.from_config({"boundaries": [10], "values": [0.1, 0.01]})(11)
+            0.01
+        """
         return cls(**config)
 
     def _numbers(self) -> Sequence[Any]:
@@ -68,7 +97,23 @@ class Schedule(LearningRateSchedule):
 
 
 class ExponentialDecay(Schedule):
-    """``initial · decay_rate ** (step / decay_steps)``; with ``staircase`` the exponent is rounded down."""
+    """``initial · decay_rate ** (step / decay_steps)``; with ``staircase`` the exponent is rounded down.
+
+    Args:
+        initial_learning_rate: The rate of step 0.
+        decay_steps: The steps after which the rate is ``decay_rate`` times the initial one.
+        decay_rate: The factor.
+        staircase: Whether the rate changes only at multiples of ``decay_steps``.
+        name: Kept.
+
+    Raises:
+        InvalidArgumentError: The numbers make no schedule (a ValueError).
+
+    Examples:
+        >>> import central_storage as cs
+        >>> cs.optimizers.schedules.ExponentialDecay(1.0, decay_steps=10, decay_rate=0.5)(20)
+        0.25
+    """
 
     kind = "ExponentialDecay"
 
@@ -90,7 +135,22 @@ class ExponentialDecay(Schedule):
 
 
 class PiecewiseConstantDecay(Schedule):
-    """``values[0]`` up to and with step ``boundaries[0]``, then ``values[1]``, and so on: one value more."""
+    """``values[0]`` up to and with step ``boundaries[0]``, then ``values[1]``, and so on.
+
+    Args:
+        boundaries: The last steps of all values but the last, in order.
+        values: The rates, one more than boundaries.
+        name: Kept.
+
+    Raises:
+        InvalidArgumentError: The numbers make no schedule (a ValueError).
+
+    Examples:
+        >>> import central_storage as cs
+        >>> rate = cs.optimizers.schedules.PiecewiseConstantDecay([10], [0.1, 0.01])
+        >>> rate(10), rate(11)
+        (0.1, 0.01)
+    """
 
     kind = "PiecewiseConstantDecay"
 
@@ -107,8 +167,25 @@ class PiecewiseConstantDecay(Schedule):
 class CosineDecay(Schedule):
     """Half a cosine from the initial rate to ``alpha`` times it over ``decay_steps``, and that from then on.
 
-    With ``warmup_target`` the rate first rises in a line from the initial one to the target over ``warmup_steps``, and
+    With ``warmup_target`` the rate first rises in a line from the initial rate to the target over ``warmup_steps``, and
     the cosine begins there.
+
+    Args:
+        initial_learning_rate: The rate of step 0.
+        decay_steps: The length of the cosine.
+        alpha: The last rate, as a part of the rate at which the cosine begins.
+        name: Kept.
+        warmup_target: The rate at the end of the warm-up; None: no warm-up.
+        warmup_steps: The length of the warm-up.
+
+    Raises:
+        InvalidArgumentError: The numbers make no schedule (a ValueError).
+
+    Examples:
+        >>> import central_storage as cs
+        >>> rate = cs.optimizers.schedules.CosineDecay(1.0, decay_steps=100, alpha=0.1)
+        >>> rate(0), round(rate(100), 6)
+        (1.0, 0.1)
     """
 
     kind = "CosineDecay"
@@ -140,7 +217,23 @@ class CosineDecay(Schedule):
 class PolynomialDecay(Schedule):
     """``(initial - end) · (1 - step / decay_steps) ** power + end``, and ``end`` from ``decay_steps`` on.
 
-    With ``cycle`` it begins again instead, over the next multiple of ``decay_steps`` that is not exceeded.
+    With ``cycle`` the schedule begins again instead, over the next multiple of ``decay_steps`` that is not exceeded.
+
+    Args:
+        initial_learning_rate: The rate of step 0.
+        decay_steps: The length of the decay.
+        end_learning_rate: The last rate.
+        power: The power; 1 is a line.
+        cycle: Whether the decay begins again.
+        name: Kept.
+
+    Raises:
+        InvalidArgumentError: The numbers make no schedule (a ValueError).
+
+    Examples:
+        >>> import central_storage as cs
+        >>> cs.optimizers.schedules.PolynomialDecay(1.0, decay_steps=10, end_learning_rate=0.0)(5)
+        0.5
     """
 
     kind = "PolynomialDecay"

@@ -23,7 +23,23 @@ _KINDS: dict[str, type[Optimizer]] = {
 
 
 def optimizer_of(strategy: Strategy, record: OptimizerRecord) -> Optimizer:
-    """The handle of an optimizer that the server already has."""
+    """The handle of an optimizer that the server already has. The package and the workers call it; users need not.
+
+    Args:
+        strategy: The strategy whose server it is.
+        record: The record by which the server describes the optimizer.
+
+    Raises:
+        PeerProtocolError: This version does not know the kind of optimizer.
+
+    Examples:
+        >>> import central_storage as cs
+        >>> with cs.CentralStorageStrategy(in_process=True) as strategy:
+        ...     with strategy.scope():
+        ...         adam = cs.optimizers.Adam()
+        ...     cs.optimizers.optimizer_of(strategy, strategy.controller.optimizer(1)).beta_1
+        0.9
+    """
     cls = _KINDS.get(record.kind)
     if cls is None:
         raise PeerProtocolError(f"the server has an optimizer of kind {record.kind!r}, unknown to this version")

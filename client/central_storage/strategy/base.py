@@ -118,10 +118,18 @@ class StrategyBase:
         return StrategyExtended(self)
 
     def scope(self) -> AbstractContextManager[Self]:
-        """The context in which variables are made; yields the strategy.
+        """The context in which variables are made; it yields the strategy.
 
-        Raises ContextError (a RuntimeError) inside a replica, inside another strategy's scope, and where the manager
-        is entered again after it was left.
+        Raises:
+            ContextError: Entered inside a replica, inside another strategy's scope, or again after it was left (a
+                RuntimeError).
+
+        Examples:
+            >>> import central_storage as cs
+            >>> with cs.CentralStorageStrategy(in_process=True) as strategy, strategy.scope():
+            ...     w = cs.Variable(1.0)
+            ...     w.strategy is strategy
+            True
         """
         return context.Scope(self)
 
@@ -134,16 +142,41 @@ class StrategyBase:
         kwargs: Mapping[str, Any] | None = None,
         options: RunOptions | None = None,
     ) -> Any:
-        """Call ``fn(*args, **kwargs)`` once per replica; what they return, regrouped.
+        """Call ``fn(*args, **kwargs)`` once per replica and regroup the results.
 
-        A PerReplica anywhere in ``args`` or ``kwargs`` is replaced by the replica's component. Arrays come back as
-        PerReplica, what is equal on all replicas bare; with one replica everything comes back bare. ``fn`` is sent by
-        value, so captured values are those of this call. An exception in a replica is raised here as a class that
-        ``except`` of its type catches, with the replica's traceback as a note. ``options`` changes nothing.
+        A PerReplica anywhere in ``args`` or ``kwargs`` is replaced by the replica's component. ``fn`` is sent by value,
+        so captured values are those of this call.
 
-        Raises ValueError where ``args`` is no list or tuple, ShippingError for what cannot be sent, ResultError for a
-        result that is not data, MergeMismatchError where replicas disagree, ReplicaLostError where a process died,
-        ContextError inside a replica or another strategy's scope, ShutdownError after ``shutdown()``.
+        Args:
+            fn: The replica function.
+            args: Its positional arguments, as a list or tuple.
+            kwargs: Its keyword arguments.
+            options: Accepted; it changes nothing.
+
+        Returns:
+            The results of the replicas. Arrays come back as PerReplica; a value that is equal on all replicas comes
+            back bare. With one replica everything comes back bare.
+
+        Raises:
+            ReplicaError: ``fn`` raised in a replica. The class also derives from the original type, so ``except`` of
+                that type catches it; the replica's traceback is a note.
+            ValueError: ``args`` is no list or tuple.
+            TypeError: ``kwargs`` is no mapping, or ``fn`` cannot be called.
+            ShippingError: Something cannot be sent.
+            ResultError: A result is not data.
+            MergeMismatchError: Replicas disagree.
+            ReplicaLostError: A process died, and the run could not be repeated.
+            ContextError: Called inside a replica or another strategy's scope (a RuntimeError).
+            ShutdownError: Called after ``shutdown()`` (a RuntimeError).
+
+        Examples:
+            >>> import central_storage as cs
+            >>> with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as strategy:
+            ...     strategy.run(lambda x: x + 1, args=(cs.PerReplica([1.0, 2.0]),))
+            PerReplica:{
+              0: 2.0,
+              1: 3.0
+            }
         """
         context.require_cross_replica(self, "run")
         if not isinstance(args, (list, tuple)):
@@ -173,23 +206,45 @@ class StrategyBase:
         *,
         lookahead: int = LOOKAHEAD,
     ) -> Steps:
-        """Iterate over what ``run`` would return for ``fn(element, **kwargs)`` of each element of ``dataset``, in
-        order, at most ``steps`` of them (None: all), with less waiting between them.
+        """Iterate over the results that ``run`` would return for ``fn(element, **kwargs)`` of each element, and wait
+        less.
 
-        ``dataset`` is a distributed data set, which is iterated from its beginning, or an iterator of one, to which
-        elements that are not used go back. When the loop gets the result of step k, exactly the steps up to k +
-        ``lookahead`` have been sent, and workers begin each when the one before it is committed. Whatever else the
-        loop asks of the strategy (a learning rate, a variable, a save, ``run``) first waits for those, so it always
-        falls between the same two steps; what the loop changes in captured values is seen from the first step after
-        them. ``lookahead=0`` sends each step when its result is wanted; it is at most 64.
+        When the loop gets the result of step k, exactly the steps up to k + ``lookahead`` have been sent. Workers begin
+        each step when the one before it is committed. Any other call on the strategy (a learning rate, a variable, a
+        save, ``run``) first waits for the steps in flight, so it always falls between the same two steps. If the loop
+        changes a captured value, the first step after those in flight sees the change.
 
-        Where step k fails, no later one begins; the iterator raises what ``run`` would and ends. One that is left
-        early waits for the steps that were sent, at most ``lookahead``; ``steps`` of the iterator counts them. Ctrl-C
-        cancels the step at hand and those after it. An exception of the data set comes out where its element would
-        have. The default strategy carries out each step when its result is wanted.
+        If step k fails, no later step begins; the iterator raises what ``run`` would raise, and ends. A loop that is
+        left early waits for the steps that were sent, at most ``lookahead``; ``steps`` of the iterator counts them.
+        Ctrl-C cancels the current step and those after it. An exception of the data set is raised where its element
+        would have come. The default strategy carries out each step when its result is wanted.
 
-        Raises TypeError and InvalidArgumentError (a ValueError) for arguments that make no sense, ContextError inside
-        a replica, a merge_call or another strategy's scope, and as :meth:`run` when iterated.
+        Args:
+            fn: The replica function of one element.
+            dataset: A distributed data set, which is iterated from its beginning, or an iterator of one, to which
+                unused elements go back.
+            steps: The largest number of elements; None: all.
+            kwargs: Keyword arguments of every call.
+            lookahead: The number of steps sent ahead, at most 64. 0 sends each step when its result is wanted.
+
+        Returns:
+            An iterator over the results, in order.
+
+        Raises:
+            TypeError: An argument has the wrong type.
+            InvalidArgumentError: An argument is out of range (a ValueError).
+            ContextError: Called inside a replica, a merge_call or another strategy's scope (a RuntimeError).
+            Exception: While it is iterated, as :meth:`run`.
+
+        Examples:
+            >>> import central_storage as cs
+            >>> with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as strategy:
+            ...     data = strategy.experimental_distribute_dataset(cs.data.Dataset.range(6).batch(2))
+            ...     for losses in strategy.run_steps(lambda rows: rows.sum(), data):
+            ...         print(strategy.reduce("SUM", losses, axis=None))
+            1
+            5
+            9
         """
         context.require_cross_replica(self, "run_steps")
         series = self.series(lookahead)
@@ -213,34 +268,94 @@ class StrategyBase:
         SUM adds in replica order and keeps the dtype. MEAN divides by the number of components or, with ``axis``, by
         the summed length of that axis, so it is right for uneven shares.
 
-        Raises ValueError for an unknown op, for a nest and for SUM of a value that is not distributed,
-        InvalidArgumentError for components that do not fit each other, ContextError inside a replica or another
-        strategy's scope.
+        Args:
+            reduce_op: ``ReduceOp.SUM``, ``ReduceOp.MEAN``, or the name in any case.
+            value: A PerReplica. MEAN also takes a value that is not distributed.
+            axis: An axis, or several, of every component; None: none.
+
+        Returns:
+            One array.
+
+        Raises:
+            ValueError: The op is unknown, the value is a nest, or SUM gets a value that is not distributed.
+            InvalidArgumentError: The components do not fit each other (a ValueError).
+            ContextError: Called inside a replica or another strategy's scope (a RuntimeError).
+
+        Examples:
+            >>> import central_storage as cs
+            >>> with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as strategy:
+            ...     float(strategy.reduce("MEAN", cs.PerReplica([[1.0, 2.0], [6.0]]), axis=0))
+            3.0
         """
         context.require_cross_replica(self, "reduce")
         return reduce_values(reduce_op, value, axis, self.num_replicas_in_sync)
 
     def gather(self, value: Any, axis: int) -> Any:
-        """The components of a PerReplica one after the other along ``axis``, in replica order, as one array.
+        """Concatenate the components of a PerReplica along ``axis``, in replica order.
 
-        Lengths along ``axis`` may differ between replicas, also 0. A value that is not distributed comes back as it
-        is. Raises InvalidArgumentError (a ValueError) where rank, dtype or another axis differs, for components
-        without axes and for an axis that is None or out of range, TypeError for an axis of another type,
-        NotImplementedError for IndexedSlices, ContextError inside a replica or another strategy's scope.
+        Args:
+            value: A PerReplica of arrays, whose lengths along ``axis`` may differ, also 0. A value that is not
+                distributed comes back as it is.
+            axis: The axis, an int.
+
+        Returns:
+            One array.
+
+        Raises:
+            InvalidArgumentError: Rank, dtype or another axis differs, the components have no axes, or the axis is None
+                or out of range (a ValueError).
+            TypeError: The axis has another type.
+            NotImplementedError: The components are IndexedSlices.
+            ContextError: Called inside a replica or another strategy's scope (a RuntimeError).
+
+        Examples:
+            >>> import central_storage as cs
+            >>> with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as strategy:
+            ...     strategy.gather(cs.PerReplica([[1, 2], [3]]), axis=0).tolist()
+            [1, 2, 3]
         """
         context.require_cross_replica(self, "gather")
         return gather_values(value, axis, self.num_replicas_in_sync)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """The components of a distributed value, N nests of a nest, of anything else a tuple of it. Works in every
-        context."""
+        """The components of a distributed value as a tuple. Works in every context.
+
+        Args:
+            value: A distributed value, a nest, or anything else.
+
+        Returns:
+            The components; for a nest one nest per replica; for anything else a tuple of it alone.
+
+        Raises:
+            IndexError: A distributed value in a nest has fewer components than there are replicas.
+
+        Examples:
+            >>> import central_storage as cs
+            >>> with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as strategy:
+            ...     strategy.experimental_local_results(cs.PerReplica([1, 2]))
+            (1, 2)
+        """
         return local_results(value, self.num_replicas_in_sync)
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """What ``value_fn`` returns for each replica, called here in replica order, as a nest with a PerReplica at
-        every leaf, under one replica too. Works in every context; exceptions come out unchanged.
+        """Make a distributed value from one value per replica. Works in every context.
 
-        Raises AssertionError where replicas get nests of different structure.
+        Args:
+            value_fn: A function of a ValueContext. It is called here, once per replica, in replica order; its
+                exceptions come out unchanged.
+
+        Returns:
+            A nest like the results, with a PerReplica at every leaf, under one replica too.
+
+        Raises:
+            AssertionError: Replicas get nests of different structure.
+
+        Examples:
+            >>> import central_storage as cs
+            >>> with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as strategy:
+            ...     made = strategy.experimental_distribute_values_from_function(lambda c: 10 * c.replica_id_in_sync_group)
+            ...     made.values
+            (0, 10)
         """
         n = self.num_replicas_in_sync
         return regroup([value_fn(ValueContext(replica, n)) for replica in range(n)], always_wrap=True)
@@ -252,17 +367,34 @@ class StrategyBase:
     ) -> DistributedDataset:
         """Split each element (a global batch) of ``dataset`` over the replicas along axis 0.
 
-        ``dataset`` is a ``data.Dataset`` or anything that can be iterated again and again and yields nests of arrays.
         Of B rows each replica gets ceil(B / N) until they are used up; trailing shares may be shorter or empty.
 
-        From the second element on a thread reads ``options.experimental_per_replica_buffer_size`` elements ahead while
-        the replicas compute; of a list or tuple of small arrays each is read when it is asked for, and so it is with
-        ``experimental_fetch_to_device=False``: for a source that shares state with the script, such as the global
-        random generators.
+        From the second element on, a thread reads ``options.experimental_per_replica_buffer_size`` elements ahead while
+        the replicas compute. Elements of a list or tuple of small arrays are read when they are asked for. So is every
+        element with ``experimental_fetch_to_device=False``, which is for a source that shares state with the script,
+        such as the global random generators.
 
-        Raises NotADatasetError (a TypeError and AttributeError) for what is no data set, DatasetContextError (a
-        RuntimeError and ValueError) inside a replica, ContextError inside another strategy's scope, and at the first
-        element UnbatchedDatasetError (a ValueError and IndexError) for a data set of scalars.
+        Args:
+            dataset: A ``data.Dataset``, or anything that can be iterated again and again and yields nests of arrays.
+            options: How far to read ahead.
+
+        Returns:
+            A data set of PerReplica elements.
+
+        Raises:
+            NotADatasetError: ``dataset`` is no data set (a TypeError and AttributeError).
+            DatasetContextError: Called inside a replica (a RuntimeError and ValueError).
+            ContextError: Called inside another strategy's scope (a RuntimeError).
+            UnbatchedDatasetError: At the first element: the elements are scalars (a ValueError and IndexError).
+
+        Examples:
+            >>> import central_storage as cs
+            >>> with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as strategy:
+            ...     data = strategy.experimental_distribute_dataset(cs.data.Dataset.range(5).batch(3))
+            ...     for rows in data:
+            ...         print([share.tolist() for share in strategy.experimental_local_results(rows)])
+            [[0, 1], [2]]
+            [[3], [4]]
         """
         refuse_in_replica("made")
         context.require_cross_replica(self, "experimental_distribute_dataset")
@@ -271,12 +403,31 @@ class StrategyBase:
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> DistributedFromFunction:
-        """Hand out the elements of ``dataset_fn(InputContext)`` in turn: each replica takes the next one.
+        """Give out the elements of ``dataset_fn(InputContext)`` in turn: each replica takes the next one.
 
-        ``dataset_fn`` is called once, now, in the context of the caller (with ``InputReplicationMode.PER_REPLICA`` once
-        for each replica, which then keeps to that data set), and batches by the size for one replica. ``for`` drops a
-        last round in which not every replica gets an element; ``get_next_as_optional`` keeps it. Raises as
-        :meth:`experimental_distribute_dataset`, and what ``dataset_fn`` raises.
+        ``for`` drops a last round in which not every replica gets an element; ``get_next_as_optional`` keeps it.
+
+        Args:
+            dataset_fn: A function of an InputContext that returns a data set, batched by the size for one replica. It
+                is called once, now, in the context of the caller. With ``InputReplicationMode.PER_REPLICA`` it is
+                called once for each replica, which then keeps to that data set.
+            options: How far to read ahead, and how often ``dataset_fn`` is called.
+
+        Returns:
+            A data set of PerReplica elements.
+
+        Raises:
+            TypeError: ``dataset_fn`` cannot be called.
+            Exception: As :meth:`experimental_distribute_dataset`, and whatever ``dataset_fn`` raises.
+
+        Examples:
+            >>> import central_storage as cs
+            >>> with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as strategy:
+            ...     data = strategy.distribute_datasets_from_function(lambda context: cs.data.Dataset.range(4).batch(1))
+            ...     for rows in data:
+            ...         print([share.tolist() for share in strategy.experimental_local_results(rows)])
+            [[0], [1]]
+            [[2], [3]]
         """
         refuse_in_replica("made")
         context.require_cross_replica(self, "distribute_datasets_from_function")
@@ -287,30 +438,76 @@ class StrategyBase:
     def experimental_assign_to_logical_device(
         self, tensor: Any, logical_device_id: int
     ) -> logical_devices.LogicalTensor:
-        """``tensor`` on the replica's device number ``logical_device_id``; read as an array it is unchanged.
+        """Put ``tensor`` on one of the replica's devices; read as an array it is unchanged. Called inside a replica
+        function.
 
-        Called inside a replica function. Raises InvalidArgumentError (a ValueError) where the replica has no such
-        device, ContextError outside a replica.
+        Args:
+            tensor: An array.
+            logical_device_id: The number of the device, from 0.
+
+        Returns:
+            The array with its place.
+
+        Raises:
+            InvalidArgumentError: The replica has no such device (a ValueError).
+            ContextError: Called outside a replica (a RuntimeError).
+
+        Examples:
+            >>> import numpy as np
+            >>> import central_storage as cs
+            >>> with cs.CentralStorageStrategy([("cpu:0", "cpu:1")], in_process=True) as strategy:
+            ...     strategy.run(lambda: np.asarray(strategy.experimental_assign_to_logical_device([1, 2], 1))).tolist()
+            [1, 2]
         """
         return logical_devices.assign(tensor, logical_device_id, *self.logical_devices_here())
 
     def experimental_split_to_logical_devices(
         self, tensor: Any, partition_dimensions: Sequence[int]
     ) -> logical_devices.LogicalTensor:
-        """``tensor`` in equal pieces on all of the replica's devices; read as an array it is unchanged.
+        """Cut ``tensor`` into equal pieces, one on each of the replica's devices. Called inside a replica function.
 
-        ``partition_dimensions`` says for each axis into how many parts it is cut; ``result.pieces`` are in row-major
-        order. Called inside a replica function.
+        Args:
+            tensor: An array.
+            partition_dimensions: For each axis, the number of parts into which it is cut.
 
-        Raises InvalidArgumentError (a ValueError) where that is not one int per axis, where their product is not the
-        number of the replica's devices and where an axis cannot be cut so, ContextError outside a replica.
+        Returns:
+            The array with its places; read as an array it is unchanged. ``result.pieces`` are in row-major order.
+
+        Raises:
+            InvalidArgumentError: ``partition_dimensions`` is not one int per axis, their product is not the number of
+                the replica's devices, or an axis cannot be cut in this way (a ValueError).
+            ContextError: Called outside a replica (a RuntimeError).
+
+        Examples:
+            >>> import central_storage as cs
+            >>> with cs.CentralStorageStrategy([("cpu:0", "cpu:1")], in_process=True) as strategy:
+            ...     def pieces():
+            ...         return len(strategy.experimental_split_to_logical_devices([1, 2], [2]).pieces)
+            ...
+            ...     strategy.run(pieces)
+            2
         """
         return logical_devices.split(tensor, partition_dimensions, *self.logical_devices_here())
 
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> logical_devices.LogicalTensor:
-        """``tensor`` on each of the replica's devices; read as an array it is unchanged.
+        """Put ``tensor`` on each of the replica's devices; read as an array it is unchanged. Called inside a replica
+        function.
 
-        Called inside a replica function. Raises ContextError outside one.
+        Args:
+            tensor: An array.
+
+        Returns:
+            The array with its places.
+
+        Raises:
+            ContextError: Called outside a replica (a RuntimeError).
+
+        Examples:
+            >>> import numpy as np
+            >>> import central_storage as cs
+            >>> with cs.CentralStorageStrategy([("cpu:0", "cpu:1")], in_process=True) as strategy:
+            ...     strategy.run(lambda: np.asarray(strategy.experimental_replicate_to_logical_devices([1, 2]))).tolist()
+            [1, 2]
         """
         return logical_devices.replicate(tensor, *self.logical_devices_here())
 
@@ -323,20 +520,68 @@ class StrategyBase:
         kwargs: Mapping[str, Any] | None = None,
         options: RunOptions | None = None,
     ) -> Any:
-        """Deprecated: :meth:`run`."""
+        """Deprecated: use :meth:`run`.
+
+        Args:
+            fn: As for :meth:`run`.
+            args: As for :meth:`run`.
+            kwargs: As for :meth:`run`.
+            options: As for :meth:`run`.
+
+        Raises:
+            Exception: As :meth:`run`.
+
+        Examples:
+            >>> import warnings
+            >>> import central_storage as cs
+            >>> with warnings.catch_warnings(), cs.CentralStorageStrategy(in_process=True) as strategy:
+            ...     warnings.simplefilter("ignore")
+            ...     strategy.experimental_run_v2(lambda: 1)
+            1
+        """
         warn_deprecated(self, "experimental_run_v2", "run")
         return self.run(fn, args, kwargs, options)
 
     def experimental_distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> DistributedFromFunction:
-        """Deprecated: :meth:`distribute_datasets_from_function`."""
+        """Deprecated: use :meth:`distribute_datasets_from_function`.
+
+        Args:
+            dataset_fn: As for :meth:`distribute_datasets_from_function`.
+            options: As for :meth:`distribute_datasets_from_function`.
+
+        Raises:
+            Exception: As :meth:`distribute_datasets_from_function`.
+
+        Examples:
+            >>> import warnings
+            >>> import central_storage as cs
+            >>> with warnings.catch_warnings(), cs.CentralStorageStrategy(in_process=True) as strategy:
+            ...     warnings.simplefilter("ignore")
+            ...     data = strategy.experimental_distribute_datasets_from_function(lambda context: cs.data.Dataset.range(2))
+        """
         warn_deprecated(self, "experimental_distribute_datasets_from_function", "distribute_datasets_from_function")
         return self.distribute_datasets_from_function(dataset_fn, options)
 
     def experimental_make_numpy_dataset(self, numpy_input: Any) -> Dataset:
-        """Deprecated: ``data.Dataset.from_tensor_slices``. As
-        :meth:`StrategyExtended.experimental_make_numpy_dataset`."""
+        """Deprecated: use ``data.Dataset.from_tensor_slices``.
+
+        Args:
+            numpy_input: As for :meth:`StrategyExtended.experimental_make_numpy_dataset`.
+
+        Raises:
+            Exception: As :meth:`StrategyExtended.experimental_make_numpy_dataset`.
+
+        Examples:
+            >>> import warnings
+            >>> import numpy as np
+            >>> import central_storage as cs
+            >>> with warnings.catch_warnings(), cs.CentralStorageStrategy(in_process=True) as strategy:
+            ...     warnings.simplefilter("ignore")
+            ...     len(strategy.experimental_make_numpy_dataset(np.zeros((3, 2))))
+            3
+        """
         warn_deprecated(self, "experimental_make_numpy_dataset", "data.Dataset.from_tensor_slices")
         return self.extended.experimental_make_numpy_dataset(numpy_input)
 

@@ -36,28 +36,54 @@ __all__ = ["CentralStorageStrategy", "DefaultStrategy"]
 class CentralStorageStrategy(StrategyBase, Handle):
     """Synchronous data-parallel training on one machine; every variable exists once, in the parameter process.
 
-    ``compute_devices`` lists one device per replica (``"cpu:0"``, ``"/gpu:1"``, full names), or a tuple of as many
-    devices for each; None means the launcher's devices under ``cs-launch``, else every GPU, else one CPU.
-    ``parameter_device`` holds the variables; None means the only compute device, or CPU 0. Without a launcher the
-    constructor starts the service and ``shutdown()``, the end of the script or its death stops it.
+    Without a launcher the constructor starts the service. ``shutdown()``, the end of the ``with`` block, or the end or
+    death of the script stops it.
 
-    ``seed`` seeds Python's, NumPy's, CuPy's and torch's random state in each replica of each run.
-    ``start_timeout`` (seconds) limits the start.
+    A worker that dies is started again, and the run goes on with the same bits. The server is started again in the same
+    way, unless ``server_recovery`` is False. If a replica function prints or writes files before its worker dies, it
+    does so once more.
 
-    ``in_process`` runs the service in threads of the script, for a debugger and for fast tests: replicas take turns,
-    so ``breakpoint()`` in a replica function works, and results have the same bits. Such a service is always one of
-    its own, also under ``cs-launch``. What ends a worker process ends the script there: ``os._exit``, a crash in
-    native code.
+    Args:
+        compute_devices: One device per replica (``"cpu:0"``, ``"/gpu:1"``, full names), or a tuple of devices for each;
+            every tuple has the same length. None means the launcher's devices under ``cs-launch``, else every GPU, else
+            one CPU.
+        parameter_device: The device that holds the variables. None means the only compute device, or CPU 0.
+        seed: Seeds the random state of Python, NumPy, CuPy and torch in each replica of each run; from 0 to 2**63 - 1.
+        in_process: Runs the service in threads of the script, for a debugger and for fast tests. Replicas take turns,
+            so ``breakpoint()`` in a replica function works, and results have the same bits. The service is always a new
+            one, also under ``cs-launch``. Code that would end a worker process ends the script: ``os._exit``, a crash
+            in native code.
+        start_timeout: Seconds that the start may take.
+        step_timeout: Seconds after which a worker that others wait for, and that has said nothing, is killed and
+            started again. It must be more than a replica needs from one merge point to the next. None: no limit.
+            Ignored with ``in_process``; under ``cs-launch`` the launcher's option counts.
+        server_recovery: Whether a server that dies is started again. False makes updates a little cheaper. Ignored with
+            ``in_process``; under ``cs-launch`` the launcher's option counts.
+        max_restarts: The number of restarts in all. Ignored with ``in_process``; under ``cs-launch`` the launcher's
+            option counts.
 
-    A worker that dies is started again and the run goes on, with the same bits; so does the server, unless
-    ``server_recovery`` is False, which makes updates a little cheaper. ``max_restarts`` limits how often that is done
-    in all. With ``step_timeout`` (seconds) a worker that is waited for and of which nothing was heard for so long is
-    killed and started again, too: it must be more than a replica needs from one merge point to the next. What a replica
-    function prints, or does to files, before its worker dies it does once more. These three mean nothing
-    ``in_process``, where nothing dies alone, and under ``cs-launch``, whose own options of these names count.
+    Raises:
+        DeviceError: A device does not exist (a ValueError).
+        ConfigurationError: An option makes no sense.
+        LaunchError: The service does not start.
+        ContextError: The constructor was called inside a replica (a RuntimeError).
 
-    Raises DeviceError (a ValueError) for a device that does not exist, ConfigurationError for an option that
-    makes no sense, LaunchError where the service does not come up, ContextError inside a replica.
+    Examples:
+        >>> import numpy as np
+        >>> import central_storage as cs
+        >>> with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as strategy:
+        ...     with strategy.scope():
+        ...         w = cs.Variable(np.zeros(2, np.float32), name="w")
+        ...         sgd = cs.optimizers.SGD(learning_rate=0.5)
+        ...
+        ...     def step(batch):
+        ...         sgd.apply_gradients([(batch, w)])
+        ...         return batch.sum()
+        ...
+        ...     batch = cs.PerReplica([np.float32([1, 2]), np.float32([3, 4])])
+        ...     sums = strategy.run(step, args=(batch,))
+        ...     print(strategy.reduce("SUM", sums, axis=None), w.numpy())
+        10.0 [-2. -3.]
     """
 
     def __init__(
@@ -239,14 +265,36 @@ class CentralStorageStrategy(StrategyBase, Handle):
         return tuple(map(self._handle_of, self._catalogue.variables()))
 
     def save(self, directory: str | os.PathLike[str], *, data: Any = None) -> str:
-        """Write all variables, optimizers and moving averages, the number of runs (random numbers follow from it), and
-        the positions in ``data`` to ``directory``, which is made if need be. Returns the path of the file.
+        """Write all variables, optimizers and moving averages, the number of runs, and the positions in ``data`` to a
+        file.
 
-        ``data`` is a distributed data set or an iterator of one, or a list, tuple or dict of them.
+        The random numbers of the next run follow from the number of runs. The file is replaced as a whole: after a kill
+        at any moment the last whole file is still there.
 
-        The file is replaced as a whole: a kill at any moment leaves the last one. Raises OSError where the disk
-        refuses, InvalidArgumentError for ``data`` that has no position, ContextError in a replica, ShutdownError after
-        ``shutdown()``.
+        Args:
+            directory: The directory of the file; it is made if need be.
+            data: A distributed data set or an iterator of one, or a list, tuple or dict of them.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            OSError: The disk refuses.
+            InvalidArgumentError: Something in ``data`` has no position (a ValueError).
+            ContextError: Called in a replica (a RuntimeError).
+            ShutdownError: Called after ``shutdown()`` (a RuntimeError).
+
+        Examples:
+            >>> import tempfile
+            >>> import central_storage as cs
+            >>> with tempfile.TemporaryDirectory() as directory, cs.CentralStorageStrategy(in_process=True) as strategy:
+            ...     with strategy.scope():
+            ...         w = cs.Variable([1.0, 2.0], name="w")
+            ...     path = strategy.save(directory)
+            ...     _ = w.assign([0.0, 0.0])
+            ...     _ = strategy.restore(directory)
+            ...     print(w.numpy())
+            [1. 2.]
         """
         from central_storage.checkpoint import graph  # late, like below: no step needs it
 
@@ -255,11 +303,31 @@ class CentralStorageStrategy(StrategyBase, Handle):
         return path
 
     def restore(self, directory: str | os.PathLike[str], *, data: Any = None) -> graph.Status:
-        """Set variables (by name), optimizers (in the order in which they were made), moving averages and ``data`` to
-        what :meth:`save` wrote; its devices may have been others. Make all of them first, as the script did that saved.
+        """Set variables, optimizers, moving averages and ``data`` to what :meth:`save` wrote.
 
-        All is checked before anything is set. Raises CheckpointError (a ValueError) where there is no whole checkpoint
-        or something has another shape or dtype, CheckpointMismatchError where either side has what the other has not.
+        Variables are matched by name, optimizers by the order in which they were made. Make all of them first, as the
+        script did that saved. The devices may differ from those of the script that saved. Everything is checked before
+        anything is set.
+
+        Args:
+            directory: The directory that was given to :meth:`save`.
+            data: As for :meth:`save`.
+
+        Returns:
+            A status object; there is nothing left to check on it, since every difference is an error here.
+
+        Raises:
+            CheckpointError: There is no whole checkpoint, or something has another shape or dtype (a ValueError).
+            CheckpointMismatchError: The checkpoint or the strategy has something that the other one lacks.
+
+        Examples:
+            >>> import tempfile
+            >>> import central_storage as cs
+            >>> with tempfile.TemporaryDirectory() as directory, cs.CentralStorageStrategy(in_process=True) as strategy:
+            ...     with strategy.scope():
+            ...         w = cs.Variable(1.0, name="w")
+            ...     _ = strategy.save(directory)
+            ...     _ = strategy.restore(directory)
         """
         from central_storage.checkpoint import graph
 
@@ -285,11 +353,29 @@ class CentralStorageStrategy(StrategyBase, Handle):
         }
 
     def statistics(self) -> Counters:
-        """A snapshot of the server's counters, with what each replica brought. Sizes are bytes, times seconds."""
+        """A snapshot of the server's counters, with the share of each replica. Sizes are bytes, times seconds.
+
+        Raises:
+            ShutdownError: Called after ``shutdown()`` (a RuntimeError).
+
+        Examples:
+            >>> import central_storage as cs
+            >>> with cs.CentralStorageStrategy(in_process=True) as strategy:
+            ...     with strategy.scope():
+            ...         w = cs.Variable([1.0, 2.0])
+            ...     strategy.statistics().parameter_nbytes
+            8
+        """
         return self._backend.statistics()
 
     def shutdown(self) -> None:
-        """Stop the service that this strategy started, or leave the launcher's. Idempotent; also done at exit."""
+        """Stop the service that this strategy started, or leave the launcher's. Idempotent; also done at exit.
+
+        Examples:
+            >>> import central_storage as cs
+            >>> strategy = cs.CentralStorageStrategy(in_process=True)
+            >>> strategy.shutdown()
+        """
         self._backend.close()
 
     def __enter__(self) -> Self:

@@ -31,21 +31,32 @@ __all__ = ["ExponentialMovingAverage"]
 class ExponentialMovingAverage(Composite):
     """Keeps for every variable it is applied to an average: ``average -= (1 - decay) (average - value)``.
 
-    ``decay`` is a number from 0 to 1, usually near 1. With ``num_updates``, a number or a variable, the smaller of
-    ``decay`` and ``(1 + num_updates) / (10 + num_updates)`` counts, so that the average follows faster at first.
+    The average of ``w`` is a variable named ``w/ExponentialMovingAverage``, which begins as the value of ``w`` when the
+    average is first applied to it; a second moving average of a strategy gets a name of its own. One that is made under
+    ``strategy.scope()`` belongs to that strategy; one that is made outside every scope, to the first whose ``run``
+    takes it along.
 
-    The average of ``w`` is a variable named ``w/ExponentialMovingAverage``, which begins as the value of ``w`` when
-    the average is first applied to it; a second moving average of a strategy gets a name of its own. Made under
-    ``strategy.scope()`` it belongs to that strategy; made outside every scope, to the first whose ``run`` takes it
-    along, and using it in a second one is a ContextError (a RuntimeError), as making one in a replica is.
+    Args:
+        decay: A number from 0 to 1, usually near 1.
+        num_updates: A number or a variable. The smaller of ``decay`` and ``(1 + num_updates) / (10 + num_updates)``
+            counts, so that the average follows faster at first. None: ``decay`` counts.
+        name: The end of the names of the averages.
 
-    Raises InvalidArgumentError (a ValueError) for a decay outside [0, 1].
+    Raises:
+        InvalidArgumentError: ``decay`` is outside [0, 1] (a ValueError).
+        ContextError: Made in a replica, or used in a second strategy (a RuntimeError).
 
-    >>> w, average = Variable(1.0), ExponentialMovingAverage(0.75)
-    >>> average.apply([w])
-    >>> average.apply([w.assign(3.0)])
-    >>> float(average.average(w))
-    1.5
+    Examples:
+        >>> import central_storage as cs
+        >>> w, average = cs.Variable(1.0, name="w"), cs.train.ExponentialMovingAverage(0.75)
+        >>> average.apply([w])
+        >>> average.apply([w.assign(3.0)])
+        >>> float(average.average(w))
+        1.5
+        >>> average.average_name(w)
+        'w/ExponentialMovingAverage'
+        >>> len(average.averages())
+        1
     """
 
     def __init__(self, decay: float, num_updates: Any = None, name: str = "ExponentialMovingAverage") -> None:
@@ -77,9 +88,14 @@ class ExponentialMovingAverage(Composite):
         return self._strategy
 
     def apply(self, var_list: Iterable[Variable]) -> None:
-        """Bring the average of each variable up to date, once, whatever the number of replicas; all must do it.
+        """Bring the average of each variable up to date, once, whatever the number of replicas; all replicas must do
+        it.
 
-        Raises TypeError for what is no variable of a floating-point dtype.
+        Args:
+            var_list: The variables.
+
+        Raises:
+            TypeError: One is no variable of a floating-point dtype.
         """
         variables = list(var_list)
         for variable in variables:
@@ -95,12 +111,26 @@ class ExponentialMovingAverage(Composite):
                 average.assign_sub((average.current() - variable.current()) * follow)
 
     def average(self, var: Variable) -> Variable | None:
-        """The variable that holds the average of ``var``; None where there is none yet."""
+        """The variable that holds the average of ``var``; None where there is none yet.
+
+        Args:
+            var: A variable.
+
+        Raises:
+            ShutdownError: The strategy was shut down (a RuntimeError).
+        """
         self._find([var])
         return self._averages.get(var)
 
     def average_name(self, var: Variable) -> str:
-        """What the average of ``var`` is called."""
+        """The name of the average of ``var``.
+
+        Args:
+            var: A variable.
+
+        Raises:
+            AttributeError: ``var`` is no variable.
+        """
         return f"{var.name}/{self._name}"
 
     def averages(self) -> list[tuple[Variable, Variable]]:
