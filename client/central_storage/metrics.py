@@ -25,11 +25,35 @@ __all__ = ["Accuracy", "Mean", "Metric", "SparseCategoricalAccuracy", "Sum"]
 
 
 class Metric(Composite):
-    """Base of the metrics: make state with :meth:`add_weight`, change it with ``assign_add`` alone.
+    """Base of the metrics: make state with :meth:`add_weight`, and change it with ``assign_add`` alone.
 
-    ``name`` is the class's unless given; ``dtype`` (float32 unless given) is that of the state. Made under
-    ``strategy.scope()`` it belongs to that strategy; made outside every scope, to the first whose ``run`` takes it
-    along, and using it in a second one is a ContextError (a RuntimeError).
+    A metric that is made under ``strategy.scope()`` belongs to that strategy. One that is made outside every scope
+    belongs to the first whose ``run`` takes it along; using it in a second one is a ContextError (a RuntimeError).
+
+    Args:
+        name: The name; None: that of the class.
+        dtype: The dtype of the state; None: float32.
+
+    Raises:
+        InvalidArgumentError: ``dtype`` is no floating-point dtype (a ValueError).
+
+    Examples:
+        >>> import central_storage as cs
+        >>> class Count(cs.metrics.Metric):
+        ...     def __init__(self):
+        ...         super().__init__("count")
+        ...         self.n = self.add_weight("n")
+        ...
+        ...     def update_state(self, rows):
+        ...         self.n.assign_add(len(rows))
+        ...
+        ...     def result(self):
+        ...         return self.n.numpy()
+        >>> count = Count()
+        >>> count.update_state([1, 2, 3])
+        >>> float(count.result())
+        3.0
+        >>> count.reset_state()
     """
 
     def __init__(self, name: str | None = None, dtype: Any = None) -> None:
@@ -44,13 +68,28 @@ class Metric(Composite):
         return [part for part in vars(self).values() if isinstance(part, Variable)]
 
     def add_weight(self, name: str, shape: tuple[int, ...] = ()) -> Variable:
-        """State of ``shape``, zero at first: a variable to which what the replicas add is added up. Keep it as an
-        attribute of the metric."""
+        """State that is zero at first: a variable that sums the values that the replicas add. Keep it as an attribute.
+
+        Args:
+            name: Its name, behind that of the metric.
+            shape: Its shape.
+
+        Raises:
+            MemoryPlanError: The memory does not suffice.
+        """
         zeros = np.zeros(shape, self.dtype)
         return Variable(zeros, trainable=False, name=f"{self.name}/{name}", aggregation=VariableAggregation.SUM)
 
     def update_state(self, *args: Any, **kwargs: Any) -> None:
-        """Take examples in."""
+        """Take examples in.
+
+        Args:
+            *args: The derived class says which.
+            **kwargs: The derived class says which.
+
+        Raises:
+            NotImplementedError: The derived class does not say how.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not say how it takes examples in")
 
     def result(self) -> np.ndarray:
@@ -79,10 +118,19 @@ class Metric(Composite):
 class Sum(Metric):
     """The sum of values, weighted.
 
-    >>> sum = Sum()
-    >>> sum.update_state([1.0, 3.0])
-    >>> float(sum.result())
-    4.0
+    Args:
+        name: The name; None: that of the class.
+        dtype: The dtype of the state; None: float32.
+
+    Raises:
+        InvalidArgumentError: ``dtype`` is no floating-point dtype (a ValueError).
+
+    Examples:
+        >>> import central_storage as cs
+        >>> total = cs.metrics.Sum()
+        >>> total.update_state([1.0, 3.0])
+        >>> float(total.result())
+        4.0
     """
 
     def __init__(self, name: str | None = None, dtype: Any = None) -> None:
@@ -90,9 +138,14 @@ class Sum(Metric):
         self.total = self.add_weight("total")
 
     def update_state(self, values: Any, sample_weight: Any = None) -> None:
-        """Add ``values`` (numbers of any shape) times ``sample_weight``: one number, or one for each value or each row.
+        """Add values times their weights.
 
-        Raises InvalidArgumentError (a ValueError) for weights of another shape.
+        Args:
+            values: Numbers of any shape.
+            sample_weight: One number, or one for each value or each row.
+
+        Raises:
+            InvalidArgumentError: The weights have another shape (a ValueError).
         """
         values, _ = _weighted(self, values, sample_weight, np.sum)
         self.total.assign_add(_scalar(self, values.sum()))
@@ -125,31 +178,63 @@ class _MeanOf(Metric):
 class Mean(_MeanOf):
     """The mean of values, weighted; 0 before the first.
 
-    >>> mean = Mean()
-    >>> mean.update_state([1.0, 3.0])
-    >>> mean.update_state(8.0, sample_weight=2)
-    >>> float(mean.result())
-    5.0
+    Args:
+        name: The name; None: that of the class.
+        dtype: The dtype of the state; None: float32.
+
+    Raises:
+        InvalidArgumentError: ``dtype`` is no floating-point dtype (a ValueError).
+
+    Examples:
+        >>> import central_storage as cs
+        >>> mean = cs.metrics.Mean()
+        >>> mean.update_state([1.0, 3.0])
+        >>> mean.update_state(8.0, sample_weight=2)
+        >>> float(mean.result())
+        5.0
     """
 
     def update_state(self, values: Any, sample_weight: Any = None) -> None:
-        """Take ``values`` in, as :meth:`Sum.update_state`; of a row with one weight the mean counts."""
+        """Take values in. Of a row with one weight the mean counts.
+
+        Args:
+            values: Numbers of any shape.
+            sample_weight: One number, or one for each value or each row.
+
+        Raises:
+            InvalidArgumentError: The weights have another shape (a ValueError).
+        """
         self._take(values, sample_weight)
 
 
 class Accuracy(_MeanOf):
     """How often predictions equal labels.
 
-    >>> accuracy = Accuracy()
-    >>> accuracy.update_state([1, 2, 3, 4], [0, 2, 3, 4])
-    >>> float(accuracy.result())
-    0.75
+    Args:
+        name: The name; None: that of the class.
+        dtype: The dtype of the state; None: float32.
+
+    Raises:
+        InvalidArgumentError: ``dtype`` is no floating-point dtype (a ValueError).
+
+    Examples:
+        >>> import central_storage as cs
+        >>> accuracy = cs.metrics.Accuracy()
+        >>> accuracy.update_state([1, 2, 3, 4], [0, 2, 3, 4])
+        >>> float(accuracy.result())
+        0.75
     """
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        """Compare ``y_true`` with ``y_pred``, of one shape (a last axis of one element apart).
+        """Compare labels with predictions.
 
-        Raises InvalidArgumentError (a ValueError) for shapes that do not fit.
+        Args:
+            y_true: Labels of any shape.
+            y_pred: Predictions of that shape (a last axis of one element apart).
+            sample_weight: One number, or one for each label.
+
+        Raises:
+            InvalidArgumentError: The shapes do not fit (a ValueError).
         """
         y_true, y_pred = convert_to_tensor(y_true), convert_to_tensor(y_pred)
         if y_true.ndim != y_pred.ndim:
@@ -162,16 +247,31 @@ class Accuracy(_MeanOf):
 class SparseCategoricalAccuracy(_MeanOf):
     """How often the largest of the predicted numbers is that of the label.
 
-    >>> accuracy = SparseCategoricalAccuracy()
-    >>> accuracy.update_state([2, 1], [[0.1, 0.6, 0.3], [0.05, 0.95, 0]])
-    >>> float(accuracy.result())
-    0.5
+    Args:
+        name: The name; None: that of the class.
+        dtype: The dtype of the state; None: float32.
+
+    Raises:
+        InvalidArgumentError: ``dtype`` is no floating-point dtype (a ValueError).
+
+    Examples:
+        >>> import central_storage as cs
+        >>> accuracy = cs.metrics.SparseCategoricalAccuracy()
+        >>> accuracy.update_state([2, 1], [[0.1, 0.6, 0.3], [0.05, 0.95, 0]])
+        >>> float(accuracy.result())
+        0.5
     """
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        """Compare labels ``y_true`` of shape ``[…]`` or ``[…, 1]`` with ``y_pred`` of shape ``[…, classes]``.
+        """Compare labels with the largest of the predicted numbers.
 
-        Raises InvalidArgumentError (a ValueError) for shapes that do not fit.
+        Args:
+            y_true: Labels of shape ``[…]`` or ``[…, 1]``.
+            y_pred: Numbers of shape ``[…, classes]``.
+            sample_weight: One number, or one for each label.
+
+        Raises:
+            InvalidArgumentError: The shapes do not fit (a ValueError).
         """
         y_true, y_pred = convert_to_tensor(y_true), convert_to_tensor(y_pred)
         if y_true.ndim == y_pred.ndim and y_true.shape[-1:] == (1,):

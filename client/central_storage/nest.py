@@ -20,8 +20,19 @@ __all__ = ["assert_same_structure", "flatten", "map_structure", "pack_sequence_a
 def map_structure(function: Callable[..., Any], *structures: Any, check_types: bool = True) -> Any:
     """A nest like the first of ``structures`` with ``function(leaf, …)`` at its leaves, one leaf of each structure.
 
-    Raises TypeError where ``function`` cannot be called, ValueError without structures, and what
-    :func:`assert_same_structure` raises where the structures differ.
+    Args:
+        function: The function of the leaves.
+        *structures: Nests of one structure.
+        check_types: Whether the types of containers must be the same, too.
+
+    Raises:
+        TypeError: ``function`` cannot be called, or the types of containers differ.
+        ValueError: There are no structures, or they differ.
+
+    Examples:
+        >>> import central_storage as cs
+        >>> cs.nest.map_structure(lambda a, b: a + b, {"x": 1, "y": (2, 3)}, {"x": 10, "y": (20, 30)})
+        {'x': 11, 'y': (22, 33)}
     """
     if not callable(function):
         raise TypeError(f"map_structure needs a function, not {function!r}")
@@ -34,7 +45,19 @@ def map_structure(function: Callable[..., Any], *structures: Any, check_types: b
 
 
 def flatten(structure: Any) -> list[Any]:
-    """The leaves in order; a leaf gives the list of itself."""
+    """The leaves in order.
+
+    Args:
+        structure: A nest; a leaf gives the list of itself.
+
+    Raises:
+        TypeError: The keys of a dict cannot be sorted.
+
+    Examples:
+        >>> import central_storage as cs
+        >>> cs.nest.flatten({"b": [2, 3], "a": 1})
+        [1, 2, 3]
+    """
     leaves, _, order = _walk(structure)
     return [leaves[place] for place in order]
 
@@ -42,8 +65,18 @@ def flatten(structure: Any) -> list[Any]:
 def pack_sequence_as(structure: Any, flat_sequence: Sequence[Any]) -> Any:
     """A nest like ``structure`` with the values of ``flat_sequence`` at its leaves: the inverse of :func:`flatten`.
 
-    Raises TypeError where ``flat_sequence`` is not a sequence, ValueError where it has more or fewer values than
-    ``structure`` has leaves.
+    Args:
+        structure: A nest.
+        flat_sequence: As many values as ``structure`` has leaves.
+
+    Raises:
+        TypeError: ``flat_sequence`` is no sequence.
+        ValueError: It has more or fewer values than ``structure`` has leaves.
+
+    Examples:
+        >>> import central_storage as cs
+        >>> cs.nest.pack_sequence_as((0, [0, 0]), [1, 2, 3])
+        (1, [2, 3])
     """
     if isinstance(flat_sequence, str | bytes) or not isinstance(flat_sequence, Sequence):
         raise TypeError(f"pack_sequence_as needs a flat sequence of values, not {flat_sequence!r}")
@@ -59,10 +92,25 @@ def pack_sequence_as(structure: Any, flat_sequence: Sequence[Any]) -> Any:
 
 
 def assert_same_structure(nest1: Any, nest2: Any, check_types: bool = True) -> None:
-    """Raise where two nests differ in more than their leaves: ValueError for lengths, keys and leaf against
-    container, TypeError for a list where the other has a tuple and the like (not with ``check_types=False``).
+    """Raise where two nests differ in more than their leaves.
 
     Any two kinds of dict count as one type, and so do named tuples of one name and fields.
+
+    Args:
+        nest1: A nest.
+        nest2: A nest.
+        check_types: Whether the types of containers must be the same, too.
+
+    Raises:
+        ValueError: Lengths or keys differ, or a leaf stands where the other nest has a container.
+        TypeError: The types of containers differ, such as a list and a tuple.
+
+    Examples:
+        >>> import central_storage as cs
+        >>> cs.nest.assert_same_structure([1, (2, 3)], [4, (5, 6)])
+        >>> cs.nest.assert_same_structure([1, 2], [1])
+        Traceback (most recent call last):
+        cs_proto.errors.InvalidArgumentError: the structures differ in length: [1, 2] and [1]
     """
     leaf1, leaf2 = _is_leaf(nest1), _is_leaf(nest2)
     if leaf1 and leaf2:

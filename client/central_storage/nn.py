@@ -19,18 +19,27 @@ __all__ = ["compute_average_loss", "embedding_lookup", "scale_regularization_los
 def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None) -> Any:
     """This replica's part of the mean loss of a global batch: ``sum(per_example_loss * sample_weight) / size``.
 
-    ``per_example_loss``: numbers of shape ``[rows, …]``; the result is a scalar of its dtype, of integers float32 (8
-    and 16 bits) or float64. ``sample_weight`` is a scalar or of a shape that fits; weights do not enter the
-    denominator. ``global_batch_size`` is the rows of all replicas together; without it, this replica's rows times the
-    number of replicas, which is right for even shares only. Summed over the replicas (as gradients are) the parts make
-    the mean of the whole batch. Nothing divided by a size of 0 is 0.
+    Summed over the replicas (as gradients are) the parts make the mean of the whole batch. Nothing divided by a size of
+    0 is 0.
 
-    Raises ValueError for a scalar loss, losses that are no numbers, weights that do not fit, and a size that is no
-    scalar or negative; TypeError for a size that is no integer; RuntimeError in a cross-replica context without
-    ``global_batch_size``.
+    Args:
+        per_example_loss: Numbers of shape ``[rows, …]``.
+        sample_weight: A scalar, or weights of a shape that fits. They do not enter the denominator.
+        global_batch_size: The number of rows of all replicas together. None: this replica's rows times the number of
+            replicas, which is right for even shares only.
 
-    >>> float(compute_average_loss([1.0, 2.0, 3.0], global_batch_size=4))
-    1.5
+    Returns:
+        A scalar of the dtype of the losses; of integers float32 (8 and 16 bits) or float64.
+
+    Raises:
+        ValueError: The loss is a scalar or no number, the weights do not fit, or the size is no scalar or negative.
+        TypeError: The size is no integer.
+        RuntimeError: Called in a cross-replica context without ``global_batch_size``.
+
+    Examples:
+        >>> import central_storage as cs
+        >>> float(cs.nn.compute_average_loss([1.0, 2.0, 3.0], global_batch_size=4))
+        1.5
     """
     loss = _array(per_example_loss)
     dtype = loss.dtype
@@ -54,11 +63,19 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
 def scale_regularization_loss(regularization_loss: Any) -> Any:
     """This replica's part of a loss that every replica computes alike: its sum divided by the number of replicas.
 
-    ``regularization_loss``: numbers of any shape; the result is a scalar of its dtype (of float64 for integers). Raises
-    RuntimeError in a cross-replica context.
+    Args:
+        regularization_loss: Numbers of any shape.
 
-    >>> float(scale_regularization_loss([1.0, 2.0]))
-    3.0
+    Returns:
+        A scalar of their dtype (of float64 for integers).
+
+    Raises:
+        RuntimeError: Called in a cross-replica context.
+
+    Examples:
+        >>> import central_storage as cs
+        >>> float(cs.nn.scale_regularization_loss([1.0, 2.0]))
+        3.0
     """
     _require_replica("scale_regularization_loss")
     loss = _array(regularization_loss)
@@ -66,16 +83,26 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
 
 
 def embedding_lookup(var: Any, ids: Any) -> Any:
-    """Rows ``ids`` of ``var``: shape ``[*ids.shape, *var.shape[1:]]``, of the variable's dtype, a copy.
+    """A copy of some rows of a table.
 
-    Only those rows move: in a replica they are taken from the server's own memory, elsewhere the server sends them.
-    ``ids`` are integers of any shape, also repeated. The gradient of the rows is
-    ``IndexedSlices(gradient_of_rows, ids, var.shape)``.
+    Only those rows move: in a replica they are taken from the server's own memory, elsewhere the server sends them. The
+    gradient of the rows is ``IndexedSlices(gradient_of_rows, ids, var.shape)``.
 
-    Raises InvalidArgumentError (a ValueError) for ids that are no integers or outside ``[0, rows)``.
+    Args:
+        var: A variable or an array, with at least one axis.
+        ids: The numbers of the rows: integers of any shape, also repeated.
 
-    >>> embedding_lookup(np.array([[1, 2], [3, 4]]), [1, 1]).tolist()
-    [[3, 4], [3, 4]]
+    Returns:
+        An array of shape ``[*ids.shape, *var.shape[1:]]``, of the variable's dtype.
+
+    Raises:
+        InvalidArgumentError: The ids are no integers, or outside ``[0, rows)`` (a ValueError).
+
+    Examples:
+        >>> import numpy as np
+        >>> import central_storage as cs
+        >>> cs.nn.embedding_lookup(np.array([[1, 2], [3, 4]]), [1, 1]).tolist()
+        [[3, 4], [3, 4]]
     """
     indices = _array(ids)
     if indices.size == 0 and indices.dtype.kind == "f":  # what an empty list becomes

@@ -84,10 +84,10 @@ def members(name: str, value: object) -> list[str] | None:
 
 
 def missing() -> dict[str, str]:
-    """What the docstring of each public callable lacks: ``Args``, ``Raises``, ``Example``.
+    """What the docstring of each public callable lacks: ``Args``, ``Raises``, ``Examples``.
 
-    A callable that takes arguments needs a line for each of them, and ``Raises``. The example of a method may be in
-    the docstring of its class. Exceptions and enums are not called by users; a NamedTuple or dataclass is.
+    A callable that takes arguments needs a line for each of them, and ``Raises``. A method may be shown in the
+    examples of its class. Exceptions and enums are not called by users; a NamedTuple or dataclass is.
     """
     found = {}
     for names in pages().values():
@@ -117,9 +117,10 @@ def _lacks(function: object, owner: object, name: str) -> str:
         lacks.append("Args")
     if taken and not _section(doc, "Raises"):
         lacks.append("Raises")
-    shown = doc + (inspect.getdoc(owner) or "")
-    if not re.search(rf"^ *(>>>|\.\.\.) .*\b{re.escape(name.rpartition('.')[2])}\b", shown, re.MULTILINE):
-        lacks.append("Example")
+    examples = _section(doc, "Examples") + _section(inspect.getdoc(owner) or "", "Examples")
+    word = "" if name in MADE else re.escape(name.rpartition(".")[2])
+    if not re.search(rf"^ *(>>>|\.\.\.) .*\b{word}\b", examples, re.MULTILINE):
+        lacks.append("Examples")
     return " ".join(lacks)
 
 

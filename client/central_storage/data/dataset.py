@@ -46,9 +46,17 @@ class Plan:
 class Dataset:
     """A sequence of elements, each a nest of arrays, that may be iterated again and again.
 
-    Made by :meth:`from_tensor_slices`, :meth:`from_tensors`, :meth:`from_generator`, :meth:`range` and :meth:`zip`;
-    every other method gives a new data set. Wrong arguments are an ``InvalidArgumentError`` (a ValueError) or, where
-    the type is wrong, a TypeError.
+    :meth:`from_tensor_slices`, :meth:`from_tensors`, :meth:`from_generator`, :meth:`range` and :meth:`zip` make data
+    sets. Every other method returns a new data set. Wrong arguments are an ``InvalidArgumentError`` (a ValueError) or,
+    where the type is wrong, a TypeError.
+
+    Examples:
+        >>> from central_storage.data import Dataset
+        >>> for rows in Dataset.range(5).map(lambda x: x * x).batch(2):
+        ...     print(rows)
+        [0 1]
+        [4 9]
+        [16]
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -60,9 +68,20 @@ class Dataset:
 
     @staticmethod
     def from_tensor_slices(tensors: Any) -> Dataset:
-        """One element per row: the rows along axis 0 of every array in the nest ``tensors``. Lists become arrays.
+        """One element per row: the rows along axis 0 of every array in a nest. Arrays are not copied.
 
-        Arrays are not copied. Scalars and arrays of different length are an ``InvalidArgumentError``.
+        Args:
+            tensors: A nest of arrays of one length. Lists become arrays.
+
+        Raises:
+            InvalidArgumentError: There is no array, an array is a scalar, or the lengths differ (a ValueError).
+
+        Examples:
+            >>> from central_storage.data import Dataset
+            >>> for x, y in Dataset.from_tensor_slices(([1, 2], [10, 20])):
+            ...     print(x, y)
+            1 10
+            2 20
         """
         table = transforms.as_element(tensors)
         shapes = [leaf.shape for leaf in optree.tree_leaves(table, none_is_leaf=True)]
@@ -76,7 +95,19 @@ class Dataset:
 
     @staticmethod
     def from_tensors(tensors: Any) -> Dataset:
-        """One element: the nest ``tensors``. Lists become arrays; arrays are not copied."""
+        """One element: a nest as a whole. Arrays are not copied.
+
+        Args:
+            tensors: A nest of arrays. Lists become arrays.
+
+        Raises:
+            InvalidArgumentError: A leaf cannot become an array (a ValueError).
+
+        Examples:
+            >>> from central_storage.data import Dataset
+            >>> list(Dataset.from_tensors([1, 2]))
+            [array([1, 2], dtype=int32)]
+        """
         element = transforms.as_element(tensors)
         return _picking(optree.tree_map(lambda leaf: leaf[None], element, none_is_leaf=True), range(1))
 
@@ -84,7 +115,16 @@ class Dataset:
     def range(*args: int) -> Dataset:
         """The numbers of Python's ``range(*args)`` as int64 scalars.
 
-        Raises InvalidArgumentError (a ValueError) for a step of 0 and for more numbers than int64 counts.
+        Args:
+            *args: Stop; start and stop; or start, stop and step.
+
+        Raises:
+            InvalidArgumentError: The step is 0, or there are more numbers than int64 counts (a ValueError).
+
+        Examples:
+            >>> from central_storage.data import Dataset
+            >>> [int(number) for number in Dataset.range(2, 8, 3)]
+            [2, 5]
         """
         try:
             numbers = range(*args)
@@ -103,9 +143,26 @@ class Dataset:
     ) -> Dataset:
         """The elements of ``generator(*args)``, which is called anew for every iteration.
 
-        What they look like may be said by ``output_signature``, a nest of ``TensorSpec``, or by ``output_types`` and
-        ``output_shapes``; then an element that does not fit is an ``InvalidArgumentError``. Unsaid, ``element_spec``
-        looks at the first element.
+        Where neither ``output_signature`` nor ``output_types`` is given, ``element_spec`` looks at the first element.
+
+        Args:
+            generator: A function that returns an iterable of elements.
+            output_types: A nest of dtypes like an element.
+            output_shapes: A nest of shapes like an element; it needs ``output_types``.
+            args: The arguments of ``generator``.
+            output_signature: A nest of ``TensorSpec`` like an element, in place of the two above.
+
+        Raises:
+            InvalidArgumentError: While it is iterated: an element does not fit what was said (a ValueError).
+            TypeError: ``generator`` cannot be called, or the elements are described in two ways.
+
+        Examples:
+            >>> from central_storage.data import Dataset
+            >>> def squares(n):
+            ...     for number in range(n):
+            ...         yield number * number
+            >>> [int(each) for each in Dataset.from_generator(squares, args=(3,))]
+            [0, 1, 4]
         """
         if not callable(generator):
             raise TypeError(f"from_generator needs a function that returns an iterable, not {generator!r:.200}")
@@ -126,9 +183,20 @@ class Dataset:
 
     @staticmethod
     def zip(*datasets: Any) -> Dataset:
-        """Elements together: ``zip(a, b)`` or ``zip((a, b))`` gives pairs, ``zip({"x": a, "y": b})`` dicts.
+        """Elements together; the data set ends with the shortest.
 
-        It ends with the shortest. Raises TypeError for what is no data set.
+        Args:
+            *datasets: ``zip(a, b)`` or ``zip((a, b))`` gives pairs, ``zip({"x": a, "y": b})`` dicts.
+
+        Raises:
+            TypeError: An argument is no data set.
+
+        Examples:
+            >>> from central_storage.data import Dataset
+            >>> for left, right in Dataset.zip(Dataset.range(2), Dataset.range(5, 9)):
+            ...     print(left, right)
+            0 5
+            1 6
         """
         nest: Any = datasets[0] if len(datasets) == 1 else datasets
         parts, treespec = optree.tree_flatten(nest, none_is_leaf=True)
@@ -153,7 +221,20 @@ class Dataset:
     # The same elements: fewer, more, or in another order
 
     def take(self, count: int) -> Dataset:
-        """The first ``count`` elements; -1 takes all."""
+        """The first elements.
+
+        Args:
+            count: Their number; -1 takes all.
+
+        Raises:
+            InvalidArgumentError: ``count`` is less than -1 (a ValueError).
+            TypeError: ``count`` is no int.
+
+        Examples:
+            >>> from central_storage.data import Dataset
+            >>> len(Dataset.range(5).take(2))
+            2
+        """
         wanted, have = _at_least(-1, count, "take: count"), self.plan.count
         if wanted < 0:
             return self
@@ -161,16 +242,40 @@ class Dataset:
         return self._pick(transforms.Sliced(self.plan.stream, stop=wanted), left if have < 0 else min(have, wanted))
 
     def skip(self, count: int) -> Dataset:
-        """All but the first ``count`` elements; -1 skips all."""
+        """All but the first elements.
+
+        Args:
+            count: The number of elements to skip; -1 skips all.
+
+        Raises:
+            InvalidArgumentError: ``count`` is less than -1 (a ValueError).
+            TypeError: ``count`` is no int.
+
+        Examples:
+            >>> from central_storage.data import Dataset
+            >>> [int(each) for each in Dataset.range(5).skip(3)]
+            [3, 4]
+        """
         unwanted = _at_least(-1, count, "skip: count")
         if unwanted < 0:
             return self.take(0)
         return self._pick(transforms.Sliced(self.plan.stream, unwanted), self._count(lambda n: max(0, n - unwanted)))
 
     def shard(self, num_shards: int, index: int) -> Dataset:
-        """Every ``num_shards``-th element, beginning with number ``index``.
+        """Every ``num_shards``-th element.
 
-        Raises InvalidArgumentError (a ValueError) for an ``index`` outside [0, num_shards).
+        Args:
+            num_shards: The number of shards.
+            index: The number of the first element, in [0, num_shards).
+
+        Raises:
+            InvalidArgumentError: ``index`` is outside [0, num_shards) (a ValueError).
+            TypeError: An argument is no int.
+
+        Examples:
+            >>> from central_storage.data import Dataset
+            >>> [int(each) for each in Dataset.range(5).shard(2, 1)]
+            [1, 3]
         """
         shards, start = _at_least(1, num_shards, "shard: num_shards"), _at_least(0, index, "shard: index")
         if start >= shards:
@@ -179,7 +284,20 @@ class Dataset:
         return self._pick(transforms.Sliced(self.plan.stream, start, None, shards), count)
 
     def repeat(self, count: int | None = None) -> Dataset:
-        """The elements ``count`` times over; None and -1 repeat without end."""
+        """The elements several times over.
+
+        Args:
+            count: How many times; None and -1 repeat without end.
+
+        Raises:
+            InvalidArgumentError: ``count`` is less than -1 (a ValueError).
+            TypeError: ``count`` is no int.
+
+        Examples:
+            >>> from central_storage.data import Dataset
+            >>> [int(each) for each in Dataset.range(2).repeat(2)]
+            [0, 1, 0, 1]
+        """
         times = -1 if count is None else _at_least(-1, count, "repeat: count")
         if times < 0:
             have = self.plan.count
@@ -190,11 +308,26 @@ class Dataset:
     def shuffle(
         self, buffer_size: int, seed: int | None = None, reshuffle_each_iteration: bool | None = None
     ) -> Dataset:
-        """The elements in random order: each is drawn from the next ``buffer_size`` of them.
+        """The elements in random order.
 
-        With a buffer as large as the data set every order is equally likely. The orders follow from ``seed``;
-        without one it is drawn from NumPy's global generator, so ``np.random.seed`` makes a script repeatable. Each
-        iteration has an order of its own unless ``reshuffle_each_iteration`` is False (None: it has).
+        Each element is drawn from the next ``buffer_size`` of them. With a buffer as large as the data set every order
+        is equally likely.
+
+        Args:
+            buffer_size: The number of elements from which one is drawn, at least 1.
+            seed: The number from which the orders follow, from 0 to 2**63 - 1. None: it is drawn from NumPy's global
+                generator, so ``np.random.seed`` makes a script repeatable.
+            reshuffle_each_iteration: Whether each iteration has an order of its own. None: yes.
+
+        Raises:
+            InvalidArgumentError: ``buffer_size`` or ``seed`` is out of range (a ValueError).
+            TypeError: ``buffer_size`` or ``seed`` is no int.
+
+        Examples:
+            >>> from central_storage.data import Dataset
+            >>> shuffled = [int(each) for each in Dataset.range(4).shuffle(4, seed=1)]
+            >>> sorted(shuffled)
+            [0, 1, 2, 3]
         """
         size = _at_least(1, buffer_size, "shuffle: buffer_size")
         origin = int(np.random.randint(1 << 31)) if seed is None else _at_least(0, seed, "shuffle: seed")
@@ -205,18 +338,46 @@ class Dataset:
         return self._pick(stream, self.plan.count)
 
     def cache(self) -> Dataset:
-        """The same elements, remembered in memory by the first iteration that reaches the end."""
+        """The same elements, remembered in memory by the first iteration that reaches the end.
+
+        Examples:
+            >>> from central_storage.data import Dataset
+            >>> len(Dataset.range(3).cache())
+            3
+        """
         return self._pick(transforms.Cached(self.plan.stream), self.plan.count)
 
     def prefetch(self, buffer_size: int) -> Dataset:
-        """The same elements, up to ``buffer_size`` of them computed ahead by a thread; AUTOTUNE (-1) means 2."""
+        """The same elements, some of them computed ahead by a thread.
+
+        Args:
+            buffer_size: How many are computed ahead; AUTOTUNE (-1) means 2.
+
+        Raises:
+            InvalidArgumentError: ``buffer_size`` is less than -1 (a ValueError).
+            TypeError: ``buffer_size`` is no int.
+
+        Examples:
+            >>> from central_storage.data import Dataset
+            >>> [int(each) for each in Dataset.range(3).prefetch(2)]
+            [0, 1, 2]
+        """
         size = _at_least(-1, buffer_size, "prefetch: buffer_size")
         return self._derive(transforms.Prefetched(self, 2 if size < 0 else size), self.plan.count) if size else self
 
     def concatenate(self, dataset: Dataset) -> Dataset:
-        """The elements of this data set, then those of ``dataset``, which have the same structure and dtypes.
+        """The elements of this data set, then those of another.
 
-        Raises TypeError for what is no data set or has another structure or dtypes.
+        Args:
+            dataset: A data set whose elements have the same structure and dtypes.
+
+        Raises:
+            TypeError: ``dataset`` is no data set, or has another structure or dtypes.
+
+        Examples:
+            >>> from central_storage.data import Dataset
+            >>> [int(each) for each in Dataset.range(2).concatenate(Dataset.range(1))]
+            [0, 1, 0]
         """
         if not isinstance(dataset, Dataset):
             raise TypeError(f"concatenate needs a data set, not {dataset!r:.200}")
@@ -227,13 +388,37 @@ class Dataset:
         return self._derive(transforms.Chained((self, dataset)), count, lambda: spec)
 
     def filter(self, predicate: Callable[..., Any]) -> Dataset:
-        """The elements for which ``predicate``, called as by :meth:`map`, gives a true bool."""
+        """The elements for which a function gives a true bool.
+
+        Args:
+            predicate: The function, called as by :meth:`map`.
+
+        Raises:
+            TypeError: ``predicate`` cannot be called.
+
+        Examples:
+            >>> from central_storage.data import Dataset
+            >>> [int(each) for each in Dataset.range(5).filter(lambda x: x % 2 == 0)]
+            [0, 2, 4]
+        """
         return self._derive(transforms.Filtered(self, _spread(predicate, "filter")), UNKNOWN_CARDINALITY)
 
     # Other elements
 
     def map(self, map_func: Callable[..., Any]) -> Dataset:
-        """``map_func`` of every element; a tuple is spread over the arguments. Lists in its result become arrays."""
+        """The results of a function of every element.
+
+        Args:
+            map_func: The function. A tuple is spread over its arguments. Lists in its result become arrays.
+
+        Raises:
+            TypeError: ``map_func`` cannot be called.
+
+        Examples:
+            >>> from central_storage.data import Dataset
+            >>> [int(each) for each in Dataset.range(3).map(lambda x: 10 * x)]
+            [0, 10, 20]
+        """
         function, plan = _spread(map_func, "map"), self.plan
 
         def example() -> Any:
@@ -246,7 +431,19 @@ class Dataset:
         return self._derive(transforms.Mapped(self, function), plan.count, spec, example)
 
     def enumerate(self, start: int = 0) -> Dataset:
-        """Pairs ``(number, element)`` with int64 numbers from ``start`` on."""
+        """Pairs ``(number, element)`` with int64 numbers.
+
+        Args:
+            start: The first number.
+
+        Raises:
+            TypeError: ``start`` is no int.
+
+        Examples:
+            >>> from central_storage.data import Dataset
+            >>> [(int(n), int(x)) for n, x in Dataset.range(5, 7).enumerate(1)]
+            [(1, 5), (2, 6)]
+        """
         origin, plan = _index(start, "enumerate: start"), self.plan
         return self._derive(
             transforms.Numbered(self, origin),
@@ -256,9 +453,21 @@ class Dataset:
         )
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
-        """``batch_size`` elements stacked along a new axis 0; a shorter last batch is kept or dropped.
+        """Elements stacked along a new axis 0.
 
-        Elements that differ in shape, dtype or structure are an ``InvalidArgumentError``.
+        Args:
+            batch_size: The number of elements of a batch, at least 1.
+            drop_remainder: Whether a shorter last batch is dropped.
+
+        Raises:
+            InvalidArgumentError: ``batch_size`` is less than 1; while it is iterated: elements differ in shape, dtype
+                or structure (a ValueError).
+            TypeError: ``batch_size`` is no int.
+
+        Examples:
+            >>> from central_storage.data import Dataset
+            >>> [rows.tolist() for rows in Dataset.range(3).batch(2)]
+            [[0, 1], [2]]
         """
         size, plan = _at_least(1, batch_size, "batch: batch_size"), self.plan
         stream: Iterable[Any] = (
@@ -279,7 +488,13 @@ class Dataset:
         )
 
     def unbatch(self) -> Dataset:
-        """The rows of the elements: the inverse of :meth:`batch`."""
+        """The rows of the elements: the inverse of :meth:`batch`.
+
+        Examples:
+            >>> from central_storage.data import Dataset
+            >>> [int(each) for each in Dataset.range(3).batch(2).unbatch()]
+            [0, 1, 2]
+        """
         plan = self.plan
 
         def shorter(spec: TensorSpec) -> TensorSpec:
@@ -300,7 +515,13 @@ class Dataset:
         return transforms.rows(self.plan.table, self.plan.stream)
 
     def as_numpy_iterator(self) -> Iterator[Any]:
-        """An iterator over the elements, which are NumPy arrays anyway."""
+        """An iterator over the elements, which are NumPy arrays anyway.
+
+        Examples:
+            >>> from central_storage.data import Dataset
+            >>> int(next(Dataset.range(3).as_numpy_iterator()))
+            0
+        """
         return iter(self)
 
     def __len__(self) -> int:
@@ -314,7 +535,13 @@ class Dataset:
         return True
 
     def cardinality(self) -> int:
-        """The number of elements; INFINITE_CARDINALITY (-1) or UNKNOWN_CARDINALITY (-2) where there is none."""
+        """The number of elements; INFINITE_CARDINALITY (-1) or UNKNOWN_CARDINALITY (-2) where there is none.
+
+        Examples:
+            >>> from central_storage.data import Dataset
+            >>> Dataset.range(3).cardinality(), Dataset.range(3).repeat().cardinality()
+            (3, -1)
+        """
         return self.plan.count
 
     @property

@@ -14,7 +14,21 @@ __all__ = ["PerReplicaSpec", "TensorSpec", "joined", "observed", "zeros"]
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """An array: ``shape`` (None for an axis of any length, None altogether for any number of axes) and ``dtype``."""
+    """What is known of an array before it is there.
+
+    Args:
+        shape: The shape, with None for an axis of any length. None altogether: any number of axes.
+        dtype: The dtype.
+
+    Raises:
+        TypeError: ``shape`` is no sequence, or ``dtype`` no dtype.
+
+    Examples:
+        >>> import numpy as np
+        >>> import central_storage as cs
+        >>> cs.data.TensorSpec((None, 8), np.float32)
+        TensorSpec(shape=(None, 8), dtype=dtype('float32'))
+    """
 
     shape: tuple[int | None, ...] | None
     dtype: Any = np.float32

@@ -312,8 +312,8 @@ class Optimizer(Handle):
             >>> import central_storage as cs
             >>> with cs.CentralStorageStrategy(in_process=True) as strategy:
             ...     with strategy.scope():
-            ...         w, adam = cs.Variable(np.float32([1, 2])), cs.optimizers.Adam(0.5)
-            ...     strategy.run(lambda: adam.apply_gradients([(np.float32([1, -1]), w)]))
+            ...         w, sgd = cs.Variable(np.float32([1, 2])), cs.optimizers.SGD(0.5)
+            ...     strategy.run(lambda: sgd.apply_gradients([(np.float32([1, -1]), w)]))
             ...     print(w.numpy())
             [0.5 2.5]
         """

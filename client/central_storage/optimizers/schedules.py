@@ -78,7 +78,8 @@ class Schedule(LearningRateSchedule):
 
         Examples:
             >>> import central_storage as cs
-            >>> cs.optimizers.schedules.PiecewiseConstantDecay.from_config({"boundaries": [10], "values": [0.1, 0.01]})(11)
+            >>> config = {"boundaries": [10], "values": [0.1, 0.01]}
+            >>> cs.optimizers.schedules.PiecewiseConstantDecay.from_config(config)(11)
             0.01
         """
         return cls(**config)

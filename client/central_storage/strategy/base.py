@@ -353,8 +353,8 @@ class StrategyBase:
         Examples:
             >>> import central_storage as cs
             >>> with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as strategy:
-            ...     made = strategy.experimental_distribute_values_from_function(lambda c: 10 * c.replica_id_in_sync_group)
-            ...     made.values
+            ...     tens = lambda context: 10 * context.replica_id_in_sync_group
+            ...     strategy.experimental_distribute_values_from_function(tens).values
             (0, 10)
         """
         n = self.num_replicas_in_sync
@@ -506,7 +506,8 @@ class StrategyBase:
             >>> import numpy as np
             >>> import central_storage as cs
             >>> with cs.CentralStorageStrategy([("cpu:0", "cpu:1")], in_process=True) as strategy:
-            ...     strategy.run(lambda: np.asarray(strategy.experimental_replicate_to_logical_devices([1, 2]))).tolist()
+            ...     place = strategy.experimental_replicate_to_logical_devices
+            ...     strategy.run(lambda: np.asarray(place([1, 2]))).tolist()
             [1, 2]
         """
         return logical_devices.replicate(tensor, *self.logical_devices_here())
@@ -559,7 +560,8 @@ class StrategyBase:
             >>> import central_storage as cs
             >>> with warnings.catch_warnings(), cs.CentralStorageStrategy(in_process=True) as strategy:
             ...     warnings.simplefilter("ignore")
-            ...     data = strategy.experimental_distribute_datasets_from_function(lambda context: cs.data.Dataset.range(2))
+            ...     make = lambda context: cs.data.Dataset.range(2)
+            ...     data = strategy.experimental_distribute_datasets_from_function(make)
         """
         warn_deprecated(self, "experimental_distribute_datasets_from_function", "distribute_datasets_from_function")
         return self.distribute_datasets_from_function(dataset_fn, options)

@@ -15,13 +15,37 @@ __all__ = ["gradient_buffers"]
 
 
 def gradient_buffers(variables: Sequence[Variable]) -> list[np.ndarray]:
-    """Writable arrays of the variables' shapes and dtypes that lie where the server reads this replica's gradients.
+    """Writable arrays that lie where the server reads this replica's gradients.
 
     Compute into them (``np.matmul(x.T, d, out=buffer)``) and hand them to ``apply_gradients``: then nothing is copied.
     Their content is undefined until written; after ``apply_gradients`` they are read-only. There are two for each
     variable. A third call in one run waits for the update by the first and returns the same memory, so copy a gradient
-    that you want to read later. Raises ContextError (a RuntimeError)
-    outside a replica and for variables of different strategies.
+    that you want to read later.
+
+    Args:
+        variables: Variables of one strategy.
+
+    Returns:
+        One array for each variable, of its shape and dtype.
+
+    Raises:
+        ContextError: Called outside a replica, or with variables of different strategies (a RuntimeError).
+
+    Examples:
+        >>> import numpy as np
+        >>> import central_storage as cs
+        >>> with cs.CentralStorageStrategy(in_process=True) as strategy:
+        ...     with strategy.scope():
+        ...         w, sgd = cs.Variable(np.zeros(2, np.float32)), cs.optimizers.SGD(1.0)
+        ...
+        ...     def step():
+        ...         (buffer,) = cs.gradient_buffers([w])
+        ...         np.multiply(2, np.float32([1, 2]), out=buffer)
+        ...         sgd.apply_gradients([(buffer, w)])
+        ...
+        ...     strategy.run(step)
+        ...     print(w.numpy())
+        [-2. -4.]
     """
     if not variables:
         return []

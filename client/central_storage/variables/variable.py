@@ -70,28 +70,47 @@ class _Local:
 class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
     """An array held once, by the server, and changed only there.
 
-    Make it under ``strategy.scope()`` or inside a replica function. ``initial_value`` is an array, a number, a nest of
-    numbers or a callable that returns one; Python numbers become float32, int32, bool or complex128. ``dtype`` converts
-    it, integers to floating point too but not the reverse (TypeError). ``shape``, where given, must be the value's.
-    ``aggregation`` says how assigns made by several replicas become one; None is NONE. ``synchronization`` is stored;
-    of ON_READ a variable is not ``trainable``, else it is unless said. ``constraint`` is a function of the value, an
-    array, to a value of its shape and dtype, which every ``apply_gradients`` applies after its update.
+    Make it under ``strategy.scope()`` or inside a replica function.
 
     In a replica ``np.asarray``, operators, indexing and DLPack read the server's memory without a copy. Such a view
     keeps its bits until the replica function returns, and must not be kept longer; ``numpy()``, ``value()`` and
-    ``read_value()`` give copies that may be kept. A view that is held through an update is copied then.
+    ``read_value()`` give copies that may be kept. A view that is held through an update is copied at that update.
 
-    Made outside every scope it is *local*: the value is held here until a strategy's ``run`` takes the variable along;
-    from then on it belongs to that strategy. Assigns to it in replicas need no aggregation and no agreement: each
-    replica's take effect in replica order. Another strategy's variable may be read in a replica, as it was when the
-    function was sent, and not written.
+    A variable that is made outside every scope is *local*: this process holds the value until a strategy's ``run``
+    takes the variable along; from then on it belongs to that strategy. Assigning to it in replicas needs no aggregation
+    and no agreement: each replica's assignment takes effect, in replica order. A replica may read another strategy's
+    variable, as it was when the function was sent, but may not write it.
 
-    When nobody in the script holds it any more, the server frees it before the strategy's next operation; one that an
-    optimizer has updated, or that was made inside a replica, stays.
+    When the script holds a variable no longer, the server frees it before the strategy's next operation. A variable
+    that an optimizer has updated, or that was made inside a replica, stays.
 
-    Raises InvalidArgumentError (a ValueError) for a value that does not fit, for a synchronization that is not one and
-    for ON_READ with ``trainable``, TypeError for a name, aggregation or constraint that is not one, MemoryPlanError
-    where the memory does not suffice.
+    Args:
+        initial_value: An array, a number, a nest of numbers, or a callable that returns one. Python numbers become
+            float32, int32, bool or complex128.
+        trainable: Whether the variable is trained. None: yes, but for the synchronization ON_READ.
+        name: The name; a name that the strategy has already gets a number.
+        dtype: Converts the value, integers to floating point too, but not the reverse.
+        shape: The shape that the value must have; None: any.
+        synchronization: Stored. A variable with ON_READ is not trainable.
+        aggregation: How assignments by several replicas become one; None is NONE.
+        constraint: A function of the value, an array, that returns a value of its shape and dtype. Every
+            ``apply_gradients`` applies it after its update.
+
+    Raises:
+        InvalidArgumentError: The value does not fit, ``synchronization`` is not one, or it is ON_READ with
+            ``trainable`` (a ValueError).
+        TypeError: The name, aggregation or constraint is not one, or ``dtype`` cannot hold the value.
+        MemoryPlanError: The memory does not suffice.
+
+    Examples:
+        >>> import numpy as np
+        >>> import central_storage as cs
+        >>> with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as strategy:
+        ...     with strategy.scope():
+        ...         total = cs.Variable(np.zeros(2, np.float32), name="total", aggregation=cs.VariableAggregation.SUM)
+        ...     _ = strategy.run(lambda row: total.assign_add(row, read_value=False), (np.float32([1, 2]),))
+        ...     print(total.numpy(), total.shape, total.dtype)
+        [2. 4.] (2,) float32
     """
 
     def __init__(
@@ -292,7 +311,14 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
     # --- reading ----------------------------------------------------------------------------------------------
 
     def value(self) -> np.ndarray:
-        """A copy of the current value, which never changes: NumPy's, or CuPy's in a replica on a GPU."""
+        """A copy of the current value, which never changes: NumPy's, or CuPy's in a replica on a GPU.
+
+        Examples:
+            >>> import central_storage as cs
+            >>> w = cs.Variable([1.0, 2.0])
+            >>> w.value().tolist() == w.read_value().tolist() == [1.0, 2.0]
+            True
+        """
         value = self.current()
         return value if self._replica is None else value.copy()
 
@@ -328,10 +354,23 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
             del self._view
 
     def sparse_read(self, indices: Any, name: str | None = None) -> np.ndarray:
-        """A copy of the rows ``indices`` (integers of any shape): their shape, then that of a row. Only these move.
+        """A copy of some rows. Only these rows move.
 
-        Raises InvalidArgumentError (a ValueError) for a variable without axes, indices that are no integers, and rows
-        that it does not have.
+        Args:
+            indices: The numbers of the rows: integers of any shape.
+            name: Accepted; it changes nothing.
+
+        Returns:
+            An array of the shape of ``indices`` followed by the shape of a row, in the variable's dtype.
+
+        Raises:
+            InvalidArgumentError: The variable has no axes, the indices are no integers, or a row does not exist (a
+                ValueError).
+
+        Examples:
+            >>> import central_storage as cs
+            >>> cs.Variable([[1, 2], [3, 4], [5, 6]]).sparse_read([2, 0]).tolist()
+            [[5, 6], [1, 2]]
         """
         return self._read_rows("sparse_read", indices)
 
@@ -467,43 +506,147 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
     # --- writing ----------------------------------------------------------------------------------------------
 
     def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
-        """Set the value. In a replica all replicas must do it, and ``aggregation`` makes one value of theirs.
+        """Set the value. In a replica all replicas must do so, and ``aggregation`` makes one value of theirs.
 
-        Raises InvalidArgumentError (a ValueError) for another shape or dtype, for a PerReplica, and in a replica of
-        several when ``aggregation`` is NONE; TypeError for Python numbers that the dtype cannot hold; ContextError (a
-        RuntimeError) inside another strategy's scope. Returns the variable (None with ``read_value=False``).
+        Args:
+            value: The new value, of the variable's shape and dtype, or Python numbers.
+            use_locking: Accepted; it changes nothing.
+            name: Accepted; it changes nothing.
+            read_value: Whether the variable is returned.
+
+        Returns:
+            The variable; None with ``read_value=False``.
+
+        Raises:
+            InvalidArgumentError: The shape or dtype differs, the value is a PerReplica, or ``aggregation`` is NONE in
+                one of several replicas (a ValueError).
+            TypeError: The dtype cannot hold the Python numbers.
+            ContextError: Called inside another strategy's scope (a RuntimeError).
+
+        Examples:
+            >>> import central_storage as cs
+            >>> w = cs.Variable([1.0, 2.0])
+            >>> w.assign([3.0, 4.0]).numpy().tolist()
+            [3.0, 4.0]
         """
         return self._assign("assign", value, read_value)
 
     def assign_add(
         self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
     ) -> Any:
-        """Add to the value; otherwise as :meth:`assign`."""
+        """Add to the value. In a replica all replicas must do so, and ``aggregation`` makes one value of theirs.
+
+        Args:
+            delta: The value to add, of the variable's shape and dtype, or Python numbers.
+            use_locking: Accepted; it changes nothing.
+            name: Accepted; it changes nothing.
+            read_value: Whether the variable is returned.
+
+        Returns:
+            The variable; None with ``read_value=False``.
+
+        Raises:
+            Exception: As :meth:`assign`.
+
+        Examples:
+            >>> import central_storage as cs
+            >>> cs.Variable([1.0, 2.0]).assign_add([1.0, 1.0]).numpy().tolist()
+            [2.0, 3.0]
+        """
         return self._assign("assign_add", delta, read_value)
 
     def assign_sub(
         self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
     ) -> Any:
-        """Subtract from the value; otherwise as :meth:`assign`."""
+        """Subtract from the value. In a replica all replicas must do so, and ``aggregation`` makes one value of theirs.
+
+        Args:
+            delta: The value to subtract, of the variable's shape and dtype, or Python numbers.
+            use_locking: Accepted; it changes nothing.
+            name: Accepted; it changes nothing.
+            read_value: Whether the variable is returned.
+
+        Returns:
+            The variable; None with ``read_value=False``.
+
+        Raises:
+            Exception: As :meth:`assign`.
+
+        Examples:
+            >>> import central_storage as cs
+            >>> cs.Variable([1.0, 2.0]).assign_sub([1.0, 1.0]).numpy().tolist()
+            [0.0, 1.0]
+        """
         return self._assign("assign_sub", delta, read_value)
 
     def scatter_add(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
-        """Add to rows; one named twice gets both. In a replica each replica's own write, which needs no agreement:
-        this replica reads it at once, the others after the next commit.
+        """Add to rows; a row that is named twice gets both values.
 
-        Raises TypeError for what is no IndexedSlices, InvalidArgumentError (a ValueError) for another dtype or row
-        shape and for rows that the variable does not have. Returns the variable.
+        In a replica each replica writes on its own, without agreement: this replica reads its write at once, the others
+        after the next commit.
+
+        Args:
+            sparse_delta: The rows and their numbers, in the variable's dtype.
+            use_locking: Accepted; it changes nothing.
+            name: Accepted; it changes nothing.
+
+        Returns:
+            The variable.
+
+        Raises:
+            TypeError: ``sparse_delta`` is no IndexedSlices.
+            InvalidArgumentError: The dtype or the shape of the rows differs, or a row does not exist (a ValueError).
+
+        Examples:
+            >>> import central_storage as cs
+            >>> w = cs.Variable([1.0, 2.0, 3.0])
+            >>> w.scatter_add(cs.IndexedSlices([10.0, 20.0], [0, 2])).numpy().tolist()
+            [11.0, 2.0, 23.0]
         """
         return self._scatter("scatter_add", sparse_delta)
 
     def scatter_sub(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
-        """Subtract from rows; otherwise as :meth:`scatter_add`."""
+        """Subtract from rows; otherwise as :meth:`scatter_add`.
+
+        Args:
+            sparse_delta: The rows and their numbers, in the variable's dtype.
+            use_locking: Accepted; it changes nothing.
+            name: Accepted; it changes nothing.
+
+        Returns:
+            The variable.
+
+        Raises:
+            Exception: As :meth:`scatter_add`.
+
+        Examples:
+            >>> import central_storage as cs
+            >>> cs.Variable([1.0, 2.0]).scatter_sub(cs.IndexedSlices([1.0], [1])).numpy().tolist()
+            [1.0, 1.0]
+        """
         return self._scatter("scatter_sub", sparse_delta)
 
     def scatter_update(
         self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
     ) -> Variable:
-        """Set rows; of one named twice the last counts. Otherwise as :meth:`scatter_add`."""
+        """Set rows; of a row that is named twice the last value counts. Otherwise as :meth:`scatter_add`.
+
+        Args:
+            sparse_delta: The rows and their numbers, in the variable's dtype.
+            use_locking: Accepted; it changes nothing.
+            name: Accepted; it changes nothing.
+
+        Returns:
+            The variable.
+
+        Raises:
+            Exception: As :meth:`scatter_add`.
+
+        Examples:
+            >>> import central_storage as cs
+            >>> cs.Variable([1.0, 2.0]).scatter_update(cs.IndexedSlices([5.0], [1])).numpy().tolist()
+            [1.0, 5.0]
+        """
         return self._scatter("scatter_update", sparse_delta)
 
     def _assign(self, op: AssignOp, value: Any, read_value: bool) -> Variable | None:
