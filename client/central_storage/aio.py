@@ -27,17 +27,39 @@ T = TypeVar("T")
 
 
 def connect(address: str | None = None, timeout: float = 10.0) -> Connecting:
-    """An observer of the service whose run directory is ``address`` (default: ``CS_ADDRESS``): await it, and close it;
-    or enter it with ``async with``.
+    """An observer of a running service: await it and close it, or enter it with ``async with``.
 
-    ``timeout`` (seconds) limits this and every later question. Raises, when awaited, ConfigurationError without an
-    address, LaunchError where no service is, NoAnswerError (a TimeoutError) where it does not answer in time.
+    Args:
+        address: The run directory of the service, ``strategy.address``. None: the environment variable ``CS_ADDRESS``.
+        timeout: Seconds that this and every later question may take.
+
+    Raises:
+        ConfigurationError: When awaited: there is no address, or the timeout makes no sense.
+        LaunchError: When awaited: there is no service.
+        NoAnswerError: When awaited: the service does not answer in time (a TimeoutError).
+
+    Examples:
+        >>> import asyncio
+        >>> import central_storage as cs
+        >>> async def look(address):
+        ...     async with cs.aio.connect(address) as observer:
+        ...         return await observer.get("w")
+        >>> with cs.CentralStorageStrategy(in_process=True) as strategy:
+        ...     with strategy.scope():
+        ...         w = cs.Variable([1.0, 2.0], name="w")
+        ...     print(asyncio.run(look(strategy.address)))
+        [1. 2.]
     """
     return Connecting(address, timeout)
 
 
 class Connecting:
-    """What :func:`connect` returns: an observer to be."""
+    """What :func:`connect` returns: an awaitable, and an asynchronous context manager, that gives an :class:`Observer`.
+
+    Examples:
+        >>> import central_storage as cs
+        >>> connecting = cs.aio.connect("/run/user/1000/central-storage/run")
+    """
 
     def __init__(self, address: str | None, timeout: float) -> None:
         self._address = address
@@ -63,6 +85,24 @@ class Observer:
 
     Every question raises NoAnswerError (a TimeoutError) where the answer does not come in time, ShutdownError (a
     RuntimeError) where the service has ended or the observer was closed.
+
+    Examples:
+        >>> import asyncio
+        >>> import central_storage as cs
+        >>> async def look(address):
+        ...     observer = await cs.aio.connect(address)
+        ...     try:
+        ...         records = await observer.variables()
+        ...         print([record.spec.name for record in records], await observer.get("w"))
+        ...         print(await observer.get_all(["w"]), (await observer.statistics()).variables == 1)
+        ...     finally:
+        ...         await observer.close()
+        >>> with cs.CentralStorageStrategy(in_process=True) as strategy:
+        ...     with strategy.scope():
+        ...         w = cs.Variable([1.0, 2.0], name="w")
+        ...     asyncio.run(look(strategy.address))
+        ['w'] [1. 2.]
+        [array([1., 2.], dtype=float32)] True
     """
 
     def __init__(self, session: Session) -> None:
@@ -90,13 +130,29 @@ class Observer:
         return await self._ask(self._session.variables())
 
     async def get(self, name: str) -> np.ndarray:
-        """A copy of a variable's value as of one commit. Raises InvalidArgumentError for an unknown name."""
+        """A copy of a variable's value as of one commit.
+
+        Args:
+            name: The variable's name.
+
+        Raises:
+            InvalidArgumentError: There is no such variable (a ValueError).
+        """
         seen = await self._see([name])
         return await self._ask(self._session.get(name)) if seen is None else seen[0]
 
     async def get_all(self, names: Sequence[str]) -> list[np.ndarray]:
-        """Copies of several variables' values, all as of the same commit, in the order of ``names``. Raises
-        InvalidArgumentError for an unknown name, or none."""
+        """Copies of several variables' values, all as of the same commit.
+
+        Args:
+            names: The variables' names, at least one.
+
+        Returns:
+            The values in the order of ``names``.
+
+        Raises:
+            InvalidArgumentError: There is no such variable, or no name (a ValueError).
+        """
         question = self._session.get_all(names)
         seen = await self._see(names)
         return await self._ask(question) if seen is None else seen

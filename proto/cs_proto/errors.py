@@ -327,12 +327,34 @@ _CODE_OF: Mapping[type[BaseException], str] = {
 
 
 def code_of(error: type[BaseException]) -> str:
-    """The wire code of the nearest listed class of ``error``: itself, or the first listed class of its ancestry."""
+    """The wire code of the nearest listed class of an error: itself, or the first listed class of its ancestry.
+
+    Args:
+        error: The class of the error.
+
+    Raises:
+        AttributeError: ``error`` is no class.
+
+    Examples:
+        >>> code_of(KeyError)
+        'KeyError'
+    """
     return next((_CODE_OF[ancestor] for ancestor in error.__mro__ if ancestor in _CODE_OF), "Exception")
 
 
 def replica_exception_class(code: str) -> type[Exception]:
-    """The class raised for a wire code. An unknown code is a :class:`PeerProtocolError`."""
+    """The class that is raised for a wire code.
+
+    Args:
+        code: A key of :data:`CODES`.
+
+    Raises:
+        PeerProtocolError: The code is unknown.
+
+    Examples:
+        >>> issubclass(replica_exception_class("KeyError"), KeyError)
+        True
+    """
     try:
         return CODES[code]
     except KeyError:

@@ -679,10 +679,18 @@ class ReplicaStatistics(Record):
 
 @record(75)
 class Counters(Record):
-    """Reply to Statistics: what the server has done in ``uptime`` seconds, and what each replica brought. ``…_nbytes``
-    are the bytes of all variables and of the slots beside them. ``posted`` of its answers went by mailbox; doorbells
-    woke a sleeping process ``doorbells`` times: the server, or one that it had an answer for. A controller adds the
-    workers that it has woken."""
+    """Reply to Statistics, and the result of ``strategy.statistics()``: what the server has done, and what each replica
+    brought.
+
+    ``uptime`` is seconds. ``parameter_nbytes`` and ``slot_nbytes`` are the bytes of all variables and of the slots
+    beside them. ``posted`` counts the answers that went by mailbox. ``doorbells`` counts how often a doorbell woke a
+    sleeping process: the server, or one that it had an answer for. A controller adds the workers that it has woken.
+
+    Examples:
+        >>> counters = Counters(1, 4711, 2.5, 3, 1024, 0, 7, 7, 30, ())
+        >>> counters.commits, counters.uptime
+        (7, 2.5)
+    """
 
     request: Count
     pid: Pid

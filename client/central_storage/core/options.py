@@ -40,7 +40,18 @@ class CommunicationImplementation(enum.Enum):
 
 
 class RunOptions(NamedTuple):
-    """What ``run`` takes as ``options``: accepted, and without effect, as in TensorFlow's class."""
+    """Options of ``run``: accepted, and without effect, as in TensorFlow's class.
+
+    Args:
+        experimental_enable_dynamic_batch_size: Kept.
+        experimental_bucketizing_dynamic_shape: Kept.
+        experimental_xla_options: Kept.
+
+    Examples:
+        >>> import central_storage as cs
+        >>> cs.RunOptions().experimental_enable_dynamic_batch_size
+        True
+    """
 
     experimental_enable_dynamic_batch_size: bool = True
     experimental_bucketizing_dynamic_shape: bool = False
@@ -57,15 +68,22 @@ class _InputFields(NamedTuple):
 class InputOptions(_InputFields):
     """How a distributed data set brings its elements to the replicas.
 
-    ``experimental_fetch_to_device``: whether elements are brought to the replica's device (None: yes);
-    ``experimental_replication_mode``: how often a data set function is called;
-    ``experimental_place_dataset_on_device``: whether the data set itself runs on the replica's device;
-    ``experimental_per_replica_buffer_size``: the number of elements fetched ahead for each replica; those of a list or
-    tuple of small arrays are there, and none is.
-    ``experimental_prefetch_to_device`` is the older name of ``experimental_fetch_to_device``.
+    Args:
+        experimental_fetch_to_device: Whether elements are brought to the replica's device (None: yes).
+        experimental_replication_mode: How often a data set function is called.
+        experimental_place_dataset_on_device: Whether the data set itself runs on the replica's device.
+        experimental_per_replica_buffer_size: The number of elements read ahead for each replica. Elements of a list or
+            tuple of small arrays are there already, and none is read ahead.
+        experimental_prefetch_to_device: The older name of ``experimental_fetch_to_device``.
 
-    Raises TypeError for a mode that is no InputReplicationMode and InvalidArgumentError for a buffer size that is no
-    int of at least 0.
+    Raises:
+        TypeError: The mode is no InputReplicationMode, or both names of one option are given.
+        InvalidArgumentError: The buffer size is no int of at least 0 (a ValueError).
+
+    Examples:
+        >>> import central_storage as cs
+        >>> cs.InputOptions(experimental_per_replica_buffer_size=4).experimental_per_replica_buffer_size
+        4
     """
 
     __slots__ = ()
@@ -105,9 +123,18 @@ class InputOptions(_InputFields):
 class CommunicationOptions:
     """Hints for reductions between machines: accepted, and without effect on one machine.
 
-    ``bytes_per_pack``: bytes (0: chosen); ``timeout_seconds``: seconds or None; ``implementation``: a
-    CommunicationImplementation or its name in any case. Raises InvalidArgumentError (a ValueError) for negative bytes
-    and for an unknown name.
+    Args:
+        bytes_per_pack: Bytes (0: chosen).
+        timeout_seconds: Seconds, or None.
+        implementation: A CommunicationImplementation or its name in any case.
+
+    Raises:
+        InvalidArgumentError: The bytes are negative, or the name is unknown (a ValueError).
+
+    Examples:
+        >>> import central_storage as cs
+        >>> cs.CommunicationOptions(implementation="ring").implementation
+        <CommunicationImplementation.RING: 'RING'>
     """
 
     bytes_per_pack: int = 0
@@ -129,7 +156,17 @@ class CommunicationOptions:
 
 @dataclass(frozen=True)
 class ValueContext:
-    """What the function of ``experimental_distribute_values_from_function`` is told: whose value it makes."""
+    """What the function of ``experimental_distribute_values_from_function`` is told: whose value it makes.
+
+    Args:
+        replica_id_in_sync_group: The number of the replica, from 0.
+        num_replicas_in_sync: The number of replicas.
+
+    Examples:
+        >>> import central_storage as cs
+        >>> cs.ValueContext(1, 2).replica_id_in_sync_group
+        1
+    """
 
     replica_id_in_sync_group: int = 0
     num_replicas_in_sync: int = 1

@@ -30,10 +30,19 @@ _names = _Names()
 
 @contextmanager
 def device(name: str | None) -> Iterator[None]:
-    """Let :func:`convert_to_tensor` put arrays on the device called ``name`` for the length of the block.
+    """Let :func:`convert_to_tensor` put arrays on a device for the length of the block.
 
-    None means the default: the replica's first device, outside a replica the CPU. Raises DeviceError (a ValueError)
-    for what is no device of this machine.
+    Args:
+        name: The device. None means the default: the replica's first device, outside a replica the CPU.
+
+    Raises:
+        DeviceError: This machine has no such device (a ValueError).
+
+    Examples:
+        >>> import central_storage as cs
+        >>> with cs.device("cpu:0"):
+        ...     cs.convert_to_tensor([1, 2])
+        array([1, 2], dtype=int32)
     """
     _names.stack.append(None if name is None else existing(name))
     try:
@@ -46,9 +55,22 @@ def convert_to_tensor(value: Any, dtype: Any = None) -> Any:
     """``value`` as an array on the current :func:`device`. Arrays keep their dtype and are not copied needlessly.
 
     Python numbers and lists of them: float becomes float32, int int32 (int64 where one does not fit), bool bool,
-    complex complex128. With ``dtype``, an int may become a float but not the reverse (TypeError). Raises
-    InvalidArgumentError (a ValueError) for what is no array of numbers, bools or strings (None, dicts, uneven lists,
-    a PerReplica) and for integers that do not fit, DeviceError for a GPU outside a replica.
+    complex complex128.
+
+    Args:
+        value: An array, a Python number or text, or a list of them.
+        dtype: The dtype of the result. An int may become a float but not the reverse.
+
+    Raises:
+        InvalidArgumentError: ``value`` is no array of numbers, bools or strings (None, dicts, uneven lists, a
+            PerReplica), or an integer does not fit (a ValueError).
+        TypeError: A float would become an int.
+        DeviceError: The device is a GPU, outside a replica (a ValueError).
+
+    Examples:
+        >>> import central_storage as cs
+        >>> cs.convert_to_tensor([1.5, 2]).dtype
+        dtype('float32')
     """
     name = _names.stack[-1] if _names.stack else None
     replica = context.replica_here()

@@ -55,14 +55,32 @@ Round = tuple[Any, bool]
 
 @dataclass(frozen=True)
 class InputContext:
-    """What a data set function is told about its place: which pipeline it makes, of how many, for how many replicas."""
+    """What a data set function is told about its place.
+
+    Args:
+        num_input_pipelines: The number of pipelines.
+        input_pipeline_id: The number of the pipeline that the function makes, from 0.
+        num_replicas_in_sync: The number of replicas.
+
+    Examples:
+        >>> import central_storage as cs
+        >>> cs.InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(128)
+        32
+    """
 
     num_input_pipelines: int = 1
     input_pipeline_id: int = 0
     num_replicas_in_sync: int = 1
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """``global_batch_size / num_replicas_in_sync``, which has to be whole (else ``InvalidArgumentError``)."""
+        """``global_batch_size / num_replicas_in_sync``.
+
+        Args:
+            global_batch_size: The number of rows of all replicas together.
+
+        Raises:
+            InvalidArgumentError: The result is not whole (a ValueError).
+        """
         size, rest = divmod(global_batch_size, self.num_replicas_in_sync)
         if rest:
             raise InvalidArgumentError(
@@ -202,16 +220,31 @@ class _Distributed:
         raise NotImplementedError
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
-        """``reduce_func(state, element)`` over all elements, beginning with ``initial_state``."""
+        """``reduce_func(state, element)`` over all elements.
+
+        Args:
+            initial_state: The first state.
+            reduce_func: A function of the state and an element that returns the next state.
+
+        Raises:
+            Exception: Whatever ``reduce_func`` or the data set raises.
+        """
         return reduce(reduce_func, self, initial_state)
 
 
 class DistributedDataset(_Distributed):
-    """Global batches, each split over ``n`` replicas.
+    """Global batches, each split over the replicas. ``strategy.experimental_distribute_dataset`` makes one.
 
-    ``dataset``: a :class:`Dataset` or anything else that can be iterated again and again and yields nests of arrays.
-    A batch of B rows gives every replica ``ceil(B / n)`` of them in order; the last replicas may get fewer or none.
-    No row is dropped or given twice.
+    A batch of B rows gives each of N replicas ``ceil(B / N)`` of them in order; the last replicas may get fewer or
+    none. No row is dropped or given twice. It may be iterated again and again.
+
+    Examples:
+        >>> import central_storage as cs
+        >>> with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as strategy:
+        ...     data = strategy.experimental_distribute_dataset(cs.data.Dataset.range(6).batch(4))
+        ...     total = data.reduce(0, lambda state, rows: state + int(strategy.reduce("SUM", rows, axis=0)))
+        ...     print(data.cardinality, total)
+        2 15
     """
 
     def __init__(
@@ -288,14 +321,25 @@ class DistributedFromFunction(_Distributed):
 
 
 class DistributedIterator:
-    """The elements of a distributed data set, once.
+    """The elements of a distributed data set, once. ``iter`` of a distributed data set makes one.
 
-    The first is read when it is asked for. When the second is, a thread begins to read, and stays up to ``ahead``
-    elements ahead of the caller; what it reads is copied to where the replicas find it, so a source may fill one
-    array again and again. Of a list or tuple of small arrays, which are there already, every element is read when it
-    is asked for. An exception of the data set comes out where its element would have, and ends the
-    iteration. The end, ``close()``, leaving its ``with`` block and dropping the iterator end the thread and free the
+    The first element is read when it is asked for. When the second is, a thread begins to read, and stays as many
+    elements ahead of the caller as ``InputOptions`` says. It copies the elements to memory that the replicas read, so a
+    source may fill one array again and again. Elements of a list or tuple of small arrays, which are there already, are
+    read when they are asked for. An exception of the data set is raised where its element would have come, and ends the
+    iteration. The end, ``close()``, leaving the ``with`` block and dropping the iterator end the thread and free the
     source.
+
+    Examples:
+        >>> import central_storage as cs
+        >>> with cs.CentralStorageStrategy(in_process=True) as strategy:
+        ...     data = strategy.experimental_distribute_dataset(cs.data.Dataset.range(3).batch(2))
+        ...     with iter(data) as elements:
+        ...         print(next(elements), elements.get_next())
+        ...         print(elements.get_next_as_optional().has_value())
+        ...     elements.close()
+        [0 1] [2]
+        False
     """
 
     def __init__(
@@ -341,7 +385,11 @@ class DistributedIterator:
         return element
 
     def get_next(self) -> Any:
-        """The next element; :class:`OutOfRangeError` at the end."""
+        """The next element.
+
+        Raises:
+            OutOfRangeError: There is none.
+        """
         element = self._next(incomplete=False)
         if element is _END:
             raise OutOfRangeError(f"the data set has ended after {self.position} elements; iterate it again for more")

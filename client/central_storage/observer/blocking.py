@@ -59,11 +59,29 @@ _log = logging.getLogger("central_storage.observer")
 
 
 def connect(address: str | None = None, timeout: float = 10.0) -> Observer:
-    """An observer of the service whose run directory is ``address`` (default: ``CS_ADDRESS``).
+    """An observer of a running service. Close it, or use it in a ``with`` block.
 
-    ``timeout`` (seconds) limits this and every later question. Raises ConfigurationError without an address,
-    LaunchError where no service is, NoAnswerError (a TimeoutError) where it does not answer in time,
-    DescriptorLimitError (an OSError) where this process or the server has no descriptors left for another observer.
+    Args:
+        address: The run directory of the service, ``strategy.address``. None: the environment variable ``CS_ADDRESS``.
+        timeout: Seconds that this and every later question may take.
+
+    Returns:
+        An observer with ``variables()``, ``get(name)``, ``get_all(names)``, ``statistics()`` and ``close()``.
+
+    Raises:
+        ConfigurationError: There is no address, or the timeout makes no sense.
+        LaunchError: There is no service.
+        NoAnswerError: The service does not answer in time (a TimeoutError).
+        DescriptorLimitError: This process or the server has no descriptors left for another observer (an OSError).
+
+    Examples:
+        >>> import central_storage as cs
+        >>> with cs.CentralStorageStrategy(in_process=True) as strategy:
+        ...     with strategy.scope():
+        ...         w = cs.Variable([1.0, 2.0], name="w")
+        ...     with cs.connect(strategy.address) as observer:
+        ...         print([record.spec.name for record in observer.variables()], observer.get("w"))
+        ['w'] [1. 2.]
     """
     return Observer(Session(address, timeout))
 

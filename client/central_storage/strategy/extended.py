@@ -35,7 +35,14 @@ __all__ = ["StrategyExtended"]
 
 
 class StrategyExtended:
-    """The less common half of a strategy. Got by ``strategy.extended``."""
+    """The less common half of a strategy. ``strategy.extended`` gives it.
+
+    Examples:
+        >>> import central_storage as cs
+        >>> with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as strategy:
+        ...     print(strategy.extended.worker_devices[1])
+        /job:localhost/replica:0/task:0/device:CPU:1
+    """
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
@@ -45,7 +52,22 @@ class StrategyExtended:
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """As ``strategy.run``, with ``args`` of any iterable type."""
+        """As ``strategy.run``, with ``args`` of any iterable type.
+
+        Args:
+            fn: The replica function.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+
+        Raises:
+            Exception: As ``strategy.run``.
+
+        Examples:
+            >>> import central_storage as cs
+            >>> with cs.CentralStorageStrategy(in_process=True) as strategy:
+            ...     strategy.extended.call_for_each_replica(lambda x: x + 1, iter([1]))
+            2
+        """
         return self._strategy.run(fn, tuple(args), kwargs)
 
     def update(
@@ -58,9 +80,29 @@ class StrategyExtended:
     ) -> Any:
         """Call ``fn(var, *args, **kwargs)`` once, here, in the cross-replica context; assignments in it are direct.
 
-        A Mirrored among the arguments is replaced by its first component. Returns what ``fn`` returns; with ``group``
-        False every leaf of it in a tuple of one. Raises InvalidArgumentError (a ValueError) where ``var`` is no
-        variable and for a PerReplica argument, ContextError inside a replica or another strategy's scope.
+        A Mirrored among the arguments is replaced by its first component.
+
+        Args:
+            var: The variable.
+            fn: The function.
+            args: Its positional arguments after the variable.
+            kwargs: Its keyword arguments.
+            group: Whether the result is returned as it is; with False every leaf of it is put in a tuple of one.
+
+        Returns:
+            The result of ``fn``.
+
+        Raises:
+            InvalidArgumentError: ``var`` is no variable, or an argument is a PerReplica (a ValueError).
+            ContextError: Called inside a replica or another strategy's scope (a RuntimeError).
+
+        Examples:
+            >>> import central_storage as cs
+            >>> with cs.CentralStorageStrategy(in_process=True) as strategy:
+            ...     with strategy.scope():
+            ...         w = cs.Variable(1.0)
+            ...     float(strategy.extended.update(w, lambda var, x: var.assign_add(x), args=(2.0,)))
+            3.0
         """
         self._require_cross_replica("extended.update")
         if not isinstance(var, Variable):
@@ -75,8 +117,25 @@ class StrategyExtended:
         kwargs: Mapping[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Call ``fn(*args, **kwargs)`` once, here, as :meth:`update` does; ``colocate_with`` is what
-        :meth:`non_slot_devices` returned."""
+        """Call ``fn(*args, **kwargs)`` once, here, as :meth:`update` does.
+
+        Args:
+            colocate_with: The result of :meth:`non_slot_devices`.
+            fn: The function.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            group: As for :meth:`update`.
+
+        Raises:
+            InvalidArgumentError: An argument is a PerReplica (a ValueError).
+            ContextError: Called inside a replica or another strategy's scope (a RuntimeError).
+
+        Examples:
+            >>> import central_storage as cs
+            >>> with cs.CentralStorageStrategy(in_process=True) as strategy:
+            ...     strategy.extended.update_non_slot(None, lambda x: x + 1, args=(1,))
+            2
+        """
         self._require_cross_replica("extended.update_non_slot")
         return self._update(tuple(args), fn, kwargs, group)
 
@@ -101,12 +160,24 @@ class StrategyExtended:
     ) -> Any:
         """Combine the components of ``value`` as ``strategy.reduce`` with ``axis=None``.
 
-        ``destinations``: a device string, an array or a variable (which is not written) for one array; a PerReplica or
-        Mirrored for a Mirrored with a copy per replica, bare for one replica. ``options`` changes nothing;
-        ``experimental_hints`` is its older name.
+        Args:
+            reduce_op: ``ReduceOp.SUM``, ``ReduceOp.MEAN``, or the name in any case.
+            value: A PerReplica.
+            destinations: A device string, an array or a variable (which is not written) for one array; a PerReplica or
+                Mirrored for a Mirrored with a copy per replica, bare for one replica.
+            options: Accepted; it changes nothing.
+            experimental_hints: The older name of ``options``.
 
-        Raises AssertionError for a list of destinations, ValueError for none and for what is no destination,
-        ContextError inside a replica or another strategy's scope, else as ``reduce``.
+        Raises:
+            AssertionError: ``destinations`` is a list.
+            ValueError: ``destinations`` is None or no destination.
+            ContextError: Called inside a replica or another strategy's scope (a RuntimeError).
+
+        Examples:
+            >>> import central_storage as cs
+            >>> with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as strategy:
+            ...     float(strategy.extended.reduce_to("SUM", cs.PerReplica([1.0, 2.0]), "cpu:0"))
+            3.0
         """
         if experimental_hints is not None:
             warn_deprecated(self._strategy, "experimental_hints", "options")
@@ -125,8 +196,27 @@ class StrategyExtended:
         *,
         experimental_hints: object = None,
     ) -> list[Any]:
-        """:meth:`reduce_to` of each (value, destinations) pair, in order. A value that is not distributed counts as
-        one component here. Raises IndexError without pairs, else as :meth:`reduce_to`."""
+        """:meth:`reduce_to` of each (value, destinations) pair, in order.
+
+        A value that is not distributed counts as one component here.
+
+        Args:
+            reduce_op: As for :meth:`reduce_to`.
+            value_destination_pairs: The pairs.
+            options: Accepted; it changes nothing.
+            experimental_hints: The older name of ``options``.
+
+        Raises:
+            IndexError: There are no pairs.
+            Exception: As :meth:`reduce_to`.
+
+        Examples:
+            >>> import central_storage as cs
+            >>> with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as strategy:
+            ...     pairs = [(cs.PerReplica([1.0, 2.0]), "cpu:0"), (cs.PerReplica([3.0, 4.0]), "cpu:0")]
+            ...     [float(each) for each in strategy.extended.batch_reduce_to("SUM", pairs)]
+            [3.0, 7.0]
+        """
         if experimental_hints is not None:
             warn_deprecated(self._strategy, "experimental_hints", "options")
         self._require_cross_replica("extended.batch_reduce_to")
@@ -142,11 +232,23 @@ class StrategyExtended:
         ]
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        """``tensor`` as an array or, where ``destinations`` is a PerReplica or Mirrored, a Mirrored with a copy per
-        replica, bare for one replica. Python numbers come back as they are.
+        """``tensor`` as an array, or as a Mirrored with a copy per replica.
 
-        Raises AssertionError for a list of destinations or None, ValueError for what is no destination, ContextError
-        inside a replica or another strategy's scope.
+        Args:
+            tensor: An array. Python numbers come back as they are.
+            destinations: A PerReplica or Mirrored for a Mirrored, bare for one replica; any other destination for an
+                array.
+
+        Raises:
+            AssertionError: ``destinations`` is a list or None.
+            ValueError: ``destinations`` is no destination.
+            ContextError: Called inside a replica or another strategy's scope (a RuntimeError).
+
+        Examples:
+            >>> import central_storage as cs
+            >>> with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as strategy:
+            ...     strategy.extended.broadcast_to([1, 2], "cpu:0").tolist()
+            [1, 2]
         """
         self._require_cross_replica("extended.broadcast_to")
         if destinations is None:
@@ -159,22 +261,66 @@ class StrategyExtended:
     # --- variables ----------------------------------------------------------------------------------------------
 
     def read_var(self, var: Any) -> Any:
-        """The value of a variable as an array that never changes; anything else as an array."""
+        """The value of a variable as an array that never changes.
+
+        Args:
+            var: A variable; anything else becomes an array.
+
+        Raises:
+            InvalidArgumentError: ``var`` cannot become an array (a ValueError).
+
+        Examples:
+            >>> import central_storage as cs
+            >>> with cs.CentralStorageStrategy(in_process=True) as strategy:
+            ...     strategy.extended.read_var(cs.Variable([1, 2])).tolist()
+            [1, 2]
+        """
         return var.read_value() if isinstance(var, Variable) else convert_to_tensor(var)
 
     def value_container(self, val: Any) -> Any:
-        """``val``: a variable is its own container here."""
+        """``val``: a variable is its own container here.
+
+        Args:
+            val: A variable.
+
+        Examples:
+            >>> import central_storage as cs
+            >>> with cs.CentralStorageStrategy(in_process=True) as strategy:
+            ...     w = cs.Variable(1.0)
+            ...     strategy.extended.value_container(w) is w
+            True
+        """
         return val
 
     def variable_created_in_scope(self, v: Any) -> bool:
-        """Whether ``v`` is a variable that was made under this strategy."""
+        """Whether ``v`` is a variable that was made under this strategy.
+
+        Args:
+            v: Anything.
+
+        Examples:
+            >>> import central_storage as cs
+            >>> with cs.CentralStorageStrategy(in_process=True) as strategy:
+            ...     strategy.extended.variable_created_in_scope(cs.Variable(1.0))
+            False
+        """
         return isinstance(v, Variable) and v.strategy is self._strategy and not v.is_ordinary
 
     def colocate_vars_with(self, colocate_with_variable: Variable) -> AbstractContextManager[None]:
-        """A context in which variables are made on the device of ``colocate_with_variable``, where all are.
+        """A context in which variables are made on the device of ``colocate_with_variable``, where all variables are.
 
-        Raises ContextError (a RuntimeError) outside the strategy's scope, InvalidArgumentError (a ValueError) for
-        what is no variable of this strategy.
+        Args:
+            colocate_with_variable: A variable of this strategy.
+
+        Raises:
+            ContextError: Called outside the strategy's scope (a RuntimeError).
+            InvalidArgumentError: The argument is no variable of this strategy (a ValueError).
+
+        Examples:
+            >>> import central_storage as cs
+            >>> with cs.CentralStorageStrategy(in_process=True) as strategy, strategy.scope():
+            ...     with strategy.extended.colocate_vars_with(cs.Variable(1.0)):
+            ...         w = cs.Variable(2.0)
         """
         if context.get_strategy() is not self._strategy:
             raise ContextError("extended.colocate_vars_with is used inside `with strategy.scope():`")
@@ -185,8 +331,20 @@ class StrategyExtended:
         return _nothing()
 
     def non_slot_devices(self, var_list: Iterable[Variable]) -> Variable:
-        """The variable with the smallest name, beside which an optimizer's own state lies. Raises InvalidArgumentError
-        (a ValueError) for no variables."""
+        """The variable with the smallest name, beside which an optimizer's own state lies.
+
+        Args:
+            var_list: Variables.
+
+        Raises:
+            InvalidArgumentError: There are no variables (a ValueError).
+
+        Examples:
+            >>> import central_storage as cs
+            >>> with cs.CentralStorageStrategy(in_process=True) as strategy, strategy.scope():
+            ...     strategy.extended.non_slot_devices([cs.Variable(1.0, name="b"), cs.Variable(1.0, name="a")]).name
+            'a'
+        """
         variables = list(var_list)
         if not variables:
             raise InvalidArgumentError("extended.non_slot_devices needs at least one variable")
@@ -195,11 +353,23 @@ class StrategyExtended:
     # --- data sets and devices ----------------------------------------------------------------------------------
 
     def experimental_make_numpy_dataset(self, numpy_input: Any, session: object = None) -> Dataset:
-        """One element per row of the arrays in the nest ``numpy_input``; a list is stacked into one array first.
+        """One element per row of the arrays in a nest.
 
-        ``session`` changes nothing. Raises InvalidArgumentError (a ValueError) for scalars and for arrays of different
-        length, NotADatasetError (an AttributeError) for what is no array, ContextError inside a replica or another
-        strategy's scope.
+        Args:
+            numpy_input: A nest of arrays; a list is stacked into one array first.
+            session: Accepted; it changes nothing.
+
+        Raises:
+            InvalidArgumentError: An array is a scalar, or the lengths differ (a ValueError).
+            NotADatasetError: A leaf is no array (an AttributeError).
+            ContextError: Called inside a replica or another strategy's scope (a RuntimeError).
+
+        Examples:
+            >>> import numpy as np
+            >>> import central_storage as cs
+            >>> with cs.CentralStorageStrategy(in_process=True) as strategy:
+            ...     len(strategy.extended.experimental_make_numpy_dataset(np.zeros((3, 2))))
+            3
         """
         self._require_cross_replica("experimental_make_numpy_dataset")
         return numpy_dataset(numpy_input)
