@@ -61,7 +61,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             language = LANGUAGES.get(Path(path).suffix, "text")
             text = f"# {path}\n\n````{language}\n{(ROOT / path).read_text()}````\n"
             files.append(File.generated(config, _page_of[path], content=text))
-    config.not_in_nav = None
     return files
 
 
@@ -116,7 +115,9 @@ def _matching(folder: str, named: set[str]) -> list[Any]:
         return _reference_nav()
     if folder == "contributing/":
         return [page for page, path in OUTSIDE.items() if page.startswith(folder) and (ROOT / path).exists()]
+    order = [link for _, link, _ in LINK.findall((ROOT / "docs/README.md").read_text())]
     there = sorted(f"{folder}{path.name}" for path in (ROOT / "docs" / folder).glob("*.md"))
+    there.sort(key=lambda page: order.index(page) if page in order else len(order))
     first = ["decisions/index.md"] if folder == "decisions/" else []
     return first + [page for page in there if page not in named and page != "README.md"]
 

@@ -144,8 +144,8 @@ def _short(number: int) -> str:
 
 
 def _meaning(kind: type[Record]) -> str:
-    """The docstring, which is Sphinx's, as Markdown in one line."""
-    text = " ".join((kind.__doc__ or "").split())
+    """The docstring up to its examples, which is Sphinx's, as Markdown in one line."""
+    text = " ".join((kind.__doc__ or "").partition("Examples:")[0].split())
     return re.sub(r":[a-z]+:`([^`]+)`", r"\1", text).replace("``", "`").replace("|", r"\|")
 
 

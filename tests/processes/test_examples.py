@@ -1,4 +1,4 @@
-"""Examples that the documents show, and the Python code of README.md and docs/guide."""
+"""Examples that the documents show, and the Python code of README.md, docs/tutorial.md and docs/guide."""
 
 from __future__ import annotations
 
@@ -24,6 +24,13 @@ def test_the_twenty_lines_train() -> None:
     assert lines[-1] == "w is [1. 2. 3. 4. 5. 6. 7. 8.]"
     [output] = re.findall(r"```text\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert output.splitlines() == [lines[0], "...", lines[-1]]
+
+
+def test_the_tutorial_trains(tmp_path: Path) -> None:
+    script = tmp_path / "tutorial.py"
+    script.write_text("\n".join(code(ROOT / "docs/tutorial.md")))
+    _, correct, *_ = run(script, directory=tmp_path).ok().lines
+    assert float(correct.removeprefix("correct ").removesuffix("%")) > 85  # as the page says
 
 
 @pytest.mark.parametrize("page", GUIDE)

@@ -54,7 +54,7 @@ def test_the_reference_shows_the_strategy_with_its_arguments_and_an_example(visi
 
 
 def test_the_chart_is_drawn(visit: Callable[[str], Browser]) -> None:
-    width = visit("performance/").when_there("() => document.querySelector('img[src$=\"scaling.svg\"]').naturalWidth")
+    width = visit("").when_there("() => document.querySelector('article img[src$=\".svg\"]').naturalWidth")
     assert width > 100
 
 
