@@ -78,7 +78,7 @@ pytest: $(VENV)/.installed-dev
 	@$(PYTEST) $(IGNORED:%=--ignore=tests/%)
 
 docs: $(VENV)/.installed-docs  ## build the documentation site in build/site; a broken link or a docstring that lacks a part fails
-	@$(BIN)/python -m mkdocs build --quiet
+	@said=$$($(BIN)/python -m mkdocs build 2>&1) || { echo "$$said"; exit 1; }
 	@$(BIN)/python -m pytest --quiet tests/test_reference.py
 
 docs-serve: $(VENV)/.installed-docs  ## show the documentation site at http://127.0.0.1:8000, and again after every change
