@@ -1,7 +1,7 @@
 """What the site shows otherwise than the source says it.
 
 Docstrings name other things by Sphinx's roles, such as :meth:`save`; the site shows the name alone. A class whose
-arguments ``__new__`` takes is shown with them.
+arguments ``__new__`` takes is shown with them, and a class that users do not call without any.
 """
 
 from __future__ import annotations
@@ -10,6 +10,14 @@ import re
 from typing import Any
 
 import griffe
+from docs.site import reference
+
+_MADE = {
+    f"{value.__module__}.{value.__qualname__}"
+    for names in reference.pages().values()
+    for name, value in names
+    if name in reference.MADE and isinstance(value, type)
+}
 
 
 class Shown(griffe.Extension):
@@ -24,3 +32,5 @@ class Shown(griffe.Extension):
         """Called for every class when its members are known."""
         if "__new__" in cls.members and "__init__" not in cls.members:
             cls.members["__init__"] = cls.members["__new__"]
+        if cls.path in _MADE:
+            cls.members.pop("__init__", None)

@@ -25,8 +25,11 @@ from .element_spec import TensorSpec, joined, observed, zeros
 __all__ = ["AUTOTUNE", "INFINITE_CARDINALITY", "UNKNOWN_CARDINALITY", "Dataset", "numpy_dataset"]
 
 AUTOTUNE = -1
+"""For :meth:`Dataset.prefetch`: two elements."""
 INFINITE_CARDINALITY = -1
+"""The cardinality of a data set without end."""
 UNKNOWN_CARDINALITY = -2
+"""The cardinality of a data set whose length is known only at its end."""
 
 
 @frozen
