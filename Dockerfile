@@ -28,7 +28,7 @@ ENV PATH=/opt/central-storage/bin:$PATH HOME=/home/cs CS_ADDRESS=/run/central-st
 WORKDIR /examples
 USER cs
 # Compiled now, so that no container compiles at its start. As a volume it stays writable where the rest is read-only.
-RUN python -c "from cs_server import kernels; print(kernels.load())"
+RUN python -c "from cs_server.compute import kernels; print(kernels.load())"
 VOLUME /home/cs/.cache
 HEALTHCHECK --interval=10s --timeout=30s --start-period=60s --retries=3 CMD ["cs-launch", "--health"]
 CMD ["cs-launch", "--help"]

@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo setup check test test-slow test-zeromq test-containers test-interop test-tools test-soak test-pythons test-all \
-        lint pytest fmt docs docs-serve soak bench bench-quick clean
+        lint pytest fmt docs docs-serve dist soak bench bench-quick clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -90,6 +90,9 @@ soak: $(VENV)/.installed-dev  ## kill, stop and lose thousands of times what tra
 fmt: $(VENV)/.installed-dev  ## put the style right where a tool can
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+dist: $(VENV)/.installed-dev  ## build the wheel and the sdist into dist/
+	@$(BIN)/python -m hatchling build --clean
 
 bench: $(VENV)/.installed-dev  ## measure beside others, in environments of their own: benchmarks/results.json, charts; about 33 minutes
 	@$(BIN)/python benchmarks/bench.py

@@ -1,4 +1,4 @@
-"""Variables on a real GPU: what `tests/server/test_devices.py` shows over the stand-in, with the driver's own words.
+"""Variables on a real GPU: what `tests/server/gpu/test_store.py` shows over the stand-in, with the driver's own words.
 
 A GPU contracts nothing and rounds like the processor, so single and double precision have the reference's bits; powers
 and norms are within rounding.
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tests.harness.processes import ROOT
 from tests.processes.test_gpu_variables import train
-from tests.server.test_devices import Both, apply, table, variables
+from tests.server.gpu.test_store import Both, apply, table, variables
 
 import central_storage as cs
 from cs_proto.arrays import Array, Location, array_of

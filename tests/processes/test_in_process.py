@@ -347,10 +347,12 @@ def test_a_breakpoint_in_a_replica_function(tmp_path: Path) -> None:
         [sys.executable, script], input="\n".join(commands) + "\n", capture_output=True, text=True, timeout=unit(30)
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    for line in ("('replica', 0, 40)", "('replica', 1, 40)", "('sum', array([3.]))", "results 43.0 43.0"):
-        assert line in ended.stdout
+    shown = ["('replica', 0, 40)", "('replica', 1, 40)", "('sum', array([3.]))", "results 43.0 43.0"]
+    if sys.version_info >= (3, 14):  # both replicas share one debugger there, so the first "c" ends it for both
+        del shown[2]
+    places = [ended.stdout.index(line) for line in shown]
+    assert places == sorted(places)
     assert "debugged.py(7)step()" in ended.stdout
-    assert ended.stdout.index("('replica', 0") < ended.stdout.index("('replica', 1") < ended.stdout.index("('sum'")
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import ctypes
 import os
 import resource
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -405,6 +406,7 @@ def write_at(array: np.ndarray) -> None:
     ctypes.memset(array.__array_interface__["data"][0] + array.nbytes - 8, 1, 8)
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="no handler can name the write from Python 3.14 on")
 @pytest.mark.parametrize(
     ("where", "told"),
     [

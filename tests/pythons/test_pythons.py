@@ -11,7 +11,7 @@ import pytest
 from tests.harness.processes import ROOT
 from tests.harness.timing import unit
 
-PYTHONS = ("3.11", "3.12", "3.13")
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 
 
 def run(*command: object, cwd: Path, seconds: float = 60) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.worker.stand_in import Sent, Service
-from tests.worker.test_token import meet, merge
+from tests.worker.test_merge_controller import meet, merge
 
 import central_storage as cs
 from cs_proto import messages

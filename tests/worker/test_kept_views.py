@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.worker.stand_in import Sent, Service
+from tests.worker.test_merge_controller import meet, merge, merged, nested, results
 from tests.worker.test_replica import Model, kinds
-from tests.worker.test_token import meet, merge, merged, nested, results
 from tests.worker.test_write_notes import slices, table
 
 import central_storage as cs

@@ -26,7 +26,7 @@ from central_storage.variables.variable import Variable
 from cs_proto.errors import CheckpointDamagedError, CheckpointError
 
 assert DefaultStrategy  # variables outside every strategy belong to the one that this module sets
-FORMAT_1 = Path(__file__).parents[1] / "data" / "format-1"
+FORMAT_1 = Path(__file__).parents[2] / "data" / "format-1"
 
 # --- damage -------------------------------------------------------------------------------------------------------
 

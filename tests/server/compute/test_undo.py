@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.server.compute.test_executor import Bytes, at
 
 from cs_proto.arrays import array_of
 from cs_proto.messages import WriteOp
@@ -27,8 +28,6 @@ from cs_server.compute.executor import Executor
 from cs_server.compute.undo import UNDO_NBYTES, Lane, Undo
 from cs_server.events import Apply, Commit, Dense, Fill, Rows, Write
 from cs_server.rules import RULES, Rule
-
-from .test_arithmetic import Bytes, at
 
 Operation = Apply | Write | Fill
 GIVEN = {
@@ -411,7 +410,7 @@ import numpy as np
 from cs_server.compute.executor import Executor
 from cs_server.events import Apply, Commit, Dense
 from cs_server.compute.undo import _HEAD_NBYTES, _LINE_NBYTES, _PHASES, UNDO_NBYTES
-from tests.server.test_arithmetic import Bytes
+from tests.server.compute.test_executor import Bytes
 
 def shared(nbytes):
     return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)

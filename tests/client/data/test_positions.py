@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tests.client.test_run_steps import Played
+from tests.client.strategy.test_run_steps import Played
 
 from central_storage.core.options import InputOptions, InputReplicationMode
 from central_storage.core.pipeline import Series

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
-from tests.server.test_arithmetic import Bytes, commit
+from tests.server.compute.test_executor import Bytes, commit
 
 from cs_proto.arrays import array_of
 from cs_server.compute import executor

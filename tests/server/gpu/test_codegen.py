@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.harness.cupy_stand_in.c_kernels import COMPILER, compiled
+from tests.server.compute.test_kernels import HYPERPARAMETERS, assert_same_bits, state_of
 
 from cs_proto.errors import InvalidArgumentError
 from cs_server.gpu import codegen
 from cs_server.rules import GPU_DTYPES, RULES, Array, Rule, computed_in, reference, scalars
-
-from .test_kernels import HYPERPARAMETERS, assert_same_bits, state_of
 
 NVCC, PTXAS = shutil.which("nvcc"), shutil.which("ptxas")
 STEPS = 5

@@ -269,16 +269,17 @@ def test_parts_of_modules_of_the_user() -> None:
 def test_an_object_that_refuses_is_named_with_its_reason() -> None:
     thing = Refuses()
     text = refusal(lambda: thing)
-    assert "captures 'thing' (a tests.client.test_culprits.Refuses): it cannot be sent" in text
+    assert "captures 'thing' (a tests.client.pickling.test_unpicklable.Refuses): it cannot be sent" in text
     assert "make it inside the function, or pass plain data instead (RuntimeError: not me)" in text
-    assert refusal_of_arguments(k=thing).startswith("argument \"kwargs['k']\" (a tests.client.test_culprits.Refuses)")
+    said = refusal_of_arguments(k=thing)
+    assert said.startswith("argument \"kwargs['k']\" (a tests.client.pickling.test_unpicklable.Refuses)")
 
 
 def test_a_callable_that_refuses_is_named_itself() -> None:
     class Step(Refuses):
         def __call__(self) -> None: ...
 
-    assert refusal(Step()).startswith("callable 'Step' (a tests.client.test_culprits.")
+    assert refusal(Step()).startswith("callable 'Step' (a tests.client.pickling.test_unpicklable.")
 
 
 def test_nests_that_are_too_deep() -> None:

@@ -82,7 +82,7 @@ def test_damage_is_an_error(word: int, value: bytes, in_words: bool) -> None:
 PROGRAM = """
 import hashlib, mmap, os, sys
 from cs_runtime.mailboxes import Incoming, Outgoing
-from tests.proto.test_mailbox import pattern
+from tests.runtime.test_mailboxes import pattern
 memory = memoryview(mmap.mmap(int(sys.argv[1]), 0))
 if sys.argv[2] == "take":
     ring, made = Incoming(memory), hashlib.sha256()
