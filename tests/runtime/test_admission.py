@@ -21,6 +21,7 @@ from tests.harness.timing import unit
 from cs_runtime import open_files
 from cs_runtime.admission import SUFFIX_NBYTES, Admission
 from cs_runtime.poller import Poller
+from cs_runtime.readiness import is_readable
 
 LIMIT = 256
 
@@ -54,6 +55,12 @@ class Entry:
         heard: list[list[bytes]] = []
         self.until(lambda: heard.extend(self.turn()) or len(heard) >= count)
         return heard
+
+    def has_admitted(self) -> bool:
+        """Poll once: whether nobody waits, or nobody is admitted any more."""
+        self.turn()
+        waits = is_readable(self.admission._listener.fileno(), 0)
+        return self.admission.is_full or (not waits and self.admission._has_accepted())
 
     def until(self, condition: Callable[[], Any]) -> None:
         """Wait until ``condition`` holds."""
@@ -111,8 +118,8 @@ def test_no_peer_is_admitted_without_a_free_descriptor(entry: Entry, caplog: pyt
     assert entry.hear(1) == [[b"inside", b"early"]]
     links: list[socket.socket] = []
     while not entry.admission.is_full:
-        links += entry.silent(1)
-        entry.turn()
+        links += entry.silent(1)  # its own descriptor is one of this process's, so no other comes before it is admitted
+        entry.until(entry.has_admitted)
     entry.silent(100)  # fills the queue
     for _ in range(10):
         entry.turn()
