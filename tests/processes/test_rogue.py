@@ -114,7 +114,8 @@ def test_a_training_goes_on_among_lies() -> None:
         train()
         lie_to_the_server(server)
         train()
-        forge_a_return(strategy, server)
+        if os.environ.get("CS_MAILBOXES") != "off":  # else the stranger gets what the server says to the worker
+            forge_a_return(strategy, server)
         train()
         lie_to_a_worker(worker)
         train()
