@@ -1,8 +1,8 @@
 """A process's connection to its supervisor: life-line, descriptors of segments, notices of deaths.
 
-Used by workers and clients. One thread at a time, :meth:`SupervisorLink.mend` apart. The owner polls :meth:`fileno` at
-its receive seam and calls :meth:`receive_nowait`; end-of-file there means that the supervisor is gone and the
-service with it, unless its memory outlives it (:mod:`.run_file`): then the connection waits for the next supervisor.
+Used by server, workers and clients. One thread at a time, :meth:`SupervisorLink.mend` apart. A channel polls
+:meth:`fileno` and calls :meth:`receive_nowait`; end-of-file there means that the supervisor is gone and the service
+with it, unless its memory outlives it (:mod:`.run_file`): then the connection waits for the next supervisor.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from cs_proto.arrays import Array, Location
 from cs_proto.codec import PACKET_NBYTES, decode, encode
 from cs_proto.errors import LaunchError, ShutdownError, replica_exception_class
 from cs_proto.messages import (
+    ExtendSegment,
     Introduce,
     Mailbox,
     MakeMailbox,
+    MakeSegment,
     OpenMailbox,
     OpenSegment,
     Role,
@@ -200,14 +202,16 @@ class SupervisorLink:
         self._mappings.pop(name, None)
 
     def mailbox(self, request: MakeMailbox | OpenMailbox) -> tuple[Mailbox, list[int]]:
-        """The supervisor's answer, with its descriptors, which are the caller's."""
+        """The supervisor's answer, with its descriptors, which are the caller's. A supervisor that does not answer
+        refuses."""
         if self.carried_because:
             return Mailbox(0, False, self.carried_because), []
         for record, descriptors in self._answers(request):
             if isinstance(record, Mailbox):
                 return record, descriptors
             self._waiting.append(record)
-        raise ShutdownError(f"the supervisor did not hand out a mailbox within {_ANSWER_TIMEOUT:.0f} s")
+        number = request.mailbox if isinstance(request, OpenMailbox) else 0
+        return Mailbox(number, False, f"the supervisor did not hand it out within {_ANSWER_TIMEOUT:.0f} s"), []
 
     def close(self) -> None:
         """Close the connection. Mapped segments stay valid while something views them."""
@@ -215,14 +219,26 @@ class SupervisorLink:
         self._mappings.clear()
         self._outgrown.clear()
 
-    def _open(self, name: str) -> Mapping | RemoteSegment:
-        for record, descriptors in self._answers(OpenSegment(name)):
-            if isinstance(record, Segment) and record.segment == name:
-                return self._mapped(record, descriptors)
-            if isinstance(record, SegmentRefused) and record.segment == name:
+    def ask_for_segment(self, request: MakeSegment | ExtendSegment | OpenSegment) -> tuple[Segment, list[int]]:
+        """A segment, with its descriptor, which is the caller's; none where the supervisor is of another machine.
+        Raises the error with which the supervisor refuses, and TimeoutError where it does not answer."""
+        for record, descriptors in self._answers(request):
+            if isinstance(record, Segment) and record.segment == request.segment:
+                return record, descriptors
+            for descriptor in descriptors:
+                os.close(descriptor)
+            if isinstance(record, SegmentRefused) and record.segment == request.segment:
                 raise replica_exception_class(record.error.exception)(record.error.message)
             self._waiting.append(record)
-        raise ShutdownError(f"the supervisor did not hand out segment {name} within {_ANSWER_TIMEOUT:.0f} s")
+        raise TimeoutError(
+            f"the supervisor did not hand out segment {request.segment} within {_ANSWER_TIMEOUT:.0f} s; is it stopped?"
+        )
+
+    def _open(self, name: str) -> Mapping | RemoteSegment:
+        try:
+            return self._mapped(*self.ask_for_segment(OpenSegment(name)))
+        except TimeoutError as error:
+            raise ShutdownError(str(error)) from error
 
     def _answers(self, request: Record) -> Iterator[tuple[Record, list[int]]]:
         """What the supervisor says after ``request``, for as long as an answer may take."""

@@ -1,115 +1,38 @@
-"""The server's end of the supervisor's socket, and the segments that come through it.
+"""The segments of one server: the memory that the supervisor makes for it, mapped here.
 
-Owns the connection (the server's life-line: end-of-file means that the supervisor is gone) and every mapping. It
-knows no variables and no messages of workers or clients. The service polls :meth:`Segments.fileno`, takes notices of
-deaths from :meth:`Segments.receive_nowait`, and has memory made and looked at here.
+Owns every mapping. It knows no variables and no messages of workers or clients. The service has memory made and
+looked at here.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import socket
-import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
 from cs_proto.arrays import Array, Location, frame_view
-from cs_proto.codec import PACKET_NBYTES, decode, encode
-from cs_proto.errors import LaunchError, MemoryPlanError, ShutdownError, replica_exception_class
-from cs_proto.messages import (
-    ExtendSegment,
-    Introduce,
-    MadeProgress,
-    Mailbox,
-    MakeSegment,
-    OpenMailbox,
-    OpenSegment,
-    Ready,
-    Segment,
-    SegmentRefused,
-)
-from cs_proto.records import Record
+from cs_proto.errors import MemoryPlanError, ShutdownError
+from cs_proto.messages import ExtendSegment, MakeSegment, OpenSegment, Segment
 from cs_proto.sizes import in_units
 from cs_runtime import machine
 from cs_runtime.mapping import Mapping
-from cs_runtime.readiness import is_readable
+from cs_runtime.supervisor_link import SupervisorLink
 
 __all__ = ["Segments"]
 
-# The supervisor answers from a loop that never waits; an answer this late means that it is stopped or gone.
-_ANSWER_TIMEOUT = 30.0
-# A mailbox has three.
-_DESCRIPTORS = 3
-
 
 class Segments:
-    """The connection and what it has brought, for the length of a ``with`` block."""
+    """What the connection to the supervisor has brought."""
 
-    def __init__(self, run_directory: str, incarnation: int) -> None:
-        """Connect and introduce this process. Raises :class:`LaunchError` where no supervisor listens."""
+    def __init__(self, supervisor: SupervisorLink) -> None:
         #: Called with the old and the new mapping of a segment that was extended.
         self.on_extended: Callable[[Mapping, Mapping], None] = _nothing
+        self._supervisor = supervisor
         self._mappings: dict[str, Mapping] = {}
         self._writers: dict[str, str] = {}
         self._elements: dict[tuple[str, str], np.ndarray] = {}
-        self._kept: deque[Record] = deque()
-        self._incarnation = incarnation
-        self._has_worked = False
-        self._link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        path = os.path.join(run_directory, "supervisor")
-        try:
-            self._link.connect(path)
-        except OSError as error:
-            self._link.close()
-            raise LaunchError(
-                f"no supervisor listens at {path} ({error.strerror}); a server is started by cs-launch or by a script "
-                "that makes a CentralStorageStrategy"
-            ) from error
-        try:
-            self.send(Introduce("server", 0, incarnation, os.getpid()))
-        except ShutdownError:
-            self._link.close()
-            raise
-
-    def fileno(self) -> int:
-        """The descriptor to poll for reading."""
-        return self._link.fileno()
-
-    def ready(self, endpoint: str) -> None:
-        """Tell the supervisor that this server listens."""
-        self.send(Ready(endpoint))
-
-    def send(self, record: Record) -> None:
-        """Tell the supervisor something. Raises :class:`ShutdownError` where it is gone."""
-        try:
-            self._link.sendall(b"".join(encode(record)))
-        except OSError as error:
-            raise _gone() from error
-
-    def worked(self) -> None:
-        """Tell the supervisor, once, that this server has done what it is for."""
-        if not self._has_worked:
-            self._has_worked = True
-            self.send(MadeProgress(self._incarnation))
-
-    @property
-    def has_kept(self) -> bool:
-        """Whether records came while an answer was awaited: polling the descriptor does not show them."""
-        return bool(self._kept)
-
-    def receive_nowait(self) -> Record | None:
-        """The next record that is no answer, or None where none waits. Raises :class:`ShutdownError` at end-of-file."""
-        if self._kept:
-            return self._kept.popleft()
-        if not is_readable(self.fileno(), 0):
-            return None
-        record, descriptors = self._read()
-        for descriptor in descriptors:  # the late answer to a question that is over
-            os.close(descriptor)
-        return record
 
     def make(self, name: str, reservation: int, writer: str, stop: int = 0) -> Mapping:
         """The segment of that name, made if it does not exist, and extended to ``reservation`` bytes if it is shorter
@@ -138,16 +61,6 @@ class Segments:
         """Whether a segment of that name is mapped."""
         return name in self._mappings
 
-    def mailbox(self, number: int) -> tuple[Mailbox, list[int]]:
-        """What the supervisor says of a mailbox that this server was offered, with its descriptors, which are the
-        caller's."""
-        self.send(OpenMailbox(number))
-        for record, descriptors in self._answers():
-            if isinstance(record, Mailbox):
-                return record, descriptors
-            self._kept.append(record)
-        return Mailbox(number, False, f"the supervisor did not hand it out within {_ANSWER_TIMEOUT:.0f} s"), []
-
     def writer(self, name: str) -> str:
         """Who beside the server may write the segment of that name: ``controller``, ``w0``, or empty for nobody."""
         return self._writers.get(name, "")
@@ -172,25 +85,18 @@ class Segments:
         mapping.discard(start, min(stop, mapping.nbytes))
 
     def close(self) -> None:
-        """Close the connection. Mapped memory stays while something views it."""
-        self._link.close()
+        """Forget the mappings. Mapped memory stays while something views it."""
         self._mappings.clear()
         self._elements.clear()
 
     def _map(self, request: MakeSegment | ExtendSegment | OpenSegment) -> None:
-        self.send(request)
-        for record, descriptors in self._answers():
-            if isinstance(record, Segment) and record.segment == request.segment and descriptors:
-                self._take(record, descriptors[0])
-                return
-            for descriptor in descriptors:
-                os.close(descriptor)
-            if isinstance(record, SegmentRefused) and record.segment == request.segment:
-                raise replica_exception_class(record.error.exception)(record.error.message)
-            self._kept.append(record)
-        raise MemoryPlanError(
-            f"the supervisor did not hand out segment {request.segment} within {_ANSWER_TIMEOUT:.0f} s; is it stopped?"
-        )
+        try:
+            segment, descriptors = self._supervisor.ask_for_segment(request)
+        except TimeoutError as error:
+            raise MemoryPlanError(str(error)) from error
+        if not descriptors:
+            raise ShutdownError(f"the supervisor shares no memory with this server: no segment {request.segment}")
+        self._take(segment, descriptors[0])
 
     def _take(self, segment: Segment, descriptor: int) -> None:
         """Map the whole segment, unless it is mapped already."""
@@ -207,22 +113,6 @@ class Segments:
         if before is not None:
             self._elements = {key: elements for key, elements in self._elements.items() if key[0] != name}
             self.on_extended(before, mapping)
-
-    def _answers(self) -> Iterator[tuple[Record, list[int]]]:
-        deadline = time.monotonic() + _ANSWER_TIMEOUT
-        while is_readable(self.fileno(), max(0.0, deadline - time.monotonic())):
-            yield self._read()
-
-    def _read(self) -> tuple[Record, list[int]]:
-        try:
-            packet, descriptors, _, _ = socket.recv_fds(self._link, PACKET_NBYTES, _DESCRIPTORS)
-        except OSError as error:
-            raise _gone() from error
-        if not packet:
-            raise _gone()
-        for descriptor in descriptors:
-            os.set_inheritable(descriptor, False)
-        return decode([packet]), descriptors
 
 
 def _nothing(before: Mapping, after: Mapping) -> None:
@@ -244,7 +134,3 @@ def _cannot_map(name: str, nbytes: int, error: OSError) -> MemoryPlanError:
         f"{machine.addresses_left()}; shared mappings must be allowed; raise the limit of addresses (ulimit -v) where "
         "there is one, or use smaller variables, fewer replicas or fewer optimizers"
     )
-
-
-def _gone() -> ShutdownError:
-    return ShutdownError("the supervisor is gone, and the service with it")

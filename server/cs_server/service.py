@@ -1,6 +1,6 @@
-"""The server's shell: sockets and the clock on one side, the engine on the other, one plain loop between.
+"""The server's shell: the channel and the clock on one side, the engine on the other, one plain loop between.
 
-:meth:`Service.receive` is the only place where the server waits. What arrives becomes events; the commands that follow
+:meth:`Service.turn` is the only place where the server waits. What arrives becomes events; the commands that follow
 are carried out in order before anything else is heard. Nothing is decided here. :mod:`.serving` runs it.
 """
 
@@ -13,12 +13,11 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-import zmq
 
 from cs_proto import segment_names as names
 from cs_proto.arrays import Array, Location, array_of
@@ -49,6 +48,7 @@ from cs_proto.messages import (
     Kill,
     Locate,
     Located,
+    MadeProgress,
     Offer,
     Put,
     Refused,
@@ -58,13 +58,11 @@ from cs_proto.messages import (
     Statistics,
 )
 from cs_proto.records import Buffer, Record, replace
-from cs_runtime import machine, open_files
-from cs_runtime.admission import Admission
+from cs_runtime import channel, machine, open_files
 from cs_runtime.arena import Arena
+from cs_runtime.channel import SUPERVISOR, Channel
 from cs_runtime.failpoints import failpoint
-from cs_runtime.mailboxes import Mailboxes
-from cs_runtime.multipart import receive
-from cs_runtime.poller import Poller
+from cs_runtime.supervisor_link import SupervisorLink
 from cs_runtime.trace import moments
 
 from .array_places import arrays_of
@@ -120,13 +118,13 @@ _moment = moments("server", time.perf_counter_ns)
 # something moved.
 _WORD_NBYTES = 8
 _COMMITS, _LAYOUT = 0, 1
-# Messages taken from the socket before the clock and the supervisor are looked at again.
-_BATCH = 64
 _TICK = 1.0
-# So long it looks for mail before it sleeps, seconds.
+# The server looks for mail this long before it sleeps, in seconds.
 _PATIENCE = 50e-6
-# While mail comes without a pause, what else there may be is looked at so often, seconds.
-_LOOK_EVERY = 1e-3
+# Answers that are being sent when the process ends get this long to leave, in milliseconds.
+_LINGER = 200
+# Messages that a peer does not take wait in this process, which counts them, and one of them in the socket.
+_UNREAD = 1
 # An answer with more bytes of variables is made only when its peer can take it. If the same question comes again within
 # so many seconds, it was sent before the answer arrived, and is ignored.
 _LARGE_NBYTES = 64 << 10
@@ -140,20 +138,21 @@ class Service:
     def __init__(
         self,
         config: ServerConfig,
+        supervisor: SupervisorLink,
         segments: Segments,
-        router: zmq.Socket[bytes],
         wake: int,
     ) -> None:
-        """``router`` is for workers and clients; ``wake`` is a descriptor from which signal numbers are read.
+        """``wake`` is a descriptor from which signal numbers are read.
 
         Raises ConfigurationError if it cannot listen at the path of ``config``.
         """
         self.is_told_to_end = False
         self._listens = False
         self._config = config
+        self._supervisor = supervisor
         self._segments = segments
-        self._router = router
         self._wake = wake
+        self._has_worked = False
         lengths = address_budget.divided(config.address_nbytes, config.machine_nbytes, config.replicas)
         self._control = segments.make(names.CONTROL, lengths.control, "")
         self._control.reserve(0, 2 * names.CONTROL_HEADER_NBYTES)
@@ -182,15 +181,10 @@ class Service:
         versions.reserve(0, mmap.PAGESIZE)
         self._versions = Versions(versions.elements("uint64"))
         self._next_tick = time.monotonic() + _TICK
-        self._poller: Poller[zmq.Socket[bytes]] = Poller()
-        self._poller.register(segments.fileno())
-        self._poller.register(wake)
-        self._admission = _admission(self._poller, router, config)
-        self._mail: Mailboxes[bytes] = Mailboxes(self._poller, _PATIENCE, rings_late=True)
+        self._decoder = Decoder()
+        self._channel = _channel(config, supervisor, wake, self._heard, self._woken)
         # What was sent last, and may be for others too: who is to be woken by it is not woken before all have it.
         self._sent: tuple[Record, list[Buffer]] | None = None
-        self._next_look = 0.0
-        self._decoder = Decoder()
         self._unsent = Unsent(self._put)
         # The last question of each peer that has not taken earlier messages. It is handled at the next try to send.
         self._later: dict[bytes, Record] = {}
@@ -219,22 +213,21 @@ class Service:
 
     def close(self) -> None:
         """Close the listening socket and the mailboxes, end the threads of the arithmetic, and give the GPU back."""
-        self._admission.close()
-        self._mail.close()
+        self._channel.close()
         self._arithmetic.close()
         if self._gpu:
             self._gpu.close()
 
     def listen(self) -> None:
         """Begin to hear workers and clients."""
-        self._poller.register_socket(self._router)
-        self._admission.resume()
+        self._channel.admit()
         self._listens = True
         self._settle([Listening()])
 
     def turn(self) -> None:
-        """Wait for what comes next, and do all that follows from it."""
-        for event in self.receive(max(0.0, self._next_tick - time.monotonic())):
+        """Wait for what comes next, and do all that follows from it. Raises ShutdownError where the supervisor is
+        gone."""
+        for event in self._next_events():
             if isinstance(event, Received) and _may_plan_memory(event.record):
                 free = self._control.free_nbytes
                 available = machine.available_nbytes()
@@ -242,73 +235,54 @@ class Service:
                 self._settle([MemoryAvailable(available, self._gpu.available_nbytes() if self._gpu else -1)])
             self._settle([event])
 
-    def receive(self, timeout: float) -> Iterator[Event]:
-        """What has come within ``timeout`` seconds, whatever carried it, and the tick where one is due.
-
-        What a peer sent wrongly is refused here and now, and is no event. Raises ShutdownError where the supervisor is
-        gone.
-        """
+    def _next_events(self) -> Iterator[Event]:
+        """What comes next, whatever carried it, and the tick where one is due. What a peer sent wrongly is refused
+        here and now, and is no event."""
         self._ring()
         yield from self._tried_again()
-        if self._unsent or self._later:
-            timeout = min(timeout, max(0.0, self._retry_at - time.monotonic()))
-        is_there = self._segments.has_kept or self._mail.is_there()
-        ready: set[int | zmq.Socket[bytes]] = set()
-        if not is_there or time.monotonic() >= self._next_look:
-            ready = self._poller.poll(0 if is_there else timeout)
-            self._mail.awake(ready)
-            self._admission.admit(ready)
-            self._next_look = time.monotonic() + _LOOK_EVERY
-        _moment("woken" if ready and not is_there else "found")
-        if self._wake in ready and signal.SIGTERM in os.read(self._wake, 64):
-            self.is_told_to_end = True
-            return
-        for _ in range(_BATCH):  # before notices of deaths: what a worker said before it died counts
-            if self._segments.has_kept:  # they came while the last message was acted on
-                yield from self._notices()
-            found = self._mail.take()
-            if found is not None:
-                yield from self._events(*found)
-            elif self._router in ready:
-                try:
-                    peer, *parts = receive(self._router, LIMITS, zmq.NOBLOCK, is_routed=True)
-                except zmq.Again:
-                    break
-                self._mail.came(peer, parts)
-            else:
-                break
-        if self._segments.has_kept or self._segments.fileno() in ready:
-            yield from self._notices()
+        due = min(self._next_tick, self._retry_at) if self._unsent or self._later else self._next_tick
+        received = self._channel.receive(max(0.0, due - time.monotonic()))
+        if received is not None and received.peer == SUPERVISOR:
+            yield from self._notice(received.record)
+        elif received is not None:
+            yield from self._events(received)
         if time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + _TICK
             if self._listens:  # else whoever is silent may have spoken
-                self._admission.resume()
                 yield Tick()
 
+    def _woken(self) -> None:
+        if signal.SIGTERM in os.read(self._wake, 64):
+            self.is_told_to_end = True
+
     def _notices(self) -> Iterator[Event]:
-        """What the supervisor says unasked."""
-        while (record := self._segments.receive_nowait()) is not None:
-            _log.debug("from the supervisor: %.300r", record)
-            if isinstance(record, Died):
-                yield from self._last_words(f"w{record.rank}.{record.incarnation}")
-                yield ProcessDied(record)
-            elif isinstance(record, ClientGone):
-                yield from self._last_words(f"c{record.client}")
-                yield ClientLeft(record.client)
+        """What the supervisor has said by now."""
+        while (record := self._supervisor.receive_nowait()) is not None:
+            yield from self._notice(record)
 
-    def _last_words(self, peer: str) -> Iterator[Event]:
-        """What a peer that is gone had posted."""
-        self._mail.forget(peer.encode())
-        while (found := self._mail.take()) is not None:
-            yield from self._events(*found)
+    def _notice(self, record: Record) -> Iterator[Event]:
+        _log.debug("from the supervisor: %.300r", record)
+        if isinstance(record, Died):
+            yield from self._last_words(f"w{record.rank}.{record.incarnation}.")
+            yield ProcessDied(record)
+        elif isinstance(record, ClientGone):
+            yield from self._last_words(f"c{record.client}")
+            yield ClientLeft(record.client)
 
-    def _events(self, peer: bytes, parts: Sequence[Buffer]) -> Iterator[Event]:
+    def _last_words(self, name: str) -> Iterator[Event]:
+        """What the peer that is gone had posted. Its identity begins with ``name``."""
+        for peer in self._channel.mailboxes.peers():
+            if peer.startswith(name.encode()):
+                for received in self._channel.forget(peer):
+                    yield from self._events(received)
+
+    def _events(self, received: channel.Received) -> Iterator[Event]:
         """What a message is to the engine, if anything."""
-        heard = self._heard(peer, parts)
+        peer, heard, parts = received
         if isinstance(heard, Offer):
-            self._open_mailbox(peer, heard.mailbox)
-            return
-        if heard is None:
+            accepted = self._channel.open_mailbox(peer, heard)
+            if accepted is not None:
+                self._transmit(peer, accepted)
             return
         failpoint("server.heard")
         if isinstance(heard, Hello) and heard.role == "observer" and not open_files.may_have_guests():
@@ -352,11 +326,6 @@ class Service:
             self._send(peer, carry(question, partial(self._engine.writer, peer), self._segments))
         else:
             yield Received(peer, question, parts)
-
-    def _open_mailbox(self, peer: bytes, number: int) -> None:
-        """``peer`` has made a mailbox: use it."""
-        if number != self._mail.number(peer):
-            self._transmit(peer, self._mail.open(peer, *self._segments.mailbox(number)))
 
     def _heard(self, peer: bytes, parts: Sequence[Buffer]) -> Record | None:
         """The record in ``parts``; None where there is none, which the peer is told."""
@@ -431,17 +400,17 @@ class Service:
                     self._counts[_COMMITS] += 1
                     _moment("committed")
                     outcomes.append(Finished(ticket))
-                    self._segments.worked()
+                    self._say_progress()
                 case Compute():
                     outcomes.append(self._computed(command))
                 case Fingerprint(ticket, arrays):
                     outcomes.append(Fingerprinted(ticket, self._digest(arrays)))
                 case EndWorker(replica, incarnation, reason):
-                    self._segments.send(Kill(replica, incarnation, reason))
+                    self._supervisor.send(Kill(replica, incarnation, reason))
                 case TraceWorker(replica, incarnation):
-                    self._segments.send(ShowStacks(replica, incarnation))
+                    self._supervisor.send(ShowStacks(replica, incarnation))
                 case Dismiss(client):
-                    self._segments.send(ClientGone(client))
+                    self._supervisor.send(ClientGone(client))
                 case Discard(segment, start, stop):
                     self._counts[_LAYOUT] += 1
                     self._discard(segment, start, stop)
@@ -461,6 +430,12 @@ class Service:
                     _log.log(logging.WARNING if slow else logging.INFO, "%s", text)
         self._ring()
         return outcomes
+
+    def _say_progress(self) -> None:
+        """Tell the supervisor, once, that this server has done what it is for."""
+        if not self._has_worked:
+            self._has_worked = True
+            self._supervisor.send(MadeProgress(self._config.incarnation))
 
     def _allocate(self, command: Allocate) -> None:
         made = self._segments.make(command.segment, command.reservation, command.writer, command.stop)
@@ -511,7 +486,7 @@ class Service:
     def _send(self, peer: bytes, record: Record) -> None:
         failpoint("server.send")
         if isinstance(record, Counters):
-            mail = self._mail
+            mail = self._channel.mailboxes
             record = replace(record, posted=mail.posted, doorbells=mail.rung + mail.woken)
         self._transmit(peer, record)
 
@@ -522,38 +497,23 @@ class Service:
             self._ring()
             self._sent = record, encode(record, BULK_LIMITS)
         parts = self._sent[1]
-        if not self._mail.post(peer, parts):
+        if not self._channel.post(peer, parts):
             is_sent = False if peer in self._unsent else self._put(peer, parts)
             if is_sent is False and self._unsent.add(peer, parts):
                 is_sent = True  # later
                 self._retry_at = 0.0  # its first try is due, whatever pause others have come to
             if is_sent:
-                self._mail.sent(peer)
+                self._channel.mailboxes.sent(peer)
         _moment("sent")
 
     def _put(self, peer: bytes, parts: Sequence[Buffer]) -> bool | None:
         """Send over ZeroMQ; False if ``peer`` has not taken earlier messages, None if it is gone."""
-        is_begun = self._begin_to_send(peer)
+        is_begun = self._channel.begin_to_send(peer)
         if is_begun:
-            self._router.send_multipart(parts)
+            self._channel.finish_sending(parts)
+        elif is_begun is None:
+            _log.info("%r is gone", peer)
         return is_begun
-
-    def _begin_to_send(self, peer: bytes) -> bool | None:
-        """Whether ``peer`` takes a message; then its identity has been sent. None if the peer is gone."""
-        self._poller.used(self._router)
-        for _ in range(2):
-            try:
-                self._router.send(peer, zmq.SNDMORE | zmq.NOBLOCK)
-            except zmq.Again:
-                self._router.getsockopt(zmq.EVENTS)  # lets the socket notice that the peer has read
-            except zmq.ZMQError as error:
-                if error.errno != zmq.EHOSTUNREACH:
-                    raise
-                _log.info("%r is gone", peer)
-                return None
-            else:
-                return True
-        return False
 
     def _answer(self, peer: bytes, question: Get, got: Got) -> None:
         """Send variables with their bytes. If a large answer cannot be sent now, nothing is copied, and the question is
@@ -561,12 +521,12 @@ class Service:
         if sum(array.nbytes for array in got.arrays) <= _LARGE_NBYTES:
             self._send(peer, replace(got, arrays=tuple(array_of(self._segments.view(a).copy()) for a in got.arrays)))
             return
-        is_begun = False if peer in self._unsent else self._begin_to_send(peer)
+        is_begun = False if peer in self._unsent else self._channel.begin_to_send(peer)
         if is_begun:
-            self._router.send_multipart(
+            self._channel.finish_sending(
                 encode(replace(got, arrays=tuple(array_of(self._segments.view(a)) for a in got.arrays)), BULK_LIMITS)
             )
-            self._mail.sent(peer)
+            self._channel.mailboxes.sent(peer)
             now = time.monotonic()
             self._answered = {p: each for p, each in self._answered.items() if now - each[1] < _REPEATED_WITHIN}
             self._answered[peer] = question, now
@@ -574,17 +534,31 @@ class Service:
             self._later[peer] = question
 
     def _ring(self) -> None:
-        self._mail.ring()
+        self._channel.mailboxes.ring()
         self._sent = None
 
 
-def _admission(poller: Poller[zmq.Socket[bytes]], router: zmq.Socket[bytes], config: ServerConfig) -> Admission:
-    """Admission of workers and clients, at the path where they find the server."""
-    path = config.endpoint.removeprefix("ipc://")
+def _channel(
+    config: ServerConfig, supervisor: SupervisorLink, wake: int, read: channel.Read, on_wake: Callable[[], object]
+) -> Channel:
+    """A channel that listens where workers and clients find the server."""
+    made = Channel(
+        supervisor,
+        wake,
+        "server",
+        read,
+        linger=_LINGER,
+        patience=_PATIENCE,
+        on_wake=on_wake,
+        messages_first=True,  # what a worker said before it died counts
+        rings_late=True,
+    )
     try:
-        return Admission(poller, router, path)
+        made.listen(config.endpoint.removeprefix("ipc://"), LIMITS, _UNREAD, strict=True)
     except OSError as error:
+        made.close()
         raise ConfigurationError(f"cannot listen at {config.endpoint}: {error.strerror}") from error
+    return made
 
 
 def _may_plan_memory(record: Record) -> bool:

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import zmq
-
-from cs_proto.codec import LIMITS
-from cs_proto.errors import ShutdownError
-from cs_runtime import machine
+from cs_proto.errors import LaunchError, ShutdownError
+from cs_proto.messages import Ready
+from cs_runtime import machine, supervisor_link
+from cs_runtime.supervisor_link import SupervisorLink
 
 from .config import ServerConfig
 from .kernel_loading import Loading
@@ -27,10 +26,6 @@ _log = logging.getLogger("cs_server.service")
 
 # Server, workers and script each map the segments where they are one process.
 _SHARERS = 3
-# Answers that are being sent when the process ends get this long to leave, in milliseconds.
-_LINGER = 200
-# A connection without a ZeroMQ handshake within so many milliseconds is closed.
-_HANDSHAKE = 5000
 
 
 def serve(config: ServerConfig) -> None:
@@ -41,10 +36,10 @@ def serve(config: ServerConfig) -> None:
     """
     with ExitStack() as stack:
         wake, wake_writer = stack.enter_context(_wake_up())
-        segments = _connected(config, stack)
+        supervisor = _connected(config, stack)
         loading = Loading(Path(config.run_directory), wake_writer)  # takes longest
         try:
-            service = _put_together(config, segments, wake, stack)
+            service = _put_together(config, supervisor, wake, stack)
             while not service.is_told_to_end and not loading.is_done:
                 service.turn()
             if not service.is_told_to_end:
@@ -52,7 +47,7 @@ def serve(config: ServerConfig) -> None:
                 # What exists by now lives as long as the process: no collection should walk through it again.
                 gc.collect()
                 gc.freeze()
-                segments.ready(config.endpoint)
+                supervisor.send(Ready(config.endpoint))
                 service.listen()
             while not service.is_told_to_end:
                 service.turn()
@@ -85,10 +80,10 @@ class ThreadedServer:
     def run(self) -> None:
         """Serve until :meth:`terminate` is called or the supervisor is gone; raises as :func:`serve` does."""
         with ExitStack() as stack:
-            segments = _connected(self._config, stack)
+            supervisor = _connected(self._config, stack)
             try:
-                service = _put_together(self._config, segments, self._wake, stack)
-                segments.ready(self._config.endpoint)
+                service = _put_together(self._config, supervisor, self._wake, stack)
+                supervisor.send(Ready(self._config.endpoint))
                 service.listen()
                 while not service.is_told_to_end:
                     service.turn()
@@ -116,35 +111,26 @@ class ThreadedServer:
         os.close(self._wake_writer)
 
 
-def _connected(config: ServerConfig, stack: ExitStack) -> Segments:
-    segments = Segments(config.run_directory, config.incarnation)
-    stack.callback(segments.close)
-    return segments
+def _connected(config: ServerConfig, stack: ExitStack) -> SupervisorLink:
+    try:
+        socket = supervisor_link.connect(config.run_directory)
+    except LaunchError as error:
+        raise LaunchError(
+            f"{error}. A server is started by cs-launch or by a script that makes a CentralStorageStrategy"
+        ) from error
+    supervisor = SupervisorLink(socket, "server", 0, config.incarnation)
+    stack.callback(supervisor.close)
+    return supervisor
 
 
-def _put_together(config: ServerConfig, segments: Segments, wake: int, stack: ExitStack) -> Service:
+def _put_together(config: ServerConfig, supervisor: SupervisorLink, wake: int, stack: ExitStack) -> Service:
     """A service that hears nobody but the supervisor yet; ``stack`` takes it apart."""
-    context = zmq.Context()
-    stack.callback(context.destroy, linger=_LINGER)
-    service = Service(config, segments, _router(context), wake)
+    segments = Segments(supervisor)
+    stack.callback(segments.close)
+    service = Service(config, supervisor, segments, wake)
     stack.callback(service.close)
     service.prepare()
     return service
-
-
-def _router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-    """The socket for workers and clients."""
-    router = context.socket(zmq.ROUTER)
-    router.setsockopt(zmq.LINGER, _LINGER)
-    # One larger part ends the peer's connection before a byte of it is stored.
-    router.setsockopt(zmq.MAXMSGSIZE, LIMITS.part_nbytes)
-    # Messages that a peer does not take wait in this process, which counts them.
-    router.setsockopt(zmq.SNDHWM, 1)
-    router.setsockopt(zmq.RCVHWM, 0)
-    router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that connects again under its name is that peer
-    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a peer that is gone is an error, not silence
-    router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE)
-    return router
 
 
 @contextmanager

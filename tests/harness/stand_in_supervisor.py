@@ -29,11 +29,18 @@ from cs_proto.messages import (
     SegmentRefused,
 )
 from cs_proto.records import Record
+from cs_runtime import supervisor_link
 from cs_runtime.mapping import Mapping
+from cs_runtime.supervisor_link import SupervisorLink
 
 from .timing import unit
 
-__all__ = ["StandInSupervisor"]
+__all__ = ["StandInSupervisor", "server_link"]
+
+
+def server_link(run_directory: Path, incarnation: int) -> SupervisorLink:
+    """The connection of a server to the supervisor there."""
+    return SupervisorLink(supervisor_link.connect(str(run_directory)), "server", 0, incarnation)
 
 
 @dataclass

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.harness.stand_in_supervisor import StandInSupervisor
+from tests.harness.stand_in_supervisor import StandInSupervisor, server_link
 from tests.harness.timing import unit
 
 from cs_proto.arrays import Array, Location
@@ -57,7 +57,8 @@ def test_it_introduces_itself_to_the_next_and_keeps_its_descriptor(killed: Super
 def test_a_segment_that_was_extended_is_mapped_anew(tmp_path: Path) -> None:
     with StandInSupervisor(tmp_path) as supervisor:
         ours = SupervisorLink(supervisor_link.connect(str(tmp_path)), "worker")
-        server = Segments(str(tmp_path), 1)
+        server_connection = server_link(tmp_path, 1)
+        server = Segments(server_connection)
         assert {supervisor.next().role for _ in range(2)} == {"worker", "server"}  # type: ignore[attr-defined]
         server.make("parameters/int32", 4096, "")
         first, second = (Array("int32", (2,), Location("parameters/int32", offset)) for offset in (0, 4096))
@@ -73,6 +74,7 @@ def test_a_segment_that_was_extended_is_mapped_anew(tmp_path: Path) -> None:
         assert view.tolist() == after.view(first).tolist() == [1, 2]
         ours.close()
         server.close()
+        server_connection.close()
 
 
 def test_a_segment_that_was_extended_is_carried_where_addresses_are_missing(
@@ -80,7 +82,8 @@ def test_a_segment_that_was_extended_is_carried_where_addresses_are_missing(
 ) -> None:
     with StandInSupervisor(tmp_path) as supervisor:
         ours = SupervisorLink(supervisor_link.connect(str(tmp_path)), "worker")
-        server = Segments(str(tmp_path), 1)
+        server_connection = server_link(tmp_path, 1)
+        server = Segments(server_connection)
         assert {supervisor.next().role for _ in range(2)} == {"worker", "server"}  # type: ignore[attr-defined]
         server.make("parameters/int32", 4096, "").elements("int32")[:2] = [1, 2]
         first, second = (Array("int32", (2,), Location("parameters/int32", offset)) for offset in (0, 4096))
@@ -97,6 +100,7 @@ def test_a_segment_that_was_extended_is_carried_where_addresses_are_missing(
         assert view.tolist() == [1, 2]
         ours.close()
         server.close()
+        server_connection.close()
 
 
 def test_a_question_goes_to_the_next(killed: SupervisorLink, tmp_path: Path) -> None:

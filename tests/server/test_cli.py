@@ -22,7 +22,7 @@ def test_help(program: tuple[str, ...]) -> None:
         ((), 2, "--run-directory"),
         (("--run-directory", "/tmp", *OPTIONS, "--replicas", "two"), 2, "invalid int value: 'two'"),
         (("--run-directory", "tmp", *OPTIONS), 2, "ConfigurationError: run directory 'tmp' must be an absolute path"),
-        (("--run-directory", "/nowhere", *OPTIONS), 1, "LaunchError: no supervisor listens at /nowhere/supervisor"),
+        (("--run-directory", "/nowhere", *OPTIONS), 1, "LaunchError: no service answers in /nowhere"),
     ],
 )
 def test_what_makes_no_sense_is_one_line_and_no_traceback(arguments: tuple[str, ...], code: int, said: str) -> None:

@@ -1,4 +1,4 @@
-"""The server's end of the supervisor's socket: questions and answers, and what comes between them."""
+"""The segments of a server, and what its supervisor says between questions and answers."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ import resource
 import socket
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.harness.stand_in_supervisor import StandInSupervisor
+from tests.harness.stand_in_supervisor import StandInSupervisor, server_link
 from tests.harness.timing import unit
 
 from cs_proto.arrays import Array, Location, array_of
-from cs_proto.errors import InvalidArgumentError, LaunchError, LocalProtocolError, MemoryPlanError, ShutdownError
-from cs_proto.messages import Died, Introduce, Ready
+from cs_proto.errors import InvalidArgumentError, LocalProtocolError, MemoryPlanError, ShutdownError
+from cs_proto.messages import Died, Introduce, OpenMailbox, Ready
+from cs_runtime import supervisor_link
 from cs_runtime.mapping import Mapping
 from cs_runtime.readiness import is_readable
-from cs_server import segments
+from cs_runtime.supervisor_link import SupervisorLink
 from cs_server.segments import Segments
 
 PAGE = 4096
@@ -31,12 +33,24 @@ def supervisor() -> Iterator[StandInSupervisor]:
         yield stand_in
 
 
+@contextmanager
+def server(supervisor: StandInSupervisor, incarnation: int) -> Iterator[Segments]:
+    """The segments of one server."""
+    with closing(server_link(supervisor.run_directory, incarnation)) as link, closing(Segments(link)) as made:
+        yield made
+
+
 @pytest.fixture
-def connected(supervisor: StandInSupervisor) -> Iterator[Segments]:
-    made = Segments(str(supervisor.run_directory), 3)
-    assert supervisor.next() == Introduce("server", 0, 3, os.getpid())
-    yield made
-    made.close()
+def link(supervisor: StandInSupervisor) -> Iterator[SupervisorLink]:
+    with closing(server_link(supervisor.run_directory, 3)) as made:
+        assert supervisor.next() == Introduce("server", 0, 3, os.getpid())
+        yield made
+
+
+@pytest.fixture
+def connected(link: SupervisorLink) -> Iterator[Segments]:
+    with closing(Segments(link)) as made:
+        yield made
 
 
 def died(rank: int) -> Died:
@@ -53,10 +67,9 @@ def test_a_segment_is_made_once_and_kept(supervisor: StandInSupervisor, connecte
 
 def test_a_segment_of_a_server_before_this_one(supervisor: StandInSupervisor, connected: Segments) -> None:
     connected.make("parameters/float32", 4 * PAGE, "").elements("float32")[5] = 7
-    later = Segments(str(supervisor.run_directory), 4)
-    assert later.elements("parameters/float32", "float32")[5] == 7
-    assert later.make("parameters/float32", 4 * PAGE, "").elements("float32")[5] == 7
-    later.close()
+    with server(supervisor, 4) as later:
+        assert later.elements("parameters/float32", "float32")[5] == 7
+        assert later.make("parameters/float32", 4 * PAGE, "").elements("float32")[5] == 7
 
 
 def test_views(connected: Segments) -> None:
@@ -91,16 +104,14 @@ def test_a_segment_is_extended_where_more_of_it_is_needed(connected: Segments) -
 
 def test_a_segment_that_another_has_extended(supervisor: StandInSupervisor, connected: Segments) -> None:
     connected.make("arena/0", PAGE, "w0")
-    other = Segments(str(supervisor.run_directory), 4)
-    other.make("arena/0", 4 * PAGE, "w0", 4 * PAGE)
-    beyond = Array("int32", (2,), Location("arena/0", 3 * PAGE))
-    other.view(beyond)[:] = [5, 6]
-    assert connected.view(beyond).tolist() == [5, 6]
-    other.close()
+    with server(supervisor, 4) as other:
+        other.make("arena/0", 4 * PAGE, "w0", 4 * PAGE)
+        beyond = Array("int32", (2,), Location("arena/0", 3 * PAGE))
+        other.view(beyond)[:] = [5, 6]
+        assert connected.view(beyond).tolist() == [5, 6]
     # One that takes the place of a server that was killed before it had written down how long the segment is.
-    later = Segments(str(supervisor.run_directory), 5)
-    assert later.make("arena/0", PAGE, "w0").nbytes == 4 * PAGE
-    later.close()
+    with server(supervisor, 5) as later:
+        assert later.make("arena/0", PAGE, "w0").nbytes == 4 * PAGE
 
 
 def test_a_refusal_is_raised_as_what_it_says(supervisor: StandInSupervisor, connected: Segments) -> None:
@@ -146,48 +157,42 @@ def test_too_few_addresses_are_said_with_need_and_have(
     assert connected.elements("parameters/int32", "int32")[0] == 0
 
 
-def test_what_comes_before_an_answer_is_kept_in_order(supervisor: StandInSupervisor, connected: Segments) -> None:
+def test_what_comes_before_an_answer_is_kept_in_order(
+    supervisor: StandInSupervisor, link: SupervisorLink, connected: Segments
+) -> None:
     supervisor.before_next_answer += [died(0), died(1)]
     connected.make("arena/0", PAGE, "w0")
-    assert connected.has_kept
-    assert [connected.receive_nowait(), connected.receive_nowait()] == [died(0), died(1)]
-    assert not connected.has_kept
-    assert connected.receive_nowait() is None
+    assert link.has_waiting
+    assert [link.receive_nowait(), link.receive_nowait()] == [died(0), died(1)]
+    assert not link.has_waiting
+    assert link.receive_nowait() is None
     supervisor.tell(died(2))
-    assert is_readable(connected.fileno(), unit(10))
-    assert not connected.has_kept
-    assert connected.receive_nowait() == died(2)
-
-
-def test_ready_says_where_the_server_listens(supervisor: StandInSupervisor, connected: Segments) -> None:
-    connected.ready("ipc:///x/server")
-    assert supervisor.next() == Ready("ipc:///x/server")
+    assert is_readable(link.fileno(), unit(10))
+    assert not link.has_waiting
+    assert link.receive_nowait() == died(2)
 
 
 def test_the_end_of_the_supervisor_is_noticed_whatever_is_done(
-    supervisor: StandInSupervisor, connected: Segments
+    supervisor: StandInSupervisor, link: SupervisorLink, connected: Segments
 ) -> None:
     supervisor.hang_up()
-    assert is_readable(connected.fileno(), unit(10))
+    assert is_readable(link.fileno(), unit(10))
     with pytest.raises(ShutdownError, match="the supervisor is gone"):
-        connected.receive_nowait()
+        link.receive_nowait()
     with pytest.raises(ShutdownError, match="the supervisor is gone"):
         connected.make("arena/0", PAGE, "w0")
     with pytest.raises(ShutdownError, match="the supervisor is gone"):
-        connected.ready("ipc:///x/server")
-
-
-def test_no_supervisor() -> None:
-    with pytest.raises(LaunchError, match="no supervisor listens at /nowhere/supervisor"):
-        Segments("/nowhere", 1)
+        link.send(Ready("ipc:///x/server"))
 
 
 def test_a_supervisor_that_does_not_answer_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "_ANSWER_TIMEOUT", 0.01)
+    monkeypatch.setattr(supervisor_link, "_ANSWER_TIMEOUT", 0.01)
     with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(os.path.join(directory, "supervisor"))
         listener.listen()
-        silent = Segments(directory, 1)
-        with pytest.raises(MemoryPlanError, match="did not hand out segment arena/0 within"):
-            silent.make("arena/0", PAGE, "")
-        silent.close()
+        with closing(server_link(Path(directory), 1)) as link, closing(Segments(link)) as silent:
+            with pytest.raises(MemoryPlanError, match="did not hand out segment arena/0 within"):
+                silent.make("arena/0", PAGE, "")
+            refused, descriptors = link.mailbox(OpenMailbox(7))
+            assert (refused.mailbox, descriptors) == (7, [])
+            assert refused.refused.startswith("the supervisor did not hand it out within")

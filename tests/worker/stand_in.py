@@ -74,6 +74,7 @@ class Service:
         self._listener.listen()
         self._context = zmq.Context()
         self._server = self._context.socket(zmq.ROUTER)
+        self._identities: dict[int, bytes] = {}
         self._server.setsockopt(zmq.LINGER, 0)
         self._server.bind(f"ipc://{self.directory}/server")
         self.processes = [self._start(replica) for replica in range(self.replicas)]
@@ -144,7 +145,7 @@ class Service:
 
     def answer(self, replica: int, record: Record) -> None:
         """The server sends to a worker."""
-        self._server.send_multipart([f"w{replica}.1".encode(), *encode(record)])
+        self._server.send_multipart([self._identities[replica], *encode(record)])
 
     def run(
         self,
@@ -366,6 +367,7 @@ class Service:
         if self._server in ready:
             identity, *parts = self._server.recv_multipart()
             replica, record = int(identity[1:].split(b".")[0]), decode(parts)
+            self._identities[replica] = identity
             if isinstance(record, messages.Describe):
                 self._describe(replica, record)
             elif isinstance(record, messages.Get):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from functools import cached_property
 from pathlib import Path
 
 from cs_proto.errors import ConfigurationError
@@ -42,8 +44,14 @@ class Config:
 
     @property
     def name(self) -> str:
-        """``w<replica>.<incarnation>``: the identity at the server, and the name of the socket."""
+        """``w<replica>.<incarnation>``, also the name of the socket."""
         return f"w{self.replica}.{self.incarnation}"
+
+    @cached_property
+    def identity(self) -> bytes:
+        """The identity at the server: the name and a random number. The server sends to whoever connected last under
+        an identity, so no other process may guess it."""
+        return f"{self.name}.{os.urandom(8).hex()}".encode()
 
     @property
     def endpoint(self) -> str:

@@ -24,6 +24,7 @@ from cs_proto.messages import AssignOp, Counters, Serving, VariableSpec, WriteOp
 from cs_proto.records import Record, replace
 from cs_proto.schedules import Schedule
 from cs_runtime import mapping
+from cs_runtime.channel import SERVER
 from cs_runtime.remote_segment import aligned_copy
 from cs_runtime.supervisor_link import SupervisorLink
 
@@ -236,7 +237,7 @@ class ServiceLink(Runs):
         with self._operation():
             sequence = self._next_sequence()
             counters = self._ask(messages.Statistics(sequence), sequence, Counters)
-            return replace(counters, doorbells=counters.doorbells + self._mail.rung)
+            return replace(counters, doorbells=counters.doorbells + self._channel.mailboxes.rung)
 
     def close(self) -> None:
         """Say goodbye, stop the service where it is ours, let go of everything. Idempotent."""
@@ -253,7 +254,7 @@ class ServiceLink(Runs):
                     self._ended = "this strategy was shut down"
                     self._own_results()  # the next script may be served as soon as the server hears this
                     with suppress(ShutdownError):
-                        self._send(self._server, messages.Goodbye(self._client))
+                        self._send(SERVER, messages.Goodbye(self._client))
                 self._release()
         if self._listener is not None:
             self._listener.join()
@@ -286,8 +287,8 @@ class ServiceLink(Runs):
             self._tell_freed(tuple(numbers))
 
     def _tell_freed(self, numbers: tuple[int, ...]) -> None:
-        for socket in self._worker_sockets:
-            self._send(socket, messages.Forget(numbers))
+        for peer in self._worker_peers:
+            self._send(peer, messages.Forget(numbers))
 
     def _finish_write(self, request: Record, number: int, answer: type[Record]) -> None:
         """Wait for the answer to a write that Ctrl-C has left: until it comes the server may read what the write names,

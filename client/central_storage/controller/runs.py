@@ -26,6 +26,7 @@ from cs_proto.arrays import INLINE_NBYTES, Array
 from cs_proto.errors import ContextError
 from cs_proto.messages import Counters, RunFinished, Serving
 from cs_proto.records import Frame, Record, replace
+from cs_runtime.channel import SERVER
 from cs_runtime.function_cache import HeldFunctions
 from cs_runtime.supervisor_link import SupervisorLink
 
@@ -109,8 +110,8 @@ class Runs(Seam):
             messages_of_run.append(self._encoded(messages.Run, said))
         # Only now is anything sent or counted: where one replica's arguments cannot be placed, no replica begins.
         self._runs, self._draws, series.number, self._held = run[0], draw, number, touched
-        for socket, message in zip(self._worker_sockets, messages_of_run, strict=True):
-            self._post(socket, message)
+        for peer, message in zip(self._worker_peers, messages_of_run, strict=True):
+            self._channel.send(peer, message)
             moment("sent")
         series.unanswered.append(sent)
         self._latest, self._sent = series, series.unanswered
@@ -122,8 +123,8 @@ class Runs(Seam):
         directory = os.getcwd()
         if self._where is None or self._where[0] != sys.path or self._where[1] != directory:
             prepared = messages.Prepare(tuple(map(str, sys.path)), directory)
-            for socket in self._worker_sockets:
-                self._send(socket, prepared)
+            for peer in self._worker_peers:
+                self._send(peer, prepared)
             self._where, self._prepared = ([*sys.path], directory), prepared
 
     def _take_up(self, restarted: messages.WorkerRestarted) -> None:
@@ -136,11 +137,10 @@ class Runs(Seam):
         log.info("worker w%d (pid %d) takes the place of one that died", replica, worker.pid)
         self._deaths.took_place(replica)
         self.workers = (*self.workers[:replica], worker, *self.workers[replica + 1 :])
-        self._disconnect(self._worker_sockets[replica])
-        socket = self._worker_sockets[replica] = self._connect_worker(worker)
+        peer = self._connect_worker(worker)
         self._held[replica] = HeldFunctions()
         if self._prepared is not None:
-            self._send(socket, self._prepared)
+            self._send(peer, self._prepared)
         is_first = True
         for sent in self._sent:
             if sent.held:
@@ -152,9 +152,9 @@ class Runs(Seam):
                 self._tell(messages.Resent(sent.run, replica, run.series))
             is_first = False
             is_held, self._held[replica] = self._held[replica].touch(run.digest, run.frozen)
-            self._send(socket, replace(run, function=None if is_held else self._arena.share(sent.function)))
+            self._send(peer, replace(run, function=None if is_held else self._arena.share(sent.function)))
         if self._cancelling is not None and self._cancelling.unanswered:
-            self._send(socket, _cancel_of(self._cancelling))
+            self._send(peer, _cancel_of(self._cancelling))
             self._lifeline.send(messages.Interrupt(replica))
 
     def _tell_wait(self, run: messages.RunId, series: int, seconds: float) -> None:
@@ -172,7 +172,7 @@ class Runs(Seam):
     def _tell(self, record: messages.Resent | messages.WaitReport) -> None:
         """Tell the server something about a run, and another in its place once more."""
         self._told.append(record)
-        self._send(self._server, record)
+        self._send(SERVER, record)
 
     def _settle(self, series: Series, left: int = 0, *, cancel: bool = False) -> None:
         """Wait until at most ``left`` runs of ``series`` are unanswered. Ctrl-C cancels the first of them and waits for
@@ -263,13 +263,13 @@ class Runs(Seam):
         heard = self._next_sequence()
         self._asked = [_cancel_of(series), messages.Statistics(heard)]
         for asked in self._asked:
-            self._send(self._server, asked)
+            self._send(SERVER, asked)
         return heard
 
     def _interrupt_workers(self, series: Series) -> None:
         self._cancelling = series
-        for socket in self._worker_sockets:
-            self._send(socket, _cancel_of(series))
+        for peer in self._worker_peers:
+            self._send(peer, _cancel_of(series))
         for worker in self.workers:
             if not self._deaths.has_worker(worker.replica):
                 continue

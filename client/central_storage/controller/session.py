@@ -1,7 +1,6 @@
-"""What a client hears and says: sockets, life-line and the one place where it waits.
+"""What a script hears and says: its channel to the server, the workers and the supervisor.
 
-This is the only module of the link that imports zmq; what is said, and what an answer means, is known in the modules
-over it (``runs.py``, ``operations.py``).
+What is said, and what an answer means, is known in the modules over it (``runs.py``, ``operations.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
-import zmq
 
 from central_storage.diagnostics.logging_setup import show
 from central_storage.wire_values.value_codec import to_exception
@@ -30,9 +28,7 @@ from cs_proto.messages import Died, Output, Serving
 from cs_proto.records import Buffer, Record
 from cs_runtime import open_files
 from cs_runtime.arena import Arena
-from cs_runtime.mailboxes import Mailboxes
-from cs_runtime.multipart import receive
-from cs_runtime.poller import Poller
+from cs_runtime.channel import SERVER, SUPERVISOR, Channel
 from cs_runtime.supervisor_link import CARRIED, SupervisorLink
 from cs_runtime.trace import moments
 
@@ -58,11 +54,10 @@ _LATE_AFTER = 1.0
 _NAME_WAIT_EVERY = 10.0
 # Where the server is asked whom it waits for, it gets this long to say so before the wait is named without it.
 _WHOM_WITHIN = 2.0
-# So long it looks for mail before it sleeps, seconds: longer than a small step takes.
+# The script looks for mail this long before it sleeps, in seconds: longer than a small step takes.
 _PATIENCE = 300e-6
-# While mail comes without a pause, what else there may be is looked at so often; and in the longest sleep, seconds.
-_LOOK_EVERY = 10e-3
-_LONGEST_SLEEP = 1.0
+# What is being sent at the end gets this long to leave, in milliseconds.
+_LINGER = 100
 # A strategy needs so many descriptors at first. A context of ZeroMQ ends the process if it cannot open its own.
 _DESCRIPTORS = 16
 # The supervisor gets this long to say who was not ready in time.
@@ -123,20 +118,23 @@ class Seam(ABC):
         self._inputs: InputSegment | None = None
         self._arena = Arena(lambda: lifeline.segment(segment_names.controller_arena()), find=self._find_input)
         self._interrupts = Interrupts()
-        self._context = zmq.Context()
-        self._poller: Poller[zmq.Socket[bytes]] = Poller()
-        self._poller.register(lifeline.fileno())
-        self._poller.register(self._interrupts.fileno())
-        self._mail: Mailboxes[zmq.Socket[bytes]] = Mailboxes(self._poller, _PATIENCE)
-        self._next_look = 0.0
+        self._channel = Channel(
+            lifeline,
+            self._interrupts.fileno(),
+            "client",
+            self._read,
+            linger=_LINGER,
+            patience=_PATIENCE,
+            on_wake=self._interrupts.raise_pending,
+        )
         lifeline.carry = self._carry
         lifeline.while_waiting = self._interrupts.raise_pending
-        self._server = self._connect(serving.endpoint)
+        self._channel.connect(SERVER, serving.endpoint, self._identity)
         try:
-            self._send(self._server, self._hello)
+            self._send(SERVER, self._hello)
             welcome = self._wait("the server's welcome", lambda r: r if isinstance(r, messages.Welcome) else None)
         except BaseException:  # as garbage the context would wait for ever for sockets that nobody closes
-            self._context.destroy(linger=100)
+            self._channel.close()
             self._interrupts.close()
             raise
         self.replicas = welcome.replicas
@@ -151,8 +149,8 @@ class Seam(ABC):
         #: Whether this process maps no memory of the service, and how they talk, in words.
         self.carries = bool(lifeline.carried_because)
         self.transport = f"{CARRIED}: {lifeline.carried_because}" if self.carries else serving.transport
-        self._offer_mailbox(self._server, "server")
-        self._worker_sockets = [self._connect_worker(worker) for worker in welcome.workers]
+        self._channel.offer_mailbox(SERVER, "server")
+        self._worker_peers = [self._connect_worker(worker) for worker in welcome.workers]
         # A launcher shows what its service prints itself. The supervisor after it wants to be met in time.
         listens = stop is not None or lifeline.may_return
         self._listener = OutputListener(lifeline.fileno(), self._lock, self._listen) if listens else None
@@ -178,57 +176,45 @@ class Seam(ABC):
         Raises KeyboardInterrupt for a Ctrl-C, ShutdownError where the service is gone, ReplicaLostError where the
         server died.
         """
-        has_waiting = self._lifeline.has_waiting
-        is_there = has_waiting or self._mail.is_there()
-        ready: set[int | zmq.Socket[bytes]] = set()
-        if not is_there or time.monotonic() >= self._next_look:
-            pause = min(timeout, _LONGEST_SLEEP) if self._mail else timeout
-            ready = self._poller.poll(0 if is_there else max(0.0, pause))
-            self._mail.awake(ready)
-            self._next_look = time.monotonic() + _LOOK_EVERY
         self._interrupts.raise_pending()
-        moment("woken" if ready and not is_there else "found")
-        if has_waiting or self._lifeline.fileno() in ready:
-            try:
-                return self._hear()
-            except ShutdownError as error:
-                raise ShutdownError(self._end(f"{error}; {self._deaths.first()}")) from error
-        for socket in ready:
-            if isinstance(socket, zmq.Socket):
-                frames = receive(socket, BULK_LIMITS, copy=False)
-                self._mail.came(socket, [frames[0].bytes, *(frame.buffer for frame in frames[1:])])
-        found = self._mail.take()
-        return None if found is None else self._read(*found)
+        try:
+            received = self._channel.receive(timeout)
+            if received is None:
+                return None
+            if received.peer == SUPERVISOR:
+                self._hear(received.record)
+        except ShutdownError as error:
+            raise ShutdownError(self._end(f"{error}; {self._deaths.first()}")) from error
+        return received.record
 
-    def _hear(self) -> Record | None:
-        """What the supervisor says next; lines of output are shown and deaths noted here."""
-        record = self._lifeline.receive_nowait()
+    def _hear(self, record: Record | None) -> None:
+        """What the supervisor says; lines of output are shown and deaths noted here."""
         if isinstance(record, Output):
             show(record.stream, record.text)
         elif isinstance(record, Died):
             self._deaths.hear(record)
             self._note_death(record)
-        elif isinstance(record, Serving):  # another server, which may not have heard what the one before it was told
+        elif isinstance(record, Serving):
             self._deaths.server_serves()
-            self._offer_mailbox(self._server, "server")
+            self._channel.offer_mailbox(SERVER, "server")
+            # Another server may not have heard what the one before it was told.
             for asked in (self._hello, *self._told, *self._asked):
-                self._send(self._server, asked)
-        return record
+                self._send(SERVER, asked)
 
     def _listen(self) -> bool:
         """Between operations: as in one, but what is wrong is for the next operation to raise."""
         if self._ended is None:
             try:
-                self._hear()
+                self._hear(self._lifeline.receive_nowait())
                 while self._lifeline.has_waiting:  # what came while a mailbox was awaited
-                    self._hear()
+                    self._hear(self._lifeline.receive_nowait())
             except ShutdownError as error:
                 self._end(f"{error}; {self._deaths.first()}")
             except ReplicaLostError:
                 return False  # the server is dead, which ends this link
         return self._ended is None
 
-    def _read(self, socket: zmq.Socket[bytes], parts: Sequence[Buffer]) -> Record | None:
+    def _read(self, peer: bytes, parts: Sequence[Buffer]) -> Record | None:
         try:
             record = decode(parts, BULK_LIMITS)
         except PeerProtocolError as error:
@@ -237,9 +223,6 @@ class Seam(ABC):
         moment("decoded")
         if log.isEnabledFor(logging.DEBUG):
             log.debug("received %.300r", record)
-        if isinstance(record, messages.MailboxAccepted):
-            self._mail.taken(socket, record)
-            return None
         return record
 
     def _wait(
@@ -281,7 +264,7 @@ class Seam(ABC):
         return self._deaths.restarts_named()
 
     def _ask(self, request: Record, number: int, answer: type[R]) -> R:
-        self._send(self._server, request)
+        self._send(SERVER, request)
         self._asked.append(request)
         found = self._wait_for_answer(request, number, answer)
         if isinstance(found, messages.Refused):
@@ -308,30 +291,16 @@ class Seam(ABC):
             if self._left_off is None:
                 self._asked.remove(request)
 
-    def _send(self, socket: zmq.Socket[bytes], record: Record) -> None:
+    def _send(self, peer: bytes, record: Record) -> None:
         if log.isEnabledFor(logging.DEBUG):
             log.debug("send %.300r", record)
-        self._post(socket, encode(record))
+        self._channel.send(peer, encode(record))
 
     def _encoded(self, kind: type[Record], values: Sequence[Any]) -> list[Buffer]:
-        """The parts of the message ``kind(*values)``, which need not be built, for :meth:`_post`."""
+        """The parts of the message ``kind(*values)``, which need not be built."""
         if log.isEnabledFor(logging.DEBUG):
             log.debug("send %.300r", kind(*values))
         return encode_values(kind, values)
-
-    def _post(self, socket: zmq.Socket[bytes], parts: Sequence[Buffer]) -> None:
-        # Copied: without that pyzmq starts a thread and a context of its own for frames from 64 KiB on, and the user's
-        # arrays behind a frame may change. Large ones are in the arena.
-        if not self._mail.post(socket, parts):
-            socket.send_multipart(parts)
-            self._poller.used(socket)
-            self._mail.sent(socket)
-
-    def _offer_mailbox(self, socket: zmq.Socket[bytes], peer: str) -> None:
-        """Have what fits there go by mailbox to ``peer``, where the supervisor makes one."""
-        offer = self._mail.offer(socket, *self._lifeline.mailbox(messages.MakeMailbox(peer)))
-        if offer is not None:
-            self._send(socket, offer)
 
     def _carry(self, request: Callable[[int], Record], answer: type[R]) -> R:
         with self._interrupts.deferred():
@@ -377,9 +346,8 @@ class Seam(ABC):
         return reason
 
     def _release(self) -> None:
-        if not self._context.closed:
-            self._mail.close()
-            self._context.destroy(linger=100)
+        if not self._channel.is_closed:
+            self._channel.close()
             if self._listener is not None:
                 self._listener.stop()
             try:
@@ -415,26 +383,19 @@ class Seam(ABC):
         self._lifeline.close()
         self._inputs = None  # the parent says what lies there
 
-    def _connect_worker(self, worker: messages.Worker) -> zmq.Socket[bytes]:
-        socket = self._connect(worker.endpoint)
-        self._offer_mailbox(socket, f"w{worker.replica}")
-        return socket
+    def _connect_worker(self, worker: messages.Worker) -> bytes:
+        """Connect to a worker, in the place of one before it; its name as a peer."""
+        name = f"w{worker.replica}"
+        peer = name.encode()
+        self._channel.disconnect(peer)
+        self._channel.connect(peer, worker.endpoint, self._identity)
+        self._channel.offer_mailbox(peer, name)
+        return peer
 
-    def _disconnect(self, socket: zmq.Socket[bytes]) -> None:
-        self._mail.forget(socket)
-        self._poller.unregister_socket(socket)
-        socket.close(linger=0)
-
-    def _connect(self, endpoint: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 100)
-        socket.setsockopt(zmq.IDENTITY, f"c{self._client}".encode())
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, BULK_LIMITS.part_nbytes)
-        socket.setsockopt(zmq.RECONNECT_IVL, 10)  # the peer may be being started again
-        socket.connect(endpoint)
-        self._poller.register_socket(socket)
-        return socket
+    @property
+    def _identity(self) -> bytes:
+        """How server and workers know this script."""
+        return f"c{self._client}".encode()
 
 
 def _nothing_known(kind: str, number: int) -> object:
