@@ -51,6 +51,10 @@ class Sessions:
                 f"worker w{worker.replica}.{worker.incarnation} cannot register: the supervisor has not told the death "
                 f"of w{worker.replica}.{latest}"
             )
+        if known is not None and known.worker.incarnation == worker.incarnation and known.peer != peer:
+            raise PeerProtocolError(
+                f"worker w{worker.replica}.{worker.incarnation} has registered from another process; its place is taken"
+            )
         # Whoever was welcomed already knows the workers of then.
         is_known = known is not None and known.worker == worker
         is_first = worker.incarnation == 1 or self.controller_peer() is None
