@@ -369,7 +369,7 @@ def test_the_log_shows_the_messages_of_all_roles() -> None:
     for line in (
         "central_storage.link: send Run(",
         "central_storage.worker: received",
-        "cs_server.service: from b'w0.1'",
+        "cs_server.service: from b'w0.1.",
     ):
         assert line in log
 
