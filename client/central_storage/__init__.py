@@ -6,149 +6,102 @@ The Strategy API of ``tf.distribute.experimental.CentralStorageStrategy`` as a s
 variables, one worker process per device runs the replica function.
 """
 
+import functools as _functools
 import gc as _gc
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 from typing import Any as _Any
 
+from .core import opening as _opening
+
+# The public names. Type checkers read this block, and so does ``_imports``: each name is imported when it is first
+# asked for. The supervisor, which runs ``central_storage.launch``, asks for none: it would take three times as long to
+# start, and NumPy's memory, with them.
 if TYPE_CHECKING:
-    from cs_proto.messages import Counters
+    from cs_proto.messages import Counters as Counters
 
-    from . import aio, data, errors, metrics, nest, nn, optimizers, train
-    from .core.context import (
-        ReplicaContext,
-        experimental_set_strategy,
-        get_array_module,
-        get_replica_context,
-        get_strategy,
-        has_strategy,
-        in_cross_replica_context,
-    )
-    from .core.options import (
-        CommunicationImplementation,
-        CommunicationOptions,
-        InputOptions,
-        InputReplicationMode,
-        RunOptions,
-        ValueContext,
-    )
-    from .core.placement import convert_to_tensor, device
-    from .core.values import (
-        DistributedValues,
-        IndexedSlices,
-        Mirrored,
-        PerReplica,
-        ReduceOp,
-        VariableAggregation,
-        VariableSynchronization,
-    )
-    from .data.distributed import DistributedDataset, DistributedIterator, InputContext
-    from .observer.blocking import connect
-    from .pickling.function import function
-    from .strategy.extended import StrategyExtended
-    from .strategy.service_strategy import CentralStorageStrategy
-    from .variables.gradient_buffers import gradient_buffers
-    from .variables.variable import Variable
+    from . import aio as aio
+    from . import data as data
+    from . import errors as errors
+    from . import metrics as metrics
+    from . import nest as nest
+    from . import nn as nn
+    from . import optimizers as optimizers
+    from . import train as train
+    from .core.context import ReplicaContext as ReplicaContext
+    from .core.context import experimental_set_strategy as experimental_set_strategy
+    from .core.context import get_array_module as get_array_module
+    from .core.context import get_replica_context as get_replica_context
+    from .core.context import get_strategy as get_strategy
+    from .core.context import has_strategy as has_strategy
+    from .core.context import in_cross_replica_context as in_cross_replica_context
+    from .core.options import CommunicationImplementation as CommunicationImplementation
+    from .core.options import CommunicationOptions as CommunicationOptions
+    from .core.options import InputOptions as InputOptions
+    from .core.options import InputReplicationMode as InputReplicationMode
+    from .core.options import RunOptions as RunOptions
+    from .core.options import ValueContext as ValueContext
+    from .core.placement import convert_to_tensor as convert_to_tensor
+    from .core.placement import device as device
+    from .core.values import DistributedValues as DistributedValues
+    from .core.values import IndexedSlices as IndexedSlices
+    from .core.values import Mirrored as Mirrored
+    from .core.values import PerReplica as PerReplica
+    from .core.values import ReduceOp as ReduceOp
+    from .core.values import VariableAggregation as VariableAggregation
+    from .core.values import VariableSynchronization as VariableSynchronization
+    from .data.distributed import DistributedDataset as DistributedDataset
+    from .data.distributed import DistributedIterator as DistributedIterator
+    from .data.distributed import InputContext as InputContext
+    from .observer.blocking import connect as connect
+    from .pickling.function import function as function
+    from .strategy.extended import StrategyExtended as StrategyExtended
+    from .strategy.service_strategy import CentralStorageStrategy as CentralStorageStrategy
+    from .variables.gradient_buffers import gradient_buffers as gradient_buffers
+    from .variables.variable import Variable as Variable
 
-__all__ = [
-    "CentralStorageStrategy",
-    "CommunicationImplementation",
-    "CommunicationOptions",
-    "Counters",
-    "DistributedDataset",
-    "DistributedIterator",
-    "DistributedValues",
-    "IndexedSlices",
-    "InputContext",
-    "InputOptions",
-    "InputReplicationMode",
-    "Mirrored",
-    "PerReplica",
-    "ReduceOp",
-    "ReplicaContext",
-    "RunOptions",
-    "StrategyExtended",
-    "ValueContext",
-    "Variable",
-    "VariableAggregation",
-    "VariableSynchronization",
-    "aio",
-    "connect",
-    "convert_to_tensor",
-    "data",
-    "device",
-    "errors",
-    "experimental_set_strategy",
-    "function",
-    "get_array_module",
-    "get_replica_context",
-    "get_strategy",
-    "gradient_buffers",
-    "has_strategy",
-    "in_cross_replica_context",
-    "metrics",
-    "nest",
-    "nn",
-    "optimizers",
-    "train",
-]
 
-# Each of the names above is imported when it is first asked for. The supervisor, which runs ``central_storage.launch``,
-# asks for none: it would take three times as long to start, and NumPy's memory, with them.
-_MODULES = {
-    "cs_proto.messages": ["Counters"],
-    ".variables.gradient_buffers": ["gradient_buffers"],
-    ".core.context": [
-        "ReplicaContext",
-        "experimental_set_strategy",
-        "get_array_module",
-        "get_replica_context",
-        "get_strategy",
-        "has_strategy",
-        "in_cross_replica_context",
-    ],
-    ".data.distributed": ["DistributedDataset", "DistributedIterator", "InputContext"],
-    ".strategy.extended": ["StrategyExtended"],
-    ".pickling.function": ["function"],
-    ".observer.blocking": ["connect"],
-    ".core.options": [
-        "CommunicationImplementation",
-        "CommunicationOptions",
-        "InputOptions",
-        "InputReplicationMode",
-        "RunOptions",
-        "ValueContext",
-    ],
-    ".core.placement": ["convert_to_tensor", "device"],
-    ".strategy.service_strategy": ["CentralStorageStrategy"],
-    ".core.values": [
-        "DistributedValues",
-        "IndexedSlices",
-        "Mirrored",
-        "PerReplica",
-        "ReduceOp",
-        "VariableAggregation",
-        "VariableSynchronization",
-    ],
-    ".variables.variable": ["Variable"],
-}
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+@_functools.cache
+def _imports() -> dict[str, tuple[str, bool]]:
+    """By public name, the module to import, and whether the name is one of that module's and not the module itself."""
+    import ast
+    from pathlib import Path
+
+    read = ast.parse(Path(__file__).read_bytes())
+    block = next(statement for statement in read.body if isinstance(statement, ast.If))
+    return {
+        alias.name: ("." * each.level + (each.module or alias.name), each.module is not None)
+        for each in block.body
+        if isinstance(each, ast.ImportFrom)
+        for alias in each.names
+    }
 
 
 def __getattr__(name: str) -> _Any:
-    if name not in __all__:
+    if name == "__all__":
+        return sorted(_imports())
+    if name.startswith("_") or name not in _imports():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = _MODULE_OF.get(name)
+    module, is_in_module = _imports()[name]
     collects = _gc.isenabled()
     _gc.disable()  # what is imported stays: to look through it for garbage is a fifth of what the imports take
     try:
-        imported = _import_module(f".{name}" if module is None else module, __name__)
+        imported = _import_module(module, __name__)
     finally:
         if collects:
             _gc.enable()
-    globals()[name] = found = imported if module is None else getattr(imported, name)
+    globals()[name] = found = getattr(imported, name) if is_in_module else imported
     return found
 
 
+def _open_service(*args: _Any, **kwargs: _Any) -> _Any:
+    from .strategy.open_service import open_service  # late, as everything here
+
+    return open_service(*args, **kwargs)
+
+
+_opening.open_service = _open_service
+
+
 def __dir__() -> list[str]:
-    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
+    return sorted([*_imports(), *(name for name in globals() if name.startswith("__"))])

@@ -18,7 +18,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 import optree
 
-import central_storage
+from central_storage import nest
 from central_storage.core.context import reading
 from central_storage.core.values import Shared, unshared
 from central_storage.core.variable_sets import Numbers
@@ -45,7 +45,7 @@ T = TypeVar("T")
 R = TypeVar("R", bound=Record)
 
 # Frames of these are not the user's.
-_OURS = (str(Path(__file__).parent), str(Path(central_storage.__file__).parent))
+_OURS = (str(Path(__file__).parent), str(Path(nest.__file__).parent))
 
 
 def _whole(method: Callable[Concatenate[Replica, P], T]) -> Callable[Concatenate[Replica, P], T]:

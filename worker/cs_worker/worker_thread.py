@@ -1,7 +1,7 @@
 """A worker that is a thread of the script: what the command line, signals and the end of a process are to the others.
 
-Loaded by name by the launcher of such services. Everything behind it, from the sockets to the user's function, is what
-a process runs; what belongs to the whole process (signals, path, directory, streams) is the script's and left alone.
+``central_storage.launch.threads`` makes it. Everything behind it, from the sockets to the user's function, is what a
+process runs; what belongs to the whole process (signals, path, directory, streams) is the script's and left alone.
 """
 
 from __future__ import annotations

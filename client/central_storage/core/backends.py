@@ -22,7 +22,7 @@ from .handles import Handle
 from .pipeline import Series
 from .variable_sets import Numbers, VariableSets
 
-__all__ = ["Carriage", "ControllerBackend", "ReplicaBackend", "Strategy"]
+__all__ = ["Carriage", "ControllerBackend", "ReplicaBackend", "ServiceBackend", "Strategy"]
 
 
 class Carriage(NamedTuple):
@@ -229,3 +229,16 @@ class ControllerBackend(_Catalogue, Protocol):
 
     def close(self) -> None:
         """Let go of the service. Idempotent."""
+
+
+class ServiceBackend(ControllerBackend, Protocol):
+    """A script's own link to its service."""
+
+    def resolve_handles(
+        self,
+        resolve: Callable[[str, int], object],
+        adopt: Callable[[Any], tuple[str, int]],
+        is_held: Callable[[str, int], object],
+    ) -> None:
+        """How handles become objects, how handles and composites are named, and which object somebody holds.
+        The strategy over this link says it once."""

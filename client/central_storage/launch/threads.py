@@ -1,14 +1,13 @@
 """A service in the script itself: supervisor, server and workers as threads, for a debugger and for fast tests.
 
 They run the code that processes run, over the same sockets and the same kind of memory, in a run directory of their
-own; only what starts and ends them is different. Server and workers are loaded by name, as their processes are. All
-are daemons: a thread that hangs in the user's code does not keep the script from ending.
+own; only what starts and ends them is different. This is the one module that imports another role: it puts the roles
+together. All threads are daemons: one that hangs in the user's code does not keep the script from ending.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib
 import logging
 import os
 import signal
@@ -26,6 +25,9 @@ from central_storage.core.recovery_options import Recovery
 from central_storage.diagnostics.logging_setup import configure_logging
 from cs_proto.codec import encode
 from cs_proto.messages import Shutdown
+from cs_server.compute import kernels
+from cs_server.serving import ThreadedServer
+from cs_worker.worker_thread import ThreadedWorker
 
 from .background import OwnerSink
 from .plan import Command
@@ -170,7 +172,7 @@ class ServiceThreads:
             self._run_directory = RunDirectory()
             undo.callback(self._run_directory.remove)
             # Compiling takes seconds, and no compiler survives the end of the interpreter in a thread of its own.
-            importlib.import_module("cs_server.compute.kernels").load(run_directory=Path(self._run_directory.path))
+            kernels.load(run_directory=Path(self._run_directory.path))
             self._thread = threading.Thread(target=self._supervise, args=(theirs,), name="cs-supervisor", daemon=True)
             self._thread.start()
             undo.pop_all()
@@ -235,14 +237,9 @@ class ServiceThreads:
 
     def _part(self, command: Command) -> Part:
         path = self._run_directory.path
-        part: Part
         if command.role == "server":
-            server = importlib.import_module("cs_server.serving")
-            part = server.ThreadedServer(path, self._parameter_device, len(self._devices))
-        else:
-            worker = importlib.import_module("cs_worker.worker_thread")
-            part = worker.ThreadedWorker(path, command.rank, self._devices[command.rank])
-        return part
+            return ThreadedServer(path, self._parameter_device, len(self._devices))
+        return ThreadedWorker(path, command.rank, self._devices[command.rank])
 
 
 def start(devices: Sequence[str], parameter_device: str, start_timeout: float = 60.0) -> ServiceThreads:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 from weakref import WeakValueDictionary, ref
 
-from central_storage.core import context, devices, logical_devices
+from central_storage.core import context, devices, logical_devices, opening
 from central_storage.core.backends import Carriage, ControllerBackend, ReplicaBackend
 from central_storage.core.composites import Composite
 from central_storage.core.handles import Handle, HandleTable, handle_id
@@ -113,9 +113,7 @@ class CentralStorageStrategy(StrategyBase, Handle):
                 f"start_timeout must be seconds, more than 0 and less than 1e6, not {start_timeout!r}"
             )
         recovery = Recovery(max_restarts, server_recovery, step_timeout)
-        from .open_service import open_service
-
-        backend = open_service(
+        backend = opening.open_service(
             compute_devices,
             parameter_device,
             seed=seed,

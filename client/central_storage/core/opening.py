@@ -1,0 +1,36 @@
+"""How a new strategy gets its service. The package registers the way when it is imported.
+
+A worker holds strategies, too, and the launcher, which starts workers in threads, imports the worker. So the module of
+the strategy does not import what opens a service.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from .backends import ServiceBackend
+    from .recovery_options import Recovery
+
+__all__ = ["Opener", "open_service"]
+
+
+class Opener(Protocol):
+    """Finds or starts the service that a new strategy of this script uses."""
+
+    def __call__(
+        self,
+        compute_devices: Sequence[str | Sequence[str]] | None,
+        parameter_device: str | None,
+        *,
+        seed: int,
+        start_timeout: float,
+        in_process: bool,
+        recovery: Recovery,
+    ) -> ServiceBackend:
+        """The service, up and ready. Raises DeviceError, ConfigurationError or LaunchError."""
+
+
+#: Set by ``central_storage/__init__.py``, which every import of the package runs first.
+open_service: Opener
