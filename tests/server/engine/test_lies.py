@@ -75,7 +75,9 @@ from cs_server.events import (
     Tick,
 )
 
-KINDS = [kind for _, kind in sorted(RECORDS.items()) if kind.__module__ == "cs_proto.messages" and kind.code < 110]
+KINDS = [
+    kind for _, kind in sorted(RECORDS.items()) if kind.__module__.startswith("cs_proto.messages.") and kind.code < 110
+]
 TOP = [kind for kind in KINDS if kind.code >= 10 and kind.code != 20 and not 50 <= kind.code <= 57]
 PEERS = [w(0), w(1), w(0, 2), w(7), CONTROLLER, OBSERVER, b"c9", b"x"]
 

@@ -1,0 +1,144 @@
+"""What a replica brings while it runs: merge points, alone or as notes that travel with the next message. Codes 20 and
+50-57."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Annotated
+
+from cs_proto.descriptors import Array
+from cs_proto.records import Count, Range, Record, record
+
+from .shared import AssignOp, Number, ReduceOpName, Value, VariableSpec, WriteOp
+
+
+@record(20)
+class SparseGradient(Record):
+    """The gradient of some rows of a variable: ``values[i]`` belongs to row ``indices[i]``; rows named twice add up."""
+
+    variable: Number
+    values: Array
+    indices: Array
+
+    def check(self) -> None:
+        if self.indices.dtype != "int64" or self.values.shape[:1] != self.indices.shape or not self.values.shape:
+            self.refuse("values need one int64 index a row")
+
+
+class _Point(Record):
+    """Base of merge points. ``k`` counts a replica's merge points in a run from 0; ``site`` is file:line."""
+
+    k: Count
+    site: str
+
+    def check(self) -> None:
+        if len(self.site) > 4096:
+            self.refuse(f"a call site of {len(self.site)} characters; it is file:line, at most 4096")
+
+
+@record(50)
+class ApplyPoint(_Point):
+    """Gradients of a set of variables lie in gradient buffers ``buffers`` (0 or 1; 2 or 3: those on the GPU of the
+    variables, as far as they have a place there), at the variables' offsets, but for those of ``sparse`` (ascending by
+    variable), which lie elsewhere.
+
+    The first of an (optimizer, set of variables) is *checked*: ``variable_set`` is 0, ``variables`` names the set,
+    and it is waited for; the answer is the set's number, which is all that later ones carry.
+    """
+
+    k: Count
+    site: str
+    optimizer: Number
+    variable_set: Count
+    variables: tuple[Number, ...]
+    buffers: Annotated[int, Range(0, 3)]
+    sparse: tuple[SparseGradient, ...] = ()
+
+    def check(self) -> None:
+        super().check()
+        if self.sparse:
+            numbers = [gradient.variable for gradient in self.sparse]
+            if any(later <= earlier for earlier, later in pairwise(numbers)):
+                self.refuse("sparse gradients ascend by variable")
+        if (self.variable_set == 0) == (not self.variables):
+            self.refuse("either variables or the number of their set")
+
+
+@record(51)
+class AssignPoint(_Point):
+    """An aggregated assign. ``checked`` (waited for) where only the comparison of replicas can find the error:
+    values that came from Python scalars."""
+
+    k: Count
+    site: str
+    variable: Number
+    op: AssignOp
+    value: Array
+    checked: bool
+
+
+@record(52)
+class CreatePoint(_Point):
+    """A variable made inside a run; replica 0's value counts."""
+
+    k: Count
+    site: str
+    variable: VariableSpec
+    value: Array
+
+
+@record(53)
+class ReducePoint(_Point):
+    """all_reduce of the leaves of a nest."""
+
+    k: Count
+    site: str
+    op: ReduceOpName
+    arrays: tuple[Array, ...]
+
+
+@record(54)
+class GatherPoint(_Point):
+    """all_gather of the leaves of a nest along ``axis``."""
+
+    k: Count
+    site: str
+    axis: Annotated[int, Range(-(1 << 62), (1 << 62) - 1)]
+    arrays: tuple[Array, ...]
+
+
+@record(55)
+class MergeCallPoint(_Point):
+    """merge_call: this replica's (args, kwargs) as data. Replica 0's function is called in replica 0's worker."""
+
+    k: Count
+    site: str
+    arguments: Value
+
+
+Point = ApplyPoint | AssignPoint | CreatePoint | ReducePoint | GatherPoint | MergeCallPoint
+
+
+@record(56)
+class ReadPoint(_Point):
+    """Not a merge point: this replica wants to read what it wrote at points before ``k``, so they must be committed."""
+
+    k: Count
+    site: str
+
+
+@record(57)
+class WriteNote(_Point):
+    """Not a merge point, and only noted: a write that replicas need not agree on, brought after ``k`` merge points as
+    this replica's ``number``-th in the run, from 0. With a scatter ``value`` goes to the rows ``indices``."""
+
+    k: Count
+    number: Count
+    site: str
+    variable: Number
+    op: WriteOp
+    value: Array
+    indices: Array | None
+
+
+Note = ApplyPoint | AssignPoint | WriteNote

@@ -1,0 +1,277 @@
+"""What controllers and observers ask of the server (codes 30-49), and its replies (70-79).
+
+The controller's writes carry (client, sequence); reads carry only a number, by which the reply is matched.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from cs_proto.descriptors import Array, Location
+from cs_proto.records import Count, Finite, Range, Record, Seconds, record
+from cs_proto.schedules import Schedule
+
+from .shared import DevicePlace, Error, Number, Optimizer, Pid, Replica, Variable, VariableSpec, WriteOp
+
+# --- requests -------------------------------------------------------------------------------------------------------
+
+
+@record(30)
+class Create(Record):
+    """Make a variable. The value follows by :class:`Assign` unless ``value`` carries it.
+
+    Refused with MemoryPlanError, before anything is touched, where the plan does not fit the memory.
+    """
+
+    client: str
+    sequence: Count
+    variable: VariableSpec
+    value: Array | None
+
+
+@record(31)
+class Assign(Record):
+    """The controller (or the holder of a merge_call token) writes a variable, once, whatever its aggregation. With a
+    scatter ``value`` goes to the rows ``indices``."""
+
+    client: str
+    sequence: Count
+    variable: Number
+    op: WriteOp
+    value: Array
+    indices: Array | None = None
+
+
+@record(32)
+class Configure(Record):
+    """Make an optimizer (``optimizer`` 0) or change some of its hyperparameters, its ``schedule`` or its
+    ``iterations`` (-1: as they are). A learning rate without a schedule ends the schedule there was."""
+
+    client: str
+    sequence: Count
+    optimizer: Count
+    kind: str
+    hyperparameters: tuple[tuple[str, Finite], ...]
+    schedule: Schedule | None
+    iterations: Annotated[int, Range(-1, (1 << 62) - 1)]
+
+
+@record(33)
+class Get(Record):
+    """Read variables by number and by name; none of either means all. ``frames`` asks for the bytes in frames, for
+    peers that map no memory; without it the reply says where the bytes lie."""
+
+    request: Count
+    variables: tuple[Number, ...]
+    names: tuple[str, ...]
+    frames: bool
+
+
+@record(34)
+class Describe(Record):
+    """Ask what stands behind handles: variables and optimizers by number, without values."""
+
+    request: Count
+    variables: tuple[Number, ...]
+    optimizers: tuple[Number, ...]
+
+
+@record(35)
+class Statistics(Record):
+    """Ask for the server's counters."""
+
+    request: Count
+
+
+@record(37)
+class Free(Record):
+    """The controller holds these variables no more. Those that no optimizer has taken up are forgotten and their
+    places given to others; numbers that stand for nothing any more are left out."""
+
+    client: str
+    sequence: Count
+    variables: tuple[Number, ...]
+
+
+@record(38)
+class DescribeSlots(Record):
+    """Ask where an optimizer's slots beside a variable lie; they are made where they are missing."""
+
+    request: Count
+    optimizer: Number
+    variable: Number
+
+
+@record(39)
+class AssignSlot(Record):
+    """The controller (or the holder of a merge_call token) writes a slot, once; it is made where it is missing."""
+
+    client: str
+    sequence: Count
+    optimizer: Number
+    variable: Number
+    slot: str
+    value: Array
+
+
+@record(40)
+class Fetch(Record):
+    """The bytes of an array, or of the ``rows`` (int64) of it, for a peer that cannot map the segment it lies in."""
+
+    request: Count
+    array: Array
+    rows: Array | None
+
+    def check(self) -> None:
+        if not isinstance(self.array.place, Location):
+            self.refuse("what is fetched lies in a segment")
+        if self.rows is not None and (self.rows.dtype != "int64" or len(self.rows.shape) != 1 or not self.array.shape):
+            self.refuse("rows are numbers int64[n] of an array that has rows")
+
+
+@record(41)
+class Put(Record):
+    """The bytes ``value`` belong into ``array`` (uint8[n]), where their sender may write and cannot map. Without a
+    value the whole pages of ``array`` are given back."""
+
+    request: Count
+    array: Array
+    value: Array | None
+
+    def check(self) -> None:
+        if not isinstance(self.array.place, Location) or self.array.dtype != "uint8" or len(self.array.shape) != 1:
+            self.refuse("bytes uint8[n] are put into a segment")
+        if self.value is not None and (self.value.dtype, self.value.shape) != (self.array.dtype, self.array.shape):
+            self.refuse(f"{self.value.shape} bytes do not fit into {self.array.shape}")
+
+
+@record(42)
+class Locate(Record):
+    """A worker on a GPU asks where variables lie on the GPU of the variables or, with ``buffers`` (0 or 1, else -1),
+    where its gradients of them may be computed there: in the buffers that an apply calls ``buffers`` + 2. Every worker
+    asks with 1 before it uses the second set of its gradient buffers of these variables' dtypes, which is made then.
+    """
+
+    request: Count
+    variables: tuple[Number, ...]
+    buffers: Annotated[int, Range(-1, 1)]
+
+
+# --- replies --------------------------------------------------------------------------------------------------------
+
+
+@record(70)
+class Done(Record):
+    """Reply to Assign, AssignSlot, Configure: the number of the thing written, and its version or iterations; to Free:
+    how many variables are gone, and 0; to Put: 0 and 0."""
+
+    sequence: Count
+    number: Count
+    version: Count
+
+
+@record(71)
+class Created(Record):
+    """Reply to Create."""
+
+    sequence: Count
+    variable: Variable
+
+
+@record(72)
+class Got(Record):
+    """Reply to Get: variables in the order asked (numbers, then names), and an array for each."""
+
+    request: Count
+    commits: Count
+    variables: tuple[Variable, ...]
+    arrays: tuple[Array, ...]
+
+
+@record(73)
+class Described(Record):
+    """Reply to Describe; ``slotted`` numbers, for each optimizer, the variables beside which it keeps slots."""
+
+    request: Count
+    variables: tuple[Variable, ...]
+    optimizers: tuple[Optimizer, ...]
+    slotted: tuple[tuple[Number, ...], ...]
+
+
+@record(74)
+class ReplicaStatistics(Record):
+    """Counters of one replica since the start of the server."""
+
+    replica: Replica
+    pid: Pid
+    device: str
+    runs: Count
+    points: Count
+    applies: Count
+
+
+@record(75)
+class Counters(Record):
+    """Reply to Statistics, and the result of ``strategy.statistics()``: what the server has done, and what each replica
+    brought.
+
+    ``uptime`` is seconds. ``parameter_nbytes`` and ``slot_nbytes`` are the bytes of all variables and of the slots
+    beside them. ``posted`` counts the answers that went by mailbox. ``doorbells`` counts how often a doorbell woke a
+    sleeping process: the server, or one that it had an answer for. A controller adds the workers that it has woken.
+
+    Examples:
+        >>> counters = Counters(1, 4711, 2.5, 3, 1024, 0, 7, 7, 30, ())
+        >>> counters.commits, counters.uptime
+        (7, 2.5)
+    """
+
+    request: Count
+    pid: Pid
+    uptime: Seconds
+    variables: Count
+    parameter_nbytes: Count
+    slot_nbytes: Count
+    commits: Count
+    runs: Count
+    messages: Count
+    replicas: tuple[ReplicaStatistics, ...]
+    posted: Count = 0
+    doorbells: Count = 0
+
+
+@record(76)
+class Refused(Record):
+    """Reply to a request or first message that was not done: ``number`` is its sequence or request number."""
+
+    number: Count
+    error: Error
+
+
+@record(77)
+class Slots(Record):
+    """Reply to DescribeSlots: the slots by name, in the rule's order, and where each lies."""
+
+    request: Count
+    names: tuple[str, ...]
+    arrays: tuple[Array, ...]
+
+
+@record(78)
+class Fetched(Record):
+    """Reply to Fetch: the array in a frame, or its rows one after the other."""
+
+    request: Count
+    array: Array
+
+
+@record(79)
+class Located(Record):
+    """Reply to Locate: the arrays by the names of segments and, where variables are kept on a GPU, the ``uuid`` of that
+    and the arrays' places there. A server that dies takes these along; ``keeps``: another takes its place then, which
+    needs the gradients in their segments, too."""
+
+    request: Count
+    uuid: bytes
+    arrays: tuple[Array, ...]
+    places: tuple[DevicePlace, ...]
+    keeps: bool

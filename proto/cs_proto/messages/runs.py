@@ -1,0 +1,300 @@
+"""A run from its beginning to its end.
+
+The controller, or during a merge_call the holder of the token, sends it to the workers (codes 90-109). Replicas bring
+merge points and return (60-69), the server answers (80-89) and asks (140). The controller cancels a run or reports that
+it waits (36, 43-45).
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+from typing import Annotated
+
+from cs_proto.descriptors import Array
+from cs_proto.records import Count, Frame, Range, Record, Seconds, record, shown
+
+from .points import ApplyPoint, AssignPoint, CreatePoint, GatherPoint, MergeCallPoint, Note, ReadPoint, ReducePoint
+from .shared import Error, Incarnation, Lookahead, Number, OfRun, OfStep, Replica, RunId, Value, Variable, Worker
+
+_PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
+
+# --- client to worker (and, during a merge_call, token holder to worker) --------------------------------------------
+
+
+@record(90)
+class Prepare(Record):
+    """Where the script lives: its ``sys.path`` and directory. Sent before the first run and when they change."""
+
+    path: tuple[str, ...]
+    directory: str
+
+
+@record(91)
+class Run(OfStep):
+    """Run a function as one replica.
+
+    The random numbers of the run follow from ``draw``, the strategy's seed and the replica. The controller counts its
+    runs by ``draw`` from 1, and continues from the count of a checkpoint that it restores. So ``draw`` may become
+    smaller, while the number of the run only grows. A nested run has the draw of the run around it.
+
+    ``digest`` names the pickled function; ``function`` says where it lies, for a worker that does not hold it.
+    ``frozen`` keeps the unpickled object for good (``cs.function``). ``arguments`` is a pickle of (args, kwargs), or
+    says where one lies that is too large for a frame, whose large buffers lie where ``buffers`` says.
+
+    A step of a ``series`` may be sent while up to ``lookahead`` others before it are not over: it begins when the one
+    before it is. Of the worker's arena the script still holds results in the ranges of bytes ``held``, which are whole
+    pages in ascending order.
+    """
+
+    run: RunId
+    draw: Number
+    replica: Replica
+    seed: Annotated[int, Range(0, (1 << 63) - 1)]
+    digest: bytes
+    function: Array | None
+    frozen: bool
+    arguments: bytes | Frame | Array
+    buffers: tuple[Array, ...]
+    series: Count = 0
+    lookahead: Lookahead = 0
+    held: tuple[tuple[Count, Count], ...] = ()
+
+    @property
+    def draw_path(self) -> RunId:
+        """The path that random numbers follow from: ``run`` with ``draw`` in place of its first number."""
+        return (self.draw, *self.run[1:])
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """The part of the arenas that this run uses, and into how many they are divided."""
+        parts = self.lookahead + 1
+        return (self.run[0] - self.series) % parts, parts
+
+    def check(self) -> None:
+        super().check()
+        if len(self.digest) != 16:
+            self.refuse("a digest has 16 bytes")
+        if self.held:
+            edges = [edge for part in self.held for edge in part]
+            if any(edge % _PAGE_NBYTES for edge in edges) or any(later < earlier for earlier, later in pairwise(edges)):
+                self.refuse(f"{shown(self.held)} are not whole pages in ascending order")
+        for pickled in (self.function, self.arguments):
+            if isinstance(pickled, Array) and (pickled.dtype != "uint8" or len(pickled.shape) != 1):
+                self.refuse(f"a pickle is uint8[n], not {pickled.dtype}{list(pickled.shape)}")
+
+
+@record(95)
+class Forget(Record):
+    """The server has been told to free these variables. A worker forgets where they lie: what it has kept of one is no
+    handle of whatever lies there next."""
+
+    variables: tuple[Number, ...]
+
+
+# --- replica to server ----------------------------------------------------------------------------------------------
+
+
+@record(60)
+class Ask(OfStep):
+    """Replica to server: my notes since the last message, and a point whose answer I wait for. ``client`` is the one
+    whose run it is: another counts its runs from 1 again. ``preserved``: a commit changes no array that the function
+    has read (:class:`Preserve`)."""
+
+    run: RunId
+    replica: Replica
+    incarnation: Incarnation
+    notes: tuple[Note, ...]
+    point: ApplyPoint | AssignPoint | CreatePoint | ReducePoint | GatherPoint | MergeCallPoint | ReadPoint
+    series: Count = 0
+    client: str = ""
+    preserved: bool = False
+
+
+@record(61)
+class Return(OfStep):
+    """Replica to server: the function returned or raised, after ``count`` merge points. One of a step of a ``series``
+    is answered with :class:`StepFinished`; the controller has the answers of the steps before the last ``lookahead``.
+    ``client`` as in :class:`Ask`.
+    """
+
+    run: RunId
+    replica: Replica
+    incarnation: Incarnation
+    notes: tuple[Note, ...]
+    count: Count
+    value: Value | None
+    error: Error | None
+    series: Count = 0
+    lookahead: Lookahead = 0
+    client: str = ""
+
+    def check(self) -> None:
+        super().check()
+        if (self.value is None) == (self.error is None):
+            self.refuse("a replica returns a value or an error")
+
+
+@record(62)
+class MergeCallReturn(OfRun):
+    """Holder of the token to server: the merge function of point ``k`` returned one value per replica, or raised."""
+
+    run: RunId
+    k: Count
+    values: tuple[Value, ...]
+    error: Error | None
+
+
+# --- what the server answers ----------------------------------------------------------------------------------------
+
+
+@record(80)
+class Reduced(OfRun):
+    """Answer to a ReducePoint or GatherPoint: the results, leaf by leaf."""
+
+    run: RunId
+    k: Count
+    arrays: tuple[Array, ...]
+
+
+@record(81)
+class Token(OfRun):
+    """Answer to replica 0 at a MergeCallPoint: you are the controller now; here are all replicas' arguments."""
+
+    run: RunId
+    k: Count
+    arguments: tuple[Value, ...]
+
+
+@record(82)
+class Merged(OfRun):
+    """Answer to the other replicas at a MergeCallPoint: your share of what the merge function returned."""
+
+    run: RunId
+    k: Count
+    value: Value
+
+
+@record(83)
+class Accepted(OfRun):
+    """Answer to a checked ApplyPoint (``variable_set``: its number) or AssignPoint (0): compared and recorded."""
+
+    run: RunId
+    k: Count
+    variable_set: Count
+
+
+@record(84)
+class CreatedInRun(OfRun):
+    """Answer to a CreatePoint."""
+
+    run: RunId
+    k: Count
+    variable: Variable
+
+
+@record(85)
+class Committed(OfRun):
+    """Answer to a ReadPoint: all points before ``k`` are committed."""
+
+    run: RunId
+    k: Count
+
+
+@record(86)
+class PointFailed(OfRun):
+    """Answer to any point: it fails with this error. ``ends_run`` where no further point of the run can succeed."""
+
+    run: RunId
+    k: Count
+    error: Error
+    ends_run: bool
+
+
+@record(87)
+class RunFinished(OfRun):
+    """Server to the controller of a run, once: every replica's result in replica order, or the run's error."""
+
+    run: RunId
+    values: tuple[Value, ...]
+    error: Error | None
+    commits: Count
+
+
+@record(88)
+class StepFinished(OfRun):
+    """Server to the replicas of a step of a series, once they have returned and what they brought is committed: the
+    next step may begin, or, where this one ``failed``, none of the series does any more."""
+
+    run: RunId
+    failed: bool
+
+
+@record(89)
+class WorkerRestarted(OfRun):
+    """Server to the controller: this worker is in the place of one that died, and needs ``run`` and those after it that
+    have been sent. To the holder of a token, when that worker waits at the merge_call again: ``run`` is nested in it.
+    """
+
+    run: RunId
+    worker: Worker
+
+
+# --- the controller, about runs under way ---------------------------------------------------------------------------
+
+
+@record(36)
+class Cancel(OfRun):
+    """Controller to server and to workers: give this run up; what is not committed is not committed.
+
+    ``later`` counts the steps of a series that were sent after it. It is the first of them all that is not over which
+    is given up, and those after that one never begin.
+    """
+
+    run: RunId
+    later: Lookahead = 0
+
+    def check(self) -> None:
+        super().check()
+        if self.later and len(self.run) > 1:
+            self.refuse(f"{self.later} steps after {shown(self.run)}")
+
+
+@record(43)
+class Resent(OfStep):
+    """Controller to server: the worker of ``replica`` died, and the one in its place has been sent ``run`` again. Not
+    answered. By it the server knows of a run that kills its worker before anything of it is heard."""
+
+    run: RunId
+    replica: Replica
+    series: Count = 0
+
+
+@record(44)
+class WaitReport(OfStep):
+    """Controller to server: I have waited ``seconds`` for the end of ``run``. Not answered. By it the server knows of a
+    run of whose replicas none has been heard, and that each of them is waited for."""
+
+    run: RunId
+    seconds: Seconds
+    series: Count = 0
+
+
+@record(45)
+class WaitingFor(Record):
+    """Server to controller, which has said WaitReport, every ten seconds: whom ``run`` waits for, in words."""
+
+    run: RunId
+    whom: str
+
+
+# --- what the server asks -------------------------------------------------------------------------------------------
+
+
+@record(140)
+class Preserve(OfRun):
+    """Server to a replica that waits at point ``k``: another replica reads its own update, so a commit comes in the
+    middle of the run. Preserve the views that the function holds, and send the same Ask again, ``preserved``."""
+
+    run: RunId
+    k: Count

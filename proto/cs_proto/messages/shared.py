@@ -1,0 +1,170 @@
+"""What several messages carry: numbers and their ranges, runs, values, errors, and the records of variables, optimizers
+and workers. Codes 1-9."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, TypeAlias
+
+from cs_proto.descriptors import Array, Location, is_wire_dtype, shape_fault
+from cs_proto.records import Count, Finite, Range, Record, record, shown
+from cs_proto.schedules import Schedule
+
+#: The most replicas of a service, and the most steps of a series that are sent before the ones before them are over.
+MOST_REPLICAS, MOST_AHEAD = 1024, 64
+
+#: The number of a variable, an optimizer, a set of variables or a write.
+Number: TypeAlias = Annotated[int, Range(1, (1 << 62) - 1)]
+Replica: TypeAlias = Annotated[int, Range(0, MOST_REPLICAS - 1)]
+Replicas: TypeAlias = Annotated[int, Range(1, MOST_REPLICAS)]
+#: How often a process was started, from 1.
+Incarnation: TypeAlias = Annotated[int, Range(1, (1 << 31) - 1)]
+Pid: TypeAlias = Annotated[int, Range(0, (1 << 31) - 1)]
+Lookahead: TypeAlias = Annotated[int, Range(0, MOST_AHEAD)]
+
+#: A run is a path: ``(5,)`` is the client's fifth run, ``(5, 2, 0)`` the first run nested in the merge_call that was
+#: merge point 2 of run 5. The same after a replay, without asking anybody.
+RunId = tuple[Count, ...]
+
+Role = Literal["server", "worker", "controller", "observer", "script"]
+ReduceOpName = Literal["SUM", "MEAN"]
+AssignOp = Literal["assign", "assign_add", "assign_sub"]
+WriteOp = Literal["assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub", "scatter_update"]
+
+_NAME = re.compile(r"[^\x00-\x1f\x7f]{1,512}")
+
+
+class OfRun(Record):
+    """Base of the records that belong to one run."""
+
+    run: RunId
+
+    def check(self) -> None:
+        run = self.run
+        if len(run) % 2 == 0 or len(run) > 65:
+            self.refuse(f"{shown(run)} is not a run: (n,) or (n, k, j, ...)")
+
+
+class OfStep(OfRun):
+    """Base of the records that say which series a run is a step of: its first run's number, 0 for a run on its own."""
+
+    series: Count
+
+    def check(self) -> None:
+        super().check()
+        if self.series > self.run[0] or (self.series and len(self.run) > 1):
+            self.refuse(f"{shown(self.run)} is no step of a series that began with run {self.series}")
+
+
+@record(3)
+class Value(Record):
+    """A nest of the closed vocabulary: ``body`` says the nest (docs/protocol.md, section 9), ``arrays`` its
+    arrays in the order in which the body names them. The server passes it on unread."""
+
+    body: bytes
+    arrays: tuple[Array, ...]
+
+
+@record(4)
+class Error(Record):
+    """An exception as data: a code of the closed table, its arguments, where it came from, its traceback as text.
+
+    ``origin`` is ``module:qualname`` of the class as it was raised, ``replica`` -1 where it belongs to none,
+    ``merge_index`` the number of merge points passed.
+    """
+
+    exception: str
+    message: str
+    arguments: Value | None
+    origin: str
+    replica: Annotated[int, Range(-1, MOST_REPLICAS - 1)]
+    merge_index: Count
+    traceback: str
+
+
+@record(5)
+class VariableSpec(Record):
+    """What a variable is asked to be. ``name`` may be taken; the server makes it unique. An ``ordinary`` one was made
+    outside every scope: what replicas write to it are WriteNotes, whatever its aggregation says."""
+
+    name: str
+    dtype: str
+    shape: tuple[Count, ...]
+    trainable: bool
+    aggregation: Annotated[int, Range(0, 3)]
+    synchronization: Annotated[int, Range(0, 3)]
+    ordinary: bool = False
+
+    def check(self) -> None:
+        if _NAME.fullmatch(self.name) is None:
+            self.refuse(f"{shown(self.name)} is not a variable name: 1-512 characters, no control characters")
+        if not is_wire_dtype(self.dtype) or self.dtype[0] in "US":
+            self.refuse(f"a variable cannot have dtype {shown(self.dtype)}")
+        if fault := shape_fault(self.dtype, self.shape):
+            self.refuse(fault)
+
+
+@record(6)
+class Variable(Record):
+    """A variable as it stands: its number, its spec under its final name, where its value lies, its version."""
+
+    number: Number
+    spec: VariableSpec
+    place: Location
+    version: Count
+
+    @property
+    def array(self) -> Array:
+        """The descriptor of the value."""
+        return Array(self.spec.dtype, self.spec.shape, self.place)
+
+
+@record(7)
+class Optimizer(Record):
+    """An optimizer as it stands: its number, its kind (``SGD``), the rule that its hyperparameters chose when it was
+    made, its hyperparameters by name, what the learning rate follows (None: it is the number), its iterations."""
+
+    number: Number
+    kind: str
+    rule: str
+    hyperparameters: tuple[tuple[str, Finite], ...]
+    schedule: Schedule | None
+    iterations: Count
+
+
+@record(8)
+class Worker(Record):
+    """A registered worker: the client sends runs of ``replica`` to ``endpoint``."""
+
+    replica: Replica
+    incarnation: Incarnation
+    pid: Pid
+    device: str
+    endpoint: str
+
+
+@record(9)
+class DevicePlace(Record):
+    """Where an array lies on a GPU: the CUDA IPC ``handle`` of a block of its memory, the byte ``offset`` in it, the
+    block's ``size`` in bytes, and the ``mark`` with which the block begins and ends, by which whoever opens it knows
+    that all of it is what is meant. No handle: not there."""
+
+    handle: bytes
+    offset: Count
+    size: Count
+    mark: bytes
+
+    def check(self) -> None:
+        if (len(self.handle), len(self.mark)) not in ((0, 0), (64, 16)):
+            self.refuse(f"a handle of {len(self.handle)} bytes and a mark of {len(self.mark)}")
+        if not (self.holds(0) if self.handle else self.offset == self.size == 0):
+            self.refuse(f"offset {self.offset} in a block of {self.size} bytes")
+
+    @property
+    def marked(self) -> tuple[int, int]:
+        """The offsets in the block at which the mark stands."""
+        return 0, self.size - len(self.mark)
+
+    def holds(self, nbytes: int) -> bool:
+        """Whether so many bytes from the offset on lie between the marks."""
+        return len(self.mark) <= self.offset <= self.offset + nbytes <= self.size - len(self.mark) < 1 << 62
