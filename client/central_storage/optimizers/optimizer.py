@@ -20,7 +20,8 @@ from central_storage.core.context import (
 )
 from central_storage.core.handles import Handle
 from central_storage.core.values import IndexedSlices, convert_to_tensor
-from central_storage.variables.variable import Variable, constraints_after
+from central_storage.variables.constraints import constraints_after
+from central_storage.variables.variable import Variable
 from cs_proto.errors import ContextError, InvalidArgumentError
 from cs_proto.messages import Optimizer as OptimizerRecord
 from cs_proto.optimizers import SLOTS, check_change, is_flag, rule_of

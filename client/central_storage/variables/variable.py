@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from central_storage import nest
 from central_storage.core.context import (
     call_site,
     current_replica,
-    get_array_module,
     get_strategy,
     has_strategy,
     reading,
@@ -26,14 +24,13 @@ from central_storage.core.context import (
 from central_storage.core.devices import full_name
 from central_storage.core.handles import Handle
 from central_storage.core.values import (
-    DistributedValues,
     IndexedSlices,
     PerReplica,
     VariableAggregation,
     VariableSynchronization,
     convert_to_tensor,
 )
-from cs_proto.arrays import dtype_name, is_wire_dtype
+from cs_proto.arrays import dtype_name
 from cs_proto.errors import ContextError, InvalidArgumentError
 from cs_proto.messages import AssignOp, VariableSpec, WriteOp
 from cs_proto.messages import Variable as VariableRecord
@@ -41,17 +38,13 @@ from cs_proto.records import replace
 from cs_proto.scatter import write
 from cs_runtime.remote_segment import aligned_copy
 
+from .array_protocols import ArrayProtocols
+from .checks import check_aggregation, check_fits, initial_array, row_numbers
+
 if TYPE_CHECKING:
-    from central_storage.core.backends import ControllerBackend, ReplicaBackend, Strategy
+    from central_storage.core.backends import ControllerBackend, Strategy
 
-__all__ = ["Variable", "constraints_after"]
-
-
-#: By kind of dtype: a Python number, whose dtype NumPy lets the other operand decide.
-_WEAK = {"i": 0, "f": 0.0, "c": 0j}
-
-#: DLPack's name of the machine's own memory.
-_DLPACK_CPU = (1, 0)
+__all__ = ["Variable"]
 
 #: The epoch of a variable that has kept no view, in which no thread reads.
 _NEVER = object()
@@ -67,7 +60,7 @@ class _Local:
         self.is_foreign = is_foreign
 
 
-class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
+class Variable(Handle, ArrayProtocols):
     """An array held once, by the server, and changed only there.
 
     Make it under ``strategy.scope()`` or inside a replica function.
@@ -81,7 +74,8 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
     and no agreement: each replica's assignment takes effect, in replica order. A replica may read another strategy's
     variable, as it was when the function was sent, but may not write it.
 
-    When the script holds a variable no longer, the server frees it before the strategy's next operation. A variable
+    This class is a facade: it checks what it is given, and the server does the rest. When the script holds a variable
+    no longer, the server frees it before the strategy's next operation. A variable
     that an optimizer has updated, or that was made inside a replica, stays.
 
     Args:
@@ -140,7 +134,7 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
             raise TypeError(f"constraint must be a function of the value, not {constraint!r}")
         if name is not None and not isinstance(name, str):
             raise TypeError(f"name must be a str, not {name!r:.100}")
-        value = _initial(initial_value, dtype)
+        value = initial_array(initial_value, dtype)
         if shape is not None and tuple(shape) != value.shape:
             raise InvalidArgumentError(f"shape {tuple(shape)} was asked for, but the initial value has {value.shape}")
         spec = VariableSpec(
@@ -169,7 +163,7 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
             if replica is None:
                 self._forget_at_the_end()
             return
-        self._strategy: Strategy | None = None
+        self._strategy = None
         self._number = 0
         self._local: _Local | None = _Local(value, is_foreign)
         self._describe(spec)
@@ -208,8 +202,7 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
     def _describe(self, spec: VariableSpec) -> None:
         self._spec = spec
         self._dtype = np.dtype(spec.dtype)
-        self._view: np.ndarray
-        self._epoch: object = _NEVER
+        self._epoch = _NEVER
 
     def _cs_handle(self) -> tuple[str, int]:
         return ("variable", self._number if self._local is None else -id(self))
@@ -376,128 +369,11 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
 
     def _read_rows(self, what: str, indices: Any) -> np.ndarray:
         """As :meth:`sparse_read`; errors speak of ``what``."""
-        rows = self._rows(what, indices)
+        rows = row_numbers(self._spec, what, indices)
         if self._local is not None:
             copied: np.ndarray = self._local.value[rows]
             return copied
         return (self._replica or self._controller).read_rows(self._number, rows)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """A read-only view inside a replica, valid until its function returns: after that it shows whatever the server
-        writes. A copy elsewhere."""
-        if self._epoch is reading.epoch and dtype is None and not copy:  # most reads, and a step has a thousand
-            return self._view
-        value = self.current()
-        if type(value) is not np.ndarray:  # of a GPU, where the replica is on one
-            value = convert_to_tensor(value)
-        if dtype is None and not copy:
-            return value
-        return np.array(value, dtype) if copy else np.asarray(value, dtype)
-
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        """NumPy's operators and ufuncs act on the value; a variable is never their output."""
-        if kwargs and any(isinstance(out, Variable) for out in kwargs.get("out", ())):
-            _refuse_in_place()
-        arrays = []
-        for x in inputs:
-            if isinstance(x, DistributedValues):
-                return NotImplemented
-            arrays.append(x.current() if isinstance(x, Variable) else self._like(x))
-        return ufunc(*arrays, **kwargs) if method == "__call__" else getattr(ufunc, method)(*arrays, **kwargs)
-
-    def _like(self, other: Any) -> Any:
-        """``other`` as an operand: a list of Python numbers has no dtype of its own, as a Python number has none."""
-        if not isinstance(other, (list, tuple)):  # as a union it would be made at every operator
-            return other
-        array = convert_to_tensor(other)
-        weak = array.dtype.kind in "ifc" and all(map(_is_python_number, nest.flatten(other)))
-        array = array.astype(np.result_type(self._dtype, _WEAK[array.dtype.kind])) if weak else array
-        return get_array_module().asarray(array)
-
-    def __dlpack__(
-        self,
-        *,
-        stream: Any = None,
-        max_version: tuple[int, int] | None = None,
-        dl_device: tuple[int, int] | None = None,
-        copy: bool | None = None,
-    ) -> Any:
-        """The value for torch, JAX and others.
-
-        In a replica on a CPU a consumer that knows read-only memory (``max_version`` of (1, 0) or later) gets the
-        read-only view; any other gets a copy of its own. Elsewhere the value is a copy already. A copy begins at a
-        multiple of 64 bytes, so that JAX need not make another. Raises BufferError if ``copy`` is False and a copy
-        is needed, or if the value does not lie on ``dl_device``.
-        """
-        value = self.current()
-        options = {"stream": stream, "max_version": max_version, "dl_device": dl_device}
-        if not isinstance(value, np.ndarray):  # of a GPU
-            return value.__dlpack__(**_given(options | {"copy": copy}))
-        knows_read_only = max_version is not None and max_version[0] >= 1
-        is_view = not value.flags.writeable
-        if copy is False and not (is_view and knows_read_only):
-            why = (
-                "its memory is read-only, and only a consumer that asks for max_version (1, 0) or later can know that"
-                if is_view
-                else "outside a replica function the value is always a copy"
-            )
-            raise BufferError(f"copy=False: variable {self.name!r} cannot be shared here: {why}; leave copy out")
-        if is_view and (copy or not knows_read_only):
-            value = aligned_copy(value)
-        return value.__dlpack__(**_given(options))
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        """The device of the value, as (DLPack's type of device, index). On a CPU nothing is read."""
-        replica = self._replica
-        if replica is None or replica.array_module() is np:
-            return _DLPACK_CPU
-        return replica.view(self._number).__dlpack_device__()
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Only where the value lies on a GPU: in a replica there."""
-        replica = self._replica
-        if replica is None or replica.array_module() is np:
-            raise AttributeError(f"variable {self.name} is not on a GPU here: no __cuda_array_interface__")
-        value: Any = replica.view(self._number)
-        replica.hold(value)
-        interface: dict[str, Any] = value.__cuda_array_interface__
-        return interface
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.current()[key]
-
-    def __setitem__(self, key: Any, value: Any) -> NoReturn:
-        raise TypeError(
-            f"variable {self.name!r} has no items to set; assign the whole of it, or its rows with scatter_update"
-        )
-
-    def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError("len() of a variable without axes")
-        return self.shape[0]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.current())
-
-    def __float__(self) -> float:
-        return float(self.current())
-
-    def __int__(self) -> int:
-        return int(self.current())
-
-    def __index__(self) -> int:
-        return self.numpy().__index__()
-
-    def __bool__(self) -> bool:
-        return bool(self.current())
-
-    __hash__ = object.__hash__  # the operators compare values; as a key a variable is itself
-
-    def __iadd__(self, other: object) -> NoReturn:  # type: ignore[misc]
-        _refuse_in_place()
-
-    __isub__ = __imul__ = __itruediv__ = __ifloordiv__ = __imod__ = __ipow__ = __iadd__
 
     def __repr__(self) -> str:
         shape = ", ".join(map(str, self.shape))
@@ -655,9 +531,9 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
         is_python = not isinstance(value, np.generic | Variable) and not hasattr(value, "__array__")
         is_aggregated = replica is not None and replica.replicas > 1 and not self._spec.ordinary
         if is_aggregated:
-            self._check_aggregation(op, value)
+            check_aggregation(self._spec, op, value)
         array = convert_to_tensor(value, self._dtype if is_python else None)
-        self._check_fits(op, array, self.shape)
+        check_fits(self._spec, self._dtype, op, array, self.shape)
         if replica is None or self._spec.ordinary:
             self._write(op, array, None)
         else:
@@ -668,9 +544,9 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
         self._check_may_write(op, delta)
         if not isinstance(delta, IndexedSlices):
             raise TypeError(f"{self.name}.{op} takes an IndexedSlices, not {type(delta).__name__}")
-        rows = self._rows(op, delta.indices)
+        rows = row_numbers(self._spec, op, delta.indices)
         values = convert_to_tensor(delta.values)
-        self._check_fits(op, values, (*rows.shape, *self.shape[1:]))
+        check_fits(self._spec, self._dtype, op, values, (*rows.shape, *self.shape[1:]))
         self._write(op, values, rows)
         return self
 
@@ -694,48 +570,7 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
         if self._strategy is not None and has_strategy() and get_strategy() is not self._strategy:
             raise ContextError(f"variable {self.name} of one strategy is written inside the scope of another")
 
-    def _check_aggregation(self, op: str, value: Any) -> None:
-        """What can be said of an assign in one of several replicas before they are compared."""
-        if self.aggregation is VariableAggregation.NONE:
-            raise InvalidArgumentError(
-                f"{self.name}.{op} in a replica: its aggregation is NONE, so replicas cannot agree on a value; make "
-                "the variable with aggregation=cs.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA"
-            )
-        if self.aggregation is VariableAggregation.SUM and isinstance(value, list | tuple):
-            raise InvalidArgumentError(
-                f"{self.name}.{op} of a {type(value).__name__} in a replica: its aggregation is SUM, which adds up "
-                "arrays; wrap it with numpy.asarray"
-            )
-
-    def _check_fits(self, op: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
-        if array.dtype != self._dtype:
-            raise InvalidArgumentError(
-                f"{self.name}.{op}: the variable has dtype {self._dtype}, the value {array.dtype}; convert it with "
-                f"astype('{self._dtype}')"
-            )
-        if array.shape != shape:
-            raise InvalidArgumentError(
-                f"{self.name}.{op}: the variable has shape {self.shape}, so the value must have shape {shape}, not "
-                f"{array.shape}; there is no broadcasting"
-            )
-
-    def _rows(self, what: str, indices: Any) -> np.ndarray:
-        """Row numbers as int64, checked."""
-        if not self.shape:
-            raise InvalidArgumentError(f"{self.name}.{what}: the variable has no axes, and so no rows")
-        array = convert_to_tensor(indices)
-        if array.size and array.dtype.kind not in "iu":
-            raise InvalidArgumentError(f"{self.name}.{what}: indices are integers, not {array.dtype}")
-        if array.size and not 0 <= int(array.min()) <= int(array.max()) < self.shape[0]:
-            wrong = array[(array < 0) | (array >= self.shape[0])].flat[0]
-            raise InvalidArgumentError(f"{self.name}.{what}: row {wrong} is outside [0, {self.shape[0]})")
-        return array.astype(np.int64, copy=False)
-
     # --- ways to the server -----------------------------------------------------------------------------------
-
-    @property
-    def _replica(self) -> ReplicaBackend | None:
-        return None if self._strategy is None else current_replica(self._strategy)
 
     @property
     def _controller(self) -> ControllerBackend:
@@ -743,60 +578,8 @@ class Variable(Handle, np.lib.mixins.NDArrayOperatorsMixin):
         return self._strategy.controller
 
 
-def constraints_after(pairs: Sequence[tuple[object, Variable]]) -> Callable[[object], None] | None:
-    """What ``apply_gradients`` has to merge_call after its update of these (gradient, variable) pairs; None where no
-    variable has a constraint. Raises RuntimeError for a constraint of a variable with a sparse gradient."""
-    constrained = [(gradient, variable) for gradient, variable in pairs if variable.constraint is not None]
-    for gradient, variable in constrained:
-        if isinstance(gradient, IndexedSlices):
-            raise RuntimeError(
-                f"variable {variable.name} has a constraint and a sparse gradient: the constraint is of the whole "
-                "value; take one away, or make the gradient dense"
-            )
-    if not constrained:
-        return None
-
-    def constrain(strategy: object) -> None:
-        for _, variable in constrained:
-            assert variable.constraint is not None
-            value = variable.constraint(variable.value())
-            try:
-                variable.assign(value)
-            except ValueError as error:
-                raise InvalidArgumentError(
-                    f"the constraint of {variable.name} gives what does not fit, after an update that stands: {error}"
-                ) from error
-
-    return constrain
-
-
 def _foreign(spec: VariableSpec, value: np.ndarray) -> Variable:
     """What a replica has of another strategy's variable."""
     made = Variable.__new__(Variable)
     made._make(None, spec, value, None, is_foreign=True)  # noqa: SLF001  (a constructor)
     return made
-
-
-def _initial(initial_value: Any, dtype: Any) -> np.ndarray:
-    value = initial_value() if callable(initial_value) else initial_value
-    if isinstance(value, DistributedValues):
-        raise InvalidArgumentError("the initial value of a variable is one value, not one per replica")
-    array = convert_to_tensor(value, dtype)
-    if not is_wire_dtype(dtype_name(array.dtype)) or array.dtype.kind in "US":
-        raise InvalidArgumentError(f"a variable cannot have dtype {array.dtype}")
-    return array
-
-
-def _is_python_number(value: object) -> bool:
-    return isinstance(value, int | float | complex) and not isinstance(value, np.generic)
-
-
-def _given(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that are not None: older versions of NumPy and CuPy know fewer options."""
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _refuse_in_place() -> NoReturn:
-    raise RuntimeError(
-        "`variable += value` and `out=variable` look like updates and are none; use variable.assign_add(value)"
-    )

@@ -1,0 +1,178 @@
+"""What NumPy, Python's operators, DLPack and CUDA see of a variable: its value, and never a place to write to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from central_storage import nest
+from central_storage.core.context import current_replica, get_array_module, reading
+from central_storage.core.values import DistributedValues, convert_to_tensor
+from cs_runtime.remote_segment import aligned_copy
+
+if TYPE_CHECKING:
+    from central_storage.core.backends import ReplicaBackend, Strategy
+    from cs_proto.messages import VariableSpec
+
+__all__ = ["ArrayProtocols"]
+
+#: By kind of dtype: a Python number, whose dtype NumPy lets the other operand decide.
+_WEAK = {"i": 0, "f": 0.0, "c": 0j}
+
+#: DLPack's name of the machine's own memory.
+_DLPACK_CPU = (1, 0)
+
+
+class ArrayProtocols(np.lib.mixins.NDArrayOperatorsMixin):
+    """Base of the variable. It reads by :meth:`current`, or from the view that was read last."""
+
+    _strategy: Strategy | None
+    _number: int
+    _spec: VariableSpec
+    _dtype: np.dtype[Any]
+    _view: np.ndarray
+    #: The epoch of ``reading`` in which ``_view`` was taken and is valid.
+    _epoch: object
+
+    @property
+    def _replica(self) -> ReplicaBackend | None:
+        """The replica of the variable's strategy whose function this thread runs."""
+        return None if self._strategy is None else current_replica(self._strategy)
+
+    def current(self) -> np.ndarray:
+        """The value: a read-only view inside a replica, a copy elsewhere."""
+        raise NotImplementedError
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """A read-only view inside a replica, valid until its function returns: after that it shows whatever the server
+        writes. A copy elsewhere."""
+        if self._epoch is reading.epoch and dtype is None and not copy:  # most reads, and a step has a thousand
+            return self._view
+        value = self.current()
+        if type(value) is not np.ndarray:  # of a GPU, where the replica is on one
+            value = convert_to_tensor(value)
+        if dtype is None and not copy:
+            return value
+        return np.array(value, dtype) if copy else np.asarray(value, dtype)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        """NumPy's operators and ufuncs act on the value; a variable is never their output."""
+        if kwargs and any(isinstance(out, ArrayProtocols) for out in kwargs.get("out", ())):
+            _refuse_in_place()
+        arrays = []
+        for x in inputs:
+            if isinstance(x, DistributedValues):
+                return NotImplemented
+            arrays.append(x.current() if isinstance(x, ArrayProtocols) else self._like(x))
+        return ufunc(*arrays, **kwargs) if method == "__call__" else getattr(ufunc, method)(*arrays, **kwargs)
+
+    def _like(self, other: Any) -> Any:
+        """``other`` as an operand: a list of Python numbers has no dtype of its own, as a Python number has none."""
+        if not isinstance(other, (list, tuple)):  # as a union it would be made at every operator
+            return other
+        array = convert_to_tensor(other)
+        weak = array.dtype.kind in "ifc" and all(map(_is_python_number, nest.flatten(other)))
+        array = array.astype(np.result_type(self._dtype, _WEAK[array.dtype.kind])) if weak else array
+        return get_array_module().asarray(array)
+
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """The value for torch, JAX and others.
+
+        In a replica on a CPU a consumer that knows read-only memory (``max_version`` of (1, 0) or later) gets the
+        read-only view; any other gets a copy of its own. Elsewhere the value is a copy already. A copy begins at a
+        multiple of 64 bytes, so that JAX need not make another. Raises BufferError if ``copy`` is False and a copy
+        is needed, or if the value does not lie on ``dl_device``.
+        """
+        value = self.current()
+        options = {"stream": stream, "max_version": max_version, "dl_device": dl_device}
+        if not isinstance(value, np.ndarray):  # of a GPU
+            return value.__dlpack__(**_given(options | {"copy": copy}))
+        knows_read_only = max_version is not None and max_version[0] >= 1
+        is_view = not value.flags.writeable
+        if copy is False and not (is_view and knows_read_only):
+            why = (
+                "its memory is read-only, and only a consumer that asks for max_version (1, 0) or later can know that"
+                if is_view
+                else "outside a replica function the value is always a copy"
+            )
+            raise BufferError(f"copy=False: variable {self._spec.name!r} cannot be shared here: {why}; leave copy out")
+        if is_view and (copy or not knows_read_only):
+            value = aligned_copy(value)
+        return value.__dlpack__(**_given(options))
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """The device of the value, as (DLPack's type of device, index). On a CPU nothing is read."""
+        replica = self._replica
+        if replica is None or replica.array_module() is np:
+            return _DLPACK_CPU
+        return replica.view(self._number).__dlpack_device__()
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Only where the value lies on a GPU: in a replica there."""
+        replica = self._replica
+        if replica is None or replica.array_module() is np:
+            raise AttributeError(f"variable {self._spec.name} is not on a GPU here: no __cuda_array_interface__")
+        value: Any = replica.view(self._number)
+        replica.hold(value)
+        interface: dict[str, Any] = value.__cuda_array_interface__
+        return interface
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.current()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> NoReturn:
+        raise TypeError(
+            f"variable {self._spec.name!r} has no items to set; assign the whole of it, or its rows with scatter_update"
+        )
+
+    def __len__(self) -> int:
+        if not self._spec.shape:
+            raise TypeError("len() of a variable without axes")
+        return self._spec.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.current())
+
+    def __float__(self) -> float:
+        return float(self.current())
+
+    def __int__(self) -> int:
+        return int(self.current())
+
+    def __index__(self) -> int:
+        return convert_to_tensor(self.current()).__index__()
+
+    def __bool__(self) -> bool:
+        return bool(self.current())
+
+    __hash__ = object.__hash__  # the operators compare values; as a key a variable is itself
+
+    def __iadd__(self, other: object) -> NoReturn:  # type: ignore[misc]
+        _refuse_in_place()
+
+    __isub__ = __imul__ = __itruediv__ = __ifloordiv__ = __imod__ = __ipow__ = __iadd__
+
+
+def _is_python_number(value: object) -> bool:
+    return isinstance(value, int | float | complex) and not isinstance(value, np.generic)
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that are not None: older versions of NumPy and CuPy know fewer options."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _refuse_in_place() -> NoReturn:
+    raise RuntimeError(
+        "`variable += value` and `out=variable` look like updates and are none; use variable.assign_add(value)"
+    )

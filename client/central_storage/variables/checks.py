@@ -1,0 +1,68 @@
+"""What a variable refuses: initial values, assigned values and row numbers that do not fit it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from central_storage.core.values import DistributedValues, VariableAggregation, convert_to_tensor
+from cs_proto.arrays import dtype_name, is_wire_dtype
+from cs_proto.errors import InvalidArgumentError
+from cs_proto.messages import VariableSpec
+
+__all__ = ["check_aggregation", "check_fits", "initial_array", "row_numbers"]
+
+
+def initial_array(initial_value: Any, dtype: Any) -> np.ndarray:
+    """The value that a variable begins with. Raises InvalidArgumentError, or TypeError for a ``dtype`` that cannot
+    hold it."""
+    value = initial_value() if callable(initial_value) else initial_value
+    if isinstance(value, DistributedValues):
+        raise InvalidArgumentError("the initial value of a variable is one value, not one per replica")
+    array = convert_to_tensor(value, dtype)
+    if not is_wire_dtype(dtype_name(array.dtype)) or array.dtype.kind in "US":
+        raise InvalidArgumentError(f"a variable cannot have dtype {array.dtype}")
+    return array
+
+
+def check_aggregation(spec: VariableSpec, op: str, value: Any) -> None:
+    """What can be said of an assign in one of several replicas before they are compared."""
+    if spec.aggregation == VariableAggregation.NONE.value:
+        raise InvalidArgumentError(
+            f"{spec.name}.{op} in a replica: its aggregation is NONE, so replicas cannot agree on a value; make "
+            "the variable with aggregation=cs.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA"
+        )
+    if spec.aggregation == VariableAggregation.SUM.value and isinstance(value, list | tuple):
+        raise InvalidArgumentError(
+            f"{spec.name}.{op} of a {type(value).__name__} in a replica: its aggregation is SUM, which adds up "
+            "arrays; wrap it with numpy.asarray"
+        )
+
+
+def check_fits(spec: VariableSpec, dtype: np.dtype[Any], op: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
+    """Raise InvalidArgumentError where ``array``, to be written to a variable of ``dtype``, has not that and
+    ``shape``."""
+    if array.dtype != dtype:
+        raise InvalidArgumentError(
+            f"{spec.name}.{op}: the variable has dtype {dtype}, the value {array.dtype}; convert it with "
+            f"astype('{dtype}')"
+        )
+    if array.shape != shape:
+        raise InvalidArgumentError(
+            f"{spec.name}.{op}: the variable has shape {spec.shape}, so the value must have shape {shape}, not "
+            f"{array.shape}; there is no broadcasting"
+        )
+
+
+def row_numbers(spec: VariableSpec, what: str, indices: Any) -> np.ndarray:
+    """``indices`` as int64. Raises InvalidArgumentError, which speaks of ``what``, for rows that do not exist."""
+    if not spec.shape:
+        raise InvalidArgumentError(f"{spec.name}.{what}: the variable has no axes, and so no rows")
+    array = convert_to_tensor(indices)
+    if array.size and array.dtype.kind not in "iu":
+        raise InvalidArgumentError(f"{spec.name}.{what}: indices are integers, not {array.dtype}")
+    if array.size and not 0 <= int(array.min()) <= int(array.max()) < spec.shape[0]:
+        wrong = array[(array < 0) | (array >= spec.shape[0])].flat[0]
+        raise InvalidArgumentError(f"{spec.name}.{what}: row {wrong} is outside [0, {spec.shape[0]})")
+    return array.astype(np.int64, copy=False)
