@@ -146,7 +146,7 @@ def lossy_service(seed: int, faults: Faults, *, mailboxes: bool) -> Iterator[Los
 
         def _tell_again(self) -> None:
             if made.take_dropped() and self._state == "serving":
-                self._tell_all(self._serving())
+                self._reception.tell_all(self._serving())
             self._loop.call_later(_TELL_EVERY, self._tell_again)
 
     with ExitStack() as patches:

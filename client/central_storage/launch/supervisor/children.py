@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Protocol
 
 from central_storage.launch.plan import Command
+from cs_proto.messages import Introduce
 from cs_runtime import open_files
 
 from .connections import Peer
 from .loop import Loop
 from .output import Lines, Stream, Tail
 
-__all__ = ["Child", "Running", "end_leftovers", "reap_adopted"]
+__all__ = ["Child", "Processes", "Running", "end_leftovers", "reap_adopted"]
 
 _READ_NBYTES = 65536
 # Of what a child has left in its pipes when it ends, at most this much is read per pipe.
@@ -77,6 +78,47 @@ class Running(Protocol):
 
     def is_run_by(self, peer: Peer) -> bool:
         """Whether ``peer``, which says that it is this process, may be."""
+
+
+class Processes(list[Running]):
+    """The processes of a service, the server first, each as its last incarnation."""
+
+    @property
+    def living_pids(self) -> set[int]:
+        """Those started here that have not ended."""
+        return {child.pid for child in self if child.returncode is None and child.is_here}
+
+    def workers(self, replica: int, incarnation: int | None = None) -> list[Running]:
+        """The worker of a replica: one or, where another ``incarnation`` is meant, none."""
+        return [
+            child
+            for child in self
+            if (child.command.role, child.command.rank) == ("worker", replica)
+            and incarnation in (None, child.command.incarnation)
+        ]
+
+    def of(self, peer: Peer, who: Introduce | None = None) -> Running | None:
+        """The process that speaks there: what ``peer`` introduced itself as or, before it has, ``who`` says. None where
+        it is none of these."""
+        who = who or peer.introduction
+        if who is None:
+            return None
+        identity = (who.role, who.rank, who.incarnation)
+        for child in self:
+            command = child.command
+            if (command.role, command.rank, command.incarnation) == identity and child.is_run_by(peer):
+                return child
+        return None
+
+    def listen(self, wanted: bool = True) -> None:
+        """Read their output as it comes, or leave it where it is for now."""
+        for child in self:
+            child.listen(wanted)
+
+    def end_at_once(self) -> None:
+        """SIGKILL to all."""
+        for child in self:
+            child.signal(signal.SIGKILL)
 
 
 class Child:

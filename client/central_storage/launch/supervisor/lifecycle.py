@@ -19,17 +19,15 @@ from typing import Any, ClassVar, Literal
 from central_storage.core.recovery_options import Recovery
 from central_storage.launch.memory import Medium, Memfd, Memory
 from central_storage.launch.plan import Command, next_incarnation
-from cs_proto.errors import CentralStorageError, LaunchError, code_of
+from cs_proto.errors import CentralStorageError, LaunchError
 from cs_proto.frozen import with_changes
 from cs_proto.messages import (
     ClientGone,
     Died,
-    Error,
     ExtendSegment,
     Interrupt,
     Introduce,
     Join,
-    Joined,
     Kill,
     MadeProgress,
     MakeMailbox,
@@ -48,12 +46,14 @@ from cs_proto.records import Record
 from cs_runtime import open_files
 from cs_runtime.run_file import RunFile
 
-from .children import Child, Running, end_leftovers
+from .children import Child, Processes, Running, end_leftovers
 from .connections import Peer
 from .loop import Call, Loop, Timer
 from .mailboxes import Mailroom, why_no_mailboxes
 from .output import LogFiles, Sink, Stream, prefixed
+from .reception import Reception, as_record
 from .restarts import WORKED_SECONDS, Restarts
+from .seating import Seating
 from .seats import Elsewhere
 
 __all__ = ["STOP_GRACE", "Service", "transport_of"]
@@ -62,15 +62,6 @@ _log = logging.getLogger("central_storage.launch")
 
 #: How long a process may take to end by itself before it is killed, seconds.
 STOP_GRACE = 3.0
-# At the end, records that a peer has not taken after this many seconds are given up.
-_FAREWELL = 0.5
-# After a connection could not be accepted, the next try, seconds.
-_ACCEPT_AGAIN = 1.0
-# A process that connects must introduce itself within so many seconds, or its connection is closed.
-_INTRODUCTION = 5.0
-# The limit of descriptors divided by this stays free for segments, mailboxes and processes that are started again: no
-# connection is accepted while fewer are free.
-_FREE_SHARE = 8
 _PROCESSES = ("server", "worker")
 
 State = Literal["starting", "serving", "recovering", "failed", "stopping"]
@@ -123,8 +114,7 @@ class Service:
         self._awaited = set(run_file.clients) if run_file is not None and run_file.serves else set()
         self._state: State = "recovering" if self._takes_up else "starting"
         self._start_child = start_child
-        self._children: list[Running] = []
-        self._peers: list[Peer] = []
+        self._children = Processes()
         self._owner: Peer | None = None
         self._endpoint = ""
         self._recovery = recovery or Recovery()
@@ -134,15 +124,14 @@ class Service:
         #: Controllers that have gone, until a server says that it has heard it.
         self._left: list[str] = []
         self._timers: list[Timer] = []
-        self._elsewhere: dict[Peer, Elsewhere] = {}
-        self._queue: list[tuple[Peer, int]] = []  # launchers for which there may be a place, with their pids
         run = os.path.basename(run_directory).removeprefix("cs-")
         medium = medium or Memfd(run)
         self._memory = Memory(medium)
         self._mailroom = Mailroom(run, why_no_mailboxes(medium, wanted=mailboxes))
         self._transport = transport_of(medium, mailboxes=mailboxes)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sink.on_room = self._listen_to_children
+        self._seating = Seating(self._children, self._deaths, self._transport, self.say)
+        self._reception = Reception(loop, self._record, self._peer_ended, self._seating.is_waiting)
+        sink.on_room = self._children.listen
 
     def start(self) -> None:
         """Listen, and start every process. A process that cannot be started is a failed start like any other."""
@@ -150,13 +139,10 @@ class Service:
         if self._takes_up:  # two servers must never write the same memory
             end_leftovers(self.run_directory, "server")
         try:
-            self._listener.bind(os.path.join(self.run_directory, "supervisor"))
+            self._reception.open(os.path.join(self.run_directory, "supervisor"))
         except OSError as error:
             self._fail_start(f"no socket can be made in {self.run_directory}: {error.strerror}")
             return
-        self._listener.listen(128)
-        self._listener.setblocking(False)
-        self._loop.on_readable(self._listener.fileno(), self._accept)
         self._call_later(self._start_timeout, self._start_deadline)
         for command in self._commands:
             try:
@@ -175,7 +161,7 @@ class Service:
         if isinstance(child, Elsewhere):
             child.is_awaited = True
             timeout = self._run_file.return_timeout
-            self._call_later(timeout, partial(self._stop_awaiting, child, timeout))
+            self._call_later(timeout, partial(child.stop_awaiting, timeout))
         else:
             self._call_later(self._start_timeout, partial(self._restart_deadline, child))
             self._call_later(self._run_file.return_timeout, self._stop_awaiting_clients)
@@ -193,11 +179,7 @@ class Service:
     def _has_left(self, client: str) -> None:
         """A controller has gone, which the server says that it has heard."""
         self._left.append(client)
-        self._tell("server", ClientGone(client))
-
-    def _stop_awaiting(self, place: Elsewhere, timeout: float) -> None:
-        if place.is_awaited:
-            place.end(f"not coming back within {timeout:g} s after the supervisor was killed")
+        self._reception.tell("server", ClientGone(client))
 
     def _write_down(self, *, serves: bool = False) -> None:
         """Keep the run file up to date."""
@@ -205,7 +187,7 @@ class Service:
             serves = serves or self._run_file.serves
             commands = [child.command for child in self._children] or self._commands
             started = [command.incarnation for command in commands]
-            here = {peer.introduction.client for peer in self._peers if peer.introduction is not None} - {""}
+            here = {peer.introduction.client for peer in self._reception.peers if peer.introduction is not None} - {""}
             self._run_file = with_changes(
                 self._run_file,
                 server=started[0],
@@ -226,7 +208,7 @@ class Service:
 
     def own(self, link: socket.socket) -> Peer:
         """Take the owner's connection. When it ends, or says :class:`Shutdown`, the service stops."""
-        self._owner = self._connect(link)
+        self._owner = self._reception.connect(link)
         return self._owner
 
     @property
@@ -242,12 +224,12 @@ class Service:
     @property
     def has_controller(self) -> bool:
         """Whether a script is connected."""
-        return any(peer.introduction is not None and peer.introduction.role == "controller" for peer in self._peers)
+        return self._reception.has("controller")
 
     @property
     def living_pids(self) -> set[int]:
         """The processes started here that have not ended."""
-        return {child.pid for child in self._children if child.returncode is None and child.is_here}
+        return self._children.living_pids
 
     def last_lines(self, role: str, rank: int | None) -> str:
         """What the server or a worker printed last; "" for others."""
@@ -265,18 +247,12 @@ class Service:
 
     def close(self) -> None:
         """After the last process: end what they left behind, say the last words, let go of everything. Idempotent."""
-        if self._listener.fileno() < 0:
+        if self._reception.is_closed:
             return
         end_leftovers(self.run_directory)
-        deadline = time.monotonic() + _FAREWELL
-        while any(peer.waiting for peer in self._peers) and (left := deadline - time.monotonic()) > 0:
-            self._loop.turn(left)
-        for peer in self._peers:
-            peer.close()
+        self._reception.close()
         for timer in self._timers:
             timer.cancel()
-        self._loop.forget(self._listener.fileno())
-        self._listener.close()
         self._memory.close()
         self._mailroom.close()
 
@@ -287,12 +263,7 @@ class Service:
             self._logs.write(child.command.label, lines)
         self._sink.write(stream, prefixed(child.command.label, lines))
         if self._sink.full and not child.asked:
-            for other in self._children:
-                other.listen(False)
-
-    def _listen_to_children(self) -> None:
-        for child in self._children:
-            child.listen()
+            self._children.listen(False)
 
     def _child_ended(self, child: Running) -> None:
         _log.debug("%s ended by %s", child.name, child.cause)
@@ -311,7 +282,7 @@ class Service:
             self._call_later(pause, partial(self._start_again, child))
         elif isinstance(child, Elsewhere) and child.launcher is not None:
             child.launcher.send(Shutdown("its worker is not started again"))
-        self._seat()
+        self._seating.fill()
 
     def _pause_after(self, child: Running) -> float | None:
         """Seconds until another is started in the place of one that has died; None where none is."""
@@ -332,7 +303,7 @@ class Service:
         self._deaths[died.role, died.rank] = died
         if died.role == "server":
             self._state = "failed" if pause is None else "recovering"
-        self._tell_all(died)
+        self._reception.tell_all(died)
         if self._state == "failed":
             self._end_children(STOP_GRACE)
 
@@ -349,8 +320,7 @@ class Service:
         self._children[self._children.index(ended)] = child
         self._write_down()
         if isinstance(ended, Elsewhere) and isinstance(child, Elsewhere):
-            self._hand_on(ended, child)
-            self._seat()
+            self._seating.hand_on(ended, child)
         if child.is_here:
             self._call_later(self._start_timeout, partial(self._restart_deadline, child))
 
@@ -369,64 +339,24 @@ class Service:
         self.say(f"the service did not start: {reason}")
         last = "" if child is None else f"\nlast lines of {child.name}:\n{child.tail.text() or '(it wrote nothing)'}"
         self.start_failure = f"the service did not start: {reason}{last}"
-        for peer in list(self._peers):
+        for peer in list(self._reception.peers):
             self._greet(peer)
         self._end_children(STOP_GRACE)
 
     def _end_children(self, grace: float) -> None:
         self._forget_run_file()
-        self._listen_to_children()  # a process whose output nobody reads could not end
+        self._children.listen()  # a process whose output nobody reads could not end
         for child in self._children:
             if not child.asked:
                 child.asked = True
                 child.signal(signal.SIGTERM)
-        self._call_later(grace, self._kill_children)
+        self._call_later(grace, self._children.end_at_once)
 
-    def _kill_children(self) -> None:
-        for child in self._children:
-            child.signal(signal.SIGKILL)
-
-    # --- connections ----------------------------------------------------------------------------------------------
-
-    def _accept(self) -> None:
-        free, limit = open_files.free(), open_files.limit()
-        if free < limit // _FREE_SHARE:
-            self._accept_later(f"{free} of {limit} descriptors are free, and {limit // _FREE_SHARE} must be")
-            return
-        try:
-            link, _ = self._listener.accept()
-        except OSError as error:  # too many open files in the whole system, or no memory
-            self._accept_later(str(error.strerror))
-            return
-        peer = self._connect(link)
-        if peer.uid != os.geteuid():
-            self._refuse(peer, f"process {peer.pid} of user {peer.uid} connected")
-        else:
-            self._loop.call_later(_INTRODUCTION, partial(self._expect_introduction, peer))
-
-    def _accept_later(self, why: str) -> None:
-        """Leave new connections in the queue for a while."""
-        _log.warning("no connection is accepted for the moment: %s", why)
-        listener = self._listener.fileno()
-        self._loop.on_readable(listener, None)
-        self._call_later(_ACCEPT_AGAIN, partial(self._loop.on_readable, listener, self._accept))
-
-    def _expect_introduction(self, peer: Peer) -> None:
-        has_spoken = peer.introduction is not None or any(launcher is peer for launcher, _ in self._queue)
-        if not has_spoken and not peer.closed:
-            self._refuse(peer, f"process {peer.pid} did not say who it is within {_INTRODUCTION:g} s")
-
-    def _connect(self, link: socket.socket) -> Peer:
-        peer = Peer(self._loop, link, self._record, self._peer_ended)
-        self._peers.append(peer)
-        return peer
+    # --- what peers say ---------------------------------------------------------------------------------------------
 
     def _peer_ended(self, peer: Peer) -> None:
-        self._peers.remove(peer)
-        self._queue = [(launcher, pid) for launcher, pid in self._queue if launcher is not peer]
         self._mailroom.forget(peer)
-        if peer in self._elsewhere:
-            self._elsewhere.pop(peer).leave()
+        self._seating.forget(peer)
         if peer is self._owner:
             if self._state != "stopping":
                 _log.debug("the owner's connection has ended")
@@ -441,63 +371,45 @@ class Service:
         elif isinstance(record, Join) and peer.introduction is None:
             self._join(peer, record)
         elif peer.introduction is None:
-            self._refuse(peer, f"a stranger sent {type(record).__name__} before Introduce")
+            self._reception.refuse(peer, f"a stranger sent {type(record).__name__} before Introduce")
         else:
-            role, handle = self._HANDLERS.get(type(record), (None, Service._drop))
-            if role not in (None, peer.introduction.role):
-                handle = Service._drop
-            handle(self, peer, record)
+            role, handle = self._HANDLERS.get(type(record), (None, None))
+            if handle is None or role not in (None, peer.introduction.role):
+                _drop(peer, record)
+            else:
+                handle(self, peer, record)
 
-    def _drop(self, peer: Peer, record: Record) -> None:
-        _log.error("dropped a %s of %s: it is not for that peer to send", type(record).__name__, peer.label)
-
-    def _make_mailbox(self, peer: Peer, request: MakeMailbox) -> None:
-        mailbox, descriptors = self._mailroom.make(peer, peer.label, request.peer)
-        peer.send(mailbox, *descriptors)
-
-    def _open_mailbox(self, peer: Peer, request: OpenMailbox) -> None:
-        mailbox, descriptors = self._mailroom.open(peer.label, request.mailbox)
-        peer.send(mailbox, *descriptors)
-
-    def _interrupt(self, peer: Peer, request: Interrupt) -> None:
-        for child in self._children:
-            if child.command.role == "worker" and child.command.rank == request.replica:
+    def _pass_on(self, peer: Peer, request: Interrupt | Kill | ShowStacks) -> None:
+        """Do with a worker what it says, unless it means one that has been replaced."""
+        incarnation = None if isinstance(request, Interrupt) else request.incarnation
+        for child in self._children.workers(request.replica, incarnation):
+            if isinstance(request, Interrupt):
                 child.interrupt()
-
-    def _kill(self, peer: Peer, request: Kill) -> None:
-        for child in self._workers(request):
-            child.kill(request.reason)
-
-    def _show_stacks(self, peer: Peer, request: ShowStacks) -> None:
-        for child in self._workers(request):
-            child.show_stacks()
-
-    def _workers(self, request: Kill | ShowStacks) -> list[Running]:
-        """The worker that the server means, unless it has been replaced."""
-        wanted = ("worker", request.replica, request.incarnation)
-        return [child for child in self._children if _identity(child.command) == wanted]
+            elif isinstance(request, Kill):
+                child.kill(request.reason)
+            else:
+                child.show_stacks()
 
     def _died_elsewhere(self, peer: Peer, died: Died) -> None:
-        worker = self._elsewhere.get(peer)
-        if worker is None:
-            self._drop(peer, died)
-        elif died.incarnation == worker.command.incarnation:
-            worker.end(died.cause, died.log)
+        if not self._seating.has_died(peer, died):
+            _drop(peer, died)
 
     def _shut_down(self, peer: Peer, request: Shutdown) -> None:
         if peer is not self._owner:
-            self._drop(peer, request)
+            _drop(peer, request)
             return
         _log.debug("shut down: %s", request.reason)
         self.stop()
 
     def _introduce(self, peer: Peer, who: Introduce) -> None:
         if peer.introduction is not None:
-            self._refuse(peer, f"{peer.label} introduced itself twice")
-        elif who.role in _PROCESSES and self._child_of(peer, who) is None:
-            self._refuse(peer, f"process {peer.pid} says it is {who.role} {who.rank}, but it was not started as that")
+            self._reception.refuse(peer, f"{peer.label} introduced itself twice")
+        elif who.role in _PROCESSES and self._children.of(peer, who) is None:
+            self._reception.refuse(
+                peer, f"process {peer.pid} says it is {who.role} {who.rank}, but it was not started as that"
+            )
         elif who.role == "observer" and not open_files.may_have_guests():
-            self._turn_away(peer)
+            self._reception.turn_away(peer)
         else:
             peer.introduction = who
             if who.client:
@@ -515,89 +427,19 @@ class Service:
 
     def _join(self, peer: Peer, request: Join) -> None:
         """Give a launcher elsewhere one of the workers that nobody runs yet."""
-        places = [child for child in self._children if isinstance(child, Elsewhere)]
-        if self._state not in ("starting", "serving", "recovering") or not places:
-            itself = "this service runs its workers itself; only one that was started by cs-launch --serve takes others"
-            why = self.start_failure or ("the service ends" if places else itself)
-            peer.send(StartFailed(_error(LaunchError(why))))
-        elif request.incarnation and request.rank < len(places) and places[request.rank].is_awaited:
-            self._come_back(places[request.rank], peer, request)
-        else:
-            self._queue.append((peer, request.pid))
-        self._seat()
-
-    def _come_back(self, place: Elsewhere, peer: Peer, request: Join) -> None:
-        """A launcher has come back that the supervisor before this one knew. Its worker may have died meanwhile, which
-        it says next, or the one after it was to be started, which it is told."""
-        if request.incarnation == place.command.incarnation:
-            place.ready_since = time.monotonic()
-        self._give(place, peer, request.pid)
-        self.say(f"worker w{place.command.rank} is back")
-
-    def _seat(self) -> None:
-        """Give the places that are free to the launchers that wait, and turn away those for which there is none."""
-        places = [child for child in self._children if isinstance(child, Elsewhere)]
-        for peer, pid in list(self._queue):
-            place = next((child for child in places if child.is_free), None)
-            if place is not None:
-                self._give(place, peer, pid)
-                waiting = sum(child.is_free for child in places)
-                joined = f"worker w{place.command.rank} of {len(places)} has joined"
-                self.say(joined + (f", {waiting} to come" if waiting else ""))
-            elif not any(child.is_awaited or self._is_started_again(child) for child in places):
-                why = f"all {len(places)} workers of this service run already"
-                peer.send(StartFailed(_error(LaunchError(f"{why}; tell its server of more (cs-launch --serve N)"))))
-            else:
-                continue
-            self._queue.remove((peer, pid))
-
-    def _is_started_again(self, child: Running) -> bool:
-        died = self._deaths.get((child.command.role, child.command.rank))
-        return child.returncode is not None and died is not None and died.restarts
-
-    def _give(self, place: Elsewhere, launcher: Peer, pid: int) -> None:
-        command = place.command
-        launcher.introduction = Introduce("worker", command.rank, command.incarnation, pid)
-        place.take(launcher, pid)
-        self._elsewhere[launcher] = place
-        replicas = sum(isinstance(child, Elsewhere) for child in self._children)
-        launcher.send(Joined(command.rank, command.incarnation, replicas, self._transport))
-
-    def _hand_on(self, ended: Elsewhere, place: Elsewhere) -> None:
-        """Have the launcher that ran a worker run the next, where it is still there; else somebody has to join."""
-        launcher = ended.launcher
-        if launcher is not None and not launcher.closed:
-            self._give(place, launcher, ended.pid)
-
-    def _child_of(self, peer: Peer, who: Introduce) -> Running | None:
-        identity = (who.role, who.rank, who.incarnation)
-        for child in self._children:
-            command = child.command
-            if (command.role, command.rank, command.incarnation) == identity and child.is_run_by(peer):
-                return child
-        return None
-
-    def _process_of(self, peer: Peer) -> Running | None:
-        """The process of this service that speaks there; None where none does."""
-        return None if peer.introduction is None else self._child_of(peer, peer.introduction)
-
-    def _turn_away(self, peer: Peer) -> None:
-        """Refuse an observer for which there is no descriptor, with the reason."""
-        error = open_files.shortage(f"the supervisor (pid {os.getpid()})")
-        peer.send(StartFailed(_error(error)))
-        self._refuse(peer, f"process {peer.pid} is refused as an observer: {error}")
-
-    def _refuse(self, peer: Peer, reason: str) -> None:
-        _log.error("%s; its connection is closed", reason)
-        peer.close()
-        self._peer_ended(peer)
+        if self._state in ("starting", "serving", "recovering") and self._seating.places:
+            self._seating.join(peer, request)
+            return
+        itself = "this service runs its workers itself; only one that was started by cs-launch --serve takes others"
+        why = self.start_failure or ("the service ends" if self._seating.places else itself)
+        peer.send(StartFailed(as_record(LaunchError(why))))
 
     def _greet(self, peer: Peer) -> None:
         """Tell a client how things stand, if there is something to tell."""
         if peer.introduction is None or peer.introduction.role in _PROCESSES:
             return
         if self.start_failure is not None:
-            peer.send(StartFailed(_error(LaunchError(self.start_failure))))
+            peer.send(StartFailed(as_record(LaunchError(self.start_failure))))
         elif self._state == "serving":
             peer.send(self._serving())
             for died in self._deaths.values():
@@ -605,10 +447,10 @@ class Service:
         elif self._state not in ("starting", "recovering"):
             deaths = self._deaths.values()
             why = ", ".join(f"its {died.role} (pid {died.pid}) ended by {died.cause}" for died in deaths)
-            peer.send(StartFailed(_error(LaunchError(f"the service has ended: {why or 'it was shut down'}"))))
+            peer.send(StartFailed(as_record(LaunchError(f"the service has ended: {why or 'it was shut down'}"))))
 
     def _ready(self, peer: Peer, ready: Ready) -> None:
-        child = self._process_of(peer)
+        child = self._children.of(peer)
         if child is None:
             _log.error("dropped a Ready of %s: it is no process of this service", peer.label)
             return
@@ -622,12 +464,12 @@ class Service:
         if self._state == "starting" and all(other.ready_since is not None for other in self._children):
             self._state = "serving"
             self._write_down(serves=True)
-            for other_peer in list(self._peers):
+            for other_peer in list(self._reception.peers):
                 self._greet(other_peer)
         elif self._state == "recovering" and role == "server":
             self._state = "serving"
             self.say(f"{child.name} serves in its place")
-            self._tell_all(self._serving())
+            self._reception.tell_all(self._serving())
         elif child.command.incarnation > 1:
             self.say(f"{child.name} works in its place")
 
@@ -635,9 +477,9 @@ class Service:
         return Serving(self._endpoint, self.run_directory, self._transport)
 
     def _has_worked(self, peer: Peer, progress: MadeProgress) -> None:
-        child = self._process_of(peer)
+        child = self._children.of(peer)
         if child is None:
-            self._drop(peer, progress)
+            _drop(peer, progress)
             return
         child.has_worked = True
         first, command = self.first_failure, child.command
@@ -653,9 +495,16 @@ class Service:
             else:
                 segment, descriptor = self._memory.open(peer.label, request.segment)
         except CentralStorageError as error:
-            peer.send(SegmentRefused(request.segment, _error(error)))
+            peer.send(SegmentRefused(request.segment, as_record(error)))
         else:
             peer.send(segment, *(() if descriptor is None else (descriptor,)))
+
+    def _hand_out_mailbox(self, peer: Peer, request: MakeMailbox | OpenMailbox) -> None:
+        if isinstance(request, MakeMailbox):
+            mailbox, descriptors = self._mailroom.make(peer, peer.label, request.peer)
+        else:
+            mailbox, descriptors = self._mailroom.open(peer.label, request.mailbox)
+        peer.send(mailbox, *descriptors)
 
     def _give_up(self, peer: Peer, left: ClientGone) -> None:
         """The server has given up the runs of a controller that has gone: have the workers do so, too."""
@@ -663,32 +512,22 @@ class Service:
             return
         self._left.remove(left.client)
         self._write_down()
-        self._tell("worker", left)
+        self._reception.tell("worker", left)
         for child in self._children:
             if child.command.role == "worker" and child.ready_since is not None and not child.asked:
                 child.interrupt()
-
-    def _tell(self, role: Role, record: Record) -> None:
-        for peer in list(self._peers):
-            if peer.introduction is not None and peer.introduction.role == role:
-                peer.send(record)
-
-    def _tell_all(self, record: Record) -> None:
-        for peer in list(self._peers):
-            if peer.introduction is not None:
-                peer.send(record)
 
     # Each record that a peer may send after it has introduced itself: the role that may (None: any), and what follows.
     _HANDLERS: ClassVar[dict[type[Record], tuple[Role | None, Callable[[Service, Peer, Any], None]]]] = {
         MakeSegment: (None, _hand_out),
         ExtendSegment: (None, _hand_out),
         OpenSegment: (None, _hand_out),
-        MakeMailbox: (None, _make_mailbox),
-        OpenMailbox: (None, _open_mailbox),
+        MakeMailbox: (None, _hand_out_mailbox),
+        OpenMailbox: (None, _hand_out_mailbox),
         Ready: (None, _ready),
-        Interrupt: ("controller", _interrupt),
-        Kill: ("server", _kill),
-        ShowStacks: ("server", _show_stacks),
+        Interrupt: ("controller", _pass_on),
+        Kill: ("server", _pass_on),
+        ShowStacks: ("server", _pass_on),
         ClientGone: ("server", _give_up),
         MadeProgress: (None, _has_worked),
         Died: (None, _died_elsewhere),
@@ -696,10 +535,9 @@ class Service:
     }
 
 
+def _drop(peer: Peer, record: Record) -> None:
+    _log.error("dropped a %s of %s: it is not for that peer to send", type(record).__name__, peer.label)
+
+
 def _identity(command: Command) -> tuple[Role, int, int]:
     return command.role, command.rank, command.incarnation
-
-
-def _error(error: CentralStorageError) -> Error:
-    origin = f"{type(error).__module__}:{type(error).__qualname__}"
-    return Error(code_of(type(error)), str(error), None, origin, -1, 0, "")

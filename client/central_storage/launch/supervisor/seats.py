@@ -1,7 +1,7 @@
 """A worker that another launcher runs, in a container of its own, as the supervisor sees its child processes.
 
 The launcher there keeps a connection: what the kernel tells of a child, it tells of this one, and where the connection
-ends the worker counts as dead. ``lifecycle`` gives such places away; ``join`` is the other end.
+ends the worker counts as dead. ``seating`` gives such places away; ``join`` is the other end.
 """
 
 from __future__ import annotations
@@ -70,6 +70,11 @@ class Elsewhere:
             self.returncode, self.cause = 1, cause
             self.tail.add(log.splitlines())
             self._on_end(self)
+
+    def stop_awaiting(self, timeout: float) -> None:
+        """Its launcher had ``timeout`` seconds to come back."""
+        if self.is_awaited:
+            self.end(f"not coming back within {timeout:g} s after the supervisor was killed")
 
     def leave(self) -> None:
         """Its launcher is gone."""

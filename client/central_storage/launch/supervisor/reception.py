@@ -1,0 +1,149 @@
+"""The supervisor's socket, and everybody who is connected to it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+
+from cs_proto.errors import CentralStorageError, code_of
+from cs_proto.messages import Error, Role, StartFailed
+from cs_proto.records import Record
+from cs_runtime import open_files
+
+from .connections import Peer
+from .loop import Loop, Timer
+
+__all__ = ["Reception", "as_record"]
+
+_log = logging.getLogger("central_storage.launch")
+
+# At the end, records that a peer has not taken after this many seconds are given up.
+_FAREWELL = 0.5
+# After a connection could not be accepted, the next try, seconds.
+_ACCEPT_AGAIN = 1.0
+# A process that connects must introduce itself within so many seconds, or its connection is closed.
+_INTRODUCTION = 5.0
+# The limit of descriptors divided by this stays free for segments, mailboxes and processes that are started again: no
+# connection is accepted while fewer are free.
+_FREE_SHARE = 8
+
+
+class Reception:
+    """Accepts connections and keeps them. Processes of other users, and those that do not say who they are, are
+    refused."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        on_record: Callable[[Peer, Record], None],
+        on_end: Callable[[Peer], None],
+        is_waiting: Callable[[Peer], bool],
+    ) -> None:
+        """Nothing is open yet. ``on_end`` is called once for each peer, when it has gone or was refused.
+        ``is_waiting`` says of a peer without an introduction that it needs none for now."""
+        self.peers: list[Peer] = []
+        self._loop = loop
+        self._on_record = on_record
+        self._on_end = on_end
+        self._is_waiting = is_waiting
+        self._again: Timer | None = None
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def open(self, path: str) -> None:
+        """Listen. Raises OSError where no socket can be made at ``path``."""
+        self._listener.bind(path)
+        self._listener.listen(128)
+        self._listener.setblocking(False)
+        self._loop.on_readable(self._listener.fileno(), self._accept)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._listener.fileno() < 0
+
+    def close(self) -> None:
+        """Let peers take their last records, for a moment, and let go of them."""
+        deadline = time.monotonic() + _FAREWELL
+        while any(peer.waiting for peer in self.peers) and (left := deadline - time.monotonic()) > 0:
+            self._loop.turn(left)
+        for peer in self.peers:
+            peer.close()
+        if self._again is not None:
+            self._again.cancel()
+        self._loop.forget(self._listener.fileno())
+        self._listener.close()
+
+    def connect(self, link: socket.socket) -> Peer:
+        """Take over a connection."""
+        peer = Peer(self._loop, link, self._on_record, self._ended)
+        self.peers.append(peer)
+        return peer
+
+    def has(self, role: Role) -> bool:
+        """Whether somebody of that role is connected."""
+        return any(peer.introduction is not None and peer.introduction.role == role for peer in self.peers)
+
+    def tell(self, role: Role, record: Record) -> None:
+        """Send to everybody of that role."""
+        for peer in list(self.peers):
+            if peer.introduction is not None and peer.introduction.role == role:
+                peer.send(record)
+
+    def tell_all(self, record: Record) -> None:
+        """Send to everybody who has said who it is."""
+        for peer in list(self.peers):
+            if peer.introduction is not None:
+                peer.send(record)
+
+    def refuse(self, peer: Peer, reason: str) -> None:
+        """End a connection."""
+        _log.error("%s; its connection is closed", reason)
+        peer.close()
+        self._ended(peer)
+
+    def turn_away(self, peer: Peer) -> None:
+        """Refuse an observer for which there is no descriptor, with the reason."""
+        error = open_files.shortage(f"the supervisor (pid {os.getpid()})")
+        peer.send(StartFailed(as_record(error)))
+        self.refuse(peer, f"process {peer.pid} is refused as an observer: {error}")
+
+    def _accept(self) -> None:
+        free, limit = open_files.free(), open_files.limit()
+        if free < limit // _FREE_SHARE:
+            self._accept_later(f"{free} of {limit} descriptors are free, and {limit // _FREE_SHARE} must be")
+            return
+        try:
+            link, _ = self._listener.accept()
+        except OSError as error:  # too many open files in the whole system, or no memory
+            self._accept_later(str(error.strerror))
+            return
+        peer = self.connect(link)
+        if peer.uid != os.geteuid():
+            self.refuse(peer, f"process {peer.pid} of user {peer.uid} connected")
+        else:
+            self._loop.call_later(_INTRODUCTION, partial(self._expect_introduction, peer))
+
+    def _accept_later(self, why: str) -> None:
+        """Leave new connections in the queue for a while."""
+        _log.warning("no connection is accepted for the moment: %s", why)
+        listener = self._listener.fileno()
+        self._loop.on_readable(listener, None)
+        self._again = self._loop.call_later(_ACCEPT_AGAIN, partial(self._loop.on_readable, listener, self._accept))
+
+    def _expect_introduction(self, peer: Peer) -> None:
+        if peer.introduction is None and not self._is_waiting(peer) and not peer.closed:
+            self.refuse(peer, f"process {peer.pid} did not say who it is within {_INTRODUCTION:g} s")
+
+    def _ended(self, peer: Peer) -> None:
+        self.peers.remove(peer)
+        self._on_end(peer)
+
+
+def as_record(error: CentralStorageError) -> Error:
+    """An error of the supervisor's own, to be sent."""
+    origin = f"{type(error).__module__}:{type(error).__qualname__}"
+    return Error(code_of(type(error)), str(error), None, origin, -1, 0, "")

@@ -1,0 +1,114 @@
+"""Which launcher elsewhere runs which worker: the launchers that wait, and the places that are free."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from cs_proto.errors import LaunchError
+from cs_proto.messages import Died, Introduce, Join, Joined, StartFailed
+
+from .children import Processes, Running
+from .connections import Peer
+from .reception import as_record
+from .seats import Elsewhere
+
+__all__ = ["Seating"]
+
+
+class Seating:
+    """Gives the places of a service's workers to launchers elsewhere."""
+
+    def __init__(
+        self,
+        children: Processes,
+        deaths: Mapping[tuple[str, int], Died],
+        transport: str,
+        say: Callable[[str], None],
+    ) -> None:
+        """``children`` and ``deaths`` are the service's: its processes, and of each the last incarnation that ended
+        unasked, as long as nothing in its place is ready. ``say`` writes a line of the supervisor's."""
+        self._children = children
+        self._deaths = deaths
+        self._transport = transport
+        self._say = say
+        self._places: dict[Peer, Elsewhere] = {}
+        self._queue: list[tuple[Peer, int]] = []  # launchers for which there may be a place, with their pids
+
+    @property
+    def places(self) -> list[Elsewhere]:
+        """The workers that launchers elsewhere run."""
+        return [child for child in self._children if isinstance(child, Elsewhere)]
+
+    def is_waiting(self, launcher: Peer) -> bool:
+        """Whether it may still get a place."""
+        return any(waiting is launcher for waiting, _ in self._queue)
+
+    def join(self, launcher: Peer, request: Join) -> None:
+        """Give a launcher one of the workers that nobody runs yet, or the one that it ran for the supervisor before
+        this one."""
+        places = self.places
+        if request.incarnation and request.rank < len(places) and places[request.rank].is_awaited:
+            self._come_back(places[request.rank], launcher, request)
+        else:
+            self._queue.append((launcher, request.pid))
+        self.fill()
+
+    def _come_back(self, place: Elsewhere, launcher: Peer, request: Join) -> None:
+        """The worker may have died meanwhile, which its launcher says next, or the one after it was to be started,
+        which the launcher is told."""
+        if request.incarnation == place.command.incarnation:
+            place.ready_since = time.monotonic()
+        self._give(place, launcher, request.pid)
+        self._say(f"worker w{place.command.rank} is back")
+
+    def fill(self) -> None:
+        """Give the places that are free to the launchers that wait, and turn away those for which there is none."""
+        places = self.places
+        for peer, pid in list(self._queue):
+            place = next((child for child in places if child.is_free), None)
+            if place is not None:
+                self._give(place, peer, pid)
+                waiting = sum(child.is_free for child in places)
+                joined = f"worker w{place.command.rank} of {len(places)} has joined"
+                self._say(joined + (f", {waiting} to come" if waiting else ""))
+            elif not any(child.is_awaited or self._is_started_again(child) for child in places):
+                why = f"all {len(places)} workers of this service run already"
+                error = LaunchError(f"{why}; tell its server of more (cs-launch --serve N)")
+                peer.send(StartFailed(as_record(error)))
+            else:
+                continue
+            self._queue.remove((peer, pid))
+
+    def hand_on(self, ended: Elsewhere, place: Elsewhere) -> None:
+        """Have the launcher that ran a worker run the next, where it is still there; else somebody has to join."""
+        launcher = ended.launcher
+        if launcher is not None and not launcher.closed:
+            self._give(place, launcher, ended.pid)
+        self.fill()
+
+    def has_died(self, launcher: Peer, died: Died) -> bool:
+        """A launcher says that its worker has died; False where it has none."""
+        place = self._places.get(launcher)
+        if place is None:
+            return False
+        if died.incarnation == place.command.incarnation:
+            place.end(died.cause, died.log)
+        return True
+
+    def forget(self, peer: Peer) -> None:
+        """A connection has ended, which may be a launcher's."""
+        self._queue = [(launcher, pid) for launcher, pid in self._queue if launcher is not peer]
+        if peer in self._places:
+            self._places.pop(peer).leave()
+
+    def _give(self, place: Elsewhere, launcher: Peer, pid: int) -> None:
+        command = place.command
+        launcher.introduction = Introduce("worker", command.rank, command.incarnation, pid)
+        place.take(launcher, pid)
+        self._places[launcher] = place
+        launcher.send(Joined(command.rank, command.incarnation, len(self.places), self._transport))
+
+    def _is_started_again(self, child: Running) -> bool:
+        died = self._deaths.get((child.command.role, child.command.rank))
+        return child.returncode is not None and died is not None and died.restarts
