@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from .core.values import VariableSynchronization as VariableSynchronization
     from .data.distributed import DistributedDataset as DistributedDataset
     from .data.distributed import DistributedIterator as DistributedIterator
-    from .data.distributed import InputContext as InputContext
+    from .data.input_context import InputContext as InputContext
     from .observer.blocking import connect as connect
     from .pickling.function import function as function
     from .strategy.extended import StrategyExtended as StrategyExtended

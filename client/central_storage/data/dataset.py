@@ -9,7 +9,6 @@ they may be views. Nothing here knows of strategies; ``distributed`` splits what
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -20,6 +19,7 @@ from cs_proto.errors import InvalidArgumentError, NotADatasetError
 from cs_proto.frozen import frozen, with_changes
 
 from . import transforms
+from .arguments import at_least, index_of, signature_of, spread
 from .element_spec import TensorSpec, joined, observed, zeros
 
 __all__ = ["AUTOTUNE", "INFINITE_CARDINALITY", "UNKNOWN_CARDINALITY", "Dataset", "numpy_dataset"]
@@ -169,7 +169,7 @@ class Dataset:
         """
         if not callable(generator):
             raise TypeError(f"from_generator needs a function that returns an iterable, not {generator!r:.200}")
-        signature = _signature(output_types, output_shapes, output_signature)
+        signature = signature_of(output_types, output_shapes, output_signature)
         stream = transforms.Generated(generator, tuple(args or ()), signature)
 
         def example() -> Any:
@@ -238,7 +238,7 @@ class Dataset:
             >>> len(Dataset.range(5).take(2))
             2
         """
-        wanted, have = _at_least(-1, count, "take: count"), self.plan.count
+        wanted, have = at_least(-1, count, "take: count"), self.plan.count
         if wanted < 0:
             return self
         left = UNKNOWN_CARDINALITY if have == UNKNOWN_CARDINALITY and wanted else wanted
@@ -259,7 +259,7 @@ class Dataset:
             >>> [int(each) for each in Dataset.range(5).skip(3)]
             [3, 4]
         """
-        unwanted = _at_least(-1, count, "skip: count")
+        unwanted = at_least(-1, count, "skip: count")
         if unwanted < 0:
             return self.take(0)
         return self._pick(transforms.Sliced(self.plan.stream, unwanted), self._count(lambda n: max(0, n - unwanted)))
@@ -280,7 +280,7 @@ class Dataset:
             >>> [int(each) for each in Dataset.range(5).shard(2, 1)]
             [1, 3]
         """
-        shards, start = _at_least(1, num_shards, "shard: num_shards"), _at_least(0, index, "shard: index")
+        shards, start = at_least(1, num_shards, "shard: num_shards"), at_least(0, index, "shard: index")
         if start >= shards:
             raise InvalidArgumentError(f"shard: index {start} of {shards} shards; the last is {shards - 1}")
         count = self._count(lambda n: len(range(start, n, shards)))
@@ -301,7 +301,7 @@ class Dataset:
             >>> [int(each) for each in Dataset.range(2).repeat(2)]
             [0, 1, 0, 1]
         """
-        times = -1 if count is None else _at_least(-1, count, "repeat: count")
+        times = -1 if count is None else at_least(-1, count, "repeat: count")
         if times < 0:
             have = self.plan.count
             return self._pick(transforms.Repeated(self.plan.stream, None), INFINITE_CARDINALITY if have > 0 else have)
@@ -332,8 +332,8 @@ class Dataset:
             >>> sorted(shuffled)
             [0, 1, 2, 3]
         """
-        size = _at_least(1, buffer_size, "shuffle: buffer_size")
-        origin = int(np.random.randint(1 << 31)) if seed is None else _at_least(0, seed, "shuffle: seed")
+        size = at_least(1, buffer_size, "shuffle: buffer_size")
+        origin = int(np.random.randint(1 << 31)) if seed is None else at_least(0, seed, "shuffle: seed")
         if origin >= 1 << 63:
             raise InvalidArgumentError(f"shuffle: seed is at most 2**63 - 1, not {origin}")
         reshuffles = reshuffle_each_iteration is None or bool(reshuffle_each_iteration)
@@ -365,7 +365,7 @@ class Dataset:
             >>> [int(each) for each in Dataset.range(3).prefetch(2)]
             [0, 1, 2]
         """
-        size = _at_least(-1, buffer_size, "prefetch: buffer_size")
+        size = at_least(-1, buffer_size, "prefetch: buffer_size")
         return self._derive(transforms.Prefetched(self, 2 if size < 0 else size), self.plan.count) if size else self
 
     def concatenate(self, dataset: Dataset) -> Dataset:
@@ -404,7 +404,7 @@ class Dataset:
             >>> [int(each) for each in Dataset.range(5).filter(lambda x: x % 2 == 0)]
             [0, 2, 4]
         """
-        return self._derive(transforms.Filtered(self, _spread(predicate, "filter")), UNKNOWN_CARDINALITY)
+        return self._derive(transforms.Filtered(self, spread(predicate, "filter")), UNKNOWN_CARDINALITY)
 
     # Other elements
 
@@ -422,7 +422,7 @@ class Dataset:
             >>> [int(each) for each in Dataset.range(3).map(lambda x: 10 * x)]
             [0, 10, 20]
         """
-        function, plan = _spread(map_func, "map"), self.plan
+        function, plan = spread(map_func, "map"), self.plan
 
         def example() -> Any:
             return transforms.as_element(function(plan.example()))
@@ -447,7 +447,7 @@ class Dataset:
             >>> [(int(n), int(x)) for n, x in Dataset.range(5, 7).enumerate(1)]
             [(1, 5), (2, 6)]
         """
-        origin, plan = _index(start, "enumerate: start"), self.plan
+        origin, plan = index_of(start, "enumerate: start"), self.plan
         return self._derive(
             transforms.Numbered(self, origin),
             plan.count,
@@ -472,7 +472,7 @@ class Dataset:
             >>> [rows.tolist() for rows in Dataset.range(3).batch(2)]
             [[0, 1], [2]]
         """
-        size, plan = _at_least(1, batch_size, "batch: batch_size"), self.plan
+        size, plan = at_least(1, batch_size, "batch: batch_size"), self.plan
         stream: Iterable[Any] = (
             transforms.Stacked(self, size, drop_remainder)
             if plan.table is None
@@ -594,40 +594,3 @@ def _picking(table: Any, numbers: range) -> Dataset:
         return optree.tree_map(lambda leaf: TensorSpec(leaf.shape[1:], leaf.dtype), table, none_is_leaf=True)
 
     return Dataset(Plan(numbers, len(numbers), spec, lambda: transforms.first_row(table), table))
-
-
-def _signature(types: Any, shapes: Any, signature: Any) -> Any:
-    """The nest of TensorSpec that the three ways of saying it mean; None where nothing was said."""
-    if signature is not None:
-        if types is not None or shapes is not None:
-            raise TypeError("from_generator takes output_signature, or output_types and output_shapes, not both")
-        if not all(isinstance(leaf, TensorSpec) for leaf in optree.tree_leaves(signature, none_is_leaf=True)):
-            raise TypeError(f"from_generator: output_signature is a nest of TensorSpec, not {signature!r:.200}")
-        return signature
-    if types is None:
-        if shapes is not None:
-            raise TypeError("from_generator with output_shapes needs output_types as well")
-        return None
-    dtypes, treespec = optree.tree_flatten(types, none_is_leaf=True)
-    each: list[Any] = [None] * len(dtypes) if shapes is None else treespec.flatten_up_to(shapes)
-    return treespec.unflatten(TensorSpec(shape, dtype) for shape, dtype in zip(each, dtypes, strict=True))
-
-
-def _spread(function: Callable[..., Any], where: str) -> Callable[[Any], Any]:
-    if not callable(function):
-        raise TypeError(f"{where} needs a function, not {function!r:.200}")
-    return lambda element: function(*element) if type(element) is tuple else function(element)
-
-
-def _at_least(minimum: int, value: int, name: str) -> int:
-    number = _index(value, name)
-    if number < minimum:
-        raise InvalidArgumentError(f"{name} is at least {minimum}, not {number}")
-    return number
-
-
-def _index(value: int, name: str) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} is an int, not {value!r}") from None

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -34,15 +33,16 @@ from cs_proto.errors import (
 
 from .dataset import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset
 from .element_spec import PerReplicaSpec, TensorSpec, observed
+from .input_context import InputContext
 from .prefetch import ReadAhead
-from .splitting import Carry, arrays_in, empty_like, holds_arrays, is_small, split
+from .sources import cardinality_of, checked, first_of
+from .splitting import Carry, arrays_in, empty_like, is_small, split
 from .transforms import Order, orders_of, set_orders
 
 __all__ = [
     "DistributedDataset",
     "DistributedFromFunction",
     "DistributedIterator",
-    "InputContext",
     "OptionalElement",
     "split",
 ]
@@ -51,42 +51,6 @@ __all__ = [
 FindCarriage = Callable[[], Carriage]
 #: An element of every replica, and whether every replica has a share in it.
 Round = tuple[Any, bool]
-
-
-@dataclass(frozen=True)
-class InputContext:
-    """What a data set function is told about its place.
-
-    Args:
-        num_input_pipelines: The number of pipelines.
-        input_pipeline_id: The number of the pipeline that the function makes, from 0.
-        num_replicas_in_sync: The number of replicas.
-
-    Examples:
-        >>> import central_storage as cs
-        >>> cs.InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(128)
-        32
-    """
-
-    num_input_pipelines: int = 1
-    input_pipeline_id: int = 0
-    num_replicas_in_sync: int = 1
-
-    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """``global_batch_size / num_replicas_in_sync``.
-
-        Args:
-            global_batch_size: The number of rows of all replicas together.
-
-        Raises:
-            InvalidArgumentError: The result is not whole (a ValueError).
-        """
-        size, rest = divmod(global_batch_size, self.num_replicas_in_sync)
-        if rest:
-            raise InvalidArgumentError(
-                f"the global batch size {global_batch_size} is no multiple of the {self.num_replicas_in_sync} replicas"
-            )
-        return size
 
 
 class Place(NamedTuple):
@@ -213,7 +177,7 @@ class _Distributed:
         if isinstance(source, Dataset):
             spec = source.element_spec
         else:
-            spec = observed(arrays_in(_first_of(source)), any_length=True)
+            spec = observed(arrays_in(first_of(source)), any_length=True)
         return spec if self._n == 1 else optree.tree_map(self._replica_spec, spec, none_is_leaf=True)
 
     def _replica_spec(self, spec: TensorSpec | None) -> PerReplicaSpec | None:
@@ -251,12 +215,12 @@ class DistributedDataset(_Distributed):
         self, dataset: Any, n: int, options: InputOptions | None = None, carrier: FindCarriage = Carriage
     ) -> None:
         super().__init__(n, options, carrier)
-        self._sources = [_checked(dataset)]
+        self._sources = [_source(dataset)]
 
     @property
     def cardinality(self) -> int:
         """The number of global batches, or INFINITE_CARDINALITY (-1) or UNKNOWN_CARDINALITY (-2)."""
-        return _cardinality(self._sources[0])
+        return cardinality_of(self._sources[0])
 
     def _rounds(self, carry: Carry) -> Iterator[Round]:
         return ((split(element, self._n, carry.leaf), True) for element in self._sources[0])
@@ -292,13 +256,13 @@ class DistributedFromFunction(_Distributed):
         if not callable(dataset_fn):
             raise TypeError(f"a function of an InputContext that returns a data set is needed, not {dataset_fn!r:.200}")
         pipelines = n if self._is_per_replica else 1
-        self._sources = [_checked(dataset_fn(InputContext(pipelines, number, n))) for number in range(pipelines)]
+        self._sources = [_source(dataset_fn(InputContext(pipelines, number, n))) for number in range(pipelines)]
 
     @property
     def cardinality(self) -> int:
         """The number of complete rounds, or INFINITE_CARDINALITY (-1) or UNKNOWN_CARDINALITY (-2)."""
         share = self._n // len(self._sources)
-        counts = [_cardinality(source) for source in self._sources]
+        counts = [cardinality_of(source) for source in self._sources]
         if UNKNOWN_CARDINALITY in counts:
             return UNKNOWN_CARDINALITY
         return min((count // share for count in counts if count >= 0), default=INFINITE_CARDINALITY)
@@ -594,46 +558,8 @@ def elsewhere(kind: type) -> DistributedDataset | DistributedIterator:
     return DistributedIterator(_Elsewhere().__iter__, lambda: distributed.element_spec, data=distributed)
 
 
-def _checked(dataset: Any) -> Any:
-    """``dataset``, if it is one: something to iterate again and again that yields nests of arrays."""
-    if isinstance(dataset, Dataset):
-        return dataset
-    name = type(dataset).__name__
+def _source(dataset: Any) -> Any:
+    """``dataset``, if it can be distributed and is not yet."""
     if isinstance(dataset, _Distributed | DistributedIterator):
-        raise NotADatasetError(f"a {name} is distributed already; iterate it")
-    if hasattr(dataset, "shape") or isinstance(dataset, Mapping | str | bytes):
-        raise NotADatasetError(
-            f"a {name} is not a data set; use Dataset.from_tensor_slices(…).batch(size), or a list of batches"
-        )
-    if not isinstance(dataset, Iterable):
-        raise NotADatasetError(f"a {name} is not a data set and cannot be iterated; use Dataset.from_tensor_slices")
-    if isinstance(dataset, Iterator):
-        raise NotADatasetError(
-            f"a {name} can be iterated only once; use Dataset.from_generator with the function that makes it"
-        )
-    if isinstance(dataset, tuple) and dataset and all(hasattr(part, "shape") for part in dataset):
-        raise NotADatasetError(
-            "a tuple of arrays is not a data set; for one element a row use Dataset.from_tensor_slices(…).batch(size), "
-            "for one a batch a list"
-        )
-    if isinstance(dataset, list | tuple) and dataset and not holds_arrays(dataset[0]):
-        raise NotADatasetError(
-            f"a {name} whose elements are no arrays is not a data set: {dataset!r:.200}; for one element a row use "
-            f"Dataset.from_tensor_slices(…).batch(size), for one a batch a list of NumPy arrays"
-        )
-    return dataset
-
-
-def _first_of(source: Iterable[Any]) -> Any:
-    for element in source:
-        return element
-    raise InvalidArgumentError("the data set is empty; there is no element to tell its element_spec from")
-
-
-def _cardinality(source: Any) -> int:
-    if isinstance(source, Dataset):
-        return source.cardinality()
-    try:
-        return len(source)
-    except TypeError:  # has no length, or, like a DataLoader over a stream, does not know it
-        return UNKNOWN_CARDINALITY
+        raise NotADatasetError(f"a {type(dataset).__name__} is distributed already; iterate it")
+    return checked(dataset)

@@ -23,9 +23,9 @@ from central_storage.data.distributed import (
     DistributedDataset,
     DistributedFromFunction,
     DistributedIterator,
-    InputContext,
     refuse_in_replica,
 )
+from central_storage.data.input_context import InputContext
 from central_storage.variables.variable import Variable
 from cs_proto.errors import ContextError
 

@@ -19,10 +19,10 @@ from central_storage.data.distributed import (
     DistributedDataset,
     DistributedFromFunction,
     DistributedIterator,
-    InputContext,
     refuse_in_replica,
 )
 from central_storage.data.element_spec import PerReplicaSpec, TensorSpec
+from central_storage.data.input_context import InputContext
 from central_storage.pickling import pickler
 from cs_proto.errors import ContextError, DatasetContextError, InvalidArgumentError, NotADatasetError, OutOfRangeError
 

@@ -15,7 +15,8 @@ from tests.client.strategy.test_run_steps import Played
 from central_storage.core.options import InputOptions, InputReplicationMode
 from central_storage.core.pipeline import Series
 from central_storage.data.dataset import Dataset
-from central_storage.data.distributed import DistributedDataset, DistributedFromFunction, InputContext, elsewhere
+from central_storage.data.distributed import DistributedDataset, DistributedFromFunction, elsewhere
+from central_storage.data.input_context import InputContext
 from central_storage.strategy.run_steps import Steps
 from central_storage.train import Checkpoint
 from cs_proto.errors import CheckpointError, DatasetContextError, InvalidArgumentError
