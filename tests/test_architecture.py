@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import tomllib
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -62,6 +63,18 @@ EXHAUSTIVE = {
     "cs_worker",
     "central_storage",
     "central_storage.launch",
+}
+
+#: What may be at most: lines of a module, lines of a function, methods of a class that is no facade.
+MODULE, FUNCTION, CLASS = 600, 60, 40
+#: What is larger still. The table only gets shorter, and its numbers smaller.
+LARGER = {
+    "client/central_storage/controller/session.py Seam.__init__": 69,
+    "server/cs_server/engine/catalogue.py": 714,
+    "server/cs_server/engine/catalogue.py Catalogue": 47,
+    "server/cs_server/engine/catalogue.py Catalogue.create": 63,
+    "server/cs_server/engine/runs.py": 608,
+    "server/cs_server/engine/runs.py Runs": 42,
 }
 
 
@@ -195,6 +208,45 @@ def test_nothing_is_imported_by_a_name_that_contracts_do_not_see() -> None:
         if calls.search(path.read_text())
     }
     assert found == {"client/central_storage/__init__.py", "client/central_storage/pickling/reconstruct.py"}
+
+
+def test_modules_functions_and_classes_are_small() -> None:
+    """A class may have more methods if it is a facade and says so in its docstring."""
+    too_large = {
+        f"{path.relative_to(ROOT)}{name}": size
+        for role in ROLES
+        for path in sorted((ROOT / role).rglob("*.py"))
+        for name, size in _too_large(path)
+    }
+    assert {name: size for name, size in too_large.items() if size > LARGER.get(name, 0)} == {}
+    assert LARGER.keys() - too_large.keys() == set()  # an entry that is not needed any more goes
+
+
+def _too_large(path: Path) -> Iterator[tuple[str, int]]:
+    """What exceeds a limit in a file: nothing for the module, or a space and the qualified name; and its size."""
+    tree = ast.parse(path.read_text())
+    lines = len(path.read_text().splitlines())
+    if lines > MODULE:
+        yield "", lines
+    around: list[tuple[str, ast.AST]] = [(" ", tree)]
+    while around:
+        prefix, node = around.pop()
+        for child in ast.iter_child_nodes(node):
+            if not isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                around.append((prefix, child))
+                continue
+            around.append((f"{prefix}{child.name}.", child))
+            if isinstance(child, ast.ClassDef):
+                size, limit = (
+                    sum(isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) for each in child.body),
+                    CLASS,
+                )
+                limit = size if "facade" in (ast.get_docstring(child) or "") else limit
+            else:
+                first = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)])
+                size, limit = (child.end_lineno or first) - first + 1, FUNCTION
+            if size > limit:
+                yield f"{prefix}{child.name}", size
 
 
 @pytest.mark.parametrize(

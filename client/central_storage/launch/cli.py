@@ -344,6 +344,29 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    _add_processes(parser)
+    _add_places(parser)
+    parser.add_argument("--serve", type=int, metavar="N", help="no script: a server for N workers from elsewhere")
+    parser.add_argument(
+        "--return-timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="with --serve --memory files: how long workers and script wait for this launcher to be started again "
+        "after it was killed, with its container or alone (default: 60)",
+    )
+    parser.add_argument("--join", action="store_true", help="no script: one worker of a service elsewhere")
+    parser.add_argument("--health", action="store_true", help="no script: ask whether the service serves")
+    parser.add_argument(
+        "--keep-run-directory", action="store_true", help="leave the run directory, with log files, when the run ends"
+    )
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, as python -m does")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _add_processes(parser: argparse.ArgumentParser) -> None:
+    """The options of the devices, and of what is done when a process is late or dies."""
     parser.add_argument(
         "--devices",
         type=_device_list,
@@ -379,6 +402,10 @@ def _parser() -> argparse.ArgumentParser:
         default="on",
         help="whether the death of the server is survived, which makes large dense updates slower (default: on)",
     )
+
+
+def _add_places(parser: argparse.ArgumentParser) -> None:
+    """The options of files, memory and messages."""
     parser.add_argument(
         "--log-dir",
         dest="log_directory",
@@ -410,23 +437,6 @@ def _parser() -> argparse.ArgumentParser:
         help="whether the messages of a step go through shared memory, where that is possible, or over ZeroMQ like all "
         "others (default: CS_MAILBOXES, else on)",
     )
-    parser.add_argument("--serve", type=int, metavar="N", help="no script: a server for N workers from elsewhere")
-    parser.add_argument(
-        "--return-timeout",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="with --serve --memory files: how long workers and script wait for this launcher to be started again "
-        "after it was killed, with its container or alone (default: 60)",
-    )
-    parser.add_argument("--join", action="store_true", help="no script: one worker of a service elsewhere")
-    parser.add_argument("--health", action="store_true", help="no script: ask whether the service serves")
-    parser.add_argument(
-        "--keep-run-directory", action="store_true", help="leave the run directory, with log files, when the run ends"
-    )
-    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, as python -m does")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    return parser
 
 
 def _device_list(text: str) -> list[str]:

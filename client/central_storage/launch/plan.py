@@ -123,15 +123,7 @@ def service_commands(
     server = Command(
         "server",
         0,
-        (
-            *(*module, "cs_server"),
-            *("--run-directory", options.run_directory),
-            *("--parameter-device", options.parameter_device),
-            *("--replicas", str(replicas)),
-            *("--threads", server_threads),
-            *("--incarnation", "1"),
-            *_recovery_arguments(options.recovery),
-        ),
+        (*module, "cs_server", *_server_arguments(options, server_threads)),
         {
             **kept,
             **_thread_variables(environment, 1),
@@ -143,13 +135,7 @@ def service_commands(
         Command(
             "worker",
             rank,
-            (
-                *(*module, "cs_worker"),
-                *("--run-directory", options.run_directory),
-                *("--replica", str(rank)),
-                *("--incarnation", "1"),
-                *("--device", device),
-            ),
+            (*module, "cs_worker", *_worker_arguments(options, rank)),
             {
                 **kept,
                 **_thread_variables(environment, share.threads),
@@ -165,6 +151,26 @@ def service_commands(
         for rank, (device, share) in enumerate(zip(options.devices, split, strict=True))
     ]
     return [server, *workers]
+
+
+def _server_arguments(options: Options, threads: str) -> tuple[str, ...]:
+    return (
+        *("--run-directory", options.run_directory),
+        *("--parameter-device", options.parameter_device),
+        *("--replicas", str(len(options.devices))),
+        *("--threads", threads),
+        *("--incarnation", "1"),
+        *_recovery_arguments(options.recovery),
+    )
+
+
+def _worker_arguments(options: Options, rank: int) -> tuple[str, ...]:
+    return (
+        *("--run-directory", options.run_directory),
+        *("--replica", str(rank)),
+        *("--incarnation", "1"),
+        *("--device", options.devices[rank]),
+    )
 
 
 def script_command(

@@ -326,9 +326,13 @@ class Optimizer(Handle):
         if backend is None:
             raise ContextError(self._why_not_here())
         gradients, variables = self._unzipped(grads_and_vars)
-        if not variables or self._applied_in_place(backend, gradients, variables):
-            return
-        given = list(zip(gradients, variables, strict=True))
+        if variables and not self._applied_in_place(backend, gradients, variables):
+            self._apply(backend, list(zip(gradients, variables, strict=True)))
+
+    # --- how it is done ---------------------------------------------------------------------------------------
+
+    def _apply(self, backend: ReplicaBackend, given: Sequence[tuple[Any, Variable]]) -> None:
+        """Note a step, wherever the gradients lie. Called by :meth:`apply_gradients`, which the user called."""
         pairs = [(gradient, variable) for gradient, variable in given if gradient is not None]
         if not pairs:
             raise ValueError(f"{self.name}.apply_gradients: every gradient is None, so nothing is left to apply")
@@ -339,7 +343,7 @@ class Optimizer(Handle):
         missing = [self._own(variable).name for gradient, variable in given if gradient is None]
         if missing:
             warnings.warn(
-                f"{self.name}.apply_gradients: no gradient for {', '.join(missing)}; skipped", UserWarning, stacklevel=2
+                f"{self.name}.apply_gradients: no gradient for {', '.join(missing)}; skipped", UserWarning, stacklevel=3
             )
         dense, sparse = [], []
         for gradient, variable in pairs:
@@ -351,8 +355,6 @@ class Optimizer(Handle):
         context = get_replica_context()
         if constrain is not None and context is not None:
             context.merge_call(constrain)
-
-    # --- how it is done ---------------------------------------------------------------------------------------
 
     def _why_not_here(self) -> str:
         """Why there is no replica here of the strategy to which this optimizer belongs."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NoReturn, Self
 
 from central_storage.core import context, logical_devices
@@ -249,18 +249,18 @@ class StrategyBase:
         context.require_cross_replica(self, "run_steps")
         series = self.series(lookahead)
         check(fn, dataset, self.num_replicas_in_sync, steps, kwargs, lookahead)
-        given = dict(kwargs or {})
-
-        def send(element: Any) -> None:
-            context.require_cross_replica(self, "run_steps")
-            arguments = self._arguments((element,), given)
-            with context.enter_cross_replica(self):
-                self.evaluate_schedules()
-                if series.has_failed:  # known only now; its error comes out before this one
-                    raise ContextError("a step before this one has failed")
-                series.send(fn, arguments)
-
+        send = partial(self._send_step, series, fn, dict(kwargs or {}))
         return Steps(series, iter(dataset), not isinstance(dataset, DistributedIterator), steps, send)
+
+    def _send_step(self, series: StepSeries, fn: Callable[..., Any], kwargs: dict[str, Any], element: Any) -> None:
+        """Send the step of one element."""
+        context.require_cross_replica(self, "run_steps")
+        arguments = self._arguments((element,), kwargs)
+        with context.enter_cross_replica(self):
+            self.evaluate_schedules()
+            if series.has_failed:  # known only now; its error comes out before this one
+                raise ContextError("a step before this one has failed")
+            series.send(fn, arguments)
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | tuple[int, ...] | None) -> Any:
         """Combine the components of a PerReplica over replicas and, with ``axis``, over that axis of each.
