@@ -58,12 +58,10 @@ def test_a_record_cannot_be_changed(sent: Record) -> None:
         setattr(sent, name, 1)
 
 
-def test_codes_are_the_wire_and_stand_in_the_order_of_the_file() -> None:
+def test_every_record_has_a_code_of_its_own() -> None:
     codes = [kind.code for kind in KINDS]
     assert codes == sorted(set(codes))
     assert all(1 <= code <= 255 for code in codes)
-    written = [kind.__name__ for kind in RECORDS.values() if kind.__module__ == "cs_proto.messages"]
-    assert written == [kind.__name__ for kind in KINDS if kind.__module__ == "cs_proto.messages"]
 
 
 @pytest.mark.parametrize(
