@@ -79,10 +79,7 @@ class ControlLog:
     """
 
     def __init__(
-        self,
-        buffer: NDArray[np.uint8],
-        turnover: int = 4 << 20,
-        reserve: Callable[[int, int], None] | None = None,
+        self, buffer: NDArray[np.uint8], turnover: int = 4 << 20, reserve: Callable[[int, int], None] | None = None
     ) -> None:
         """Open the store in ``buffer`` (1-D uint8, begins at a multiple of 8), or make one where it is all zeros.
 

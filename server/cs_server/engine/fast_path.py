@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Callable
 from operator import attrgetter
 from typing import TypeAlias
 
@@ -22,10 +21,10 @@ from cs_proto.frozen import frozen
 from cs_proto.messages import MOST_AHEAD, ApplyPoint, Return, RunFinished, StepFinished
 from cs_server.events import Command, Commit, Event, Finished, Received, Send
 
-from .catalogue import Catalogue
+from . import dispatch, optimizers, sessions, updates
 from .control_log import ControlDamaged, ControlFull
-from .sessions import Sessions
-from .state import PlainStep, Tables, joined, parted
+from .state import State
+from .tables import PlainStep, joined, parted
 
 __all__ = ["FastPath", "is_small"]
 
@@ -57,20 +56,8 @@ class _Ground:
 class FastPath:
     """Steps that were decided and that the other tables do not know of, and the returns of the one at hand."""
 
-    def __init__(
-        self,
-        tables: Tables,
-        sessions: Sessions,
-        catalogue: Catalogue,
-        replicas: int,
-        hear: Callable[[Event, float], None],
-    ) -> None:
-        """``hear`` is the general way to act on an event, whose commands nobody wants any more."""
-        self._tables = tables
-        self._sessions = sessions
-        self._catalogue = catalogue
-        self._replicas = replicas
-        self._hear = hear
+    def __init__(self, server: State) -> None:
+        self._server = server
         self._may_begin = False
         self._forget()
 
@@ -89,7 +76,7 @@ class FastPath:
         if type(event) is Received and type(event.record) is Return:
             if not self._committing and self._fits(event.peer, event.record):
                 self._held.append((event, now))
-                if len(self._held) < self._replicas:
+                if len(self._held) < len(self._server.replicas):
                     return []
                 if (commands := self._decide()) is not None:
                     return commands
@@ -105,51 +92,61 @@ class FastPath:
     def unfold(self) -> None:
         """Have the other tables know what they would know had everything been heard in the general way. What the
         store lacks is kept for the next flush."""
-        tables, held = self._tables, self._held
-        if not held and not tables.plain:
-            self._forget()
-            return
-        is_committing = self._committing or not self._ground  # of another server nobody knows
-        steps = sorted(tables.plain.values(), key=attrgetter("count"))
-        heard = [[_returned(message) for message in step.heard] for step in steps]
-        count, times = (steps[-1].count if steps else 0), [step.since for step in steps]
+        tables, held = self._server.tables, self._held
+        if held or tables.plain:
+            # A server that took over cannot know whether the last commit had begun: it takes it as under way.
+            is_committing = self._committing != 0 or self._ground is None
+            self._replay(sorted(tables.plain.values(), key=attrgetter("count")), is_committing)
+            for event, now in held:
+                self._hear_again(event, now)
+            for key in tables.plain:
+                del tables.plain[key]
+            tables.keep()
         self._forget()
-        if steps:
-            last = heard[-1][0]
-            first = last.run[0] - (last.lookahead if last.series else 0)
-            known = [(at, each) for at, each in zip(times, heard, strict=True) if each[0].run[0] >= first]
-            self._skip(count - len(known), last)
-            for at, returns in known:
-                for now, record in zip(at, returns, strict=True):
-                    self._hear(Received(self._sessions.worker_peer(record.replica) or b"", record), now)
-                if tables.tally.committing and not (returns is heard[-1] and is_committing):
-                    self._hear(Finished(tables.tally.committing), at[-1])
-        for event, now in held:
-            self._hear(event, now)
-        for key in tables.plain:
-            del tables.plain[key]
-        tables.keep()
+
+    def _replay(self, steps: list[PlainStep], is_committing: bool) -> None:
+        """Have the tables know of ``steps``: of those before the lookahead of the last one, only how many there were.
+        The commit of the last one stays under way where ``is_committing``."""
+        heard = [[_returned(message) for message in step.heard] for step in steps]
+        if not heard:
+            return
+        last = heard[-1][0]
+        first = last.run[0] - (last.lookahead if last.series else 0)
+        known = [(step.since, each) for step, each in zip(steps, heard, strict=True) if each[0].run[0] >= first]
+        self._skip(steps[-1].count - len(known), last)
+        tables = self._server.tables
+        for times, returns in known:
+            for now, record in zip(times, returns, strict=True):
+                self._hear_again(Received(sessions.worker_peer(self._server, record.replica) or b"", record), now)
+            if tables.tally.committing and not (returns is heard[-1] and is_committing):
+                self._hear_again(Finished(tables.tally.committing), times[-1])
+
+    def _hear_again(self, event: Event, now: float) -> None:
+        """Have the tables know what follows from an event. It was answered before, and could not fail."""
+        dispatch.hear(self._server, event, now)
+        dispatch.settle(self._server)
+        self._server.out.clear()
 
     def _skip(self, count: int, record: Return) -> None:
         """Count ``count`` steps like that of ``record``, of which nothing else is known any more."""
-        tally, points = self._tables.tally, len(record.notes)
-        tally.messages += count * self._replicas
+        tally, points = self._server.tables.tally, len(record.notes)
+        tally.messages += count * len(self._server.replicas)
         tally.runs += count
         tally.commits += count * points
         tally.tickets += count * bool(points)
-        for replica in range(self._replicas):
+        for replica in self._server.replicas:
             tally.replica_runs[replica] += count
             tally.points[replica] += count * points
             tally.applies[replica] += count * points
         for _, number, _ in _sets(record) or ():
-            self._catalogue.applied(number, count)
+            optimizers.applied(self._server, number, count)
 
     # --- what is plain ------------------------------------------------------------------------------------------------
 
     def _fits(self, peer: bytes, record: Return) -> bool:
         """Whether it is what the next plain step brings, for all that is known."""
         ground = self._ground or self._look(record)
-        if ground is None or not 0 <= record.replica < self._replicas:
+        if ground is None or not 0 <= record.replica < len(self._server.replicas):
             return False
         is_next = self._run < record.run[0] <= self._run + 1 + MOST_AHEAD and len(record.run) == 1
         for held, _ in self._held:
@@ -175,7 +172,7 @@ class FastPath:
         """Whether its gradients fit their variables, and lie in buffers that are there."""
         points = [note for note in record.notes if isinstance(note, ApplyPoint) and (note.sparse or note.buffers % 2)]
         try:
-            self._catalogue.check_gradients(points)
+            updates.check_gradients(self._server, points)
         except InvalidArgumentError:
             return False
         return True
@@ -184,20 +181,20 @@ class FastPath:
         """What plain steps like that of ``record`` may take for granted. None where something else is going on."""
         if not self._may_begin:
             return None
-        tables = self._tables
+        tables = self._server.tables
         for run, state in tables.runs.items():
             if not state.is_finished or state.failure is not None or len(run) > 1:
                 return None
-            for replica in range(self._replicas):
+            for replica in self._server.replicas:
                 returned = tables.stands[run, replica].returned
                 if returned is None or returned.error is not None:
                     return None
         others = (tables.jobs, tables.outcomes, tables.held, tables.deaths, tables.writes, tables.computations)
-        if any(others) or tables.checks or tables.digests or len(tables.workers) < self._replicas:
+        if any(others) or tables.checks or tables.digests or len(tables.workers) < len(self._server.replicas):
             return None
-        workers = [tables.workers[replica] for replica in range(self._replicas)]
-        controller = self._sessions.controller_peer()
-        hello = None if controller is None else self._sessions.client(controller)
+        workers = [tables.workers[replica] for replica in self._server.replicas]
+        controller = sessions.controller_peer(self._server)
+        hello = None if controller is None else sessions.hello_of(self._server, controller)
         if controller is None or hello is None or not all(worker.is_announced for worker in workers):
             return None
         sets = _sets(record)
@@ -221,7 +218,7 @@ class FastPath:
 
     def _decide(self) -> list[Command] | None:
         """All have returned: what follows is written down. None where it is too much, or the store has no room."""
-        ground, tables = self._ground, self._tables
+        ground, tables = self._ground, self._server.tables
         assert ground is not None
         by_replica = sorted(self._held, key=lambda each: each[0].record.replica)  # type: ignore[attr-defined]
         returns = [event.record for event, _ in by_replica if isinstance(event.record, Return)]
@@ -244,7 +241,7 @@ class FastPath:
         for k, (optimizer, number, _) in enumerate(ground.sets):
             points = [record.notes[k] for record in returns]
             applies = [point for point in points if isinstance(point, ApplyPoint)]
-            operations.append(self._catalogue.apply(number, applies, self._applied[optimizer]))
+            operations.append(updates.apply(self._server, number, applies, self._applied[optimizer]))
             self._applied[optimizer] += 1
         self._committing = tables.tally.tickets + self._count
         return [Commit(self._committing, tuple(operations))]

@@ -25,9 +25,7 @@ from cs_proto.messages import (
 )
 from cs_proto.records import Frame
 
-from .state import Failure, Point, ReplicaProgress
-
-__all__ = ["aggregated", "counted", "kind_of", "mismatch", "title", "verdict", "writes"]
+from .tables import Failure, Point, ReplicaProgress
 
 # The numbers of VariableAggregation.
 _NONE, _SUM, _MEAN, _ONLY_FIRST_REPLICA = range(4)

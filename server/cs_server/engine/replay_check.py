@@ -24,13 +24,11 @@ from cs_proto.messages import (
     WriteNote,
 )
 from cs_proto.records import replace
-from cs_server.events import Command, Fingerprint, Fingerprinted
+from cs_server.events import Fingerprint, Fingerprinted
 
-from . import merge
-from .catalogue import Catalogue
-from .state import Check, Digest, Point, Tables
-
-__all__ = ["Diverged", "ReplayCheck"]
+from . import merge, updates
+from .state import State
+from .tables import Check, Digest, Point
 
 # In the place of a location: what is compared is what lies there.
 _SOMEWHERE = Location("somewhere", 0)
@@ -40,117 +38,119 @@ class Diverged(ReplicaLostError):
     """A replay does not bring what was brought before."""
 
 
-class ReplayCheck:
-    """The record of replicas whose workers have died. Asking for a digest is a command; its answer is an event."""
+def take(server: State, run: RunId, replica: int) -> None:
+    """Have digests made of what ``replica`` has brought to ``run``."""
+    state, stand = server.tables.runs[run], server.tables.stands[run, replica]
+    for k in range(stand.count):
+        point = server.tables.points[run, replica, k]
+        # Operands of what was answered are not kept; what was only noted is, until it is committed.
+        if k >= state.agreed or (k >= state.committed and isinstance(point, ApplyPoint | AssignPoint)):
+            _ask(server, Check(run, replica, k, 0), _of_point(server, replica, point))
+    for (other, writer, number), note in server.tables.writes.items():
+        if (other, writer) == (run, replica):
+            _ask(server, Check(run, replica, -1, number), _of_write(note))
 
-    def __init__(self, tables: Tables, out: list[Command], catalogue: Catalogue) -> None:
-        self._tables = tables
-        self._out = out
-        self._catalogue = catalogue
 
-    def take(self, run: RunId, replica: int) -> None:
-        """Have digests made of what ``replica`` has brought to ``run``."""
-        state, stand = self._tables.runs[run], self._tables.stands[run, replica]
-        for k in range(stand.count):
-            point = self._tables.points[run, replica, k]
-            # Operands of what was answered are not kept; what was only noted is, until it is committed.
-            if k >= state.agreed or (k >= state.committed and isinstance(point, ApplyPoint | AssignPoint)):
-                self._ask(Check(run, replica, k, 0), self._of_point(replica, point))
-        for (other, writer, number), note in self._tables.writes.items():
-            if (other, writer) == (run, replica):
-                self._ask(Check(run, replica, -1, number), _of_write(note))
+def check_point(server: State, run: RunId, replica: int, point: Point) -> Point:
+    """The merge point as it is to be recorded from now on, after the same was brought before. Raises Diverged."""
+    before = server.tables.points[run, replica, point.k]
+    # The number of a set of variables is known to a worker that has asked for it once, and to no other.
+    if (
+        isinstance(point, ApplyPoint)
+        and isinstance(before, ApplyPoint)
+        and _members(server, point) == _members(server, before)
+    ):
+        point = replace(point, variable_set=before.variable_set, variables=before.variables)
+    if _placeless(point) != _placeless(before):
+        raise Diverged(
+            f"replay diverged at {merge.title(point)}, merge point {point.k}: before its worker died, the replica "
+            f"brought {merge.title(before)}" + " with other values" * (merge.title(point) == merge.title(before))
+        )
+    _compare(server, Check(run, replica, point.k, 0), lambda: _of_point(server, replica, point))
+    return point
 
-    def point(self, run: RunId, replica: int, point: Point) -> Point:
-        """The merge point as it is to be recorded from now on, after the same was brought before. Raises Diverged."""
-        before = self._tables.points[run, replica, point.k]
-        # The number of a set of variables is known to a worker that has asked for it once, and to no other.
-        if (
-            isinstance(point, ApplyPoint)
-            and isinstance(before, ApplyPoint)
-            and self._members(point) == self._members(before)
-        ):
-            point = replace(point, variable_set=before.variable_set, variables=before.variables)
-        if _placeless(point) != _placeless(before):
-            raise Diverged(
-                f"replay diverged at {merge.title(point)}, merge point {point.k}: before its worker died, the replica "
-                f"brought {merge.title(before)}" + " with other values" * (merge.title(point) == merge.title(before))
-            )
-        self._compare(Check(run, replica, point.k, 0), lambda: self._of_point(replica, point))
-        return point
 
-    def write(self, run: RunId, replica: int, note: WriteNote) -> None:
-        """A write note was brought again. Raises Diverged."""
-        before = self._tables.writes.get((run, replica, note.number))
-        if before is not None and _placeless_write(note) != _placeless_write(before):
-            raise Diverged(f"replay diverged at {note.op} of variable {note.variable} ({note.site})")
-        if before is not None:
-            self._tables.writes[run, replica, note.number] = note
-            self._compare(Check(run, replica, -1, note.number), lambda: _of_write(note))
+def check_write(server: State, run: RunId, replica: int, note: WriteNote) -> None:
+    """A write note was brought again. Raises Diverged."""
+    before = server.tables.writes.get((run, replica, note.number))
+    if before is not None and _placeless_write(note) != _placeless_write(before):
+        raise Diverged(f"replay diverged at {note.op} of variable {note.variable} ({note.site})")
+    if before is not None:
+        server.tables.writes[run, replica, note.number] = note
+        _compare(server, Check(run, replica, -1, note.number), lambda: _of_write(note))
 
-    def fingerprinted(self, event: Fingerprinted) -> tuple[Check, Diverged] | None:
-        """A digest is made: keep the first of its kind; what is wrong where a later one differs."""
-        check = self._tables.checks.get(event.ticket)
-        if check is None:
-            return None
-        del self._tables.checks[event.ticket]
-        key = (check.run, check.replica, check.k, check.number)
-        known = self._tables.digests.get(key)
-        if known is None:
-            self._tables.digests[key] = Digest(event.digest)
-        elif known.digest != event.digest:
-            what = f"write note {check.number}"
-            if check.k >= 0:
-                what = f"{merge.title(self._tables.points[check.run, check.replica, check.k])}, merge point {check.k}"
-            return check, Diverged(f"replay diverged at {what}: its values are not those of before its worker died")
+
+def fingerprinted(server: State, event: Fingerprinted) -> tuple[Check, Diverged] | None:
+    """A digest is made: keep the first of its kind; what is wrong where a later one differs."""
+    check = server.tables.checks.get(event.ticket)
+    if check is None:
         return None
+    del server.tables.checks[event.ticket]
+    key = (check.run, check.replica, check.k, check.number)
+    known = server.tables.digests.get(key)
+    if known is None:
+        server.tables.digests[key] = Digest(event.digest)
+    elif known.digest != event.digest:
+        what = f"write note {check.number}"
+        if check.k >= 0:
+            what = f"{merge.title(server.tables.points[check.run, check.replica, check.k])}, merge point {check.k}"
+        return check, Diverged(f"replay diverged at {what}: its values are not those of before its worker died")
+    return None
 
-    def is_checking(self, run: RunId) -> bool:
-        """Whether a digest of something of ``run`` is being made."""
-        checks = self._tables.checks
-        return bool(checks) and any(check.run == run for check in checks.values())
 
-    def command(self, ticket: int) -> Fingerprint:
-        """The command for a check: the same however often it is asked for."""
-        check = self._tables.checks[ticket]
-        if check.k < 0:
-            return Fingerprint(ticket, _of_write(self._tables.writes[check.run, check.replica, check.number]))
-        point = self._tables.points[check.run, check.replica, check.k]
-        return Fingerprint(ticket, self._of_point(check.replica, point))
+def is_checking(server: State, run: RunId) -> bool:
+    """Whether a digest of something of ``run`` is being made."""
+    checks = server.tables.checks
+    return bool(checks) and any(check.run == run for check in checks.values())
 
-    def forget(self, run: RunId) -> None:
-        """``run`` is over."""
-        for key in self._tables.digests:
-            if key[0] == run:
-                del self._tables.digests[key]
-        for ticket, check in self._tables.checks.items():
-            if check.run == run:
-                del self._tables.checks[ticket]
 
-    def _compare(self, check: Check, arrays: Callable[[], tuple[Array, ...]]) -> None:
-        if (check.run, check.replica, check.k, check.number) in self._tables.digests:
-            self._ask(check, arrays())
+def command(server: State, ticket: int) -> Fingerprint:
+    """The command for a check: the same however often it is asked for."""
+    check = server.tables.checks[ticket]
+    if check.k < 0:
+        return Fingerprint(ticket, _of_write(server.tables.writes[check.run, check.replica, check.number]))
+    point = server.tables.points[check.run, check.replica, check.k]
+    return Fingerprint(ticket, _of_point(server, check.replica, point))
 
-    def _ask(self, check: Check, arrays: tuple[Array, ...]) -> None:
-        if arrays:
-            ticket = self._tables.next_ticket()
-            self._tables.checks[ticket] = check
-            self._out.append(Fingerprint(ticket, arrays))
 
-    def _members(self, point: ApplyPoint) -> tuple[int, ...]:
-        known = self._tables.sets.get(point.variable_set)
-        return known.variables if known is not None else tuple(sorted(point.variables))
+def forget(server: State, run: RunId) -> None:
+    """``run`` is over."""
+    for key in server.tables.digests:
+        if key[0] == run:
+            del server.tables.digests[key]
+    for ticket, check in server.tables.checks.items():
+        if check.run == run:
+            del server.tables.checks[ticket]
 
-    def _of_point(self, replica: int, point: Point) -> tuple[Array, ...]:
-        """The arrays of a merge point that lie in a segment, gradient buffers included."""
-        if not isinstance(point, ApplyPoint):
-            return _located(_arrays_of(point))
-        sparse = {gradient.variable: gradient for gradient in point.sparse}
-        arrays = [array for gradient in sparse.values() for array in (gradient.values, gradient.indices)]
-        for number in self._members(point):
-            known = self._tables.variables.get(number)
-            if number not in sparse and known is not None:
-                arrays.append(self._catalogue.gradient(replica, point.buffers, known.array))
-        return _located(arrays)
+
+def _compare(server: State, check: Check, arrays: Callable[[], tuple[Array, ...]]) -> None:
+    if (check.run, check.replica, check.k, check.number) in server.tables.digests:
+        _ask(server, check, arrays())
+
+
+def _ask(server: State, check: Check, arrays: tuple[Array, ...]) -> None:
+    if arrays:
+        ticket = server.tables.next_ticket()
+        server.tables.checks[ticket] = check
+        server.out.append(Fingerprint(ticket, arrays))
+
+
+def _members(server: State, point: ApplyPoint) -> tuple[int, ...]:
+    known = server.tables.sets.get(point.variable_set)
+    return known.variables if known is not None else tuple(sorted(point.variables))
+
+
+def _of_point(server: State, replica: int, point: Point) -> tuple[Array, ...]:
+    """The arrays of a merge point that lie in a segment, gradient buffers included."""
+    if not isinstance(point, ApplyPoint):
+        return _located(_arrays_of(point))
+    sparse = {gradient.variable: gradient for gradient in point.sparse}
+    arrays = [array for gradient in sparse.values() for array in (gradient.values, gradient.indices)]
+    for number in _members(server, point):
+        known = server.tables.variables.get(number)
+        if number not in sparse and known is not None:
+            arrays.append(updates.gradient_place(server, replica, point.buffers, known.array))
+    return _located(arrays)
 
 
 def _arrays_of(point: Point) -> tuple[Array, ...]:

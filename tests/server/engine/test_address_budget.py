@@ -16,11 +16,11 @@ from cs_proto.messages import VariableSpec
 from cs_proto.optimizers import OPTIMIZERS, SLOTS, rule_of
 from cs_runtime import machine
 from cs_server.compute import undo
+from cs_server.engine import optimizers, slabs, variables
 from cs_server.engine.address_budget import PAGE_NBYTES, Addresses, divided
-from cs_server.engine.catalogue import Catalogue
 from cs_server.engine.control_log import ControlMemory
-from cs_server.engine.state import Tables
-from cs_server.events import Allocate, Command
+from cs_server.engine.state import Config, opened
+from cs_server.events import Allocate
 from cs_server.rules import RULES
 
 GIB, TIB = 1 << 30, 1 << 40
@@ -37,17 +37,16 @@ class Book:
     def __init__(self, machine_nbytes: int, replicas: int, budget: int = 64 * TIB) -> None:
         self.replicas = replicas
         self.lengths = divided(budget, machine_nbytes, replicas)
-        self.tables = Tables(ControlMemory(), replicas)
-        self.out: list[Command] = []
-        self.catalogue = Catalogue(self.tables, self.out, replicas, self.lengths)
+        self.state = opened(Config(replicas, "cpu:0", self.lengths, pid=1, started=0.0), ControlMemory())
+        self.tables, self.out = self.state.tables, self.state.out
 
     def make(self, dtype: str, count: int = 8, *, trainable: bool = True) -> int:
         spec = VariableSpec("v", dtype, (count,), trainable, 0, 0)
-        return self.catalogue.create(spec, None)[0].number
+        return variables.create(self.state, spec, None)[0].number
 
     def optimize(self, kind: str, hyperparameters: dict[str, float], variables: tuple[int, ...]) -> None:
-        made = self.catalogue.configure(0, kind, hyperparameters)
-        self.catalogue.variable_set(made.number, variables)
+        made = optimizers.configure(self.state, 0, kind, hyperparameters)
+        optimizers.variable_set(self.state, made.number, variables)
 
     def taken(self) -> dict[str, set[int]]:
         """The lengths of all segments, those that a server makes at its start included."""
@@ -107,7 +106,7 @@ def test_the_first_reservations_fit_on_every_machine(replicas: int) -> None:
             book.optimize(
                 kind, hyperparameters, tuple(numbers[dtype] for dtype in OPTIMIZABLE if takes(np.dtype(dtype)))
             )
-        book.catalogue.use_second_gradients(DTYPES)
+        slabs.use_second_gradients(book.state, DTYPES)
         assert {name for name in book.taken() if name.startswith("gradients/")} == {
             f"gradients/{r}/{b}/{dtype}" for r, b, dtype in product(range(replicas), (0, 1), OPTIMIZABLE)
         }

@@ -57,9 +57,10 @@ from cs_proto.messages import (
     Value,
 )
 from cs_proto.records import RECORDS, Frame, Record
+from cs_server.engine import replica_messages, runs
 from cs_server.engine.control_log import ControlMemory
 from cs_server.engine.engine import Engine
-from cs_server.engine.runs import Runs
+from cs_server.engine.state import State
 from cs_server.events import (
     Command,
     Commit,
@@ -151,12 +152,14 @@ class Played:
     @property
     def known(self) -> dict[str, Any]:
         """All that the engine knows, but for how often it was spoken to and when."""
-        tables = self.engine._tables
+        tables = self.engine._server.tables
         found = {name: dict(table) for name, table in vars(tables).items() if hasattr(table, "letter")}
         tally = {k: v for k, v in vars(tables.tally).items() if k not in ("messages", "seen")}
-        plain = {k: v for k, v in vars(self.engine._plain).items() if k in ("_held", "_run", "_returns", "_committing")}
-        catalogue = {k: dict(v) for k, v in vars(self.engine._catalogue).items() if k in ("_numbers", "_set_numbers")}
-        return {**found, **tally, **plain, **catalogue}
+        plain = {
+            k: v for k, v in vars(self.engine._fast_path).items() if k in ("_held", "_run", "_returns", "_committing")
+        }
+        index = self.engine._server.index
+        return {**found, **tally, **plain, "names": dict(index.numbers), "set numbers": dict(index.set_numbers)}
 
 
 def outcome_of(command: Command) -> Event | None:
@@ -318,13 +321,13 @@ def test_an_unforeseen_exception_is_a_refusal_that_changes_nothing(
     played.engine.write_down()
     before = played.known
 
-    def broken(self: Runs, *_: object) -> bool:
-        for run in self._tables.runs:
-            del self._tables.runs[run]
+    def broken(server: State, *_: object) -> bool:
+        for run in server.tables.runs:
+            del server.tables.runs[run]
         raise kind("-5")
 
     with monkeypatch.context() as patched, caplog.at_level(logging.ERROR):
-        patched.setattr(Runs, "begin_again", broken)
+        patched.setattr(runs, "begin_again", broken)
         for _ in range(3):
             (refused,) = played.hears(hears(CONTROLLER, Resent((9,), 0)))
             assert to(CONTROLLER, Refused, "cs.PeerProtocolError", f"Resent .*{kind.__name__}.*nothing").fits(refused)
@@ -338,15 +341,15 @@ def test_an_unforeseen_exception_is_a_refusal_that_changes_nothing(
 
 def test_a_question_in_a_run_that_cannot_be_acted_on_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     book = Playbook(2).begin()
-    real = Runs._ask
+    real = replica_messages._ask
 
-    def broken(self: Runs, peer: bytes, record: Any, now: float) -> None:
+    def broken(server: State, peer: bytes, record: Any, now: float) -> None:
         if record.replica == 1:
             raise KeyError(record.replica)
-        real(self, peer, record, now)
+        real(server, peer, record, now)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Runs, "_ask", broken)
+        patched.setattr(replica_messages, "_ask", broken)
         book.does(asks(0, reduces(0, scalar(1))))
         (failed,) = book.does(asks(1, reduces(0, scalar(1))))
     assert isinstance(failed, Send)

@@ -9,7 +9,7 @@ from tests.harness.playbook import applies, assigns, fault, gathers, makes, merg
 
 from cs_proto.messages import Error
 from cs_server.engine import merge
-from cs_server.engine.state import Failure
+from cs_server.engine.tables import Failure
 
 MISMATCH, LOST = "cs.MergeMismatchError", "cs.ReplicaLostError"
 

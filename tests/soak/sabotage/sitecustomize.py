@@ -17,18 +17,19 @@ _SERVERS = {"cs_server", "tests.soak.run"}
 
 def no_dedup() -> None:
     """The server acts on a request of a client as often as it comes."""
-    from cs_server.engine.requests import Requests
+    from cs_server.engine import requests
+    from cs_server.engine.state import State
 
-    write = Requests.write
+    write = requests.write
 
-    def write_again(self: Requests, peer: bytes, record: Any) -> None:
-        key = (self._is_token_of(peer, record), record.client)
-        known = self._tables.requests.get(key)
+    def write_again(server: State, peer: bytes, record: Any) -> None:
+        key = (requests._is_token_of(server, peer, record), record.client)
+        known = server.tables.requests.get(key)
         if known is not None and known.reply is not None:
-            del self._tables.requests[key]
-        write(self, peer, record)
+            del server.tables.requests[key]
+        write(server, peer, record)
 
-    Requests.write = write_again  # type: ignore[method-assign]
+    requests.write = write_again
 
 
 def no_undo() -> None:
@@ -53,23 +54,24 @@ def no_undo() -> None:
 
 def replay_committed() -> None:
     """A run is replayed although something of it is committed."""
-    from cs_server.engine.replays import Replays
+    from cs_server.engine import replays
 
-    Replays._changes = lambda self, run: False  # type: ignore[method-assign]
+    replays._changes = lambda server, run: False
 
 
 def no_fence() -> None:
     """The server acts on what a worker says after another took its place."""
-    from cs_server.engine.sessions import Sessions
+    from cs_server.engine import sessions
+    from cs_server.engine.state import State
 
-    check = Sessions.check_replica
+    check = sessions.check_replica
 
-    def check_no_incarnation(self: Sessions, peer: bytes, replica: int, incarnation: int) -> None:
-        known = self._tables.workers.get(replica)
+    def check_no_incarnation(server: State, peer: bytes, replica: int, incarnation: int) -> None:
+        known = server.tables.workers.get(replica)
         if known is None or incarnation >= known.worker.incarnation:
-            check(self, peer, replica, incarnation)
+            check(server, peer, replica, incarnation)
 
-    Sessions.check_replica = check_no_incarnation  # type: ignore[method-assign]
+    sessions.check_replica = check_no_incarnation
 
 
 SABOTAGES = {

@@ -1,0 +1,87 @@
+"""What is derived from the tables so that it is found fast: names of variables, and the sets that they are in.
+
+Owns nothing that must be remembered: it can be made from the tables at any time, and follows where they are rolled
+back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from cs_server.events import Dense
+
+from .tables import Tables, VariableSet
+
+__all__ = ["Index"]
+
+# Characters that a variable's name has at most.
+_NAME_LENGTH = 512
+
+
+class Index:
+    """Derived from ``tables``. Whoever changes variables or sets there tells it here."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+        #: The number of each variable, by name.
+        self.numbers = {variable.spec.name: number for number, variable in tables.variables.items()}
+        # Of a name that was taken, the count at which a free one was found last: those before are taken.
+        self._counts: dict[str, int] = {}
+        self._derive_sets()
+
+    def _derive_sets(self) -> None:
+        #: The variable sets that a variable is in.
+        self.sets_of: dict[int, list[int]] = {}
+        #: The number of a variable set, by optimizer and ascending variables.
+        self.set_numbers: dict[tuple[int, tuple[int, ...]], int] = {}
+        #: The dense part of an apply, by set, sparse variables, whether gradients are clipped, and buffers. It never
+        #: changes, since variables do not move. The executor plans the work for each of these objects once.
+        self.dense: dict[tuple[int, tuple[int, ...], bool, tuple[int, ...]], tuple[Dense, ...]] = {}
+        for number, variable_set in self._tables.sets.items():
+            self.add_set(number, variable_set)
+
+    @contextmanager
+    def rolled_back(self) -> Iterator[None]:
+        """The tables are rolled back in the block."""
+        variables, is_stale = self._tables.variables, self._tables.sets.is_changed
+        changed = variables.changed
+        for number in changed:
+            if number in variables:
+                self.drop_name(variables[number].spec.name)
+        yield
+        for number in changed:
+            if number in variables:
+                self.numbers[variables[number].spec.name] = number
+        if is_stale:
+            self._derive_sets()
+
+    def add_set(self, number: int, variable_set: VariableSet) -> None:
+        """There is a new variable set."""
+        self.set_numbers[variable_set.optimizer, variable_set.variables] = number
+        for member in variable_set.variables:
+            self.sets_of.setdefault(member, []).append(number)
+
+    def free_name(self, name: str) -> str:
+        """``name``, or where it is taken the first of ``name_1``, ``name_2``, … that is free."""
+        if name not in self.numbers:
+            return name
+        count = self._counts.get(name, 1)
+        while (free := _counted(name, count)) in self.numbers:
+            count += 1
+        if free.startswith(name):  # a shortened name does not show from which name it was made
+            self._counts[name] = count
+        return free
+
+    def drop_name(self, name: str) -> None:
+        """The variable of that name is gone."""
+        del self.numbers[name]
+        self._counts.pop(name, None)
+        base, _, count = name.rpartition("_")
+        if base in self._counts and count.isdecimal():
+            self._counts[base] = min(self._counts[base], max(1, int(count)))
+
+
+def _counted(name: str, count: int) -> str:
+    suffix = f"_{count}"
+    return name[: _NAME_LENGTH - len(suffix)] + suffix

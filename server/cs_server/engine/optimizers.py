@@ -1,0 +1,210 @@
+"""Optimizers, the sets of variables that they update, and the slots that they keep beside variables.
+
+It knows nothing of runs and of peers; ``requests`` and ``progress`` call it. Every function that can refuse does so
+before it changes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+import numpy as np
+
+from cs_proto import segment_names
+from cs_proto.arrays import Array, Location
+from cs_proto.errors import InvalidArgumentError
+from cs_proto.messages import Optimizer
+from cs_proto.optimizers import SLOTS, check_change, rule_of
+from cs_proto.records import replace
+from cs_proto.schedules import Schedule
+from cs_server.events import Allocate, LoadKernel, Write
+from cs_server.rules import RULES
+
+from . import slabs, variables
+from .state import State
+from .tables import SlotFill, SlotNames, Steps, VariableSet
+
+
+def get(server: State, number: int) -> Optimizer:
+    """The optimizer as it stands. Raises InvalidArgumentError where there is none of that number."""
+    optimizer = server.tables.optimizers.get(number)
+    if optimizer is None:
+        known = ", ".join(f"{n} ({o.kind})" for n, o in server.tables.optimizers.items())
+        raise InvalidArgumentError(f"there is no optimizer {number}; there are {known or 'none'}")
+    return optimizer
+
+
+def configure(
+    server: State,
+    number: int,
+    kind: str,
+    hyperparameters: Mapping[str, float],
+    schedule: Schedule | None = None,
+    iterations: int = -1,
+) -> Optimizer:
+    """Make an optimizer (0) or change some of its hyperparameters, its schedule or its iterations (-1: not them).
+
+    Raises InvalidArgumentError where its kind cannot take them, or its rule, which it keeps.
+    """
+    if number:
+        known = get(server, number)
+        if known.kind != kind:
+            raise InvalidArgumentError(f"optimizer {number} is {known.kind} and cannot become {kind}; make another")
+        before = dict(known.hyperparameters)
+        given = {**before, **hyperparameters}
+        check_change(kind, known.rule, before, given)
+        if schedule is None and "learning_rate" not in hyperparameters:
+            schedule = known.schedule
+        made = replace(known, hyperparameters=tuple(given.items()), schedule=schedule)
+    else:
+        rule = rule_of(kind, hyperparameters)
+        server.tables.tally.optimizers += 1
+        number = server.tables.tally.optimizers
+        made = Optimizer(number, kind, rule, tuple(hyperparameters.items()), schedule, 0)
+    server.tables.optimizers[number] = made = replace(
+        made, iterations=made.iterations if iterations < 0 else iterations
+    )
+    return made
+
+
+def members(server: State, optimizer: int, numbers: tuple[int, ...]) -> tuple[int, ...]:
+    """The variables ``numbers`` as a set that ``optimizer`` can update, ascending. Raises InvalidArgumentError."""
+    rule = RULES[get(server, optimizer).rule]
+    is_bounded = "clipvalue" in dict(get(server, optimizer).hyperparameters)
+    if len(set(numbers)) < len(numbers):
+        raise InvalidArgumentError(f"optimizer {optimizer}: a variable appears twice; add its gradients first")
+    for number in numbers:
+        spec = variables.row(server, number).spec
+        if not rule.takes(np.dtype(spec.dtype)):
+            raise InvalidArgumentError(
+                f"variable {spec.name!r} is {spec.dtype}; only floating-point variables can be optimized"
+                + (", and complex ones not by this rule" if rule.is_real else "")
+            )
+        if is_bounded and np.dtype(spec.dtype).kind == "c":
+            raise InvalidArgumentError(f"variable {spec.name!r} is {spec.dtype}; clipvalue bounds real gradients only")
+    return tuple(sorted(numbers))
+
+
+def known_set(server: State, optimizer: int, numbers: Iterable[int]) -> int | None:
+    """The number of a variable set, in whatever order its variables are named; None where it has none yet."""
+    return server.index.set_numbers.get((optimizer, tuple(sorted(numbers))))
+
+
+def variable_set(
+    server: State, optimizer: int, numbers: tuple[int, ...], sparse: Collection[int] = ()
+) -> tuple[int, tuple[SlotFill, ...]]:
+    """The number of that set, and the slots that only now come to be; those of ``sparse`` variables take memory
+    only where rows are touched.
+
+    Raises InvalidArgumentError, and MemoryPlanError where the slots do not fit the memory that is left, or
+    DeviceMemoryError where they, or the kernels that update them, do not fit the GPU's.
+    """
+    ascending = members(server, optimizer, numbers)
+    known = known_set(server, optimizer, ascending)
+    if known is not None:
+        return known, ()
+    record = get(server, optimizer)
+    slabs.allocate(server, _described(record), _kernels_of(server, record, ascending))
+    fills = _add_slots(server, record, ascending, sparse)
+    server.tables.tally.sets += 1
+    made = server.tables.tally.sets
+    server.tables.sets[made] = VariableSet(optimizer, ascending)
+    server.tables.steps[made] = Steps(0)
+    server.index.add_set(made, server.tables.sets[made])
+    return made, fills
+
+
+def slot_segments(optimizer: Optimizer, dtype: str) -> tuple[str, ...]:
+    """The segments of the slots of an optimizer beside variables of ``dtype``."""
+    return tuple(segment_names.slots(optimizer.number, slot, dtype) for slot in SLOTS[optimizer.rule])
+
+
+def applied(server: State, number: int, count: int = 1) -> None:
+    """``count`` steps on the variable set were committed."""
+    server.tables.steps[number] = Steps(server.tables.steps[number].count + count)
+    optimizer = get(server, server.tables.sets[number].optimizer)
+    server.tables.optimizers[optimizer.number] = replace(optimizer, iterations=optimizer.iterations + count)
+
+
+def kernels(server: State) -> list[LoadKernel]:
+    """What a GPU has to have ready for the updates of a server that was restarted; nothing where variables lie on
+    none."""
+    sets = server.tables.sets.values()
+    return [*dict.fromkeys(k for s in sets for k in _kernels_of(server, get(server, s.optimizer), s.variables))]
+
+
+def _kernels_of(server: State, optimizer: Optimizer, numbers: Iterable[int]) -> list[LoadKernel]:
+    dtypes = {variables.row(server, number).spec.dtype for number in numbers}
+    return [LoadKernel(optimizer.rule, dtype) for dtype in sorted(dtypes) if slabs.on_device(server, dtype, 1)]
+
+
+def slots(server: State, optimizer: int, variable: int) -> tuple[tuple[tuple[str, Array], ...], tuple[SlotFill, ...]]:
+    """Name and place of every slot beside a variable, and those that only now come to be.
+
+    Raises InvalidArgumentError for what cannot be updated, and MemoryPlanError as ``variable_set`` does.
+    """
+    record, (number,) = get(server, optimizer), members(server, optimizer, (variable,))
+    fills = _add_slots(server, record, (number,), ())
+    found = variables.row(server, number)
+    places = (Location(name, found.place.offset) for name in slot_segments(record, found.spec.dtype))
+    arrays = (Array(found.spec.dtype, found.spec.shape, place) for place in places)
+    return tuple(zip(SLOTS[record.rule], arrays, strict=True)), fills
+
+
+def slotted(server: State, optimizer: int) -> tuple[int, ...]:
+    """The variables beside which an optimizer has slots."""
+    return tuple(sorted(variable for number, variable in server.tables.slots if number == optimizer))
+
+
+def write_slot(server: State, optimizer: int, variable: int, slot: str, value: Array) -> Write:
+    """The operation that sets a slot, which is there. Raises InvalidArgumentError where ``value`` does not fit."""
+    found, _ = slots(server, optimizer, variable)
+    target = dict(found).get(slot)
+    if target is None:
+        has = ", ".join(name for name, _ in found) or "none"
+        raise InvalidArgumentError(f"optimizer {optimizer} has no slot {slot!r}; its slots: {has}")
+    spec = variables.row(server, variable).spec
+    variables.check_fits(f"the value of slot {slot!r} of variable {spec.name!r}", value, spec)
+    return Write(target, "assign", None, (value,))
+
+
+def _add_slots(
+    server: State, optimizer: Optimizer, numbers: Iterable[int], sparse: Collection[int]
+) -> tuple[SlotFill, ...]:
+    """Make the slots of those of these variables that have none."""
+    names = SLOTS[optimizer.rule]
+    missing = [variables.row(server, v) for v in numbers if (optimizer.number, v) not in server.tables.slots]
+    touched = {number for _, number in server.tables.slots}
+    idle = [v for v in missing if v.spec.trainable and v.number not in touched]
+    slabs.check_plan(
+        server,
+        _described(optimizer),
+        sum(len(names) * variable.array.nbytes for variable in missing),
+        f"for the slots {', '.join(names)} of {len(missing)} variables",
+        touched_nbytes=sum(variable.array.nbytes for variable in idle),
+        device_nbytes=sum(len(names) * slabs.on_device(server, v.spec.dtype, v.array.nbytes) for v in missing),
+    )
+    initial = RULES[optimizer.rule].initial(dict(optimizer.hyperparameters))
+    fills: list[SlotFill] = []
+    needed: list[Allocate] = []
+    for variable in missing:
+        dtype, nbytes, offset = variable.spec.dtype, variable.array.nbytes, variable.place.offset
+        reservation = server.tables.slabs[dtype].reservation
+        for slot, value in zip(names, initial, strict=True):
+            segment = segment_names.slots(optimizer.number, slot, dtype)
+            is_lazy = variable.number in sparse and value == 0
+            needed.append(Allocate(segment, reservation, "", offset, offset + nbytes, is_lazy))
+            if nbytes:
+                first, last = slabs.elements(variable)
+                fills.append(SlotFill(segment, dtype, first, last, float(value), is_lazy))
+    slabs.allocate(server, f"the slots of {_described(optimizer)}", needed)
+    for variable in idle:
+        slab = server.tables.slabs[variable.spec.dtype]
+        server.tables.slabs[variable.spec.dtype] = replace(slab, idle_nbytes=slab.idle_nbytes - variable.array.nbytes)
+    for variable in missing:
+        server.tables.slots[optimizer.number, variable.number] = SlotNames(names)
+    return tuple(fills)
+
+
+def _described(optimizer: Optimizer) -> str:
+    return f"optimizer {optimizer.number} ({optimizer.kind})"

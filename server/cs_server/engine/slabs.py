@@ -1,0 +1,220 @@
+"""Slabs: where variables lie, and the plan that keeps the service inside the machine's memory.
+
+A slab holds the variables of one dtype one after the other, in a reservation of addresses of which only touched pages
+take memory. If a variable does not fit, the slab is extended and nothing moves. Slots and gradient buffers are segments
+of their own with the slab's offsets. Every function that can refuse does so before it changes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from cs_proto import segment_names
+from cs_proto.arrays import Array, Location
+from cs_proto.errors import DeviceMemoryError, MemoryPlanError, replica_exception_class
+from cs_proto.messages import Variable
+from cs_proto.records import replace
+from cs_proto.sizes import in_units
+from cs_server.events import Allocate, Discard, Load, Needed
+from cs_server.rules import GPU_DTYPES
+
+from .address_budget import pages
+from .state import State
+from .tables import Hole, Slab
+
+# Every variable begins at a multiple of this.
+_ALIGNMENT = 64
+
+
+def extended(server: State, what: str, dtype: str, slab: Slab, end: int) -> tuple[int, list[Allocate]]:
+    """The reservation of a slab that ends at byte ``end``, and what makes its segments so long where they are shorter.
+
+    Every process maps an extended segment again, so it becomes twice as long where that can be had, and else as long
+    as it must be. Raises MemoryPlanError where not even that can be had.
+    """
+    if 0 < slab.reservation >= end:
+        return slab.reservation, []
+    longest = server.config.addresses.longest_slab
+    if end > longest:
+        nbytes = end - slab.tail
+        raise MemoryPlanError(
+            f"{what}: {nbytes} bytes planned{in_units(nbytes)}, but only {longest - slab.tail} of the {longest} "
+            f"bytes of addresses{in_units(longest)} for {dtype} variables are available; use smaller or "
+            "fewer variables"
+        )
+    # All segments of the slab are extended at once: a commit that reads gradients cannot extend one.
+    segments = list(segments_of(server, dtype, slab.gradient_sets))
+    best = min(longest, max(server.config.addresses.slab, 2 * slab.reservation, pages(end)))
+    needed = [Allocate(segment, best, writer, end, end) for segment, writer in segments]
+    if not any(each in server.refused for each in needed):
+        return best, needed
+    least = pages(max(end, 1))
+    return least, [Allocate(segment, least, writer, end, end) for segment, writer in segments]
+
+
+def use_second_gradients(server: State, dtypes: Iterable[str]) -> None:
+    """Make the second set of every replica's gradient buffers of these dtypes. Raises MemoryPlanError if it does
+    not fit."""
+    for dtype in dict.fromkeys(dtypes):
+        slab = server.tables.slabs[dtype]
+        if is_optimizable(dtype) and slab.gradient_sets < 2:
+            needed = [
+                Allocate(
+                    segment_names.gradients(replica, 1, dtype), slab.reservation, f"w{replica}", slab.tail, slab.tail
+                )
+                for replica in server.replicas
+            ]
+            allocate(server, f"the second set of {dtype} gradient buffers", needed)
+            server.tables.slabs[dtype] = replace(slab, gradient_sets=2)
+
+
+def hole_for(server: State, dtype: str, room: int) -> int | None:
+    """Where the smallest hole of so many bytes begins; of equal ones the first. None where there is none."""
+    fitting = [(h.nbytes, at) for (of, at), h in server.tables.holes.items() if of == dtype and h.nbytes >= room > 0]
+    return min(fitting)[1] if fitting else None
+
+
+def give_back(server: State, variable: Variable) -> None:
+    """The bytes of a variable become a hole, as one with the holes beside it."""
+    dtype, nbytes, offset = variable.spec.dtype, variable.array.nbytes, variable.place.offset
+    slab = server.tables.slabs[dtype]
+    if nbytes:
+        for segment, _ in segments_of(server, dtype, slab.gradient_sets):
+            server.out.append(Discard(segment, offset, offset + nbytes))
+    holes, room = server.tables.holes, room_of(nbytes)
+    for other, hole in holes.items():
+        if other[0] == dtype and room and (other[1] + hole.nbytes == offset or other[1] == offset + room):
+            offset, room = min(offset, other[1]), room + hole.nbytes
+            del holes[other]
+    if room:  # at the tail, too: what lies beyond the tail is zero
+        holes[dtype, offset] = Hole(room)
+    idle_nbytes = nbytes if variable.spec.trainable and is_optimizable(dtype) else 0
+    server.tables.slabs[dtype] = replace(slab, nbytes=slab.nbytes - nbytes, idle_nbytes=slab.idle_nbytes - idle_nbytes)
+
+
+def parameter_nbytes(server: State) -> int:
+    """Bytes of all variables."""
+    return sum(slab.nbytes for slab in server.tables.slabs.values())
+
+
+def slot_nbytes(server: State) -> int:
+    """Bytes of all slots."""
+    return sum(
+        len(slots.names) * server.tables.variables[variable].array.nbytes
+        for (_, variable), slots in server.tables.slots.items()
+    )
+
+
+def allocations(server: State) -> list[Allocate]:
+    """Every segment there is, to be opened again by a server that was restarted."""
+    made = [
+        Allocate(segment, slab.reservation, writer)
+        for dtype, slab in server.tables.slabs.items()
+        for segment, writer in segments_of(server, dtype, slab.gradient_sets)
+    ]
+    names = {
+        (segment_names.slots(optimizer, slot, dtype), dtype)
+        for (optimizer, variable), slots in server.tables.slots.items()
+        for slot in slots.names
+        for dtype in [server.tables.variables[variable].spec.dtype]
+    }
+    return made + [Allocate(name, server.tables.slabs[dtype].reservation, "") for name, dtype in sorted(names)]
+
+
+def discards(server: State) -> list[Discard]:
+    """The bytes between variables: a server that was restarted may not have given them back."""
+    return [
+        Discard(segment, offset, offset + hole.nbytes)
+        for (dtype, offset), hole in server.tables.holes.items()
+        for segment, _ in segments_of(server, dtype, server.tables.slabs[dtype].gradient_sets)
+    ]
+
+
+def loads(server: State) -> list[Load]:
+    """What has to be brought to the GPU by a server that was restarted; nothing where variables lie on none."""
+    places = [variable.array for variable in server.tables.variables.values()]
+    for (optimizer, number), slots in server.tables.slots.items():
+        array = server.tables.variables[number].array
+        names = (segment_names.slots(optimizer, slot, array.dtype) for slot in slots.names)
+        places += [replace(array, place=Location(name, offset_of(array))) for name in names]
+    return [
+        Load(array.place.segment, offset_of(array), offset_of(array) + array.nbytes)
+        for array in places
+        if isinstance(array.place, Location) and on_device(server, array.dtype, array.nbytes)
+    ]
+
+
+def segments_of(server: State, dtype: str, gradient_sets: int) -> Iterator[tuple[str, str]]:
+    """The segments of a slab, slots excepted, each with the name of its writer."""
+    yield segment_names.parameters(dtype), ""
+    if is_optimizable(dtype):
+        for replica in server.replicas:
+            for buffers in range(gradient_sets):
+                yield segment_names.gradients(replica, buffers, dtype), f"w{replica}"
+
+
+def allocate(server: State, what: str, needed: Sequence[Needed]) -> None:
+    """Have these made. Raises, as the one that was refused says, where the plan allowed what cannot be had."""
+    for each in needed:
+        if (error := server.refused.get(each)) is not None:
+            raise replica_exception_class(error.exception)(f"{what}: {error.message}")
+    server.out += needed
+
+
+def on_device(server: State, dtype: str, nbytes: int) -> int:
+    """How many of ``nbytes`` lie on a GPU."""
+    return nbytes if server.config.parameter_device.startswith("gpu") and dtype in GPU_DTYPES else 0
+
+
+def check_plan(
+    server: State, what: str, nbytes: int, purpose: str, touched_nbytes: int = 0, device_nbytes: int = 0
+) -> None:
+    """Raise where ``nbytes`` do not fit. ``touched_nbytes`` of idle variables have just been touched;
+    ``device_nbytes`` lie on a GPU, too, and there is room in the journal for each of them."""
+    free, device = server.tables.tally.device_nbytes, server.config.parameter_device
+    if 0 <= free < device_nbytes:
+        raise DeviceMemoryError(
+            f"{what}: {device_nbytes} bytes planned{in_units(device_nbytes)} on {device} {purpose}, {free} "
+            f"bytes of it available{in_units(free)}; use smaller or fewer variables, end what else uses it, or "
+            "keep the variables in the machine's memory (parameter_device='cpu:0')"
+        )
+    nbytes += device_nbytes
+    available = server.tables.tally.available_nbytes
+    idle_nbytes = sum(slab.idle_nbytes for slab in server.tables.slabs.values()) - touched_nbytes
+    promised = len(server.replicas) * idle_nbytes
+    if nbytes and 0 <= available < nbytes + promised:
+        raise MemoryPlanError(
+            f"{what}: {nbytes} bytes planned{in_units(nbytes)} {purpose} beside {promised} bytes promised"
+            f"{in_units(promised)} to gradient buffers of other variables, {available} bytes available"
+            f"{in_units(available)}; use smaller or fewer variables, fewer replicas, or "
+            "give the service more memory; a table that gets sparse gradients only needs no gradient buffers if it "
+            "is made with trainable=False"
+        )
+
+
+# --- bytes --------------------------------------------------------------------------------------------------------
+
+
+def is_optimizable(dtype: str) -> bool:
+    """Whether variables of ``dtype`` may have gradients."""
+    return np.dtype(dtype).kind in "fc"
+
+
+def room_of(nbytes: int) -> int:
+    """What a variable takes of its slab."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def elements(variable: Variable) -> tuple[int, int]:
+    """The elements of its slab that a variable covers, first and end."""
+    itemsize = np.dtype(variable.spec.dtype).itemsize
+    first = variable.place.offset // itemsize
+    return first, first + variable.array.nbytes // itemsize
+
+
+def offset_of(array: Array) -> int:
+    """Where an array that lies in a segment begins there."""
+    assert isinstance(array.place, Location)
+    return array.place.offset

@@ -1,0 +1,565 @@
+"""Everything the engine remembers: one table for each subject, written through to the control store.
+
+Owns what is recorded, as records of its own (codes 200-219, which no peer ever sees), and their way into the store
+and back. The dictionaries here are decoded copies: after ``flush`` an engine built anew over the same store knows the
+same; after ``keep``, what was known at the last ``flush``. It knows no rule; ``sessions``, ``requests``, ``runs``,
+``progress``, ``commits`` and ``catalogue`` act on it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import msgpack
+
+from cs_proto import codec
+from cs_proto.errors import PeerProtocolError
+from cs_proto.messages import (
+    Accepted,
+    ApplyPoint,
+    Assign,
+    AssignPoint,
+    AssignSlot,
+    Configure,
+    Create,
+    Created,
+    CreatedInRun,
+    CreatePoint,
+    DescribeSlots,
+    Died,
+    Done,
+    Error,
+    Free,
+    GatherPoint,
+    Get,
+    Hello,
+    MergeCallPoint,
+    MergeCallReturn,
+    Optimizer,
+    PointFailed,
+    ReadPoint,
+    Reduced,
+    ReducePoint,
+    Refused,
+    Return,
+    RunId,
+    Variable,
+    Worker,
+    WriteNote,
+)
+from cs_proto.records import Buffer, Record, record
+
+from .control_log import Control, ControlDamaged
+
+# --- what is recorded -------------------------------------------------------------------------------------------------
+
+
+class _Row(Record):
+    """Base of the records below. They are made by this process alone, so they are not checked field by field."""
+
+    is_checked = False
+
+
+@record(200)
+class WorkerSession(_Row):
+    """A registered worker and the identity of its socket. ``is_announced``: whoever sends it runs knows of it."""
+
+    peer: bytes
+    worker: Worker
+    is_announced: bool = True
+
+
+@record(201)
+class ClientSession(_Row):
+    """A client that said hello. A controller waits for its welcome ``since``; the wait was last ``named`` then."""
+
+    hello: Hello
+    is_welcome: bool
+    since: float
+    named: float
+
+
+@record(202)
+class Request(_Row):
+    """The last write of a controller: ``request`` until it is done, ``reply`` from then on.
+
+    ``run`` is the top-level run under whose token it was made, 0 for the client's own.
+    """
+
+    peer: bytes
+    run: int
+    sequence: int
+    request: Create | Assign | AssignSlot | Configure | Free | None
+    reply: Created | Done | Refused | None
+
+
+@record(203)
+class HeldGet(_Row):
+    """A Get whose bytes must be copied, or a DescribeSlots whose slots are being made, once no commit is under way."""
+
+    peer: bytes
+    get: Get | DescribeSlots
+
+
+@record(204)
+class Slab(_Row):
+    """All variables of one dtype: the length of its segments, the end of the last place that was given away, the bytes
+    of its variables, the part of them that no optimizer has touched although one may, and the number of sets of
+    gradient buffers that each replica has."""
+
+    reservation: int
+    tail: int
+    nbytes: int
+    idle_nbytes: int
+    gradient_sets: int = 1
+
+
+@record(214)
+class Hole(_Row):
+    """Bytes of a slab between variables, where one was."""
+
+    nbytes: int
+
+
+@record(205)
+class VariableSet(_Row):
+    """The variables (ascending numbers) that an optimizer updates together."""
+
+    optimizer: int
+    variables: tuple[int, ...]
+
+
+@record(213)
+class Steps(_Row):
+    """How often a variable set was updated."""
+
+    count: int
+
+
+@record(206)
+class SlotNames(_Row):
+    """The slots that an optimizer has beside one variable."""
+
+    names: tuple[str, ...]
+
+
+@record(207)
+class Failure(_Row):
+    """Why a run cannot go on. ``error`` is what its replicas are told; ``replica`` -1 where it is nobody's."""
+
+    cause: Literal["mismatch", "operation", "lost", "cancelled"]
+    replica: int
+    error: Error
+
+
+@record(208)
+class RunState(_Row):
+    """How far a run is. Of its merge points the first ``agreed`` were brought by all replicas and fit each other, the
+    first ``committed`` are done with; ``commits`` counts those that changed a variable. ``token``: the merge point
+    whose merge function is being run, or -1. Its wait was last ``named`` then; the controller has waited for its end
+    since ``awaited`` (0: not for long)."""
+
+    agreed: int
+    committed: int
+    commits: int
+    token: int
+    failure: Failure | None
+    is_finished: bool
+    named: float
+    awaited: float = 0.0
+
+
+@record(209)
+class ReplicaProgress(_Row):
+    """Where one replica of a run stands: it has brought ``count`` merge points and ``writes`` write notes and,
+    ``since`` then, it waits at merge point ``waiting`` (-1: it does not), or to ``read`` what it wrote, or has
+    ``returned``, or its worker is lost. After one of ``deaths`` of its worker the run is replayed: of what is recorded
+    the worker in its place has brought ``again`` merge points and ``writes_again`` write notes. While it waits,
+    the views that its function holds are ``live``, so that a commit would change them, or the replica has been
+    ``asked`` to preserve them, or they are ``preserved``."""
+
+    count: int
+    since: float
+    waiting: int
+    read: ReadPoint | None
+    returned: Return | None
+    is_lost: bool
+    writes: int = 0
+    again: int = 0
+    writes_again: int = 0
+    deaths: int = 0
+    views: Literal["live", "asked", "preserved"] = "live"
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether it has still to bring what it brought before its worker died."""
+        return self.again < self.count or self.writes_again < self.writes
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it waits for an answer."""
+        return self.waiting >= 0 or self.read is not None
+
+    @property
+    def is_preserving(self) -> bool:
+        """Whether it waits, and others wait until it has preserved its views."""
+        return self.is_waiting and self.views == "asked"
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it does nothing that could still look at a variable."""
+        return self.is_waiting or self.returned is not None or self.is_lost
+
+
+@record(210)
+class SlotFill(_Row):
+    """The start of one slot of one variable: elements ``first`` to ``last`` of a segment. ``is_lazy``: all zero, and no
+    memory taken for it."""
+
+    segment: str
+    dtype: str
+    first: int
+    last: int
+    value: float
+    is_lazy: bool
+
+
+@record(211)
+class Job(_Row):
+    """A commit, under way or waiting for its turn.
+
+    ``run``: merge points of ``run`` up to ``k``, and the write notes before them; ``writes``: the write notes after
+    merge point ``k - 1``, which was its last; ``create``: the value of variable ``number``, made at its point ``k``;
+    ``request``: a controller's write, ``token`` and ``client`` name it; ``slots``: nothing but ``fills``.
+    """
+
+    kind: Literal["run", "writes", "create", "request", "slots"]
+    run: RunId
+    k: int
+    number: int
+    token: bool
+    client: str
+    fills: tuple[SlotFill, ...]
+
+
+@record(212)
+class Computation(_Row):
+    """Arithmetic under way for merge point ``k`` of ``run``."""
+
+    run: RunId
+    k: int
+
+
+@record(215)
+class Digest(_Row):
+    """Of the bytes that a replica brought at a merge point or with a write note, when its worker had died."""
+
+    digest: bytes
+
+
+@record(216)
+class Check(_Row):
+    """A digest that was asked for: of merge point ``k``, or of write note ``number`` where ``k`` is -1."""
+
+    run: RunId
+    replica: int
+    k: int
+    number: int
+
+
+@record(217)
+class Departure(_Row):
+    """A controller that has gone: what it said before may come after."""
+
+    client: str
+
+
+@record(218)
+class PlainStep(_Row):
+    """A step of which the other tables know nothing: the ``count``-th since they knew everything. Its messages as they
+    came, and when."""
+
+    count: int
+    since: tuple[float, ...]
+    heard: tuple[bytes, ...]
+
+
+Point = ApplyPoint | AssignPoint | CreatePoint | ReducePoint | GatherPoint | MergeCallPoint
+Outcome = Accepted | CreatedInRun | Reduced | PointFailed | MergeCallReturn
+
+
+@dataclass
+class ServerCounters:
+    """What is only counted: one small entry, written whenever anything is. Lists go by replica."""
+
+    messages: int = 0
+    commits: int = 0
+    runs: int = 0
+    #: Numbers given away last.
+    variables: int = 0
+    optimizers: int = 0
+    sets: int = 0
+    tickets: int = 0
+    #: The ticket of the commit under way, or 0.
+    committing: int = 0
+    #: Bytes that may still be touched, as last told; -1 before.
+    available_nbytes: int = -1
+    #: Those of the GPU where variables lie; -1 where they lie on none.
+    device_nbytes: int = -1
+    seen: list[float] = field(default_factory=list)
+    replica_runs: list[int] = field(default_factory=list)
+    points: list[int] = field(default_factory=list)
+    applies: list[int] = field(default_factory=list)
+
+
+# --- the tables -------------------------------------------------------------------------------------------------------
+
+K = TypeVar("K")
+V = TypeVar("V", bound=Record)
+_TALLY = b"tally"
+
+
+class Table(dict[K, V]):
+    """A dictionary of records that remembers what the event at hand has changed in it, and what has changed since the
+    last ``flush`` of its owner. It is changed by setting and deleting items and by nothing else, also while somebody
+    goes through it."""
+
+    def __init__(self, letter: bytes, changed: list[Table[Any, Any]]) -> None:
+        """In the store its keys begin with ``letter``; when it changes it is added to ``changed``, once."""
+        self.letter = letter
+        self._changed = changed
+        # Of what has changed: as it was before the event at hand, and as the store has it if that is of before.
+        self._before: dict[K, V | None] = {}
+        self._stored: dict[K, V | None] = {}
+
+    def __setitem__(self, key: K, value: V) -> None:
+        if key not in self._before:
+            self._note(key, self.get(key))
+        dict.__setitem__(self, key, value)
+
+    def __delitem__(self, key: K) -> None:
+        if key not in self._before:
+            self._note(key, self[key])
+        dict.__delitem__(self, key)
+
+    def _note(self, key: K, before: V | None) -> None:
+        if not self._before and not self._stored:
+            self._changed.append(self)
+        self._before[key] = before
+
+    def __iter__(self) -> Iterator[K]:
+        """The keys as they are now."""
+        return iter(tuple(dict.keys(self)))
+
+    def items(self) -> list[tuple[K, V]]:  # type: ignore[override]
+        """Keys and records as they are now."""
+        return list(dict.items(self))
+
+    def values(self) -> list[V]:  # type: ignore[override]
+        """The records as they are now."""
+        return list(dict.values(self))
+
+    def discard(self, key: K) -> None:
+        """Remove ``key`` where it is there."""
+        if key in self:
+            del self[key]
+
+    def load(self, key: K, value: V) -> None:
+        """Take over an entry of the store."""
+        super().__setitem__(key, value)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the event at hand may have changed it."""
+        return bool(self._before)
+
+    @property
+    def changed(self) -> list[K]:
+        """The keys of what the event at hand may have changed."""
+        return list(self._before)
+
+    def changes(self) -> list[tuple[K, V | None]]:
+        """What differs from the store."""
+        stored = self._before | self._stored if self._stored else self._before
+        return [(key, value) for key, before in stored.items() if (value := self.get(key)) is not before]
+
+    def accept(self) -> None:
+        """The store has the changes."""
+        self._before.clear()
+        self._stored.clear()
+
+    def keep(self) -> None:
+        """The event at hand is over; the store does not have its changes."""
+        self._stored = self._before | self._stored
+        self._before.clear()
+
+    def rollback(self) -> bool:
+        """Forget the changes of the event at hand; whether others are left that the store does not have."""
+        for key, value in self._before.items():
+            if value is None:
+                self.pop(key, None)
+            else:
+                super().__setitem__(key, value)
+        self._before.clear()
+        return bool(self._stored)
+
+
+class Tables:
+    """All tables over one store. Nothing but plain steps reaches it before ``flush``, and then all of it at once. What
+    an event has changed is ended by ``flush``, ``keep`` or ``rollback``."""
+
+    def __init__(self, control: Control, replicas: int) -> None:
+        # In the store a key begins with its table's letter. Letters are never used again for something else.
+        changed = self._changed = list[Table[Any, Any]]()
+        self.workers: Table[int, WorkerSession] = Table(b"w", changed)
+        #: By replica, where the latest known incarnation is dead.
+        self.deaths: Table[int, Died] = Table(b"d", changed)
+        self.clients: Table[bytes, ClientSession] = Table(b"c", changed)
+        #: By ticket, the last few.
+        self.departures: Table[int, Departure] = Table(b"x", changed)
+        #: By (made under a token, client).
+        self.requests: Table[tuple[bool, str], Request] = Table(b"q", changed)
+        self.held: Table[int, HeldGet] = Table(b"h", changed)
+        self.variables: Table[int, Variable] = Table(b"v", changed)
+        self.slabs: Table[str, Slab] = Table(b"a", changed)
+        #: By (dtype, offset). No two are adjacent.
+        self.holes: Table[tuple[str, int], Hole] = Table(b"f", changed)
+        self.optimizers: Table[int, Optimizer] = Table(b"o", changed)
+        self.sets: Table[int, VariableSet] = Table(b"e", changed)
+        #: By variable set, apart from it because it changes with every step.
+        self.steps: Table[int, Steps] = Table(b"n", changed)
+        #: By (optimizer, variable).
+        self.slots: Table[tuple[int, int], SlotNames] = Table(b"l", changed)
+        self.runs: Table[RunId, RunState] = Table(b"r", changed)
+        #: By (run, replica).
+        self.stands: Table[tuple[RunId, int], ReplicaProgress] = Table(b"s", changed)
+        #: By (run, replica, k).
+        self.points: Table[tuple[RunId, int, int], Point] = Table(b"p", changed)
+        #: By (run, replica, number), until they are committed.
+        self.writes: Table[tuple[RunId, int, int], WriteNote] = Table(b"t", changed)
+        #: By (run, k).
+        self.outcomes: Table[tuple[RunId, int], Outcome] = Table(b"u", changed)
+        #: By ticket.
+        self.jobs: Table[int, Job] = Table(b"j", changed)
+        self.computations: Table[int, Computation] = Table(b"m", changed)
+        #: By (run, replica, k, number), as in a Check.
+        self.digests: Table[tuple[RunId, int, int, int], Digest] = Table(b"g", changed)
+        #: By ticket.
+        self.checks: Table[int, Check] = Table(b"k", changed)
+        #: By place: each is overwritten by the first step for which it is not needed any more.
+        self.plain: Table[int, PlainStep] = Table(b"y", changed)
+        self.tally = _new_tally(replicas)
+        self._tables = {table.letter: table for table in vars(self).values() if isinstance(table, Table)}
+        self._replicas = replicas
+        self._control = control
+        #: Whether the store lacks what was kept.
+        self.is_ahead = False
+        self._stored_tally = self._kept_tally = b""
+        for key, value in control.items():
+            if key == _TALLY:
+                self._stored_tally = self._kept_tally = value
+            else:
+                self._load(key, value)
+        self._restore_tally()
+        if len(self.tally.seen) != replicas:
+            raise ControlDamaged(f"the control store is that of {len(self.tally.seen)} replicas, not of {replicas}")
+
+    def flush(self) -> None:
+        """Write what has changed, and what was kept. Raises ControlFull, and then nothing is written and nothing
+        forgotten."""
+        changes: dict[bytes, bytes | None] = {}
+        for table in self._changed:
+            letter = table.letter
+            for key, value in table.changes():
+                changes[letter + _pack_key(key)] = None if value is None else _pack(value)
+        packed_tally = codec.pack(list(vars(self.tally).values()))
+        if packed_tally != self._stored_tally:
+            changes[_TALLY] = packed_tally
+        if changes:
+            self._control.write(changes)
+        self._stored_tally = self._kept_tally = packed_tally
+        self.is_ahead = False
+        for table in self._changed:
+            table.accept()
+        self._changed.clear()
+
+    def write_plain(self, place: int, step: PlainStep) -> None:
+        """Write a step, and nothing of what has changed. Raises ControlFull, and then nothing is written."""
+        self._control.write({self.plain.letter + _pack_key(place): _pack(step)})
+        self.plain.load(place, step)
+
+    def keep(self) -> None:
+        """Leave what has changed to the next ``flush``."""
+        self.is_ahead = True
+        self._kept_tally = codec.pack(list(vars(self.tally).values()))
+        for table in self._changed:
+            table.keep()
+
+    def rollback(self) -> None:
+        """Return to what was flushed or kept last."""
+        self._changed[:] = [table for table in self._changed if table.rollback()]
+        self._restore_tally()
+
+    def next_ticket(self) -> int:
+        """A number for a commit or a computation."""
+        self.tally.tickets += 1
+        return self.tally.tickets
+
+    def _restore_tally(self) -> None:
+        if self._kept_tally:
+            self.tally = ServerCounters(*msgpack.unpackb(self._kept_tally))
+        else:
+            self.tally = _new_tally(self._replicas)
+
+    def _load(self, key: bytes, value: bytes) -> None:
+        table = self._tables.get(key[:1])
+        try:
+            if table is None:
+                raise ControlDamaged(f"the control store has an entry of no table: {key!r:.80}")
+            table.load(msgpack.unpackb(key[1:], use_list=False), parted(value))
+        except (PeerProtocolError, ValueError, struct.error) as error:
+            raise ControlDamaged(f"entry {key!r:.80} of the control store does not read back: {error}") from error
+
+
+def _new_tally(replicas: int) -> ServerCounters:
+    return ServerCounters(
+        seen=[0.0] * replicas, replica_runs=[0] * replicas, points=[0] * replicas, applies=[0] * replicas
+    )
+
+
+_COUNT = struct.Struct("<Q")
+_NO_FRAMES = _COUNT.pack(0)
+_pack_key = msgpack.Packer().pack
+# The store holds what this process wrote; its limits only keep damage from becoming a crash.
+_LIMITS = codec.Limits(1 << 31, 1 << 24, 1 << 48, 1 << 24, 1 << 28, 1 << 48)
+
+
+def _pack(value: Record) -> bytes:
+    return joined(codec.encode(value, _LIMITS))
+
+
+def joined(parts: Sequence[Buffer]) -> bytes:
+    """A message whole: header and frames, each behind its length."""
+    if len(parts) == 1:
+        return _NO_FRAMES + bytes(parts[0])
+    views = [memoryview(part).cast("B") for part in parts[1:]]
+    lengths = struct.pack(f"<{len(parts)}Q", len(views), *(len(view) for view in views))
+    return b"".join([lengths, *views, parts[0]])
+
+
+def parted(packed: bytes) -> Record:
+    """The record in such a message. Raises PeerProtocolError, ValueError or struct.error where it is damaged."""
+    view = memoryview(packed)
+    (count,) = _COUNT.unpack_from(view)
+    if count > len(packed) // 8:
+        raise ValueError(f"{count} frames in {len(packed)} bytes")
+    lengths = struct.unpack_from(f"<{count}Q", view, _COUNT.size)
+    start = _COUNT.size * (1 + count)
+    frames = []
+    for length in lengths:
+        frames.append(view[start : start + length])
+        start += length
+    return codec.decode([view[start:], *frames], _LIMITS)

@@ -1,0 +1,128 @@
+"""Updates: what one step of an optimizer on a set of variables consists of, and where gradients lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from cs_proto import segment_names
+from cs_proto.arrays import Array, Location
+from cs_proto.errors import InvalidArgumentError
+from cs_proto.messages import ApplyPoint, Optimizer
+from cs_proto.optimizers import CLIPS
+from cs_proto.ranges import merged
+from cs_proto.records import replace
+from cs_proto.schedules import rate
+from cs_server.events import Apply, Dense, Rows
+
+from . import optimizers, slabs, variables
+from .state import State
+
+
+def check_gradients(server: State, points: Sequence[ApplyPoint]) -> None:
+    """Raise InvalidArgumentError where a sparse gradient does not fit its variable, or that is not in the set; and
+    where gradients are said to lie in the second set of buffers, which is not there."""
+    for point in points:
+        if point.buffers % 2:
+            _check_second(server, point)
+        for gradient in point.sparse:
+            spec, values = variables.row(server, gradient.variable).spec, gradient.values
+            if gradient.variable not in (point.variables or server.tables.sets[point.variable_set].variables):
+                raise InvalidArgumentError(f"the sparse gradient of {spec.name!r}, which is not to be updated")
+            if not spec.shape or values.dtype != spec.dtype or values.shape[1:] != spec.shape[1:]:
+                raise InvalidArgumentError(
+                    f"the sparse gradient of variable {spec.name!r} is {values.dtype}{list(values.shape)}; the "
+                    f"variable is {spec.dtype}{list(spec.shape)}"
+                )
+
+
+def _check_second(server: State, point: ApplyPoint) -> None:
+    missing = [dtype for dtype, slab in server.tables.slabs.items() if slab.gradient_sets < 2]
+    if not missing:
+        return
+    sparse = {gradient.variable for gradient in point.sparse}
+    for number in point.variables or server.tables.sets[point.variable_set].variables:
+        spec = variables.row(server, number).spec
+        if number not in sparse and spec.dtype in missing:
+            raise InvalidArgumentError(
+                f"the gradient of {spec.name!r} is said to lie in the second set of buffers, but no Locate asked "
+                f"for that of {spec.dtype} variables"
+            )
+
+
+def apply(server: State, number: int, points: Sequence[ApplyPoint], steps_before: int) -> Apply:
+    """One step on a variable set. ``points`` say for every replica in which of its gradient buffers its gradients
+    lie, and where the sparse ones; ``steps_before`` counts this optimizer's earlier steps in the commit."""
+    optimizer = optimizers.get(server, server.tables.sets[number].optimizer)
+    step = optimizer.iterations + steps_before
+    sparse = tuple(gradient.variable for gradient in points[0].sparse)
+    is_clipped = any(name in CLIPS for name, _ in optimizer.hyperparameters)
+    buffers = tuple(point.buffers for point in points)
+    key = (number, sparse, is_clipped, buffers)
+    dense = server.index.dense.get(key)
+    if dense is None:
+        dense = server.index.dense[key] = tuple(
+            Dense(
+                dtype=dtype,
+                ranges=ranges,
+                parameters=segment_names.parameters(dtype),
+                slots=optimizers.slot_segments(optimizer, dtype),
+                gradients=tuple(_gradients(server, r, each, dtype) for r, each in enumerate(buffers)),
+            )
+            for dtype, ranges in _ranges_of(server, number, sparse, is_clipped)
+        )
+    rows = []
+    for position, member in enumerate(sparse):
+        variable = variables.row(server, member)
+        spec = variable.spec
+        gradients = tuple((point.sparse[position].values, point.sparse[position].indices) for point in points)
+        rows.append(
+            Rows(
+                dtype=spec.dtype,
+                first=slabs.elements(variable)[0],
+                shape=(spec.shape[0], math.prod(spec.shape[1:])),
+                parameters=variable.place.segment,
+                slots=optimizers.slot_segments(optimizer, spec.dtype),
+                gradients=gradients,
+            )
+        )
+    updated = server.tables.sets[number].variables
+    return Apply(optimizer.rule, _at(step, optimizer), step + 1, dense, tuple(rows), updated)
+
+
+def gradient_place(server: State, replica: int, buffers: int, variable: Array) -> Array:
+    """The place of a variable's gradient in a set of buffers."""
+    return replace(
+        variable, place=Location(_gradients(server, replica, buffers, variable.dtype), slabs.offset_of(variable))
+    )
+
+
+def _gradients(server: State, replica: int, buffers: int, dtype: str) -> str:
+    """Of a set on a GPU (``buffers`` 2 and 3) there is only what concerns variables that lie there."""
+    return segment_names.gradients(replica, buffers if slabs.on_device(server, dtype, 1) else buffers % 2, dtype)
+
+
+def _ranges_of(
+    server: State, number: int, sparse: tuple[int, ...], by_variable: bool
+) -> tuple[tuple[str, tuple[tuple[int, int], ...]], ...]:
+    """For each dtype of a set the elements that its variables cover, but for ``sparse`` ones; adjacent variables
+    as one range unless ``by_variable``."""
+    by_dtype: dict[str, list[tuple[int, int]]] = {}
+    for member in server.tables.sets[number].variables:
+        if member not in sparse:
+            variable = variables.row(server, member)
+            by_dtype.setdefault(variable.spec.dtype, []).append(slabs.elements(variable))
+    found = {
+        dtype: tuple(r for r in sorted(ranges) if r[0] < r[1]) if by_variable else tuple(merged(ranges))
+        for dtype, ranges in sorted(by_dtype.items())
+    }
+    return tuple((dtype, ranges) for dtype, ranges in found.items() if ranges)
+
+
+def _at(step: int, optimizer: Optimizer) -> tuple[tuple[str, float], ...]:
+    """The hyperparameters of the update before which ``step`` have been made."""
+    schedule = optimizer.schedule
+    if schedule is None:
+        return optimizer.hyperparameters
+    now = rate(schedule.kind, schedule.numbers, step)
+    return tuple((name, now if name == "learning_rate" else value) for name, value in optimizer.hyperparameters)

@@ -1,0 +1,185 @@
+"""Variables: their names, numbers and values.
+
+It knows nothing of runs and of peers; ``requests`` and ``progress`` call it. Every function that can refuse does so
+before it changes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from cs_proto import segment_names
+from cs_proto.arrays import Array, Location
+from cs_proto.errors import InvalidArgumentError, MemoryPlanError
+from cs_proto.messages import ReduceOpName, Variable, VariableSpec, WriteOp
+from cs_proto.records import replace
+from cs_proto.sizes import in_units
+from cs_server.events import Allocate, Write
+
+from . import slabs, versions
+from .state import State
+from .tables import Hole, Slab, SlotFill
+
+
+def get(server: State, number: int) -> Variable:
+    """The variable as it stands. Raises InvalidArgumentError where there is none of that number."""
+    variable = row(server, number)
+    # An apply counts once in its set, not once in each of a thousand variables.
+    applied = sum(server.tables.steps[each].count for each in server.index.sets_of.get(number, ()))
+    return replace(variable, version=variable.version + applied) if applied else variable
+
+
+def named(server: State, name: str) -> Variable:
+    """The variable called ``name``. Raises InvalidArgumentError, which says what is called like it."""
+    number = server.index.numbers.get(name)
+    if number is None:
+        import difflib  # late: only mistakes need it
+
+        close = difflib.get_close_matches(name, server.index.numbers, n=3)
+        raise InvalidArgumentError(
+            f"there is no variable {name!r}; "
+            + (f"did you mean {' or '.join(map(repr, close))}?" if close else _inventory(server))
+        )
+    return get(server, number)
+
+
+def every(server: State) -> tuple[Variable, ...]:
+    """All of them, by number."""
+    return tuple(get(server, number) for number in sorted(server.tables.variables))
+
+
+def create(server: State, spec: VariableSpec, value: Array | None) -> tuple[Variable, tuple[SlotFill, ...]]:
+    """Make a variable of that spec, under a name of its own. ``value``, if any, is only compared with it. And what
+    makes it zeros, where another one was in its place.
+
+    Raises MemoryPlanError where variable and gradient buffers do not fit into the free memory, or into the
+    addresses that the service may take.
+    """
+    if value is not None:
+        check_fits(f"the value of variable {spec.name!r}", value, spec)
+    name = server.index.free_name(spec.name)
+    nbytes = Array(spec.dtype, spec.shape, Location(segment_names.parameters(spec.dtype), 0)).nbytes
+    may_be_idle = nbytes if spec.trainable and slabs.is_optimizable(spec.dtype) else 0
+    slabs.check_plan(
+        server,
+        f"variable {name!r}",
+        nbytes + len(server.replicas) * may_be_idle,
+        "for its value and its gradient buffers",
+        device_nbytes=slabs.on_device(server, spec.dtype, nbytes),
+    )
+    slab = server.tables.slabs.get(spec.dtype) or Slab(0, 0, 0, 0)
+    room = slabs.room_of(nbytes)
+    hole = slabs.hole_for(server, spec.dtype, room)
+    end = slab.tail if hole is not None else slab.tail + room
+    place = Location(segment_names.parameters(spec.dtype), slab.tail if hole is None else hole)
+    reservation, needed = slabs.extended(server, f"variable {name!r}", spec.dtype, slab, end)
+    is_lazy = False
+    if nbytes:
+        # A large table that has no dense gradients may be zeros, of which nothing is touched before it is named.
+        is_lazy = value is None and not spec.trainable
+        needed.append(Allocate(place.segment, reservation, "", place.offset, place.offset + nbytes, is_lazy))
+    needed += _page_of_versions(server, name)
+    slabs.allocate(server, f"variable {name!r}", needed)
+    server.tables.slabs[spec.dtype] = replace(
+        slab, reservation=reservation, tail=end, nbytes=slab.nbytes + nbytes, idle_nbytes=slab.idle_nbytes + may_be_idle
+    )
+    server.tables.tally.variables += 1
+    variable = Variable(server.tables.tally.variables, replace(spec, name=name), place, 0)
+    server.tables.variables[variable.number] = variable
+    server.index.numbers[name] = variable.number
+    if hole is None:
+        return variable, ()
+    left = server.tables.holes[spec.dtype, hole].nbytes - room
+    del server.tables.holes[spec.dtype, hole]
+    if left:
+        server.tables.holes[spec.dtype, hole + room] = Hole(left)
+    return variable, (SlotFill(place.segment, spec.dtype, *slabs.elements(variable), 0.0, is_lazy),)
+
+
+def _page_of_versions(server: State, name: str) -> list[Allocate]:
+    """What the segment of versions needs for the next variable, which is to be called ``name``."""
+    page, addresses = versions.page_of(server.tables.tally.variables + 1), server.config.addresses.versions
+    if page is None:
+        return []
+    if page[1] > addresses:
+        raise MemoryPlanError(
+            f"variable {name!r}: {page[1]} bytes needed{in_units(page[1])} to count the changes of all "
+            f"variables that were ever made, {addresses} bytes of addresses available{in_units(addresses)}; keep "
+            "variables instead of making new ones, or start the service again"
+        )
+    return [Allocate(segment_names.versions(), addresses, "", *page, is_lazy=True)]
+
+
+def free(server: State, numbers: Iterable[int]) -> int:
+    """Forget those of the variables that no optimizer has taken up, and give their memory back; how many."""
+    count = 0
+    taken_up = {number for _, number in server.tables.slots} | server.index.sets_of.keys()
+    for number in numbers:
+        variable = server.tables.variables.get(number)
+        if variable is not None and number not in taken_up:
+            del server.tables.variables[number]
+            server.index.drop_name(variable.spec.name)
+            slabs.give_back(server, variable)
+            count += 1
+    return count
+
+
+def write(
+    server: State,
+    number: int,
+    op: WriteOp,
+    reduce: ReduceOpName | None,
+    sources: Sequence[Array],
+    indices: Array | None = None,
+) -> Write:
+    """The operation that writes ``sources``. Raises InvalidArgumentError where they do not fit the variable."""
+    variable = row(server, number)
+    what, spec = f"{op} to variable {variable.spec.name!r}", variable.spec
+    if (indices is None) == op.startswith("scatter"):
+        raise InvalidArgumentError(f"{what}: a scatter, and nothing else, has indices")
+    if indices is not None:
+        if not spec.shape or len(indices.shape) != 1 or np.dtype(indices.dtype).kind not in "iu":
+            raise InvalidArgumentError(
+                f"{what}: indices are {indices.dtype}{list(indices.shape)}; they must be integers [k] that count "
+                f"rows of {spec.dtype}{list(spec.shape)}"
+            )
+        spec = replace(spec, shape=(*indices.shape, *spec.shape[1:]))
+    for source in sources:
+        check_fits(what, source, spec)
+    if spec.dtype == "bool" and op not in ("assign", "scatter_update"):
+        raise InvalidArgumentError(f"{what}: bool cannot be added")
+    return Write(variable.array, op, reduce, tuple(sources), indices, (number,))
+
+
+def written(server: State, number: int) -> int:
+    """A write was committed: the variable's new version."""
+    variable = row(server, number)
+    server.tables.variables[number] = replace(variable, version=variable.version + 1)
+    return get(server, number).version
+
+
+def row(server: State, number: int) -> Variable:
+    """What the table has of the variable: its version without the steps of its sets. Raises InvalidArgumentError."""
+    variable = server.tables.variables.get(number)
+    if variable is None:
+        raise InvalidArgumentError(
+            f"there is no variable {number}, or no more: one that the script holds no handle of is freed; "
+            + _inventory(server)
+        )
+    return variable
+
+
+def _inventory(server: State) -> str:
+    known = [f"{n} ({server.tables.variables[n].spec.name})" for n in sorted(server.tables.variables)]
+    shown = ", ".join(known if len(known) <= 8 else [*known[:4], "...", *known[-3:]])
+    return f"there are {shown}" if known else "there are none"
+
+
+def check_fits(what: str, value: Array, spec: VariableSpec) -> None:
+    """Raise InvalidArgumentError where ``value`` has another dtype or shape than ``spec``."""
+    if value.dtype != spec.dtype or value.shape != spec.shape:
+        raise InvalidArgumentError(
+            f"{what} is {value.dtype}{list(value.shape)}; it must be {spec.dtype}{list(spec.shape)}"
+        )

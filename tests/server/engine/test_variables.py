@@ -1,0 +1,187 @@
+"""Variables by themselves: names, numbers, versions and what is written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.harness.book import SGD, Book
+from tests.harness.playbook import ADDRESSES, allocates, array, lies, scalar, spec
+
+from cs_proto.arrays import Location
+from cs_proto.errors import InvalidArgumentError
+from cs_server.engine import optimizers, slabs, variables
+from cs_server.engine.address_budget import PAGE_NBYTES
+from cs_server.engine.tables import SlotFill
+from cs_server.events import Allocate, Discard, Write
+
+
+def test_a_name_that_is_taken_gets_a_number(book: Book) -> None:
+    for name in ["w", "w", "w_1", "w", "b"]:
+        book.make(name)
+    assert [variable.spec.name for variable in variables.every(book.state)] == ["w", "w_1", "w_1_1", "w_2", "b"]
+    assert variables.named(book.state, "w_2").number == 4
+
+
+def test_a_longest_name_that_is_taken_stays_a_name(book: Book) -> None:
+    book.make("x" * 512)
+    book.make("x" * 512)
+    assert variables.get(book.state, 2).spec.name == "x" * 510 + "_1"
+
+
+def test_a_table_without_dense_gradients_is_touched_by_what_is_written(book: Book) -> None:
+    number = book.make("table", (1000, 3), trainable=False)
+    assert book.out[-1] == replace(allocates("parameters/float32", 0, 12_000), is_lazy=True)
+    book.make("after")
+    variables.free(book.state, [number])
+    _, [fill] = variables.create(book.state, replace(spec("again", (10, 3)), trainable=False), None)
+    assert fill.is_lazy
+    book.out.clear()
+    variables.create(book.state, replace(spec("small", (2,)), trainable=False), array(1, 2))
+    assert book.out == [allocates("parameters/float32", 128, 136)]
+
+
+def test_each_page_of_versions_is_made_with_its_first_variable(book: Book) -> None:
+    book.make("before", (0,))
+    book.tables.tally.variables = 510
+    book.make("last", (0,))
+    book.out.clear()
+    book.make("first", (0,))
+    assert book.out == [Allocate("versions", ADDRESSES.versions, "", 4096, 8192, is_lazy=True)]
+
+
+def test_unknown_variables_and_optimizers_are_named_with_what_there_is(book: Book) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"no variable 1, or no more: .*; there are none"):
+        variables.get(book.state, 1)
+    for name in ["weights", "bias"]:
+        book.make(name)
+    with pytest.raises(
+        InvalidArgumentError, match=r"no variable 7, or no more: .*; there are 1 \(weights\), 2 \(bias\)"
+    ):
+        variables.get(book.state, 7)
+    with pytest.raises(InvalidArgumentError, match="no variable 'weight'; did you mean 'weights'"):
+        variables.named(book.state, "weight")
+    with pytest.raises(InvalidArgumentError, match=r"no variable 'q'; there are 1 \(weights\)"):
+        variables.named(book.state, "q")
+    optimizers.configure(book.state, 0, "SGD", SGD)
+    with pytest.raises(InvalidArgumentError, match=r"no optimizer 2; there are 1 \(SGD\)"):
+        optimizers.get(book.state, 2)
+
+
+def test_a_long_inventory_is_cut(book: Book) -> None:
+    for n in range(20):
+        book.make(f"v{n}")
+    with pytest.raises(InvalidArgumentError, match=r"1 \(v0\), .*, 4 \(v3\), \.\.\., 18 \(v17\), .*20 \(v19\)$"):
+        variables.get(book.state, 99)
+
+
+def test_a_value_has_the_shape_and_dtype_of_its_variable(book: Book) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"'w' is float32\[1\]; it must be float32\[2\]"):
+        variables.create(book.state, spec("w", (2,)), array(1))
+    with pytest.raises(InvalidArgumentError, match=r"'w' is int32\[2\]; it must be float32\[2\]"):
+        variables.create(book.state, spec("w", (2,)), array(1, 2, dtype="int32"))
+    book.make("w", (2,))
+    with pytest.raises(InvalidArgumentError, match="assign_add to variable 'w'"):
+        variables.write(book.state, 1, "assign_add", None, (array(1, 2), scalar(1)))
+    assert variables.write(book.state, 1, "assign_add", "SUM", (array(1, 2), array(3, 4))) == Write(
+        lies("parameters/float32", 0, (2,)), "assign_add", "SUM", (array(1, 2), array(3, 4)), None, (1,)
+    )
+
+
+def test_truth_values_cannot_be_added(book: Book) -> None:
+    book.make("flag", (), "bool")
+    with pytest.raises(InvalidArgumentError, match="bool"):
+        variables.write(book.state, 1, "assign_add", None, (scalar(1, "bool"),))
+
+
+SHORT = replace(ADDRESSES, slab=PAGE_NBYTES, longest_slab=1 << 30)
+
+
+FILLS_A_PAGE = PAGE_NBYTES // 4
+
+
+def test_versions_count_writes_and_the_steps_of_every_set(book: Book) -> None:
+    for name in ["w", "b"]:
+        book.make(name)
+    optimizers.configure(book.state, 0, "SGD", SGD)
+    both, _ = optimizers.variable_set(book.state, 1, (1, 2))
+    one, _ = optimizers.variable_set(book.state, 1, (1,))
+    optimizers.applied(book.state, both)
+    optimizers.applied(book.state, one)
+    assert variables.written(book.state, 1) == 3
+    for _ in range(2):
+        assert [variable.version for variable in variables.every(book.state)] == [3, 1]
+        assert optimizers.get(book.state, 1).iterations == 2
+        book.tables.flush()
+        book.reopen()
+
+
+def test_a_rolled_back_change_is_forgotten_whole(book: Book) -> None:
+    book.make("w")
+    optimizers.configure(book.state, 0, "SGD", SGD)
+    book.tables.flush()
+    variables.create(book.state, spec("x"), None)
+    number, _ = optimizers.variable_set(book.state, 1, (1,))
+    optimizers.applied(book.state, number)
+    book.state.rollback()
+    assert [v.version for v in variables.every(book.state)] == [0]
+    with pytest.raises(InvalidArgumentError):
+        variables.named(book.state, "x")
+    assert variables.create(book.state, spec("y"), None)[0].place == Location("parameters/float32", 64)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["make", "undone", "free", "free, undone"]), st.integers(0, 7)), max_size=25))
+def test_names_are_those_that_another_server_would_give(moves: list[tuple[str, int]]) -> None:
+    book, asked = Book(), ["w", "w_1", "w_2", "w_1_1", "x" * 511, "x" * 512, "w_007", "w"]
+    for move, which in moves:
+        known = list(book.tables.variables)
+        if "free" not in move:
+            variables.create(book.state, spec(asked[which]), None)
+        elif known:
+            variables.free(book.state, [known[which % len(known)]])
+        if "undone" in move:
+            book.state.rollback()
+        else:
+            book.tables.flush()
+        found = {number: variable.spec.name for number, variable in book.tables.variables.items()}
+        assert len(set(found.values())) == len(found)
+        assert all(variables.named(book.state, name).number == number for number, name in found.items())
+    given_here = [variables.create(book.state, spec(name), None)[0].spec.name for name in asked]
+    book.state.rollback()
+    book.reopen()
+    assert [variables.create(book.state, spec(name), None)[0].spec.name for name in asked] == given_here
+
+
+def test_a_freed_place_is_zeroed_for_the_next_one_that_fits(book: Book) -> None:
+    first, second, third = (book.make(name, (20,)) for name in "abc")
+    place = variables.get(book.state, second).place
+    book.out.clear()
+    assert variables.free(book.state, [second, 99]) == 1
+    book.tables.flush()
+    start, stop = place.offset, place.offset + 80
+    names = ["parameters/float32", *(f"gradients/{r}/0/float32" for r in (0, 1))]
+    assert book.out == [Discard(name, start, stop) for name in names]
+    with pytest.raises(InvalidArgumentError, match="no variable 2"):
+        variables.get(book.state, second)
+    assert variables.free(book.state, [second]) == 0
+    book.reopen()
+    large, fills = variables.create(book.state, spec("d", (80,)), None)
+    assert (large.place.offset > variables.get(book.state, third).place.offset, fills) == (True, ())
+    small, fills = variables.create(book.state, spec("b", (10,)), None)
+    assert (small.number, small.spec.name, small.version, small.place) == (5, "b", 0, place)
+    assert fills == (SlotFill("parameters/float32", "float32", start // 4, start // 4 + 10, 0.0, False),)
+    other, _ = variables.create(book.state, spec("e", (10,), "float64"), None)
+    assert other.place == Location("parameters/float64", 0)
+    assert variables.free(book.state, [first, third, small.number, large.number]) == 4
+    assert variables.create(book.state, spec("f", (100,)), None)[0].place.offset == 0  # all is one again
+    assert slabs.parameter_nbytes(book.state) == 400 + 80
+
+
+def test_what_an_optimizer_has_taken_up_stays(book: Book) -> None:
+    optimizer = optimizers.configure(book.state, 0, "SGD", SGD).number
+    v, w = book.make("v"), book.make("w")
+    optimizers.variable_set(book.state, optimizer, (v,))
+    assert variables.free(book.state, [v, w]) == 1
+    assert [variable.number for variable in variables.every(book.state)] == [v]
