@@ -189,6 +189,10 @@ class Dense:
     slots: tuple[str, ...]
     gradients: tuple[str, ...]
 
+    def __hash__(self) -> int:
+        """Without the ranges: there may be a thousand, and what is planned for a part is looked up in every step."""
+        return hash((self.parameters, self.slots, self.gradients))
+
 
 @frozen
 class Rows:

@@ -75,8 +75,8 @@ class Executor:
         self._memory = memory
         self._place = place
         self._undo = Undo(undo, threads)
-        # By the identity of the part, which is the same in every step of the same variables.
-        self._plans: dict[int, _Plan] = {}
+        # By the part, the name of the rule, and the number of lanes.
+        self._plans: dict[tuple[Dense, str, int], _Plan] = {}
         # By the rule and the place.
         self._tables: dict[tuple[object, ...], Table] = {}
         self._pool = ThreadPoolExecutor(threads - 1, "apply") if threads > 1 else None
@@ -156,12 +156,12 @@ class Executor:
         return [(self._memory.view(values), self._memory.view(indices)) for values, indices in rows.gradients]
 
     def _dense(self, rule: Rule, part: Dense, given: Hyperparameters, t: int) -> None:
-        plan = self._plans.get(id(part))
-        if plan is None or plan.part is not part or plan.rule is not rule or plan.lanes != self._undo.lanes:
+        key = (part, rule.name, self._undo.lanes)
+        plan = self._plans.get(key)
+        if plan is None:
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
-            shares = _shares(part.ranges, self._undo.lanes)
-            plan = self._plans[id(part)] = _Plan(part, rule, self._undo.lanes, self._arrays(part), shares)
+            plan = self._plans[key] = _Plan(rule, self._arrays(part), _shares(part.ranges, self._undo.lanes))
 
         def apply(shares: Sequence[int], lane: Lane) -> None:
             for share in shares:  # at most one: it goes through the pieces of it itself
@@ -320,9 +320,7 @@ class Executor:
 class _Plan:
     """What every update of the same part has in common: where it is, whose share is what, and the kernel over each."""
 
-    part: Dense  # kept, so that no other one has its id
     rule: Rule
-    lanes: int
     arrays: tuple[np.ndarray, tuple[np.ndarray, ...], tuple[np.ndarray, ...]]
     shares: tuple[np.ndarray, ...]
     _updates: dict[int, Callable[[Hyperparameters, int], None]] = field(default_factory=dict)
