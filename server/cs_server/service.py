@@ -6,21 +6,16 @@ are carried out in order before anything else is heard. Nothing is decided here.
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import mmap
 import os
 import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
-
-import numpy as np
 
 from cs_proto import segment_names as names
-from cs_proto.arrays import Array, Location, array_of
+from cs_proto.arrays import Location, array_of
 from cs_proto.codec import BULK_LIMITS, LIMITS, Decoder, encode
 from cs_proto.errors import (
     CentralStorageError,
@@ -47,57 +42,40 @@ from cs_proto.messages import (
     Hello,
     Kill,
     Locate,
-    Located,
     MadeProgress,
     Offer,
     Put,
     Refused,
     Register,
     ShowStacks,
-    Slots,
     Statistics,
 )
 from cs_proto.records import Buffer, Record, replace
-from cs_runtime import channel, machine, open_files
-from cs_runtime.arena import Arena
+from cs_runtime import channel, open_files
 from cs_runtime.channel import SUPERVISOR, Channel
 from cs_runtime.failpoints import failpoint
 from cs_runtime.supervisor_link import SupervisorLink
 from cs_runtime.trace import moments
 
 from .array_places import arrays_of
-from .compute import undo
-from .compute.executor import Executor
+from .command_runner import open_runner
 from .config import ServerConfig
 from .engine import address_budget
+from .engine.address_budget import Addresses
 from .engine.control_log import ControlLog
-from .engine.engine import Config, Engine
-from .engine.versions import Versions
+from .engine.engine import Engine
+from .engine.state import Config as EngineConfig
 from .events import (
-    Allocate,
     ClientLeft,
     Command,
-    Commit,
-    Compute,
-    Computed,
-    Discard,
     Dismiss,
     EndWorker,
     Event,
-    Fingerprint,
-    Fingerprinted,
     Finished,
-    FreeResults,
     Listening,
-    Load,
-    LoadKernel,
     Log,
-    MemoryAvailable,
-    Needed,
     ProcessDied,
     Received,
-    Reserve,
-    Reserved,
     Send,
     Tick,
     TraceWorker,
@@ -106,18 +84,11 @@ from .segment_server import carry
 from .segments import Segments
 from .unsent import Unsent
 
-if TYPE_CHECKING:
-    from .gpu.store import GpuStore
-
 __all__ = ["Service"]
 
 _log = logging.getLogger("cs_server.service")
 _moment = moments("server", time.perf_counter_ns)
 
-# What heads the control segment, in words of 8 bytes: twice the number of commits, odd within one, and how often
-# something moved.
-_WORD_NBYTES = 8
-_COMMITS, _LAYOUT = 0, 1
 _TICK = 1.0
 # The server looks for mail this long before it sleeps, in seconds.
 _PATIENCE = 50e-6
@@ -153,33 +124,10 @@ class Service:
         self._segments = segments
         self._wake = wake
         self._has_worked = False
-        lengths = address_budget.divided(config.address_nbytes, config.machine_nbytes, config.replicas)
-        self._control = segments.make(names.CONTROL, lengths.control, "")
-        self._control.reserve(0, 2 * names.CONTROL_HEADER_NBYTES)
-        control = self._control.elements("uint8")
-        self._counts = control[: 2 * _WORD_NBYTES].data.cast("Q")
-        versions = segments.make(names.versions(), lengths.versions, "")
-        self._engine = Engine(
-            Config(
-                config.replicas,
-                config.parameter_device,
-                with_changes(lengths, versions=versions.nbytes),  # of a server before this one, if there was one
-                os.getpid(),
-                time.monotonic(),
-                config.step_timeout,
-            ),
-            ControlLog(control[names.CONTROL_HEADER_NBYTES :], reserve=self._reserve_control),
-        )
-        nbytes = self._arena_nbytes = lengths.arena
-        self._results = Arena(lambda: segments.make(names.server_arena(), nbytes, ""), self._engine.results_nbytes)
-        self._arithmetic = Executor(segments, config.threads, self._results.place, self._undo_memory())
-        self._gpu: GpuStore | None = None
-        if config.parameter_device.startswith("gpu:"):
-            from .gpu.opening import open_store  # a server without a GPU has nothing to do with one
-
-            self._gpu = open_store(config, segments, self._arithmetic, lengths.slab)
-        versions.reserve(0, mmap.PAGESIZE)
-        self._versions = Versions(versions.elements("uint64"))
+        addresses = address_budget.divided(config.address_nbytes, config.machine_nbytes, config.replicas)
+        self._arena_nbytes = addresses.arena
+        self._engine = _open_engine(config, segments, addresses)
+        self._runner = open_runner(config, segments, addresses, self._engine.results_nbytes)
         self._next_tick = time.monotonic() + _TICK
         self._decoder = Decoder()
         self._channel = _channel(config, supervisor, wake, self._heard, self._woken)
@@ -201,22 +149,10 @@ class Service:
             self._segments.make(names.arena(replica), self._arena_nbytes, f"w{replica}")
         self._settle(self._carry_out(self._engine.resume()))
 
-    def _undo_memory(self) -> np.ndarray | None:
-        if not self._config.recovery:
-            return None
-        memory = self._segments.make(names.UNDO, undo.UNDO_NBYTES, "")
-        memory.reserve(0, undo.used_nbytes(self._config.threads))
-        return memory.elements("uint8")
-
-    def _reserve_control(self, start: int, stop: int) -> None:
-        self._control.reserve(names.CONTROL_HEADER_NBYTES + start, names.CONTROL_HEADER_NBYTES + stop)
-
     def close(self) -> None:
         """Close the listening socket and the mailboxes, end the threads of the arithmetic, and give the GPU back."""
         self._channel.close()
-        self._arithmetic.close()
-        if self._gpu:
-            self._gpu.close()
+        self._runner.close()
 
     def listen(self) -> None:
         """Begin to hear workers and clients."""
@@ -229,10 +165,7 @@ class Service:
         gone."""
         for event in self._next_events():
             if isinstance(event, Received) and _may_plan_memory(event.record):
-                free = self._control.free_nbytes
-                available = machine.available_nbytes()
-                available = available if free is None else min(available, free)
-                self._settle([MemoryAvailable(available, self._gpu.available_nbytes() if self._gpu else -1)])
+                self._settle([self._runner.available()])
             self._settle([event])
 
     def _next_events(self) -> Iterator[Event]:
@@ -382,52 +315,20 @@ class Service:
                 self._ring()  # it may take long
             match command:
                 case Send(peer, record, question):
-                    if self._gpu and isinstance(record, Slots):
-                        self._gpu.mirror(record.arrays)
-                    if self._gpu and isinstance(record, Located):
-                        places = tuple(map(self._gpu.export, record.arrays))
-                        record = replace(record, uuid=self._gpu.uuid, places=places, keeps=self._gpu.keeps)
-                    if question is not None and isinstance(record, Got):
-                        self._answer(peer, question, record)
-                    else:
-                        self._send(peer, record)
-                case Commit(ticket):
-                    self._counts[_COMMITS] |= 1  # odd from here, also where a server before this one was killed
-                    failpoint("server.commit")
-                    self._versions.count(command)
-                    (self._gpu or self._arithmetic).commit(command)
-                    failpoint("server.committed")
-                    self._counts[_COMMITS] += 1
-                    _moment("committed")
-                    outcomes.append(Finished(ticket))
-                    self._say_progress()
-                case Compute():
-                    outcomes.append(self._computed(command))
-                case Fingerprint(ticket, arrays):
-                    outcomes.append(Fingerprinted(ticket, self._digest(arrays)))
+                    self._say(peer, self._runner.store.prepared(record), question)
                 case EndWorker(replica, incarnation, reason):
                     self._supervisor.send(Kill(replica, incarnation, reason))
                 case TraceWorker(replica, incarnation):
                     self._supervisor.send(ShowStacks(replica, incarnation))
                 case Dismiss(client):
                     self._supervisor.send(ClientGone(client))
-                case Discard(segment, start, stop):
-                    self._counts[_LAYOUT] += 1
-                    self._discard(segment, start, stop)
-                case FreeResults():
-                    self._results.reset()
-                case Allocate():
-                    self._allocate(command)
-                case Reserve(needed, asked):
-                    outcomes.append(self._reserved(needed, asked))
-                case Load(segment, start, stop):
-                    if self._gpu:
-                        self._gpu.make(segment, start, stop, load=True)
-                case LoadKernel(rule, dtype):
-                    if self._gpu:
-                        self._gpu.load_kernel(rule, dtype)
                 case Log(text, slow):
                     _log.log(logging.WARNING if slow else logging.INFO, "%s", text)
+                case _:
+                    outcome = self._runner.carry_out(command)
+                    outcomes += [] if outcome is None else [outcome]
+                    if isinstance(outcome, Finished):
+                        self._say_progress()
         self._ring()
         return outcomes
 
@@ -437,51 +338,11 @@ class Service:
             self._has_worked = True
             self._supervisor.send(MadeProgress(self._config.incarnation))
 
-    def _allocate(self, command: Allocate) -> None:
-        made = self._segments.make(command.segment, command.reservation, command.writer, command.stop)
-        (made.reserve if command.is_lazy else made.populate)(command.start, command.stop)
-        if self._gpu:
-            self._gpu.make(command.segment, command.start, command.stop)
-
-    def _reserved(self, needed: Iterable[Needed], asked: Reserved) -> Reserved:
-        """Have ready what an event needs, or undo what cannot be done whole: others may have taken the memory since it
-        was planned."""
-        granted = list(asked.granted)
-        for each in needed:
-            try:
-                if isinstance(each, Allocate):
-                    self._allocate(each)
-                elif self._gpu:
-                    self._gpu.load_kernel(each.rule, each.dtype)
-            except ShutdownError:
-                raise
-            except CentralStorageError as error:
-                _log.warning("%s", error)
-                if isinstance(each, Allocate) and each.segment in self._segments:
-                    self._discard(each.segment, each.start, each.stop)
-                refused = (*asked.refused, (each, error_of(error)))
-                return with_changes(asked, granted=tuple(granted), refused=refused)
-            granted.append(each)
-        return with_changes(asked, granted=tuple(granted))
-
-    def _discard(self, segment: str, start: int, stop: int) -> None:
-        if self._gpu:
-            self._gpu.discard(segment, start, stop)
-        self._segments.discard(segment, start, stop)
-
-    def _digest(self, arrays: Iterable[Array]) -> bytes:
-        made = hashlib.blake2b(digest_size=16)
-        for array in arrays:
-            made.update(np.ascontiguousarray((self._gpu or self._segments).view(array)).reshape(-1).view(np.uint8).data)
-        return made.digest()
-
-    def _computed(self, command: Compute) -> Computed:
-        try:
-            return Computed(command.ticket, self._arithmetic.compute(command), None)
-        except ShutdownError:
-            raise
-        except Exception as error:  # noqa: BLE001  (nothing has changed, and the replicas are told)
-            return Computed(command.ticket, (), error_of(error))
+    def _say(self, peer: bytes, record: Record, question: Get | None) -> None:
+        if question is not None and isinstance(record, Got):
+            self._answer(peer, question, record)
+        else:
+            self._send(peer, record)
 
     def _send(self, peer: bytes, record: Record) -> None:
         failpoint("server.send")
@@ -559,6 +420,26 @@ def _channel(
         made.close()
         raise ConfigurationError(f"cannot listen at {config.endpoint}: {error.strerror}") from error
     return made
+
+
+def _open_engine(config: ServerConfig, segments: Segments, addresses: Addresses) -> Engine:
+    """An engine over the control segment, which a server before this one may have left."""
+    control = segments.make(names.CONTROL, addresses.control, "")
+    control.reserve(0, 2 * names.CONTROL_HEADER_NBYTES)
+    versions = segments.make(names.versions(), addresses.versions, "")
+    settings = EngineConfig(
+        config.replicas,
+        config.parameter_device,
+        with_changes(addresses, versions=versions.nbytes),  # of a server before this one, if there was one
+        os.getpid(),
+        time.monotonic(),
+        config.step_timeout,
+    )
+
+    def reserve(start: int, stop: int) -> None:
+        control.reserve(names.CONTROL_HEADER_NBYTES + start, names.CONTROL_HEADER_NBYTES + stop)
+
+    return Engine(settings, ControlLog(control.elements("uint8")[names.CONTROL_HEADER_NBYTES :], reserve=reserve))
 
 
 def _may_plan_memory(record: Record) -> bool:

@@ -12,14 +12,14 @@ from cs_server.segments import Segments
 from .redo_journal import RedoJournal
 from .store import GpuStore
 
-__all__ = ["open_store"]
+__all__ = ["open_gpu_store"]
 
 # A server that takes another's place waits so long, in seconds, for the memory of the GPU that the driver has not taken
 # back from that one.
 _RELEASE_PATIENCE = 30.0
 
 
-def open_store(config: ServerConfig, segments: Segments, arithmetic: Executor, journal_nbytes: int) -> GpuStore:
+def open_gpu_store(config: ServerConfig, segments: Segments, arithmetic: Executor, journal_nbytes: int) -> GpuStore:
     """The variables on the parameter device, a GPU. The first reservation of the journal is ``journal_nbytes``.
 
     Raises DeviceError where the GPU cannot be used.

@@ -23,8 +23,8 @@ import numpy as np
 from cs_proto import reduction, segment_names
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import DeviceError, DeviceMemoryError
-from cs_proto.messages import DevicePlace
-from cs_proto.records import replace
+from cs_proto.messages import DevicePlace, Located, Slots
+from cs_proto.records import Record, replace
 from cs_proto.scatter import write
 from cs_runtime.mapping import Mapping
 from cs_server.compute.executor import Executor, Memory
@@ -172,17 +172,17 @@ class GpuStore:
         self._updates.load(dtype, RULES[rule], self._until)
 
     def discard(self, segment: str, start: int, stop: int) -> None:
-        """Nobody needs these bytes of a segment any more: its pages may be given back afterwards."""
-        if segment.partition("/")[0] not in ("parameters", "slots", "gradients"):
-            return
-        self._updates.forget()
-        first = self._memory.elements(segment, "uint8").ctypes.data
-        self._gpu.page_unlock(first + start, first + stop)
-        if is_on_device(segment):
-            if dropped := self._on_device.drop(segment, start):
-                self._made_nbytes -= _in_journal(dropped)
-        elif segment.startswith("gradients/"):
-            self._on_device.drop(segment_names.device_gradients(segment), start)
+        """Give these bytes of a segment back, on the GPU and in the machine's memory."""
+        if segment.partition("/")[0] in ("parameters", "slots", "gradients"):
+            self._updates.forget()
+            first = self._memory.elements(segment, "uint8").ctypes.data
+            self._gpu.page_unlock(first + start, first + stop)
+            if is_on_device(segment):
+                if dropped := self._on_device.drop(segment, start):
+                    self._made_nbytes -= _in_journal(dropped)
+            elif segment.startswith("gradients/"):
+                self._on_device.drop(segment_names.device_gradients(segment), start)
+        self._memory.discard(segment, start, stop)
 
     def commit(self, command: Commit) -> None:
         """Carry out every operation, in order; the mirror holds the outcome when it returns."""
@@ -216,6 +216,16 @@ class GpuStore:
             self._publish(changed, command.ticket)
         self._arithmetic.commit(Commit(command.ticket, tuple(others)))  # which notes that all is done
 
+    def prepared(self, answer: Record) -> Record:
+        """An answer that names arrays, with what a peer needs to use them: the places of gradients and variables on the
+        GPU, and slots as they are now, where they lie in the machine's memory."""
+        if isinstance(answer, Slots):
+            self.mirror(answer.arrays)
+        if isinstance(answer, Located):
+            places = tuple(map(self.export, answer.arrays))
+            return replace(answer, uuid=self.uuid, places=places, keeps=self.keeps)
+        return answer
+
     def mirror(self, arrays: Iterable[Array]) -> None:
         """See to it that these arrays can be read where they lie in the machine's memory."""
         if self._journal is not None:
@@ -229,6 +239,7 @@ class GpuStore:
 
     def close(self) -> None:
         """Give everything back; nothing may be asked of it any more."""
+        self._arithmetic.close()
         self._gpu.close()
         self._on_device.close()
         self._updates.close()
