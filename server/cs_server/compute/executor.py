@@ -184,30 +184,11 @@ class Executor:
             for number, (part, (first, last)) in enumerate((part, each) for part in parts for each in part.ranges)
             for piece in _pieces(first, last, _PIECE)
         ]
-        squares: list[float] = [0.0] * (sum(len(part.ranges) for part in parts) + len(merged))
-        offset = len(squares) - len(merged)
         for gradient in merged:
             clipping.bound(gradient.sums)
-        if clipping.has_norm:
-            found = [0.0] * len(pieces)
-
-            def look(which: int) -> None:
-                _, part, piece = pieces[which]
-                found[which] = square_of(self._total(part, piece, clipping))
-
-            lanes = self._undo.lanes
-
-            def share(lane: int) -> None:
-                for which in range(lane, len(pieces), lanes):
-                    look(which)
-
-            self._spread(min(lanes, len(pieces)), share)
-            for (number, _, _), square in zip(pieces, found, strict=True):
-                squares[number] += square
-            for position, gradient in enumerate(merged, offset):
-                squares[position] = square_of(gradient.sums)
-        factors = clipping.factors(squares)
-        for factor, gradient in zip(factors[offset:], merged, strict=True):
+        ranges = sum(len(part.ranges) for part in parts)
+        factors = clipping.factors(self._squares(pieces, ranges, merged, clipping))
+        for factor, gradient in zip(factors[ranges:], merged, strict=True):
             _scale(gradient.sums, factor)
 
         def update(mine: Sequence[tuple[int, Dense, slice]], lane: Lane) -> None:
@@ -229,6 +210,28 @@ class Executor:
             ],
             update,
         )
+
+    def _squares(
+        self, pieces: Sequence[tuple[int, Dense, slice]], ranges: int, merged: Sequence[Merged], clipping: Clipping
+    ) -> list[float]:
+        """The squared norm of the gradient of each of so many ranges, and of each sparse gradient; zeros where no norm
+        is bounded."""
+        squares = [0.0] * (ranges + len(merged))
+        if not clipping.has_norm:
+            return squares
+        found = [0.0] * len(pieces)
+        lanes = self._undo.lanes
+
+        def share(lane: int) -> None:
+            for which in range(lane, len(pieces), lanes):
+                _, part, piece = pieces[which]
+                found[which] = square_of(self._total(part, piece, clipping))
+
+        self._spread(min(lanes, len(pieces)), share)
+        for (number, _, _), square in zip(pieces, found, strict=True):
+            squares[number] += square
+        squares[ranges:] = [square_of(gradient.sums) for gradient in merged]
+        return squares
 
     def _total(self, part: Dense, piece: slice, clipping: Clipping) -> np.ndarray:
         """The sum of the replicas' gradients with bounded elements."""
