@@ -18,7 +18,7 @@ __all__ = ["PAGE_NBYTES", "Addresses", "divided", "pages"]
 PAGE_NBYTES = 2 << 20
 # A slab may have holes, so it may become longer than the machine's memory.
 _MOST = 4
-# The budget has room for so many optimizers, each with as many slots as any rule has.
+# The budget has room for this many optimizers, each with as many slots as any rule has.
 _OPTIMIZERS = 16
 _CONTROL_NBYTES = 8 << 30
 _VERSIONS_NBYTES = 8 << 30

@@ -10,7 +10,7 @@ from .tables import Job
 
 
 def is_busy(server: State) -> bool:
-    """Whether variables are being written, so that nobody may be let go on or look at them."""
+    """Whether variables are being written. Until that is over, no replica may go on and nobody may look at them."""
     jobs = server.tables.jobs
     return bool(jobs) and any(job.kind != "slots" for job in jobs.values())
 
@@ -22,12 +22,12 @@ def concerns(server: State, run: tuple[int, ...]) -> bool:
 
 
 def submit(server: State, job: Job) -> None:
-    """Have ``job`` done when its turn comes."""
+    """Append ``job`` to the queue."""
     server.tables.jobs[server.tables.next_ticket()] = job
 
 
 def next_to_start(server: State) -> int | None:
-    """The ticket of the job that begins now; None where one is under way, or none waits."""
+    """The ticket of the job that begins now. None if a job is under way or none waits."""
     if server.tables.tally.committing or not server.tables.jobs:
         return None
     server.tables.tally.committing = min(server.tables.jobs)
@@ -35,7 +35,7 @@ def next_to_start(server: State) -> int | None:
 
 
 def finished(server: State, ticket: int) -> Job | None:
-    """The job that is done; None where ``ticket`` was not under way."""
+    """The job that is done. None if ``ticket`` was not under way."""
     if ticket != server.tables.tally.committing:
         return None
     server.tables.tally.committing = 0

@@ -1,6 +1,6 @@
 """The store behind the engine: keys to bytes, in which all changes of one event become visible together.
 
-Owns how entries lie in memory and the moment at which they count. It knows nothing of what they mean; ``state``
+Owns how entries lie in memory and the moment at which they count. It knows nothing of what they mean; ``tables``
 writes through it. :class:`ControlMemory` is a dictionary, for tests and for services that nobody restarts.
 :class:`ControlLog` lies in the control segment, whose bytes outlive the server: a process killed between any two of
 its stores leaves either the state before the last ``write`` or the state after it.

@@ -1,4 +1,4 @@
-"""Which part of the engine hears an event, and in which order the parts go on after each."""
+"""The dispatch of events to the parts of the engine, and the order in which the parts go on after each event."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from .tables import Job
 
 
 def hear(server: State, event: Event, now: float) -> None:
-    """Record what ``event`` says. Raises where a peer says it wrongly."""
+    """Record what ``event`` says. Raises if a peer may not say it."""
     match event:
         case Received(peer, record):
             server.tables.tally.messages += 1
@@ -72,7 +72,7 @@ def hear(server: State, event: Event, now: float) -> None:
                 _finished(server, job)
         case Tick():
             watchdog.tick(server, now)
-        case Listening():  # nobody has been silent yet
+        case Listening():  # no replica has been silent yet
             server.tables.tally.seen = [now] * len(server.replicas)
 
 
@@ -91,13 +91,13 @@ def settle(server: State) -> None:
 
 
 def commit(server: State, ticket: int) -> Commit:
-    """The command that does a job: the same however often it is asked for, until the job is finished."""
+    """The command for a job. It is the same however often it is asked for, until the job is finished."""
     return Commit(ticket, _operations(server, server.tables.jobs[ticket]))
 
 
 def _receive(server: State, peer: bytes, record: Record, now: float) -> None:
     if not isinstance(record, Ask | Return) and (replica := sessions.replica_at(server, peer)) is not None:
-        server.tables.tally.seen[replica] = now  # the holder of a token is at work
+        server.tables.tally.seen[replica] = now  # the holder of a token sends no Ask while it works
     match record:
         case Ask() | Return():
             sessions.check_replica(server, peer, record.replica, record.incarnation)

@@ -1,4 +1,4 @@
-"""How runs end from outside: the controller cancels them or goes, a worker dies, or its replay diverges."""
+"""How runs end from outside: the controller cancels them or leaves, a worker dies, or its replay diverges."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .tables import Failure
 
 
 def cancel(server: State, record: Cancel, now: float) -> None:
-    """Give a run up, with those nested in it; of steps that were sent ahead, the first that is not over. It may not
-    have begun."""
+    """Give up a run and the runs nested in it. Of steps that were sent ahead, this is the first that is not over. The
+    run may not have begun."""
     cancelled = _to_cancel(server, record)
     if cancelled is None:
         return
@@ -28,8 +28,8 @@ def cancel(server: State, record: Cancel, now: float) -> None:
 
 
 def give_up_absent(server: State) -> None:
-    """Of a run that cannot go on, nobody carries out the part of a replica whose worker is dead, or is new and has
-    not been sent it."""
+    """Count a replica as lost in every run that cannot go on, if its worker is dead, or is new and was not sent the
+    run."""
     for replica in server.replicas:
         session = server.tables.workers.get(replica)
         if session is not None and session.is_announced and replica not in server.tables.deaths:
@@ -55,7 +55,7 @@ def _to_cancel(server: State, record: Cancel) -> RunId | None:
 
 
 def cancel_all(server: State, now: float) -> None:
-    """The controller is gone: give up whatever is open."""
+    """The controller is gone: give up every open run."""
     for run in server.tables.runs:
         if len(run) == 1:
             cancel(server, Cancel(run), now)
@@ -65,7 +65,7 @@ def cancel_all(server: State, now: float) -> None:
 
 
 def forget_left(server: State) -> None:
-    """No controller is there: forget the runs that no replica is in any more."""
+    """No controller is there: forget the finished runs that every replica has left."""
     for run, state in server.tables.runs.items():
         if len(run) == 1 and state.is_finished and not commits.concerns(server, run):
             stands = [server.tables.stands[run, replica] for replica in server.replicas]
@@ -74,7 +74,8 @@ def forget_left(server: State) -> None:
 
 
 def lost(server: State, run: RunId, died: Died, then: str) -> None:
-    """A worker is dead and ``run``, from which it has not returned, cannot go on; ``then`` says what now."""
+    """A worker is dead and has not returned from ``run``, which cannot go on. ``then`` says what the user can do
+    now."""
     state, stand = server.tables.runs[run], server.tables.stands[run, died.rank]
     if stand.returned is not None or stand.is_lost:
         return
@@ -91,7 +92,7 @@ def lost(server: State, run: RunId, died: Died, then: str) -> None:
 
 
 def diverged(server: State, run: RunId, replica: int, difference: Diverged) -> None:
-    """What a replica brings after its worker's death is not what it brought before: the run cannot go on."""
+    """A replay brings something else than the run before the worker's death: the run cannot go on."""
     state = server.tables.runs[run]
     if state.failure is None:
         error = ReplicaLostError(

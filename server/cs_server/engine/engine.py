@@ -1,11 +1,13 @@
 """The engine: what the server does, as a function from one event to the commands that follow from it.
 
-Owns the order of things within an event: hear, advance, begin a commit, write down, answer. It opens nothing, waits
-for nothing and computes no array; ``service`` turns sockets, clocks and finished arithmetic into events and carries
-the commands out. What it knows is in the control store before commands are handed over that let anybody know of it, so
-an engine built anew over the same store goes on as this one would have. What nobody can know of yet is written with
-what comes next: of a message from which nothing follows it is as if it had not been heard (who sent it says it again to
-another server), and a commit that ends is ended once more, with the same answers. Decision 19 has the reasons.
+Owns the transaction: an event is acted on whole or not at all, and written down before its commands are handed over.
+The engine opens nothing, waits for nothing and computes no array. ``service`` turns sockets, clocks and finished
+arithmetic into events, and carries the commands out.
+
+An engine that is built again over the same store goes on where this one stopped, because commands that tell a peer
+something leave only after the store has it. Two kinds of changes may wait for the next write. A message that led to no
+command may be lost in a crash: its sender repeats it to the next server. The end of a commit may be lost: the next
+server ends the commit again, with the same answers. Decision 19 has the reasons.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ __all__ = ["Config", "Engine"]
 
 _log = logging.getLogger("cs_server.engine")
 
-# What another server says once more, and peers take it as once.
+# A restarted server says these again, and peers ignore the repetition.
 _HEARD_TWICE = (RunFinished, StepFinished)
 # Records by which the server may first learn of a run.
 _BEGINS = (Ask, Return, Cancel, WaitReport, Resent)
@@ -77,7 +79,7 @@ class Engine:
     def __init__(self, config: Config, control: Control) -> None:
         """Take up what ``control`` holds, or begin where it is empty.
 
-        Raises :class:`~cs_server.engine.control_log.ControlDamaged` where it cannot be read.
+        Raises :class:`~cs_server.engine.control_log.ControlDamaged` if it cannot be read.
         """
         self._server = opened(config, control)
         self._fast_path = FastPath(self._server)
@@ -86,12 +88,13 @@ class Engine:
         self._shown: set[tuple[str, int | None]] = set()
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """What follows from ``event``; ``now`` in seconds of a clock that survives a restart of the server.
+        """The commands that follow from ``event``. ``now`` is in seconds, on a clock that survives a restart of the
+        server.
 
-        An event that needs memory or a kernel is not acted on before it has that, or is refused it: Reserve asks, and
-        the event comes again in its answer. Whatever a peer says wrongly is answered with an error and changes nothing
-        else, also if a check is missing and an unforeseen exception is raised. Raises
-        :class:`~cs_server.engine.control_log.ControlFull` where not even that can be written down.
+        An event that needs memory or a kernel is answered with Reserve first. It comes again in Reserved, when it has
+        what it needs or was refused it. A message that is wrong is answered with an error and changes nothing else,
+        even if it raises an unforeseen exception. Raises :class:`~cs_server.engine.control_log.ControlFull` if not even
+        the error can be written down.
         """
         commands = self._fast_path.hear(event, now)
         if commands is not None:
@@ -111,7 +114,7 @@ class Engine:
             return self._attempt(with_changes(asked, event=_refused(event, error)), now)
 
     def resume(self) -> list[Command]:
-        """What a server that was restarted has to do first: segments opened, and what was under way done again."""
+        """What a restarted server does first: it opens its segments, and repeats what was under way."""
         server, tables = self._server, self._server.tables
         commands: list[Command] = [*slabs.allocations(server), *slabs.discards(server), *slabs.loads(server)]
         commands += optimizers.kernels(server)
@@ -122,7 +125,7 @@ class Engine:
         return commands
 
     def write_down(self) -> None:
-        """Have the store know what this engine knows, as every event but a few does."""
+        """Write everything that this engine knows to the store."""
         self._fast_path.unfold()
         if self._server.tables.is_ahead:
             self._server.tables.flush()
@@ -133,14 +136,14 @@ class Engine:
 
     @property
     def results_nbytes(self) -> int:
-        """How much of the server's arena the recorded outcomes need: a server that takes up must leave it alone."""
+        """How many bytes of the server's arena hold recorded results, which a restarted server must not overwrite."""
         outcomes = self._server.tables.outcomes.values()
         recorded = (outcome.arrays for outcome in outcomes if isinstance(outcome, Reduced))
         arrays = (array for arrays in recorded for array in arrays)
         return max((a.place.offset + a.nbytes for a in arrays if isinstance(a.place, Location)), default=0)
 
     def _attempt(self, asked: Reserved, now: float) -> list[Command]:
-        """Handle one event whole or not at all; a Reserve where it needs something that it has not been given."""
+        """Act on one event whole or not at all. Return one Reserve if it needs something that it has not been given."""
         server = self._server
         server.refused = dict(asked.refused)
         try:
@@ -169,15 +172,15 @@ class Engine:
             if is_foreseen or not isinstance(asked.event, Received):
                 raise
             raise self._blamed(asked.event, error) from error
-        # What was allocated for an operation that is refused the rest.
+        # Memory that was granted to an operation that was refused the rest.
         idle = [each for each in asked.granted if isinstance(each, Allocate) and each not in wanted]
         commands += [Discard(each.segment, each.start, each.stop) for each in idle if each.stop > each.start]
         server.out.clear()
         return commands
 
     def _may_wait(self, event: Event | _Refusal, commands: list[Command]) -> bool:
-        """Whether what the event has changed may be written with what comes next. Not where it is much, since then that
-        would be refused in its place when the store is full."""
+        """Whether the changes of the event may be written with those of the next one. Large changes may not: if the
+        store is full, the next event would be refused in their place."""
         match event:
             case Tick():
                 return not commands
@@ -189,15 +192,15 @@ class Engine:
         return False
 
     def _check_run(self, peer: bytes, record: Record) -> None:
-        """Raise PeerProtocolError if ``record`` is of a run that cannot have begun. A worker that was replaced gets
-        Fenced instead."""
+        """Raise PeerProtocolError if ``record`` is of a run that cannot have begun, and Fenced if its worker has been
+        replaced."""
         if isinstance(record, Ask | Return):
             sessions.check_replica(self._server, peer, record.replica, record.incarnation)
         if isinstance(record, _BEGINS):
             runs.check_near(self._server, record.run)
 
     def _blamed(self, event: Received, error: BaseException) -> PeerProtocolError:
-        """The answer to a peer whose message raised ``error``: no message of a peer may end the server."""
+        """The answer to a peer whose message raised ``error``. No message of a peer may end the server."""
         kind = type(event.record).__name__
         last = traceback.extract_tb(error.__traceback__)[-1]
         if (last.filename, last.lineno) not in self._shown:
@@ -208,10 +211,10 @@ class Engine:
         )
 
     def _instead(self, event: Event, error: CentralStorageError) -> Event | _Refusal:
-        """What is heard in the place of an event that is wrong, or too large for the store.
+        """What is heard in place of an event that is wrong, or too large for the store.
 
-        A replica waits for the answer to its point and for nothing else, and a run for what its replicas return, so
-        these are answered and counted as failed; a refusal would leave somebody waiting for ever.
+        A replica waits for the answer to its merge point, and a run for the returns of its replicas. So these messages
+        are counted as failed: after a mere refusal somebody would wait for ever.
         """
         match event:
             case Computed(ticket, _, None):
@@ -232,7 +235,7 @@ class Engine:
 
 @frozen
 class _Refusal:
-    """In the place of a message that is not acted on."""
+    """Takes the place of a message that is not acted on."""
 
     answer: Send
 

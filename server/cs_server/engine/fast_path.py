@@ -1,11 +1,10 @@
-"""Plain steps, the short way: what most steps of a training are, decided in one pass when all replicas have returned.
+"""The fast path: most steps of a training are decided in one pass, when all replicas have returned.
 
-A plain step is a run in which every replica brings nothing but gradients of known sets of variables, the same ones as
-in the step before, and returns a small value. What follows from it is known, so of such a step only the messages are
-written down, as they came, and the other tables are left as they are. Whoever needs them has them brought up to date
-first (:meth:`FastPath.unfold`), by hearing those messages in the general way: what they say then is what they would
-have said all along, also to a server that takes the place of this one. ``engine`` asks here before every event.
-Decision 21 has the reasons.
+A plain step is a run in which every replica brings gradients of the same variable sets as in the step before, nothing
+else, and returns a small value. What follows from such a step is known. So only its messages are written down, as they
+came, and the other tables do not change. Before anything else needs those tables, :meth:`FastPath.unfold` brings them
+up to date: it hears the messages again in the general way. A server that takes the place of this one does the same.
+``engine`` asks here before every event. Decision 21 has the reasons.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from .tables import PlainStep, joined, parted
 
 __all__ = ["FastPath", "is_small"]
 
-# Results of so many bytes are not written at once.
+# A larger result is not written at once.
 _SMALL_NBYTES = 4096
-# What the messages of a plain step may have: they are written down as one record.
+# The most bytes of all messages of a plain step, which are written down as one record.
 _STEP_NBYTES = 1 << 20
-# Of a series that is sent further ahead, so many steps would have to be heard again at every tick.
+# The longest lookahead: at every tick that many steps are heard again.
 _MOST_AHEAD = 16
 
 
@@ -41,9 +40,9 @@ _Set: TypeAlias = tuple[int, int, tuple[int, ...]]
 
 @frozen
 class _Ground:
-    """What holds as long as nothing but plain steps of one kind is heard: who speaks, and what every step brings."""
+    """What holds as long as nothing but plain steps of one kind is heard: the peers, and what every step brings."""
 
-    #: By replica, its worker: where it is, and its incarnation.
+    #: The peer name and the incarnation of each worker, by replica.
     workers: tuple[tuple[bytes, int], ...]
     controller: bytes
     client: str
@@ -54,7 +53,7 @@ class _Ground:
 
 
 class FastPath:
-    """Steps that were decided and that the other tables do not know of, and the returns of the one at hand."""
+    """The steps that were decided and that the other tables do not have yet, and the returns of the current step."""
 
     def __init__(self, server: State) -> None:
         self._server = server
@@ -62,17 +61,17 @@ class FastPath:
         self._forget()
 
     def _forget(self) -> None:
-        """The other tables know everything."""
+        """The other tables have everything."""
         self._ground: _Ground | None = None
         self._held: list[tuple[Received, float]] = []
         self._run = 0  # the last one
         self._returns: list[Return] = []  # of the last one, in replica order
         self._committing = 0  # the ticket of its commit
-        self._count = 0  # of steps that the other tables do not know of
+        self._count = 0  # of steps that the other tables do not have
         self._applied: Counter[int] = Counter()  # in them, by optimizer
 
     def hear(self, event: Event, now: float) -> list[Command] | None:
-        """What follows from ``event``; None where the general way has to say that."""
+        """The commands that follow from ``event``. None if the event needs the general way."""
         if type(event) is Received and type(event.record) is Return:
             if not self._committing and self._fits(event.peer, event.record):
                 self._held.append((event, now))
@@ -83,15 +82,15 @@ class FastPath:
                 self._held.pop()
             self._may_begin = True
         elif type(event) is not Finished:
-            self._may_begin = False  # steps that something else comes between are not worth the way back
+            self._may_begin = False  # worth it only if plain steps follow each other directly
         elif event.ticket == self._committing:
             self._committing = 0
             return self._answers()
         return None
 
     def unfold(self) -> None:
-        """Have the other tables know what they would know had everything been heard in the general way. What the
-        store lacks is kept for the next flush."""
+        """Bring the other tables up to date, as if everything had been heard in the general way. What the store lacks
+        is kept for the next flush."""
         tables, held = self._server.tables, self._held
         if held or tables.plain:
             # A server that took over cannot know whether the last commit had begun: it takes it as under way.
@@ -105,8 +104,8 @@ class FastPath:
         self._forget()
 
     def _replay(self, steps: list[PlainStep], is_committing: bool) -> None:
-        """Have the tables know of ``steps``: of those before the lookahead of the last one, only how many there were.
-        The commit of the last one stays under way where ``is_committing``."""
+        """Hear recorded steps in the general way. Steps that are further back than the lookahead are only counted. The
+        commit of the last step stays under way if ``is_committing``."""
         heard = [[_returned(message) for message in step.heard] for step in steps]
         if not heard:
             return
@@ -122,7 +121,7 @@ class FastPath:
                 self._hear_again(Finished(tables.tally.committing), times[-1])
 
     def _hear_again(self, event: Event, now: float) -> None:
-        """Have the tables know what follows from an event. It was answered before, and could not fail."""
+        """Bring the tables up to date with one event. It was answered before, so its commands are dropped."""
         dispatch.hear(self._server, event, now)
         dispatch.settle(self._server)
         self._server.out.clear()
@@ -144,7 +143,7 @@ class FastPath:
     # --- what is plain ------------------------------------------------------------------------------------------------
 
     def _fits(self, peer: bytes, record: Return) -> bool:
-        """Whether it is what the next plain step brings, for all that is known."""
+        """Whether ``record`` is what the next plain step brings."""
         ground = self._ground or self._look(record)
         if ground is None or not 0 <= record.replica < len(self._server.replicas):
             return False
@@ -169,7 +168,7 @@ class FastPath:
         return fits
 
     def _are_gradients(self, record: Return) -> bool:
-        """Whether its gradients fit their variables, and lie in buffers that are there."""
+        """Whether its gradients fit their variables, and lie in buffers that exist."""
         points = [note for note in record.notes if isinstance(note, ApplyPoint) and (note.sparse or note.buffers % 2)]
         try:
             updates.check_gradients(self._server, points)
@@ -178,7 +177,7 @@ class FastPath:
         return True
 
     def _look(self, record: Return) -> _Ground | None:
-        """What plain steps like that of ``record`` may take for granted. None where something else is going on."""
+        """What plain steps like that of ``record`` may rely on. None if something else is going on."""
         if not self._may_begin:
             return None
         tables = self._server.tables
@@ -217,7 +216,8 @@ class FastPath:
     # --- what follows -------------------------------------------------------------------------------------------------
 
     def _decide(self) -> list[Command] | None:
-        """All have returned: what follows is written down. None where it is too much, or the store has no room."""
+        """All replicas have returned: write the step down and begin its commit. None if the step is too large, or the
+        store is full."""
         ground, tables = self._ground, self._server.tables
         assert ground is not None
         by_replica = sorted(self._held, key=lambda each: each[0].record.replica)  # type: ignore[attr-defined]
@@ -260,7 +260,7 @@ class FastPath:
 
 
 def is_small(record: Return) -> bool:
-    """Whether no error in its place would find room where it does not."""
+    """Whether a record is so small that an error in its place would need as much room."""
     value = record.value
     if value is None or not all(isinstance(note, ApplyPoint) for note in record.notes):
         return False
@@ -268,7 +268,7 @@ def is_small(record: Return) -> bool:
 
 
 def _sets(record: Return) -> tuple[_Set, ...] | None:
-    """What each of its notes is about; None where they are something else."""
+    """The sets that the notes of a Return update. None if a note is anything else than a gradient of a known set."""
     sets = []
     for k, note in enumerate(record.notes):
         if type(note) is not ApplyPoint or note.k != k or not note.variable_set:

@@ -1,7 +1,6 @@
-"""What is derived from the tables so that it is found fast: names of variables, and the sets that they are in.
+"""What is derived from the tables for fast look-ups: the names of variables, and the sets that they are in.
 
-Owns nothing that must be remembered: it can be made from the tables at any time, and follows where they are rolled
-back.
+The index can be made from the tables at any time. It follows when they are rolled back.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ _NAME_LENGTH = 512
 
 
 class Index:
-    """Derived from ``tables``. Whoever changes variables or sets there tells it here."""
+    """Derived from ``tables``. A function that changes variables or sets there tells it here."""
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
         #: The number of each variable, by name.
         self.numbers = {variable.spec.name: number for number, variable in tables.variables.items()}
-        # Of a name that was taken, the count at which a free one was found last: those before are taken.
+        # For a name that was taken: the count that was free last. All lower counts are taken.
         self._counts: dict[str, int] = {}
         self._derive_sets()
 
@@ -43,7 +42,7 @@ class Index:
 
     @contextmanager
     def rolled_back(self) -> Iterator[None]:
-        """The tables are rolled back in the block."""
+        """The block rolls the tables back; the index follows."""
         variables, is_stale = self._tables.variables, self._tables.sets.is_changed
         changed = variables.changed
         for number in changed:

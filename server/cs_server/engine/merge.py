@@ -1,7 +1,7 @@
-"""What it means that replicas agree: the rules of merge points, as functions of what the replicas brought.
+"""When replicas agree: the rules of merge points, as functions of what the replicas brought.
 
-Owns the comparison of merge points, the aggregation of assigns, and the sentences and the choice of errors where
-replicas differ. It keeps nothing and sends nothing; ``progress`` asks it.
+Owns the comparison of merge points, the aggregation of assigns, and the errors of replicas that differ. It keeps
+nothing and sends nothing; ``progress`` asks it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ _NONE, _SUM, _MEAN, _ONLY_FIRST_REPLICA = range(4)
 
 
 def kind_of(point: Point, known_set: Callable[[int, tuple[int, ...]], int | None]) -> tuple[object, ...]:
-    """What must be equal on all replicas: never the call site, a shape or a value.
+    """What must be equal on all replicas. Call sites, shapes and values may differ.
 
-    ``known_set`` finds the number of a set of variables, by which some replicas may name it and others not.
+    ``known_set`` finds the number of a variable set: some replicas may name a set by its number and others by its
+    variables.
     """
     match point:
         case ApplyPoint():
@@ -54,8 +55,8 @@ def kind_of(point: Point, known_set: Callable[[int, tuple[int, ...]], int | None
 
 
 def title(point: Point | ReadPoint, of_what: str = "") -> str:
-    """What a person calls it, and where it stands: ``all_reduce SUM (train.py:31)``, or with ``of_what``, where the
-    names of things are known, ``all_reduce SUM of 2 arrays (train.py:31)``."""
+    """A merge point for people, with its call site: ``all_reduce SUM (train.py:31)``. With ``of_what``, which names the
+    operands, ``all_reduce SUM of 2 arrays (train.py:31)``."""
     match point:
         case ApplyPoint():
             what = f"apply_gradients of optimizer {point.optimizer}"
@@ -80,9 +81,9 @@ def writes(point: Point) -> bool:
 
 
 def aggregated(spec: VariableSpec, points: Sequence[AssignPoint]) -> tuple[ReduceOpName | None, tuple[Array, ...]]:
-    """How the replicas' values of one assign become one: the op that combines them, and which count.
+    """How the values that replicas assign become one: the reduction, if any, and the values that count.
 
-    Raises InvalidArgumentError where the variable's aggregation forbids it. One replica needs no aggregation.
+    Raises InvalidArgumentError if the variable's aggregation forbids it. One replica needs no aggregation.
     """
     values = tuple(point.value for point in points)
     what = f"{points[0].op} to variable {spec.name!r} in a replica ({points[0].site})"
@@ -121,8 +122,8 @@ def mismatch(
     awaited: Sequence[Point | ReadPoint | None],
     of_what: Callable[[Point | ReadPoint], str],
 ) -> Error:
-    """The error of replicas that do not meet at merge point ``k``: by replica where it stands, what it brought as
-    number ``k``, and what it waits at. ``of_what`` names the things a point is about."""
+    """The error of replicas that do not meet at merge point ``k``. By replica: its progress, what it brought as number
+    ``k``, and the point at which it waits. ``of_what`` names the operands of a point."""
     sentences = []
     for replica, (stand, point, waits) in enumerate(zip(stands, brought, awaited, strict=True)):
         if waits is not None:
@@ -146,7 +147,7 @@ def mismatch(
 
 
 def _differ_in_structure(points: Sequence[Point | ReadPoint | None]) -> bool:
-    """Whether all replicas want the same combination, but of nests that do not fit each other."""
+    """Whether all replicas want the same combination of nests whose structures differ."""
     wanted = {
         point.op if isinstance(point, ReducePoint) else point.axis if isinstance(point, GatherPoint) else None
         for point in points
@@ -160,10 +161,10 @@ def counted(count: int) -> str:
 
 
 def verdict(failure: Failure | None, returned: Sequence[Error | None]) -> Error | None:
-    """The error of a run, from why it could not go on and what its replicas raised (in replica order).
+    """The error of a run, from the reason why it could not go on and the errors of its replicas (in replica order).
 
-    The lowest (merge index, replica) counts, and a mismatch only where nothing else happened: what replicas raise
-    because they were told of a mismatch, a lost replica or a cancellation is not a cause.
+    The lowest (merge index, replica) counts. A mismatch counts only if nothing else happened. An error that a replica
+    raised because it was told of a mismatch, a lost replica or a cancellation is not a cause.
     """
     if failure is None and not any(returned):
         return None

@@ -1,7 +1,7 @@
 """Optimizers, the sets of variables that they update, and the slots that they keep beside variables.
 
-It knows nothing of runs and of peers; ``requests`` and ``progress`` call it. Every function that can refuse does so
-before it changes anything.
+The module knows nothing of runs and peers; ``requests`` and ``progress`` call it. Every function that can refuse does
+so before it changes anything.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .tables import SlotFill, SlotNames, Steps, VariableSet
 
 
 def get(server: State, number: int) -> Optimizer:
-    """The optimizer as it stands. Raises InvalidArgumentError where there is none of that number."""
+    """The optimizer with its present numbers. Raises InvalidArgumentError if there is none."""
     optimizer = server.tables.optimizers.get(number)
     if optimizer is None:
         known = ", ".join(f"{n} ({o.kind})" for n, o in server.tables.optimizers.items())
@@ -42,9 +42,9 @@ def configure(
     schedule: Schedule | None = None,
     iterations: int = -1,
 ) -> Optimizer:
-    """Make an optimizer (0) or change some of its hyperparameters, its schedule or its iterations (-1: not them).
+    """Make an optimizer (``number`` 0), or change its hyperparameters, its schedule or its iterations (-1: keep them).
 
-    Raises InvalidArgumentError where its kind cannot take them, or its rule, which it keeps.
+    Raises InvalidArgumentError if its kind cannot take them. An optimizer keeps its rule.
     """
     if number:
         known = get(server, number)
@@ -86,18 +86,18 @@ def members(server: State, optimizer: int, numbers: tuple[int, ...]) -> tuple[in
 
 
 def known_set(server: State, optimizer: int, numbers: Iterable[int]) -> int | None:
-    """The number of a variable set, in whatever order its variables are named; None where it has none yet."""
+    """The number of a variable set, in whatever order its variables are named. None if it has no number yet."""
     return server.index.set_numbers.get((optimizer, tuple(sorted(numbers))))
 
 
 def variable_set(
     server: State, optimizer: int, numbers: tuple[int, ...], sparse: Collection[int] = ()
 ) -> tuple[int, tuple[SlotFill, ...]]:
-    """The number of that set, and the slots that only now come to be; those of ``sparse`` variables take memory
-    only where rows are touched.
+    """The number of a variable set, which is made if it is new, and the slots that are made with it. The slots of
+    ``sparse`` variables take memory only where rows are touched.
 
-    Raises InvalidArgumentError, and MemoryPlanError where the slots do not fit the memory that is left, or
-    DeviceMemoryError where they, or the kernels that update them, do not fit the GPU's.
+    Raises InvalidArgumentError; MemoryPlanError if the slots do not fit into the memory that is left; DeviceMemoryError
+    if they, or the kernels that update them, do not fit on the GPU.
     """
     ascending = members(server, optimizer, numbers)
     known = known_set(server, optimizer, ascending)
@@ -127,8 +127,7 @@ def applied(server: State, number: int, count: int = 1) -> None:
 
 
 def kernels(server: State) -> list[LoadKernel]:
-    """What a GPU has to have ready for the updates of a server that was restarted; nothing where variables lie on
-    none."""
+    """The kernels that a restarted server loads for the updates of variables on a GPU."""
     sets = server.tables.sets.values()
     return [*dict.fromkeys(k for s in sets for k in _kernels_of(server, get(server, s.optimizer), s.variables))]
 
@@ -139,9 +138,9 @@ def _kernels_of(server: State, optimizer: Optimizer, numbers: Iterable[int]) -> 
 
 
 def slots(server: State, optimizer: int, variable: int) -> tuple[tuple[tuple[str, Array], ...], tuple[SlotFill, ...]]:
-    """Name and place of every slot beside a variable, and those that only now come to be.
+    """The name and the place of every slot beside a variable, and the slots that are made now.
 
-    Raises InvalidArgumentError for what cannot be updated, and MemoryPlanError as ``variable_set`` does.
+    Raises InvalidArgumentError if the variable cannot be updated, and MemoryPlanError as ``variable_set`` does.
     """
     record, (number,) = get(server, optimizer), members(server, optimizer, (variable,))
     fills = _add_slots(server, record, (number,), ())
@@ -157,7 +156,7 @@ def slotted(server: State, optimizer: int) -> tuple[int, ...]:
 
 
 def write_slot(server: State, optimizer: int, variable: int, slot: str, value: Array) -> Write:
-    """The operation that sets a slot, which is there. Raises InvalidArgumentError where ``value`` does not fit."""
+    """The operation that sets a slot, which must exist. Raises InvalidArgumentError if ``value`` does not fit."""
     found, _ = slots(server, optimizer, variable)
     target = dict(found).get(slot)
     if target is None:
@@ -171,7 +170,7 @@ def write_slot(server: State, optimizer: int, variable: int, slot: str, value: A
 def _add_slots(
     server: State, optimizer: Optimizer, numbers: Iterable[int], sparse: Collection[int]
 ) -> tuple[SlotFill, ...]:
-    """Make the slots of those of these variables that have none."""
+    """Make the missing slots of these variables."""
     names = SLOTS[optimizer.rule]
     missing = [variables.row(server, v) for v in numbers if (optimizer.number, v) not in server.tables.slots]
     touched = {number for _, number in server.tables.slots}

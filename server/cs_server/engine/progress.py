@@ -1,10 +1,9 @@
 """How a run goes on: what follows from what its replicas have brought so far.
 
-Owns the decisions: which merge points are agreed, when they are committed, who is answered, when a run is at an end.
-It is asked after every event and looks at nothing but the tables, so being asked once more changes nothing. Replicas
-look at variables without asking, so nothing is committed before each of them has returned or waits, and nobody who
-waits is let go on while a commit is under way. A replica that waits is asked to preserve the views
-that its function holds, before the commit.
+Owns the decisions: which merge points are agreed, when they are committed, who is answered, when a run is over. It is
+asked after every event and looks only at the tables, so asking once more changes nothing. Replicas read variables
+without asking. So nothing is committed before each replica has returned or waits, and no waiting replica goes on while
+a commit is under way. Before the commit, a replica that waits is asked to preserve the views that its function holds.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from . import commits, merge, optimizers, replay_check, runs, sessions, updates,
 from .state import State
 from .tables import Computation, Failure, Job, Point, ReplicaProgress, RunState, SlotFill
 
-# Of a large set of variables this many are named.
+# An error names this many variables of a large set.
 _NAMED = 4
 
 
 def advance(server: State) -> None:
-    """Do for every run what can be done."""
+    """Take every run as far as it can go."""
     for run in sorted(server.tables.runs):
         _advance(server, run)
 
@@ -54,7 +53,7 @@ def _advance(server: State, run: RunId) -> None:
     if commits.is_busy(server):
         return
     if not _waiting(server, run) and not _is_stopped(server, run):
-        return  # somebody is at work, and the others have returned
+        return  # a replica is at work, and the others have returned
     _answer(server, run)
     if _is_stopped(server, run) and _must_commit(server, run):
         if not _is_preserved(server, run):
@@ -83,7 +82,7 @@ def _advance(server: State, run: RunId) -> None:
 
 
 def _agree(server: State, run: RunId) -> None:
-    """Accept merge points, in order, as far as all replicas have brought them and they fit each other."""
+    """Accept merge points, in order, as long as all replicas have brought them and they agree."""
     known_set = partial(optimizers.known_set, server)
     while (state := server.tables.runs[run]).failure is None:
         k = state.agreed
@@ -106,7 +105,7 @@ def _agree(server: State, run: RunId) -> None:
 def _accept(server: State, run: RunId, k: int, points: list[Point]) -> None:
     """Check merge point ``k`` and begin what must be done before it can be answered.
 
-    Raises what is wrong with the operation itself, before anything has changed.
+    Raises an error of the operation itself, before anything has changed.
     """
     is_awaited = any(server.tables.stands[run, replica].waiting == k for replica in server.replicas)
     match points[0]:
@@ -140,7 +139,7 @@ def _set_of(server: State, optimizer: int, points: list[Point]) -> tuple[int, tu
 
 
 def compute(server: State, ticket: int) -> Compute:
-    """The command for a computation: the same however often it is asked for."""
+    """The command for a computation. It is the same however often it is asked for."""
     computation = server.tables.computations[ticket]
     points = [server.tables.points[computation.run, replica, computation.k] for replica in server.replicas]
     arrays = tuple(point.arrays for point in points if isinstance(point, ReducePoint | GatherPoint))
@@ -151,7 +150,7 @@ def compute(server: State, ticket: int) -> Compute:
 
 
 def computed(server: State, event: Computed) -> None:
-    """Record the outcome of a computation, unless nobody can want it any more."""
+    """Record the outcome of a computation, unless its run has forgotten it."""
     computation = server.tables.computations.get(event.ticket)
     if computation is None:
         return
@@ -168,7 +167,7 @@ def computed(server: State, event: Computed) -> None:
 
 
 def operations(server: State, job: Job) -> tuple[Apply | Write, ...]:
-    """What a commit of merge points, or of the write notes after the last one, consists of."""
+    """The operations of a commit of merge points, or of the write notes after the last one."""
     run, end = job.run, job.k
     writes: dict[int, list[Write]] = {}
     for _, note in runs.writes(server, run):
@@ -195,7 +194,7 @@ def operations(server: State, job: Job) -> tuple[Apply | Write, ...]:
 
 
 def created(server: State, job: Job) -> None:
-    """The value of a variable made at a merge point is written."""
+    """The value of a variable that was made at a merge point is written."""
     server.tables.outcomes[job.run, job.k] = CreatedInRun(job.run, job.k, variables.get(server, job.number))
     server.tables.tally.commits += 1
     state = server.tables.runs[job.run]
@@ -203,7 +202,7 @@ def created(server: State, job: Job) -> None:
 
 
 def creation(server: State, job: Job) -> Write:
-    """What writing the value of such a variable consists of: replica 0's value counts."""
+    """The operation that writes the value of such a variable: the value of replica 0."""
     point = server.tables.points[job.run, 0, job.k]
     assert isinstance(point, CreatePoint)
     return variables.write(server, job.number, "assign", None, (point.value,))
@@ -239,8 +238,8 @@ def written(server: State, run: RunId, end: int) -> None:
 
 
 def _must_commit(server: State, run: RunId) -> bool:
-    """Whether somebody needs what is agreed and not committed. All replicas have stopped; of a run that has
-    failed none waits any more, because whoever waited has been told."""
+    """Whether a replica, or the end of the run, needs what is agreed and not committed. All replicas have stopped. In a
+    failed run none waits any more: each was told of the failure."""
     state = server.tables.runs[run]
     if not _waiting(server, run):
         stands = state.failure is None or state.failure.cause in ("mismatch", "operation")
@@ -252,7 +251,7 @@ def _must_commit(server: State, run: RunId) -> bool:
 
 
 def _is_preserved(server: State, run: RunId) -> bool:
-    """Whether all replicas that wait have preserved their views. Asks the others to do so."""
+    """Whether all replicas that wait have preserved their views. Asks those that have not."""
     waiting = _waiting(server, run)
     for replica in waiting:
         stand, peer = server.tables.stands[run, replica], sessions.worker_peer(server, replica)
@@ -303,7 +302,7 @@ def _is_merge_call(server: State, run: RunId, state: RunState) -> bool:
 
 
 def _answer(server: State, run: RunId) -> None:
-    """Let those go on whose answer is known."""
+    """Answer the replicas whose answers are known."""
     for replica in _waiting(server, run):
         stand = server.tables.stands[run, replica]
         k = stand.waiting if stand.read is None else stand.read.k
@@ -317,7 +316,7 @@ def _answer(server: State, run: RunId) -> None:
 
 
 def _fail(server: State, run: RunId) -> None:
-    """The replicas cannot meet any more."""
+    """The replicas can no longer meet."""
     k = server.tables.runs[run].agreed
     stands = _stands(server, run)
     brought = [server.tables.points.get((run, replica, k)) for replica in server.replicas]
@@ -330,7 +329,7 @@ def _fail(server: State, run: RunId) -> None:
 
 
 def _of_what(server: State, point: Point | ReadPoint) -> str:
-    """What a merge point is about, by name: what tells two apart that are of one kind."""
+    """The operands of a merge point by name: they tell two points of one kind apart."""
     match point:
         case ApplyPoint():
             numbers = point.variables or server.tables.sets[point.variable_set].variables

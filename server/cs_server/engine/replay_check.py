@@ -1,9 +1,9 @@
-"""What a replica brought before its worker died, and whether the worker in its place brings it again.
+"""Whether a new worker brings what its replica brought before its first worker died.
 
-Owns the comparison: records must be equal but for call sites and places in memory, and so must the bytes behind those
-places, of which the server makes digests when it hears of the death, before anybody can write there again. Only what
-is still to be looked at counts: an operand that was answered may have been overwritten. ``runs`` asks here for each
-message of a replay; what follows is decided by ``replays``.
+Owns the comparison. Records must be equal except for call sites and places in memory, and the bytes at those places
+must be equal, too. The server makes digests of these bytes when it hears of the death, before anybody can write there
+again. Only bytes that are still needed are compared: the operand of a point that was answered may have been
+overwritten. ``replica_messages`` asks here for each message of a replay; ``replays`` decides what follows.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from . import merge, updates
 from .state import State
 from .tables import Check, Digest, Point
 
-# In the place of a location: what is compared is what lies there.
+# Takes the place of every location: the bytes there are compared, not the location.
 _SOMEWHERE = Location("somewhere", 0)
 
 
 class Diverged(ReplicaLostError):
-    """A replay does not bring what was brought before."""
+    """A replay brings something else than the run before."""
 
 
 def take(server: State, run: RunId, replica: int) -> None:
-    """Have digests made of what ``replica`` has brought to ``run``."""
+    """Have digests made of everything that ``replica`` has brought to ``run``."""
     state, stand = server.tables.runs[run], server.tables.stands[run, replica]
     for k in range(stand.count):
         point = server.tables.points[run, replica, k]
-        # Operands of what was answered are not kept; what was only noted is, until it is committed.
+        # The operands of an answered point are gone; those of a noted point stay until it is committed.
         if k >= state.agreed or (k >= state.committed and isinstance(point, ApplyPoint | AssignPoint)):
             _ask(server, Check(run, replica, k, 0), _of_point(server, replica, point))
     for (other, writer, number), note in server.tables.writes.items():
@@ -52,9 +52,9 @@ def take(server: State, run: RunId, replica: int) -> None:
 
 
 def check_point(server: State, run: RunId, replica: int, point: Point) -> Point:
-    """The merge point as it is to be recorded from now on, after the same was brought before. Raises Diverged."""
+    """Compare a merge point with the recorded one; return it as it is recorded from now on. Raises Diverged."""
     before = server.tables.points[run, replica, point.k]
-    # The number of a set of variables is known to a worker that has asked for it once, and to no other.
+    # Only a worker that has asked for the number of a variable set knows it.
     if (
         isinstance(point, ApplyPoint)
         and isinstance(before, ApplyPoint)
@@ -71,7 +71,7 @@ def check_point(server: State, run: RunId, replica: int, point: Point) -> Point:
 
 
 def check_write(server: State, run: RunId, replica: int, note: WriteNote) -> None:
-    """A write note was brought again. Raises Diverged."""
+    """Compare a write note with the recorded one. Raises Diverged."""
     before = server.tables.writes.get((run, replica, note.number))
     if before is not None and _placeless_write(note) != _placeless_write(before):
         raise Diverged(f"replay diverged at {note.op} of variable {note.variable} ({note.site})")
@@ -81,7 +81,7 @@ def check_write(server: State, run: RunId, replica: int, note: WriteNote) -> Non
 
 
 def fingerprinted(server: State, event: Fingerprinted) -> tuple[Check, Diverged] | None:
-    """A digest is made: keep the first of its kind; what is wrong where a later one differs."""
+    """Keep the first digest of its kind. Return the check and the error if a later digest differs."""
     check = server.tables.checks.get(event.ticket)
     if check is None:
         return None
@@ -105,7 +105,7 @@ def is_checking(server: State, run: RunId) -> bool:
 
 
 def command(server: State, ticket: int) -> Fingerprint:
-    """The command for a check: the same however often it is asked for."""
+    """The command for a check. It is the same however often it is asked for."""
     check = server.tables.checks[ticket]
     if check.k < 0:
         return Fingerprint(ticket, _of_write(server.tables.writes[check.run, check.replica, check.number]))
@@ -114,7 +114,7 @@ def command(server: State, ticket: int) -> Fingerprint:
 
 
 def forget(server: State, run: RunId) -> None:
-    """``run`` is over."""
+    """``run`` is over: forget its digests."""
     for key in server.tables.digests:
         if key[0] == run:
             del server.tables.digests[key]

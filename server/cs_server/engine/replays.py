@@ -1,9 +1,9 @@
-"""What a worker's death means: a run is replayed by the worker in its place, or lost, and who has to hear of it.
+"""What a worker's death means: the worker in its place replays a run, or the run is lost; and who hears of it.
 
-A run, with those nested in it, is replayed as long as nothing of it is committed; its records stay and answer the
-replay, which ``replay_check`` compares with them, while the other replicas wait. A run that kills the same replica
-twice is given up. Whoever sends runs is told of the new worker as soon as that may begin one: not while a step from
-which the replica has returned is still to be committed, since variables are read without asking.
+A run and those nested in it are replayed if nothing of them is committed. The records of the run stay and answer the
+replay, ``replay_check`` compares the replay with them, and the other replicas wait. A run that kills the same replica
+twice is given up. The sender of runs hears of the new worker when that may begin one. It may not begin one while a step
+from which the replica has returned is still to be committed, because variables are read without asking.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from .state import State
 
 
 def worker_died(server: State, died: Died) -> None:
-    """A worker is dead: what becomes of the runs from which it has not returned."""
+    """A worker is dead: decide about the runs from which it has not returned."""
     replica = died.rank
     if died.restarts and not _was_in_run(server, died):
-        return  # what was so before it was started is so still
+        return  # its death changes nothing: it had not begun a run
     for top in [run for run in server.tables.runs if len(run) == 1]:
         stand = server.tables.stands[top, replica]
         if stand.returned is not None or stand.is_lost:
@@ -34,7 +34,7 @@ def worker_died(server: State, died: Died) -> None:
 
 
 def resent(server: State, record: Resent, now: float) -> None:
-    """The controller has sent a run again to a worker in the place of one that died with it."""
+    """The controller has sent a run again, to the worker in the place of one that died in it."""
     sessions.check_exists(server, record.replica)
     if len(record.run) == 1 and runs.begin_again(server, record.run, now, record.series):
         stand = server.tables.stands[record.run, record.replica]
@@ -42,7 +42,7 @@ def resent(server: State, record: Resent, now: float) -> None:
 
 
 def fingerprinted(server: State, event: Fingerprinted) -> None:
-    """A digest is made; where it shows that a replay is another, the run is lost."""
+    """A digest is made. If it shows that a replay differs, the run is lost."""
     found = replay_check.fingerprinted(server, event)
     if found is not None:
         check, diverged = found
@@ -50,7 +50,7 @@ def fingerprinted(server: State, event: Fingerprinted) -> None:
 
 
 def announce(server: State) -> None:
-    """Tell the controller of workers that have come in the place of others, once they may begin a run."""
+    """Tell the controller of new workers, once they may begin a run."""
     if commits.is_busy(server):
         return
     for replica, session in server.tables.workers.items():
@@ -63,7 +63,7 @@ def announce(server: State) -> None:
 
 
 def announce_again(server: State) -> None:
-    """The controller may not have heard of workers that came before this server did."""
+    """Repeat to the controller which new workers came before this server did: it may not have heard."""
     controller = sessions.controller_peer(server)
     for replica, session in server.tables.workers.items():
         if controller is not None and session.is_announced and session.worker.incarnation > 1:
@@ -77,7 +77,7 @@ def announce_again(server: State) -> None:
 
 
 def _cannot_replay(server: State, top: RunId, died: Died) -> str | None:
-    """Why the run is lost; None where it is replayed."""
+    """Why the run is lost. None if it is replayed."""
     state, stand = server.tables.runs[top], server.tables.stands[top, died.rank]
     if not died.restarts:
         return "it is not started again; make a new CentralStorageStrategy to train on"
@@ -97,7 +97,7 @@ def _cannot_replay(server: State, top: RunId, died: Died) -> str | None:
 
 
 def _was_in_run(server: State, died: Died) -> bool:
-    """Whether the worker that died may have begun a run: not while it was being started."""
+    """Whether the worker that died may have begun a run. A worker that was being started has not."""
     session = server.tables.workers.get(died.rank)
     if session is None or session.worker.incarnation < died.incarnation:
         return False
@@ -105,16 +105,16 @@ def _was_in_run(server: State, died: Died) -> bool:
 
 
 def _changes(server: State, run: RunId) -> bool:
-    """Whether something of ``run`` has been committed, or is being. A variable that was made is no such thing: it
-    is there for the replay, too, with the same value."""
+    """Whether something of ``run`` is committed or being committed. A new variable does not count: the replay finds it,
+    with the same value."""
     outcomes = (server.tables.outcomes.get((run, k)) for k in range(server.tables.runs[run].agreed))
     made = sum(isinstance(outcome, CreatedInRun) for outcome in outcomes)
     return runs.standing_commits(server, run) > made
 
 
 def _can_repeat(server: State, nested: RunId) -> bool:
-    """Whether the holder of a token may have this nested run once more: not where others before it are forgotten,
-    nor where replica 0 got what may have been overwritten since."""
+    """Whether the holder of a token may repeat this nested run. It may not if earlier nested runs are forgotten, or if
+    replica 0 received arrays that may have been overwritten since."""
     point = server.tables.runs[nested[:-2]].token
     if nested[-2] != point:
         return True
@@ -122,7 +122,7 @@ def _can_repeat(server: State, nested: RunId) -> bool:
 
 
 def _begin(server: State, run: RunId, replica: int) -> None:
-    """The run is to be replayed: nothing but the record is left of what the replica was about."""
+    """The run is to be replayed: only the record of what the replica brought is kept."""
     stand = server.tables.stands[run, replica]
     if stand.returned is not None or stand.is_lost:
         return
@@ -151,7 +151,7 @@ def _is_returning(server: State, replica: int) -> bool:
 
 
 def _owes_from(server: State, replica: int) -> int:
-    """The first run of the client that the replica has to carry out yet."""
+    """The first run of the client that the replica has still to carry out."""
     known = [run for run in server.tables.runs if len(run) == 1]
     owed = [
         run[0]

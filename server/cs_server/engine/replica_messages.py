@@ -1,7 +1,7 @@
-"""What replicas send: whose message counts, what is a repetition, and what is recorded of it.
+"""What replicas send: whose message counts, whether it is a repetition, and what is recorded of it.
 
-It records what each replica brings to a run; what follows from that is decided by ``progress``, which looks at the same
-tables. A function that refuses raises, and the whole message then counts for nothing.
+``progress`` looks at the same tables and decides what follows. A function that refuses raises, and then nothing of the
+message counts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .tables import Failure, Point, ReplicaProgress
 
 
 def ask(server: State, peer: bytes, record: Ask, now: float) -> None:
-    """Note what a replica brings and that it waits; what was asked and answered before is answered again."""
+    """Record what a replica brings and that it waits. A question that was answered before is answered again."""
     run, replica, point = record.run, record.replica, record.point
     if runs.is_of_another(server, run, record.client) or runs.is_over(server, run, record.series):
         over = error_of(ContextError(f"{runs.name(run)} is over"), replica, point.k)
@@ -89,8 +89,8 @@ def _ask(server: State, peer: bytes, record: Ask, now: float) -> None:
 
 
 def _ask_again(server: State, peer: bytes, record: Ask, stand: ReplicaProgress) -> None:
-    """Handle an Ask of a replica that already waits at this point: it has preserved its views, or it may have
-    missed the Preserve."""
+    """Handle an Ask of a replica that already waits at this point. It has preserved its views, or it may have missed
+    the Preserve."""
     if record.preserved and stand.views != "preserved":
         server.tables.stands[record.run, record.replica] = replace(stand, views="preserved")
     elif stand.views == "asked":
@@ -98,7 +98,7 @@ def _ask_again(server: State, peer: bytes, record: Ask, stand: ReplicaProgress) 
 
 
 def returned(server: State, peer: bytes, record: Return, now: float) -> None:
-    """Note a replica's result. Of a run that is finished the answer is repeated."""
+    """Record a replica's result. If the run is finished, repeat the answer."""
     run, replica = record.run, record.replica
     if runs.is_of_another(server, run, record.client) or runs.is_over(server, run, record.series):
         server.out.append(Log(f"replica {replica} returned from {runs.name(run)}, which is over"))
@@ -119,7 +119,7 @@ def returned(server: State, peer: bytes, record: Return, now: float) -> None:
         endings.diverged(server, run, replica, error)
         record = replace(record, count=stand.count)
     stand = server.tables.stands[run, replica]
-    # One that was refused or interrupted at a merge point counts as it likes: it returns an error anyway.
+    # The count of a replica that returns an error does not matter: it was refused or interrupted at a merge point.
     if record.error is None and record.count != stand.count:
         raise PeerProtocolError(
             f"replica {replica} returned from {runs.name(run)} after {record.count} merge points, of which it brought "
@@ -142,7 +142,7 @@ def returned(server: State, peer: bytes, record: Return, now: float) -> None:
 
 
 def merge_call_returned(server: State, peer: bytes, record: MergeCallReturn) -> None:
-    """The holder of the token gives it back."""
+    """The holder returns the token."""
     run, k = record.run, record.k
     state = server.tables.runs.get(run)
     if peer != sessions.worker_peer(server, 0):
@@ -184,8 +184,7 @@ def _note(server: State, run: RunId, replica: int, note: Note) -> None:
 
 
 def _note_write(server: State, run: RunId, replica: int, note: WriteNote) -> None:
-    """Record a write that needs no agreement: the next one, or once more one of before. Raises where it does not
-    fit its variable."""
+    """Record a write that needs no agreement: the next one, or a repetition. Raises if it does not fit its variable."""
     stand = server.tables.stands[run, replica]
     if note.number < stand.writes_again:
         return
@@ -204,7 +203,7 @@ def _note_write(server: State, run: RunId, replica: int, note: WriteNote) -> Non
 
 
 def _bring(server: State, run: RunId, replica: int, point: Point) -> None:
-    """Record a merge point of a replica: the next one, or once more the same."""
+    """Record a merge point of a replica: the next one, or a repetition."""
     stand = server.tables.stands[run, replica]
     if point.k == stand.again < stand.count:
         server.tables.points[run, replica, point.k] = replay_check.check_point(server, run, replica, point)

@@ -1,7 +1,7 @@
-"""What clients ask for outside of runs, and the holder of a merge_call token in the client's place.
+"""Requests from outside of runs: those of clients, and those of the worker that holds a merge_call token.
 
-Owns the table of requests, which makes a repeated write harmless, and the answers to reads. Variables and optimizers
-are the catalogue's; whether a write may happen now is asked of ``runs``.
+Owns the table of requests, which makes a repeated write harmless, and the answers to reads. ``runs`` says whether a
+write may happen now.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .tables import HeldGet, Job, Request
 
 
 def write(server: State, peer: bytes, record: Create | Assign | AssignSlot | Configure | Free) -> None:
-    """Act on a write once. A refusal is a reply like any other: repeated, it stays one."""
+    """Act on a write once. A refusal is a reply like any other: the same request gets it again."""
     key = (_is_token_of(server, peer, record), record.client)
     known = server.tables.requests.get(key)
     if known is not None and record.sequence <= known.sequence:
@@ -78,7 +78,7 @@ def write(server: State, peer: bytes, record: Create | Assign | AssignSlot | Con
 
 
 def operation(server: State, job: Job) -> Write:
-    """What the commit of a request writes."""
+    """The write that the commit of a request makes."""
     request = server.tables.requests[job.token, job.client].request
     if isinstance(request, Assign):
         return variables.write(server, request.variable, request.op, None, (request.value,), request.indices)
@@ -90,7 +90,7 @@ def operation(server: State, job: Job) -> Write:
 
 
 def done(server: State, job: Job) -> None:
-    """The commit of a request is finished: reply."""
+    """The commit of a request is finished: send the reply."""
     request = server.tables.requests[job.token, job.client]
     reply: Created | Done
     if isinstance(request.request, Assign):
@@ -107,7 +107,7 @@ def done(server: State, job: Job) -> None:
 
 
 def _may_repeat(server: State, job: Job, request: Request) -> bool:
-    """Whether whoever asked is still there, and might ask the same again."""
+    """Whether the sender is still there and may repeat the request."""
     if job.token:
         return (request.run,) in server.tables.runs
     return any(session.hello.client == job.client for session in server.tables.clients.values())
@@ -116,7 +116,7 @@ def _may_repeat(server: State, job: Job, request: Request) -> bool:
 def _act(
     server: State, key: tuple[bool, str], record: Create | Assign | AssignSlot | Configure | Free
 ) -> Created | Done | None:
-    """Do it. None where the reply has to wait for a commit."""
+    """Carry the request out. None if the reply must wait for a commit."""
     if isinstance(record, Create):
         variable, fills = variables.create(server, record.variable, record.value)
         if record.value is None and not fills:
@@ -144,7 +144,7 @@ def _act(
 
 
 def _is_token_of(server: State, peer: bytes, record: Create | Assign | AssignSlot | Configure | Free) -> bool:
-    """Whether a worker speaks. Raises where the peer may not write."""
+    """Whether the sender is a worker. Raises if the peer may not write."""
     client = sessions.hello_of(server, peer)
     if client is not None and client.role == "controller":
         if client.client != record.client:
@@ -180,7 +180,7 @@ def _let_go(server: State, peer: bytes) -> None:
 
 
 def answer_held(server: State) -> None:
-    """Nothing is being written: answer those who wait for bytes or, where no slots are being made, for slots."""
+    """Nothing is being written: answer the held questions for bytes, and those for slots if no slots are being made."""
     for ticket, held in server.tables.held.items():
         if isinstance(held.get, Get):
             server.out.append(Send(held.peer, _got(server, held.get), held.get))
@@ -192,7 +192,7 @@ def answer_held(server: State) -> None:
 
 
 def describe(server: State, peer: bytes, record: Describe) -> None:
-    """Say what stands behind numbers."""
+    """Say which variables and optimizers belong to numbers."""
     _check_known(server, peer, record)
     found = tuple(map(partial(variables.get, server), record.variables))
     configured = tuple(map(partial(optimizers.get, server), record.optimizers))
@@ -201,8 +201,8 @@ def describe(server: State, peer: bytes, record: Describe) -> None:
 
 
 def locate(server: State, peer: bytes, record: Locate) -> None:
-    """Say where variables lie, or gradients of the replica that asks. The second set of gradients is made first.
-    The answer lets a peer write to a GPU's memory, so only workers may ask."""
+    """Say where variables lie, or gradients of the replica that asks, whose second set of buffers is made if need be.
+    Only workers may ask: the answer lets a peer write to a GPU's memory."""
     replica = sessions.replica_at(server, peer)
     if replica is None:
         raise PeerProtocolError("a Locate is a worker's")
@@ -240,7 +240,7 @@ def _slots(server: State, record: DescribeSlots) -> Slots:
 
 
 def statistics(server: State, peer: bytes, record: Statistics, now: float) -> None:
-    """Say what was counted."""
+    """Answer with the server's counters."""
     _check_known(server, peer, record)
     tally = server.tables.tally
     replicas = tuple(

@@ -1,7 +1,7 @@
 """Runs: which are open, what is known of them, and how they end.
 
-Owns the records of runs from their first message until they are dropped. What replicas bring is heard by
-``replica_messages``, and what follows from it is decided by ``progress``.
+Owns the records of runs from their first message until they are dropped. ``replica_messages`` records what replicas
+bring, and ``progress`` decides what follows.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def blocks(server: State, run: RunId) -> bool:
 
 
 def is_deferred(server: State, run: RunId) -> bool:
-    """Whether an earlier run of the client must be over first."""
+    """Whether ``run`` must wait for the end of an earlier run of the client."""
     return len(run) == 1 and any(len(o) == 1 and o < run and blocks(server, o) for o in server.tables.runs)
 
 
 def holder(server: State) -> RunId | None:
-    """The run under whose token alone variables may be written from outside replicas; None: the client may.
+    """The run whose token is out: only its holder may write variables from outside of replicas. None if the client may.
 
-    Raises ContextError where nobody may, because replicas are at work.
+    Raises ContextError if nobody may, because replicas are at work.
     """
     open_runs = [run for run in server.tables.runs if blocks(server, run)]
     if not open_runs:
@@ -68,7 +68,7 @@ def holder(server: State) -> RunId | None:
 
 
 def drop(server: State, run: RunId) -> None:
-    """Forget everything about ``run`` and those nested in it."""
+    """Forget everything about ``run`` and the runs nested in it."""
     _forget_points(server, run, is_kept=False)
     for other in server.tables.runs:
         if other[: len(run)] == run:
@@ -81,7 +81,8 @@ def drop(server: State, run: RunId) -> None:
 
 
 def _forget_points(server: State, run: RunId, *, is_kept: bool = True) -> None:
-    """Forget what was brought to ``run`` and those nested in it, and keep how they ended, unless that goes, too."""
+    """Forget what was brought to ``run`` and the runs nested in it. Unless ``is_kept`` is false, keep how they
+    ended."""
     has_results = False
     for other, state in server.tables.runs.items():
         if other[: len(run)] != run:
@@ -111,7 +112,7 @@ def _forget_points(server: State, run: RunId, *, is_kept: bool = True) -> None:
 
 
 def answer(server: State, run: RunId, replica: int, k: int, reads: bool) -> Record | None:
-    """What a replica that asked at merge point ``k`` is told; None where that is not decided."""
+    """The answer to a replica that asks at merge point ``k``. None if it is not decided."""
     state = server.tables.runs[run]
     if reads:
         if state.committed >= k:
@@ -134,7 +135,7 @@ def answer(server: State, run: RunId, replica: int, k: int, reads: bool) -> Reco
 
 
 def finish(server: State, run: RunId, state: RunState) -> None:
-    """Tell the controller of ``run`` how it ended, and of a step those who wait for its end; said again, it is the
+    """Tell the controller of ``run`` how it ended, and its workers if it is a step of a series. Repeated, it says the
     same."""
     returns = _returns(server, run)
     error = verdict(server, run, state)
@@ -150,8 +151,8 @@ def finish(server: State, run: RunId, state: RunState) -> None:
 
 
 def tell_holder(server: State, run: RunId, replica: int) -> None:
-    """A replica comes to a merge_call whose token is out, so its worker is another than when it was handed out:
-    the holder may have to send it the nested run that is open."""
+    """A replica comes to a merge_call whose token is already out, so its worker is new. The holder of the token may
+    have to send it the open nested run."""
     peer, session = sessions.worker_peer(server, 0), server.tables.workers.get(replica)
     if peer is None or session is None or replica == 0:
         return
@@ -163,7 +164,7 @@ def tell_holder(server: State, run: RunId, replica: int) -> None:
 
 
 def finish_again(server: State) -> None:
-    """The controller may not have heard how its runs ended: say it of those that are kept."""
+    """Repeat to the controller how the kept runs ended: it may not have heard."""
     for run, state in sorted(server.tables.runs.items()):
         if len(run) == 1 and state.is_finished:
             finish(server, run, state)
@@ -182,12 +183,12 @@ def _returns(server: State, run: RunId) -> list[Return | None]:
 
 
 def verdict(server: State, run: RunId, state: RunState) -> Error | None:
-    """The error with which ``run`` ends; None where it ends well."""
+    """The error with which ``run`` ends. None if it ends well."""
     return merge.verdict(state.failure, [r.error if r else None for r in _returns(server, run)])
 
 
 def is_over(server: State, run: RunId, series: int = 0) -> bool:
-    """Whether ``run`` has been dropped since: a later one of its kind has begun, or a step of its series failed."""
+    """Whether ``run`` was dropped: a later run has begun, or an earlier step of its series failed."""
     if run in server.tables.runs:
         return False
     others = siblings(server, run)
@@ -197,8 +198,8 @@ def is_over(server: State, run: RunId, series: int = 0) -> bool:
 
 
 def is_of_another(server: State, run: RunId, client: str) -> bool:
-    """Whether ``run`` is one of a client that has left and that is over. The server knows nothing of it any more,
-    but a worker says its last words again to a server in the place of one that died."""
+    """Whether ``run`` belongs to a client that has left. The server has forgotten such a run, but a worker repeats its
+    last message to a restarted server."""
     peer = sessions.controller_peer(server)
     controller = None if peer is None else sessions.hello_of(server, peer)
     if controller is None:
@@ -223,8 +224,8 @@ def siblings(server: State, run: RunId) -> list[RunId]:
 
 
 def begin(server: State, run: RunId, now: float, series: int = 0) -> None:
-    """Make the records of ``run`` where there are none, and drop those of runs before it; of a step of the same
-    ``series`` it is kept how it ended, which the controller may not have heard."""
+    """Make the records of ``run`` if there are none, and drop the runs before it. Of earlier steps of the same
+    ``series`` keep the outcome: the controller may still ask for it."""
     if run in server.tables.runs:
         return
     if len(run) > 1:
@@ -255,8 +256,8 @@ def begin(server: State, run: RunId, now: float, series: int = 0) -> None:
 
 
 def check_near(server: State, run: RunId) -> None:
-    """Raise PeerProtocolError if a controller cannot have begun ``run`` by now. Otherwise all runs before it would
-    count as over."""
+    """Raise PeerProtocolError if no controller can have begun ``run`` by now. All runs before it would count as
+    over."""
     if run in server.tables.runs:
         return
     known = [other[-1] for other in siblings(server, run) if other[:-1] == run[:-1]]
@@ -270,7 +271,7 @@ def check_near(server: State, run: RunId) -> None:
 
 
 def begin_again(server: State, run: RunId, now: float, series: int) -> bool:
-    """Make the records of a run of which nothing may have been heard. False where it is over."""
+    """Make the records of a run of which nothing may have been heard. False if it is over."""
     if is_over(server, run, series):
         return False
     begin(server, run, now, series)
@@ -278,13 +279,13 @@ def begin_again(server: State, run: RunId, now: float, series: int) -> bool:
 
 
 def has_large_results(server: State, run: RunId) -> bool:
-    """Whether a replica returned what lies in its arena."""
+    """Whether a replica returned an array that lies in its arena."""
     values = (returned.value for returned in _returns(server, run) if returned is not None)
     return any(isinstance(a.place, Location) for value in values if value is not None for a in value.arrays)
 
 
 def standing_commits(server: State, run: RunId) -> int:
-    """How many commits of ``run`` there will have been once those under way are finished."""
+    """How many commits ``run`` will have made when those under way are finished."""
     state = server.tables.runs[run]
     decided = max((job.k for job in server.tables.jobs.values() if job.kind == "run" and job.run == run), default=0)
     written = sum(note.k < decided for _, note in writes(server, run))
@@ -292,7 +293,7 @@ def standing_commits(server: State, run: RunId) -> int:
 
 
 def writes(server: State, run: RunId) -> list[tuple[tuple[RunId, int, int], WriteNote]]:
-    """The write notes of ``run`` that are not committed, each replica's in order, replica 0's first."""
+    """The write notes of ``run`` that are not committed: those of replica 0 first, each replica's in order."""
     return sorted((e for e in server.tables.writes.items() if e[0][0] == run), key=itemgetter(0))
 
 
@@ -303,7 +304,7 @@ def changes(server: State, run: RunId, k: int) -> bool:
 
 
 def lies_in_arena(outcome: object) -> bool:
-    """Whether an outcome is an all_reduce or all_gather that was too large for frames."""
+    """Whether an outcome is an all_reduce or all_gather that is too large for frames."""
     return isinstance(outcome, Reduced) and any(isinstance(array.place, Location) for array in outcome.arrays)
 
 
@@ -313,5 +314,5 @@ def name(run: RunId) -> str:
 
 
 def last_lines(died: Died) -> str:
-    """What the worker that died wrote last, as the end of an error."""
+    """The last output of a worker that died, as the end of an error message."""
     return f". Its last lines:\n{died.log}" if died.log else ""

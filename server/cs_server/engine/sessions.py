@@ -1,7 +1,7 @@
-"""Who is there: workers, clients, and whose word counts.
+"""The peers of the server: workers and clients, and whose messages count.
 
-Owns registration, hello and goodbye, fencing by incarnation, and what is known of deaths. It knows nothing of variables
-and runs; ``engine`` tells ``runs`` of the deaths that are found here.
+Owns registration, hello and goodbye, fencing by incarnation, and the deaths of workers. It knows nothing of variables
+and runs. A function that refuses raises, and then nothing has changed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from cs_server.events import Dismiss, Log, Send
 from .state import State
 from .tables import ClientSession, Departure, WorkerSession
 
-# So many controllers that have gone are remembered; the first words of one come right after its end, if they are late.
+# The server remembers this many controllers that have gone. A late first message comes right after the end.
 _DEPARTURES = 8
-# So many observers are known. One that was killed has not said goodbye: of more the one that came first is forgotten.
+# The server knows at most this many observers and forgets the oldest: one that was killed never said goodbye.
 _OBSERVERS = 1000
 
 
@@ -25,7 +25,7 @@ _OBSERVERS = 1000
 
 
 def register(server: State, peer: bytes, record: Register) -> None:
-    """Register a worker and the place where it listens. A replacement is accepted once the supervisor has told the
+    """Register a worker and the place where it listens. A replacement is accepted once the supervisor has reported the
     death of the worker before it. Raises InvalidArgumentError, Fenced or PeerProtocolError."""
     _check_protocol(record.protocol, "worker")
     worker = record.worker
@@ -43,7 +43,7 @@ def register(server: State, peer: bytes, record: Register) -> None:
         raise PeerProtocolError(
             f"worker w{worker.replica}.{worker.incarnation} has registered from another process; its place is taken"
         )
-    # Whoever was welcomed already knows the workers of then.
+    # A controller that was welcomed knows the workers of that time.
     is_known = known is not None and known.worker == worker
     is_first = worker.incarnation == 1 or controller_peer(server) is None
     is_announced = known.is_announced if known is not None and is_known else is_first
@@ -53,7 +53,7 @@ def register(server: State, peer: bytes, record: Register) -> None:
 
 
 def _tell_workers(server: State) -> None:
-    """Once all have registered, and again when one is replaced: who the workers are."""
+    """Tell all workers who the workers are: once all have registered, and again when one is replaced."""
     if len(server.tables.workers) == len(server.replicas):
         registered = Registered(len(server.replicas), server.config.parameter_device, _workers(server))
         for replica, session in server.tables.workers.items():
@@ -66,9 +66,9 @@ def _workers(server: State) -> tuple[Worker, ...]:
 
 
 def note_death(server: State, died: Died) -> Died | None:
-    """Note a worker's death, and return it. None where it is none, or of an incarnation that has been replaced. If
-    nobody told the death of the registered worker before this one, of a later incarnation, the returned death is
-    that of the registered worker."""
+    """Note a worker's death, and return it. None if it is not a worker, or its incarnation has been replaced. If the
+    death of the registered worker was never reported and a later incarnation has died, return the death of the
+    registered one."""
     if died.role != "worker" or not 0 <= died.rank < len(server.replicas):
         return None
     known, before = server.tables.workers.get(died.rank), server.tables.deaths.get(died.rank)
@@ -92,7 +92,7 @@ def check_exists(server: State, replica: int) -> None:
 
 
 def check_replica(server: State, peer: bytes, replica: int, incarnation: int) -> None:
-    """Raise where a message of ``replica`` does not come from its living worker."""
+    """Raise if a message of ``replica`` does not come from its living worker."""
     known = server.tables.workers.get(replica)
     if known is None:
         raise PeerProtocolError(f"no worker has registered as replica {replica}")
@@ -103,21 +103,20 @@ def check_replica(server: State, peer: bytes, replica: int, incarnation: int) ->
 
 
 def worker_peer(server: State, replica: int) -> bytes | None:
-    """Where the worker of ``replica`` is reached; None where none lives."""
+    """The peer name of the worker of ``replica``. None if it is dead or has not registered."""
     known = server.tables.workers.get(replica)
     return known.peer if known and replica not in server.tables.deaths else None
 
 
 def replica_at(server: State, peer: bytes) -> int | None:
-    """The replica whose registered worker speaks; None where none does."""
+    """The replica whose registered worker is ``peer``. None if there is none."""
     return next((r for r, session in server.tables.workers.items() if session.peer == peer), None)
 
 
 def writer(server: State, peer: bytes) -> str:
-    """Under which name segments may be written by ``peer``: ``w0``, ``controller``.
+    """The name under which ``peer`` may write segments: ``w0``, ``controller``.
 
-    Raises PeerProtocolError for a stranger and for the worker of an earlier incarnation, ContextError for an
-    observer.
+    Raises PeerProtocolError for a stranger and for the worker of an earlier incarnation, ContextError for an observer.
     """
     for replica in server.tables.workers:
         if peer == worker_peer(server, replica):
@@ -151,8 +150,8 @@ def _lost(server: State) -> ReplicaLostError:
 
 
 def hello(server: State, peer: bytes, record: Hello, now: float) -> bool:
-    """A client introduces itself. Observers are welcome at once; a controller when everything is ready. True where
-    it is a controller that was welcome before, and may not have heard what a server before this one said."""
+    """A client introduces itself. An observer is welcome at once, a controller when everything is ready. True if it is
+    a controller that was welcome before: it may have missed what an earlier server said."""
     _check_protocol(record.protocol, "client")
     if record.role == "controller":
         if any(gone.client == record.client for gone in server.tables.departures.values()):
@@ -181,7 +180,7 @@ def hello(server: State, peer: bytes, record: Hello, now: float) -> bool:
 
 
 def _forget_observers(server: State, limit: int) -> None:
-    """Forget those that came first, until there are ``limit`` of them."""
+    """Forget the oldest observers until there are ``limit``."""
     since = {p: s.since for p, s in server.tables.clients.items() if s.hello.role == "observer"}
     for peer in sorted(since, key=lambda peer: since[peer])[: max(0, len(since) - limit)]:
         del server.tables.clients[peer]
@@ -197,7 +196,7 @@ def welcome_waiting(server: State) -> None:
 
 
 def goodbye(server: State, peer: bytes, record: Goodbye) -> bool:
-    """A client leaves. True where it was the controller."""
+    """A client leaves. True if it was the controller."""
     session = server.tables.clients.get(peer)
     if session is None or session.hello.client != record.client:
         raise PeerProtocolError(f"client {record.client!r:.80} has not said hello from {peer!r:.80}")
@@ -205,7 +204,7 @@ def goodbye(server: State, peer: bytes, record: Goodbye) -> bool:
 
 
 def left(server: State, client: str) -> bool:
-    """A controller has gone, with or without goodbye. True where its runs have to be given up."""
+    """A controller has gone, with or without goodbye. True if its runs have to be given up."""
     server.out.append(Dismiss(client))
     if any(gone.client == client for gone in server.tables.departures.values()):
         return False
@@ -229,7 +228,7 @@ def _end(server: State, peer: bytes, session: ClientSession) -> bool:
 
 
 def controller_peer(server: State) -> bytes | None:
-    """Where the controller is reached; None where there is none."""
+    """The peer name of the controller. None if there is none."""
     for peer, session in server.tables.clients.items():
         if session.is_welcome and session.hello.role == "controller":
             return peer
@@ -237,13 +236,13 @@ def controller_peer(server: State) -> bytes | None:
 
 
 def hello_of(server: State, peer: bytes) -> Hello | None:
-    """What the client at ``peer`` said of itself, once it is welcome."""
+    """What the client at ``peer`` said of itself. None if it is not welcome yet."""
     session = server.tables.clients.get(peer)
     return session.hello if session and session.is_welcome else None
 
 
 def check_controller(server: State, peer: bytes, record: Record) -> None:
-    """Raise where it is not the controller that speaks."""
+    """Raise PeerProtocolError if ``peer`` is not the controller."""
     known = hello_of(server, peer)
     if known is None or known.role != "controller":
         raise PeerProtocolError(f"{type(record).__name__} is the controller's, not for {peer!r:.80}")

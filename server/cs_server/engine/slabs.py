@@ -29,10 +29,11 @@ _ALIGNMENT = 64
 
 
 def extended(server: State, what: str, dtype: str, slab: Slab, end: int) -> tuple[int, list[Allocate]]:
-    """The reservation of a slab that ends at byte ``end``, and what makes its segments so long where they are shorter.
+    """The reservation of a slab that ends at byte ``end``, and the commands that extend its segments if they are too
+    short.
 
-    Every process maps an extended segment again, so it becomes twice as long where that can be had, and else as long
-    as it must be. Raises MemoryPlanError where not even that can be had.
+    Every process maps an extended segment again, so the length is doubled if possible; otherwise it becomes as long as
+    needed. Raises MemoryPlanError if even that is impossible.
     """
     if 0 < slab.reservation >= end:
         return slab.reservation, []
@@ -55,8 +56,8 @@ def extended(server: State, what: str, dtype: str, slab: Slab, end: int) -> tupl
 
 
 def use_second_gradients(server: State, dtypes: Iterable[str]) -> None:
-    """Make the second set of every replica's gradient buffers of these dtypes. Raises MemoryPlanError if it does
-    not fit."""
+    """Make the second set of every replica's gradient buffers of these dtypes. Raises MemoryPlanError if it does not
+    fit."""
     for dtype in dict.fromkeys(dtypes):
         slab = server.tables.slabs[dtype]
         if is_optimizable(dtype) and slab.gradient_sets < 2:
@@ -71,13 +72,13 @@ def use_second_gradients(server: State, dtypes: Iterable[str]) -> None:
 
 
 def hole_for(server: State, dtype: str, room: int) -> int | None:
-    """Where the smallest hole of so many bytes begins; of equal ones the first. None where there is none."""
+    """Where the smallest hole of at least ``room`` bytes begins; of equal ones the first. None if there is none."""
     fitting = [(h.nbytes, at) for (of, at), h in server.tables.holes.items() if of == dtype and h.nbytes >= room > 0]
     return min(fitting)[1] if fitting else None
 
 
 def give_back(server: State, variable: Variable) -> None:
-    """The bytes of a variable become a hole, as one with the holes beside it."""
+    """Turn the bytes of a variable into a hole, merged with the holes beside it."""
     dtype, nbytes, offset = variable.spec.dtype, variable.array.nbytes, variable.place.offset
     slab = server.tables.slabs[dtype]
     if nbytes:
@@ -108,7 +109,7 @@ def slot_nbytes(server: State) -> int:
 
 
 def allocations(server: State) -> list[Allocate]:
-    """Every segment there is, to be opened again by a server that was restarted."""
+    """Every segment that a restarted server opens again."""
     made = [
         Allocate(segment, slab.reservation, writer)
         for dtype, slab in server.tables.slabs.items()
@@ -124,7 +125,7 @@ def allocations(server: State) -> list[Allocate]:
 
 
 def discards(server: State) -> list[Discard]:
-    """The bytes between variables: a server that was restarted may not have given them back."""
+    """The bytes between variables, which the server before may not have given back."""
     return [
         Discard(segment, offset, offset + hole.nbytes)
         for (dtype, offset), hole in server.tables.holes.items()
@@ -133,7 +134,7 @@ def discards(server: State) -> list[Discard]:
 
 
 def loads(server: State) -> list[Load]:
-    """What has to be brought to the GPU by a server that was restarted; nothing where variables lie on none."""
+    """What a restarted server brings to the GPU; nothing if no variables lie there."""
     places = [variable.array for variable in server.tables.variables.values()]
     for (optimizer, number), slots in server.tables.slots.items():
         array = server.tables.variables[number].array
@@ -156,7 +157,7 @@ def segments_of(server: State, dtype: str, gradient_sets: int) -> Iterator[tuple
 
 
 def allocate(server: State, what: str, needed: Sequence[Needed]) -> None:
-    """Have these made. Raises, as the one that was refused says, where the plan allowed what cannot be had."""
+    """Command these allocations. If one of them was refused, raise that error: the plan allowed what cannot be had."""
     for each in needed:
         if (error := server.refused.get(each)) is not None:
             raise replica_exception_class(error.exception)(f"{what}: {error.message}")
@@ -171,8 +172,8 @@ def on_device(server: State, dtype: str, nbytes: int) -> int:
 def check_plan(
     server: State, what: str, nbytes: int, purpose: str, touched_nbytes: int = 0, device_nbytes: int = 0
 ) -> None:
-    """Raise where ``nbytes`` do not fit. ``touched_nbytes`` of idle variables have just been touched;
-    ``device_nbytes`` lie on a GPU, too, and there is room in the journal for each of them."""
+    """Raise MemoryPlanError or DeviceMemoryError if ``nbytes`` do not fit. ``touched_nbytes`` of idle variables have
+    just been touched. ``device_nbytes`` lie on a GPU as well, and the journal has room for each of them."""
     free, device = server.tables.tally.device_nbytes, server.config.parameter_device
     if 0 <= free < device_nbytes:
         raise DeviceMemoryError(
@@ -208,7 +209,7 @@ def room_of(nbytes: int) -> int:
 
 
 def elements(variable: Variable) -> tuple[int, int]:
-    """The elements of its slab that a variable covers, first and end."""
+    """The elements of its slab that a variable covers: the first, and the one after the last."""
     itemsize = np.dtype(variable.spec.dtype).itemsize
     first = variable.place.offset // itemsize
     return first, first + variable.array.nbytes // itemsize

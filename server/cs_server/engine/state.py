@@ -1,4 +1,4 @@
-"""The state that all parts of the engine work on, and what does not change while a server runs.
+"""The state that all parts of the engine work on, and the configuration of a server.
 
 Most modules of the engine are functions over a :class:`State`: what the server knows is in its tables, what it says
 goes to ``out``. A function without a leading underscore is for other modules.
@@ -22,9 +22,9 @@ __all__ = ["Config", "State", "opened"]
 
 @frozen
 class Config:
-    """What does not change while a server runs: ``addresses`` are the lengths of segments; ``started`` is the time, on
-    the clock of ``now``, at which the server began. A replica for which others wait and that was not heard for
-    ``step_timeout`` seconds is ended; None never."""
+    """What does not change while a server runs. ``addresses`` are the lengths of segments. The server began at
+    ``started``, on the clock of ``now``. A worker that keeps others waiting and was silent for ``step_timeout`` seconds
+    is ended; None: never."""
 
     replicas: int
     parameter_device: str
@@ -36,7 +36,7 @@ class Config:
 
 @dataclass
 class State:
-    """What the server knows, and the commands that follow from the event at hand."""
+    """What the server knows, and the commands of the current event."""
 
     config: Config
     tables: Tables
@@ -44,11 +44,11 @@ class State:
     #: The numbers of all replicas.
     replicas: range
     out: list[Command] = field(default_factory=list)
-    #: What was refused to the event at hand: an operation that needs it fails with that error.
+    #: What the current event was refused: an operation that needs it fails with that error.
     refused: dict[Needed, Error] = field(default_factory=dict)
 
     def rollback(self) -> None:
-        """Forget what the event at hand has changed and said."""
+        """Forget what the current event has changed and said."""
         with self.index.rolled_back():
             self.tables.rollback()
         self.out.clear()

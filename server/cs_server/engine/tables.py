@@ -1,9 +1,8 @@
 """Everything the engine remembers: one table for each subject, written through to the control store.
 
-Owns what is recorded, as records of its own (codes 200-219, which no peer ever sees), and their way into the store
-and back. The dictionaries here are decoded copies: after ``flush`` an engine built anew over the same store knows the
-same; after ``keep``, what was known at the last ``flush``. It knows no rule; ``sessions``, ``requests``, ``runs``,
-``progress``, ``commits`` and ``catalogue`` act on it.
+Owns the records of the tables (codes 200-219, which no peer ever sees), and their way into the store and back. The
+dictionaries here are decoded copies. An engine that is built again over the same store knows what this one knew at the
+last ``flush``. The tables know no rules; the other modules of the engine act on them.
 """
 
 from __future__ import annotations
@@ -255,7 +254,7 @@ class Computation(_Row):
 
 @record(215)
 class Digest(_Row):
-    """Of the bytes that a replica brought at a merge point or with a write note, when its worker had died."""
+    """A digest of the bytes that a replica brought at a merge point or with a write note."""
 
     digest: bytes
 
@@ -272,15 +271,15 @@ class Check(_Row):
 
 @record(217)
 class Departure(_Row):
-    """A controller that has gone: what it said before may come after."""
+    """A controller that has gone. Its last messages may still arrive."""
 
     client: str
 
 
 @record(218)
 class PlainStep(_Row):
-    """A step of which the other tables know nothing: the ``count``-th since they knew everything. Its messages as they
-    came, and when."""
+    """A step that the other tables do not have yet: its messages as they came, and when. It is the ``count``-th of
+    them."""
 
     count: int
     since: tuple[float, ...]
@@ -293,12 +292,12 @@ Outcome = Accepted | CreatedInRun | Reduced | PointFailed | MergeCallReturn
 
 @dataclass
 class ServerCounters:
-    """What is only counted: one small entry, written whenever anything is. Lists go by replica."""
+    """What is only counted. It is one small entry, written whenever anything is written. Lists go by replica."""
 
     messages: int = 0
     commits: int = 0
     runs: int = 0
-    #: Numbers given away last.
+    #: The last numbers given away.
     variables: int = 0
     optimizers: int = 0
     sets: int = 0
@@ -323,15 +322,14 @@ _TALLY = b"tally"
 
 
 class Table(dict[K, V]):
-    """A dictionary of records that remembers what the event at hand has changed in it, and what has changed since the
-    last ``flush`` of its owner. It is changed by setting and deleting items and by nothing else, also while somebody
-    goes through it."""
+    """A dictionary of records that remembers what the current event has changed, and what has changed since the last
+    ``flush``. It is changed only by setting and deleting items, also while it is being iterated over."""
 
     def __init__(self, letter: bytes, changed: list[Table[Any, Any]]) -> None:
         """In the store its keys begin with ``letter``; when it changes it is added to ``changed``, once."""
         self.letter = letter
         self._changed = changed
-        # Of what has changed: as it was before the event at hand, and as the store has it if that is of before.
+        # The changed entries: as they were before the current event, and as the store has them if that is older.
         self._before: dict[K, V | None] = {}
         self._stored: dict[K, V | None] = {}
 
@@ -373,16 +371,16 @@ class Table(dict[K, V]):
 
     @property
     def is_changed(self) -> bool:
-        """Whether the event at hand may have changed it."""
+        """Whether the current event may have changed it."""
         return bool(self._before)
 
     @property
     def changed(self) -> list[K]:
-        """The keys of what the event at hand may have changed."""
+        """The keys that the current event may have changed."""
         return list(self._before)
 
     def changes(self) -> list[tuple[K, V | None]]:
-        """What differs from the store."""
+        """The entries that differ from the store."""
         stored = self._before | self._stored if self._stored else self._before
         return [(key, value) for key, before in stored.items() if (value := self.get(key)) is not before]
 
@@ -392,12 +390,12 @@ class Table(dict[K, V]):
         self._stored.clear()
 
     def keep(self) -> None:
-        """The event at hand is over; the store does not have its changes."""
+        """The current event is over; the store does not have its changes."""
         self._stored = self._before | self._stored
         self._before.clear()
 
     def rollback(self) -> bool:
-        """Forget the changes of the event at hand; whether others are left that the store does not have."""
+        """Forget the changes of the current event. Return whether the store lacks earlier changes."""
         for key, value in self._before.items():
             if value is None:
                 self.pop(key, None)
@@ -408,11 +406,11 @@ class Table(dict[K, V]):
 
 
 class Tables:
-    """All tables over one store. Nothing but plain steps reaches it before ``flush``, and then all of it at once. What
-    an event has changed is ended by ``flush``, ``keep`` or ``rollback``."""
+    """All tables over one store. Their changes reach the store at ``flush``, all at once; only plain steps are written
+    by themselves. The changes of an event end with ``flush``, ``keep`` or ``rollback``."""
 
     def __init__(self, control: Control, replicas: int) -> None:
-        # In the store a key begins with its table's letter. Letters are never used again for something else.
+        # In the store a key begins with its table's letter. A letter is never reused for another table.
         changed = self._changed = list[Table[Any, Any]]()
         self.workers: Table[int, WorkerSession] = Table(b"w", changed)
         #: By replica, where the latest known incarnation is dead.
@@ -429,7 +427,7 @@ class Tables:
         self.holes: Table[tuple[str, int], Hole] = Table(b"f", changed)
         self.optimizers: Table[int, Optimizer] = Table(b"o", changed)
         self.sets: Table[int, VariableSet] = Table(b"e", changed)
-        #: By variable set, apart from it because it changes with every step.
+        #: By variable set. It is a table of its own because it changes with every step.
         self.steps: Table[int, Steps] = Table(b"n", changed)
         #: By (optimizer, variable).
         self.slots: Table[tuple[int, int], SlotNames] = Table(b"l", changed)
@@ -449,7 +447,7 @@ class Tables:
         self.digests: Table[tuple[RunId, int, int, int], Digest] = Table(b"g", changed)
         #: By ticket.
         self.checks: Table[int, Check] = Table(b"k", changed)
-        #: By place: each is overwritten by the first step for which it is not needed any more.
+        #: By place. A later step overwrites it when it is no longer needed.
         self.plain: Table[int, PlainStep] = Table(b"y", changed)
         self.tally = _new_tally(replicas)
         self._tables = {table.letter: table for table in vars(self).values() if isinstance(table, Table)}
@@ -468,7 +466,7 @@ class Tables:
             raise ControlDamaged(f"the control store is that of {len(self.tally.seen)} replicas, not of {replicas}")
 
     def flush(self) -> None:
-        """Write what has changed, and what was kept. Raises ControlFull, and then nothing is written and nothing
+        """Write what has changed, and what was kept. Raises ControlFull; then nothing is written and nothing
         forgotten."""
         changes: dict[bytes, bytes | None] = {}
         for table in self._changed:
@@ -487,7 +485,7 @@ class Tables:
         self._changed.clear()
 
     def write_plain(self, place: int, step: PlainStep) -> None:
-        """Write a step, and nothing of what has changed. Raises ControlFull, and then nothing is written."""
+        """Write a step, and nothing of what has changed. Raises ControlFull; then nothing is written."""
         self._control.write({self.plain.letter + _pack_key(place): _pack(step)})
         self.plain.load(place, step)
 

@@ -20,8 +20,8 @@ from .state import State
 
 
 def check_gradients(server: State, points: Sequence[ApplyPoint]) -> None:
-    """Raise InvalidArgumentError where a sparse gradient does not fit its variable, or that is not in the set; and
-    where gradients are said to lie in the second set of buffers, which is not there."""
+    """Raise InvalidArgumentError if a sparse gradient does not fit its variable, or its variable is not in the set, or
+    gradients lie in a second set of buffers that does not exist."""
     for point in points:
         if point.buffers % 2:
             _check_second(server, point)
@@ -51,8 +51,8 @@ def _check_second(server: State, point: ApplyPoint) -> None:
 
 
 def apply(server: State, number: int, points: Sequence[ApplyPoint], steps_before: int) -> Apply:
-    """One step on a variable set. ``points`` say for every replica in which of its gradient buffers its gradients
-    lie, and where the sparse ones; ``steps_before`` counts this optimizer's earlier steps in the commit."""
+    """One step on a variable set. ``points`` say for every replica which of its gradient buffers it used, and where its
+    sparse gradients lie. ``steps_before`` counts this optimizer's earlier steps in the commit."""
     optimizer = optimizers.get(server, server.tables.sets[number].optimizer)
     step = optimizer.iterations + steps_before
     sparse = tuple(gradient.variable for gradient in points[0].sparse)
@@ -98,15 +98,15 @@ def gradient_place(server: State, replica: int, buffers: int, variable: Array) -
 
 
 def _gradients(server: State, replica: int, buffers: int, dtype: str) -> str:
-    """Of a set on a GPU (``buffers`` 2 and 3) there is only what concerns variables that lie there."""
+    """Sets on a GPU (``buffers`` 2 and 3) exist only for dtypes that lie there."""
     return segment_names.gradients(replica, buffers if slabs.on_device(server, dtype, 1) else buffers % 2, dtype)
 
 
 def _ranges_of(
     server: State, number: int, sparse: tuple[int, ...], by_variable: bool
 ) -> tuple[tuple[str, tuple[tuple[int, int], ...]], ...]:
-    """For each dtype of a set the elements that its variables cover, but for ``sparse`` ones; adjacent variables
-    as one range unless ``by_variable``."""
+    """For each dtype of a set the elements of its variables, without the ``sparse`` ones. Adjacent variables are one
+    range unless ``by_variable``."""
     by_dtype: dict[str, list[tuple[int, int]]] = {}
     for member in server.tables.sets[number].variables:
         if member not in sparse:
@@ -120,7 +120,7 @@ def _ranges_of(
 
 
 def _at(step: int, optimizer: Optimizer) -> tuple[tuple[str, float], ...]:
-    """The hyperparameters of the update before which ``step`` have been made."""
+    """The hyperparameters of the update that follows ``step`` earlier ones."""
     schedule = optimizer.schedule
     if schedule is None:
         return optimizer.hyperparameters

@@ -1,7 +1,7 @@
 """Variables: their names, numbers and values.
 
-It knows nothing of runs and of peers; ``requests`` and ``progress`` call it. Every function that can refuse does so
-before it changes anything.
+The module knows nothing of runs and peers; ``requests`` and ``progress`` call it. Every function that can refuse does
+so before it changes anything.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from .tables import Hole, Slab, SlotFill
 
 
 def get(server: State, number: int) -> Variable:
-    """The variable as it stands. Raises InvalidArgumentError where there is none of that number."""
+    """The variable with its present version. Raises InvalidArgumentError if there is none."""
     variable = row(server, number)
-    # An apply counts once in its set, not once in each of a thousand variables.
+    # A step is counted once in its set, not in each of its variables.
     applied = sum(server.tables.steps[each].count for each in server.index.sets_of.get(number, ()))
     return replace(variable, version=variable.version + applied) if applied else variable
 
 
 def named(server: State, name: str) -> Variable:
-    """The variable called ``name``. Raises InvalidArgumentError, which says what is called like it."""
+    """The variable called ``name``. Raises InvalidArgumentError, which suggests similar names."""
     number = server.index.numbers.get(name)
     if number is None:
         import difflib  # late: only mistakes need it
@@ -46,15 +46,15 @@ def named(server: State, name: str) -> Variable:
 
 
 def every(server: State) -> tuple[Variable, ...]:
-    """All of them, by number."""
+    """All variables, by number."""
     return tuple(get(server, number) for number in sorted(server.tables.variables))
 
 
 def create(server: State, spec: VariableSpec, value: Array | None) -> tuple[Variable, tuple[SlotFill, ...]]:
-    """Make a variable of that spec, under a name of its own. ``value``, if any, is only compared with it. And what
-    makes it zeros, where another one was in its place.
+    """Make a variable of that spec, under a free name. Return it, and the fill that makes it zeros if another variable
+    was in its place. ``value``, if any, is only compared with the spec.
 
-    Raises MemoryPlanError where variable and gradient buffers do not fit into the free memory, or into the
+    Raises MemoryPlanError if the variable and its gradient buffers do not fit into the free memory, or into the
     addresses that the service may take.
     """
     if value is not None:
@@ -77,7 +77,7 @@ def create(server: State, spec: VariableSpec, value: Array | None) -> tuple[Vari
     reservation, needed = slabs.extended(server, f"variable {name!r}", spec.dtype, slab, end)
     is_lazy = False
     if nbytes:
-        # A large table that has no dense gradients may be zeros, of which nothing is touched before it is named.
+        # A table without dense gradients may be large, and zeros need no memory until they are touched.
         is_lazy = value is None and not spec.trainable
         needed.append(Allocate(place.segment, reservation, "", place.offset, place.offset + nbytes, is_lazy))
     needed += _page_of_versions(server, name)
@@ -99,7 +99,7 @@ def create(server: State, spec: VariableSpec, value: Array | None) -> tuple[Vari
 
 
 def _page_of_versions(server: State, name: str) -> list[Allocate]:
-    """What the segment of versions needs for the next variable, which is to be called ``name``."""
+    """The memory that the versions need before the next variable is made, which is to be called ``name``."""
     page, addresses = versions.page_of(server.tables.tally.variables + 1), server.config.addresses.versions
     if page is None:
         return []
@@ -113,7 +113,7 @@ def _page_of_versions(server: State, name: str) -> list[Allocate]:
 
 
 def free(server: State, numbers: Iterable[int]) -> int:
-    """Forget those of the variables that no optimizer has taken up, and give their memory back; how many."""
+    """Forget the variables that no optimizer uses, and give their memory back. Return how many they were."""
     count = 0
     taken_up = {number for _, number in server.tables.slots} | server.index.sets_of.keys()
     for number in numbers:
@@ -134,7 +134,7 @@ def write(
     sources: Sequence[Array],
     indices: Array | None = None,
 ) -> Write:
-    """The operation that writes ``sources``. Raises InvalidArgumentError where they do not fit the variable."""
+    """The operation that writes ``sources``. Raises InvalidArgumentError if they do not fit the variable."""
     variable = row(server, number)
     what, spec = f"{op} to variable {variable.spec.name!r}", variable.spec
     if (indices is None) == op.startswith("scatter"):
@@ -154,14 +154,15 @@ def write(
 
 
 def written(server: State, number: int) -> int:
-    """A write was committed: the variable's new version."""
+    """A write was committed: count it, and return the variable's new version."""
     variable = row(server, number)
     server.tables.variables[number] = replace(variable, version=variable.version + 1)
     return get(server, number).version
 
 
 def row(server: State, number: int) -> Variable:
-    """What the table has of the variable: its version without the steps of its sets. Raises InvalidArgumentError."""
+    """The variable as recorded: its version does not count the steps of its sets. Raises InvalidArgumentError if there
+    is none."""
     variable = server.tables.variables.get(number)
     if variable is None:
         raise InvalidArgumentError(
@@ -178,7 +179,7 @@ def _inventory(server: State) -> str:
 
 
 def check_fits(what: str, value: Array, spec: VariableSpec) -> None:
-    """Raise InvalidArgumentError where ``value`` has another dtype or shape than ``spec``."""
+    """Raise InvalidArgumentError if ``value`` has another dtype or shape than ``spec``."""
     if value.dtype != spec.dtype or value.shape != spec.shape:
         raise InvalidArgumentError(
             f"{what} is {value.dtype}{list(value.shape)}; it must be {spec.dtype}{list(spec.shape)}"

@@ -1,8 +1,7 @@
-"""The segment by which a worker knows, without asking, which variables have changed since it last copied them.
+"""The segment from which a worker reads, without asking, which variables have changed since it last copied them.
 
-At 0 it counts the starts of the server, with each of which a GPU's memory is another.
-Counted in the middle of a commit, so a commit that is done again after a crash counts once more, which costs its
-readers a copy and nothing else. Called by the service.
+Entry 0 counts the starts of the server: with each start the memory of a GPU is new. A version is raised in the middle
+of a commit. A commit that is repeated after a crash raises it once more, which costs the readers one copy.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ __all__ = ["Versions", "page_of"]
 
 _PAGE_NBYTES = 4096
 _NUMBER_NBYTES = 8
-# Of so many variables one by one is faster.
+# For so few variables a loop is faster than NumPy.
 _FEW = 16
 
 
 class Versions:
-    """What changes, by variable number."""
+    """The version of each variable, by its number."""
 
     def __init__(self, versions: np.ndarray) -> None:
         """``versions``: uint64, the whole segment, in which the first page can be written."""
@@ -31,7 +30,7 @@ class Versions:
         self._versions[0] += np.uint64(1)  # variables are numbered from 1
 
     def count(self, commit: Commit) -> None:
-        """Every variable that ``commit`` changes has another number from now on."""
+        """Raise the version of every variable that ``commit`` changes."""
         for operation in commit.operations:
             if not isinstance(operation, Fill) and operation.variables:
                 if len(operation.variables) <= _FEW:
@@ -42,8 +41,8 @@ class Versions:
 
 
 def page_of(number: int) -> tuple[int, int] | None:
-    """Bytes from and to that must find memory before the variable of that number is made; None where they did for an
-    earlier one."""
+    """The bytes, from and to, that must have memory before the variable of that number is made. None if an earlier
+    variable has had them made."""
     start = number * _NUMBER_NBYTES
     return None if start % _PAGE_NBYTES else (start, start + _PAGE_NBYTES)
 

@@ -1,6 +1,6 @@
-"""Names whatever has been waiting for long: who waits, where, and for whom; and ends who is awaited for too long.
+"""Names every long wait: who waits, where, and for whom. Ends workers that keep others waiting for too long.
 
-Owns the sentences and their pace, and the step timeout. It changes nothing else; ``engine`` calls it once a tick.
+Owns the sentences and their pace, and the step timeout. The engine calls it once a tick.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from .tables import ReplicaProgress, RunState
 
 #: Seconds after which a wait is named, and named again.
 NAME_EVERY = 10.0
-#: How long a wait lasts until those waited for show where they are, seconds: where other replicas wait, and where the
-#: controller alone does, since many a step takes long.
+#: A wait of this many seconds makes the workers that are awaited show their stacks: if other replicas wait, and if only
+#: the controller waits, because a step may take long.
 _STACKS_AFTER, _ALONE_STACKS_AFTER = 2 * NAME_EVERY, 6 * NAME_EVERY
 
 
 def tick(server: State, now: float) -> None:
-    """Say what has waited for NAME_EVERY seconds since it began or was last named."""
+    """Log what has waited for NAME_EVERY seconds since it began or was last named."""
     for run, state in server.tables.runs.items():
         if not state.is_finished:
             _tick_run(server, run, state, now)
@@ -77,13 +77,13 @@ def _show_stacks(server: State, replicas: Iterable[int]) -> None:
 
 
 def _waiting(state: RunState, stands: list[ReplicaProgress]) -> list[float]:
-    """Since when replicas and the controller wait for the others."""
+    """The times since when replicas and the controller have waited for the others."""
     since = [stand.since for stand in stands if stand.is_stopped and not stand.is_lost]
     return [*since, state.awaited] if state.awaited else since
 
 
 def _end_silent(server: State, run: RunId, state: RunState, now: float, timeout: float) -> None:
-    """Have the workers ended that are waited for, and of which nothing was heard for ``timeout`` seconds."""
+    """End the workers that others wait for and that were silent for ``timeout`` seconds."""
     stands = [server.tables.stands[run, replica] for replica in server.replicas]
     waiting = _waiting(state, stands)
     for replica, stand in enumerate(stands):
@@ -112,7 +112,7 @@ def _where(server: State, run: RunId, replica: int, stand: ReplicaProgress) -> s
 
 
 def note_wait(server: State, record: WaitReport, now: float) -> None:
-    """The controller has waited for the end of a run. It may not have begun."""
+    """The controller waits for the end of a run, which may not have begun."""
     if runs.begin_again(server, record.run, now, record.series):
         state = server.tables.runs[record.run]
         if not state.awaited:
