@@ -7,7 +7,7 @@ pieces of fixed size, so they do not depend on the number of threads. It knows n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -43,6 +43,15 @@ class Clipping:
         if self.clipvalue is not None:
             limit = gradient.dtype.type(self.clipvalue)
             np.clip(gradient, -limit, limit, out=gradient)
+
+    def total(self, gradients: Sequence[Array], piece: slice) -> Array:
+        """The sum of a piece of the replicas' gradients, with bounded elements."""
+        total = gradients[0][piece].copy()
+        with np.errstate(all="ignore"):
+            for gradient in gradients[1:]:
+                total += gradient[piece]
+        self.bound(total)
+        return total
 
     def factors(self, squares: Iterable[float]) -> list[float]:
         """What the gradient of each variable is multiplied by, from the squared norm of each.

@@ -34,7 +34,7 @@ from .kernels import apply_dense, bound
 from .sparse import Merged, Table, merge, write_rows
 from .undo import KEPT_NBYTES, Lane, Undo
 
-__all__ = ["Executor", "Memory"]
+__all__ = ["Executor", "Memory", "fill"]
 
 # An update of fewer elements than this is done before another thread has woken up.
 _ELEMENTS_PER_THREAD = 1 << 17
@@ -193,9 +193,9 @@ class Executor:
 
         def update(mine: Sequence[tuple[int, Dense, slice]], lane: Lane) -> None:
             for number, part, piece in lane.rest(mine):
-                total = self._total(part, piece, clipping)
+                parameters, slots, gradients = self._arrays(part)
+                total = clipping.total(gradients, piece)
                 _scale(total, factors[number])
-                parameters, slots, _ = self._arrays(part)
                 lane.keep([(array, piece) for array in (parameters, *slots)])
                 whole = np.array([[0, len(total)]], np.int64)
                 apply_dense(rule, whole, parameters[piece], tuple(slot[piece] for slot in slots), (total,), given, t)
@@ -225,23 +225,13 @@ class Executor:
         def share(lane: int) -> None:
             for which in range(lane, len(pieces), lanes):
                 _, part, piece = pieces[which]
-                found[which] = square_of(self._total(part, piece, clipping))
+                found[which] = square_of(clipping.total(self._arrays(part)[2], piece))
 
         self._spread(min(lanes, len(pieces)), share)
         for (number, _, _), square in zip(pieces, found, strict=True):
             squares[number] += square
         squares[ranges:] = [square_of(gradient.sums) for gradient in merged]
         return squares
-
-    def _total(self, part: Dense, piece: slice, clipping: Clipping) -> np.ndarray:
-        """The sum of the replicas' gradients with bounded elements."""
-        gradients = self._arrays(part)[2]
-        total = gradients[0][piece].copy()
-        with np.errstate(all="ignore"):
-            for gradient in gradients[1:]:
-                total += gradient[piece]
-        clipping.bound(total)
-        return total
 
     def _arrays(self, part: Dense) -> tuple[np.ndarray, tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
         def elements(names: Sequence[str]) -> tuple[np.ndarray, ...]:
@@ -283,15 +273,7 @@ class Executor:
     def _fill(self, operations: Sequence[Fill], lane: Lane) -> None:
         """Done again it is the same, so nothing has to be kept."""
         for operation in lane.rest(operations):
-            elements = self._memory.elements(operation.segment, operation.dtype)[operation.first : operation.last]
-            if not operation.is_lazy:
-                elements[:] = operation.value
-                continue
-            nbytes = elements.itemsize
-            self._memory.discard(operation.segment, operation.first * nbytes, operation.last * nbytes)
-            edge = mmap.PAGESIZE // nbytes  # what lies in pages of neighbours is left
-            elements[:edge] = 0
-            elements[-edge:] = 0
+            fill(self._memory, operation)
 
     def _write(self, operation: Write) -> None:
         sources = [self._memory.view(source) for source in operation.sources]
@@ -334,6 +316,19 @@ class _Plan:
         if update is None:
             update = self._updates[share] = bound(self.rule, self.shares[share], *self.arrays, lane)
         update(given, t)
+
+
+def fill(memory: Memory, operation: Fill) -> None:
+    """Set the elements of a fill. One that is lazy gives their pages back, which then read as zeros."""
+    elements = memory.elements(operation.segment, operation.dtype)[operation.first : operation.last]
+    if not operation.is_lazy:
+        elements[:] = operation.value
+        return
+    nbytes = elements.itemsize
+    memory.discard(operation.segment, operation.first * nbytes, operation.last * nbytes)
+    edge = mmap.PAGESIZE // nbytes  # the neighbours keep their part of a page
+    elements[:edge] = 0
+    elements[-edge:] = 0
 
 
 def _pieces(first: int, last: int, size: int) -> Iterator[slice]:

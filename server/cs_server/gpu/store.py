@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import math
-import mmap
 import time
 from collections.abc import Iterable
 
@@ -27,7 +26,7 @@ from cs_proto.messages import DevicePlace, Located, Slots
 from cs_proto.records import Record, replace
 from cs_proto.scatter import write
 from cs_runtime.mapping import Mapping
-from cs_server.compute.executor import Executor, Memory
+from cs_server.compute.executor import Executor, Memory, fill
 from cs_server.events import Apply, Commit, Fill, Write
 from cs_server.rules import RULES, computed_in
 
@@ -78,17 +77,6 @@ class GpuStore:
         self._exports = True
         if journal is not None:
             journal.replay(memory.elements)
-
-    @property
-    def uuid(self) -> bytes:
-        """Sixteen bytes that name the GPU on every machine."""
-        return self._gpu.uuid
-
-    @property
-    def keeps(self) -> bool:
-        """Whether what is put on the GPU must be in the machine's memory, too: another server may take this one's
-        place."""
-        return self._journal is not None
 
     def export(self, array: Array) -> DevicePlace:
         """How another process finds a variable here, or a gradient buffer, which is made if there is ample memory; no
@@ -223,7 +211,8 @@ class GpuStore:
             self.mirror(answer.arrays)
         if isinstance(answer, Located):
             places = tuple(map(self.export, answer.arrays))
-            return replace(answer, uuid=self.uuid, places=places, keeps=self.keeps)
+            # Another server may take this one's place: then what is put on the GPU must be in the memory, too.
+            return replace(answer, uuid=self._gpu.uuid, places=places, keeps=self._journal is not None)
         return answer
 
     def mirror(self, arrays: Iterable[Array]) -> None:
@@ -289,14 +278,7 @@ class GpuStore:
             self._gpu.launch(loops(operation.dtype), "fill", blocks, (address, np.int64(count), value))
         if self._journal is None and operation.segment.startswith("slots/"):
             return
-        elements = self._memory.elements(operation.segment, operation.dtype)[operation.first : operation.last]
-        if not operation.is_lazy:
-            elements[:] = operation.value
-            return
-        self._memory.discard(operation.segment, start, stop)
-        edge = mmap.PAGESIZE // itemsize  # what lies in pages of neighbours is left
-        elements[:edge] = 0
-        elements[-edge:] = 0
+        fill(self._memory, operation)
 
     # --- the mirror ---------------------------------------------------------------------------------------------------
 

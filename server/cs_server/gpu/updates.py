@@ -113,13 +113,7 @@ class DeviceUpdates:
         """The summed gradients of variables that do not lie on the GPU."""
         for dense in part.dense:
             gradients = [self._memory.elements(name, dense.dtype) for name in dense.gradients]
-            for first, last in dense.ranges:
-                with np.errstate(all="ignore"):
-                    total = gradients[0][first:last].copy()
-                    for gradient in gradients[1:]:
-                        total += gradient[first:last]
-                clipping.bound(total)
-                yield total
+            yield from (clipping.total(gradients, slice(*each)) for each in dense.ranges)
         for rows in part.sparse:
             yield self._sums(rows, clipping).sums
 
