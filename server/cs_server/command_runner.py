@@ -73,8 +73,7 @@ class CommandRunner:
         self.store = store
         self._arithmetic = arithmetic
         self._results = results
-        self._control = segments.get(names.CONTROL)
-        self._counts = self._control.elements("uint8")[: 2 * _WORD_NBYTES].data.cast("Q")
+        self._counts = segments.elements(names.CONTROL, "uint8")[: 2 * _WORD_NBYTES].data.cast("Q")
         self._versions = Versions(segments.elements(names.versions(), "uint64"))
 
     def close(self) -> None:
@@ -83,7 +82,7 @@ class CommandRunner:
 
     def available(self) -> MemoryAvailable:
         """How much memory there is."""
-        free, available = self._control.free_nbytes, machine.available_nbytes()
+        free, available = self._segments.get(names.CONTROL).free_nbytes, machine.available_nbytes()
         return MemoryAvailable(available if free is None else min(available, free), self.store.available_nbytes())
 
     def carry_out(self, command: Command) -> Event | None:
