@@ -45,6 +45,7 @@ BROKEN = {
     "server-no-code": ("server/cs_server/compute/kernels.py", "import pickle"),
     "server-layers": ("server/cs_server/rules.py", "import cs_server.segments"),
     "engine-opens-nothing": ("server/cs_server/engine/merge.py", "import socket"),
+    "session-core-pure": ("worker/cs_worker/session_core.py", "import select"),
     "engine-layers": ("server/cs_server/engine/state.py", "import cs_server.engine.runs"),
     "compute-layers": ("server/cs_server/compute/undo.py", "import cs_server.compute.executor"),
     "gpu-layers": ("server/cs_server/gpu/blocks.py", "import cs_server.gpu.store"),

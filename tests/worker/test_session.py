@@ -19,7 +19,8 @@ from cs_proto.messages import Died, Forget, Refused, SegmentRefused
 from cs_runtime.supervisor_link import SupervisorLink
 from cs_worker.baton import ProcessBaton
 from cs_worker.config import Config
-from cs_worker.session import SUPERVISOR, Link
+from cs_worker.session import Link
+from cs_worker.session_core import SUPERVISOR
 
 
 def _gone() -> NoReturn:

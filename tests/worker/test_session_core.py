@@ -1,171 +1,400 @@
-"""Who may say what to a worker, and when: a played link, one record after the other."""
+"""The core of a worker's session: scenarios line by line, and what may happen between any two of their lines."""
 
 from __future__ import annotations
 
-import logging
-import signal
-from collections import deque
-from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import Any, cast
-
 import pytest
+from tests.worker.playbook import (
+    CLIENT,
+    CONTROLLER,
+    HOLDER,
+    NEXT_HOLDER,
+    REGISTER,
+    REGISTERED,
+    WORKER,
+    Claims,
+    Hears,
+    Idles,
+    IsOver,
+    Line,
+    Play,
+    Returns,
+    Says,
+    Takes,
+    Waits,
+    asks_commit,
+    asks_merge,
+    cuts,
+    line,
+    merge_returned,
+    returned,
+    run,
+    step,
+)
 
 from cs_proto import messages
-from cs_proto.arrays import bytes_array
-from cs_proto.codec import decode
-from cs_proto.errors import Fenced, PeerProtocolError, ReplicaLostError
+from cs_proto.errors import ConfigurationError, Fenced, PeerProtocolError
 from cs_proto.failures import error_of
 from cs_proto.messages import (
     Cancel,
     ClientGone,
     Committed,
-    Describe,
     Died,
-    Done,
     Forget,
-    MergeCallReturn,
+    Merged,
     Prepare,
     Refused,
-    Return,
-    Run,
+    RunFinished,
     RunId,
     Serving,
     StepFinished,
+    Token,
     Value,
+    WorkerRestarted,
 )
-from cs_proto.records import Buffer, Record
-from cs_worker.interrupts import Interrupts
-from cs_worker.session import COLLEAGUE, SERVER, SUPERVISOR, Link
-from cs_worker.session_core import Conversation, path_text
+from cs_proto.records import Record
+from cs_worker.session_core import (
+    COLLEAGUE,
+    SERVER,
+    SUPERVISOR,
+    Drop,
+    Execute,
+    FailWait,
+    GiveUp,
+    NoteCancel,
+    NoteWorkers,
+    Refuse,
+    RefuseRegistration,
+    SendServer,
+    SendSupervisor,
+    path_text,
+)
 
-CONTROLLER = b"cafe"
-HOLDER = b"t0.1"
-PREPARE = Prepare(("/here",), "/here")
-FORGET = Forget((3, 5))
+PREPARE, FORGET = Prepare(("/here",), "/here"), Forget((3, 5))
+SERVING = Serving("ipc:///run/server", "/run", "")
+NEW_WORKER = messages.Worker(0, 2, 8, "cpu:0", "ipc:///w0.2")
+REPLACED = Refused(0, error_of(Fenced("w1.1 has been replaced")))
+
+FAILED = "a step before it failed"
+TAKEN = "it was taken already"
+GONE = "its controller has gone"
+NOT_NESTED_HERE = "runs come from a controller, nested runs from the merge_call that waits here"
+NOT_WORK = "a worker takes Prepare, Run, Cancel and Forget of a controller"
+
+# --- scenarios --------------------------------------------------------------------------------------------------------
+
+COMMITTED = Committed((1,), 0)
+RUN = (
+    line(Hears(CONTROLLER, PREPARE)),
+    line(Takes(PREPARE)),
+    line(Hears(CONTROLLER, run(1))),
+    line(Takes(run(1))),
+    line(Waits(asks_commit(0, 1)), told=[asks_commit(0, 1)]),
+    line(Hears(CONTROLLER, FORGET), told=[asks_commit(0, 1)]),
+    line(Hears(SERVER, COMMITTED), told=[asks_commit(0, 1)]),
+    line(Claims(COMMITTED)),
+    line(Says((1,), returned(1)), told=[returned(1)]),
+    line(Hears(CONTROLLER, run(2)), told=[returned(1)]),
+    line(Takes(FORGET), told=[returned(1)]),
+    line(Takes(run(2))),
+    line(Says((2,), returned(2)), told=[returned(2)]),
+    line(Idles(), told=[returned(2)]),
+    line(Hears(SERVER, COMMITTED), Drop(SERVER, COMMITTED, "nobody waits for it"), told=[returned(2)]),
+)
+
+#: The second step fails, so the steps behind it are dropped, whether they came before the news or after it.
+SERIES = (
+    line(Hears(CONTROLLER, step(1, 1))),
+    line(Hears(CONTROLLER, step(2, 1))),
+    line(Hears(CONTROLLER, step(3, 1))),
+    line(Takes(step(1, 1))),
+    line(Says((1,), returned(1)), told=[returned(1)]),
+    line(Idles(), told=[returned(1)]),
+    line(Hears(SERVER, StepFinished((1,), False))),
+    line(Takes(step(2, 1))),
+    line(Says((2,), returned(2)), told=[returned(2)]),
+    line(Idles(), told=[returned(2)]),
+    line(Hears(SERVER, StepFinished((2,), True)), Drop(CONTROLLER, step(3, 1), FAILED)),
+    line(Hears(CONTROLLER, step(4, 1)), Drop(CONTROLLER, step(4, 1), FAILED)),
+    line(Hears(CONTROLLER, FORGET)),
+    line(Hears(CONTROLLER, step(5, 5))),
+    line(Takes(FORGET)),
+    line(Takes(step(5, 5))),
+    line(Hears(CONTROLLER, step(6, 5))),
+    line(Says((5,), returned(5)), told=[returned(5)]),
+    line(Idles(), told=[returned(5)]),
+    line(Hears(SERVER, StepFinished((5,), False))),
+    line(Takes(step(6, 5))),
+)
+
+MERGED = [Merged((1,), k, Value(b"", ())) for k in range(2)]
+#: This replica carries out nested runs at its first merge_call. The holder of the token is replaced in between, and the
+#: next one sends again what it does not know to be over.
+NESTED = (
+    line(Hears(CONTROLLER, run(1))),
+    line(Takes(run(1))),
+    line(Waits(asks_merge(0, 1), (1, 0)), told=[asks_merge(0, 1)]),
+    line(Hears(HOLDER, run(1, 0, 0)), Execute(HOLDER, run(1, 0, 0)), told=[asks_merge(0, 1)]),
+    line(Waits(asks_commit(0, 1, 0, 0)), told=[asks_merge(0, 1), asks_commit(0, 1, 0, 0)]),
+    line(Hears(SERVER, Committed((1, 0, 0), 0)), told=[asks_merge(0, 1), asks_commit(0, 1, 0, 0)]),
+    line(Claims(Committed((1, 0, 0), 0)), told=[asks_merge(0, 1)]),
+    line(Says((1, 0, 0), returned(1, 0, 0)), told=[returned(1, 0, 0), asks_merge(0, 1)]),
+    line(Returns(), told=[returned(1, 0, 0), asks_merge(0, 1)]),
+    line(
+        Hears(NEXT_HOLDER, run(1, 0, 0)),
+        Drop(NEXT_HOLDER, run(1, 0, 0), TAKEN),
+        told=[returned(1, 0, 0), asks_merge(0, 1)],
+    ),
+    line(Hears(NEXT_HOLDER, run(1, 0, 1)), Execute(NEXT_HOLDER, run(1, 0, 1)), told=[asks_merge(0, 1)]),
+    line(Says((1, 0, 1), returned(1, 0, 1)), told=[returned(1, 0, 1), asks_merge(0, 1)]),
+    line(Returns(), told=[returned(1, 0, 1), asks_merge(0, 1)]),
+    line(Hears(SERVER, MERGED[0]), told=[returned(1, 0, 1), asks_merge(0, 1)]),
+    line(Claims(MERGED[0])),
+    line(Hears(NEXT_HOLDER, run(1, 0, 1)), Drop(NEXT_HOLDER, run(1, 0, 1), TAKEN)),
+    line(Waits(asks_merge(1, 1), (1, 1)), told=[asks_merge(1, 1)]),
+    line(Hears(SERVER, MERGED[1]), told=[asks_merge(1, 1)]),
+    line(Claims(MERGED[1])),
+    line(Says((1,), returned(1)), told=[returned(1)]),
+    line(Idles(), told=[returned(1)]),
+)
+
+FINISHED = RunFinished((1, 0, 0), (), error_of(ValueError("no")), 0)
+RESTARTED = WorkerRestarted((1, 0, 0), NEW_WORKER)
+#: This replica holds the token: it starts a nested run and carries out its own part of it without being told.
+HOLDS = (
+    line(Hears(CONTROLLER, run(1))),
+    line(Takes(run(1))),
+    line(Waits(asks_merge(0, 1), (1, 0)), told=[asks_merge(0, 1)]),
+    line(Hears(SERVER, Token((1,), 0, ())), told=[asks_merge(0, 1)]),
+    line(Claims(Token((1,), 0, ()))),
+    line(Says((1, 0, 0), returned(1, 0, 0)), told=[returned(1, 0, 0)]),
+    line(Waits(None), told=[returned(1, 0, 0)]),
+    line(Hears(SERVER, RESTARTED), NoteWorkers(RESTARTED), told=[returned(1, 0, 0)]),
+    line(Hears(SERVER, FINISHED), told=[returned(1, 0, 0)]),
+    line(Claims(FINISHED), told=[returned(1, 0, 0)]),
+    line(IsOver((1, 0, 0))),
+    line(Says((1, 0), merge_returned(0, 1)), told=[merge_returned(0, 1)]),
+    line(Waits(asks_commit(1, 1)), told=[merge_returned(0, 1), asks_commit(1, 1)]),
+    line(Hears(SERVER, Committed((1,), 1)), told=[merge_returned(0, 1), asks_commit(1, 1)]),
+    line(Claims(Committed((1,), 1)), told=[merge_returned(0, 1)]),
+    line(Says((1,), returned(1)), told=[merge_returned(0, 1), returned(1)]),
+    line(Hears(CONTROLLER, run(2)), told=[merge_returned(0, 1), returned(1)]),
+    line(Takes(run(2))),
+)
+
+every_scenario = pytest.mark.parametrize(
+    "scenario", [RUN, SERIES, NESTED, HOLDS], ids=["run", "series", "nested", "holds"]
+)
 
 
-class PlayedLink:
-    """What comes is a list; what is sent is kept. Out of records it is a KeyError: no test waits for real."""
-
-    def __init__(self) -> None:
-        self.coming: deque[tuple[bytes, Record] | None] = deque()
-        self.to_peers: list[tuple[bytes, Record]] = []
-        self.to_server: list[Record] = []
-        self.timeouts: list[float | None] = []
-        self.quiet: list[bytes | None] = []
-
-    def receive(self, timeout: float | None, quiet: bytes | None = None) -> tuple[bytes, Record] | None:
-        self.timeouts.append(timeout)
-        self.quiet.append(quiet)
-        if not self.coming:
-            raise KeyError("nothing comes any more")
-        return self.coming.popleft()
-
-    def send_server_parts(self, parts: Sequence[Buffer]) -> None:
-        self.to_server.append(decode(parts))
-
-    def send_server(self, record: Record) -> None:
-        self.to_server.append(record)
-
-    def send_peer(self, identity: bytes, record: Record) -> None:
-        self.to_peers.append((identity, record))
-
-    def give_up(self, reason: str) -> None:
-        raise SystemExit(reason)
+@every_scenario
+def test_a_scenario(scenario: tuple[Line, ...]) -> None:
+    Play().play(scenario)
 
 
-def say(conversation: Conversation, said: Return | MergeCallReturn) -> None:
-    path = said.run if isinstance(said, Return) else (*said.run, said.k)
-    conversation.say(path, type(said), *vars(said).values())
+# --- between any two lines --------------------------------------------------------------------------------------------
 
 
-class Played:
-    """A conversation over a played link."""
-
-    def __init__(self) -> None:
-        self.link = PlayedLink()
-        self.executed: list[tuple[bytes, RunId]] = []
-        self.during: dict[RunId, Any] = {}
-        self.interrupts = Interrupts()
-        self.conversation = Conversation(cast("Link", self.link), self.interrupts, self.execute)
-
-    def execute(self, sender: bytes, run: Run) -> None:
-        self.executed.append((sender, run.run))
-        self.during.get(run.run, lambda: None)()
-
-    def comes(self, *received: tuple[bytes, Record] | None) -> None:
-        self.link.coming.extend(received)
-
-    def wait(self, run: RunId, k: int, at_merge_call: bool = False) -> Record:
-        def wanted(record: Record) -> Record | None:
-            return record if record == Committed(run, k) else None
-
-        return self.conversation.wait("a test", wanted, (run, k) if at_merge_call else None)
+@every_scenario
+@pytest.mark.parametrize("cancel", [Cancel((1,)), Cancel((2,)), Cancel((1,), 1), Cancel((9,))], ids=str)
+def test_a_cancel_meets_its_runs_and_no_other(scenario: tuple[Line, ...], cancel: Cancel) -> None:
+    met = range(cancel.run[0], cancel.run[0] + cancel.later + 1)
+    for play, _, rest in cuts(scenario):
+        play.on(Hears(CONTROLLER, cancel), NoteCancel())
+        for each in (None, *rest):
+            if each is not None:
+                play.on(each.event, *each.outputs)
+            under_way = play.core.run_under_way
+            assert play.core.is_cancelled() == (under_way is not None and under_way[0] in met), play.transcript
 
 
-@pytest.fixture
-def played() -> Iterator[Played]:
-    played = Played()
-    yield played
-    assert not played.link.coming, "not everything was read"
+@every_scenario
+def test_a_controller_that_goes_takes_its_runs_along(scenario: tuple[Line, ...]) -> None:
+    for play, _, _ in cuts(scenario):
+        drops = [Drop(sender, work, GONE) for sender, work in play.queued]
+        play.on(Hears(SUPERVISOR, ClientGone(CLIENT)), *drops, NoteCancel())
+        assert play.core.is_cancelled() == (play.core.run_under_way is not None), play.transcript
+        play.unwind()
+        for late in (run(7), step(8, 8), PREPARE):
+            play.on(Hears(CONTROLLER, late), Drop(CONTROLLER, late, GONE))
+        play.on(Idles())
+        play.on(Hears(b"cbeef", step(1, 1)))
+        play.on(Takes(step(1, 1)))
+        assert not play.core.is_cancelled(), play.transcript
 
 
-def run(*path: int) -> Run:
-    return Run(path, path[0], 0, 7, bytes(16), None, False, bytes_array(b""), ())
+@every_scenario
+def test_a_server_that_another_replaces_changes_nothing_until_that_serves(scenario: tuple[Line, ...]) -> None:
+    for play, _, rest in cuts(scenario):
+        play.on(Hears(SUPERVISOR, Died("server", 0, 1, 43, "SIGKILL", "", restarts=True)))
+        play.on(Hears(SUPERVISOR, Died("worker", 0, 1, 44, "SIGKILL", "")))
+        play.play(rest)
+        assert play.core.dead_server is None
 
 
-def step(number: int, series: int) -> Run:
-    return Run((number,), number, 0, 7, bytes(16), None, False, bytes_array(b""), (), series, 2)
+@every_scenario
+def test_a_server_that_nobody_replaces_is_remembered(scenario: tuple[Line, ...]) -> None:
+    for play, _, _ in cuts(scenario):
+        died = Died("server", 0, 1, 43, "SIGKILL", "")
+        play.on(Hears(SUPERVISOR, died))
+        assert play.core.dead_server == died
 
 
-def refusals(played: Played) -> list[bytes]:
-    for _, record in played.link.to_peers:
-        assert isinstance(record, Refused)
-        assert record.error.exception == "cs.PeerProtocolError"
-    return [identity for identity, _ in played.link.to_peers]
+@every_scenario
+def test_a_new_server_is_told_what_is_not_over_in_order(scenario: tuple[Line, ...]) -> None:
+    for play, played, rest in cuts(scenario):
+        told = played[-1].told if played else ()
+        for _ in range(2):  # the first one may die as well
+            play.on(Hears(SUPERVISOR, SERVING), *map(SendServer, told))
+            play.expect_told(told)
+        for each in rest:
+            play.on(each.event, *each.outputs)
+            play.expect_told(each.told)
 
 
-def test_work_of_the_controller_comes_in_order(played: Played) -> None:
-    played.comes((CONTROLLER, PREPARE), (CONTROLLER, FORGET), (CONTROLLER, run(1)))
-    assert played.conversation.next_work() == (CONTROLLER, PREPARE)
-    assert played.conversation.next_work() == (CONTROLLER, FORGET)
-    assert played.conversation.next_work() == (CONTROLLER, run(1))
+@every_scenario
+def test_a_replaced_worker_gives_up(scenario: tuple[Line, ...]) -> None:
+    for play, _, _ in cuts(scenario):
+        play.on(Hears(SERVER, REPLACED), GiveUp("w1.1 has been replaced"))
 
 
-def test_work_that_comes_during_a_run_waits_for_its_end(played: Played) -> None:
-    played.conversation.begin_run(CONTROLLER, run(1))
-    played.comes((CONTROLLER, run(2)), (CONTROLLER, PREPARE), (SERVER, Committed((1,), 0)))
-    played.wait((1,), 0)
-    assert played.executed == []
-    assert [played.conversation.next_work()[1] for _ in range(2)] == [run(2), PREPARE]
+@every_scenario
+def test_nobody_else_changes_anything(scenario: tuple[Line, ...]) -> None:
+    for play, _, rest in cuts(scenario):
+        for stranger in (b"oabc", b"w1.1", b"\0\1\2\3\4", b"x", HOLDER):
+            play.on(Hears(stranger, run(2)), Refuse(stranger, "run 2", NOT_NESTED_HERE))
+            play.on(Hears(stranger, PREPARE), Refuse(stranger, "a Prepare", NOT_WORK))
+            play.on(Hears(stranger, Cancel((1,))), Refuse(stranger, "a Cancel", NOT_WORK))
+        play.on(Hears(CONTROLLER, COMMITTED), Refuse(CONTROLLER, "a Committed", NOT_WORK))
+        play.on(Hears(CONTROLLER, run(1, 5, 0)), Refuse(CONTROLLER, "run 1.5.0", NOT_NESTED_HERE))
+        play.on(Hears(HOLDER, run(1, 5, 0)), Refuse(HOLDER, "run 1.5.0", NOT_NESTED_HERE))
+        play.play(rest)
+        assert not play.core.is_cancelled()
 
 
-@pytest.mark.parametrize("sender", [HOLDER, b"oabc", b"w1.1", b"\0\1\2\3\4", b"x"])
-@pytest.mark.parametrize("record", [run(1), PREPARE, FORGET, Cancel((1,))], ids=["run", "prepare", "forget", "cancel"])
-def test_work_of_others_is_refused(
-    played: Played, sender: bytes, record: Record, caplog: pytest.LogCaptureFixture
-) -> None:
-    played.comes((sender, record), (CONTROLLER, PREPARE))
-    with caplog.at_level(logging.WARNING, "central_storage"):
-        assert played.conversation.next_work() == (CONTROLLER, PREPARE)
-    assert refusals(played) == [sender]
-    assert repr(sender) in caplog.text
+@every_scenario
+def test_what_is_said_of_workers_is_passed_on(scenario: tuple[Line, ...]) -> None:
+    for play, _, rest in cuts(scenario):
+        play.on(Hears(SERVER, REGISTERED), NoteWorkers(REGISTERED))
+        play.on(Hears(SERVER, RESTARTED), NoteWorkers(RESTARTED))
+        play.play(rest)
 
 
-def test_a_nested_run_is_never_taken_while_idle(played: Played) -> None:
-    played.comes((HOLDER, run(1, 0, 0)), (CONTROLLER, run(1, 0, 0)), (CONTROLLER, PREPARE))
-    played.conversation.next_work()
-    assert played.executed == []
-    assert refusals(played) == [HOLDER, CONTROLLER]
+# --- registration -----------------------------------------------------------------------------------------------------
+
+READY = SendSupervisor(messages.Ready(WORKER.endpoint))
+NOT_YET = "this worker is not registered yet"
+#: A client may have heard of this worker before the worker has heard from the server.
+REGISTRATION = (
+    line(Hears(CONTROLLER, PREPARE), told=[REGISTER]),
+    line(Hears(CONTROLLER, run(1)), told=[REGISTER]),
+    line(Hears(SERVER, COMMITTED), Drop(SERVER, COMMITTED, NOT_YET), told=[REGISTER]),
+    line(Hears(HOLDER, run(1, 0, 0)), Refuse(HOLDER, "run 1.0.0", NOT_NESTED_HERE), told=[REGISTER]),
+    line(Hears(CONTROLLER, run(2)), told=[REGISTER]),
+    line(Hears(CONTROLLER, Cancel((1,))), NoteCancel(), told=[REGISTER]),
+    line(Hears(SERVER, REGISTERED), READY),
+    line(Takes(PREPARE)),
+    line(Takes(run(1))),
+)
 
 
-def test_a_nested_run_is_carried_out_at_its_merge_call(played: Played) -> None:
-    played.conversation.begin_run(CONTROLLER, run(1))
-    played.comes((HOLDER, run(1, 2, 0)), (HOLDER, run(1, 2, 1)), (SERVER, Committed((1,), 2)))
-    played.wait((1,), 2, at_merge_call=True)
-    assert played.executed == [(HOLDER, (1, 2, 0)), (HOLDER, (1, 2, 1))]
-    assert refusals(played) == []
+def test_early_work_waits_for_the_registration() -> None:
+    play = Play(is_registered=False)
+    play.expect_told([REGISTER])
+    play.play(REGISTRATION)
+    assert play.core.registered == REGISTERED
+    assert play.core.is_cancelled()
+    play.on(Takes(run(2)))
+    assert not play.core.is_cancelled()
+
+
+@pytest.mark.parametrize("at", range(len(REGISTRATION) + 1))
+def test_a_new_server_is_told_the_registration_until_it_has_answered(at: int) -> None:
+    play = Play(is_registered=False)
+    play.play(REGISTRATION[:at])
+    told = REGISTRATION[at - 1].told if at else [REGISTER]
+    play.on(Hears(SUPERVISOR, SERVING), *map(SendServer, told))
+    play.play(REGISTRATION[at:])
+
+
+@pytest.mark.parametrize("error", [ConfigurationError("it is another version"), Fenced("it is another version")])
+def test_a_refused_registration(error: Exception) -> None:
+    play = Play(is_registered=False)
+    play.on(Hears(CONTROLLER, run(1)))
+    refused = Refused(0, error_of(error))
+    play.on(Hears(SERVER, refused), RefuseRegistration("the server refuses worker w1.1: it is another version"))
+
+
+def test_the_controller_may_go_before_the_registration() -> None:
+    play = Play(is_registered=False)
+    play.on(Hears(CONTROLLER, run(1)))
+    play.on(Hears(SUPERVISOR, ClientGone(CLIENT)), Drop(CONTROLLER, run(1), GONE), NoteCancel())
+    play.on(Hears(SERVER, REGISTERED), READY)
+    play.on(Idles())
+
+
+# --- work -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after", [run(3), step(3, 3)], ids=["run", "another series"])
+def test_what_is_no_step_of_that_series_waits_for_nothing(after: messages.Run) -> None:
+    # The controller sends it when it knows that the steps before are over.
+    play = Play()
+    play.on(Hears(CONTROLLER, step(1, 1)))
+    play.on(Takes(step(1, 1)))
+    play.on(Hears(CONTROLLER, after))
+    play.on(Takes(after))
+    late = StepFinished((1,), True)
+    play.on(Hears(SERVER, late))
+    play.on(Hears(CONTROLLER, step(4, 1)))
+    play.on(Takes(step(4, 1)))
+
+
+def test_the_end_of_another_step_begins_none() -> None:
+    play = Play()
+    play.play(SERIES[:6])
+    play.on(Hears(SERVER, StepFinished((2,), False)), Drop(SERVER, StepFinished((2,), False), "nobody waits for it"))
+    play.on(Idles())
+
+
+def test_a_step_that_comes_late_begins_at_once() -> None:
+    play = Play()
+    for event in (Hears(CONTROLLER, step(1, 1)), Takes(step(1, 1)), Idles(), Hears(SERVER, StepFinished((1,), False))):
+        play.on(event)
+    play.on(Hears(CONTROLLER, step(2, 1)))
+    play.on(Takes(step(2, 1)))
+
+
+def test_the_next_controller_has_series_and_runs_of_its_own() -> None:
+    play = Play()
+    play.on(Hears(CONTROLLER, step(1, 1)))
+    play.on(Takes(step(1, 1)))
+    play.on(Hears(CONTROLLER, Cancel((1,))), NoteCancel())
+    play.on(Hears(SERVER, StepFinished((1,), True)))
+    play.on(Hears(b"cbee", step(1, 1)))
+    play.on(Takes(step(1, 1)))
+    assert not play.core.is_cancelled()
+    assert play.core.client == "bee"
+
+
+def test_further_steps_are_quiet_while_one_is_not_over() -> None:
+    play = Play()
+    quiet = []
+    for each in SERIES[:8]:
+        play.on(each.event, *each.outputs)
+        quiet.append(play.core.quiet_peer)
+    assert quiet == [None, None, None, CONTROLLER, CONTROLLER, CONTROLLER, None, CONTROLLER]
+
+
+# --- waits ------------------------------------------------------------------------------------------------------------
+
+
+def waiting(*, at_merge_call: bool = True) -> Play:
+    """A run waits at its point 2."""
+    play = Play()
+    play.on(Hears(CONTROLLER, run(1)))
+    play.on(Takes(run(1)))
+    play.on(Waits(asks_merge(2, 1), (1, 2)) if at_merge_call else Waits(asks_commit(2, 1)))
+    return play
 
 
 @pytest.mark.parametrize(
@@ -180,310 +409,99 @@ def test_a_nested_run_is_carried_out_at_its_merge_call(played: Played) -> None:
         (HOLDER, (3,), True),  # a run without parent
     ],
 )
-def test_any_other_nested_run_is_refused(
-    played: Played, sender: bytes, path: tuple[int, ...], at_merge_call: bool
-) -> None:
-    played.conversation.begin_run(CONTROLLER, run(1))
-    played.comes((sender, run(*path)), (SERVER, Committed((1,), 2)))
-    played.wait((1,), 2, at_merge_call)
-    assert played.executed == []
-    assert refusals(played) == [sender]
+def test_a_nested_run_at_the_wrong_place_is_refused(sender: bytes, path: RunId, at_merge_call: bool) -> None:
+    play = waiting(at_merge_call=at_merge_call)
+    play.on(Hears(sender, run(*path)), Refuse(sender, f"run {path_text(path)}", NOT_NESTED_HERE))
 
 
-def test_a_nested_run_may_wait_itself(played: Played) -> None:
-    played.conversation.begin_run(CONTROLLER, run(1))
-    inside = []
-    played.during[1, 2, 0] = lambda: inside.append(played.wait((1, 2, 0), 0, at_merge_call=True))
-    played.comes(
-        (HOLDER, run(1, 2, 0)),
-        (HOLDER, run(1, 2, 1)),  # the outer one's: it waits at another point now
-        (HOLDER, run(1, 2, 0, 0, 0)),
-        (SERVER, Committed((1,), 2)),  # the answer of the outer wait overtakes
-        (SERVER, Committed((1, 2, 0), 0)),
-    )
-    assert played.wait((1,), 2, at_merge_call=True) == Committed((1,), 2)
-    assert inside == [Committed((1, 2, 0), 0)]
-    assert [path for _, path in played.executed] == [(1, 2, 0), (1, 2, 0, 0, 0)]
-    assert refusals(played) == [HOLDER]
+def test_a_nested_run_is_refused_while_one_is_carried_out() -> None:
+    play = waiting()
+    play.on(Hears(HOLDER, run(1, 2, 0)), Execute(HOLDER, run(1, 2, 0)))
+    early = run(1, 2, 1)
+    play.on(Hears(HOLDER, early), Refuse(HOLDER, "run 1.2.1", NOT_NESTED_HERE))
+    play.on(Waits(asks_commit(0, 1, 2, 0)))
+    play.on(Hears(HOLDER, early), Refuse(HOLDER, "run 1.2.1", NOT_NESTED_HERE))
+    play.on(Hears(SERVER, Committed((1, 2, 0), 0)))
+    play.on(Claims(Committed((1, 2, 0), 0)))
+    play.on(Returns())
+    play.on(Hears(HOLDER, early), Execute(HOLDER, early))
 
 
-def test_cancel_ends_the_wait_of_its_run(played: Played) -> None:
-    played.conversation.begin_run(CONTROLLER, run(1))
-    played.comes((CONTROLLER, Cancel((1,))))
-    with pytest.raises(KeyboardInterrupt):
-        played.wait((1,), 0)
-    with pytest.raises(KeyboardInterrupt):
-        played.wait((1,), 1)  # and every further one
-    played.conversation.begin_run(CONTROLLER, run(2))
-    played.comes((SERVER, Committed((2,), 0)))
-    played.wait((2,), 0)
+def test_a_nested_run_may_wait_at_a_merge_call_itself() -> None:
+    play = waiting()
+    inner, outer = Merged((1, 2, 0), 0, Value(b"", ())), Merged((1,), 2, Value(b"", ()))
+    play.on(Hears(HOLDER, run(1, 2, 0)), Execute(HOLDER, run(1, 2, 0)))
+    play.on(Waits(asks_merge(0, 1, 2, 0), (1, 2, 0, 0)))
+    play.on(Hears(HOLDER, run(1, 2, 0, 0, 0)), Execute(HOLDER, run(1, 2, 0, 0, 0)))
+    play.on(Returns())
+    play.on(Hears(SERVER, outer))  # it overtakes the answer of the inner wait
+    play.on(Hears(SERVER, inner))
+    play.on(Claims(inner))
+    play.on(Returns())
+    play.on(Claims(outer))
 
 
-def test_the_runs_of_a_controller_that_has_gone_are_not_carried_out(played: Played) -> None:
-    played.conversation.begin_run(CONTROLLER, run(1))
-    played.comes((CONTROLLER, run(2)), (SUPERVISOR, ClientGone("afe")))
-    with pytest.raises(KeyboardInterrupt):
-        played.wait((1,), 0)
-    played.comes((CONTROLLER, run(3)), (b"cbeef", run(1)))  # the first was on its way
-    assert played.conversation.next_work() == (b"cbeef", run(1))
-    played.conversation.begin_run(b"cbeef", run(1))
-    assert not played.conversation.is_cancelled()
+def test_a_nested_run_of_the_run_before_may_be_sent_late() -> None:
+    play = waiting()
+    play.on(Hears(HOLDER, run(1, 2, 0)), Execute(HOLDER, run(1, 2, 0)))
+    play.unwind()
+    play.on(Hears(NEXT_HOLDER, run(1, 2, 0)), Drop(NEXT_HOLDER, run(1, 2, 0), TAKEN))
+    play.on(Hears(CONTROLLER, run(2)))
+    play.on(Takes(run(2)))
+    play.on(Hears(NEXT_HOLDER, run(1, 2, 0)), Refuse(NEXT_HOLDER, "run 1.2.0", NOT_NESTED_HERE))
 
 
-def test_bytes_are_waited_for_whatever_becomes_of_the_run(played: Played) -> None:
-    def wanted(record: Record) -> Record | None:
-        return record if record == Done(9, 0, 0) else None
-
-    played.conversation.begin_run(CONTROLLER, run(1))
-    waits = played.conversation.waits
-    played.comes((CONTROLLER, Cancel((1,))), (SERVER, Committed((1,), 0)), (SERVER, Done(9, 0, 0)))
-    assert played.conversation.wait_for_bytes("a test", wanted, Describe(9, (), ())) == Done(9, 0, 0)
-    assert played.conversation.waits == waits, "nothing can have been committed"
-    with pytest.raises(KeyboardInterrupt):
-        played.wait((1,), 1)
-    assert played.conversation.waits == waits + 1
-    played.conversation.begin_run(CONTROLLER, run(2))
-    assert played.conversation.waits == waits + 2
+def test_a_colleague_that_refuses_ends_the_wait_for_its_nested_run() -> None:
+    refused = Refused(0, error_of(PeerProtocolError("it does not wait")))
+    play = waiting()
+    play.on(Hears(COLLEAGUE, refused), FailWait("another worker refuses a nested run: it does not wait"))
+    play.unwind()
+    play.on(Hears(COLLEAGUE, refused), Refuse(COLLEAGUE, "a Refused", "no nested run waits for it"))
 
 
-def test_cancel_of_a_queued_run_meets_it_when_it_begins(played: Played) -> None:
-    played.conversation.begin_run(CONTROLLER, run(1))
-    played.comes((CONTROLLER, run(2)), (CONTROLLER, Cancel((2,))), (SERVER, Committed((1,), 0)))
-    played.wait((1,), 0)
-    assert not played.conversation.is_cancelled()
-    controller, work = played.conversation.next_work()
-    assert isinstance(work, Run)
-    played.conversation.begin_run(controller, work)
-    assert played.conversation.is_cancelled()
+def test_a_refusal_of_the_server_is_an_answer() -> None:
+    play = waiting()
+    refused = Refused(4, error_of(ValueError("there is no such variable")))
+    play.on(Hears(SERVER, refused))
+    play.on(Claims(refused))
 
 
-def test_cancel_of_a_run_that_has_ended_changes_nothing(played: Played) -> None:
-    played.conversation.begin_run(CONTROLLER, run(1))
-    played.comes((CONTROLLER, Cancel((1,))), (CONTROLLER, run(2)))
-    played.conversation.next_work()
-    played.conversation.begin_run(CONTROLLER, run(2))
-    assert not played.conversation.is_cancelled()
-
-
-def test_the_next_controller_counts_from_one_again(played: Played) -> None:
-    played.conversation.begin_run(CONTROLLER, run(1))
-    played.comes((CONTROLLER, Cancel((1,))), (b"cbee", run(1)))
-    controller, work = played.conversation.next_work()
-    assert isinstance(work, Run)
-    played.conversation.begin_run(controller, work)
-    assert not played.conversation.is_cancelled()
-
-
-@pytest.mark.parametrize(("later", "meets"), [(0, False), (1, True), (5, True)])
-def test_cancel_of_steps_meets_whichever_is_under_way(played: Played, later: int, meets: bool) -> None:
-    played.conversation.begin_run(CONTROLLER, step(2, 1))
-    played.comes((CONTROLLER, Cancel((1,), later)), (SERVER, Committed((2,), 0)))
-    if meets:
-        with pytest.raises(KeyboardInterrupt):
-            played.wait((2,), 0)
-        played.link.coming.clear()
-    else:
-        played.wait((2,), 0)
-    assert played.conversation.is_cancelled() == meets
-
-
-def test_the_sigint_of_a_step_that_was_cancelled_before_it_began_may_come_late(played: Played) -> None:
-    played.conversation.begin_run(CONTROLLER, step(1, 1))
-    played.comes((CONTROLLER, Cancel((1,), 1)), (SERVER, StepFinished((1,), False)), (CONTROLLER, step(2, 1)))
-    played.conversation.begin_run(*next_run(played))
-    with pytest.raises(KeyboardInterrupt), played.interrupts.user_code():
-        pass
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    try:
-        played.interrupts.install()
-        signal.raise_signal(signal.SIGINT)
-        played.conversation.begin_run(CONTROLLER, run(3))
-        with played.interrupts.user_code():
-            pass  # it is explained: nobody waits for the Cancel of another
-    finally:
-        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
-            signal.signal(number, handler)
-
-
-def test_a_step_begins_when_the_server_says_that_the_one_before_it_is_over(played: Played) -> None:
-    played.comes((CONTROLLER, step(1, 1)), (CONTROLLER, step(2, 1)))
-    played.conversation.begin_run(*next_run(played))
-    with pytest.raises(KeyError):
-        played.conversation.next_work()
-    played.comes((SERVER, StepFinished((2,), False)))  # not of the one that it waits for
-    with pytest.raises(KeyError):
-        played.conversation.next_work()
-    played.comes((SERVER, StepFinished((1,), False)))
-    assert next_run(played) == (CONTROLLER, step(2, 1))
-
-
-def test_only_while_a_step_of_its_is_not_over_the_controller_need_not_ring(played: Played) -> None:
-    played.comes((CONTROLLER, step(1, 1)))
-    played.conversation.begin_run(*next_run(played))
-    played.comes((CONTROLLER, step(2, 1)), (SERVER, StepFinished((1,), False)))
-    next_run(played)
-    with pytest.raises(KeyError):
-        played.conversation.next_work()
-    played.conversation.begin_run(CONTROLLER, run(3))
-    with pytest.raises(KeyError):
-        played.conversation.next_work()
-    assert played.link.quiet == [None, CONTROLLER, CONTROLLER, None, None]
-
-
-def test_a_step_that_comes_late_begins_at_once(played: Played) -> None:
-    played.conversation.begin_run(CONTROLLER, step(1, 1))
-    played.comes((SERVER, StepFinished((1,), False)), (CONTROLLER, step(2, 1)))
-    assert next_run(played) == (CONTROLLER, step(2, 1))
-
-
-@pytest.mark.parametrize("after", [run(3), step(3, 3)])
-def test_what_is_no_step_of_that_series_waits_for_nothing(played: Played, after: Run) -> None:
-    # The controller sends it when it knows that the steps before are over.
-    played.conversation.begin_run(CONTROLLER, step(1, 1))
-    played.comes((CONTROLLER, after))
-    assert next_run(played) == (CONTROLLER, after)
-    played.conversation.begin_run(CONTROLLER, after)
-    played.comes((CONTROLLER, step(4, 1)))
-    assert next_run(played) == (CONTROLLER, step(4, 1))
-
-
-def test_steps_after_one_that_failed_are_dropped(played: Played) -> None:
-    played.conversation.begin_run(CONTROLLER, step(1, 1))
-    played.comes((CONTROLLER, step(2, 1)), (SERVER, StepFinished((1,), True)), (CONTROLLER, step(3, 1)))
-    played.comes((CONTROLLER, PREPARE), (CONTROLLER, step(4, 4)))
-    assert played.conversation.next_work() == (CONTROLLER, PREPARE)
-    assert next_run(played) == (CONTROLLER, step(4, 4))
-
-
-def test_the_next_controller_has_series_of_its_own(played: Played) -> None:
-    played.conversation.begin_run(CONTROLLER, step(1, 1))
-    played.comes((SERVER, StepFinished((1,), True)), (b"cbee", step(1, 1)))
-    assert next_run(played) == (b"cbee", step(1, 1))
-
-
-def next_run(played: Played) -> tuple[bytes, Run]:
-    controller, work = played.conversation.next_work()
-    assert isinstance(work, Run)
-    return controller, work
-
-
-def test_what_wanted_raises_comes_out_once(played: Played) -> None:
+def test_what_wanted_raises_comes_out_once() -> None:
     def wanted(record: Record) -> Record | None:
         if isinstance(record, messages.PointFailed):
             raise ValueError("refused")
         return record
 
-    failed = messages.PointFailed((1,), 0, error_of(ValueError("refused")), False)
-    played.comes((SERVER, failed), (SERVER, Committed((1,), 1)))
+    play = waiting()
+    play.on(Hears(SERVER, messages.PointFailed((1,), 2, error_of(ValueError("refused")), False)))
+    play.on(Hears(SERVER, Committed((1,), 3)))
     with pytest.raises(ValueError, match="refused"):
-        played.conversation.wait("a test", wanted)
-    assert played.conversation.wait("a test", wanted) == Committed((1,), 1)
+        play.core.claim(wanted)
+    assert play.core.claim(wanted) == Committed((1,), 3)
+    assert play.core.claim(wanted) is None
 
 
-def test_answers_nobody_claimed_go_with_their_run(played: Played) -> None:
-    played.conversation.begin_run(CONTROLLER, run(1))
-    played.comes((SERVER, Committed((1,), 5)), (SERVER, Committed((1,), 0)))
-    played.wait((1,), 0)
-    played.conversation.begin_run(CONTROLLER, run(2))
-    with pytest.raises(KeyError):
-        played.wait((1,), 5)
+def test_answers_that_nobody_claimed_go_with_their_run() -> None:
+    play = waiting()
+    play.on(Hears(SERVER, Committed((1,), 5)))
+    play.unwind()
+    play.on(Hears(CONTROLLER, run(2)))
+    play.on(Takes(run(2)))
+    assert play.core.claim(lambda record: record) is None
 
 
-def test_a_wait_is_named(played: Played, caplog: pytest.LogCaptureFixture) -> None:
-    played.comes(None, (SERVER, Committed((1,), 0)))
-    with caplog.at_level(logging.INFO, "central_storage"):
-        played.wait((1,), 0)
-    assert "for a test" in caplog.text
-    assert played.link.timeouts == [10.0, 10.0]
+def test_waits_count_where_variables_may_have_changed() -> None:
+    play = Play()
+    counts = []
+    for each in NESTED[:9]:
+        play.on(each.event, *each.outputs)
+        counts.append(play.core.waits)
+    assert counts == [0, 1, 2, 3, 4, 4, 5, 5, 5]
+    play.core.begin_wait(is_for_bytes=True)
+    play.core.end_wait()
+    assert play.core.waits == 5
 
 
-def test_a_dead_server_ends_waits(played: Played) -> None:
-    died = Died("server", 0, 1, 4711, "SIGKILL", "")
-    played.comes((SUPERVISOR, Died("worker", 1, 1, 4712, "SIGKILL", "")), (SUPERVISOR, died))
-    with pytest.raises(ReplicaLostError, match=r"the server \(pid 4711\) ended by SIGKILL during a test"):
-        played.wait((1,), 0)
-
-
-def test_a_server_in_the_place_of_a_dead_one_is_told_again_what_it_may_not_have_heard(played: Played) -> None:
-    serving = Serving("ipc:///run/server", "/run", "")
-    died = Died("server", 0, 1, 4711, "SIGKILL", "", restarts=True)
-    question = Describe(1, (1,), ())
-    said = [Return((number,), 0, 1, (), 0, Value(b"", ()), None) for number in (1, 2)]
-    for number in (1, 2):
-        played.conversation.begin_run(CONTROLLER, run(number))
-        say(played.conversation, said[number - 1])
-    played.link.to_server.clear()
-    played.comes((SUPERVISOR, died), (SUPERVISOR, serving), (SERVER, Committed((2,), 0)), (SUPERVISOR, serving))
-    played.conversation.wait("a test", lambda r: r if isinstance(r, Committed) else None, asked=question)
-    assert played.link.to_server == [said[1], question]
-    with pytest.raises(KeyError):
-        played.conversation.next_work()
-    assert played.link.to_server == [said[1], question, said[1]]
-
-
-def test_what_was_said_of_a_step_that_is_over_is_not_said_again(played: Played) -> None:
-    played.conversation.begin_run(CONTROLLER, step(1, 1))
-    say(played.conversation, Return((1,), 0, 1, (), 0, Value(b"", ()), None, 1, 2))
-    played.comes((SERVER, StepFinished((1,), False)), (SUPERVISOR, Serving("ipc:///run/server", "/run", "")))
-    with pytest.raises(KeyError):
-        played.conversation.next_work()
-    assert len(played.link.to_server) == 1
-
-
-def test_what_was_said_of_nested_runs_and_merge_calls_that_are_over_is_not_said_again(played: Played) -> None:
-    said = [Return((1, 0, j), 0, 1, (), 0, Value(b"", ()), None) for j in range(3)]
-    serving = (SUPERVISOR, Serving("ipc:///run/server", "/run", "ipc"))
-    played.conversation.begin_run(CONTROLLER, run(1))
-    for record in said:
-        played.during[record.run] = partial(say, played.conversation, record)
-    nested = [(HOLDER, run(*record.run)) for record in said]
-    played.comes(*nested, serving, nested[1], (SERVER, Committed((1,), 0)))
-    played.wait((1,), 0, at_merge_call=True)
-    assert played.link.to_server == [*said, said[-1]]
-    say(played.conversation, MergeCallReturn((1,), 1, (), error_of(ValueError("no"))))
-    played.comes(serving, (SERVER, Committed((1,), 2)), serving, (SERVER, Committed((1,), 3)))
-    played.wait((1,), 2, at_merge_call=True)
-    played.wait((1,), 3)
-    assert len(played.link.to_server) == 6  # the MergeCallReturn twice
-
-
-def test_a_colleague_that_refuses_ends_the_wait(played: Played) -> None:
-    played.comes((COLLEAGUE, Refused(0, error_of(PeerProtocolError("it does not wait")))))
-    with pytest.raises(PeerProtocolError, match="refuses a nested run: it does not wait"):
-        played.wait((1,), 0)
-
-
-def test_path_text() -> None:
-    assert path_text((5, 2, 0)) == "5.2.0"
-
-
-def test_a_nested_run_that_comes_again_from_another_holder_is_taken_once(played: Played) -> None:
-    played.conversation.begin_run(CONTROLLER, run(1))
-    twice = [(HOLDER, run(1, 0, 0)), (b"t0.2", run(1, 0, 0))]
-    played.comes(*twice, (SERVER, Committed((1,), 0)), (b"t0.2", run(1, 0, 0)), (SERVER, Committed((1,), 1)))
-    played.wait((1,), 0, at_merge_call=True)
-    played.wait((1,), 1)
-    played.comes((b"t0.2", run(1, 0, 0)), (CONTROLLER, PREPARE))
-    assert played.conversation.next_work() == (CONTROLLER, PREPARE)
-    assert played.executed == [(HOLDER, (1, 0, 0))]
-    assert refusals(played) == []
-
-
-def test_what_the_server_says_of_workers_is_nobodys_answer(played: Played) -> None:
-    heard: list[Record] = []
-    played.conversation.hear_of_workers = heard.append
-    worker = messages.Worker(1, 2, 8, "cpu:1", "ipc:///w1.2")
-    told = [messages.Registered(2, "cpu:0", (worker, worker)), messages.WorkerRestarted((1, 0, 0), worker)]
-    played.conversation.begin_run(CONTROLLER, run(1))
-    played.comes((SERVER, told[0]), (SERVER, told[1]), (SERVER, Committed((1,), 0)))
-    played.wait((1,), 0)
-    played.comes((SERVER, told[0]), (CONTROLLER, PREPARE))
-    played.conversation.next_work()
-    assert heard == [*told, told[0]]
-
-
-@pytest.mark.parametrize("is_idle", [True, False])
-def test_a_worker_that_has_been_replaced_ends(played: Played, is_idle: bool) -> None:
-    played.comes((SERVER, Refused(0, error_of(Fenced("w0.1 has been replaced")))))
-    with pytest.raises(SystemExit, match=r"w0\.1 has been replaced"):
-        played.conversation.next_work() if is_idle else played.wait((1,), 0)
+def test_requests_have_numbers_of_their_own() -> None:
+    core = Play().core
+    assert [core.next_request() for _ in range(3)] == [1, 2, 3]

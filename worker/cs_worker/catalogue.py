@@ -27,8 +27,8 @@ from cs_runtime.mapping import Mapping
 from cs_runtime.remote_segment import RemoteSegment, aligned
 from cs_runtime.supervisor_link import SupervisorLink
 
+from .conversation import Conversation
 from .devices.device import Device
-from .session_core import Conversation
 
 if TYPE_CHECKING:
     from central_storage.strategy.service_strategy import CentralStorageStrategy
@@ -101,7 +101,7 @@ class Catalogue:
         known = self._known.get(number)
         if known is not None:
             return known
-        run = self._conversation.run_under_way
+        run = self._conversation.session.run_under_way
         if self._missed_in == run:  # the second unknown one in a run: there may be a thousand, so learn all at once
             self.variables()
         self._missed_in = run
@@ -138,7 +138,7 @@ class Catalogue:
         if self._versions is None:
             segment = self._lifeline.segment(segment_names.versions())
             if isinstance(segment, RemoteSegment):
-                return self._conversation.waits
+                return self._conversation.session.waits
             self._versions = segment.elements("uint64")
         return int(self._versions[number])
 
@@ -173,7 +173,7 @@ class Catalogue:
             self.place(number)
         # Of variables all that are known, of gradients what is needed: they take memory.
         asked = tuple(n for n in (self._known if buffers < 0 else numbers) if (n, buffers) not in self._located)
-        request = self._conversation.next_request()
+        request = self._conversation.session.next_request()
         found = self.ask(messages.Locate(request, asked, buffers), request, messages.Located)
         places = found.places
         if found.uuid == self._device.uuid:
@@ -191,13 +191,13 @@ class Catalogue:
 
     def variable(self, number: int) -> messages.Variable:
         """The variable's record as it stands in the server."""
-        request = self._conversation.next_request()
+        request = self._conversation.session.next_request()
         described = self.ask(messages.Describe(request, (number,), ()), request, messages.Described)
         return self.learn(described.variables[0])
 
     def variables(self) -> tuple[messages.Variable, ...]:
         """Every variable's record as it stands in the server."""
-        request = self._conversation.next_request()
+        request = self._conversation.session.next_request()
         records = self.ask(messages.Get(request, (), (), False), request, messages.Got).variables
         return tuple(map(self.learn, records))
 
@@ -210,7 +210,7 @@ class Catalogue:
         return self._describe_optimizer(optimizer).slotted[0]
 
     def _describe_optimizer(self, number: int) -> messages.Described:
-        request = self._conversation.next_request()
+        request = self._conversation.session.next_request()
         return self.ask(messages.Describe(request, (), (number,)), request, messages.Described)
 
     def what_lies_at(self, segment: str, offset: int) -> str:
@@ -226,16 +226,16 @@ class Catalogue:
 
     def slot(self, optimizer: int, variable: int, slot: str) -> np.ndarray:
         """A copy of what an optimizer keeps beside a variable; the server makes it where it is missing."""
-        request = self._conversation.next_request()
+        request = self._conversation.session.next_request()
         found = self.ask(messages.DescribeSlots(request, optimizer, variable), request, messages.Slots)
         return self.copy(found.arrays[found.names.index(slot)])
 
     def view(self, number: int) -> np.ndarray:
         """The variable's value: the server's own memory, read-only, the same object until :meth:`preserve`. If that
         cannot be mapped, a copy of the bytes, the same object until this replica next waits."""
-        if self._carried_at != self._conversation.waits:
+        if self._carried_at != self._conversation.session.waits:
             self._carried.clear()
-            self._carried_at = self._conversation.waits
+            self._carried_at = self._conversation.session.waits
         view = self._views.get(number)
         if view is None:
             view = self._carried.get(number)
@@ -360,7 +360,7 @@ class Catalogue:
         """Have the server make the second set of gradient buffers of the variable's dtype. Raises MemoryPlanError if it
         does not fit."""
         if record.spec.dtype not in self._second_gradients:
-            request = self._conversation.next_request()
+            request = self._conversation.session.next_request()
             self.ask(messages.Locate(request, (record.number,), 1), request, messages.Located)
             self._second_gradients.add(record.spec.dtype)
 
@@ -395,11 +395,11 @@ class Catalogue:
         """Send a request to the server and wait for its answer. Raises what the server refuses it with."""
 
         self._conversation.link.send_server(request)
-        return self._conversation.wait(_answer_to(request), self._claim(number, answer), asked=request)
+        return self._conversation.wait(_answer_to(request), self._claim(number, answer), question=request)
 
     def carry(self, request: Callable[[int], Record], answer: type[R]) -> R:
         """The :class:`cs_runtime.remote_segment.Carry` of this worker."""
-        number = self._conversation.next_request()
+        number = self._conversation.session.next_request()
         self._conversation.link.send_server(asked := request(number))
         return self._conversation.wait_for_bytes(_answer_to(asked), self._claim(number, answer), asked)
 

@@ -21,11 +21,12 @@ from cs_runtime.supervisor_link import SupervisorLink
 
 from .baton import ProcessBaton
 from .config import Config
+from .conversation import make_conversation
 from .devices.device import open_device
 from .devices.faults import name_faults
 from .interrupts import Interrupts, ring_doorbell
 from .loop import Loop
-from .session import Link, register
+from .session import Link
 
 __all__ = ["main"]
 
@@ -62,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"cs-worker: {error}", file=sys.stderr)  # noqa: T201  (a command line prints)
         return 2
     try:
-        registered = register(link, config, device.name)
-        loop = Loop(config, device, registered, connection, link, interrupts, turns)
+        conversation = make_conversation(config, device.name, link, interrupts)
+        loop = Loop(config, device, conversation.register(), connection, conversation, interrupts, turns)
         name_faults(loop.what_lies_at)
         loop.serve()
     except CentralStorageError as error:

@@ -32,6 +32,7 @@ from cs_runtime.supervisor_link import CARRIED, SupervisorLink
 from .baton import Baton
 from .catalogue import Catalogue
 from .config import Config
+from .conversation import Conversation
 from .devices.device import Device
 from .functions import Functions
 from .interrupts import Interrupts
@@ -39,8 +40,8 @@ from .merge_controller import MergeController
 from .outgoing import Placing, raised_error
 from .randomness.seeds import Seeds, kept_random_state
 from .replica import Replica
-from .session import Link, moment
-from .session_core import Conversation, path_text
+from .session import moment
+from .session_core import path_text
 from .worker_context import WorkerContext
 
 __all__ = ["Loop"]
@@ -57,11 +58,11 @@ class Loop:
         device: Device,
         registered: messages.Registered,
         lifeline: SupervisorLink,
-        link: Link,
+        conversation: Conversation,
         interrupts: Interrupts,
         turns: Baton,
     ) -> None:
-        conversation = Conversation(link, interrupts, self._execute)
+        conversation.execute = self._execute
         catalogue = Catalogue(conversation, lifeline, config.replica, device, registered.parameter_device)
         lifeline.carry = catalogue.carry
         lifeline.may_preserve = device.is_host

@@ -34,9 +34,10 @@ from cs_runtime.function_cache import HeldFunctions
 
 from .catalogue import Catalogue
 from .config import Config
+from .conversation import Conversation
 from .interrupts import Interrupts
 from .outgoing import Placing, raised_error
-from .session_core import Conversation, path_text
+from .session_core import path_text
 
 __all__ = ["MergeController"]
 
@@ -85,7 +86,7 @@ class MergeController:
         self._held = [HeldFunctions() for _ in registered.workers]
         # The nested runs that are not over, innermost last: what was sent, and the pickled function.
         self._open: list[tuple[list[Run], bytes]] = []
-        conversation.hear_of_workers = self._hear_of_workers
+        conversation.note_workers = self._note_workers
         self._strategy = CentralStorageStrategy.from_backend(self, self.compute_devices, self.parameter_device)
         catalogue.strategy = self._strategy
 
@@ -98,12 +99,13 @@ class MergeController:
         """Call ``function`` with all replicas' arguments regrouped, tell the server what it returned or raised, and
         give replica 0's share. Called by replica 0 at its merge point of ``run``."""
         self._tokens.append(_HeldToken(token, run))
+        point = (*token.run, token.k)
         try:
             values = self._call(token, function)
-            self._conversation.say((*token.run, token.k), messages.MergeCallReturn, token.run, token.k, values, None)
+            self._conversation.say(point, messages.MergeCallReturn(token.run, token.k, values, None))
         except BaseException as error:
             failure = raised_error(error, self._config.replica, token.k, self._arena)
-            self._conversation.say((*token.run, token.k), messages.MergeCallReturn, token.run, token.k, (), failure)
+            self._conversation.say(point, messages.MergeCallReturn(token.run, token.k, (), failure))
             raise
         finally:
             self._tokens.pop()
@@ -267,7 +269,7 @@ class MergeController:
         """The server's counters."""
         self._check_thread()
         with self._interrupts.own_code():
-            request = self._conversation.next_request()
+            request = self._conversation.session.next_request()
             return self._catalogue.ask(messages.Statistics(request), request, Counters)
 
     def close(self) -> None:
@@ -303,7 +305,7 @@ class MergeController:
         finally:
             self._open.pop()
 
-    def _hear_of_workers(self, record: messages.Registered | messages.WorkerRestarted) -> None:
+    def _note_workers(self, record: messages.Registered | messages.WorkerRestarted) -> None:
         """A worker is in the place of one that died. It holds no function, and once it waits where a nested run is
         taken it is sent the one that it owes."""
         for worker in record.workers if isinstance(record, messages.Registered) else (record.worker,):
@@ -330,7 +332,7 @@ class MergeController:
             return record if isinstance(record, messages.RunFinished) and record.run == run else None
 
         finished = self._conversation.wait(f"nested run {path_text(run)}", wanted)
-        self._conversation.is_over(run)
+        self._conversation.session.note_over(run)
         if finished.error is not None:
             raise to_exception(finished.error, self._catalogue.copy, self._catalogue.resolve)
         return [self._from_value(value) for value in finished.values]

@@ -82,8 +82,6 @@ class Replica:
         self._shop = shop
         self._run = run.run
         self._sent = run
-        self._series = run.series
-        self._step = (run.series, run.lookahead)
         self._thread = threading.get_ident()
         self._notes: list[Note] = []
         # Its write notes that no commit can have taken in, because it has not waited since; and the values of their
@@ -346,15 +344,25 @@ class Replica:
         """Say that the function has returned or raised, with the notes it leaves."""
         shop = self._shop
         shop.device.settle()  # where that fails this process must end: what it noted is not there
-        head = (self._run, self.replica, shop.config.incarnation, tuple(self._notes), self.count)
-        rest = (*self._step, shop.conversation.client)
+        returned = messages.Return(
+            run=self._run,
+            replica=self.replica,
+            incarnation=shop.config.incarnation,
+            notes=tuple(self._notes),
+            count=self.count,
+            value=value,
+            error=error,
+            series=self._sent.series,
+            lookahead=self._sent.lookahead,
+            client=shop.conversation.session.client,
+        )
         failpoint("worker.return")
         try:
-            shop.conversation.say(self._run, messages.Return, *head, value, error, *rest)
+            shop.conversation.say(self._run, returned)
         except LocalProtocolError as refused:
             too_large = ResultError(f"the result of the replica function is too large to travel: {refused}")
-            failed = error_of(too_large, self.replica, self.count)
-            shop.conversation.say(self._run, messages.Return, *head, None, failed, *rest)
+            failed = replace(returned, value=None, error=error_of(too_large, self.replica, self.count))
+            shop.conversation.say(self._run, failed)
         failpoint("worker.returned")
 
     # --- how it is done -----------------------------------------------------------------------------------------
@@ -389,9 +397,16 @@ class Replica:
         is_merge_call = isinstance(point, messages.MergeCallPoint)
         if is_merge_call or isinstance(point, messages.ReadPoint):
             shop.catalogue.preserve()  # a commit follows
-        head = (self._run, self.replica, shop.config.incarnation, tuple(self._notes))
-        is_preserved = not shop.catalogue.mapped
-        ask = messages.Ask(*head, point, self._series, shop.conversation.client, is_preserved)
+        ask = messages.Ask(
+            run=self._run,
+            replica=self.replica,
+            incarnation=shop.config.incarnation,
+            notes=tuple(self._notes),
+            point=point,
+            series=self._sent.series,
+            client=shop.conversation.session.client,
+            preserved=not shop.catalogue.mapped,
+        )
         failpoint("worker.ask")
         shop.conversation.link.send_server(ask)
         self._notes.clear()
@@ -409,7 +424,7 @@ class Replica:
             return record if isinstance(record, (*answers, messages.Preserve)) else None
 
         what = f"{type(point).__name__} {k} of run {path_text(self._run)} at {point.site}"
-        merge_point = (self._run, k) if is_merge_call else None
+        merge_point = (*self._run, k) if is_merge_call else None
         while True:
             answer: Record = shop.conversation.wait(what, wanted, merge_point, ask)
             if not isinstance(answer, messages.Preserve):

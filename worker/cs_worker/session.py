@@ -11,8 +11,7 @@ import logging
 import math
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from cs_proto import messages
@@ -20,22 +19,20 @@ from cs_proto.codec import BULK_LIMITS, WORK_LIMITS, Decoder, encode
 from cs_proto.errors import ConfigurationError, ContextError, PeerProtocolError, ShutdownError
 from cs_proto.failures import error_of
 from cs_proto.records import Buffer, Record
-from cs_runtime.channel import SERVER, SUPERVISOR, Channel, Received
+from cs_runtime.channel import Channel, Received
 from cs_runtime.supervisor_link import SupervisorLink
 from cs_runtime.trace import moments
 
 from .baton import Baton
 from .config import Config
+from .session_core import COLLEAGUE, SERVER
 
-__all__ = ["COLLEAGUE", "SERVER", "SUPERVISOR", "Link", "moment"]
+__all__ = ["Link", "moment"]
 
 _log = logging.getLogger("central_storage.worker")
 
 #: Notes where in a step this process is.
 moment = moments("worker", time.perf_counter_ns)
-
-#: The sender of what another worker answers to this one.
-COLLEAGUE = b"\0w"
 
 # The most answers that wait for a peer of the ROUTER that does not read; it can do without the others.
 _UNREAD = 1000
@@ -58,7 +55,6 @@ class Link:
         self._gone = gone
         self._process = os.getpid()
         self._server_decoder, self._decoder = Decoder(BULK_LIMITS), Decoder(WORK_LIMITS)
-        self._early: deque[tuple[bytes, Record]] = deque()
         self._channel = Channel(
             lifeline,
             doorbell,
@@ -88,8 +84,6 @@ class Link:
 
         Bytes that are no record are dropped with a logged line. Does not return where the supervisor is gone.
         """
-        if self._early:
-            return self._early.popleft()
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             try:
@@ -126,17 +120,9 @@ class Link:
             self.offer_mailbox()
         return False
 
-    def put_back(self, received: Iterable[tuple[bytes, Record]]) -> None:
-        """Have :meth:`receive` give these once more."""
-        self._early.extend(received)
-
     def send_server(self, record: Record) -> None:
         """Send to the server. Raises LocalProtocolError where the record is too large to travel."""
         self._send(SERVER, record)
-
-    def send_server_parts(self, parts: Sequence[Buffer]) -> None:
-        """As :meth:`send_server`, of a record that is encoded."""
-        self._post(SERVER, parts)
 
     def send_peer(self, identity: bytes, record: Record) -> None:
         """Answer a peer of the ROUTER; dropped where it has gone."""
@@ -173,9 +159,7 @@ class Link:
     def _send(self, peer: bytes, record: Record) -> None:
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("send %.300r", record)
-        self._post(peer, encode(record))
-
-    def _post(self, peer: bytes, parts: Sequence[Buffer]) -> None:
+        parts = encode(record)
         if self.is_inherited:
             raise ContextError(
                 "a process that a replica function forks is no replica; use variables, optimizers and the context in "
@@ -196,32 +180,3 @@ class Link:
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("received from %r: %.300r", sender, record)
         return record
-
-
-def register(link: Link, config: Config, device: str) -> messages.Registered:
-    """Make this worker known to the server, wait until all workers are, and tell the supervisor.
-
-    Raises :class:`ConfigurationError` where the server refuses. There is no time limit here: the supervisor has one.
-    """
-    worker = messages.Worker(config.replica, config.incarnation, os.getpid(), device, config.endpoint)
-    register = messages.Register(messages.PROTOCOL, worker)
-    link.offer_mailbox()
-    link.send_server(register)
-    _log.debug("%s waits for the server to register it", config.name)
-    early = []  # of a client that has heard of this worker before this worker has heard from the server
-    while True:
-        received = link.receive(None)
-        if received is None:
-            continue
-        sender, record = received
-        if isinstance(record, messages.Serving):  # another server, which may not have heard it
-            link.send_server(register)
-        if sender != SERVER:
-            early.append(received)
-            continue
-        if isinstance(record, messages.Refused):
-            raise ConfigurationError(f"the server refuses worker {config.name}: {record.error.message}")
-        if isinstance(record, messages.Registered):
-            link.send_supervisor(messages.Ready(config.endpoint))
-            link.put_back(early)
-            return record

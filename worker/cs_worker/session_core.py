@@ -1,109 +1,234 @@
-"""Who may say what to this worker, and when.
+"""Decides what becomes of each record that a worker hears. It opens nothing, waits for nothing and asks no clock.
 
-Everything that arrives comes through here: work of the controller is queued while a run is under way, and a step of a
-series until the server has said that the one before it is over; Cancels are remembered, answers of the server go to
-whoever waits for them, a nested run is carried out only while this worker waits at exactly the merge_call it belongs
-to. A server in the place of one that died is told once more what may not have been heard. Whatever else arrives is
-refused: a logged line, and a ``Refused`` to the sender. Called by the loop, the replica, the token holder and the
-catalogue; which function a run names and what an answer means is theirs.
+A worker first registers with the server and then serves one controller after the other. The controller's work is
+queued while a run is under way. A step of a series waits until the server has said that the step before it is over.
+The server's answers are kept until a wait claims them. A nested run is carried out only while this worker waits at
+exactly the merge_call that the run belongs to. A server in the place of one that died is told again what it may not
+have heard. Any other record is refused, or dropped if nobody needs an answer.
+
+:class:`~cs_worker.conversation.Conversation` gives the records to :meth:`SessionCore.hear`, and carries out the
+outputs in their order. It says when a run or a wait begins and ends.
 """
 
 from __future__ import annotations
 
-import logging
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 from cs_proto import messages
-from cs_proto.codec import encode_values
-from cs_proto.errors import Fenced, PeerProtocolError, ReplicaLostError, code_of
-from cs_proto.failures import error_of
+from cs_proto.errors import Fenced, code_of
+from cs_proto.frozen import frozen
 from cs_proto.messages import Forget, Prepare, Run, RunId
-from cs_proto.records import Buffer, Record
+from cs_proto.records import Record
 
-from .interrupts import Interrupts
-from .session import COLLEAGUE, SERVER, SUPERVISOR, Link
-
-__all__ = ["Conversation", "path_text"]
-
-_log = logging.getLogger("central_storage.worker")
+__all__ = [
+    "COLLEAGUE",
+    "SERVER",
+    "SUPERVISOR",
+    "Drop",
+    "Execute",
+    "FailWait",
+    "GiveUp",
+    "NoteCancel",
+    "NoteWorkers",
+    "Output",
+    "Refuse",
+    "RefuseRegistration",
+    "SendServer",
+    "SendSupervisor",
+    "SessionCore",
+    "Work",
+    "path_text",
+]
 
 T = TypeVar("T")
 
-# A wait this long is named, and again after as long.
-_NAME_WAIT_EVERY = 10.0
+# The sender of a record is one of these, or the identity of a peer at the ROUTER. An identity that a peer chose is not
+# empty and does not begin with a zero; one that libzmq made has five bytes.
+SERVER = b""
+SUPERVISOR = b"\0s"
+#: Another worker, when it answers the holder of a token.
+COLLEAGUE = b"\0w"
+# The identity of a controller begins with the first of these, and that of the holder of a token with the second.
+_CONTROLLER = b"c"
+_HOLDER = b"t"
+
 _FENCED = code_of(Fenced)
 
+#: What a controller sends to be acted on, in its order.
+Work = Forget | Prepare | Run
 
-class Conversation:
-    """Sorts what the link receives."""
+# --- outputs ----------------------------------------------------------------------------------------------------------
 
-    def __init__(self, link: Link, interrupts: Interrupts, execute: Callable[[bytes, Run], None]) -> None:
-        """``execute`` carries out a nested run and sends its Return."""
-        #: Told of workers that take the place of others, which may happen at any time.
-        self.hear_of_workers: Callable[[messages.Registered | messages.WorkerRestarted], None] = _ignored
-        self.link = link
-        self._interrupts = interrupts
-        self._execute = execute
-        self._work: deque[tuple[bytes, Forget | Prepare | Run]] = deque()
-        self._unclaimed: list[Record] = []
-        # With the controller: the next one counts its runs from 1 again.
+
+@frozen
+class SendServer:
+    """Send this record to the server."""
+
+    record: Record
+
+
+@frozen
+class SendSupervisor:
+    """Send this record to the supervisor."""
+
+    record: Record
+
+
+@frozen
+class Refuse:
+    """Log that ``what`` of this peer is refused, and tell the peer why."""
+
+    peer: bytes
+    what: str
+    why: str
+
+
+@frozen
+class Drop:
+    """The record changes nothing. ``why`` is for the log."""
+
+    sender: bytes
+    record: Record
+    why: str
+
+
+@frozen
+class NoteCancel:
+    """A Cancel has arrived, or the controller has gone. Either comes with a SIGINT."""
+
+
+@frozen
+class NoteWorkers:
+    """The server says which workers there are now, or which one waits for a nested run."""
+
+    record: messages.Registered | messages.WorkerRestarted
+
+
+@frozen
+class Execute:
+    """Carry out this nested run; then call :meth:`SessionCore.end_nested_run`."""
+
+    holder: bytes
+    run: Run
+
+
+@frozen
+class FailWait:
+    """The innermost wait ends with a PeerProtocolError."""
+
+    reason: str
+
+
+@frozen
+class RefuseRegistration:
+    """The server does not register this worker."""
+
+    reason: str
+
+
+@frozen
+class GiveUp:
+    """End this process: another worker has its place."""
+
+    reason: str
+
+
+Output = (
+    SendServer
+    | SendSupervisor
+    | Refuse
+    | Drop
+    | NoteCancel
+    | NoteWorkers
+    | Execute
+    | FailWait
+    | RefuseRegistration
+    | GiveUp
+)
+
+
+# --- the core ---------------------------------------------------------------------------------------------------------
+
+
+@frozen
+class _Wait:
+    """A wait for the server: the ``question`` that a new server is asked again, and the path of the merge_call whose
+    nested runs are carried out meanwhile."""
+
+    question: Record | None
+    merge_point: RunId | None
+    is_for_bytes: bool
+
+
+class SessionCore:
+    """The state of one worker's session."""
+
+    def __init__(self, register: messages.Register) -> None:
+        """``register`` is what the worker says to a server that does not know it."""
+        #: The server's answer to ``register``; None as long as there is none.
+        self.registered: messages.Registered | None = None
+        #: The death of a server in whose place no other one comes.
+        self.dead_server: messages.Died | None = None
+        #: Counts the moments at which variables may have changed: a run or a nested run begins, or a wait for anything
+        #: but bytes begins or ends.
+        self.waits = 0
+        self._register = register
+        self._work: deque[tuple[bytes, Work]] = deque()
+        self._requests = 0
+        # A run is known by its controller, too: the next controller counts its runs from 1 again.
         self._run: tuple[bytes, RunId] | None = None
         self._cancelled: tuple[bytes, messages.Cancel] | None = None
-        # The step this worker returned from without knowing yet that it is over, and the series that has failed.
+        self._gone_controller = b""
+        # The last step that began, until the server says that it is over; and the series that failed last.
         self._step: tuple[bytes, Run] | None = None
         self._failed: tuple[bytes, int] | None = None
-        self._cancels = 0
-        self._left = b""  # the controller that has gone
-        self._dead_server: messages.Died | None = None
-        # What another server is told again: what this run has said without waiting, and the questions, outermost first.
-        self._said: list[tuple[RunId, list[Buffer]]] = []  # with the path of what that ends
-        self._asked: list[Record] = []
-        self._requests = 0
-        #: Counts the events at which variables may have changed: begins of runs, nested ones too, and begins and ends
-        #: of waits for anything but bytes.
-        self.waits = 0
-        # Of the run under way, by merge_call, the last nested run that was taken: another holder of the same token
-        # sends them once more.
-        self._nested: dict[RunId, int] = {}
-        interrupts.attend_to(self.is_cancelled, self._fetch_cancel)
+        # The waits that are under way, outermost first, and None for each nested run that is carried out in one.
+        self._waiting: list[_Wait | None] = []
+        self._unclaimed: list[Record] = []
+        # What the server got without a question and may not have heard, with the path of the run or merge_call that
+        # each ends.
+        self._said: list[tuple[RunId, Record]] = []
+        # The last nested run that was taken at each merge_call of the run under way. If the holder of the token is
+        # replaced, the next holder sends nested runs again.
+        self._taken: dict[RunId, int] = {}
 
-    def next_work(self) -> tuple[bytes, Forget | Prepare | Run]:
-        """The controller's next record to act on, and the controller's identity."""
-        self._run = None
-        while not self._may_begin():
-            # What the controller sends behind a step that is not over waits for it.
-            received = self.link.receive(None, self._step[0] if self._step else None)
-            if received is not None:
-                self._sort(*received)
+    # --- work ---------------------------------------------------------------------------------------------------------
+
+    def next_work(self) -> tuple[bytes, Work] | None:
+        """The controller's next record to act on, with the controller's identity; None if it has to wait."""
+        if not self._work:
+            return None
+        controller, work = self._work[0]
+        if isinstance(work, Run) and work.series and self._step is not None:
+            before, step = self._step
+            if (before, step.series) == (controller, work.series):
+                # Variables are read without a question, so the step before must have been committed.
+                return None
         return self._work.popleft()
 
-    def _may_begin(self) -> bool:
-        """Whether there is work and its time has come. Steps of a series that has failed are dropped: variables are
-        read without asking, so a step that begins must know that the one before it is committed."""
-        while self._work:
-            sender, work = self._work[0]
-            if not isinstance(work, Run) or not work.series:
-                return True
-            if self._failed != (sender, work.series):
-                return self._step is None or (self._step[0], self._step[1].series) != (sender, work.series)
-            _log.debug("run %s is dropped: a step before it failed", path_text(work.run))
-            self._work.popleft()
-        return False
+    @property
+    def quiet_peer(self) -> bytes | None:
+        """The controller whose further steps need not wake this worker: the server's word comes before them."""
+        return self._step[0] if self._step is not None else None
 
     def begin_run(self, controller: bytes, run: Run) -> None:
-        """A run of the controller begins, so the one before it is over."""
+        """A run of the controller begins, so the run before it is over."""
         self.waits += 1
         self._run = (controller, run.run)
         self._step = (controller, run) if run.series else None
         self._unclaimed.clear()
         self._said.clear()
-        self._nested.clear()
-        if not self.is_cancelled():  # else its SIGINT may still be on its way: a step can be cancelled before it begins
-            self._interrupts.begin_run()
+        self._taken.clear()
+
+    def end_run(self) -> None:
+        """The run has returned, and its Return has been said."""
+        self._run = None
+
+    def end_nested_run(self) -> None:
+        """The run of the last :class:`Execute` has returned, and its Return has been said."""
+        self._waiting.pop()
 
     @property
     def run_under_way(self) -> RunId | None:
@@ -112,222 +237,207 @@ class Conversation:
 
     @property
     def client(self) -> str:
-        """Whose run is carried out now: as the client calls itself."""
+        """The name that the controller of the run under way gave itself."""
         return self._run[0][1:].decode(errors="replace") if self._run is not None else ""
 
     def is_cancelled(self) -> bool:
-        """Whether the controller has given up the run under way."""
-        if self._run is not None and self._run[0] == self._left:
-            return True
-        if self._cancelled is None or self._run is None:
+        """Whether the controller has given up the run under way, or has gone."""
+        if self._run is None:
             return False
-        (sender, cancel), (controller, run) = self._cancelled, self._run
+        controller, run = self._run
+        if controller == self._gone_controller:
+            return True
+        if self._cancelled is None:
+            return False
+        sender, cancel = self._cancelled
         if sender != controller or len(cancel.run) > 1:
             return False
         return cancel.run[0] <= run[0] <= cancel.run[0] + cancel.later
+
+    # --- what the server is told --------------------------------------------------------------------------------------
 
     def next_request(self) -> int:
         """A number for a request to the server, to know its answer by."""
         self._requests += 1
         return self._requests
 
-    def say(self, path: RunId, kind: type[Record], *values: Any) -> None:
-        """Send ``kind(*values)`` to the server, which does not answer it: what ends the run, or the merge_call, that
-        ``path`` is. Raises LocalProtocolError where it is too large to travel."""
-        if _log.isEnabledFor(logging.DEBUG):
-            _log.debug("send %.300r", kind(*values))
-        parts = encode_values(kind, values)
-        self.link.send_server_parts(parts)
-        self._said.append((path, parts))
+    def note_said(self, path: RunId, record: Record) -> None:
+        """The server was sent a record that it does not answer, which ends the run or the merge_call ``path``."""
+        self._said.append((path, record))
 
-    def is_over(self, path: RunId) -> None:
-        """A nested run, or a merge_call, and those before it at the same place are over: the server has heard all that
-        was said of them."""
+    def note_over(self, path: RunId) -> None:
+        """The nested run or merge_call ``path`` is over, and so are those before it at the same place: the server has
+        heard all that was said of them."""
         depth = len(path)
 
-        def is_heard(where: RunId) -> bool:
-            return len(where) >= depth and where[: depth - 1] == path[:-1] and where[depth - 1] <= path[-1]
+        def is_heard(said: RunId) -> bool:
+            return len(said) >= depth and said[: depth - 1] == path[:-1] and said[depth - 1] <= path[-1]
 
-        self._said = [(where, parts) for where, parts in self._said if not is_heard(where)]
+        self._said = [(said, record) for said, record in self._said if not is_heard(said)]
 
-    def _is_taken(self, run: RunId) -> bool:
-        return run[-1] <= self._nested.get(run[:-1], -1)
+    def server_serves(self) -> list[Output]:
+        """A server serves that may not have heard what it has not answered: say it again."""
+        if self.registered is None:
+            return [SendServer(self._register)]
+        questions = [wait.question for wait in self._waiting if wait is not None and wait.question is not None]
+        return [SendServer(record) for record in (*(said for _, said in self._said), *questions)]
 
-    def wait(
+    # --- waits --------------------------------------------------------------------------------------------------------
+
+    def begin_wait(
         self,
-        what: str,
-        wanted: Callable[[Record], T | None],
-        merge_point: tuple[RunId, int] | None = None,
-        asked: Record | None = None,
-    ) -> T:
-        """What ``wanted`` makes of the first answer of the server of which it makes something (it may raise). ``asked``
-        is the question, which has been sent.
-
-        At a ``merge_point`` (run, k), the runs nested in it are carried out meanwhile. Raises KeyboardInterrupt where
-        the run is cancelled and ReplicaLostError where the server has died. ``what`` names the wait.
-        """
-        self.waits += 1
-        with self._interrupts.own_code(), self._asking(asked):  # what is half-done here must not be torn apart
-            found = self._wait(what, wanted, merge_point)
-        self.waits += 1
-        if merge_point is not None:
-            run, k = merge_point
-            self.is_over((*run, k))
-            for point in [each for each in self._nested if each[:-1] == run and each[-1] < k]:
-                del self._nested[point]
-        return found
-
-    def wait_for_bytes(self, what: str, wanted: Callable[[Record], T | None], asked: Record) -> T:
-        """As :meth:`wait`, for what another process would have read or written without asking: a run that is cancelled
-        meanwhile goes on to its next wait."""
-        with self._interrupts.own_code(), self._asking(asked):
-            return self._wait(what, wanted, None, heeds_cancel=False)
-
-    @contextmanager
-    def _asking(self, asked: Record | None) -> Iterator[None]:
-        if asked is not None:
-            self._asked.append(asked)
-        try:
-            yield
-        finally:
-            if asked is not None:
-                self._asked.pop()
-
-    def _wait(
-        self,
-        what: str,
-        wanted: Callable[[Record], T | None],
-        merge_point: tuple[RunId, int] | None,
+        question: Record | None = None,
+        merge_point: RunId | None = None,
         *,
-        heeds_cancel: bool = True,
-    ) -> T:
-        _log.debug("waiting for %s", what)
-        if (found := self._claim(wanted)) is not None:
-            return found
-        started = time.monotonic()
-        while True:
-            if heeds_cancel and self.is_cancelled():
-                raise KeyboardInterrupt
-            if self._dead_server is not None:
-                died = self._dead_server
-                raise ReplicaLostError(f"the server (pid {died.pid}) ended by {died.cause} during {what}")
-            received = self.link.receive(_NAME_WAIT_EVERY)
-            if received is None:
-                _log.info("waiting %.0f s for %s", time.monotonic() - started, what)
-                continue
-            sender, record = received
-            if sender == SERVER:
-                self._keep_answer(record)
-                if (found := self._claim(wanted)) is not None:
-                    return found
-            elif sender == COLLEAGUE and isinstance(record, messages.Refused):
-                raise PeerProtocolError(f"another worker refuses a nested run: {record.error.message}")
-            elif isinstance(record, Run) and len(record.run) > 1 and not self._is_taken(record.run):
-                if merge_point is None or sender[:1] != b"t" or record.run[:-1] != (*merge_point[0], merge_point[1]):
-                    self._refuse(sender, record, "a nested run is taken only while its merge_call waits here")
-                else:
-                    self._nested[record.run[:-1]] = record.run[-1]
-                    self.is_over((*record.run[:-1], record.run[-1] - 1))
-                    self.waits += 1
-                    self._execute(sender, record)
-                    if (found := self._claim(wanted)) is not None:  # it came while the nested run waited
-                        return found
-            else:
-                self._sort(sender, record)
+        is_for_bytes: bool = False,
+    ) -> None:
+        """A wait for the server begins. Its ``question``, if any, has been sent. The runs that are nested in the
+        merge_call ``merge_point`` are carried out meanwhile. A wait ``is_for_bytes`` if a process that maps the
+        server's memory would not wait: nothing is committed meanwhile."""
+        self.waits += not is_for_bytes
+        self._waiting.append(_Wait(question, merge_point, is_for_bytes))
 
-    def _claim(self, wanted: Callable[[Record], T | None]) -> T | None:
-        """Try the answers nobody has claimed. One that a nested wait leaves may be for the wait around it."""
-        for record in list(self._unclaimed):
+    def end_wait(self) -> None:
+        """The innermost wait ends, with an answer or without one."""
+        wait = self._waiting.pop()
+        assert wait is not None
+        self.waits += not wait.is_for_bytes
+
+    def claim(self, wanted: Callable[[Record], T | None]) -> T | None:
+        """The first result of ``wanted`` over the server's answers that nobody has claimed; None if none is wanted. An
+        answer that a nested wait leaves may be for the wait around it. Raises what ``wanted`` raises, which claims the
+        answer, too."""
+        for number, record in enumerate(self._unclaimed):
             try:
                 found = wanted(record)
-            except BaseException:  # what the answer says, a replica's KeyboardInterrupt too: it has been claimed
-                self._unclaimed.remove(record)
+            except BaseException:
+                del self._unclaimed[number]
                 raise
             if found is not None:
-                self._unclaimed.remove(record)
+                del self._unclaimed[number]
                 return found
         return None
 
-    def _sort(self, sender: bytes, record: Record) -> None:
-        """Put away a record for which nobody waits."""
+    def leave_merge_call(self, point: RunId) -> None:
+        """The merge_call ``point`` has its answer, so everything nested in it is over."""
+        self.note_over(point)
+        for earlier in [each for each in self._taken if each[:-1] == point[:-1] and each[-1] < point[-1]]:
+            del self._taken[earlier]
+
+    # --- what this worker hears ---------------------------------------------------------------------------------------
+
+    def hear(self, sender: bytes, record: Record) -> list[Output]:
+        """What follows from a record, in order."""
         if sender == SERVER:
-            if isinstance(record, messages.StepFinished) and self._step and record.run == self._step[1].run:
-                sender, step = self._step
-                self._step, self._failed = None, (sender, step.series) if record.failed else self._failed
-                self._said.clear()
-            elif not self._is_for_worker(record):
-                _log.debug("nobody waits for %.300r", record)
-        elif sender == SUPERVISOR:
-            if isinstance(record, messages.Died) and record.role == "server" and not record.restarts:
-                self._dead_server = record
-            elif isinstance(record, messages.ClientGone):
-                self._left = b"c" + record.client.encode()
-                self._work = deque(work for work in self._work if work[0] != self._left)
-                self._note_cancel()
-            elif isinstance(record, messages.Serving):
-                for _, parts in self._said:
-                    self.link.send_server_parts(parts)
-                for asked in self._asked:
-                    self.link.send_server(asked)
-        elif sender[:1] == b"c" and isinstance(record, messages.Cancel):
-            self._cancelled = (sender, record)
-            self._note_cancel()
-        elif sender[:1] == b"c" and (
-            isinstance(record, Forget | Prepare) or (isinstance(record, Run) and len(record.run) == 1)
-        ):
-            if sender != self._left:
-                self._work.append((sender, record))
-        elif isinstance(record, Run) and self._is_taken(record.run):
-            _log.debug("run %s was taken already", path_text(record.run))
-        elif isinstance(record, Run):
-            self._refuse(sender, record, "runs come from the controller, nested ones from the holder of a token")
-        else:
-            self._refuse(sender, record, "a worker takes Prepare, Run, Cancel and Forget")
+            return self._hear_server(record) if self.registered is not None else self._hear_of_registration(record)
+        if sender == SUPERVISOR:
+            return self._hear_supervisor(record)
+        if sender == COLLEAGUE:
+            return self._hear_colleague(record)
+        if isinstance(record, Run) and (len(record.run) > 1 or sender[:1] != _CONTROLLER):
+            return self._hear_nested_run(sender, record)
+        if sender[:1] == _CONTROLLER:
+            return self._hear_controller(sender, record)
+        return _refuse(sender, record, "a worker takes Prepare, Run, Cancel and Forget of a controller")
 
-    def _note_cancel(self) -> None:
-        self._cancels += 1
-        self._interrupts.note_cancel()
+    def _hear_of_registration(self, record: Record) -> list[Output]:
+        if isinstance(record, messages.Refused):
+            worker = self._register.worker
+            name = f"w{worker.replica}.{worker.incarnation}"
+            return [RefuseRegistration(f"the server refuses worker {name}: {record.error.message}")]
+        if isinstance(record, messages.Registered):
+            self.registered = record
+            return [SendSupervisor(messages.Ready(self._register.worker.endpoint))]
+        return [Drop(SERVER, record, "this worker is not registered yet")]
 
-    def _keep_answer(self, record: Record) -> None:
-        """Put away what the server says for whoever waits for it."""
-        if not self._is_for_worker(record):
-            self._unclaimed.append(record)
-
-    def _is_for_worker(self, record: Record) -> bool:
-        """Whether the server speaks to the worker itself and not to whoever waits. Does not return where it says that
-        another has taken this worker's place."""
+    def _hear_server(self, record: Record) -> list[Output]:
         if isinstance(record, messages.Registered | messages.WorkerRestarted):
-            self.hear_of_workers(record)
-            return True
+            return [NoteWorkers(record)]
         if isinstance(record, messages.Refused) and record.error.exception == _FENCED:
-            self.link.give_up(record.error.message)
-        return False
+            return [GiveUp(record.error.message)]
+        if isinstance(record, messages.StepFinished) and self._step is not None and record.run == self._step[1].run:
+            return self._finish_step(*self._step, failed=record.failed)
+        if self._run is None and not self._waiting:
+            return [Drop(SERVER, record, "nobody waits for it")]
+        self._unclaimed.append(record)
+        return []
 
-    def _refuse(self, sender: bytes, record: Record, why: str) -> None:
-        what = f"run {path_text(record.run)}" if isinstance(record, Run) else f"a {type(record).__name__}"
-        _log.warning("refused %s of peer %r: %s", what, sender, why)
-        if sender not in (SERVER, SUPERVISOR, COLLEAGUE):
-            refused = error_of(PeerProtocolError(f"{what} is refused: {why}"))
-            self.link.send_peer(sender, messages.Refused(0, refused))
+    def _finish_step(self, controller: bytes, step: Run, *, failed: bool) -> list[Output]:
+        self._step = None
+        self._said.clear()
+        if not failed:
+            return []
+        self._failed = (controller, step.series)
+        return self._drop_work(self._is_of_failed_series, "a step before it failed")
 
-    def _fetch_cancel(self, timeout: float) -> None:
-        """Take in what has arrived until a Cancel is among it. Called between two steps of the user's code."""
-        deadline = time.monotonic() + timeout
-        before = self._cancels
-        while self._cancels == before:
-            received = self.link.receive(max(0.0, deadline - time.monotonic()))
-            if received is None:
-                return
-            if received[0] == SERVER:
-                self._keep_answer(received[1])
-            else:
-                self._sort(*received)
+    def _hear_supervisor(self, record: Record) -> list[Output]:
+        if isinstance(record, messages.Died) and record.role == "server" and not record.restarts:
+            self.dead_server = record
+        elif isinstance(record, messages.Serving):
+            return self.server_serves()
+        elif isinstance(record, messages.ClientGone):
+            self._gone_controller = _CONTROLLER + record.client.encode()
+            return [*self._drop_work(self._is_of_gone_controller, "its controller has gone"), NoteCancel()]
+        return []
+
+    def _hear_colleague(self, record: Record) -> list[Output]:
+        if isinstance(record, messages.Refused) and self._is_waiting:
+            return [FailWait(f"another worker refuses a nested run: {record.error.message}")]
+        return _refuse(COLLEAGUE, record, "no nested run waits for it")
+
+    def _hear_controller(self, controller: bytes, record: Record) -> list[Output]:
+        if isinstance(record, messages.Cancel):
+            self._cancelled = (controller, record)
+            return [NoteCancel()]
+        if not isinstance(record, Work):
+            return _refuse(controller, record, "a worker takes Prepare, Run, Cancel and Forget of a controller")
+        if self._is_of_gone_controller(controller, record):
+            return [Drop(controller, record, "its controller has gone")]
+        if self._is_of_failed_series(controller, record):
+            return [Drop(controller, record, "a step before it failed")]
+        self._work.append((controller, record))
+        return []
+
+    def _hear_nested_run(self, sender: bytes, run: Run) -> list[Output]:
+        point, number = run.run[:-1], run.run[-1]
+        if number <= self._taken.get(point, -1):
+            return [Drop(sender, run, "it was taken already")]
+        wait = self._waiting[-1] if self._waiting else None
+        if sender[:1] != _HOLDER or wait is None or wait.merge_point != point:
+            return _refuse(sender, run, "runs come from a controller, nested runs from the merge_call that waits here")
+        self._taken[point] = number
+        self.note_over((*point, number - 1))
+        self.waits += 1
+        self._waiting.append(None)
+        return [Execute(sender, run)]
+
+    @property
+    def _is_waiting(self) -> bool:
+        return bool(self._waiting) and self._waiting[-1] is not None
+
+    def _is_of_gone_controller(self, controller: bytes, work: Work) -> bool:
+        return controller == self._gone_controller
+
+    def _is_of_failed_series(self, controller: bytes, work: Work) -> bool:
+        return isinstance(work, Run) and (controller, work.series) == self._failed
+
+    def _drop_work(self, is_dropped: Callable[[bytes, Work], bool], why: str) -> list[Output]:
+        """Take work out of the queue that will never be done."""
+        dropped: list[Output] = [Drop(*entry, why) for entry in self._work if is_dropped(*entry)]
+        self._work = deque(entry for entry in self._work if not is_dropped(*entry))
+        return dropped
 
 
-def _ignored(record: messages.Registered | messages.WorkerRestarted) -> None:
-    pass
+def _refuse(sender: bytes, record: Record, why: str) -> list[Output]:
+    what = f"run {path_text(record.run)}" if isinstance(record, Run) else f"a {type(record).__name__}"
+    return [Refuse(sender, what, why)]
 
 
 def path_text(run: RunId) -> str:
-    """A run as text, e.g. ``5`` or ``5.2.0``."""
+    """A run as text.
+
+    Examples:
+        >>> path_text((5, 2, 0))
+        '5.2.0'
+    """
     return ".".join(map(str, run))

@@ -11,9 +11,9 @@ from cs_runtime.arena import Arena
 from .baton import Baton
 from .catalogue import Catalogue
 from .config import Config
+from .conversation import Conversation
 from .devices.device import Device
 from .interrupts import Interrupts
-from .session_core import Conversation
 
 if TYPE_CHECKING:
     from .merge_controller import MergeController

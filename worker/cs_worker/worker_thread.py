@@ -17,10 +17,11 @@ from cs_runtime.supervisor_link import SupervisorLink
 
 from .baton import ThreadBaton
 from .config import Config
+from .conversation import make_conversation
 from .devices.device import open_device
 from .interrupts import ThreadInterrupts
 from .loop import Loop
-from .session import Link, register
+from .session import Link
 
 __all__ = ["ThreadedWorker"]
 
@@ -55,8 +56,9 @@ class ThreadedWorker:
             stack.callback(connection.close)
             link = Link(config, connection, self._gone, self._doorbell, self._turns)
             stack.callback(link.close)
-            registered = register(link, config, device.name)
-            Loop(config, device, registered, connection, link, self._interrupts, self._turns).serve()
+            conversation = make_conversation(config, device.name, link, self._interrupts)
+            registered = conversation.register()
+            Loop(config, device, registered, connection, conversation, self._interrupts, self._turns).serve()
 
     @property
     def is_hanging(self) -> bool:
