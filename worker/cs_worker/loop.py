@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 
@@ -224,7 +225,5 @@ def _end_child(raised: BaseException | None) -> NoReturn:
 def _flush() -> None:
     """What the function printed is out before its result is."""
     for stream in (sys.stdout, sys.stderr):
-        try:  # noqa: SIM105  (at every run)
+        with suppress(Exception):  # the user's code may have closed it, or put anything in its place
             stream.flush()
-        except Exception:  # noqa: BLE001  (the user's code may have closed it, or put anything in its place)
-            pass

@@ -57,13 +57,11 @@ def _whole(method: Callable[Concatenate[Replica, P], T]) -> Callable[Concatenate
                 "a replica's variables, optimizers and context are used in the thread of its function; hand arrays to "
                 "other threads instead"
             )
-        switch = self._shop.interrupts.switch  # as own_code() does, on the way of every call
-        before = switch(False)
-        try:
-            return method(self, *args, **kwargs)
-        finally:
-            reading.epoch = None  # what it has written is to be seen
-            switch(before)
+        with self._shop.interrupts.own_code():
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                reading.epoch = None  # what it has written is to be seen
 
     functools.update_wrapper(call, method)
     return call
