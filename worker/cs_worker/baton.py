@@ -1,8 +1,8 @@
-"""Whose code runs now: turns of replicas that are threads of one script.
+"""A baton: replicas that are threads of one script take turns.
 
-Python's and NumPy's generators belong to the process, and so do a terminal and whoever sits at it; so of all such
-replicas one runs at a time, as in TensorFlow. It hands the baton on when it waits or returns, in replica order, and
-its random state goes and comes with it. A worker that is a process needs none of this: its replica may always run.
+Python's and NumPy's random generators belong to the process, and so does the terminal. So one of these replicas runs
+at a time, as in TensorFlow. It hands the baton on when it waits or returns, in replica order, and its random state goes
+and comes with it. A worker that is a process needs none of this: its replica may always run.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from .randomness.seeds import kept_random_state
 
 __all__ = ["Baton", "ProcessBaton", "ThreadBaton"]
 
-# Who takes turns: the run directory of the service, and the replica.
+# A replica that takes turns: the run directory of its service, and its number.
 _Key = tuple[str, int]
 # How far a replica has got: the path of a run and a merge point in it; -1 is its beginning.
 _Position = tuple[float, ...]
 
-# Replicas go on after a merge point in replica order. One that does not come for its turn within this many seconds
-# (its run was cancelled, say) holds up nobody: the order is for the eye, results do not depend on it.
+# Replicas go on after a merge point in replica order. A replica that does not come for its turn within so many seconds
+# (for example, because its run was cancelled) delays nobody: results do not depend on the order.
 _PATIENCE = 1.0
 
 _NOTHING = nullcontext()
 
 
 class Baton(Protocol):
-    """What a worker asks before its replica's code goes on."""
+    """A worker's permission to run its replica's code."""
 
     def taken(self, run: RunId) -> AbstractContextManager[None]:
         """A block in which the replica runs: a run of the controller."""
 
     def paused(self) -> AbstractContextManager[None]:
-        """A block that only waits."""
+        """A block that only waits; other replicas run meanwhile."""
 
     def pass_point(self, run: RunId, k: int) -> None:
-        """The replica goes on after merge point ``k``, or begins a nested run (-1): after those before it."""
+        """The replica goes on after merge point ``k``, or begins a nested run (-1), once those before it have."""
 
 
 class ProcessBaton:
@@ -70,8 +70,8 @@ class _Baton:
         self._reached: dict[_Key, _Position] = {}
 
     def take(self, key: _Key, has_ended: Callable[[], bool], position: _Position = ()) -> bool:
-        """Wait for the baton, at the beginning of ``position`` for the replicas before this one, too. False where
-        ``has_ended``, after :meth:`wake`, says that there is no use any more."""
+        """Wait for the baton and, at ``position``, for the replicas before this one. False if ``has_ended`` says so,
+        which is looked at after :meth:`wake`."""
         with self._changed:
             self._changed.wait_for(lambda: has_ended() or self._may_pass(key, position), _PATIENCE)
             self._wanted.add(key)
@@ -102,13 +102,13 @@ class _Baton:
             return True
 
     def forget(self, key: _Key) -> None:
-        """A replica that will take no turn any more."""
+        """Forget a replica that will take no more turns."""
         with self._changed:
             self._reached.pop(key, None)
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Have those who wait look whether they have ended."""
+        """Have every waiting replica look whether it has ended."""
         with self._changed:
             self._changed.notify_all()
 
@@ -123,19 +123,19 @@ class _Baton:
         return min(self._wanted, key=lambda key: (key <= self._last, key))
 
 
-# One for the process, whatever services it runs: so are the generators.
+# There is one for the process, whatever services it runs, as there is one set of generators.
 _baton = _Baton()
 
 
 class ThreadBaton:
-    """The turns of one replica that is a thread. Used by that thread, but for what says otherwise."""
+    """The turns of one replica that is a thread. Only that thread calls a method, unless the method says otherwise."""
 
     def __init__(self, run_directory: str, replica: int) -> None:
         self._key = (run_directory, replica)
         self._ended = False
-        #: Puts the random state of the replica's device aside, where it has one.
+        #: Keeps the random state of the replica's device, if it has one; the result restores it.
         self.keep_device: Callable[[], Callable[[], None]] | None = None
-        # Puts back the random state of who ran before; None while this replica has no turn.
+        # Restores the random state of the code that ran before; None while this replica has no turn.
         self._restore: Callable[[], None] | None = None
 
     @contextmanager
@@ -172,13 +172,13 @@ class ThreadBaton:
             own()
 
     def end(self) -> None:
-        """Take no more turns, and wait for none. May be called from any thread."""
+        """Take no more turns and wait for none. Any thread may call this."""
         self._ended = True
         _baton.wake()
 
     def leave(self) -> None:
-        """The turn that this replica has is over, too. May be called from any thread, of which the replica's may not
-        answer any more."""
+        """As :meth:`end`, and the replica's present turn is over. Any thread may call this; the replica's own thread
+        may hang."""
         self.end()
         self._give()
         _baton.forget(self._key)

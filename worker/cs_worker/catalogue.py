@@ -1,9 +1,8 @@
-"""What this worker knows of variables and optimizers, and its views of the server's memory.
+"""A worker's records of variables and optimizers, and its views of the server's memory.
 
-Where a variable lies is the server's word and does not change until it is freed, so it is asked for once; how things
-stand (versions, iterations, hyperparameters) is asked for every time. The handles that came from elsewhere are kept,
-too: a captured variable would otherwise be asked for anew by every run. Used by the replica, the token holder and the
-loop.
+The place of a variable does not change until it is freed, so the worker asks the server for it once. It asks for
+versions, iterations and hyperparameters every time. It also keeps the handles that came from other processes: else
+every run would ask anew for a captured variable. The replica, the merge controller and the loop use this.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _log = logging.getLogger("central_storage.worker")
 
 R = TypeVar("R", bound=Record)
 
-# Of so many sets of variables the places of gradients are kept as lists.
+# The places of gradients are kept as lists for so many sets of variables.
 _SETS_KEPT = 64
 # The most characters of a variable's name in a line that must stay short.
 _NAME_LENGTH = 100
@@ -58,7 +57,7 @@ class Catalogue:
         self._replica = replica
         self._device = device
         self._versions: np.ndarray | None = None
-        # Where variables lie on the GPU that the server keeps them on, if it does, since the start of it at hand.
+        # Where variables lie on the server's GPU, if it keeps them on one, since the last start of the server.
         self._may_be_located = parameter_device.startswith("gpu:") and not device.is_host
         self._located: dict[tuple[int, int], messages.DevicePlace] = {}  # by number and set of gradient buffers, or -1
         self._located_at = 0
@@ -73,7 +72,7 @@ class Catalogue:
         #: Another object when some of them are no longer what they were.
         self.epoch = object()
         self._views: dict[int, np.ndarray] = self.mapped if device.is_host else {}
-        # Copies of variables that cannot be mapped, and the count of waits when they were fetched.
+        # Copies of variables that cannot be mapped, and the session's count of waits when they were fetched.
         self._carried: dict[int, np.ndarray] = {}
         self._carried_at = 0
         self._gradients: dict[tuple[int, int], np.ndarray] = {}
@@ -82,7 +81,7 @@ class Catalogue:
         self._gradients_of: dict[tuple[tuple[int, ...], int], list[np.ndarray]] = {}
         self._handles: dict[tuple[str, int], object] = {}
         self._missed_in: object = None
-        #: The one handle of the strategy in this worker; said once by the token's controller.
+        #: The one handle of the strategy in this worker. The merge controller sets it.
         self.strategy: CentralStorageStrategy
 
     def resolve(self, kind: str, number: int) -> object:
@@ -102,13 +101,13 @@ class Catalogue:
         if known is not None:
             return known
         run = self._conversation.session.run_under_way
-        if self._missed_in == run:  # the second unknown one in a run: there may be a thousand, so learn all at once
+        if self._missed_in == run:  # the second one in a run: there may be a thousand more, so ask for all at once
             self.variables()
         self._missed_in = run
         return self._known.get(number) or self.variable(number)
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Know no more of these variables, whose places may be others' by now; the server refuses who asks for one."""
+        """Forget these variables: their places may belong to others by now. The server refuses a request for one."""
         numbers = list(numbers)
         self.epoch = object()
         self._gradients_of.clear()
@@ -124,7 +123,7 @@ class Catalogue:
             gone += (self._gradients.pop((number, buffers), None) for buffers in range(2))
         if not self._device.is_host:
             self._device.forget(numbers, [array for array in gone if array is not None])
-            # What shared a locked range with them is looked at, and locked, anew.
+            # Arrays that shared a locked range with them are mapped and locked anew.
             self._views.clear()
             self._gradients.clear()
 
@@ -133,8 +132,8 @@ class Catalogue:
         return self.place(number).spec.name
 
     def version(self, number: int) -> int:
-        """A number that changes with every commit that changes the variable; of nobody asked. Where that cannot be
-        looked up it changes whenever the variable may have."""
+        """A number that changes with every commit that changes the variable. This sends no message. Where the segment
+        of versions cannot be mapped, the number changes whenever the variable may have changed."""
         if self._versions is None:
             segment = self._lifeline.segment(segment_names.versions())
             if isinstance(segment, RemoteSegment):
@@ -171,7 +170,7 @@ class Catalogue:
     def _locate(self, numbers: Sequence[int], buffers: int) -> None:
         for number in numbers:
             self.place(number)
-        # Of variables all that are known, of gradients what is needed: they take memory.
+        # Ask for all known variables, but only for the gradients that are needed, because these take memory.
         asked = tuple(n for n in (self._known if buffers < 0 else numbers) if (n, buffers) not in self._located)
         request = self._conversation.session.next_request()
         found = self.ask(messages.Locate(request, asked, buffers), request, messages.Located)
@@ -334,7 +333,7 @@ class Catalogue:
         return places
 
     def gradient(self, number: int, buffers: int) -> np.ndarray:
-        """The variable's place in one of this replica's two sets of gradient buffers; writable, one object for ever.
+        """The variable's place in one of this replica's two sets of gradient buffers: writable, always the same object.
 
         Raises InvalidArgumentError where the variable has none, MemoryPlanError where there is no room for it.
         """
@@ -365,7 +364,7 @@ class Catalogue:
             self._second_gradients.add(record.spec.dtype)
 
     def deliver(self, numbers: Iterable[int], buffers: int) -> None:
-        """Let the server have these variables' gradients in a set of buffers, where it does not see them itself.
+        """Send the server these variables' gradients in a set of buffers, if it does not map this memory.
 
         Raises MemoryPlanError where there is no room for them.
         """

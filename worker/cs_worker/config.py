@@ -1,4 +1,4 @@
-"""What a worker is told at its start. Nothing else of the worker reads a command line or the environment."""
+"""The settings of a worker, which it gets at its start. No other module reads a command line or the environment."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _SOCKET_PATH_NBYTES = 107 - SUFFIX_NBYTES
 
 @frozen
 class Config:
-    """One worker: where the service lives, which replica it runs, which start of it this is, on what device.
+    """One worker: the service's directory, the replica that it runs, how often it was started, and its device.
 
-    Raises :class:`ConfigurationError` for numbers that make no sense and a directory that cannot hold its socket.
+    Raises :class:`ConfigurationError` for numbers out of range and for a directory that cannot hold its socket.
     """
 
     run_directory: str

@@ -2,8 +2,8 @@
 
 A sender leaves out the bytes of a function among the last it sent, so both ends keep the same
 :class:`~cs_runtime.function_cache.FunctionCache`. An ordinary function is unpickled anew for every run, so its captured
-values are the sender's; a frozen one (``cs.function``) is one object for good. Called by the loop, once
-for every run it takes.
+values are the sender's. A frozen one (``cs.function``) is one object for good. The loop calls this once for every run
+that it takes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Functions:
     """Functions by digest, for one controller and one holder of tokens at a time."""
 
     def __init__(self, look: Callable[[Array], np.ndarray]) -> None:
-        """``look`` shows the bytes behind a descriptor."""
+        """``look`` gives the bytes behind a descriptor."""
         self._look = look
         self._held: dict[bytes, _Held] = {}
 
@@ -40,13 +40,13 @@ class Functions:
         """
         kind = sender[:1]
         held = self._held.get(kind)
-        if held is None or held.sender != sender:  # another controller: what the last one sent is of no use any more
+        if held is None or held.sender != sender:  # another controller, which has not sent these functions
             held = self._held[kind] = _Held(sender, self._look)
         return held.load(run, resolve)
 
 
 class _Held:
-    """What one sender has sent."""
+    """The functions that one sender has sent."""
 
     def __init__(self, sender: bytes, look: Callable[[Array], np.ndarray]) -> None:
         self.sender = sender

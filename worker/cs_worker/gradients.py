@@ -1,8 +1,8 @@
-"""The two sets of gradient buffers of a replica in one run: which may be written, which belong to the server.
+"""The two sets of gradient buffers of a replica in one run: which may be written, and which belong to the server.
 
-An apply is noted and committed later, and until then the server's arithmetic reads its buffers; so a noted apply
-takes the current set away, and the next gradients go into the other one. When that is still the server's, too, the
-run waits for the commit.
+An apply is noted now and committed later. The server's arithmetic reads its buffers until then. So a noted apply takes
+the current set away, and the next gradients go into the other set. If that still belongs to the server, too, the run
+waits for the commit.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class GradientBuffers:
         return arrays
 
     def are_handed_out(self, gradients: Sequence[np.ndarray], numbers: Numbers) -> bool:
-        """Whether ``gradients`` are just what was handed out last, for these variables, on the host and in memory that
-        the server sees: then they lie in their places and fit."""
+        """Whether ``gradients`` are the very arrays that were handed out last, for these variables, on the host and in
+        memory that the server sees. Then they lie in their places and fit."""
         if not self._handed_out or not self._device.is_host or self._catalogue.carries:
             return False
         arrays, last = self._handed_out[-1]
@@ -97,7 +97,7 @@ class GradientBuffers:
         self._noted.append(self._free.popleft())
 
     def committed(self) -> None:
-        """Every noted apply has been committed: its set may be used again."""
+        """Every noted apply has been committed, so its set may be used again."""
         self._free.extend(self._noted)
         self._noted.clear()
 
@@ -131,7 +131,7 @@ class GradientBuffers:
     def _bring(
         self, elsewhere: Sequence[tuple[np.ndarray, int]], pairs: Sequence[tuple[np.ndarray, int]], current: int
     ) -> None:
-        """Copy what does not lie in its place, however it got there."""
+        """Copy the gradients that do not lie in their places."""
         places = [self._catalogue.gradient(number, current) for _, number in pairs]
         targets = [(gradient, self._catalogue.gradient(number, current)) for gradient, number in elsewhere]
         moved = [(gradient, target) for gradient, target in targets if not _is_same_memory(gradient, target)]

@@ -1,4 +1,4 @@
-"""Signals, let through only where they belong.
+"""Signals reach the user's code only where they belong.
 
 SIGINT is a doorbell that says "look at your mail": the client sends a Cancel that names a run, then rings.
 KeyboardInterrupt is raised in the user's code of that very run and nowhere else, so it can neither tear the worker's
@@ -35,20 +35,20 @@ class Interrupts:
         # the signal interrupts the other.
         self._rings = 0
         self._explained = 0
-        # Whether there ever was one: until then nothing need be asked on the way back to the user's code.
+        # Whether a Cancel or a SIGINT has ever come. Until then the way back to the user's code needs no check.
         self._is_disturbed = False
         self._is_cancelled: Callable[[], bool] = _never
         self._fetch_mail: Callable[[float], None] = _nothing
 
     def attend_to(self, is_cancelled: Callable[[], bool], fetch_mail: Callable[[float], None]) -> None:
-        """How to learn whether the run under way is cancelled: ``fetch_mail(timeout)`` waits until a Cancel of any
-        run has been noted by :meth:`note_cancel`, at most ``timeout`` seconds."""
+        """Set how to learn whether the run under way is cancelled. ``fetch_mail(timeout)`` waits at most ``timeout``
+        seconds until :meth:`note_cancel` has noted a Cancel of any run."""
         self._is_cancelled = is_cancelled
         self._fetch_mail = fetch_mail
 
     def install(self) -> None:
         """Handle SIGINT and SIGTERM from now on. Main thread only."""
-        # signal.signal looks handlers up in an enum, where these are not: exceptions, at every run.
+        # signal.signal looks each handler up in an enum, does not find it, and handles the exception: in every run.
         _signal.signal(signal.SIGINT, self._interrupt)
         _signal.signal(signal.SIGTERM, self._terminate)
 
@@ -89,8 +89,8 @@ class Interrupts:
 
     def _attend(self) -> None:
         while self._in_user_code and (self._rings > self._explained or self._is_cancelled()):
-            # What follows is own code. It stays so where KeyboardInterrupt is raised: once is enough, and the
-            # blocks that are left restore the rest.
+            # What follows is the worker's own code. It stays so if KeyboardInterrupt is raised: once is enough, and
+            # the blocks that the exception leaves restore the rest.
             self._in_user_code = False
             if not self._is_cancelled():
                 self._fetch_mail(_MAIL_TIMEOUT)
@@ -161,7 +161,7 @@ class ThreadInterrupts(Interrupts):
 
 
 class _Here(threading.local):
-    """What has been raised in this thread out of nothing."""
+    """The exception that another thread has raised in this one, until :meth:`ThreadInterrupts.switch` knows of it."""
 
     raised: type[BaseException] | None = None
 
@@ -170,7 +170,7 @@ _here = _Here()
 
 
 class _Interrupted(KeyboardInterrupt):
-    """Made by the interpreter, in the thread in which it raises it: that is how one knows that it did."""
+    """The interpreter makes the object in the thread in which it raises it, so ``__init__`` notes that it did."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,8 +186,8 @@ class _Terminated(SystemExit):
 
 
 def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
-    """Have the interpreter raise ``kind`` in a thread between two steps of its code; None: what it has not raised yet
-    it shall not."""
+    """Have the interpreter raise ``kind`` in a thread between two steps of its code. None withdraws an exception that
+    is not raised yet."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), kind and ctypes.py_object(kind))
 
 

@@ -1,7 +1,7 @@
-"""The worker's loop: take the controller's work, carry out one run after the other, send each Return.
+"""The worker's loop: takes the controller's work, carries out one run after the other, sends each Return.
 
-It puts the pieces of the worker together and knows in which order things happen around a user's function. What
-records may arrive is the conversation's business, what the function may do the replica's.
+It puts the pieces of the worker together and orders what happens around a user's function. The session core decides
+which records may arrive, the replica what the function may do.
 """
 
 from __future__ import annotations
@@ -108,12 +108,12 @@ class Loop:
         else:
             self._shop.interrupts.install()  # the user's code may have put other handlers in their place
             self._shop.conversation.begin_run(controller, work)
-            # The client has what the last run returned, or of steps the lookahead + 1st before this one: as copies, or
-            # where it lies, and then it is held.
+            # The client has the results of the last run, or of the step lookahead + 1 before this one. It has copied
+            # them, or it holds them where they lie.
             self._shop.arena.reset(*work.part, work.held)
             with self._shop.turns.taken(work.run):
-                said = self._carry_out(controller, work)
-            said()  # after the turn: what the script does next is not this replica's
+                send_return = self._carry_out(controller, work)
+            send_return()  # after the turn: what the script does next does not belong to this replica's turn
             self._say_carried()
             if not self._has_worked:
                 self._has_worked = True
@@ -126,7 +126,7 @@ class Loop:
             _log.warning("transport %s: %s", CARRIED, self._lifeline.carried_because)
 
     def _prepare(self, prepare: Prepare) -> None:
-        """Find modules and files where the script finds them; what only this process needs stays behind that."""
+        """Find modules and files where the script finds them. Entries that only this process needs come last."""
         sys.path[:] = [*prepare.path, *(entry for entry in self._own_path if entry not in prepare.path)]
         importlib.invalidate_caches()
         try:
@@ -140,7 +140,7 @@ class Loop:
         self._carry_out(sender, run)()
 
     def _carry_out(self, sender: bytes, run: Run) -> Callable[[], None]:
-        """Carry out one run as this replica, whatever becomes of it; the answer sends its Return."""
+        """Carry out one run as this replica. The function that this returns sends the Return of its result or error."""
         outer = self._under_way[-1] if self._under_way else None
         replica = Replica(self._shop, run, outer)
         restore = kept_random_state(self._shop.device.keep_random_state) if outer is not None else None
@@ -153,7 +153,7 @@ class Loop:
             _log.debug("run %s begins", path_text(run.run))
         try:
             value = self._call(sender, run, replica)
-        # Whatever the user's code raises is an answer, SystemExit and KeyboardInterrupt too; the worker goes on.
+        # Every exception of the user's code is an answer, SystemExit and KeyboardInterrupt too. The worker goes on.
         except BaseException as raised:
             if self._shop.interrupts.terminating:
                 raise
@@ -207,8 +207,8 @@ def _pickled(shop: WorkerContext, data: bytes | Frame | Array) -> Buffer:
 
 
 def _end_child(raised: BaseException | None) -> NoReturn:
-    """End a process that the function forked as any program ends: going on, it would be a second worker, which nobody
-    hears and whose end the function may wait for."""
+    """End a process that the function forked, as any program ends. If it went on, it would be a second worker that
+    nobody hears, and the function may wait for its end."""
     code: object = 0
     if isinstance(raised, SystemExit):
         code = 0 if raised.code is None else raised.code
@@ -223,7 +223,7 @@ def _end_child(raised: BaseException | None) -> NoReturn:
 
 
 def _flush() -> None:
-    """What the function printed is out before its result is."""
+    """Write out what the function printed, before its result is sent."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # the user's code may have closed it, or put anything in its place
             stream.flush()

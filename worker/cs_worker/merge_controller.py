@@ -1,8 +1,8 @@
-"""The controller for the length of a merge_call: replica 0's worker runs the merge function in the cross-replica
-context and does what the client does elsewhere. It starts nested runs in all workers (in its own by recursion) and
-sends the server the writes of the merge function.
+"""The controller during a merge_call: replica 0's worker runs the merge function in the cross-replica context and does
+what the client does otherwise. It starts nested runs in all workers (in its own by recursion) and sends the server the
+writes of the merge function.
 
-It is the backend of the strategy handle in a worker for good, so it says no while no token is held.
+It is always the backend of the strategy handle in a worker, so it refuses operations while this worker holds no token.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class MergeController:
         interrupts: Interrupts,
         execute: Callable[[bytes, Run], None],
     ) -> None:
-        """``execute`` carries out this worker's own part of a nested run and sends its Return."""
+        """``execute`` carries out a nested run as this worker's replica, and sends the Return."""
         self.replicas = registered.replicas
         self.compute_devices = tuple(worker.device for worker in registered.workers)
         self.parameter_device = registered.parameter_device
@@ -306,8 +306,8 @@ class MergeController:
             self._open.pop()
 
     def _note_workers(self, record: messages.Registered | messages.WorkerRestarted) -> None:
-        """A worker is in the place of one that died. It holds no function, and once it waits where a nested run is
-        taken it is sent the one that it owes."""
+        """Note workers that replace others, and hold no functions. One that waits at the merge_call again is sent the
+        nested run that it owes."""
         for worker in record.workers if isinstance(record, messages.Registered) else (record.worker,):
             known = self._workers[worker.replica]
             if worker.incarnation > known.incarnation:

@@ -1,4 +1,4 @@
-"""What a message of the worker carries: its arrays, in frames or in the arena, and what the user's code raised."""
+"""Contents of the worker's messages: arrays, in frames or in the arena, and exceptions of the user's code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["FRAMES", "Placing", "raised_error"]
 
 #: A message of the worker has at most this many arrays in frames; receivers take a few times as many.
 FRAMES = 1000
-# And this many arrays at all: a descriptor is three lists, and receivers take 2**17 lists.
+# A message has at most so many arrays in all: a descriptor is three lists, and receivers take 2**17 lists.
 _ARRAYS = 30_000
 
 
@@ -25,10 +25,11 @@ class Placing:
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._count = 0
-        self._in_arena: dict[int, tuple[np.ndarray, Array]] = {}  # by identity; held, so that it stays one
+        # By the identity of the array, which is held so that no other array gets it.
+        self._in_arena: dict[int, tuple[np.ndarray, Array]] = {}
 
     def __call__(self, value: np.ndarray) -> Array:
-        """The array as a descriptor. What is small is not copied until the message is sent.
+        """The array as a descriptor. A small array is not copied until the message is sent.
 
         Raises InvalidArgumentError for a dtype that cannot travel and for too many arrays, MemoryPlanError where the
         arena is full.
@@ -47,12 +48,12 @@ class Placing:
 
 
 def raised_error(raised: BaseException, replica: int, merge_index: int, arena: Arena) -> Error:
-    """``raised`` with its arguments and the user's traceback; without what cannot be told of it."""
+    """``raised`` as a record, with its arguments and the user's traceback as far as these can be told."""
     try:
         return to_error(raised, replica, merge_index, Placing(arena))
     except Exception as untold:  # noqa: BLE001  (the user's class may raise whatever it likes when asked for its text)
         substitute = RuntimeError(
-            f"the replica function raised a {type(raised).__name__} of which nothing can be told, since that raises a "
+            f"the replica function raised a {type(raised).__name__} that cannot be described: its text raises a "
             f"{type(untold).__name__}"
         )
         return error_of(substitute, replica, merge_index)

@@ -1,8 +1,8 @@
-"""One replica of one run: what ``central_storage`` calls while the user's function runs.
+"""One replica of one run: ``central_storage`` calls it while the user's function runs.
 
-It counts the merge points, keeps as notes those whose answer nobody needs yet, and waits at the others; notes travel
-with the next question or with the return. Made by the loop for every run, nested ones too. The user's function and
-the sockets are not known here.
+It counts the merge points. It keeps those that need no answer yet as notes, and waits at the others. Notes travel with
+the next question or with the return. The loop makes one for every run, nested runs too. This module knows neither the
+user's function nor sockets.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Replica:
         self._sent = run
         self._thread = threading.get_ident()
         self._notes: list[Note] = []
-        # Its write notes that no commit can have taken in, because it has not waited since; and the values of their
-        # variables with them, as far as they were read, in host memory and as they were shown.
+        # The write notes that no commit can contain, because the replica has not waited since. The values of their
+        # variables with these notes applied, if they were read: in host memory, and as the function got them.
         self._unseen: list[WriteNote] = []
         self._overlaid: dict[int, np.ndarray] = {}
         self._shown: dict[int, Any] = {}
@@ -91,7 +91,7 @@ class Replica:
         self.buffers: GradientBuffers = GradientBuffers(
             shop.catalogue, shop.device, None if outer is None else outer.buffers
         )
-        # What this replica has written since the last commit it knows of.
+        # The variables that this replica has written since the last commit that it knows of.
         self._written: frozenset[int] = frozenset()
         self._stepped: set[int] = set()
         self._failed: Error | None = None
@@ -339,9 +339,9 @@ class Replica:
             raise
 
     def send_return(self, value: Value | None, error: Error | None) -> None:
-        """Say that the function has returned or raised, with the notes it leaves."""
+        """Tell the server that the function has returned or raised, with the notes that are left."""
         shop = self._shop
-        shop.device.settle()  # where that fails this process must end: what it noted is not there
+        shop.device.settle()  # if that fails, this process must end: the arrays of its notes are not there
         returned = messages.Return(
             run=self._run,
             replica=self.replica,
@@ -511,7 +511,7 @@ class Replica:
         self.buffers.committed()
 
     def _refuse_after_failure(self) -> None:
-        """A run that has failed as a whole fails again at every further point, without asking."""
+        """Raise again, without a question, what has ended the run as a whole."""
         if self._failed is not None:
             raise to_exception(self._failed, self._shop.catalogue.copy, self._shop.catalogue.resolve)
 

@@ -1,4 +1,4 @@
-"""What all runs of one worker share. Put together once by the loop; it does nothing itself."""
+"""The objects that all runs of one worker share. The loop puts them together once."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ __all__ = ["WorkerContext"]
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """The pieces by name. ``variable_sets``: the server's number of a set of variables that an optimizer updates
-    together, by (optimizer, ascending variable numbers)."""
+    """The objects by name. ``variable_sets`` maps (optimizer, ascending variable numbers) to the server's number of
+    this set of variables, which the optimizer updates together."""
 
     config: Config
     device: Device

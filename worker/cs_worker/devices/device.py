@@ -1,7 +1,7 @@
 """The device of a replica: its full name, the array module of its arrays, and the way of an array to it and back.
 
-The one module of the worker that imports CuPy, and only for a GPU. A replica on a CPU computes with NumPy on views of
-the parameters themselves; what one on a GPU does instead is in ``gpu``.
+This is the one module of the worker that imports CuPy, and only for a GPU. A replica on a CPU computes with NumPy on
+views of the parameters themselves. The module ``gpu`` has the device of a replica on a GPU.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Device(Protocol):
     uuid: bytes
 
     def begin_run(self, parameters: gpu.Parameters) -> None:
-        """A run begins. What the one before it read is brought up to date meanwhile."""
+        """A run begins. Variables that the run before it read are brought up to date meanwhile."""
 
     def seed(self, number: int) -> None:
         """Seed the device's random state, beside Python's and NumPy's."""
 
     def keep_random_state(self) -> Callable[[], None]:
-        """Put the random state aside; the answer puts it back."""
+        """Keep the random state; the result restores it."""
 
     def bring(self, array: np.ndarray) -> Any:
-        """A host array as one of this device: itself on a CPU, a copy on a GPU; strings stay where they are."""
+        """A host array as an array of this device: itself on a CPU, a copy on a GPU. Strings stay where they are."""
 
     def view(self, number: int, parameters: gpu.Parameters) -> Any:
         """A variable's value, to be read only: on a GPU a copy, made anew where the variable has changed."""
@@ -66,7 +66,8 @@ class Device(Protocol):
         user may write to them at once."""
 
     def settle(self) -> None:
-        """Wait for what reads or writes shared memory. Due before every message after which others may do so."""
+        """Wait until this device neither reads nor writes shared memory. Called before every message after which others
+        may do so."""
 
     def lock(self, arrays: Sequence[np.ndarray]) -> None:
         """Page-lock the memory of host arrays, so that copies need no detour and no waiting."""
@@ -75,7 +76,7 @@ class Device(Protocol):
         """These variables are gone, and the memory of these host arrays with them."""
 
     def close_imports(self) -> None:
-        """What was opened of the server's device is gone with it."""
+        """Forget the opened memory of the server's device: the server has gone."""
 
     def close(self) -> None:
         """Let go of all host memory. To be called once, in the thread that used the device."""
