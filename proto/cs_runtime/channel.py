@@ -18,6 +18,7 @@ import zmq
 
 from cs_proto import messages
 from cs_proto.codec import BULK_LIMITS, Limits, encode
+from cs_proto.peers import SERVER, SUPERVISOR
 from cs_proto.records import Buffer, Record
 
 from .admission import Admission
@@ -28,11 +29,6 @@ from .supervisor_link import SupervisorLink
 from .trace import moments
 
 __all__ = ["SERVER", "SUPERVISOR", "Channel", "Read", "Received"]
-
-#: The names of two peers. The name that a peer of the ROUTER has is neither empty nor begins with a zero, unless
-#: libzmq made it, and then it has five bytes.
-SERVER = b""
-SUPERVISOR = b"\0s"
 
 # A connection without a ZeroMQ handshake within so many milliseconds is closed.
 _HANDSHAKE = 5000

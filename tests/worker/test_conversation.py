@@ -28,11 +28,12 @@ from cs_proto.messages import (
     Serving,
     StepFinished,
 )
+from cs_proto.peers import SERVER, SUPERVISOR
 from cs_proto.records import Record
 from cs_worker.conversation import Conversation
 from cs_worker.interrupts import Interrupts
 from cs_worker.session import Link
-from cs_worker.session_core import COLLEAGUE, SERVER, SUPERVISOR, SessionCore
+from cs_worker.session_core import COLLEAGUE, SessionCore
 
 PREPARE = Prepare(("/here",), "/here")
 FORGET = Forget((3, 5))

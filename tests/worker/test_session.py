@@ -16,11 +16,11 @@ from cs_proto.codec import WORK_LIMITS, decode, encode
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.failures import error_of
 from cs_proto.messages import Died, Forget, Refused, SegmentRefused
+from cs_proto.peers import SUPERVISOR
 from cs_runtime.supervisor_link import SupervisorLink
 from cs_worker.baton import ProcessBaton
 from cs_worker.config import Config
 from cs_worker.session import Link
-from cs_worker.session_core import SUPERVISOR
 
 
 def _gone() -> NoReturn:

@@ -51,11 +51,10 @@ from cs_proto.messages import (
     Value,
     WorkerRestarted,
 )
+from cs_proto.peers import SERVER, SUPERVISOR
 from cs_proto.records import Record
 from cs_worker.session_core import (
     COLLEAGUE,
-    SERVER,
-    SUPERVISOR,
     Drop,
     Execute,
     FailWait,

@@ -18,6 +18,7 @@ from cs_proto import messages
 from cs_proto.codec import BULK_LIMITS, WORK_LIMITS, Decoder, encode
 from cs_proto.errors import ConfigurationError, ContextError, PeerProtocolError, ShutdownError
 from cs_proto.failures import error_of
+from cs_proto.peers import SERVER
 from cs_proto.records import Buffer, Record
 from cs_runtime.channel import Channel, Received
 from cs_runtime.supervisor_link import SupervisorLink
@@ -25,7 +26,7 @@ from cs_runtime.trace import moments
 
 from .baton import Baton
 from .config import Config
-from .session_core import COLLEAGUE, SERVER
+from .session_core import COLLEAGUE
 
 __all__ = ["Link", "moment"]
 

@@ -20,12 +20,11 @@ from cs_proto import messages
 from cs_proto.errors import Fenced, code_of
 from cs_proto.frozen import frozen
 from cs_proto.messages import Forget, Prepare, Run, RunId
+from cs_proto.peers import SERVER, SUPERVISOR
 from cs_proto.records import Record
 
 __all__ = [
     "COLLEAGUE",
-    "SERVER",
-    "SUPERVISOR",
     "Drop",
     "Execute",
     "FailWait",
@@ -44,11 +43,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-# The sender of a record is one of these, or the identity of a peer at the ROUTER. An identity that a peer chose is not
-# empty and does not begin with a zero; one that libzmq made has five bytes.
-SERVER = b""
-SUPERVISOR = b"\0s"
-#: Another worker, when it answers the holder of a token.
+#: The sender of what another worker answers to this one, which holds a token.
 COLLEAGUE = b"\0w"
 # The identity of a controller begins with the first of these, and that of the holder of a token with the second.
 _CONTROLLER = b"c"
