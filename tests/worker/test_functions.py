@@ -11,8 +11,8 @@ from central_storage.core.handles import handle_id
 from central_storage.pickling.pickler import digest, dump_function
 from cs_proto.arrays import bytes_array, frame_view
 from cs_proto.errors import PeerProtocolError, ShippingError
+from cs_proto.function_cache import HELD_FUNCTIONS, FunctionCache
 from cs_proto.messages import Run
-from cs_runtime.function_cache import HELD_FUNCTIONS, FunctionCache
 from cs_worker.functions import Functions
 
 CONTROLLER = b"cafe"

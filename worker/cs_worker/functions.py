@@ -1,7 +1,7 @@
 """The functions a worker holds for those who send runs.
 
 A sender leaves out the bytes of a function among the last it sent, so both ends keep the same
-:class:`~cs_runtime.function_cache.FunctionCache`. An ordinary function is unpickled anew for every run, so its captured
+:class:`~cs_proto.function_cache.FunctionCache`. An ordinary function is unpickled anew for every run, so its captured
 values are the sender's. A frozen one (``cs.function``) is one object for good. The loop calls this once for every run
 that it takes.
 """
@@ -16,8 +16,8 @@ import numpy as np
 from central_storage.pickling.pickler import load_function
 from cs_proto.arrays import Array
 from cs_proto.errors import PeerProtocolError
+from cs_proto.function_cache import HELD_FUNCTIONS, FunctionCache
 from cs_proto.messages import Run
-from cs_runtime.function_cache import HELD_FUNCTIONS, FunctionCache
 
 __all__ = ["Functions"]
 

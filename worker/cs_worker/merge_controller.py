@@ -26,11 +26,11 @@ from central_storage.wire_values.value_codec import from_value, to_exception, to
 from cs_proto import messages
 from cs_proto.arrays import INLINE_NBYTES, Array, array_of
 from cs_proto.errors import ContextError
+from cs_proto.function_cache import HeldFunctions
 from cs_proto.messages import AssignOp, Counters, Run, Token, VariableSpec, WriteOp
 from cs_proto.records import Record, replace
 from cs_proto.schedules import Schedule
 from cs_runtime.arena import Arena
-from cs_runtime.function_cache import HeldFunctions
 
 from .catalogue import Catalogue
 from .config import Config

@@ -24,10 +24,10 @@ from central_storage.wire_values.value_codec import from_value, to_exception
 from cs_proto import messages
 from cs_proto.arrays import INLINE_NBYTES, Array
 from cs_proto.errors import ContextError
+from cs_proto.function_cache import HeldFunctions
 from cs_proto.messages import Counters, RunFinished, Serving
 from cs_proto.records import Frame, Record, replace
 from cs_runtime.channel import SERVER
-from cs_runtime.function_cache import HeldFunctions
 from cs_runtime.supervisor_link import SupervisorLink
 
 from .result_leases import ResultLeases

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from cs_proto.function_cache import HeldFunctions
 from cs_proto.messages import RunId
-from cs_runtime.function_cache import HeldFunctions
 
 __all__ = ["Arguments", "Carrier", "Sent", "Series"]
 

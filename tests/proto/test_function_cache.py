@@ -7,7 +7,7 @@ from copy import copy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cs_runtime.function_cache import FunctionCache
+from cs_proto.function_cache import FunctionCache
 
 
 def test_touch_says_whether_it_was_held() -> None:
