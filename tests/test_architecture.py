@@ -51,6 +51,8 @@ BROKEN = {
     "gpu-layers": ("server/cs_server/gpu/blocks.py", "import cs_server.gpu.store"),
     "worker-layers": ("worker/cs_worker/outgoing.py", "import cs_worker.loop"),
     "client-layers": ("client/central_storage/core/options.py", "import central_storage.controller.session"),
+    "controller-opens-nothing": ("client/central_storage/controller/liveness.py", "import time"),
+    "controller-layers": ("client/central_storage/controller/waits.py", "import central_storage.controller.runs"),
     "launch-layers": ("client/central_storage/launch/packages.py", "import central_storage.launch.cli"),
 }
 #: Every module of these has a layer.
@@ -63,6 +65,7 @@ EXHAUSTIVE = {
     "cs_server.gpu",
     "cs_worker",
     "central_storage",
+    "central_storage.controller",
     "central_storage.launch",
 }
 

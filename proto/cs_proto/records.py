@@ -115,6 +115,8 @@ class Record:
     #: What :meth:`to_wire` gives, of a record that is not built: takes ``frames`` and the value of every field, all of
     #: which have been checked before.
     wire_of: ClassVar[Callable[..., object]]
+    #: The values of the fields in order, each of which has to be given by its name. Nothing is checked.
+    values_of: ClassVar[Callable[..., tuple[Any, ...]]]
     _from_wire: ClassVar[Callable[[list[Any], Frames], Record]]
 
     def to_wire(self, frames: list[Buffer]) -> object:
@@ -176,8 +178,13 @@ def _compile_at_first_use(cls: type[Record]) -> None:
         _compile_values(cls)
         return cls.wire_of(frames, *values)
 
+    def order(**named: Any) -> tuple[Any, ...]:
+        _compile_values(cls)
+        return cls.values_of(**named)
+
     cls.__init__ = build  # type: ignore[assignment]
     cls.wire_of = staticmethod(write)
+    cls.values_of = staticmethod(order)
     cls._from_wire = read
 
 
@@ -240,15 +247,17 @@ def _compile(cls: type[Record]) -> None:
 
 
 def _compile_values(cls: type[Record]) -> None:
-    """Give a class its ``wire_of``."""
+    """Give a class its ``wire_of`` and its ``values_of``."""
     hints = typing.get_type_hints(cls, include_extras=True)
     kinds = {name: _type_of(hints[name]) for name in fields_of(cls)}
     known: dict[str, Any] = {f"_w_{name}": kind.write for name, kind in kinds.items()}
     parameters = [f"_{name}" for name in kinds]
     written = [str(cls.code), *(kind.written(f"_{name}", f"_w_{name}") for name, kind in kinds.items())]
-    text = f"def wire_of({', '.join(['frames', *parameters])}):\n return ({', '.join(written)},)"
-    exec(compile(text, f"<{cls.__qualname__}>", "exec"), known)
+    lines = [f"def wire_of({', '.join(['frames', *parameters])}):", f" return ({', '.join(written)},)"]
+    lines += [f"def values_of({', '.join(['*', *kinds])}):", f" return ({', '.join(kinds)},)"]
+    exec(compile("\n".join(lines), f"<{cls.__qualname__}>", "exec"), known)
     cls.wire_of = staticmethod(known["wire_of"])
+    cls.values_of = staticmethod(known["values_of"])
 
 
 def _wrong(cls: type[Record], name: str, kind: _Type, value: object) -> typing.NoReturn:

@@ -63,6 +63,7 @@ HOLDS = """
 import subprocess, sys
 import numpy as np
 import central_storage as cs
+from cs_proto.codec import decode
 
 strategy = cs.CentralStorageStrategy()
 value = int(sys.argv[1])
@@ -72,17 +73,18 @@ def step():
 
 held = list(strategy.experimental_local_results(strategy.run(step)))
 held[1] += 10
-mapping = strategy._backend._results[0]._mapping
+session = strategy._backend._session
+mapping = session.results[0]._mapping
 assert np.shares_memory(held[0], mapping.elements("uint8"))
 del mapping
-send = strategy._backend._send
+post = session._post
 
-def send_and_be_followed(socket, record):
-    send(socket, record)
-    if value and type(record).__name__ == "Goodbye":  # the next script may be served from here on
+def post_and_be_followed(peer, parts):
+    post(peer, parts)
+    if value and type(decode(parts)).__name__ == "Goodbye":  # the next script may be served from here on
         subprocess.run([sys.executable, *sys.argv[:1], "0"], check=True)
 
-strategy._backend._send = send_and_be_followed
+session._post = post_and_be_followed
 strategy.shutdown()
 for array in held:
     print(array.min(), array.max())

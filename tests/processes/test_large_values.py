@@ -40,7 +40,7 @@ def test_all_reduce_and_all_gather(two: cs.CentralStorageStrategy) -> None:
 def arenas(strategy: cs.CentralStorageStrategy) -> list[int]:
     """Bytes that the workers' arenas take, as this process maps them."""
     link: Any = strategy._backend
-    return [os.fstat(results._mapping._descriptor).st_blocks * 512 for results in link._results]
+    return [os.fstat(results._mapping._descriptor).st_blocks * 512 for results in link._session.results]
 
 
 def filled(value: int, rows: int) -> tuple[np.ndarray, int]:
@@ -93,7 +93,7 @@ def test_a_result_is_no_copy_and_its_place_is_used_again(two: cs.CentralStorageS
         return tuple(two.experimental_local_results(two.run(filled, args=(7, ROWS))[0]))
 
     kept = first()
-    for array, results in zip(kept, link._results, strict=True):
+    for array, results in zip(kept, link._session.results, strict=True):
         assert np.shares_memory(array, results._mapping.elements("uint8"))
     places = [array.ctypes.data for array in kept]
     assert [array.ctypes.data for array in first()] != places
@@ -125,7 +125,7 @@ def test_more_than_may_be_held_is_copied(two: cs.CentralStorageStrategy, monkeyp
             held.append((array, value * 10 + replica))
     look(held)
     link: Any = two._backend
-    assert [len(results._held) for results in link._results] == [3, 3]
+    assert [len(results._held) for results in link._session.results] == [3, 3]
 
 
 def test_large_results_of_all_replicas_are_reduced_and_survive_the_service() -> None:
@@ -162,14 +162,14 @@ def test_nothing_large_is_in_a_frame_and_what_replicas_share_is_placed_once(
         return bool((captured == 1).all()), bool((array == 2).all() and (again == 2).all()), data == b"x" * len(data)
 
     sent: list[Run] = []
-    link: Any = two.controller
-    encoded = link._encoded
+    core: Any = two.controller._core  # type: ignore[attr-defined]
+    begin_run = core.begin_run
 
-    def spy(kind: type[Run], values: Any) -> Any:
-        sent.append(kind(*values))
-        return encoded(kind, values)
+    def spy(series: Any, beginning: Any, said: list[tuple[Any, ...]], *kept: Any) -> Any:
+        sent.extend(Run(*values) for values in said)
+        return begin_run(series, beginning, said, *kept)
 
-    monkeypatch.setattr(link, "_encoded", spy)
+    monkeypatch.setattr(core, "begin_run", spy)
     assert two.run(step, args=(given, given, text)) == (True, True, True)
     first, second = sent
     assert first.function is not None
@@ -187,11 +187,11 @@ def test_what_a_write_names_stays_until_it_is_answered_also_where_ctrl_c_leaves_
     server, link, goes_on = two.statistics().pid, two._backend, threading.Event()
 
     def interrupt() -> None:
-        while not link._asked:
+        while not link._core.asked:
             pass
         os.kill(os.getpid(), signal.SIGINT)
         goes_on.wait()
-        while not link._asked:
+        while not link._core.asked:
             pass
         os.kill(server, signal.SIGCONT)
 
@@ -214,7 +214,7 @@ def test_a_variable_that_ctrl_c_kept_from_being_known_is_freed(two: cs.CentralSt
     server, link, known = two.statistics().pid, two._backend, len(two._backend.variables())
 
     def interrupt() -> None:
-        while not link._asked:
+        while not link._core.asked:
             pass
         os.kill(os.getpid(), signal.SIGINT)
 

@@ -500,9 +500,9 @@ def test_a_service_that_ends_while_the_loop_does_something_else_ends_it(own: cs.
     iterator = iter(own.experimental_distribute_dataset(cs.data.Dataset.range(80).batch(8)))
     steps = own.run_steps(float_sum, iterator)
     next(steps)
-    link: Any = own.controller
-    with link._lock:
-        link._end("the server (pid 1) ended by SIGKILL")  # what the thread that listens does
+    session = own.controller._session  # type: ignore[attr-defined]
+    with session.lock:
+        session.end("the server (pid 1) ended by SIGKILL")  # what the thread that listens does
     with pytest.raises(errors.ShutdownError, match=r"the server \(pid 1\) ended by SIGKILL; make a new"):
         next(steps)
     assert steps.steps == 1
@@ -544,7 +544,7 @@ def watch(name):
         while frame is not None:
             names.add(frame.f_code.co_name)
             frame = frame.f_back
-        if taken > said and "_settle" in names and taken == results:
+        if taken > said and "settle" in names and taken == results:
             said = taken
             print(name, "waits after", said, flush=True)
         time.sleep(0.01)

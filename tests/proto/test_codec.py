@@ -312,6 +312,16 @@ def test_values_are_encoded_as_the_record_of_them_is(record: Record) -> None:
     assert list(map(bytes, encode_values(type(record), values))) == list(map(bytes, encode(record)))
 
 
+def test_values_are_put_in_order_by_name_and_none_may_be_missing() -> None:
+    record = Assign("c", 1, 2, "assign", bytes_array(b"x"))
+    values = record.__dict__
+    assert Assign.values_of(**dict(reversed(values.items()))) == tuple(values.values())
+    with pytest.raises(TypeError, match="indices"):
+        Assign.values_of(client="c", sequence=1, variable=2, op="assign", value=record.value)
+    with pytest.raises(TypeError, match="rows"):
+        Assign.values_of(**values, rows=None)
+
+
 def test_this_process_is_told_what_it_may_not_say() -> None:
     with pytest.raises(LocalProtocolError, match="Shutdown with text that is not Unicode"):
         encode(Shutdown("\udcff"))

@@ -1,9 +1,11 @@
-"""Who of the service has died, as far as this client has heard, and what that means for what it does next."""
+"""Which processes of the service have died, as far as this client has heard, and what it may still do.
+
+Nothing here reads a clock: ``now`` is seconds since any fixed moment.
+"""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 
 from cs_proto.errors import ReplicaLostError
@@ -26,28 +28,24 @@ class Liveness:
         #: The death that matters: the first for good, else the last.
         self.last: Died | None = None
 
-    def hear(self, died: Died) -> None:
-        """Take note that there was a death, whoever it was."""
+    def hear(self, died: Died, workers: Sequence[Worker], now: float) -> None:
+        """Take note of a death; ``workers`` are those that are known."""
         if self.last is None or self.last.restarts:
             self.last = died
-
-    def of_worker(self, died: Died, workers: Sequence[Worker]) -> None:
-        """Take note of a worker's death; ``workers`` are those that are known."""
-        if died.restarts:
+        if died.role == "server":
+            if died.restarts:
+                self._server = died
+        elif died.restarts:
             known = next((worker for worker in workers if worker.replica == died.rank), None)
             if known is None or known.incarnation <= died.incarnation:  # else the server was quicker
                 self._restarting[died.rank] = died
-            return
-        self._restarting.pop(died.rank, None)
-        self._died[died.rank] = died
-        self._deadline = time.monotonic() + _LOST_TIMEOUT
-
-    def of_server(self, died: Died) -> None:
-        """Take note of the death of a server in whose place another is being started."""
-        self._server = died
+        else:
+            self._restarting.pop(died.rank, None)
+            self._died[died.rank] = died
+            self._deadline = now + _LOST_TIMEOUT
 
     def server_serves(self) -> None:
-        """Another server is in its place."""
+        """Another server is in the place of one that died."""
         self._server = None
 
     def took_place(self, replica: int) -> None:
@@ -67,14 +65,10 @@ class Liveness:
                 f"{last_lines(died)}"
             )
 
-    def patience(self) -> float:
-        """Seconds for which to wait for a run yet. Raises as :meth:`refuse` does when they are over."""
-        if not self._died:
-            return math.inf
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            self.refuse()
-        return left
+    def patience(self, now: float) -> float:
+        """Seconds for which to wait for a run yet; infinite while every worker lives or is being started again. When
+        they are over, :meth:`refuse` raises."""
+        return self._deadline - now if self._died else math.inf
 
     def first(self) -> str:
         """The first of them, in words."""

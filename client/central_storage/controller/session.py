@@ -1,6 +1,7 @@
-"""What a script hears and says: its channel to the server, the workers and the supervisor.
+"""The script's conversation with its service as the operating system sees it: the channel, the lock, Ctrl-C, memory.
 
-What is said, and what an answer means, is known in the modules over it (``runs.py``, ``operations.py``).
+What is said and when is decided in ``core.py``. A :class:`Session` gives the core what it hears and carries out its
+commands.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import os
 import select
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -19,26 +19,41 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from central_storage.diagnostics.logging_setup import show
-from central_storage.wire_values.value_codec import to_exception
+from central_storage.wire_values.value_codec import from_value, to_exception
 from cs_proto import messages, segment_names
 from cs_proto.arrays import Array, Location, frame_view
-from cs_proto.codec import BULK_LIMITS, decode, encode, encode_values
+from cs_proto.codec import BULK_LIMITS, WORK_LIMITS, decode, encode
 from cs_proto.errors import LaunchError, MemoryPlanError, PeerProtocolError, ReplicaLostError, ShutdownError
-from cs_proto.messages import Died, Output, Serving
-from cs_proto.records import Buffer, Record
+from cs_proto.messages import Output, RunFinished, Serving
+from cs_proto.records import Buffer, Record, replace
 from cs_runtime import open_files
 from cs_runtime.arena import Arena
-from cs_runtime.channel import SERVER, SUPERVISOR, Channel
+from cs_runtime.channel import SUPERVISOR, Channel
 from cs_runtime.supervisor_link import CARRIED, SupervisorLink
 from cs_runtime.trace import moments
 
+from .commands import (
+    SERVER,
+    Command,
+    Connect,
+    Deliver,
+    End,
+    Fail,
+    Interrupt,
+    NameWait,
+    OfferMailbox,
+    Post,
+    Refuse,
+    worker_name,
+)
+from .core import ControllerCore
 from .input_segment import InputSegment
 from .interrupts import Interrupts
-from .liveness import Liveness, last_lines
 from .output_listener import OutputListener
 from .result_leases import ResultLeases
+from .waits import Wait
 
-__all__ = ["Seam", "Threads", "log", "moment", "name_wait", "wait_until_serving"]
+__all__ = ["Session", "Threads", "log", "moment", "wait_until_serving"]
 
 #: Named after the whole link, whichever part of it speaks.
 log = logging.getLogger("central_storage.link")
@@ -48,12 +63,6 @@ moment = moments("client", time.perf_counter_ns)
 
 R = TypeVar("R", bound=Record)
 
-# After this long the server is told of a wait for a run.
-_LATE_AFTER = 1.0
-# A wait this long is named, and again after as long.
-_NAME_WAIT_EVERY = 10.0
-# Where the server is asked whom it waits for, it gets this long to say so before the wait is named without it.
-_WHOM_WITHIN = 2.0
 # The script looks for mail this long before it sleeps, in seconds: longer than a small step takes.
 _PATIENCE = 300e-6
 # What is being sent at the end gets this long to leave, in milliseconds.
@@ -64,11 +73,6 @@ _DESCRIPTORS = 16
 _SAY_SO = 5.0
 # The supervisor kills what has not ended 3 s after it was asked to, and hangs up then.
 _LAST_WORDS = 5.0
-
-
-def name_wait(seconds: float, what: str) -> None:
-    """Say on stderr what has been waited for, for so long."""
-    log.warning("waiting %.0f s for %s", seconds, what)
 
 
 class Threads(Protocol):
@@ -82,137 +86,136 @@ class Threads(Protocol):
         """The replicas that were interrupted or told to end and have not heard it, with ``file:line`` of each."""
 
 
-class Seam(ABC):
+class Session:
     """The conversation of one controller with its service, from the server's welcome to the end."""
 
     def __init__(
         self,
         lifeline: SupervisorLink,
         serving: Serving,
-        stop: Callable[[], None] | None,
-        threads: Threads | None,
+        *,
+        stop: Callable[[], None] | None = None,
+        threads: Threads | None = None,
     ) -> None:
-        """Say hello to the server behind ``serving``. ``stop`` and ``threads`` as in :class:`ServiceLink`.
+        """Prepare to talk to the server behind ``serving``; :meth:`open` does. ``stop`` ends the service; None where it
+        is a launcher's. ``threads``: it is one of this process.
 
         Raises DescriptorLimitError if this process may open too few files.
         """
         open_files.check(_DESCRIPTORS, "a strategy")
-        self._lifeline = lifeline
-        self._threads = threads
+        self.core = ControllerCore(lifeline.client, os.getpid(), in_process=threads is not None)
+        self.lifeline = lifeline
+        self.threads = threads
+        #: Adopting an optimizer while a function is pickled is an operation in another.
+        self.lock = threading.RLock()
+        self.interrupts = Interrupts()
+        #: What ended the service, in words; None while it lives.
+        self.ended: str | None = None
+        #: How numbers in values become handles; said once by the strategy over this session.
+        self.resolve: Callable[[str, int], object] = _nothing_known
+        #: By replica: the results in the arena of its worker that the script holds.
+        self.results: list[ResultLeases] = []
+        #: Where data that is read ahead lies; None before that is asked for.
+        self.inputs: InputSegment | None = None
+        self.arena = Arena(lambda: lifeline.segment(segment_names.controller_arena()), find=self._find_input)
+        self._serving = serving
         self._stop = stop
-        self._client = lifeline.client
-        self._lock = threading.RLock()  # adopting an optimizer while a function is pickled is an operation in another
         self._process = os.getpid()
-        self._sequence = 0
-        self._hello = messages.Hello(messages.PROTOCOL, "controller", self._client, os.getpid())
-        self._asked: list[Record] = []  # what another server is asked again
-        # What it is told again before that, as long as the run is unanswered.
-        self._told: list[messages.Resent | messages.WaitReport] = []
-        # A write that Ctrl-C left unanswered, its number and the kind of its answer.
-        self._left_off: tuple[Record, int, type[Record]] | None = None
-        self._ended: str | None = None
-        self._deaths = Liveness()
-        self.workers: tuple[messages.Worker, ...] = ()
-        self._resolve: Callable[[str, int], object] = _nothing_known
-        self._results: list[ResultLeases] = []
-        self._inputs: InputSegment | None = None
-        self._arena = Arena(lambda: lifeline.segment(segment_names.controller_arena()), find=self._find_input)
-        self._interrupts = Interrupts()
         self._channel = Channel(
             lifeline,
-            self._interrupts.fileno(),
+            self.interrupts.fileno(),
             "client",
             self._read,
             linger=_LINGER,
             patience=_PATIENCE,
-            on_wake=self._interrupts.raise_pending,
+            on_wake=self.interrupts.raise_pending,
         )
+        self._listener: OutputListener | None = None
+
+    def open(self) -> None:
+        """Say hello to the server and connect to the workers. Where it fails, all is let go of but the connection to
+        the supervisor."""
+        lifeline = self.lifeline
         lifeline.carry = self._carry
-        lifeline.while_waiting = self._interrupts.raise_pending
-        self._channel.connect(SERVER, serving.endpoint, self._identity)
+        lifeline.while_waiting = self.interrupts.raise_pending
         try:
-            self._send(SERVER, self._hello)
-            welcome = self._wait("the server's welcome", lambda r: r if isinstance(r, messages.Welcome) else None)
+            self._channel.connect(SERVER, self._serving.endpoint, self._identity)
+            self.wait(*self.core.hello(time.monotonic()))
+            replicas = len(self.core.workers)
+            lifeline.segment(segment_names.controller_arena())
+            arenas = map(segment_names.arena, range(replicas))
+            self.results = [ResultLeases(arena, partial(lifeline.segment, arena), replicas) for arena in arenas]
+            self._channel.offer_mailbox(SERVER, "server")
+            for worker in self.core.workers:
+                self._connect_worker(worker)
         except BaseException:  # as garbage the context would wait for ever for sockets that nobody closes
             self._channel.close()
-            self._interrupts.close()
+            self.interrupts.close()
             raise
-        self.replicas = welcome.replicas
-        self.parameter_device = welcome.parameter_device
-        self.compute_devices = tuple(worker.device for worker in welcome.workers)
-        self.server_pid = welcome.server_pid
-        self.address = serving.run_directory
-        self.workers = welcome.workers
-        lifeline.segment(segment_names.controller_arena())
-        arenas = [segment_names.arena(replica) for replica in range(self.replicas)]
-        self._results = [ResultLeases(arena, partial(lifeline.segment, arena), self.replicas) for arena in arenas]
-        #: Whether this process maps no memory of the service, and how they talk, in words.
-        self.carries = bool(lifeline.carried_because)
-        self.transport = f"{CARRIED}: {lifeline.carried_because}" if self.carries else serving.transport
-        self._channel.offer_mailbox(SERVER, "server")
-        self._worker_peers = [self._connect_worker(worker) for worker in welcome.workers]
         # A launcher shows what its service prints itself. The supervisor after it wants to be met in time.
-        listens = stop is not None or lifeline.may_return
-        self._listener = OutputListener(lifeline.fileno(), self._lock, self._listen) if listens else None
-
-    @abstractmethod
-    def _take_up(self, restarted: messages.WorkerRestarted) -> None:
-        """A worker is in the place of one that died."""
-
-    @abstractmethod
-    def _keep(self, record: Record) -> None:
-        """Take note of what nobody waited for."""
+        if self._stop is not None or lifeline.may_return:
+            self._listener = OutputListener(lifeline.fileno(), self.lock, self._listen)
 
     @property
-    def last_death(self) -> Died | None:
-        """The death that matters: the first for good, else the last."""
-        return self._deaths.last
+    def carries(self) -> bool:
+        """Whether this process maps no memory of the service."""
+        return bool(self.lifeline.carried_because)
 
-    # --- the receive seam -----------------------------------------------------------------------------------------
+    @property
+    def transport(self) -> str:
+        """How it talks with the service, in words."""
+        return f"{CARRIED}: {self.lifeline.carried_because}" if self.carries else self._serving.transport
+
+    @property
+    def run_directory(self) -> str:
+        """Where the service is found."""
+        return self._serving.run_directory
+
+    @property
+    def rung(self) -> int:
+        """How many sleeping workers this process has woken by a doorbell."""
+        return self._channel.mailboxes.rung
+
+    # --- what is heard -----------------------------------------------------------------------------------------
 
     def receive(self, timeout: float) -> Record | None:
-        """The next record for this client, whatever carried it, or None after ``timeout`` seconds.
+        """The next record of the server or a worker, or None after ``timeout`` seconds, and earlier where the
+        supervisor said something, which is heard here.
 
         Raises KeyboardInterrupt for a Ctrl-C, ShutdownError where the service is gone, ReplicaLostError where the
         server died.
         """
-        self._interrupts.raise_pending()
+        self.interrupts.raise_pending()
         try:
             received = self._channel.receive(timeout)
-            if received is None:
-                return None
-            if received.peer == SUPERVISOR:
-                self._hear(received.record)
+            if received is None or received.peer != SUPERVISOR:
+                return None if received is None else received.record
+            self._hear(received.record)
         except ShutdownError as error:
-            raise ShutdownError(self._end(f"{error}; {self._deaths.first()}")) from error
-        return received.record
+            reason = f"{error}; {self.core.first_death()}"
+            self.end(reason)
+            raise ShutdownError(reason) from error
+        return None
 
     def _hear(self, record: Record | None) -> None:
-        """What the supervisor says; lines of output are shown and deaths noted here."""
+        """What the supervisor says."""
         if isinstance(record, Output):
             show(record.stream, record.text)
-        elif isinstance(record, Died):
-            self._deaths.hear(record)
-            self._note_death(record)
-        elif isinstance(record, Serving):
-            self._deaths.server_serves()
-            self._channel.offer_mailbox(SERVER, "server")
-            # Another server may not have heard what the one before it was told.
-            for asked in (self._hello, *self._told, *self._asked):
-                self._send(SERVER, asked)
+        elif record is not None:
+            self.carry_out(self.core.hear(record, time.monotonic()))
 
     def _listen(self) -> bool:
         """Between operations: as in one, but what is wrong is for the next operation to raise."""
-        if self._ended is None:
+        if self.ended is None:
             try:
-                self._hear(self._lifeline.receive_nowait())
-                while self._lifeline.has_waiting:  # what came while a mailbox was awaited
-                    self._hear(self._lifeline.receive_nowait())
+                self._hear(self.lifeline.receive_nowait())
+                while self.lifeline.has_waiting:  # what came while a mailbox was awaited
+                    self._hear(self.lifeline.receive_nowait())
             except ShutdownError as error:
-                self._end(f"{error}; {self._deaths.first()}")
+                self.end(f"{error}; {self.core.first_death()}")
             except ReplicaLostError:
                 return False  # the server is dead, which ends this link
-        return self._ended is None
+        return self.ended is None
 
     def _read(self, peer: bytes, parts: Sequence[Buffer]) -> Record | None:
         try:
@@ -225,127 +228,167 @@ class Seam(ABC):
             log.debug("received %.300r", record)
         return record
 
-    def _wait(
-        self,
-        what: str,
-        wanted: Callable[[Record], R | None],
-        lost: Callable[[], float] | None = None,
-        name: Callable[[float, str], None] = name_wait,
-        late: Callable[[float], None] | None = None,
-    ) -> R:
-        started = named = time.monotonic()
-        if late is not None and self._threads is None:
-            named += _WHOM_WITHIN
-        while True:
-            due = named + _NAME_WAIT_EVERY if late is None else started + _LATE_AFTER
-            pause = max(0.0, due - time.monotonic())
-            record = self.receive(pause if lost is None else min(pause, lost()))
-            if isinstance(record, messages.WorkerRestarted):
-                self._take_up(record)
-                continue
-            if record is not None and (found := wanted(record)) is not None:
-                return found
-            if record is not None:
-                self._keep(record)
-            if isinstance(record, messages.Welcome):
-                self.server_pid = record.server_pid
-            if isinstance(record, messages.Refused) and record.number == 0:  # a message that has no number of its own
-                raise to_exception(record.error, self._copy, self._resolve)
-            now = time.monotonic()
-            if late is not None and now - started >= _LATE_AFTER:
-                late(now - started)
-                late = None
-            if now - named >= _NAME_WAIT_EVERY:
-                named = now
-                name(now - started, what + self._whom())
+    # --- waiting, and what the core commands -------------------------------------------------------------------------
 
-    def _whom(self) -> str:
-        """Of whom is known that a wait is for them, to end its name with."""
-        return self._deaths.restarts_named()
+    def wait(self, wait: Wait, commands: Sequence[Command] = ()) -> None:
+        """Carry out ``commands``, and wait until ``wait`` is over. Raises what the core says, such as KeyboardInterrupt
+        for a Ctrl-C, and what :meth:`receive` raises."""
+        core = self.core
+        try:
+            self.carry_out(commands)
+            while not wait.is_over:
+                now = time.monotonic()
+                self.carry_out(core.tick(now))
+                if wait.is_over:
+                    break
+                try:
+                    record = self.receive(core.pause(now))
+                except KeyboardInterrupt:
+                    self.carry_out(core.interrupt(time.monotonic()))
+                else:
+                    if record is not None:
+                        self.carry_out(core.hear(record, time.monotonic()))
+        finally:
+            core.leave(wait)
 
-    def _ask(self, request: Record, number: int, answer: type[R]) -> R:
-        self._send(SERVER, request)
-        self._asked.append(request)
-        found = self._wait_for_answer(request, number, answer)
-        if isinstance(found, messages.Refused):
-            raise to_exception(found.error, self._copy, self._resolve)
+    def ask(self, request: Record, answer: type[R]) -> R:
+        """Ask the server, and wait for its answer. Raises what it refuses with."""
+        question, commands = self.core.ask(request, answer, time.monotonic())
+        self.wait(question, commands)
+        if isinstance(question.answer, messages.Refused):
+            raise to_exception(question.answer.error, self.copy, self.resolve)
+        found: R = question.answer
         return found
 
-    def _wait_for_answer(self, request: Record, number: int, answer: type[R]) -> R | messages.Refused:
-        def wanted(record: Record) -> Record | None:
-            if isinstance(record, messages.Refused) and record.number == number:
-                return record
-            if isinstance(record, answer) and getattr(record, "sequence", getattr(record, "request", None)) == number:
-                return record
-            return None
+    def carry_out(self, commands: Sequence[Command]) -> None:
+        """Do what the core commands, in order."""
+        for command in commands:
+            match command:
+                case Post(peer, message, function):
+                    self._post(peer, message if isinstance(message, list) else self._encoded(message, function))
+                case Deliver(finished):
+                    outcome = self._read_outcome(finished)
+                    moment("over")
+                    self.carry_out(self.core.delivered(outcome, time.monotonic()))
+                case Fail(kind, why):
+                    raise kind(why) if why else kind()
+                case Refuse(error):
+                    raise to_exception(error, self.copy, self.resolve)
+                case Interrupt(replica):
+                    if self.threads is not None:
+                        self.threads.interrupt(replica)
+                    else:  # who started it can signal it, wherever it runs
+                        self.lifeline.send(messages.Interrupt(replica))
+                case NameWait():
+                    self._name_wait(command)
+                case Connect(worker):
+                    log.info("worker w%d (pid %d) takes the place of one that died", worker.replica, worker.pid)
+                    self._connect_worker(worker)
+                case OfferMailbox():
+                    self._channel.offer_mailbox(SERVER, "server")
+                case End(reason):
+                    self.end(reason)
 
-        self._left_off = None
-        what = f"the answer of the server (pid {self.server_pid}) to {type(request).__name__}"
+    def _encoded(self, record: Record, function: bytes | None) -> list[Buffer]:
+        if function is not None:
+            record = replace(record, function=self.arena.share(function))
+        return encode(record)
+
+    def _name_wait(self, wait: NameWait) -> None:
+        """Of replicas in this process: a wait for one at a debugger's prompt must not write to it, but who does not
+        hear Ctrl-C is named."""
+        if self.threads is None or not wait.is_run:
+            log.warning("waiting %.0f s for %s", wait.seconds, wait.what)
+            return
+        for replica, place in self.threads.hanging:
+            log.warning(
+                "replica %d does not react to Ctrl-C: it is at %s, in code that does not come back to Python. Press "
+                "Ctrl-C again to shut down",
+                replica,
+                place,
+            )
+        log.info("waiting %.0f s for %s", wait.seconds, wait.what)
+
+    def _read_outcome(self, finished: RunFinished) -> list[Any] | BaseException:
+        """The results, copied or held since the memory in which they lie is used again; or what to raise in their
+        place."""
         try:
-            return self._wait(what, wanted)  # type: ignore[return-value]
-        except KeyboardInterrupt:
-            if hasattr(request, "sequence"):
-                self._left_off = (request, number, answer)
-            raise
-        finally:
-            if self._left_off is None:
-                self._asked.remove(request)
+            if finished.error is None:
+                return [
+                    from_value(value, partial(self._take, results), self.resolve)
+                    for value, results in zip(finished.values, self.results, strict=True)
+                ]
+            if finished.error.exception == "SystemExit":  # uncaught, it ends the script without a word
+                log.warning("replica %d left run %d by sys.exit", finished.error.replica, finished.run[0])
+            return to_exception(finished.error, self.copy, self.resolve)
+        except Exception as error:  # noqa: BLE001  (raised where the results would have come)
+            return error
 
-    def _send(self, peer: bytes, record: Record) -> None:
-        if log.isEnabledFor(logging.DEBUG):
-            log.debug("send %.300r", record)
-        self._channel.send(peer, encode(record))
+    def _take(self, results: ResultLeases, array: Array) -> np.ndarray:
+        taken = results.take(array)
+        return self.copy(array) if taken is None else taken
 
-    def _encoded(self, kind: type[Record], values: Sequence[Any]) -> list[Buffer]:
-        """The parts of the message ``kind(*values)``, which need not be built."""
-        if log.isEnabledFor(logging.DEBUG):
-            log.debug("send %.300r", kind(*values))
-        return encode_values(kind, values)
+    def copy(self, array: Array) -> np.ndarray:
+        """A copy of an array of the service."""
+        return np.array(self.view(array))
+
+    def view(self, array: Array) -> np.ndarray:
+        """An array of the service, which is to be read at once."""
+        return self.lifeline.segment_of(array).view(array) if isinstance(array.place, Location) else frame_view(array)
 
     def _carry(self, request: Callable[[int], Record], answer: type[R]) -> R:
-        with self._interrupts.deferred():
-            sequence = self._next_sequence()
-            return self._ask(request(sequence), sequence, answer)
-
-    def _copy(self, array: Array) -> np.ndarray:
-        return np.array(self._view(array))
-
-    def _view(self, array: Array) -> np.ndarray:
-        return self._lifeline.segment_of(array).view(array) if isinstance(array.place, Location) else frame_view(array)
-
-    def _next_sequence(self) -> int:
-        self._sequence += 1
-        return self._sequence
+        with self.interrupts.deferred():
+            return self.ask(request(self.core.next_sequence()), answer)
 
     def _find_input(self, data: np.ndarray) -> Array | None:
-        return None if self._inputs is None else self._inputs.find(data)
+        return None if self.inputs is None else self.inputs.find(data)
+
+    def _post(self, peer: bytes, parts: Sequence[Buffer]) -> None:
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("send %.300r", decode(parts, WORK_LIMITS))
+        self._channel.send(peer, parts)
+
+    def _connect_worker(self, worker: messages.Worker) -> None:
+        """Connect to a worker, in the place of one before it."""
+        peer = worker_name(worker.replica)
+        self._channel.disconnect(peer)
+        self._channel.connect(peer, worker.endpoint, self._identity)
+        self._channel.offer_mailbox(peer, peer.decode())
+
+    @property
+    def _identity(self) -> bytes:
+        """How server and workers know this script."""
+        return f"c{self.lifeline.client}".encode()
 
     # --- life and death -------------------------------------------------------------------------------------------
 
-    def _why_ended(self) -> str:
-        return f"{self._ended}; make a new CentralStorageStrategy"
+    def require_process(self) -> None:
+        """Raise ShutdownError in a forked child. To be asked before the lock is taken: a thread that the child does not
+        have may hold the child's copy of it."""
+        if os.getpid() != self._process:
+            raise ShutdownError("this strategy belongs to the process that made it; a forked child cannot use it")
 
-    def _note_death(self, died: Died) -> None:
-        if died.role == "server" and died.restarts:
-            self._deaths.of_server(died)
-            return
-        if died.role == "server":
-            cause = self._end(f"the server (pid {died.pid}) ended by {died.cause}")
-            raise ReplicaLostError(
-                f"{cause} and is not started again (server_recovery is off, or max_restarts are used up); its "
-                f"variables are gone with it. Make a new CentralStorageStrategy{last_lines(died)}"
-            )
-        self._deaths.of_worker(died, self.workers)
+    def require_service(self) -> None:
+        """Raise ShutdownError where the service has ended."""
+        if self.ended is not None:
+            raise ShutdownError(f"{self.ended}; make a new CentralStorageStrategy")
 
-    def _end(self, reason: str) -> str:
-        """Mark the link as ended because of ``reason`` and let go of everything; returns the reason."""
-        self._ended = f"its service has ended: {reason}"
-        self._release()
-        for replica, place in self._threads.hanging if self._threads is not None else ():
-            self._ended += f"; replica {replica} still hangs in a thread of this script, at {place}"
-        return reason
+    def end(self, reason: str) -> None:
+        """Mark the service as ended because of ``reason`` and let go of everything."""
+        self.ended = f"its service has ended: {reason}"
+        self.release()
+        for replica, place in self.threads.hanging if self.threads is not None else ():
+            self.ended += f"; replica {replica} still hangs in a thread of this script, at {place}"
 
-    def _release(self) -> None:
+    def say_goodbye(self) -> None:
+        """The strategy is shut down: the next script may be served as soon as the server hears this."""
+        self.ended = "this strategy was shut down"
+        self._own_results()
+        with suppress(ShutdownError):
+            self._post(SERVER, encode(messages.Goodbye(self.lifeline.client)))
+
+    def release(self) -> None:
+        """Let go of everything, and stop the service where it is ours. Idempotent."""
         if not self._channel.is_closed:
             self._channel.close()
             if self._listener is not None:
@@ -355,16 +398,21 @@ class Seam(ABC):
                 if self._stop is not None:
                     self._hear_last_words()
             finally:
-                self._lifeline.close()
-                self._arena.close()
-                self._inputs = None
-                self._interrupts.close()
+                self.lifeline.close()
+                self.arena.close()
+                self.inputs = None
+                self.interrupts.close()
                 if self._stop is not None:
                     self._stop()
 
+    def join(self) -> None:
+        """Wait for the end of the thread that listens; the caller must not hold the lock."""
+        if self._listener is not None:
+            self._listener.join()
+
     def _own_results(self) -> None:
         """Where the service of others goes on, its workers place what the next script gets."""
-        for results in self._results if self._stop is None else ():
+        for results in self.results if self._stop is None else ():
             try:
                 results.own()
             except MemoryPlanError as error:
@@ -373,29 +421,15 @@ class Seam(ABC):
     def _hear_last_words(self) -> None:
         """Ask for the end of the service, and show what its processes print until then."""
         with suppress(ShutdownError):
-            self._lifeline.send(messages.Shutdown(self._ended or "shut down"))
-            for record in self._lifeline.until_end(_LAST_WORDS):
+            self.lifeline.send(messages.Shutdown(self.ended or "shut down"))
+            for record in self.lifeline.until_end(_LAST_WORDS):
                 if isinstance(record, Output):
                     show(record.stream, record.text)
 
     def forget_in_child(self) -> None:
         """In a forked child: close the life-line, so that the parent's death is seen at once."""
-        self._lifeline.close()
-        self._inputs = None  # the parent says what lies there
-
-    def _connect_worker(self, worker: messages.Worker) -> bytes:
-        """Connect to a worker, in the place of one before it; its name as a peer."""
-        name = f"w{worker.replica}"
-        peer = name.encode()
-        self._channel.disconnect(peer)
-        self._channel.connect(peer, worker.endpoint, self._identity)
-        self._channel.offer_mailbox(peer, name)
-        return peer
-
-    @property
-    def _identity(self) -> bytes:
-        """How server and workers know this script."""
-        return f"c{self._client}".encode()
+        self.lifeline.close()
+        self.inputs = None  # the parent says what lies there
 
 
 def _nothing_known(kind: str, number: int) -> object:

@@ -83,7 +83,7 @@ def _attach(
     with ExitStack() as undo:
         connection = SupervisorLink(supervisor_link.connect(address), "controller", run_directory=address)
         undo.callback(connection.close)
-        link = ServiceLink(connection, wait_until_serving(connection, start_timeout), seed=seed, stop=None)
+        link = ServiceLink(connection, wait_until_serving(connection, start_timeout), seed=seed, stop=None).open()
         undo.pop_all()
     if asked is not None and asked != list(link.compute_devices):
         link.close()
@@ -145,7 +145,7 @@ def _start(
         connection = SupervisorLink(started.socket, "controller")
         undo.callback(connection.close)
         serving = wait_until_serving(connection, start_timeout)
-        link = ServiceLink(connection, serving, seed=seed, stop=started.stop, threads=own)
+        link = ServiceLink(connection, serving, seed=seed, stop=started.stop, threads=own).open()
         undo.pop_all()
     return link
 

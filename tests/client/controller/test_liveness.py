@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
+
 from central_storage.controller.liveness import Liveness
+from cs_proto.errors import ReplicaLostError
 from cs_proto.messages import Died, Worker
+
+WORKER = Worker(1, 1, 40, "cpu:1", "ipc:///run/w1.1")
 
 
 def test_whoever_is_being_started_again_is_named_until_it_is_there() -> None:
     deaths = Liveness()
     assert deaths.restarts_named() == ""
-    deaths.of_worker(Died("worker", 1, 1, 40, "SIGSEGV", "", True), [Worker(1, 1, 40, "cpu:1", "ipc:///run/w1.1")])
-    deaths.of_server(Died("server", 0, 1, 41, "SIGKILL", "", True))
+    deaths.hear(Died("worker", 1, 1, 40, "SIGSEGV", "", True), [WORKER], 0.0)
+    deaths.hear(Died("server", 0, 1, 41, "SIGKILL", "", True), [], 0.0)
     assert deaths.restarts_named() == (
         "; worker w1 (pid 40) ended by SIGSEGV and is being started again"
         "; the server (pid 41) ended by SIGKILL and is being started again"
@@ -20,3 +27,22 @@ def test_whoever_is_being_started_again_is_named_until_it_is_there() -> None:
     deaths.took_place(1)
     assert deaths.restarts_named() == ""
     assert deaths.has_worker(1)
+
+
+def test_after_a_death_for_good_there_is_little_patience_and_no_run() -> None:
+    deaths = Liveness()
+    deaths.refuse()
+    assert deaths.patience(100.0) == math.inf
+    deaths.hear(Died("worker", 1, 1, 40, "SIGKILL", "line\n"), [WORKER], 100.0)
+    assert deaths.patience(101.0) == 1.5
+    assert not deaths.has_worker(1)
+    assert deaths.first() == "worker w1 (pid 40) had ended by SIGKILL"
+    with pytest.raises(ReplicaLostError, match=r"replica 1 \(worker w1, pid 40\) ended by SIGKILL.*\n.*line"):
+        deaths.refuse()
+
+
+def test_a_death_that_is_heard_after_its_worker_was_replaced_is_over() -> None:
+    deaths = Liveness()
+    deaths.hear(Died("worker", 1, 1, 40, "SIGKILL", "", True), [Worker(1, 2, 41, "cpu:1", "ipc:///run/w1.2")], 0.0)
+    assert deaths.has_worker(1)
+    assert deaths.last is not None

@@ -1,0 +1,427 @@
+"""What the script's side of the conversation decides, without a socket, a clock or a thread.
+
+A :class:`ControllerCore` is told what happens: the script asks something or sends a run, a record comes, Ctrl-C is
+pressed, time passes. It answers with commands (``commands.py``), which its owner (``session.py``) carries out in order.
+``now`` is in seconds since any fixed moment.
+
+The script waits for one thing at a time (``waits.py``). But while it reads the results of a run it may have to ask the
+server something, so waits form a stack, and what is heard is for whichever of them it fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from central_storage.core.pipeline import Sent, Series
+from cs_proto import messages
+from cs_proto.codec import encode_values
+from cs_proto.errors import ReplicaLostError
+from cs_proto.function_cache import HeldFunctions
+from cs_proto.messages import Counters, Died, Refused, RunFinished, RunId, Worker
+from cs_proto.records import Record, replace
+
+from .commands import (
+    SERVER,
+    Command,
+    Connect,
+    Deliver,
+    End,
+    Fail,
+    Interrupt,
+    NameWait,
+    OfferMailbox,
+    Post,
+    Refuse,
+    worker_name,
+)
+from .liveness import Liveness, last_lines
+from .waits import Question, Settling, Wait, number_of
+
+__all__ = ["Beginning", "ControllerCore"]
+
+# After this long the server is told of a wait for a run.
+_LATE_AFTER = 1.0
+# A wait this long is named, and again after as long.
+_NAME_WAIT_EVERY = 10.0
+# The server says about every ten seconds whom a run waits for; a server that has not for so long may be stopped.
+_WORDS_HOLD = 25.0
+
+
+class Beginning(NamedTuple):
+    """The numbers of the next run: its ``draw``, the first run of its ``series`` (0: it is on its own), the part of the
+    arena for its arguments and into how many it is divided. By replica: whether the worker ``lacks`` the function, and
+    which functions it ``holds`` then."""
+
+    run: RunId
+    draw: int
+    series: int
+    lookahead: int
+    part: int
+    parts: int
+    lacks: list[bool]
+    holds: list[HeldFunctions]
+
+
+class ControllerCore:
+    """One controller's conversation with its service, from Hello on."""
+
+    def __init__(self, client: str, pid: int, *, in_process: bool = False) -> None:
+        """``client`` is what the controller calls itself. ``in_process``: the workers are threads of this process."""
+        self._hello = messages.Hello(messages.PROTOCOL, "controller", client, pid)
+        self._in_process = in_process
+        self._sequence = 0
+        self._waits: list[Wait] = []  # innermost last
+        self._left_off: Question | None = None  # a write that Ctrl-C left unanswered
+        self._deaths = Liveness()
+        self._server_pid = 0
+        self._welcome: messages.Welcome | None = None
+        #: The workers in replica order, each as the latest incarnation that the server has named.
+        self.workers: tuple[Worker, ...] = ()
+        self._held: list[HeldFunctions] = []
+        self._prepared: messages.Prepare | None = None  # what workers were told last, and from what it was made
+        self._where: tuple[list[str], str] | None = None
+        self._runs = 0
+        #: As runs, but continued from a restored checkpoint, and without steps that never began.
+        self.draws = 0
+        self._latest: Series | None = None  # the one of which runs may be unanswered
+        self._early: dict[RunId, RunFinished] = {}  # what came of runs that has not been read yet
+        # What another server is told again, as long as the run is unanswered.
+        self._told: list[messages.Resent | messages.WaitReport] = []
+        self._awaited_for: tuple[messages.WaitingFor, float] | None = None  # as the server said last, and when
+
+    # --- what the script does -----------------------------------------------------------------------------------------
+
+    def hello(self, now: float) -> tuple[Question, list[Command]]:
+        """Say hello, and wait for the Welcome."""
+        question = Question(self._hello, 0, messages.Welcome, now)
+        self._waits.append(question)
+        return question, [Post(SERVER, self._hello)]
+
+    def next_sequence(self) -> int:
+        """The number of the next request."""
+        self._sequence += 1
+        return self._sequence
+
+    def ask(self, request: Record, kind: type[Record], now: float) -> tuple[Question, list[Command]]:
+        """Ask the server, and wait for its answer, a ``kind``."""
+        question = Question(request, number_of(request), kind, now)
+        question.asked = (request,)
+        self._waits.append(question)
+        return question, [Post(SERVER, request)]
+
+    def finish_write(self, now: float) -> Question | None:
+        """Wait for the answer to a write that Ctrl-C has left: until it comes the server may read what the write names,
+        and takes no other. None if there is no such write."""
+        question, self._left_off = self._left_off, None
+        if question is not None:
+            question.restart(now)
+            self._waits.append(question)
+        return question
+
+    def forget_write(self) -> None:
+        """Do not wait for the answer to a write that Ctrl-C has left."""
+        self._left_off = None
+
+    def refuse_lost(self) -> None:
+        """Raise :class:`ReplicaLostError` if no run can begin, because a worker died for good."""
+        self._deaths.refuse()
+
+    def prepare(self, path: list[str], directory: str) -> list[Command]:
+        """Tell the workers where the script lives, if that has changed: its ``sys.path`` and directory."""
+        if self._in_process or (self._where is not None and self._where[0] == path and self._where[1] == directory):
+            return []
+        self._where = ([*path], directory)
+        self._prepared = messages.Prepare(tuple(map(str, path)), directory)
+        return self._to_workers(self._prepared)
+
+    def next_run(self, series: Series, digest: bytes, frozen: bool) -> Beginning:
+        """The numbers of the next run, of the function ``digest``. Nothing is counted before :meth:`begin_run`."""
+        run, parts = self._runs + 1, series.lookahead + 1
+        first = series.number or run
+        lacks, holds = [], []
+        for held in self._held:
+            is_held, after = held.touch(digest, frozen)
+            lacks.append(not is_held)
+            holds.append(after)
+        number = first if series.lookahead else 0
+        part = (run - first) % parts
+        return Beginning((run,), self.draws + 1, number, series.lookahead, part, parts, lacks, holds)
+
+    def begin_run(
+        self,
+        series: Series,
+        beginning: Beginning,
+        said: list[tuple[Any, ...]],
+        function: bytes,
+        arguments: Sequence[tuple[bytes, tuple[memoryview, ...]]],
+    ) -> list[Command]:
+        """Send the run. ``said`` has the values of each replica's Run; the pickled ``function`` and the pickled
+        ``arguments`` are kept until the run is over. Raises LocalProtocolError where one of the messages is too large,
+        and then no replica begins."""
+        parts = [encode_values(messages.Run, values) for values in said]
+        sent = Sent(beginning.run, said, function, arguments, self._held if series.lookahead else [])
+        self._runs, self.draws, self._held = beginning.run[0], beginning.draw, beginning.holds
+        series.number = series.number or self._runs
+        series.unanswered.append(sent)
+        self._latest = series
+        return [Post(worker_name(replica), message) for replica, message in enumerate(parts)]
+
+    def unsettled(self, series: Series | None) -> Series | None:
+        """The steps for which an operation has to wait first, unless it is one of the same ``series``. None while
+        results are read, which may need operations."""
+        latest = self._latest
+        if latest is None or latest is series or not latest.unanswered:
+            return None
+        return None if any(isinstance(wait, Settling) and wait.is_reading for wait in self._waits) else latest
+
+    def settle(self, series: Series, left: int, now: float, *, cancel: bool = False) -> tuple[Settling, list[Command]]:
+        """Wait until at most ``left`` runs of ``series`` are unanswered; or ``cancel`` them and wait for all."""
+        wait = Settling(series, left, not self._in_process, now)
+        self._waits.append(wait)
+        commands = self._cancel(wait) if cancel and series.unanswered else []
+        return wait, commands + self._advance(wait)
+
+    def delivered(self, outcome: list[Any] | BaseException, now: float) -> list[Command]:
+        """What came of the first unanswered run has been read: the results, or what to raise in their place."""
+        wait = self._waits[-1]
+        assert isinstance(wait, Settling)
+        series = wait.series
+        wait.is_reading = False
+        sent = series.unanswered[0]
+        if self._early.pop(sent.run).error is None:
+            series.answered(outcome)
+        else:
+            assert isinstance(outcome, BaseException)
+            dropped = self._drop(series, outcome)
+            if dropped:  # workers drop them, with the functions that these brought
+                self._held = dropped[0].held
+        if self._told:
+            unanswered = [sent.run for sent in series.unanswered]
+            self._told = [told for told in self._told if told.run in unanswered]
+        wait.restart(now)
+        return self._advance(wait)
+
+    def fail(self, wait: Settling, error: BaseException) -> list[Command]:
+        """The runs of ``wait`` are given up: the first of them fails with ``error``, the rest never begin."""
+        if wait.series.unanswered:
+            self._drop(wait.series, error)
+        self._told.clear()
+        return self._advance(wait)
+
+    def leave(self, wait: Wait) -> None:
+        """``wait`` is over, or the script does not wait any longer."""
+        del self._waits[self._waits.index(wait) :]
+
+    # --- what happens while the script waits --------------------------------------------------------------------------
+
+    def pause(self, now: float) -> float:
+        """Seconds until :meth:`tick` has something to do if nothing is heard; not negative."""
+        wait = self._waits[-1]
+        if not isinstance(wait, Settling):
+            return max(0.0, wait.named + _NAME_WAIT_EVERY - now)
+        due = wait.started + _LATE_AFTER if wait.is_unreported else wait.named + _NAME_WAIT_EVERY
+        return max(0.0, min(due - now, self._deaths.patience(now)))
+
+    def tick(self, now: float) -> list[Command]:
+        """Time has passed."""
+        wait = self._waits[-1]
+        commands: list[Command] = []
+        if isinstance(wait, Settling):
+            if commands := self._advance(wait):
+                return commands
+            if wait.is_over:
+                return []
+            if self._deaths.patience(now) <= 0:
+                try:
+                    self._deaths.refuse()
+                except ReplicaLostError as error:
+                    return self.fail(wait, error)
+            if wait.is_unreported and now - wait.started >= _LATE_AFTER:
+                wait.is_unreported = False
+                series = wait.series.number if wait.series.lookahead else 0
+                run = wait.series.unanswered[0].run
+                commands.append(self._tell(messages.WaitReport(run, now - wait.started, series)))
+        if now - wait.named >= _NAME_WAIT_EVERY:
+            what = wait.what(self._server_pid) + self._whom(now)
+            commands.append(NameWait(now - wait.started, what, wait.is_run))
+            wait.named = now
+        return commands
+
+    def interrupt(self, now: float) -> list[Command]:
+        """Ctrl-C. It leaves a question; it cancels runs and is raised when they are over; a second one ends the
+        service.
+
+        The server hears of a Ctrl-C first, and the replicas when it has: if their interrupted returns came before the
+        Cancel, it would commit what they agreed on.
+        """
+        wait = self._waits[-1]
+        if not isinstance(wait, Settling):
+            if isinstance(wait, Question) and hasattr(wait.request, "sequence"):
+                self._left_off = wait
+            return [Fail(KeyboardInterrupt)]
+        if wait.cancelled:
+            return [End("a second Ctrl-C shut it down"), Fail(KeyboardInterrupt)]
+        wait.was_interrupted = True
+        wait.restart(now)
+        return self._cancel(wait)
+
+    def hear(self, record: Record, now: float) -> list[Command]:
+        """A record came, from the server, a worker or the supervisor."""
+        if isinstance(record, RunFinished):
+            latest = self._latest
+            if latest is not None and any(sent.run == record.run for sent in latest.unanswered):
+                self._early[record.run] = record
+            wait = self._waits[-1] if self._waits else None
+            return self._advance(wait) if isinstance(wait, Settling) else []
+        if isinstance(record, messages.WorkerRestarted):
+            return self._take_up(record)
+        if isinstance(record, Died):
+            return self._hear_death(record, now)
+        if isinstance(record, messages.Serving):
+            return self._server_serves()
+        if isinstance(record, messages.WaitingFor):
+            self._awaited_for = record, now
+            return []
+        if isinstance(record, messages.Welcome):
+            self._server_pid = record.server_pid
+            if self._welcome is None:
+                self._welcome, self.workers = record, record.workers
+                self._held = [HeldFunctions() for _ in record.workers]
+        return self._hear_answer(record, now)
+
+    def _hear_answer(self, record: Record, now: float) -> list[Command]:
+        for wait in self._waits:
+            if isinstance(wait, Question) and wait.answers(record):
+                wait.answer, wait.is_over = record, True
+                if isinstance(wait.request, messages.Free) and not isinstance(record, Refused):
+                    return self._to_workers(messages.Forget(wait.request.variables))
+                return []
+            if isinstance(wait, Settling) and type(record) is Counters and record.request == wait.cancelled:
+                wait.workers_know = True
+                wait.restart(now)
+                alive = [worker.replica for worker in self.workers if self._deaths.has_worker(worker.replica)]
+                return [*self._to_workers(wait.cancel), *map(Interrupt, alive)]
+        if isinstance(record, Refused) and record.number == 0:  # to a message that has no number of its own
+            return [Refuse(record.error)]
+        return []
+
+    def _hear_death(self, died: Died, now: float) -> list[Command]:
+        self._deaths.hear(died, self.workers, now)
+        if died.role != "server" or died.restarts:
+            return []
+        cause = f"the server (pid {died.pid}) ended by {died.cause}"
+        why = (
+            f"{cause} and is not started again (server_recovery is off, or max_restarts are used up); its variables "
+            f"are gone with it. Make a new CentralStorageStrategy{last_lines(died)}"
+        )
+        return [End(cause), Fail(ReplicaLostError, why)]
+
+    def _server_serves(self) -> list[Command]:
+        """Another server, which may not have heard what the one before it was told."""
+        self._deaths.server_serves()
+        again = (self._hello, *self._told, *self.asked)
+        return [OfferMailbox(), *(Post(SERVER, record) for record in again)]
+
+    def _take_up(self, restarted: messages.WorkerRestarted) -> list[Command]:
+        """A worker is in the place of one that died: send it what it has to carry out yet, from the run on that the
+        server names. Arguments still lie where they were; it holds no function."""
+        worker = restarted.worker
+        replica, name = worker.replica, worker_name(worker.replica)
+        if worker.incarnation <= self.workers[replica].incarnation:
+            return []
+        self._deaths.took_place(replica)
+        self.workers = (*self.workers[:replica], worker, *self.workers[replica + 1 :])
+        commands: list[Command] = [Connect(worker)]
+        if self._prepared is not None:
+            commands.append(Post(name, self._prepared))
+        holds, is_first = HeldFunctions(), True
+        for sent in self._latest.unanswered if self._latest is not None else ():
+            if sent.held:
+                sent.held[replica] = holds
+            if sent.run < restarted.run:
+                continue
+            run = messages.Run(*sent.said[replica])
+            if is_first:
+                commands.append(self._tell(messages.Resent(sent.run, replica, run.series)))
+            is_first = False
+            is_held, holds = holds.touch(run.digest, run.frozen)
+            commands.append(Post(name, replace(run, function=None), None if is_held else sent.function))
+        self._held[replica] = holds
+        for wait in self._waits:
+            if isinstance(wait, Settling) and wait.workers_know and wait.series.unanswered:
+                commands += [Post(name, wait.cancel), Interrupt(replica)]
+        return commands
+
+    # --- what others may know -----------------------------------------------------------------------------------------
+
+    @property
+    def welcome(self) -> messages.Welcome:
+        """What the server said at first."""
+        assert self._welcome is not None
+        return self._welcome
+
+    @property
+    def server_pid(self) -> int:
+        """The process id of the server."""
+        return self._server_pid
+
+    @property
+    def asked(self) -> list[Record]:
+        """What another server would be asked again."""
+        left_off = () if self._left_off is None else self._left_off.asked
+        return [*left_off, *(record for wait in self._waits for record in wait.asked)]
+
+    @property
+    def last_death(self) -> Died | None:
+        """The death that matters: the first for good, else the last."""
+        return self._deaths.last
+
+    def first_death(self) -> str:
+        """The first death for good, in words."""
+        return self._deaths.first()
+
+    # --- parts --------------------------------------------------------------------------------------------------------
+
+    def _advance(self, wait: Settling) -> list[Command]:
+        """What follows now that more may be known of the runs of ``wait``."""
+        unanswered = wait.series.unanswered
+        if len(unanswered) <= (0 if wait.cancelled else wait.left):
+            wait.is_over = True
+            return [Fail(KeyboardInterrupt)] if wait.was_interrupted else []
+        finished = self._early.get(unanswered[0].run)
+        if finished is None or wait.is_reading:
+            return []
+        wait.is_reading = True
+        return [Deliver(finished)]
+
+    def _drop(self, series: Series, error: BaseException) -> list[Sent]:
+        """The first unanswered run has failed; the rest, which never begin."""
+        dropped = series.failed(error)
+        self.draws -= len(dropped)  # the next run gets the draw that it would have without steps sent ahead
+        return dropped
+
+    def _cancel(self, wait: Settling) -> list[Command]:
+        """Tell the server to give up what is not over, and ask a question that it answers when it has heard."""
+        wait.cancelled = self.next_sequence()
+        wait.asked = (wait.cancel, messages.Statistics(wait.cancelled))
+        return [Post(SERVER, record) for record in wait.asked]
+
+    def _tell(self, record: messages.Resent | messages.WaitReport) -> Post:
+        """Tell the server something about a run, and another in its place once more."""
+        self._told.append(record)
+        return Post(SERVER, record)
+
+    def _to_workers(self, record: Record) -> list[Command]:
+        return [Post(worker_name(worker.replica), record) for worker in self.workers]
+
+    def _whom(self, now: float) -> str:
+        """Of whom is known that a wait is for them, to end its name with."""
+        restarts = self._deaths.restarts_named()
+        unanswered = self._latest.unanswered if self._latest is not None else ()
+        if not unanswered or self._in_process:
+            return restarts
+        said, when = self._awaited_for or (None, 0.0)
+        if said is not None and said.run == unanswered[0].run and now - when < _WORDS_HOLD:
+            return f": {said.whom}"
+        return restarts or f": the server (pid {self._server_pid}) does not say for whom; it may be stopped"

@@ -1,0 +1,104 @@
+"""What a script waits for, as the controller's core keeps account of it: an answer, or the end of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from central_storage.core.pipeline import Series
+from cs_proto import messages
+from cs_proto.messages import Refused
+from cs_proto.records import Record
+
+__all__ = ["Question", "Settling", "Wait", "number_of"]
+
+# A server that is asked which replicas a run waits for gets this long to say so before the wait is named without it.
+_WHOM_WITHIN = 2.0
+
+
+class Wait:
+    """One thing that the script waits for."""
+
+    is_run = False
+
+    def __init__(self, now: float) -> None:
+        self.is_over = False
+        #: What another server is asked again, as long as this is waited for.
+        self.asked: Sequence[Record] = ()
+        self.restart(now)
+
+    def restart(self, now: float) -> None:
+        """Count its time from ``now`` on."""
+        self.started = self.named = now
+
+    def what(self, server_pid: int) -> str:
+        """What is waited for, in words."""
+        raise NotImplementedError
+
+
+class Question(Wait):
+    """The answer of the server to ``request``: a ``kind`` with the ``number`` of the request, or a Refused."""
+
+    def __init__(self, request: Record, number: int, kind: type[Record], now: float) -> None:
+        super().__init__(now)
+        self.request = request
+        self.number = number
+        self.kind = kind
+        self.answer: Any = None
+
+    def what(self, server_pid: int) -> str:
+        """As :meth:`Wait.what`."""
+        if self.kind is messages.Welcome:
+            return "the server's welcome"
+        return f"the answer of the server (pid {server_pid}) to {type(self.request).__name__}"
+
+    def answers(self, record: Record) -> bool:
+        """Whether ``record`` is the answer."""
+        if isinstance(record, Refused):
+            return 0 < record.number == self.number
+        return type(record) is self.kind and number_of(record) == self.number
+
+
+class Settling(Wait):
+    """The end of runs, until at most ``left`` of ``series`` are unanswered; of all, once they are ``cancelled``."""
+
+    is_run = True
+
+    def __init__(self, series: Series, left: int, reports: bool, now: float) -> None:
+        """``reports``: the server is told of a wait that lasts."""
+        self._reports = reports
+        super().__init__(now)
+        self.series = series
+        self.left = left
+        #: Whether the results of the first unanswered run are being read.
+        self.is_reading = False
+        #: The number of the question behind the Cancel; 0 before that. Its answer says that the server has heard.
+        self.cancelled = 0
+        #: Whether the workers have been told of the Cancel, too.
+        self.workers_know = False
+        #: Whether Ctrl-C has to be raised when all is over.
+        self.was_interrupted = False
+
+    def restart(self, now: float) -> None:
+        """As :meth:`Wait.restart`: the next run is waited for."""
+        super().restart(now)
+        #: Whether the server has yet to be told of this wait.
+        self.is_unreported = self._reports
+        if self._reports:
+            self.named += _WHOM_WITHIN
+
+    def what(self, server_pid: int) -> str:
+        """As :meth:`Wait.what`."""
+        return f"run {self.series.unanswered[0].run[0]}"
+
+    @property
+    def cancel(self) -> messages.Cancel:
+        """What cancels the runs that are unanswered."""
+        unanswered = self.series.unanswered
+        return messages.Cancel(unanswered[0].run, len(unanswered) - 1)
+
+
+def number_of(record: Record) -> int:
+    """The number of a request or of its answer; 0 where it has none."""
+    number: int = getattr(record, "sequence", getattr(record, "request", 0))
+    return number
