@@ -216,10 +216,12 @@ class ControllerCore:
     # --- what happens while the script waits --------------------------------------------------------------------------
 
     def pause(self, now: float) -> float:
-        """Seconds until :meth:`tick` has something to do if nothing is heard; not negative."""
+        """Seconds until :meth:`tick` has something to do if nothing is heard; 0 if it has now."""
         wait = self._waits[-1]
         if not isinstance(wait, Settling):
             return max(0.0, wait.named + _NAME_WAIT_EVERY - now)
+        if self._early and wait.series.unanswered[0].run in self._early:
+            return 0.0
         due = wait.started + _LATE_AFTER if wait.is_unreported else wait.named + _NAME_WAIT_EVERY
         return max(0.0, min(due - now, self._deaths.patience(now)))
 
@@ -230,8 +232,6 @@ class ControllerCore:
         if isinstance(wait, Settling):
             if commands := self._advance(wait):
                 return commands
-            if wait.is_over:
-                return []
             if self._deaths.patience(now) <= 0:
                 try:
                     self._deaths.refuse()
@@ -269,8 +269,7 @@ class ControllerCore:
     def hear(self, record: Record, now: float) -> list[Command]:
         """A record came, from the server, a worker or the supervisor."""
         if isinstance(record, RunFinished):
-            latest = self._latest
-            if latest is not None and any(sent.run == record.run for sent in latest.unanswered):
+            if self._latest is not None and record.run in [sent.run for sent in self._latest.unanswered]:
                 self._early[record.run] = record
             wait = self._waits[-1] if self._waits else None
             return self._advance(wait) if isinstance(wait, Settling) else []

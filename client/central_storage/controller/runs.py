@@ -53,18 +53,19 @@ class Runs:
         moment("pickled")
         session.carry_out(core.prepare(sys.path, os.getcwd()))
         beginning = core.next_run(series, name, frozen)
-        session.arena.reset(beginning.part, beginning.parts)
+        run, draw, first, lookahead, part, parts, lacks, _ = beginning
+        session.arena.reset(part, parts)
         share = session.arena.share
         said = []
         for replica, (pickled, buffers) in enumerate(pickles):
             there: bytes | Frame | Array = pickled
-            carried = share(data) if beginning.lacks[replica] else None
+            carried = share(data) if lacks[replica] else None
             if len(pickled) > _SMALL_NBYTES:
                 there = Frame(pickled) if len(pickled) <= INLINE_NBYTES else share(pickled)
             said.append(
                 Run.values_of(
-                    run=beginning.run,
-                    draw=beginning.draw,
+                    run=run,
+                    draw=draw,
                     replica=replica,
                     seed=self.seed,
                     digest=name,
@@ -72,14 +73,12 @@ class Runs:
                     frozen=frozen,
                     arguments=there,
                     buffers=tuple(map(share, buffers)) if buffers else (),
-                    series=beginning.series,
-                    lookahead=beginning.lookahead,
+                    series=first,
+                    lookahead=lookahead,
                     held=session.results[replica].held(),
                 )
             )
-        for command in core.begin_run(series, beginning, said, data, pickles):
-            session.carry_out((command,))
-            moment("sent")
+        session.carry_out(core.begin_run(series, beginning, said, data, pickles))
 
     def settle(self, series: Series, left: int = 0, *, cancel: bool = False) -> None:
         """Wait until at most ``left`` runs of ``series`` are unanswered. Ctrl-C cancels the first of them and waits for

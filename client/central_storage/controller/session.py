@@ -238,11 +238,12 @@ class Session:
             self.carry_out(commands)
             while not wait.is_over:
                 now = time.monotonic()
-                self.carry_out(core.tick(now))
-                if wait.is_over:
-                    break
+                pause = core.pause(now)
+                if pause == 0.0:
+                    self.carry_out(core.tick(now))
+                    continue
                 try:
-                    record = self.receive(core.pause(now))
+                    record = self.receive(pause)
                 except KeyboardInterrupt:
                     self.carry_out(core.interrupt(time.monotonic()))
                 else:
@@ -263,9 +264,14 @@ class Session:
     def carry_out(self, commands: Sequence[Command]) -> None:
         """Do what the core commands, in order."""
         for command in commands:
+            if type(command) is Post:
+                if isinstance(command.message, list):
+                    self._post(command.peer, command.message)
+                    moment("sent")
+                else:
+                    self._post(command.peer, self._encoded(command.message, command.function))
+                continue
             match command:
-                case Post(peer, message, function):
-                    self._post(peer, message if isinstance(message, list) else self._encoded(message, function))
                 case Deliver(finished):
                     outcome = self._read_outcome(finished)
                     moment("over")

@@ -21,11 +21,14 @@ class Wait:
 
     is_run = False
 
-    def __init__(self, now: float) -> None:
+    #: When it began, and when it was named or would have been.
+    started: float
+    named: float
+
+    def __init__(self) -> None:
         self.is_over = False
         #: What another server is asked again, as long as this is waited for.
         self.asked: Sequence[Record] = ()
-        self.restart(now)
 
     def restart(self, now: float) -> None:
         """Count its time from ``now`` on."""
@@ -40,7 +43,8 @@ class Question(Wait):
     """The answer of the server to ``request``: a ``kind`` with the ``number`` of the request, or a Refused."""
 
     def __init__(self, request: Record, number: int, kind: type[Record], now: float) -> None:
-        super().__init__(now)
+        super().__init__()
+        self.restart(now)
         self.request = request
         self.number = number
         self.kind = kind
@@ -66,8 +70,9 @@ class Settling(Wait):
 
     def __init__(self, series: Series, left: int, reports: bool, now: float) -> None:
         """``reports``: the server is told of a wait that lasts."""
+        super().__init__()
         self._reports = reports
-        super().__init__(now)
+        self.restart(now)
         self.series = series
         self.left = left
         #: Whether the results of the first unanswered run are being read.
@@ -81,11 +86,10 @@ class Settling(Wait):
 
     def restart(self, now: float) -> None:
         """As :meth:`Wait.restart`: the next run is waited for."""
-        super().restart(now)
+        self.started = now
         #: Whether the server has yet to be told of this wait.
         self.is_unreported = self._reports
-        if self._reports:
-            self.named += _WHOM_WITHIN
+        self.named = now + _WHOM_WITHIN if self._reports else now
 
     def what(self, server_pid: int) -> str:
         """As :meth:`Wait.what`."""
