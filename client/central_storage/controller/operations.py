@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from cs_proto import messages, segment_names
 from cs_proto.arrays import INLINE_NBYTES, Array
 from cs_proto.errors import ReplicaLostError, ShutdownError
 from cs_proto.messages import AssignOp, Counters, Serving, VariableSpec, WriteOp
-from cs_proto.records import Record, replace
+from cs_proto.records import replace
 from cs_proto.schedules import Schedule
 from cs_runtime import mapping
 from cs_runtime.remote_segment import aligned_copy
@@ -33,8 +33,6 @@ from .session import Session, Threads, wait_until_serving
 from .waits import Question
 
 __all__ = ["ServiceLink", "wait_until_serving"]
-
-R = TypeVar("R", bound=Record)
 
 # Variables named in one request to free them.
 _FREED_AT_ONCE = 10_000
@@ -56,6 +54,7 @@ class ServiceLink:
         where it is a launcher's. ``threads``: it is one of this process."""
         self._session = Session(lifeline, serving, stop=stop, threads=threads)
         self._core = self._session.core
+        self._ask, self._number = self._session.ask, self._core.next_sequence
         self._client = lifeline.client
         self._runs = Runs(self._session, seed)
         self._is_held: Callable[[str, int], object] = _nothing_held
@@ -73,11 +72,6 @@ class ServiceLink:
         self.parameter_device = welcome.parameter_device
         self.compute_devices = tuple(worker.device for worker in welcome.workers)
         return self
-
-    @property
-    def workers(self) -> tuple[messages.Worker, ...]:
-        """The workers in replica order."""
-        return self._core.workers
 
     @property
     def last_death(self) -> messages.Died | None:
@@ -358,12 +352,6 @@ class ServiceLink:
             self._runs.settle(before)
         if self._forgotten and series is None:
             self._free_forgotten()
-
-    def _ask(self, request: Record, answer: type[R]) -> R:
-        return self._session.ask(request, answer)
-
-    def _number(self) -> int:
-        return self._core.next_sequence()
 
 
 def _nothing_held(kind: str, number: int) -> object:
