@@ -78,6 +78,7 @@ class ControllerCore:
         self._welcome: messages.Welcome | None = None
         #: The workers in replica order, each as the latest incarnation that the server has named.
         self.workers: tuple[Worker, ...] = ()
+        self._peers: list[bytes] = []
         self._held: list[HeldFunctions] = []
         self._prepared: messages.Prepare | None = None  # what workers were told last, and from what it was made
         self._where: tuple[list[str], str] | None = None
@@ -165,7 +166,7 @@ class ControllerCore:
         series.number = series.number or self._runs
         series.unanswered.append(sent)
         self._latest = series
-        return [Post(worker_name(replica), message) for replica, message in enumerate(parts)]
+        return [Post(peer, message) for peer, message in zip(self._peers, parts, strict=True)]
 
     def unsettled(self, series: Series | None) -> Series | None:
         """The steps for which an operation has to wait first, unless it is one of the same ``series``. None while
@@ -179,8 +180,9 @@ class ControllerCore:
         """Wait until at most ``left`` runs of ``series`` are unanswered; or ``cancel`` them and wait for all."""
         wait = Settling(series, left, not self._in_process, now)
         self._waits.append(wait)
-        commands = self._cancel(wait) if cancel and series.unanswered else []
-        return wait, commands + self._advance(wait)
+        if not cancel or not series.unanswered:
+            return wait, self._advance(wait)
+        return wait, [*self._cancel(wait), *self._advance(wait)]
 
     def delivered(self, outcome: list[Any] | BaseException, now: float) -> list[Command]:
         """What came of the first unanswered run has been read: the results, or what to raise in their place."""
@@ -286,6 +288,7 @@ class ControllerCore:
             self._server_pid = record.server_pid
             if self._welcome is None:
                 self._welcome, self.workers = record, record.workers
+                self._peers = [worker_name(worker.replica) for worker in record.workers]
                 self._held = [HeldFunctions() for _ in record.workers]
         return self._hear_answer(record, now)
 
@@ -326,7 +329,7 @@ class ControllerCore:
         """A worker is in the place of one that died: send it what it has to carry out yet, from the run on that the
         server names. Arguments still lie where they were; it holds no function."""
         worker = restarted.worker
-        replica, name = worker.replica, worker_name(worker.replica)
+        replica, name = worker.replica, self._peers[worker.replica]
         if worker.incarnation <= self.workers[replica].incarnation:
             return []
         self._deaths.took_place(replica)
@@ -412,7 +415,7 @@ class ControllerCore:
         return Post(SERVER, record)
 
     def _to_workers(self, record: Record) -> list[Command]:
-        return [Post(worker_name(worker.replica), record) for worker in self.workers]
+        return [Post(peer, record) for peer in self._peers]
 
     def _whom(self, now: float) -> str:
         """Of whom is known that a wait is for them, to end its name with."""

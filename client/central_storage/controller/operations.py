@@ -74,6 +74,11 @@ class ServiceLink:
         return self
 
     @property
+    def workers(self) -> tuple[messages.Worker, ...]:
+        """The workers in replica order."""
+        return self._core.workers
+
+    @property
     def last_death(self) -> messages.Died | None:
         """The death that matters: the first for good, else the last."""
         return self._core.last_death

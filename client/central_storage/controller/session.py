@@ -262,7 +262,7 @@ class Session:
         return found
 
     def carry_out(self, commands: Sequence[Command]) -> None:
-        """Do what the core commands, in order."""
+        """Do what the core commands, in order. The first two kinds are those of every step."""
         for command in commands:
             if type(command) is Post:
                 if isinstance(command.message, list):
@@ -271,11 +271,12 @@ class Session:
                 else:
                     self._post(command.peer, self._encoded(command.message, command.function))
                 continue
+            if type(command) is Deliver:
+                outcome = self._read_outcome(command.finished)
+                moment("over")
+                self.carry_out(self.core.delivered(outcome, time.monotonic()))
+                continue
             match command:
-                case Deliver(finished):
-                    outcome = self._read_outcome(finished)
-                    moment("over")
-                    self.carry_out(self.core.delivered(outcome, time.monotonic()))
                 case Fail(kind, why):
                     raise kind(why) if why else kind()
                 case Refuse(error):
