@@ -7,8 +7,9 @@ JOBS   ?= 4
 BIN    := $(VENV)/bin
 # The tests of a file share services, so they run in one process; the files with most tests come first.
 PYTEST  = $(BIN)/python -m pytest -p tests.harness.progress -n $(JOBS) --dist loadfile --max-worker-restart=0
-# The folders of tests/ whose tests start services or other processes; the others are what make check runs.
+# The folders of tests/ whose tests start services or other processes. Make check leaves them out, and what is marked long.
 SYSTEM := conformance gpu harness interop processes seeds soak
+CHECK  := -m "not slow and not long" --hypothesis-profile=sample
 DEMO   := cs-launch --devices cpu:0,cpu:1 --parameter-device cpu:0 examples/digits.py
 
 # pip says nothing but what went wrong.
@@ -36,7 +37,7 @@ demo: $(VENV)/.installed-demo  ## train the handwritten digits on two workers an
 setup: $(VENV)/.installed-dev  ## make the virtual environment with all that development needs
 
 check: $(VENV)/.installed-dev  ## style, types, contracts, and the tests that start no service: a minute and a half
-	@$(MAKE) --no-print-directory -j2 lint pytest IGNORED="$(SYSTEM)"
+	@$(MAKE) --no-print-directory -j2 lint pytest IGNORED="$(SYSTEM)" CHOSEN='$(CHECK)'
 
 test: $(VENV)/.installed-dev  ## check, and the tests of the whole system: five minutes
 	@$(MAKE) --no-print-directory -j2 lint pytest IGNORED="interop soak"
@@ -75,7 +76,7 @@ lint: $(VENV)/.installed-dev  ## style, types and contracts, without the tests
 	@said=$$($(BIN)/lint-imports) || { echo "$$said"; exit 1; }
 
 pytest: $(VENV)/.installed-dev
-	@$(PYTEST) $(IGNORED:%=--ignore=tests/%)
+	@$(PYTEST) $(CHOSEN) $(IGNORED:%=--ignore=tests/%)
 
 docs: $(VENV)/.installed-docs  ## build the documentation site in build/site; a broken link or a docstring that lacks a part fails
 	@said=$$($(BIN)/python -m mkdocs build 2>&1) || { echo "$$said"; exit 1; }

@@ -44,10 +44,15 @@ collect_ignore += [] if "CS_CHROMIUM" in os.environ else ["tools"]
 collect_ignore += ["harness/cupy_stand_in"]  # a package of its own: it is imported as cupy or not at all
 collect_ignore += [] if importlib.util.find_spec("torch") else ["interop"]
 
-# The profiles of hypothesis, for --hypothesis-profile: quick by default; full tries ten times as many examples. Both
-# try the same examples every time, or a commit would fail for what an older one did; explore looks for new ones.
+# The profiles of hypothesis, for --hypothesis-profile: quick by default; sample tries a fifth as many examples, full ten
+# times as many. They try the same examples every time, or a commit would fail for what an older one did; explore looks for new ones.
 # How long an input takes to draw is no fault of a test: the first of a process reads all modules for their constants.
-for name, examples, is_same in (("quick", 100, True), ("full", 1000, True), ("explore", 1000, False)):
+for name, examples, is_same in (
+    ("sample", 20, True),
+    ("quick", 100, True),
+    ("full", 1000, True),
+    ("explore", 1000, False),
+):
     slow = hypothesis.HealthCheck.too_slow  # as a busy machine is: no test asserts a time
     hypothesis.settings.register_profile(
         name, max_examples=examples, derandomize=is_same, deadline=None, suppress_health_check=[slow]
@@ -58,6 +63,8 @@ _directory = pytest.StashKey[Path]()
 _failed = pytest.StashKey[bool]()
 _collecting = pytest.StashKey[TextIO]()
 _LOG_LINES = 40
+#: The fixtures in folders of ``make check`` that start processes.
+_STARTS_PROCESSES = {"standins", "world"}
 #: The folders of tests that start servers or run updates.
 _NEEDS_KERNELS = {"conformance", "containers", "interop", "processes", "seeds", "server"}
 
@@ -133,8 +140,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     subprocess.run([sys.executable, "-c", program], env=environment, timeout=300, check=True)
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip the tests that need a GPU, with the reason, where there is none."""
+    """Mark the tests that start processes as long. Skip those that need a GPU, with the reason, where there is none."""
+    for item in items:
+        if _STARTS_PROCESSES.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.long)
     if _collecting in config.stash:
         config.stash[_collecting].close()
     wanted = [item for item in items if item.get_closest_marker("gpu")]

@@ -8,6 +8,7 @@ import shutil
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -97,10 +98,10 @@ def copy_of_tree(place: Path) -> Path:
 
 def test_no_name_of_a_module_is_given_twice() -> None:
     """A second constant of one name changes the first, and nothing else notices."""
-    for path in sorted(path for role in ROLES for path in (ROOT / role).rglob("*.py")):
+    for path, tree in (each for role in ROLES for each in _trees(role)):
         names = [
             name.id
-            for statement in ast.parse(path.read_text()).body
+            for statement in tree.body
             if isinstance(statement, ast.Assign | ast.AnnAssign)
             for target in (statement.targets if isinstance(statement, ast.Assign) else [statement.target])
             for name in (target.elts if isinstance(target, ast.Tuple) else [target])
@@ -268,16 +269,23 @@ def _too_large(path: Path) -> Iterator[tuple[str, int]]:
 def test_one_module_of_a_role_knows_an_outside_thing(library: str, importers: set[str]) -> None:
     found = set()
     for role in ROLES:
-        for path in (ROOT / role).rglob("*.py"):
-            if library in _imports(path):
+        for path, tree in _trees(role):
+            if library in _imports(tree):
                 found.add(".".join(path.relative_to(ROOT / role).with_suffix("").parts))
     assert found == importers
 
 
-def _imports(path: Path) -> set[str]:
-    """The top-level names of everything that a file imports, wherever in it."""
+@cache
+def _trees(role: str) -> list[tuple[Path, ast.Module]]:
+    """Each module of a role, read and parsed."""
+    return [(path, ast.parse(path.read_text())) for path in sorted((ROOT / role).rglob("*.py"))]
+
+
+@cache
+def _imports(tree: ast.Module) -> set[str]:
+    """The top-level names of everything that a module imports, wherever in it."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names.update(alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:

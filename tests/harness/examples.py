@@ -10,5 +10,5 @@ _USUAL = 100
 
 
 def examples(count: int) -> int:
-    """``count`` in the profile quick, and in the others as many times more as they try of every property."""
-    return count * hypothesis.settings.default.max_examples // _USUAL
+    """``count`` in the profile quick, and in the others as many times more or fewer as they try of every property."""
+    return max(1, count * hypothesis.settings.default.max_examples // _USUAL)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
+from tests.harness.examples import examples
 from tests.harness.record_strategies import DTYPES as ANY_DTYPE
 from tests.harness.record_strategies import same_bits
 
@@ -38,7 +39,7 @@ NAMES = st.one_of(
 LENGTHS = st.one_of(st.integers(0, 4), st.integers(-2, 1 << 64), st.sampled_from([1 << 31, 1 << 61, 1 << 62, 1 << 63]))
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(ANY_DTYPE.flatmap(lambda dtype: npst.arrays(dtype, npst.array_shapes(min_dims=0, min_side=0, max_side=4))))
 def test_every_array_arrives_bit_by_bit(value: np.ndarray) -> None:
     sent = Value(b"", (array_of(value),))
@@ -50,7 +51,7 @@ def test_every_array_arrives_bit_by_bit(value: np.ndarray) -> None:
     assert not view.flags.writeable
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(NAMES, st.lists(LENGTHS, max_size=4), st.integers(0, 64))
 def test_a_header_cannot_lie_about_its_frame(dtype: str, shape: list[int], nbytes: int) -> None:
     try:
@@ -114,7 +115,7 @@ def test_shapes_that_are_none(shape: tuple[int, ...], said: str) -> None:
         Array("float32", shape, Location("arena/0", 0))
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.sampled_from([*DTYPES, "U3", "S5"]), st.lists(LENGTHS, max_size=3).map(tuple))
 def test_every_shape_without_fault_is_one_of_numpys(dtype: str, shape: tuple[int, ...]) -> None:
     if not shape_fault(dtype, shape) and 0 in shape:

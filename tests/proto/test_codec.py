@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.harness.examples import examples
 from tests.harness.record_strategies import any_record
 
 from cs_proto.arrays import Array, array_of, bytes_array
@@ -35,7 +36,7 @@ from cs_proto.records import RECORDS, Buffer, Frame, Record
 
 ARRAY = array_of(np.arange(6, dtype=np.float32).reshape(2, 3))
 ASK = Ask((5,), 0, 1, (), ReducePoint(0, "train.py:12", "SUM", (ARRAY, ARRAY)))
-FUZZ = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+FUZZ = settings(max_examples=examples(150), suppress_health_check=[HealthCheck.too_slow])
 
 
 def wire(value: object, *frames: bytes) -> list[Buffer]:

@@ -50,7 +50,7 @@ def test_every_kind_comes_back_as_it_was_sent(kind: type[Record], data: st.DataO
     assert [bytes(part) for part in encode(got)] == parts
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(any_record())
 def test_a_record_cannot_be_changed(sent: Record) -> None:
     name = dataclasses.fields(sent)[0].name  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.harness.examples import examples
 
 from cs_proto.arrays import INLINE_NBYTES, Array, Location, frame_view
 from cs_proto.errors import MemoryPlanError
@@ -126,7 +127,7 @@ PAGES = st.lists(st.integers(0, 255), max_size=12).map(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(held=PAGES, sizes=st.lists(st.integers(1, 3 * INLINE_NBYTES), max_size=12), parts=st.integers(1, 2))
 def test_what_is_held_is_left_alone(held: list[tuple[int, int]], sizes: list[int], parts: int) -> None:
     made = arena()

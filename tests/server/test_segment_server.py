@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.harness.examples import examples
 
 from cs_proto.arrays import Array, Location, array_of, bytes_array, frame_view
 from cs_proto.codec import BULK_LIMITS, LIMITS, decode, encode
@@ -84,7 +85,7 @@ DTYPES = st.sampled_from(["float32", "float64", "int8", "complex64", "bool", "U3
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(DTYPES, SHAPES, st.integers(0, 50), st.integers(1, 64), st.randoms(use_true_random=False))
 def test_carried_bytes_are_those_of_the_memory(
     dtype: str, shape: tuple[int, ...], offset: int, at_once: int, random: Any
@@ -105,7 +106,7 @@ def test_carried_bytes_are_those_of_the_memory(
         assert all(len(encode(record)[-1]) <= max(at_once, 64) for record in server.asked if isinstance(record, Put))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(1, 9), SHAPES, st.lists(st.integers(0, 8)), st.integers(1, 64))
 def test_rows_are_those_of_the_memory(height: int, rest: tuple[int, ...], rows: list[int], at_once: int) -> None:
     server = Server("w0")

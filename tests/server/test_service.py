@@ -28,6 +28,7 @@ from cs_proto.codec import BULK_LIMITS, LIMITS, decode, encode
 from cs_proto.records import RECORDS, Record, replace
 from cs_server.rules import RULES, reference
 
+pytestmark = pytest.mark.long  # each test starts a server
 R = TypeVar("R", bound=Record)
 
 # Says on stderr what is imported and unpickled once SIGUSR2 has come.

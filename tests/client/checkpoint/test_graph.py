@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from tests.harness.examples import examples
 from tests.harness.processes import start
 
 from central_storage.checkpoint import graph
@@ -74,7 +75,7 @@ def zero(variable: Variable) -> None:
     variable.assign(np.zeros(variable.shape, variable.dtype))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(60))
 @given(data=st.data())
 def test_every_dtype_and_shape_comes_back(tmp_path: Path, data: st.DataObject) -> None:
     shapes = arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)

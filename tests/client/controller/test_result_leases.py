@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.harness.examples import examples
 
 from central_storage.controller import result_leases as module
 from central_storage.controller.result_leases import ResultLeases
@@ -170,7 +171,7 @@ def test_what_is_used_stays_bounded_when_results_are_dropped() -> None:
     assert os.fstat(both.file).st_blocks * 512 <= 2 * LARGE
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     steps=st.lists(
         st.tuples(

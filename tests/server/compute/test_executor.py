@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.harness.examples import examples
 
 from cs_proto.arrays import Array, Location, array_of, frame_view, view_of
 from cs_proto.errors import InvalidArgumentError
@@ -195,7 +196,7 @@ def test_operations_follow_each_other() -> None:
     assert w.tolist() == [3.0] * 64
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 3000)), max_size=6), st.integers(1, 5))
 def test_shares_cover_every_element_once_and_in_order(steps: list[tuple[int, int]], threads: int) -> None:
     ranges, end = [], 0

@@ -44,7 +44,7 @@ def gradients(draw: st.DrawFn, dtype: str) -> tuple[int, int, list[tuple[Array, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_the_merge_adds_in_the_order_of_replicas_and_places(dtype: str, data: st.DataObject) -> None:
     height, width, brought = data.draw(gradients(dtype))

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from tests.harness.examples import examples
 
 from cs_proto.errors import MemoryPlanError
 from cs_server.engine.control_log import Control, ControlDamaged, ControlFull, ControlLog, ControlMemory
@@ -39,7 +40,7 @@ CHANGES = st.dictionaries(st.binary(max_size=4), st.none() | st.binary(max_size=
 
 
 @given(st.lists(CHANGES, max_size=30))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_both_kinds_and_a_reopened_log_agree(script: list[dict[bytes, bytes | None]]) -> None:
     # Keys of up to 4 bytes in 8 KiB: the log is rewritten often and never full.
     memory, buffer = ControlMemory(), np.zeros(64 + 2 * 8192, np.uint8)

@@ -261,7 +261,7 @@ def test_the_short_way_is_the_long_way(replicas: int, lookahead: int, plan: list
     ("series", "kind"),
     [
         (0, KINDS[0]),
-        (1, KINDS[-1]),
+        pytest.param(1, KINDS[-1], marks=pytest.mark.long),
         pytest.param(0, KINDS[-1], marks=pytest.mark.slow),
         pytest.param(1, KINDS[0], marks=pytest.mark.slow),
     ],

@@ -301,7 +301,7 @@ def deaths(programs: list[list[str]], replicas: int, series: bool) -> list[tuple
     ("series", "first"),
     [
         pytest.param(False, 0, id="runs, even events"),
-        pytest.param(True, 1, id="steps, odd events"),
+        pytest.param(True, 1, id="steps, odd events", marks=pytest.mark.long),
         pytest.param(False, 1, id="runs, odd events", marks=pytest.mark.slow),
         pytest.param(True, 0, id="steps, even events", marks=pytest.mark.slow),
     ],
@@ -318,7 +318,10 @@ def test_a_death_at_any_event_changes_nothing(program: list[str], replicas: int,
 
 
 @pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)], ids=["even events", "odd events"])
-@pytest.mark.parametrize(("replicas", "reads"), [(1, READS), (2, READS), (2, ONE_READS)])
+@pytest.mark.parametrize(
+    ("replicas", "reads"),
+    [(1, READS), *(pytest.param(2, reads, marks=pytest.mark.long) for reads in (READS, ONE_READS))],
+)
 def test_a_run_that_has_read_its_own_update_is_lost_and_says_what_stands(
     replicas: int, reads: list[str], first: int
 ) -> None:

@@ -146,6 +146,7 @@ def test_what_cannot_be_translated_is_named(step: str) -> None:
         codegen.update(replace(RULES["sgd"], step=steps[step]), "float32")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(NVCC is None or PTXAS is None, reason="no nvcc here to compile the kernels for a GPU")
 @pytest.mark.parametrize("dtype", GPU_DTYPES)
 def test_nvcc_takes_the_source(dtype: str, tmp_path: Path) -> None:

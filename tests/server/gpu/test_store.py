@@ -95,7 +95,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_memory, "_GRAIN_NBYTES", 256)
 
 
-@pytest.fixture(params=["page-locked", "not page-locked"])
+@pytest.fixture(params=["page-locked", pytest.param("not page-locked", marks=pytest.mark.long)])
 def locking(request: pytest.FixtureRequest, gpus: StandInGpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """With page-locked gradients, and on a machine that refuses."""
 
@@ -185,7 +185,7 @@ class Both:
         self.there.mappings.clear()
 
 
-@pytest.fixture(params=[True, False], ids=["journal", "no journal"])
+@pytest.fixture(params=[pytest.param(True, id="journal"), pytest.param(False, id="no journal", marks=pytest.mark.long)])
 def both(request: pytest.FixtureRequest, gpus: StandInGpus) -> Iterator[Both]:
     made = Both(journal=request.param)
     yield made
@@ -613,6 +613,7 @@ def take_the_rest(gpus: StandInGpus, both: Both, left: int) -> Any:
     return gpus.cupy.cuda.Memory(both.gpu.available_nbytes() - left)
 
 
+@pytest.mark.long
 def test_a_commit_takes_nothing_of_a_gpu_that_is_full(
     gpus: StandInGpus, monkeypatch: pytest.MonkeyPatch, both: Both
 ) -> None:
@@ -635,6 +636,7 @@ def test_a_commit_takes_nothing_of_a_gpu_that_is_full(
     del rest
 
 
+@pytest.mark.long
 def test_a_kernel_for_which_a_gpu_has_no_room_is_refused(gpus: StandInGpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the variable or the optimizer that needs it, and by name; there is room later."""
 
