@@ -7,8 +7,9 @@ JOBS   ?= 4
 BIN    := $(VENV)/bin
 # The tests of a file share services, so they run in one process; the files with most tests come first.
 PYTEST  = $(BIN)/python -m pytest -p tests.harness.progress -n $(JOBS) --dist loadfile --max-worker-restart=0
-# The folders of tests/ whose tests start services or other processes. Make check leaves them out, and what is marked long.
-SYSTEM := conformance gpu harness interop processes seeds soak
+# What make check leaves out of tests/, beside what is marked long: tests that start services, or that need all kernels,
+# which take a minute to compile on a machine that has none.
+SYSTEM := conformance gpu harness interop processes seeds server/compute soak
 CHECK  := -m "not slow and not long" --hypothesis-profile=sample
 DEMO   := cs-launch --devices cpu:0,cpu:1 --parameter-device cpu:0 examples/digits.py
 

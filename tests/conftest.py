@@ -25,7 +25,7 @@ import hypothesis
 import numpy as np
 import pytest
 import zmq
-from _pytest.doctest import DoctestModule
+from _pytest.doctest import DoctestItem, DoctestModule
 from tests.harness import leftovers
 from tests.harness.processes import MARK
 from tests.harness.timing import unit
@@ -44,8 +44,9 @@ collect_ignore += [] if "CS_CHROMIUM" in os.environ else ["tools"]
 collect_ignore += ["harness/cupy_stand_in"]  # a package of its own: it is imported as cupy or not at all
 collect_ignore += [] if importlib.util.find_spec("torch") else ["interop"]
 
-# The profiles of hypothesis, for --hypothesis-profile: quick by default; sample tries a fifth as many examples, full ten
-# times as many. They try the same examples every time, or a commit would fail for what an older one did; explore looks for new ones.
+# The profiles of hypothesis, for --hypothesis-profile: quick by default; sample tries a fifth as many examples and full
+# ten times as many. These three try the same examples every time, or a commit would fail for what an older one did;
+# explore looks for new ones.
 # How long an input takes to draw is no fault of a test: the first of a process reads all modules for their constants.
 for name, examples, is_same in (
     ("sample", 20, True),
@@ -63,10 +64,18 @@ _directory = pytest.StashKey[Path]()
 _failed = pytest.StashKey[bool]()
 _collecting = pytest.StashKey[TextIO]()
 _LOG_LINES = 40
-#: The fixtures in folders of ``make check`` that start processes.
+#: The fixtures in the folders of ``make check`` that start a service, or stand-ins for one.
 _STARTS_PROCESSES = {"standins", "world"}
-#: The folders of tests that start servers or run updates.
-_NEEDS_KERNELS = {"conformance", "containers", "interop", "processes", "seeds", "server"}
+#: The places of tests that start servers or run updates.
+_NEEDS_KERNELS = (
+    "conformance",
+    "containers",
+    "interop",
+    "processes",
+    "seeds",
+    "server/compute",
+    "server/test_service.py",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -130,8 +139,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     when all are ready."""
     gc.freeze()  # what is collected stays: each look through it for garbage is a quarter of a second
     here = Path(__file__).parent
-    folders = {item.path.relative_to(here).parts[0] for item in session.items if item.path.is_relative_to(here)}
-    if session.config.option.collectonly or not folders & _NEEDS_KERNELS:
+    paths = {str(item.path.relative_to(here)) for item in session.items if item.path.is_relative_to(here)}
+    if session.config.option.collectonly or not any(path.startswith(_NEEDS_KERNELS) for path in paths):
         return
     worker = getattr(session.config, "workerinput", {"workerid": "gw0", "workercount": 1})
     share = (int(worker["workerid"].removeprefix("gw")), int(worker["workercount"]))
@@ -142,9 +151,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests that start processes as long. Skip those that need a GPU, with the reason, where there is none."""
+    """Mark the tests that start a service as long. Skip those that need a GPU, with the reason, where there is none."""
     for item in items:
-        if _STARTS_PROCESSES.intersection(getattr(item, "fixturenames", ())):
+        is_example = isinstance(item, DoctestItem) and "in_process" in item.dtest.docstring
+        if is_example or _STARTS_PROCESSES.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.long)
     if _collecting in config.stash:
         config.stash[_collecting].close()

@@ -1,5 +1,5 @@
-"""The same training by mailbox and over ZeroMQ alone: the same results, whatever dies; messages too large for a mailbox
-between small ones. All that is tried in threads of one process (``in_process``) goes over ZeroMQ, too."""
+"""Messages too large for a mailbox between small ones, and the same results whatever dies. ``make test-zeromq`` runs
+all tests of whole services over ZeroMQ alone; what is tried in threads of one process goes over it, too."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.harness.processes import MAILBOXES
 from tests.harness.replicas import context
 from tests.harness.services import connected
 
@@ -20,14 +21,11 @@ pytestmark = pytest.mark.timeout(180)
 DEVICES = ["cpu:0", "cpu:1"]
 
 
-@pytest.fixture(scope="module", params=["on", "off"])
-def service(request: pytest.FixtureRequest) -> Iterator[cs.CentralStorageStrategy]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CS_MAILBOXES", request.param)
-        strategy = cs.CentralStorageStrategy(DEVICES, max_restarts=100)
-    with strategy:
+@pytest.fixture(scope="module")
+def service() -> Iterator[cs.CentralStorageStrategy]:
+    with cs.CentralStorageStrategy(DEVICES, max_restarts=100) as strategy:
         yield connected(strategy)
-        assert bool(strategy.statistics().posted) == (request.param == "on")
+        assert bool(strategy.statistics().posted) == bool(MAILBOXES)
 
 
 def sizes(k: int) -> list[int]:

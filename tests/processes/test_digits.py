@@ -11,12 +11,12 @@ import nbformat
 import psutil
 import pytest
 from nbclient import NotebookClient
+from tests.harness.digits import DIGITS, quick_digits
 from tests.harness.processes import Child, run, start
 from tests.harness.timing import unit
 
 from central_storage.launch.run_directory import RunDirectory
 
-DIGITS = "examples/digits.py"
 DEVICES = ("--devices", "cpu:0,cpu:1")
 LAUNCH = ("cs-launch", *DEVICES, "--parameter-device", "cpu:0")
 
@@ -46,11 +46,11 @@ def test_the_demonstration() -> None:
     assert float(accuracy) >= 0.97
 
 
-def test_all_ways_in_and_steps_sent_ahead_do_the_same() -> None:
-    few = ("--epochs", "2")
-    launched = run(*LAUNCH, DIGITS, *few).ok()
-    alone = run(DIGITS, *DEVICES, *few).ok()
-    ahead = run(DIGITS, *DEVICES, *few, "--run-steps").ok()
+def test_all_ways_in_and_steps_sent_ahead_do_the_same(tmp_path: Path) -> None:
+    digits, few = quick_digits(tmp_path), ("--epochs", "2")
+    launched = run(*LAUNCH, digits, *few).ok()
+    alone = run(digits, *DEVICES, *few).ok()
+    ahead = run(digits, *DEVICES, *few, "--run-steps").ok()
     for pattern in (r"epoch (\d+)/2  loss (\d\.\d{4})$", r"sent (\d+) steps", r"test accuracy (\d\.\d{4})$"):
         found = numbers(launched.lines, pattern)
         assert found == numbers(alone.lines, pattern) == numbers(ahead.lines, pattern) != []

@@ -12,10 +12,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from tests.harness.digits import quick_digits
 from tests.harness.processes import MAILBOXES, Child, run, start
 from tests.harness.stand_in_gpus import stand_in_gpus
 
-DIGITS = ("examples/digits.py", "--epochs", "2")
 SERVE = ("--memory", "files")
 SCRIPT = """
 import os, time
@@ -165,13 +165,14 @@ def test_a_strategy_that_is_dropped_or_refused_is_no_garbage_that_waits(lasting:
     assert run(str(path), "again", environment=lasting.environment).ok().lines == ["refused", "2"]
 
 
-def test_scripts_one_after_the_other_are_served_until_it_is_told_to_end(elsewhere: Elsewhere) -> None:
+def test_scripts_one_after_the_other_are_served_until_it_is_told_to_end(elsewhere: Elsewhere, tmp_path: Path) -> None:
+    digits = (quick_digits(tmp_path), "--epochs", "2")
     refused = run("cs-launch", "--join", environment=elsewhere.environment)
     assert refused.code == 3
     assert "all 2 workers of this service run already" in refused.err
-    trained = run(*DIGITS, environment=elsewhere.environment).ok()
+    trained = run(*digits, environment=elsewhere.environment).ok()
     assert re.search(r"worker w1 \(pid \d+, cpu:1\) ran 24 steps", trained.out)
-    alone = run(*DIGITS, "--devices", "cpu:0,cpu:1").ok()
+    alone = run(*digits, "--devices", "cpu:0,cpu:1").ok()
     assert trained.lines[:2] + trained.lines[-1:] == alone.lines[:2] + alone.lines[-1:]
     code, said = elsewhere.health()
     assert (code, said.startswith("serving 2 replicas")) == (0, True), said
@@ -185,6 +186,7 @@ def test_scripts_one_after_the_other_are_served_until_it_is_told_to_end(elsewher
     assert elsewhere.health()[0] == 1
 
 
+@pytest.mark.slow
 def test_the_gpu_of_every_container_has_the_same_name(tmp_path: Path) -> None:
     program = tmp_path / "script.py"
     program.write_text(ON_GPUS)
@@ -205,7 +207,7 @@ def test_the_gpu_of_every_container_has_the_same_name(tmp_path: Path) -> None:
     assert ended.out == "['gpu:0', 'gpu:0'] [2.0, 2.0, 2.0]\n"
 
 
-@pytest.mark.parametrize("victim", ["the launcher", "the worker"])
+@pytest.mark.parametrize("victim", [pytest.param("the launcher", marks=pytest.mark.slow), "the worker"])
 def test_a_worker_that_is_killed_ends_the_run_with_the_reason(elsewhere: Elsewhere, victim: str) -> None:
     with start(*script(elsewhere, blocks=True), environment=elsewhere.environment) as child:
         worker = elsewhere.workers[1]

@@ -33,6 +33,7 @@ def test_the_tutorial_trains(tmp_path: Path) -> None:
     assert float(correct.removeprefix("correct ").removesuffix("%")) > 85  # as the page says
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", GUIDE)
 def test_the_code_of_the_guide_runs(page: str, tmp_path: Path) -> None:
     [quick_start] = code(ROOT / "README.md")

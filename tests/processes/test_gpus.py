@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+from tests.harness.digits import quick_digits
 from tests.harness.processes import run
 from tests.harness.services import connected
 from tests.harness.stand_in_gpus import StandInGpus, stand_in_gpus
@@ -226,9 +228,11 @@ def test_the_names_of_devices(two: cs.CentralStorageStrategy) -> None:
     assert two.experimental_local_results(seen) == ((names[0],), (names[1],))
 
 
-def test_the_demonstration_learns_the_same_on_gpus(gpus: StandInGpus) -> None:
+def test_the_demonstration_learns_the_same_on_gpus(gpus: StandInGpus, tmp_path: Path) -> None:
+    digits = quick_digits(tmp_path)
+
     def said(devices: str) -> list[str]:
-        lines = run("examples/digits.py", "--epochs", "2", "--devices", devices).ok().lines
+        lines = run(digits, "--epochs", "2", "--devices", devices).ok().lines
         return [line for line in lines if line.startswith(("epoch", "test accuracy"))]
 
     on_gpus = said("gpu:0,gpu:1")

@@ -18,12 +18,10 @@ F32 = np.float32
 DEVICES = ["cpu:0", "cpu:1"]
 
 
-@pytest.fixture(scope="module", params=["processes", "zeromq", "threads", "carried"])
+@pytest.fixture(scope="module", params=["processes", "threads", "carried"])
 def service(request: pytest.FixtureRequest) -> Iterator[cs.CentralStorageStrategy]:
     in_process = request.param in ("threads", "carried")
     with pytest.MonkeyPatch.context() as patch:
-        if request.param == "zeromq":
-            patch.setenv("CS_MAILBOXES", "off")
         if request.param == "carried":
             patch.setattr(supervisor_link, "Mapping", not_mapped)
         with cs.CentralStorageStrategy(DEVICES, in_process=in_process) as strategy:

@@ -9,6 +9,7 @@ import venv
 import zipfile
 from pathlib import Path
 
+import pytest
 from tests.harness.processes import ROOT
 from tests.harness.timing import unit
 
@@ -30,6 +31,7 @@ def link_dependencies(site: Path) -> None:
             (site / entry.name).symlink_to(entry)
 
 
+@pytest.mark.slow
 def test_the_demonstration_from_a_wheel(tmp_path: Path) -> None:
     run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, ROOT, cwd=ROOT)
     [wheel] = tmp_path.glob("*.whl")

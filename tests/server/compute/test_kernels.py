@@ -15,10 +15,9 @@ from cs_server.compute.undo import Lane
 from cs_server.rules import RULES, Array, Rule, reference
 
 STEPS = 20
-#: Elements and replicas. The longest arrays cost most: one number of replicas is a long test, the others are slow ones.
+#: Elements and replicas. The longest arrays cost most: all but one number of replicas are slow tests.
 SIZES: list[Any] = [(length, replicas) for length in (1, 7, 1000) for replicas in (1, 2, 3, 4)]
-SIZES += [pytest.param(100_003, 3, marks=pytest.mark.long)]
-SIZES += [pytest.param(100_003, replicas, marks=pytest.mark.slow) for replicas in (1, 2, 4)]
+SIZES += [(100_003, 3), *(pytest.param(100_003, replicas, marks=pytest.mark.slow) for replicas in (1, 2, 4))]
 
 
 def state_of(rule: Rule, length: int, dtype: str, replicas: int) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:

@@ -45,10 +45,7 @@ GIVEN = {
 }
 SMALL = 128  # bytes of a piece
 #: The threads of a server, and at every how many of the events it is cut off.
-WAYS = pytest.mark.parametrize(
-    ("threads", "every"),
-    [(1, 5), pytest.param(3, 3, marks=pytest.mark.long), pytest.param(1, 1, marks=pytest.mark.slow)],
-)
+WAYS = pytest.mark.parametrize(("threads", "every"), [(1, 5), (3, 3), pytest.param(1, 1, marks=pytest.mark.slow)])
 
 
 class Cut(BaseException):
@@ -292,11 +289,7 @@ def test_dense_updates_by_the_reference(rule: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "bound"),
-    [
-        ("float32", {"clipnorm": 0.3}),
-        pytest.param("float64", {"clipvalue": 0.5, "global_clipnorm": 1.0}, marks=pytest.mark.long),
-    ],
+    ("dtype", "bound"), [("float32", {"clipnorm": 0.3}), ("float64", {"clipvalue": 0.5, "global_clipnorm": 1.0})]
 )
 def test_clipped_updates(dtype: str, bound: dict[str, float]) -> None:
     survives(lambda: dense("adam", dtype, bound), 2)
@@ -481,7 +474,6 @@ for trial in range(int(sys.argv[1])):
 """
 
 
-@pytest.mark.long
 def test_a_process_that_is_killed_in_the_midst_of_compiled_code() -> None:
     done = subprocess.run(
         [sys.executable, "-c", KILLED, "8"], capture_output=True, text=True, env={**os.environ}, check=False
