@@ -26,7 +26,7 @@ export NO_MKDOCS_2_WARNING = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo setup check test test-slow test-zeromq test-containers test-interop test-tools test-soak test-pythons test-all \
+.PHONY: help demo setup check test test-slow test-properties test-zeromq test-containers test-interop test-tools test-soak test-pythons test-all \
         lint pytest fmt docs docs-serve dist soak bench bench-quick clean
 
 help:  ## this list
@@ -37,14 +37,17 @@ demo: $(VENV)/.installed-demo  ## train the handwritten digits on two workers an
 
 setup: $(VENV)/.installed-dev  ## make the virtual environment with all that development needs
 
-check: $(VENV)/.installed-dev  ## style, types, contracts, and the tests that start no service: a minute and a half
+check: $(VENV)/.installed-dev  ## style, types, contracts, and the quick tests that start no service: a minute and a half
 	@$(MAKE) --no-print-directory -j2 lint pytest IGNORED="$(SYSTEM)" CHOSEN='$(CHECK)'
 
-test: $(VENV)/.installed-dev  ## check, and the tests of the whole system: five minutes
+test: $(VENV)/.installed-dev  ## check, the long tests, and those of the whole system: five minutes
 	@$(MAKE) --no-print-directory -j2 lint pytest IGNORED="interop soak"
 
 test-slow: $(VENV)/.installed-dev  ## what test leaves out: programs in threads and on stand-ins for GPUs, deaths at every event, ...
-	@$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=full --ignore=tests/interop --ignore=tests/soak
+	@$(PYTEST) -m slow --ignore=tests/interop --ignore=tests/soak
+
+test-properties: $(VENV)/.installed-dev  ## ten times as many examples of every property as test tries
+	@$(PYTEST) -m hypothesis --hypothesis-profile=full --ignore=tests/interop --ignore=tests/soak
 
 test-zeromq: $(VENV)/.installed-dev  ## the tests of whole services again, with every message over ZeroMQ
 	@CS_MAILBOXES=off $(PYTEST) tests/conformance tests/processes
@@ -65,7 +68,7 @@ test-pythons: $(VENV)/.installed-dev  ## the wheel, installed from the index, un
 	@CS_PYTHONS=1 $(BIN)/python -m pytest tests/pythons
 
 test-all:  ## all of the above
-	@for tier in test test-slow test-zeromq test-interop test-tools test-soak test-pythons "test-containers IF_POSSIBLE=1"; do \
+	@for tier in test test-slow test-properties test-zeromq test-interop test-tools test-soak test-pythons "test-containers IF_POSSIBLE=1"; do \
 		$(MAKE) --no-print-directory $$tier || exit; \
 	done
 

@@ -36,6 +36,9 @@ from central_storage.diagnostics.logging_setup import configure_logging
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+#: As in pyproject.toml, but for a slow machine, where CS_TEST_TIME_UNIT makes every limit longer.
+os.environ.setdefault("PYTEST_TIMEOUT", str(unit(60)))
+
 #: What has a command of its own that brings what it needs: make test-containers, test-pythons, test-interop,
 #: test-tools.
 collect_ignore = [] if "CS_IMAGE" in os.environ else ["containers"]

@@ -12,7 +12,10 @@ _USER_FILE = Path(__file__).parent / "typing" / "user_file.py"
 _PYRIGHT = ("pyright", "--pythonpath", sys.executable)
 _MYPY = ("mypy", "--strict", f"--cache-dir={processes.ROOT / '.mypy_cache' / 'user'}")
 #: `make lint` has mypy check the file, as strictly, together with the packages; apart from them it takes long.
-_COMMANDS = [pytest.param(_PYRIGHT, marks=pytest.mark.long), pytest.param(_MYPY, marks=pytest.mark.slow)]
+_COMMANDS = [
+    pytest.param(_PYRIGHT, marks=pytest.mark.long),
+    pytest.param(_MYPY, marks=[pytest.mark.slow, pytest.mark.timeout(300)]),
+]
 
 
 @pytest.mark.parametrize("command", _COMMANDS, ids=lambda c: c[0])

@@ -228,6 +228,7 @@ def test_the_names_of_devices(two: cs.CentralStorageStrategy) -> None:
     assert two.experimental_local_results(seen) == ((names[0],), (names[1],))
 
 
+@pytest.mark.slow
 def test_the_demonstration_learns_the_same_on_gpus(gpus: StandInGpus, tmp_path: Path) -> None:
     digits = quick_digits(tmp_path)
 
