@@ -2,8 +2,8 @@
 
 PYTHON ?= python3
 VENV   ?= .venv
-# Twice as many as the processors of the smallest machine that runs the tests: many a test waits.
-JOBS   ?= 4
+# One more than the processors of the smallest machine that runs the tests: many a test waits.
+JOBS   ?= 3
 BIN    := $(VENV)/bin
 # The tests of a file share services, so they run in one process; the files with most tests come first.
 PYTEST  = $(BIN)/python -m pytest -p tests.harness.progress -n $(JOBS) --dist loadfile --max-worker-restart=0

@@ -11,9 +11,9 @@ _USER_FILE = Path(__file__).parent / "typing" / "user_file.py"
 
 _PYRIGHT = ("pyright", "--pythonpath", sys.executable)
 _MYPY = ("mypy", "--strict", f"--cache-dir={processes.ROOT / '.mypy_cache' / 'user'}")
-#: `make lint` has mypy check the file, as strictly, together with the packages; apart from them it takes long.
+#: `make lint` has mypy check the file, as strictly, together with the packages.
 _COMMANDS = [
-    pytest.param(_PYRIGHT, marks=pytest.mark.long),
+    pytest.param(_PYRIGHT, marks=pytest.mark.slow),
     pytest.param(_MYPY, marks=[pytest.mark.slow, pytest.mark.timeout(300)]),
 ]
 

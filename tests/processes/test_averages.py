@@ -14,7 +14,7 @@ from central_storage import errors
 from central_storage.train import ExponentialMovingAverage
 
 
-@pytest.fixture(scope="module", params=[1, 3], ids="replicas={}".format)
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 3], ids="replicas={}".format)
 def strategy(request: pytest.FixtureRequest) -> Any:
     with cs.CentralStorageStrategy([f"cpu:{k}" for k in range(request.param)]) as strategy:
         yield connected(strategy)

@@ -26,6 +26,7 @@ def test_the_twenty_lines_train() -> None:
     assert output.splitlines() == [lines[0], "...", lines[-1]]
 
 
+@pytest.mark.slow
 def test_the_tutorial_trains(tmp_path: Path) -> None:
     script = tmp_path / "tutorial.py"
     script.write_text("\n".join(code(ROOT / "docs/tutorial.md")))

@@ -14,7 +14,7 @@ import central_storage as cs
 from central_storage import errors
 
 
-@pytest.fixture(scope="module", params=[1, 3], ids="replicas={}".format)
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 3], ids="replicas={}".format)
 def strategy(request: pytest.FixtureRequest) -> Any:
     with cs.CentralStorageStrategy([f"cpu:{k}" for k in range(request.param)]) as strategy:
         yield connected(strategy)

@@ -43,7 +43,7 @@ def total(mortal: cs.CentralStorageStrategy) -> cs.Variable:
 # --- deaths ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("moment", ["before a merge point", "others wait", "after a merge point"])
 def test_a_worker_is_killed_in_a_run(
     mortal: cs.CentralStorageStrategy, total: cs.Variable, victim: int, moment: str

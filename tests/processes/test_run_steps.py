@@ -101,7 +101,9 @@ def trained(devices: int, way: str) -> tuple[tuple[str, bytes], ...]:
     return tuple(ended)
 
 
-@pytest.mark.parametrize("devices", [1, 2], ids=["one replica", "two replicas"])
+@pytest.mark.parametrize(
+    "devices", [pytest.param(1, id="one replica", marks=pytest.mark.slow), pytest.param(2, id="two replicas")]
+)
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "cs.function"])
 def test_the_bits_are_those_of_the_loop(devices: int, frozen: bool) -> None:
     assert trained(devices, "run_steps")[frozen] == trained(devices, "loop")[frozen]

@@ -151,6 +151,7 @@ def test_cancel_in_a_nested_run(pair: Service) -> None:
     goes_on(pair)
 
 
+@pytest.mark.long
 def test_at_random_instants(pair: Service) -> None:
     """Whatever the worker is doing: the run ends with KeyboardInterrupt or its result, and the next one is whole."""
     v: Any = Sent("variable", pair.add_variable(np.zeros(8, np.float32)))

@@ -15,6 +15,8 @@ from cs_proto import messages
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.failures import error_of
 
+pytestmark = pytest.mark.long  # each test starts a worker
+
 
 @pytest.fixture
 def service() -> Iterator[Service]:

@@ -148,7 +148,9 @@ def test_what_cannot_be_translated_is_named(step: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(NVCC is None or PTXAS is None, reason="no nvcc here to compile the kernels for a GPU")
-@pytest.mark.parametrize("dtype", GPU_DTYPES)
+@pytest.mark.parametrize(
+    "dtype", [dtype if dtype == "float32" else pytest.param(dtype, marks=pytest.mark.slow) for dtype in GPU_DTYPES]
+)
 def test_nvcc_takes_the_source(dtype: str, tmp_path: Path) -> None:
     """Every rule in one file, each in a namespace of its own. Nothing is contracted but inside of `pow`, and halves
     are converted by instructions that the assembler knows."""

@@ -14,7 +14,10 @@ from cs_proto.messages import Variable, VariableSpec
 from cs_worker.catalogue import Catalogue
 from cs_worker.devices.device import open_device
 
-pytestmark = pytest.mark.skipif(sys.version_info >= (3, 14), reason="no handler can name the write from Python 3.14 on")
+pytestmark = [
+    pytest.mark.long,  # processes die
+    pytest.mark.skipif(sys.version_info >= (3, 14), reason="no handler can name the write from Python 3.14 on"),
+]
 
 SETTING = """
 import ctypes, faulthandler, os, signal, sys, threading
