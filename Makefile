@@ -47,7 +47,7 @@ test-slow: $(VENV)/.installed-dev  ## what test leaves out: programs in threads 
 	@$(PYTEST) -m slow --ignore=tests/interop --ignore=tests/soak
 
 test-properties: $(VENV)/.installed-dev  ## ten times as many examples of every property as test tries
-	@$(PYTEST) -m hypothesis --hypothesis-profile=full --ignore=tests/interop --ignore=tests/soak
+	@$(PYTEST) -m hypothesis --hypothesis-profile=full --timeout=600 --ignore=tests/interop --ignore=tests/soak
 
 test-zeromq: $(VENV)/.installed-dev  ## the tests of whole services again, with every message over ZeroMQ
 	@CS_MAILBOXES=off $(PYTEST) tests/conformance tests/processes
