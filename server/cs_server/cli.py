@@ -1,7 +1,7 @@
-"""The command line of the server, ``cs-server``: options in, a configuration out, an exit code at the end.
+"""The command line of the server, ``cs-server``: turns options into a configuration, and the end into an exit code.
 
-The supervisor starts servers with it; nobody needs to type it. The only place of the server that reads the
-environment: ``CS_LOG`` names the level of what is written to stderr, ``CS_MESSAGES_DIR`` where every line is kept.
+The supervisor starts servers with it; users never type it. No other module of the server reads the environment:
+``CS_LOG`` names the lowest level that goes to stderr, ``CS_MESSAGES_DIR`` the directory of the log files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until told to end. Exit codes: 0 ended when told, 1 failed, 2 a command line that makes no sense."""
+    """Serve until told to end. Exit codes: 0 ended when told, 1 failed, 2 an invalid command line."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     open_files.raise_limit()
     _configure_logging()
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigurationError, DeviceError) as error:
         print(f"{parser.prog}: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
         return 2
-    gc.disable()  # what is imported stays: to look through it for garbage is a fifth of what the imports take
+    gc.disable()  # imported modules stay; collecting garbage among them takes a fifth of the import time
     from .serving import serve  # zmq and the kernels: not for --help
 
     gc.freeze()
@@ -59,26 +59,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("cs-server", description="The parameter process of a Central Storage service.")
-    parser.add_argument("--run-directory", required=True, help="where the supervisor listens and the server will")
-    parser.add_argument("--parameter-device", required=True, help="where the variables are: cpu:0")
-    parser.add_argument("--replicas", required=True, type=int, help="how many workers there will be")
-    parser.add_argument(
-        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="cores that an update may use"
+    parser = argparse.ArgumentParser(
+        "cs-server",
+        description="The server of a Central Storage service, which holds its variables. cs-launch starts it.",
     )
-    parser.add_argument("--incarnation", type=int, default=1, help="counts the servers of a run")
+    parser.add_argument("--run-directory", required=True, help="directory of the service's sockets")
+    parser.add_argument("--parameter-device", required=True, help="device that holds the variables, such as cpu:0")
+    parser.add_argument("--replicas", required=True, type=int, help="number of workers")
     parser.add_argument(
-        "--recovery", choices=("on", "off"), default="on", help="whether another server may take this one's place"
+        "--threads",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="number of cores that an update may use (default: all)",
     )
     parser.add_argument(
-        "--step-timeout", type=float, help="seconds after which a silent replica is to be killed (default: never)"
+        "--incarnation", type=int, default=1, help="number of this start of the server, from 1 (default: 1)"
+    )
+    parser.add_argument(
+        "--recovery", choices=("on", "off"), default="on", help="keep what a replacement server needs (default: on)"
+    )
+    parser.add_argument(
+        "--step-timeout",
+        type=float,
+        help="seconds without a message after which an awaited replica is killed (default: never)",
     )
     return parser
 
 
 def _configure_logging() -> None:
-    """Warnings and what ``CS_LOG`` asks for (``debug``: every message, ``info``) go to stderr, all lines to a file in
-    ``CS_MESSAGES_DIR`` where that is set."""
+    """Log to stderr from the level that ``CS_LOG`` names, and log every line to a file in ``CS_MESSAGES_DIR`` if set.
+
+    ``debug`` shows every message; the default is warnings.
+    """
     asked = logging.getLevelNamesMapping().get(os.environ.get("CS_LOG", "").upper(), logging.WARNING)
     shown = logging.StreamHandler(sys.stderr)
     shown.setLevel(asked)
@@ -91,4 +103,4 @@ def _configure_logging() -> None:
         format="%(asctime)s.%(msecs)03d %(name)s: %(message)s",
         datefmt="%H:%M:%S",
     )
-    logging.getLogger("numba").setLevel(logging.WARNING)  # a compiler's inner life
+    logging.getLogger("numba").setLevel(logging.WARNING)  # it logs every step of the compiler

@@ -190,7 +190,7 @@ def test_processes_and_containers_die_in_the_midst_of_training_and_the_weights_a
     open_door(3)
     wait_for(second, "the supervisor of the service is gone; it has 60 s to come back")
     docker("start", server)
-    wait_for(server, "it goes on with what the supervisor before it has left")
+    wait_for(server, "it takes up the run of the supervisor that was killed")
 
     at(4)  # a worker's container, while the first replica computes
     docker("kill", second)

@@ -325,7 +325,7 @@ def test_the_run_of_a_supervisor_that_was_killed_is_taken_up_by_the_next() -> No
             for worker in elsewhere.workers:
                 worker.wait_for("it has 60 s to come back", stream="err")
             server = elsewhere.serve()
-            server.wait_for("it goes on with what the supervisor before it has left", stream="err")
+            server.wait_for("it takes up the run of the supervisor that was killed", stream="err")
             for worker in elsewhere.workers:
                 worker.wait_for(r"the service is back, worker w\d goes on", stream="err")
             door.touch()

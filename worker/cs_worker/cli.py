@@ -34,15 +34,15 @@ _log = logging.getLogger("central_storage.worker")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one worker until it is told to end. Exit code 0 after SIGTERM, 1 where the service is gone, 2 where it
-    cannot start."""
+    """Run one worker until it is told to end. Exit codes: 0 after SIGTERM, 1 if the service is gone, 2 if it cannot
+    start."""
     options = _parser().parse_args(arguments)
     open_files.raise_limit()
     configure_logging(f"w{options.replica}")
     interrupts, turns = Interrupts(), ProcessBaton()
     interrupts.install()
     dump_stacks_on_signal()
-    if "PYTHONBREAKPOINT" not in os.environ:  # which may name a debugger that does reach a worker
+    if "PYTHONBREAKPOINT" not in os.environ:  # the variable may name a debugger that reaches a worker
         sys.breakpointhook = _refuse_breakpoint
     context.become_worker(whole_process=True)
     for stream in (sys.stdout, sys.stderr):
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             link_to_supervisor, "worker", config.replica, config.incarnation, run_directory=config.run_directory
         )
         _end_with(connection)
-        # What the user's code forks is not a worker.
+        # A process that the user's code forks is not a worker.
         os.register_at_fork(after_in_child=connection.close)
         os.register_at_fork(after_in_child=interrupts.forget)
         link = Link(config, connection, _end, ring_doorbell(), turns)
@@ -83,24 +83,31 @@ def _refuse_breakpoint(*args: object, **kwargs: object) -> NoReturn:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="cs-worker", description="One worker of a Central Storage service. It is started by cs-launch."
+        prog="cs-worker", description="One worker of a Central Storage service. cs-launch starts it."
     )
-    parser.add_argument("--run-directory", required=True, metavar="D", help="where the service's sockets are")
-    parser.add_argument("--replica", required=True, type=int, metavar="R", help="which replica it runs, from 0")
-    parser.add_argument("--incarnation", type=int, default=1, metavar="I", help="which start of this worker it is")
-    parser.add_argument("--device", default="cpu:0", help="the compute device (default cpu:0)")
+    parser.add_argument("--run-directory", required=True, metavar="D", help="directory of the service's sockets")
+    parser.add_argument("--replica", required=True, type=int, metavar="R", help="number of the replica, from 0")
+    parser.add_argument(
+        "--incarnation",
+        type=int,
+        default=1,
+        metavar="I",
+        help="number of this start of the worker, from 1 (default: 1)",
+    )
+    parser.add_argument("--device", default="cpu:0", help="compute device (default: cpu:0)")
     return parser
 
 
 def _end_with(connection: SupervisorLink) -> None:
-    """End this process as soon as the supervisor is gone for good, also in the middle of a long computation, in which
-    it introduces itself to the next one."""
+    """End this process as soon as the supervisor is gone for good, also in the middle of a long computation.
+
+    If a next supervisor takes over the service, this thread connects to it."""
     poller = select.poll()
-    poller.register(connection.fileno(), 0)  # hang-up alone: records are read at the receive seam
+    poller.register(connection.fileno(), 0)  # only hang-ups: the receive function reads the records
 
     def watch() -> None:
-        # A process that was stopped has its signals handled by whichever thread goes on first, and stacks can be
-        # printed safely only by the thread that runs Python code.
+        # When a stopped process continues, any of its threads may handle the signals, but only the thread that runs
+        # Python code can print stacks safely.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         with suppress(ShutdownError):
             while True:
@@ -112,7 +119,7 @@ def _end_with(connection: SupervisorLink) -> None:
 
 
 def _end() -> NoReturn:
-    """The service is gone: nothing this process could still do matters to anybody."""
+    """End at once: without its service, this process has no more work."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()

@@ -41,12 +41,11 @@ _CTRL_C = 130
 _HEALTH_TIMEOUT = 3.0
 
 _DESCRIPTION = """\
-Run a training script with the processes it trains on: one server that holds every variable, and one worker for each
+Run a training script together with its service: one server, which holds every variable, and one worker for each
 device.
 
-Your script runs ONCE, as the program that says what happens; the workers are services that run the functions it
-passes to strategy.run(). It has no RANK and needs no change to run without cs-launch, which starts the same
-processes by itself.
+Your script runs ONCE and controls the training; the workers run the functions that it passes to strategy.run(). It has
+no RANK, and it needs no change to run without cs-launch: it then starts the same processes itself.
 """
 
 _EPILOG = """\
@@ -56,36 +55,37 @@ examples:
   cs-launch --devices gpu:0,gpu:1 --parameter-device cpu:0 -m project.train
   CUDA_VISIBLE_DEVICES=2,3 cs-launch --devices gpu:all train.py     gpu:0 and gpu:1 are the machine's third and fourth
 
-Options of cs-launch come before the script; everything after it is the script's.
+Options of cs-launch come before the script; all arguments after it go to the script.
 
-in containers, which share the run directory (docker-compose.yml):
-  cs-launch --serve 2 --memory files --run-dir DIR         the server; waits for two workers from elsewhere
-  cs-launch --join --run-dir DIR                           one worker; its number is given to it
+in containers that share the run directory (docker-compose.yml):
+  cs-launch --serve 2 --memory files --run-dir DIR         the server; waits until two workers have joined
+  cs-launch --join --run-dir DIR                           one worker; the service gives it its number
   CS_ADDRESS=DIR python train.py                           the script
-  cs-launch --health --run-dir DIR                         a line and exit code 0 where the service serves
+  cs-launch --health --run-dir DIR                         prints one line; exit code 0 if the service is ready
 
 environment:
   CS_ADDRESS                     the run directory for --serve, --join, --health
-  CS_LOG=debug                   one line for every message
-  CS_MESSAGES_DIR                keep these lines in files of that directory, one a process
-  CS_LOG_DIR                     as --log-dir, also for a script that is started without cs-launch
-  CS_ERROR_FILE                  as --error-file, likewise
-  CS_MAILBOXES                   as --mailboxes, likewise
-  OMP_NUM_THREADS and its like   obeyed; otherwise the workers share the processors
-  OMP_PROC_BIND and its like     obeyed; otherwise a worker stays on the NUMA node of its GPU, and workers that are all
-                                 on CPUs spread over the nodes, unless taskset, a cpuset or a quota limits the run
-  CUDA_VISIBLE_DEVICES           which GPUs there are (numbers, UUIDs, MIG); gpu:n is the n-th of them. Each worker on
-                                 a GPU sees its own alone, so to torch or JAX there it is cuda:0
+  CS_LOG=debug                   print one line for every message
+  CS_MESSAGES_DIR                write these lines to files in that directory, one for each process
+  CS_LOG_DIR                     as --log-dir; also for a script that runs without cs-launch
+  CS_ERROR_FILE                  as --error-file; also for a script that runs without cs-launch
+  CS_MAILBOXES                   as --mailboxes; also for a script that runs without cs-launch
+  OMP_NUM_THREADS and similar    if set, they are respected; otherwise the workers share the processors
+  OMP_PROC_BIND and similar      if set, they are respected; otherwise a worker runs on the NUMA node of its GPU, and
+                                 workers that are all on CPUs are spread over the nodes, unless taskset, a cpuset or a
+                                 quota limits the run
+  CUDA_VISIBLE_DEVICES           the GPUs to use (numbers, UUIDs, MIG instances); gpu:n is the n-th of them. Each
+                                 worker on a GPU sees only its own GPU, so torch or JAX there calls it cuda:0
 
 exit codes:
   0          the script ended well          3          the service did not start
-  1-125      the script's own               4, 5       the script failed after a worker, the server did
-  2          wrong options                  130, 143   after Ctrl-C, SIGTERM
+  1-125      the script's own               4, 5       the script failed because a worker (4) or the server (5) died
+  2          invalid options                130, 143   Ctrl-C, SIGTERM
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """``cs-launch``: the exit code."""
+    """Run ``cs-launch`` and return its exit code."""
     error_path = os.environ.get(ENVIRONMENT)
     try:
         options = _parser().parse_args(arguments)
@@ -169,7 +169,7 @@ def _serve(options: argparse.Namespace) -> int:
         if before is not None:
             numbers = (before.server + 1, *before.workers)
             commands = [of_incarnation(command, number) for command, number in zip(commands, numbers, strict=True)]
-            again = "; it goes on with what the supervisor before it has left"
+            again = "; it takes up the run of the supervisor that was killed"
         return serve(
             run_directory,
             commands,
@@ -188,7 +188,7 @@ def _serve(options: argparse.Namespace) -> int:
             error_path=options.error_file,
         )
     except OSError as error:
-        raise LaunchError(f"what lies in {run_directory.path} cannot be used: {error.strerror}") from error
+        raise LaunchError(f"the files in {run_directory.path} cannot be used: {error.strerror}") from error
     finally:
         run_directory.remove()
 
@@ -202,7 +202,8 @@ def _goes_on(directory: str, begun: RunFile) -> bool:
         return True
     print(
         f"cs-launch: warning: a run of {left.replicas} workers with parameters on {left.parameter_device} was killed "
-        f"in {directory}; it is dropped, since this one is of {begun.replicas} and on {begun.parameter_device}",
+        f"in {directory}; it is dropped, because this run has {begun.replicas} workers and parameters on "
+        f"{begun.parameter_device}",
         file=sys.stderr,
     )
     return False
@@ -214,7 +215,8 @@ def _join(options: argparse.Namespace) -> int:
     chosen = devices.compute_devices(_written_out(options.devices, 1))
     if len(chosen) > 1:
         raise ConfigurationError(
-            f"--join runs one worker, not one for each of {', '.join(chosen)}; say which by --devices, and start more"
+            f"--join runs one worker, but --devices names {len(chosen)} devices: {', '.join(chosen)}; give "
+            "each worker a cs-launch --join of its own"
         )
     require_cupy(chosen)
     here = machine()
@@ -246,24 +248,28 @@ def _health(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> None:
     modes = [name for name in ("serve", "join", "health") if getattr(options, name) not in (None, False)]
     if len(modes) > 1 or (modes and (options.command or options.module is not None)):
-        raise ConfigurationError(f"--{modes[0]} runs no script and goes with no other of --serve, --join, --health")
+        raise ConfigurationError(
+            f"--{modes[0]} takes no script, and only one of --serve, --join, --health may be given"
+        )
     if not 0 < options.start_timeout < 1e6:
         raise ConfigurationError(
-            f"--start-timeout must be more than 0 seconds, less than 1e6, not {options.start_timeout:g}"
+            f"--start-timeout must be more than 0 and less than 1e6 seconds, not {options.start_timeout:g}"
         )
     if not 0 < options.return_timeout < 1e6:
         raise ConfigurationError(
-            f"--return-timeout must be more than 0 seconds, less than 1e6, not {options.return_timeout:g}"
+            f"--return-timeout must be more than 0 and less than 1e6 seconds, not {options.return_timeout:g}"
         )
     _recovery(options)
     if options.serve is not None and not 1 <= options.serve <= MOST_REPLICAS:
-        raise ConfigurationError(f"--serve {options.serve}: there are between 1 and {MOST_REPLICAS} workers")
+        raise ConfigurationError(f"--serve takes a number of workers from 1 to {MOST_REPLICAS}, not {options.serve}")
 
 
 def _address() -> str:
     address = os.environ.get("CS_ADDRESS")
     if not address:
-        raise ConfigurationError("where is the service? pass --run-dir, or set CS_ADDRESS to its run directory")
+        raise ConfigurationError(
+            "no run directory was given; pass --run-dir, or set CS_ADDRESS to the run directory of the service"
+        )
     return address
 
 
@@ -315,7 +321,7 @@ def _script_arguments(options: argparse.Namespace) -> list[str]:
             raise ConfigurationError("-m needs the name of a module")
         return ["-m", *options.module]
     if not options.command:
-        raise ConfigurationError("which script? cs-launch [options] script.py [arguments]; see cs-launch --help")
+        raise ConfigurationError("no script was given: cs-launch [options] script.py [arguments]; see cs-launch --help")
     script = options.command[0]
     if not Path(script).exists():
         raise ConfigurationError(f"there is no script {script!r} in {os.getcwd()}")
@@ -346,21 +352,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_processes(parser)
     _add_places(parser)
-    parser.add_argument("--serve", type=int, metavar="N", help="no script: a server for N workers from elsewhere")
+    parser.add_argument("--serve", type=int, metavar="N", help="run no script: run a server for N workers that join it")
     parser.add_argument(
         "--return-timeout",
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="with --serve --memory files: how long workers and script wait for this launcher to be started again "
-        "after it was killed, with its container or alone (default: 60)",
+        help="with --serve --memory files: how long workers and script wait for the restart of this launcher after "
+        "it or its container was killed (default: 60)",
     )
-    parser.add_argument("--join", action="store_true", help="no script: one worker of a service elsewhere")
-    parser.add_argument("--health", action="store_true", help="no script: ask whether the service serves")
     parser.add_argument(
-        "--keep-run-directory", action="store_true", help="leave the run directory, with log files, when the run ends"
+        "--join", action="store_true", help="run no script: run one worker of a service that --serve has started"
     )
-    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, as python -m does")
+    parser.add_argument("--health", action="store_true", help="run no script: ask whether the service is ready")
+    parser.add_argument(
+        "--keep-run-directory", action="store_true", help="keep the run directory and its log files when the run ends"
+    )
+    parser.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, help="run a module as a script, as python -m does"
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
@@ -371,36 +381,40 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
         "--devices",
         type=_device_list,
         metavar="LIST",
-        help="one device per worker, like cpu:0,cpu:1 or gpu:0,gpu:1, or several, like gpu:0+gpu:1,gpu:2+gpu:3; "
-        "gpu:all: every GPU; auto: every GPU, else a CPU for each core, at most 8 (default: every GPU, else cpu:0)",
+        help="one device per worker, such as cpu:0,cpu:1 or gpu:0,gpu:1, or several, such as gpu:0+gpu:1,gpu:2+gpu:3; "
+        "gpu:all: every GPU; auto: every GPU, or one CPU for each core, at most 8 (default: every GPU, or cpu:0)",
     )
     parser.add_argument(
         "--parameter-device",
         metavar="DEVICE",
-        help="where the variables lie (default: the only device, or cpu:0 where there are several)",
+        help="the device that holds the variables (default: the only device, or cpu:0 if there are several)",
     )
     parser.add_argument(
-        "--start-timeout", type=float, default=60.0, metavar="SECONDS", help="limit of the start (default: 60)"
+        "--start-timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="give up if the service has not started by then (default: 60)",
     )
     parser.add_argument(
         "--max-restarts",
         type=int,
         default=Recovery.max_restarts,
         metavar="N",
-        help="how often, in all, a worker or server that has died is started again (default: %(default)s)",
+        help="restart processes that have died at most N times in all (default: %(default)s)",
     )
     parser.add_argument(
         "--step-timeout",
         type=float,
         metavar="SECONDS",
-        help="kill and start again a worker that is waited for and of which nothing was heard for so long "
-        "(default: never; a wait is named every 10 s)",
+        help="restart a worker that others wait for and that has sent nothing for this long "
+        "(default: never; a warning names every wait, every 10 s)",
     )
     parser.add_argument(
         "--server-recovery",
         choices=("on", "off"),
         default="on",
-        help="whether the death of the server is survived, which makes large dense updates slower (default: on)",
+        help="replace a server that dies, without losing an update; makes large dense updates slower (default: on)",
     )
 
 
@@ -411,31 +425,31 @@ def _add_places(parser: argparse.ArgumentParser) -> None:
         dest="log_directory",
         metavar="DIR",
         default=os.environ.get("CS_LOG_DIR"),
-        help="keep all output of server and workers in DIR/cs-<run>/ (default: CS_LOG_DIR, else nowhere)",
+        help="write all output of server and workers to DIR/cs-<run>/ (default: CS_LOG_DIR, or no files)",
     )
     parser.add_argument(
         "--error-file",
         metavar="FILE",
         default=os.environ.get(ENVIRONMENT),
-        help="where to leave, as JSON, what failed first: role, rank, pid, cause, last lines, exit code "
-        "(default: CS_ERROR_FILE, else nowhere)",
+        help="write the first failure to FILE as JSON: role, rank, pid, cause, last lines, exit code "
+        "(default: CS_ERROR_FILE, or no file)",
     )
     parser.add_argument(
-        "--run-dir", dest="run_directory", metavar="DIR", help="directory of the sockets (default: a fresh one)"
+        "--run-dir", dest="run_directory", metavar="DIR", help="directory for the sockets (default: a new one)"
     )
     parser.add_argument(
         "--memory",
         choices=("memfd", "files", "frames"),
         default="memfd",
-        help="where the variables' memory is: shared memory of the kernel's own, or files in the run directory, which "
-        "is then on a tmpfs; or not shared at all: every byte is sent in a message (default: memfd)",
+        help="the memory of the variables: memfd, anonymous shared memory; files, in the run directory, which must "
+        "be on a tmpfs; frames, no shared memory: every byte travels in a message (default: memfd)",
     )
     parser.add_argument(
         "--mailboxes",
         choices=("on", "off"),
         default=mailboxes_by_default(),
-        help="whether the messages of a step go through shared memory, where that is possible, or over ZeroMQ like all "
-        "others (default: CS_MAILBOXES, else on)",
+        help="on: send the messages of a step through shared memory if possible; off: send them over ZeroMQ like all "
+        "others (default: CS_MAILBOXES, or on)",
     )
 
 
