@@ -99,7 +99,7 @@ def encode(record: Record, limits: Limits = LIMITS) -> list[Buffer]:
     """
     frames: list[Buffer] = []
     if not isinstance(record, Record):
-        raise LocalProtocolError(f"{shown(record)} is neither a record nor in one")
+        raise LocalProtocolError(f"{shown(record)} is not a record")
     return _parts(type(record), partial(record.to_wire, frames), frames, limits)
 
 
@@ -114,7 +114,9 @@ def _parts(kind: type[Record], wire: Callable[[], object], frames: list[Buffer],
     """The parts of the message. ``wire`` fills ``frames``. Raises LocalProtocolError as :func:`encode` does."""
     header = _header(kind, wire, limits)
     if frames and (fault := _fault(len(header), frames, limits)):
-        raise LocalProtocolError(f"a {kind.__name__} with {fault}; send less at a time, or by shared memory")
+        raise LocalProtocolError(
+            f"a {kind.__name__} cannot be sent: {fault}; send less at a time, or use shared memory"
+        )
     return [header, *frames]
 
 
@@ -135,9 +137,11 @@ def _header(kind: type[Record], wire: Callable[[], object], limits: Limits) -> b
     try:
         header = pack(wire())
     except UnicodeEncodeError as error:
-        raise LocalProtocolError(f"a {kind.__name__} with text that is not Unicode: {error}") from error
+        raise LocalProtocolError(
+            f"a {kind.__name__} cannot be sent: it has text that is not Unicode: {error}"
+        ) from error
     except TypeError as error:
-        raise LocalProtocolError(f"a {kind.__name__} in which something cannot travel: {error}") from error
+        raise LocalProtocolError(f"a {kind.__name__} cannot be sent: {error}") from error
     if len(header) > limits.header_nbytes:
         at_most = limits.header_nbytes
         raise LocalProtocolError(f"a {kind.__name__} with a header of {len(header)} bytes; at most {at_most}")
@@ -147,7 +151,7 @@ def _header(kind: type[Record], wire: Callable[[], object], limits: Limits) -> b
 def decode(parts: Sequence[Buffer], limits: Limits = LIMITS) -> Record:
     """The record in ``parts``. Raises :class:`PeerProtocolError` on anything that is not one within ``limits``."""
     if not parts:
-        raise PeerProtocolError("an empty message")
+        raise PeerProtocolError("the message is empty")
     header, *frames = parts
     header_nbytes = len(header) if type(header) is bytes else memoryview(header).nbytes
     if header_nbytes > limits.header_nbytes:
@@ -176,7 +180,7 @@ def decode(parts: Sequence[Buffer], limits: Limits = LIMITS) -> Record:
     except Exception as error:
         raise PeerProtocolError(f"a header that is not one msgpack value: {type(error).__name__}: {error}") from error
     if held.taken != len(frames):
-        raise PeerProtocolError(f"{len(frames)} frames, of which the header names {held.taken}")
+        raise PeerProtocolError(f"the message has {len(frames)} frames, but its header names {held.taken}")
     return record
 
 

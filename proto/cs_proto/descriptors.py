@@ -89,7 +89,7 @@ class Array(Record):
             if nbytes < _MAX_NBYTES and (type(place) is not Frame or place.nbytes == nbytes):
                 return  # as nearly all are
         if not is_wire_dtype(self.dtype):
-            self.refuse(f"dtype {shown(self.dtype)} may not travel; those that may: {', '.join(DTYPES)}, U<n>, S<n>")
+            self.refuse(f"dtype {shown(self.dtype)} cannot be sent; these can: {', '.join(DTYPES)}, U<n>, S<n>")
         if fault := shape_fault(self.dtype, self.shape):
             self.refuse(fault)
         if isinstance(self.place, Frame) and self.place.nbytes != self.nbytes:
@@ -106,7 +106,7 @@ class Array(Record):
 def shape_fault(dtype: str, shape: tuple[int, ...]) -> str:
     """What is wrong with ``shape`` for elements of ``dtype``; empty where nothing is."""
     if len(shape) > _MAX_RANK or (shape and min(shape) < 0):
-        return f"shape {shown(shape)} is not one"
+        return f"{shown(shape)} is not a shape"
     if 0 < item_nbytes(dtype) * math.prod(shape) < _MAX_NBYTES:
         return ""
     # NumPy also refuses a shape of no elements whose other lengths alone are too large.

@@ -169,19 +169,19 @@ def check(kind: str, hyperparameters: Hyperparameters) -> None:
     """
     optimizer = OPTIMIZERS.get(kind)
     if optimizer is None:
-        raise InvalidArgumentError(f"unknown optimizer {kind!r}: there are {', '.join(OPTIMIZERS)}")
+        raise InvalidArgumentError(f"unknown optimizer {kind!r}; the optimizers are {', '.join(OPTIMIZERS)}")
     for name, value in hyperparameters.items():
         domain = optimizer.hyperparameters.get(name) or SHARED.get(name)
         if domain is None:
             known = ", ".join([*optimizer.hyperparameters, *SHARED])
-            raise InvalidArgumentError(f"{kind} has no hyperparameter {name!r}: it has {known}")
+            raise InvalidArgumentError(f"{kind} has no hyperparameter {name!r}; it has {known}")
         if not domain.holds(value):
             raise InvalidArgumentError(f"{kind}: {name} must be {domain}, not {value!r}")
     for name, domain in optimizer.hyperparameters.items():
         if name not in hyperparameters:
             raise InvalidArgumentError(f"{kind} needs the hyperparameter {name!r}, {domain}")
     if "clipnorm" in hyperparameters and "global_clipnorm" in hyperparameters:
-        raise InvalidArgumentError(f"{kind}: clipnorm and global_clipnorm exclude each other; give one of them")
+        raise InvalidArgumentError(f"{kind}: clipnorm and global_clipnorm exclude each other; give only one of them")
 
 
 def is_flag(kind: str, name: str) -> bool:

@@ -155,7 +155,7 @@ def record(code: int) -> Callable[[type[R]], type[R]]:
         if not 1 <= code <= 255:
             raise LocalProtocolError(f"code {code} of {cls.__name__} is not between 1 and 255")
         if code in RECORDS:
-            raise LocalProtocolError(f"code {code} is taken by {RECORDS[code].__name__}")
+            raise LocalProtocolError(f"code {code} already belongs to {RECORDS[code].__name__}")
         name_fields(cls)
         cls.code = code
         _compile_at_first_use(cls)

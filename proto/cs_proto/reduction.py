@@ -72,12 +72,14 @@ def gather(components: Sequence[np.ndarray], axis: SupportsIndex) -> np.ndarray:
     number = gather_axis(axis)
     arrays = [np.asarray(component) for component in components]
     if not arrays:
-        raise InvalidArgumentError("gather of no components")
+        raise InvalidArgumentError("gather needs at least one component")
     first = arrays[0]
     if first.ndim == 0:
-        raise InvalidArgumentError("gather of scalars: they have no axis; give each replica's value one, x[None]")
+        raise InvalidArgumentError(
+            "gather cannot join scalars, which have no axis; give each replica's value one: x[None]"
+        )
     if not -first.ndim <= number < first.ndim:
-        raise InvalidArgumentError(f"gather over axis {number} of arrays with {first.ndim} axes")
+        raise InvalidArgumentError(f"gather cannot join along axis {number}: the arrays have {first.ndim} axes")
     across = number % first.ndim
     for replica, array in enumerate(arrays[1:], start=1):
         same_dtype = array.dtype == first.dtype or (array.dtype.kind == first.dtype.kind and first.dtype.kind in "US")
@@ -92,7 +94,7 @@ def gather(components: Sequence[np.ndarray], axis: SupportsIndex) -> np.ndarray:
 def gather_axis(axis: object) -> int:
     """``axis`` of a gather as an int. Raises as :func:`gather` does for what can be no axis of any array."""
     if axis is None:
-        raise InvalidArgumentError("gather needs an axis, not None; to combine element by element use reduce")
+        raise InvalidArgumentError("gather needs an axis, not None; to combine element by element, use reduce")
     if isinstance(axis, tuple | list):
         raise InvalidArgumentError(f"gather takes one axis, not {axis!r}")
     return _index(axis)
@@ -117,7 +119,7 @@ def mean_dtype(dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
 def _add(arrays: list[np.ndarray]) -> np.ndarray:
     """The sum in the order given, in the common dtype, as a new array."""
     if not arrays:
-        raise InvalidArgumentError("a reduction of no components")
+        raise InvalidArgumentError("a reduction needs at least one component")
     first = arrays[0]
     for replica, array in enumerate(arrays[1:], start=1):
         if array.shape != first.shape or array.dtype != first.dtype:
@@ -135,10 +137,10 @@ def _axes(axis: Axis, rank: int) -> tuple[int, ...]:
     axes: list[int] = []
     for number in map(_index, axis if isinstance(axis, tuple) else (axis,)):
         if not -rank <= number < rank:
-            raise InvalidArgumentError(f"axis {number} of a component with {rank} axes")
+            raise InvalidArgumentError(f"there is no axis {number}: the component has {rank} axes")
         axes.append(number % rank)
     if len(set(axes)) < len(axes):
-        raise InvalidArgumentError(f"axis {axis!r} names one axis twice")
+        raise InvalidArgumentError(f"axis {axis!r} names an axis twice")
     return tuple(axes)
 
 
@@ -148,12 +150,12 @@ def _index(axis: object) -> int:
             raise TypeError
         return operator.index(axis)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"an axis is an int (reduce also takes a tuple of them), not {axis!r}") from None
+        raise TypeError(f"axis must be an int (or, in reduce, a tuple of ints), not {axis!r}") from None
 
 
 def _check_op(op: str) -> None:
     if op not in ("SUM", "MEAN"):
-        raise InvalidArgumentError(f"a reduction is 'SUM' or 'MEAN', not {op!r}")
+        raise InvalidArgumentError(f"a reduction must be 'SUM' or 'MEAN', not {op!r}")
 
 
 def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:

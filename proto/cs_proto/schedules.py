@@ -43,10 +43,10 @@ def _fault(kind: Kind, numbers: Sequence[float]) -> str:
     if kind == "PiecewiseConstantDecay":
         boundaries = numbers[: len(numbers) // 2]
         if len(numbers) % 2 == 0:
-            return "PiecewiseConstantDecay needs one value more than boundaries"
+            return "PiecewiseConstantDecay needs one more value than boundaries"
         return "" if list(boundaries) == sorted(boundaries) else "the boundaries of PiecewiseConstantDecay must ascend"
     if len(numbers) != len(FIELDS[kind]):
-        return f"{kind} has the numbers {', '.join(FIELDS[kind])}"
+        return f"{kind} needs the numbers {', '.join(FIELDS[kind])}"
     return "" if numbers[1] > 0 else f"decay_steps of {kind} must be more than 0, not {numbers[1]:g}"
 
 

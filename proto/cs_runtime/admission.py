@@ -127,7 +127,7 @@ class Admission:
             return f"{_MOST_BATCHES} listening sockets still have peers"
         if free >= needed:
             return ""
-        return f"{free} of {open_files.limit()} descriptors are free, and {needed} must be"
+        return f"only {free} of {open_files.limit()} descriptors are free, and {needed} are needed"
 
     def _sweep(self) -> None:
         """Close the listening sockets whose peers have all gone."""

@@ -85,7 +85,7 @@ class Arena:
             raise MemoryPlanError(
                 f"{nbytes} bytes{in_units(nbytes)} do not fit into {where}: {self._used} of {self._part_nbytes} bytes"
                 f"{in_units(self._part_nbytes)} are in use; send or return less at a time"
-                + ("; results that the script holds lie there, too" if self._held else "")
+                + ("; the script still holds results there" if self._held else "")
             )
         touched = _pages(start, start + nbytes)
         if missing := without([touched], self._touched):

@@ -100,7 +100,9 @@ def _item(text: str) -> tuple[_Item, str | None]:
     """The item and the rank it is for, None for all."""
     found = _ITEM.fullmatch(text)
     if found is None:
-        raise ValueError(f"failpoint {text!r}: expected name=action, name[rank]=action, or either with @n behind it")
+        raise ValueError(
+            f"failpoint {text!r}: expected name=action or name[rank]=action, each optionally followed by @n"
+        )
     name, action = found["name"], found["action"]
     if name != "*" and name not in FAILPOINTS:
         raise ValueError(f"failpoint {text!r}: there is no {name!r}, only {_listed(FAILPOINTS)}")

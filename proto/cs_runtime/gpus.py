@@ -58,7 +58,7 @@ def require_cupy(devices: Iterable[str], driver: Path | None = None) -> None:
         version = f"{match[1]}.{match[2]}"
         major = next((major for oldest, major in _CUDA if int(match[1]) >= oldest), None)
         if major is None:
-            remedy = f"the driver, {version}, is too old for any that fits; install 525 or later"
+            remedy = f"the driver ({version}) is too old for every CuPy package; install driver 525 or later"
         else:
-            remedy = f"pip install 'central-storage[cuda{major}]' (the driver, {version}, offers CUDA {major})"
+            remedy = f"pip install 'central-storage[cuda{major}]' (the driver, {version}, supports CUDA {major})"
     raise DeviceError(f"{names[0]} needs CuPy: {remedy}")

@@ -47,21 +47,21 @@ class ServerConfig:
         path = os.fsencode(self.run_directory)
         if not os.path.isabs(path) or len(path) > _PATH_NBYTES:
             raise ConfigurationError(
-                f"run directory {self.run_directory!r} must be an absolute path of at most {_PATH_NBYTES} bytes, since "
-                "sockets lie in it; choose a shorter one"
+                f"run directory {self.run_directory!r} must be an absolute path of at most {_PATH_NBYTES} bytes, "
+                "because it holds sockets; choose a shorter one"
             )
         if not 1 <= self.replicas <= MOST_REPLICAS:
-            raise ConfigurationError(f"{self.replicas} replicas: there are between 1 and {MOST_REPLICAS}")
+            raise ConfigurationError(f"the number of replicas must be from 1 to {MOST_REPLICAS}, not {self.replicas}")
         if min(self.threads, self.incarnation, self.machine_nbytes, self.address_nbytes) < 1:
             raise ConfigurationError(
                 f"threads ({self.threads}), incarnation ({self.incarnation}), the machine's memory "
-                f"({self.machine_nbytes} bytes) and the addresses for segments ({self.address_nbytes} bytes) are at "
-                "least 1"
+                f"({self.machine_nbytes} bytes) and the addresses for segments ({self.address_nbytes} bytes) must "
+                "be at least 1"
             )
         if self.step_timeout is not None and not self.step_timeout > 0:
-            raise ConfigurationError(f"a step timeout of {self.step_timeout} seconds; it is more than 0")
+            raise ConfigurationError(f"the step timeout must be more than 0 seconds, not {self.step_timeout}")
         if _DEVICE.fullmatch(self.parameter_device) is None:
-            raise DeviceError(f"{self.parameter_device!r:.60} is not a device in short form; write cpu:0")
+            raise DeviceError(f"{self.parameter_device!r:.60} is not a device in short form; write it like cpu:0")
 
     @property
     def endpoint(self) -> str:

@@ -53,7 +53,9 @@ def _fetched(request: Fetch, segments: _Segments) -> np.ndarray:
     if request.rows is not None:
         rows = segments.view(request.rows)
         if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < len(view):
-            raise InvalidArgumentError(f"rows {rows.min()} to {rows.max()} of {len(view)}")
+            raise InvalidArgumentError(
+                f"rows {rows.min()} to {rows.max()} were asked for, but the array has {len(view)} rows"
+            )
         if len(rows) > 1:
             _check_size(len(rows) * view[:1].nbytes)
         view = view[rows]
@@ -77,4 +79,6 @@ def _put(request: Put, writer: str, segments: _Segments) -> None:
 
 def _check_size(nbytes: int) -> None:
     if nbytes > LIMITS.frame_nbytes:
-        raise InvalidArgumentError(f"{nbytes} bytes at once; at most {LIMITS.frame_nbytes}")
+        raise InvalidArgumentError(
+            f"{nbytes} bytes were asked for, but one message carries at most {LIMITS.frame_nbytes}"
+        )

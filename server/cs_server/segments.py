@@ -131,6 +131,6 @@ def _check_addresses(name: str, nbytes: int) -> None:
 def _cannot_map(name: str, nbytes: int, error: OSError) -> MemoryPlanError:
     return MemoryPlanError(
         f"the server cannot map segment {name} of {nbytes} bytes{in_units(nbytes)} ({error.strerror}): "
-        f"{machine.addresses_left()}; shared mappings must be allowed; raise the limit of addresses (ulimit -v) where "
-        "there is one, or use smaller variables, fewer replicas or fewer optimizers"
+        f"{machine.addresses_left()}; allow shared mappings, raise the limit of addresses (ulimit -v) if there is "
+        "one, or use smaller variables, fewer replicas or fewer optimizers"
     )

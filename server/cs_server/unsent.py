@@ -52,7 +52,7 @@ class Unsent:
             if peer not in self._dropping:
                 self._dropping.add(peer)
                 _log.warning(
-                    "%r does not read: %d messages of %d bytes wait for it, and further ones are dropped",
+                    "%r does not read its messages: %d messages of %d bytes wait, and further ones are dropped",
                     *(peer, len(waiting), self._nbytes[peer]),
                 )
             return False

@@ -79,7 +79,7 @@ def test_names_of_dtypes(name: str) -> None:
 )
 def test_dtypes_that_may_not_travel(name: str) -> None:
     assert not is_wire_dtype(name)
-    with pytest.raises(LocalProtocolError, match="may not travel; those that may: bool, int8"):
+    with pytest.raises(LocalProtocolError, match="cannot be sent; these can: bool, int8"):
         Array(name, (), Frame(b""))
 
 
@@ -94,15 +94,15 @@ def test_dtypes_that_may_not_travel(name: str) -> None:
     ],
 )
 def test_arrays_that_may_not_travel(value: np.ndarray) -> None:
-    with pytest.raises(LocalProtocolError, match="may not travel"):
+    with pytest.raises(LocalProtocolError, match="cannot be sent"):
         array_of(value)
 
 
 @pytest.mark.parametrize(
     ("shape", "said"),
     [
-        ((-1,), "is not one"),
-        ((1,) * 33, "is not one"),
+        ((-1,), "is not a shape"),
+        ((1,) * 33, "is not a shape"),
         ((1 << 62,), "is too large"),
         ((1 << 31, 1 << 31), "is too large"),
         ((0, 1 << 62), "is too large"),

@@ -130,7 +130,7 @@ def test_damaged_messages(parts: list[bytes]) -> None:
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        ([], "an empty message"),
+        ([], "the message is empty"),
         ([b""], "not one msgpack value"),
         ([b"\xc1"], "not one msgpack value"),
         (wire(Statistics.code), "a record is a list that begins with its code"),
@@ -160,7 +160,7 @@ def test_damaged_messages(parts: list[bytes]) -> None:
         ),
         (wire([60, [5], 0, 1, [], None, 0, "", False]), "Ask.point must be"),
         (wire([3, b"", [[35, 1]]]), "a Statistics does not belong here"),
-        ([*wire([35, 1]), b"more"], "1 frames, of which the header names 0"),
+        ([*wire([35, 1]), b"more"], "1 frames, but its header names 0"),
         ([msgpack.packb([35, 1]) + b"\x00"], "not one msgpack value"),
         ([msgpack.packb([35, 1])[:-1]], "not one msgpack value"),
         ([b"\x92\x23\xa1\xff"], "not one msgpack value"),  # text that is not UTF-8
@@ -183,7 +183,7 @@ def test_what_is_no_message(parts: list[Buffer], said: str) -> None:
         ([], "frame 0 of a message with 0 frames"),
         ([b"\0" * 24], "frame 1 of a message with 1 frames"),
         ([b"\0" * 24, b"\0" * 23], "has 24 bytes, but its frame has 23"),
-        ([b"\0" * 24, b"\0" * 24, b""], "3 frames, of which the header names 2"),
+        ([b"\0" * 24, b"\0" * 24, b""], "3 frames, but its header names 2"),
     ],
 )
 def test_the_header_names_every_frame_there_is(frames: list[bytes], said: str) -> None:
@@ -324,11 +324,11 @@ def test_values_are_put_in_order_by_name_and_none_may_be_missing() -> None:
 
 
 def test_this_process_is_told_what_it_may_not_say() -> None:
-    with pytest.raises(LocalProtocolError, match="Shutdown with text that is not Unicode"):
+    with pytest.raises(LocalProtocolError, match="Shutdown cannot be sent: it has text that is not Unicode"):
         encode(Shutdown("\udcff"))
     with pytest.raises(LocalProtocolError, match="a Goodbye with a header of 4194311 bytes; at most 4194304"):
         encode(Goodbye("c" * (4 << 20)))
-    with pytest.raises(LocalProtocolError, match="neither a record nor in one"):
+    with pytest.raises(LocalProtocolError, match="is not a record"):
         encode(object())  # type: ignore[arg-type]
     with pytest.raises(LocalProtocolError, match="a Goodbye with a header of 4194311 bytes; at most 4194304"):
         encode_values(Goodbye, ["c" * (4 << 20)])

@@ -102,7 +102,7 @@ def test_every_record_has_a_code_of_its_own() -> None:
         (lambda: VariableSpec("a", "U3", (), True, 0, 0), "a variable cannot have dtype"),
         (lambda: VariableSpec("a", "object", (), True, 0, 0), "a variable cannot have dtype"),
         (lambda: VariableSpec("a", "float32", (-1,), True, 0, 0), "shape must be a tuple of int from 0"),
-        (lambda: VariableSpec("a", "float32", (1,) * 33, True, 0, 0), "is not one"),
+        (lambda: VariableSpec("a", "float32", (1,) * 33, True, 0, 0), "is not a shape"),
         (lambda: VariableSpec("a", "float32", (1 << 61,), True, 0, 0), "is too large"),
         (lambda: VariableSpec("a", "float32", (), True, 4, 0), "aggregation must be int from 0 to 3"),
         (lambda: VariableSpec("a", "float32", (), True, 0, -1), "synchronization must be int from 0 to 3"),
@@ -121,7 +121,7 @@ def test_a_code_is_given_once() -> None:
     class Late(Record):
         number: Count
 
-    with pytest.raises(LocalProtocolError, match="code 35 is taken by Statistics"):
+    with pytest.raises(LocalProtocolError, match="code 35 already belongs to Statistics"):
         record(35)(Late)
     with pytest.raises(LocalProtocolError, match="not between 1 and 255"):
         record(256)(Late)

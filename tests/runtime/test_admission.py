@@ -127,7 +127,7 @@ def test_no_peer_is_admitted_without_a_free_descriptor(entry: Entry, caplog: pyt
     assert 32 <= open_files.free() < 100
     inside.send(b"still")
     assert entry.hear(1) == [[b"inside", b"still"]]
-    words = r"router: no connection is accepted: \d+ of 256 descriptors are free, and 43 must be"
+    words = r"router: no connection is accepted: only \d+ of 256 descriptors are free, and 43 are needed"
     assert len(re.findall(words, caplog.text)) == 1
 
     outside = entry.dealer(b"outside")

@@ -165,7 +165,7 @@ def test_a_refusal_names_what_is_held() -> None:
     made = arena()
     made.put("uint8", np.ones(1, np.uint8))
     made.reset(held=[(NBYTES // 2, NBYTES // 2 + mmap.PAGESIZE)])
-    with pytest.raises(MemoryPlanError, match="results that the script holds lie there, too"):
+    with pytest.raises(MemoryPlanError, match="the script still holds results there"):
         made.new("uint8", (NBYTES // 2 + 1,))
     made.new("uint8", (NBYTES // 2,))
 

@@ -35,13 +35,16 @@ CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Thu Feb 22 01:44:3
     [
         (
             OPEN.format("580.65.06"),
-            r"pip install 'central-storage\[cuda13\]' \(the driver, 580.65.06, offers CUDA 13\)",
+            r"pip install 'central-storage\[cuda13\]' \(the driver, 580.65.06, supports CUDA 13\)",
         ),
         (
             CLOSED.format("550.54.15"),
-            r"pip install 'central-storage\[cuda12\]' \(the driver, 550.54.15, offers CUDA 12\)",
+            r"pip install 'central-storage\[cuda12\]' \(the driver, 550.54.15, supports CUDA 12\)",
         ),
-        (CLOSED.format("470.223.02"), "the driver, 470.223.02, is too old for any that fits; install 525 or later"),
+        (
+            CLOSED.format("470.223.02"),
+            r"the driver \(470.223.02\) is too old for every CuPy package; install driver 525 or later",
+        ),
         ("", r"pip install 'central-storage\[cuda12\]' or, with a driver from 580 on, 'central-storage\[cuda13\]'"),
     ],
 )

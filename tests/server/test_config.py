@@ -22,14 +22,14 @@ def test_a_good_one() -> None:
     [
         ({"run_directory": "relative"}, ConfigurationError, "'relative' must be an absolute path of at most 87 bytes"),
         ({"run_directory": "/" + "é" * 60}, ConfigurationError, "choose a shorter one"),
-        ({"replicas": 0}, ConfigurationError, "0 replicas"),
-        ({"replicas": 1025}, ConfigurationError, "between 1 and 1024"),
+        ({"replicas": 0}, ConfigurationError, "not 0"),
+        ({"replicas": 1025}, ConfigurationError, "from 1 to 1024, not 1025"),
         ({"threads": 0}, ConfigurationError, "threads"),
         ({"incarnation": 0}, ConfigurationError, "incarnation"),
         ({"machine_nbytes": 0}, ConfigurationError, "0 bytes"),
         ({"address_nbytes": 0}, ConfigurationError, r"addresses for segments \(0 bytes\)"),
-        ({"parameter_device": "GPU:0"}, DeviceError, "'GPU:0' is not a device in short form; write cpu:0"),
-        ({"parameter_device": "cpu"}, DeviceError, "write cpu:0"),
+        ({"parameter_device": "GPU:0"}, DeviceError, "'GPU:0' is not a device in short form; write it like cpu:0"),
+        ({"parameter_device": "cpu"}, DeviceError, "write it like cpu:0"),
     ],
 )
 def test_what_makes_no_sense(changes: dict[str, object], error: type[Exception], said: str) -> None:

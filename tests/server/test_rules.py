@@ -42,8 +42,8 @@ def test_resolve_picks_the_variant(
 @pytest.mark.parametrize(
     ("optimizer", "hyperparameters", "message"),
     [
-        ("Adamm", ADAM, "unknown optimizer 'Adamm': there are SGD, Adagrad, RMSprop, Adam"),
-        ("SGD", SGD | {"rho": 0.9}, "SGD has no hyperparameter 'rho': it has learning_rate, momentum, nesterov, clip"),
+        ("Adamm", ADAM, "unknown optimizer 'Adamm'; the optimizers are SGD, Adagrad, RMSprop, Adam"),
+        ("SGD", SGD | {"rho": 0.9}, "SGD has no hyperparameter 'rho'; it has learning_rate, momentum, nesterov, clip"),
         (
             "SGD",
             {"learning_rate": 1.0, "nesterov": False},

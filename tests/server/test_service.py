@@ -378,7 +378,7 @@ HEADER = encode(m.Get(1, (), (), False))[0]
         ([b""], "a header that is not one msgpack value"),
         ([b"\x80\x04\x95K\x01."], "a header that is not one msgpack value"),  # a pickle
         ([msgpack.packb([35])], "Statistics has 1 fields, not 0"),
-        ([bytes(HEADER), b"frame"], "1 frames, of which the header names 0"),
+        ([bytes(HEADER), b"frame"], "1 frames, but its header names 0"),
         ([b"x" * (LIMITS.header_nbytes + 1)], "a header of 4194305 bytes"),
         ([bytes(HEADER), *[b""] * (LIMITS.frames + 1)], "4097 frames; at most 4096"),
         ([b"\x91" * 100_000], "a header that is not one msgpack value"),

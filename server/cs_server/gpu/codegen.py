@@ -235,5 +235,5 @@ def _expression(node: ast.expr, value: str) -> str:
 
 def _untranslated(node: ast.AST) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"the step of a rule consists of arithmetic, sqrt, abs, maximum and copysign, not of {ast.unparse(node)!r}"
+        f"the step of a rule may use only arithmetic, sqrt, abs, maximum and copysign, not {ast.unparse(node)!r}"
     )

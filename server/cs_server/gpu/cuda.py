@@ -74,7 +74,7 @@ class Gpu:
                 self._runtime.deviceGetAttribute(self._runtime.cudaDevAttrCanUseHostPointerForRegisteredMem, number)
             )
         except self._runtime.CUDARuntimeError as error:
-            raise DeviceError(f"variables cannot lie on {name}: {error}") from error
+            raise DeviceError(f"variables cannot be kept on {name}: {error}") from error
         self._kernels: dict[tuple[str, str], Any] = {}
         self._locks = PageLocks(self._runtime, self.wait, self._say_refusal)
 
@@ -95,7 +95,7 @@ class Gpu:
                 return attempt()
             except (MemoryError, self._runtime.CUDARuntimeError, self._cupy.cuda.driver.CUDADriverError) as error:
                 if not isinstance(error, MemoryError) and error.status != _OUT_OF_MEMORY:
-                    raise DeviceError(f"{what} cannot be had of {self.name}: {error}") from error
+                    raise DeviceError(f"{self.name} cannot provide {what}: {error}") from error
                 if time.monotonic() >= until:
                     raise DeviceMemoryError(
                         f"{what} planned on {self.name}, {self.available_nbytes()} bytes of it available ({error})"

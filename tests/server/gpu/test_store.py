@@ -668,14 +668,14 @@ def test_a_kernel_that_a_gpu_does_not_take_is_named(gpus: StandInGpus) -> None:
     gpu = cuda.Gpu("gpu:0")
     with pytest.raises(DeviceError, match="the kernel wrong cannot be compiled for gpu:0: "):
         gpu.load('extern "C" __global__ void wrong(int a) { b; }', "wrong", (np.int32(0),))
-    with pytest.raises(DeviceError, match=r"the kernel right cannot be had of gpu:0: .*illegal memory access"):
+    with pytest.raises(DeviceError, match=r"gpu:0 cannot provide the kernel right: .*illegal memory access"):
         gpu.load('extern "C" __global__ void right(int *a) { a = a; }', "right", (7,))
     gpu.close()
 
 
 def test_a_gpu_that_cannot_be_used(gpus: StandInGpus) -> None:
     both = Both()
-    with pytest.raises(DeviceError, match=r"variables cannot lie on gpu:7: .*invalid device ordinal"):
+    with pytest.raises(DeviceError, match=r"variables cannot be kept on gpu:7: .*invalid device ordinal"):
         GpuStore("gpu:7", 1, both.here, both.plain, None)
     both.close()
 
