@@ -60,7 +60,9 @@ class Metric(Composite):
         self.name = name or _snake(type(self).__name__)
         self.dtype = np.dtype(dtype or np.float32)
         if self.dtype.kind != "f":
-            raise InvalidArgumentError(f"metric {self.name}: the state is of a floating-point dtype, not {self.dtype}")
+            raise InvalidArgumentError(
+                f"metric {self.name}: the state must have a floating-point dtype, not {self.dtype}"
+            )
 
     @property
     def variables(self) -> list[Variable]:
@@ -90,11 +92,11 @@ class Metric(Composite):
         Raises:
             NotImplementedError: The derived class does not say how.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not say how it takes examples in")
+        raise NotImplementedError(f"{type(self).__name__} does not define update_state")
 
     def result(self) -> np.ndarray:
         """The value so far, over all replicas."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what its result is")
+        raise NotImplementedError(f"{type(self).__name__} does not define result")
 
     def reset_state(self) -> None:
         """Begin anew. In a replica all replicas must do it."""
@@ -240,7 +242,9 @@ class Accuracy(_MeanOf):
         if y_true.ndim != y_pred.ndim:
             y_true = fit_weights(y_pred, y_true)
         if y_true.shape != y_pred.shape:
-            raise InvalidArgumentError(f"labels {list(y_true.shape)} and predictions {list(y_pred.shape)} do not fit")
+            raise InvalidArgumentError(
+                f"labels {list(y_true.shape)} and predictions {list(y_pred.shape)} must have the same shape"
+            )
         self._take((y_true == y_pred).astype(self.dtype), sample_weight)
 
 
@@ -278,11 +282,11 @@ class SparseCategoricalAccuracy(_MeanOf):
             y_true = y_true[..., 0]
         if y_pred.ndim == 0 or y_true.shape != y_pred.shape[:-1]:
             raise InvalidArgumentError(
-                f"labels {list(y_true.shape)} need predictions of that shape with an axis of classes behind it, not "
+                f"labels {list(y_true.shape)} need predictions of that shape with one more axis, the classes, not "
                 f"{list(y_pred.shape)}"
             )
         if not y_pred.shape[-1]:
-            raise InvalidArgumentError("predictions without a class")
+            raise InvalidArgumentError("predictions need at least one class")
         self._take((y_pred.argmax(-1) == y_true).astype(self.dtype), sample_weight)
 
 

@@ -116,7 +116,7 @@ def assert_same_structure(nest1: Any, nest2: Any, check_types: bool = True) -> N
     if leaf1 and leaf2:
         return
     if leaf1 or leaf2:
-        raise InvalidArgumentError(f"the structures differ: {nest1!r} and {nest2!r}, of which one is a leaf")
+        raise InvalidArgumentError(f"the structures differ: {nest1!r} and {nest2!r}: one of them is a leaf")
     if len(nest1) != len(nest2):
         raise InvalidArgumentError(f"the structures differ in length: {nest1!r} and {nest2!r}")
     mapping1, mapping2 = isinstance(nest1, Mapping), isinstance(nest2, Mapping)

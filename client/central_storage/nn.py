@@ -44,9 +44,9 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     loss = _array(per_example_loss)
     dtype = loss.dtype
     if loss.ndim == 0:
-        raise InvalidArgumentError("per_example_loss needs at least one axis, the rows; this is a scalar")
+        raise InvalidArgumentError("per_example_loss must have at least one axis, the examples; it is a scalar")
     if dtype.kind not in "iufc":
-        raise InvalidArgumentError(f"per_example_loss is of numbers, not {dtype}")
+        raise InvalidArgumentError(f"per_example_loss must hold numbers, not {dtype}")
     if sample_weight is not None:
         weight = fit_weights(loss, _array(sample_weight))
         try:
@@ -108,7 +108,7 @@ def embedding_lookup(var: Any, ids: Any) -> Any:
     if indices.size == 0 and indices.dtype.kind == "f":  # what an empty list becomes
         indices = indices.astype(np.int32)
     if indices.dtype.kind not in "iu":
-        raise InvalidArgumentError(f"ids are integers, not {indices.dtype}")
+        raise InvalidArgumentError(f"ids must be integers, not {indices.dtype}")
     rows = var.shape[:1]
     if not rows:
         raise InvalidArgumentError("embedding_lookup needs a table with at least one axis, the rows")
@@ -126,7 +126,9 @@ def fit_weights(values: Any, weight: Any) -> Any:
         return weight[..., None]
     if weight.ndim == values.ndim + 1:
         if weight.shape[-1] != 1:
-            raise InvalidArgumentError(f"weights {list(weight.shape)} have a rank too many for {list(values.shape)}")
+            raise InvalidArgumentError(
+                f"weights {list(weight.shape)} have more axes than the values {list(values.shape)}"
+            )
         return weight[..., 0]
     return weight
 
@@ -139,15 +141,15 @@ def _rows(loss: Any) -> int:
 def _size(global_batch_size: Any) -> int:
     size = convert_to_tensor(global_batch_size)
     if size.dtype.kind not in "iu":
-        raise TypeError(f"global_batch_size is an integer, not {global_batch_size!r}")
+        raise TypeError(f"global_batch_size must be an integer, not {global_batch_size!r}")
     if size.ndim or size < 0:
-        raise InvalidArgumentError(f"global_batch_size is one integer, at least 0, not {global_batch_size!r}")
+        raise InvalidArgumentError(f"global_batch_size must be one integer, at least 0, not {global_batch_size!r}")
     return int(size)
 
 
 def _require_replica(what: str) -> None:
     if in_cross_replica_context():
-        raise ContextError(f"{what} is for replicas: in the cross-replica context there is no share of a batch")
+        raise ContextError(f"{what} must be called in a replica: the cross-replica context has no share of a batch")
 
 
 def _array(value: Any) -> Any:

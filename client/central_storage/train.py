@@ -169,10 +169,10 @@ class CheckpointManager:
     ) -> None:
         is_number = isinstance(max_to_keep, int) and not isinstance(max_to_keep, bool)
         if max_to_keep is not None and not (is_number and max_to_keep > 0):
-            raise InvalidArgumentError(f"max_to_keep is a number from 1, or None for all, not {max_to_keep!r}")
+            raise InvalidArgumentError(f"max_to_keep must be a number from 1, or None for all, not {max_to_keep!r}")
         if not checkpoint_name or os.path.basename(checkpoint_name) != checkpoint_name:
             raise InvalidArgumentError(
-                f"checkpoint_name is what the names of files begin with, not {checkpoint_name!r}; a directory is given "
+                f"checkpoint_name must be the beginning of a file name, not {checkpoint_name!r}; pass the directory "
                 "as directory"
             )
         self._checkpoint = checkpoint
@@ -255,7 +255,7 @@ class CheckpointManager:
                 self._checkpoint.restore(newest)
                 return newest
             except CheckpointDamagedError as error:
-                _log.warning("left out a checkpoint: %s", error)
+                _log.warning("skipped a checkpoint: %s", error)
                 self._skipped[newest] = str(error)
             except CheckpointError:
                 if os.path.lexists(newest):
@@ -263,8 +263,8 @@ class CheckpointManager:
                 # Another manager has deleted it, since it has saved newer ones.
         if self._skipped:
             raise CheckpointDamagedError(
-                f"no checkpoint in {self._directory} is whole: {'; '.join(self._skipped.values())}. Nothing was "
-                "restored. To begin anew, move them elsewhere"
+                f"every checkpoint in {self._directory} is damaged: {'; '.join(self._skipped.values())}. Nothing was "
+                "restored. To start from the beginning, move them elsewhere"
             )
         if self._init_fn is not None:
             self._init_fn()
@@ -305,5 +305,5 @@ def _whole_number(value: Any) -> int:
     except TypeError:
         number = -1
     if number < 0:
-        raise InvalidArgumentError(f"checkpoint_number is a whole number from 0, not {value!r}")
+        raise InvalidArgumentError(f"checkpoint_number must be a whole number from 0, not {value!r}")
     return number

@@ -91,9 +91,9 @@ def test_the_dtype_is_the_losses() -> None:
     [
         (1.0, None, 4, "at least one axis"),
         ([1.0, 2.0], [1.0, 2.0, 3.0], 4, "does not fit"),
-        ([1.0, 2.0], [[1.0, 2.0], [1.0, 2.0]], 4, "a rank too many"),
+        ([1.0, 2.0], [[1.0, 2.0], [1.0, 2.0]], 4, "have more axes than the values"),
         ([1.0], None, -1, "at least 0"),
-        ([True], None, 4, "of numbers"),
+        ([True], None, 4, "must hold numbers"),
         ([1.0], None, [4], "one integer"),
     ],
 )

@@ -205,7 +205,7 @@ def test_what_chose_the_rule_stays(s: CentralStorageStrategy) -> None:
             optimizer.momentum = 0.9
         with pytest.raises(InvalidArgumentError, match="nesterov was fixed"):
             optimizer.nesterov = True
-        with pytest.raises(InvalidArgumentError, match="counts from 0"):
+        with pytest.raises(InvalidArgumentError, match="must be at least 0"):
             optimizer.iterations = -1
         with pytest.raises(InvalidArgumentError, match="learning_rate"):
             optimizer.learning_rate = None
@@ -232,9 +232,9 @@ def test_nothing_is_set_inside_a_replica(s: CentralStorageStrategy, replica: Cal
     slot = made(s, "Adam").get_slot(w, "m")
     with replica():
         for name, value in [("learning_rate", 0.1), ("momentum", 0.0), ("iterations", 1)]:
-            with pytest.raises(ContextError, match=f"{name} is set in the client"):
+            with pytest.raises(ContextError, match=f"{name} can be set only in the script"):
                 setattr(optimizer, name, value)
-        with pytest.raises(ContextError, match="slot w/m is set in the client"):
+        with pytest.raises(ContextError, match="slot w/m can be set only in the script"):
             slot.assign(np.zeros(2, F32))
         assert optimizer.learning_rate == 0.01
 
@@ -331,7 +331,7 @@ def test_a_callable_without_arguments_is_asked_before_every_run(s: CentralStorag
 def test_a_learning_rate_that_is_no_number_names_its_optimizer(s: CentralStorageStrategy, backend: Backend) -> None:
     optimizer = made(s, learning_rate=lambda step: 0.5 if step < 3 else "half")
     backend.optimizers[1] = replace(backend.optimizers[1], iterations=3)
-    with pytest.raises(InvalidArgumentError, match="SGD: at step 3 the function that is its learning rate gave 'half'"):
+    with pytest.raises(InvalidArgumentError, match="SGD: at step 3 the learning rate function returned 'half'"):
         s.run(lambda: None)
     optimizer.learning_rate = 0.25
     s.run(lambda: None)
@@ -416,7 +416,7 @@ def test_where_gradients_cannot_be_applied(s: CentralStorageStrategy, replica: C
         optimizer.apply_gradients(pairs)
     with replica(), pytest.raises(NotImplementedError, match="experimental_aggregate_gradients=False"):
         optimizer.apply_gradients(pairs, experimental_aggregate_gradients=False)
-    with replica(), pytest.raises(ContextError, match="made in the script, not by every replica"):
+    with replica(), pytest.raises(ContextError, match="cannot be made in a replica"):
         cs.optimizers.SGD(0.1)
     foreign = variable(strategy(Backend()), 2)
     with replica(), pytest.raises(ContextError, match="belongs to another strategy than optimizer SGD"):

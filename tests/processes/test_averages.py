@@ -124,7 +124,7 @@ def test_what_it_is_not_for(strategy: cs.CentralStorageStrategy) -> None:
         average.apply([np.ones(2)])  # type: ignore[list-item]
     with pytest.raises(errors.InvalidArgumentError, match="decay"):
         ExponentialMovingAverage(1.5)
-    with pytest.raises(errors.ContextError, match="made in the script"):
+    with pytest.raises(errors.ContextError, match="cannot be made in a replica"):
         strategy.run(lambda: ExponentialMovingAverage(0.5) and None)
 
 

@@ -199,7 +199,7 @@ def test_a_strategy_saves_all_it_has(tmp_path: Path) -> None:
         content = bytearray(Path(path).read_bytes())
         content[-1] ^= 1
         Path(path).write_bytes(content)
-        with pytest.raises(errors.CheckpointDamagedError, match=r"strategy\.safetensors is no whole checkpoint"):
+        with pytest.raises(errors.CheckpointDamagedError, match=r"strategy\.safetensors is damaged"):
             other.restore(tmp_path / "run")
         assert not fresh.weights[0].numpy().any()
         other.restore(FORMAT_1)
@@ -227,7 +227,7 @@ def test_a_merge_function_may_save_and_a_replica_may_not(two: cs.CentralStorageS
     w.assign([0.0, 0.0])
     cs.train.Checkpoint(w=w).restore(path).assert_consumed()
     assert w.numpy().tolist() == [3.0, 4.0]
-    with pytest.raises(errors.ContextError, match="saved in the script"):
+    with pytest.raises(errors.ContextError, match="saved only in the script"):
         two.run(lambda: cs.train.Checkpoint(w=w).save(f"{directory}/x"))
 
 

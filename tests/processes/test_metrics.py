@@ -151,7 +151,7 @@ def test_a_metric_of_the_users(strategy: cs.CentralStorageStrategy) -> None:
 def test_nobody_else_takes_a_metric_along(strategy: cs.CentralStorageStrategy) -> None:
     with strategy.scope():
         mean = cs.metrics.Mean()
-    with pytest.raises(TypeError, match="handle"):
+    with pytest.raises(TypeError, match="state in its service"):
         pickle.dumps(mean)
     assert copy.copy(mean) is mean
 
@@ -192,9 +192,9 @@ def test_what_does_not_fit(strategy: cs.CentralStorageStrategy) -> None:
             cs.metrics.Mean(dtype="int32")
     with pytest.raises(errors.InvalidArgumentError, match="sample_weight"):
         mean.update_state([1.0, 2.0], [1.0, 2.0, 3.0])
-    with pytest.raises(errors.InvalidArgumentError, match="do not fit"):
+    with pytest.raises(errors.InvalidArgumentError, match="must have the same shape"):
         exact.update_state([1, 2], [1, 2, 3])
-    with pytest.raises(errors.InvalidArgumentError, match="axis of classes"):
+    with pytest.raises(errors.InvalidArgumentError, match="one more axis, the classes"):
         sparse.update_state([1, 2], [1, 2])
     assert float(mean.result()) == 0.0
 

@@ -177,7 +177,7 @@ MISUSES: dict[str, tuple[Callable[[World], Any], type[BaseException], str]] = {
     "unequal merge points": (in_replica(unequal_merge_points), MergeMismatchError, "replica 1 returned"),
     "set_strategy in a scope": (set_strategy_in_scope, RuntimeError, "scope"),
     "copy a strategy": (lambda w: copy.copy(w.s), RuntimeError, "copied"),
-    "pickle a strategy": (lambda w: pickle.dumps(w.s), TypeError, "handle"),
+    "pickle a strategy": (lambda w: pickle.dumps(w.s), TypeError, "state in its service"),
     "pickle a variable": (lambda w: pickle.dumps(w.v), TypeError, "numpy()"),
     "colocate outside a scope": (colocate_outside_scope, RuntimeError, "scope"),
     "apply in the cross-replica context": (apply_in_scope, RuntimeError, "replica function"),

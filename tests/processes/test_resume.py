@@ -138,7 +138,7 @@ def test_a_strategy_saves_the_count_of_runs_and_positions(
         assert [strategy.run(step, args=(element,)) for element in data] == goes_on
         assert len({number for _, number in first + goes_on}) == 6
         assert float(total) == 6
-        with pytest.raises(cs.errors.CheckpointMismatchError, match="no object took data/epoch"):
+        with pytest.raises(cs.errors.CheckpointMismatchError, match="no object uses data/epoch"):
             strategy.restore(tmp_path)
         with pytest.raises(cs.errors.InvalidArgumentError, match="data is a int, which holds no variables"):
             strategy.save(tmp_path, data=3)
@@ -176,7 +176,7 @@ def test_another_seed_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
             checkpoint.restore(path).assert_consumed()
             lines = [record.message for record in caplog.records if "was saved with the seed" in record.message]
             assert len(lines) == said
-    assert "saved with the seed 1, this strategy has 2" in lines[0]
+    assert "saved with the seed 1, but this strategy has 2" in lines[0]
 
 
 def test_a_file_without_the_count_leaves_it(services: list[cs.CentralStorageStrategy], tmp_path: Path) -> None:
@@ -202,7 +202,9 @@ def test_a_count_that_is_none_is_refused(services: list[cs.CentralStorageStrateg
     path = checkpoint.save(tmp_path / "c")
     strategy.controller.set_draws(count)
     w.assign(2.0)
-    with pytest.raises(cs.errors.CheckpointError, match=r"\(strategy\)/draws: -1 runs cannot have begun\. Nothing was"):
+    with pytest.raises(
+        cs.errors.CheckpointError, match=r"\(strategy\)/draws: -1 is not a possible number of runs\. Nothing was"
+    ):
         checkpoint.restore(path)
     assert float(w) == 2
     assert strategy.controller.draws() == count

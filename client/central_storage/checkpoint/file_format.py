@@ -166,8 +166,8 @@ class _Draft:
         self._header_nbytes = -(-(len(self._header(path, index)) + _ROOM) // 8) * 8
         if self._header_nbytes > _LONGEST_HEADER:
             raise CheckpointError(
-                f"{path} would need a header of {self._header_nbytes} bytes for its {len(arrays)} arrays, and a file "
-                f"has one of {_LONGEST_HEADER} bytes at most; save the objects in several checkpoints"
+                f"{path} would need a header of {self._header_nbytes} bytes for its {len(arrays)} arrays, but a header "
+                f"has at most {_LONGEST_HEADER} bytes; save the objects in several checkpoints"
             )
         self._nbytes = 8 + self._header_nbytes + end
         with self.explained():
@@ -346,7 +346,7 @@ def _room(directory: str) -> str:
     try:
         found = os.statvfs(directory)
     except OSError as error:
-        return f"how many are free is not known ({error.strerror})"
+        return f"the free space is unknown ({error.strerror})"
     free = found.f_bavail * found.f_frsize
     return f"{free}{in_units(free)} are free"
 
@@ -362,7 +362,7 @@ def _checksum(data: Any) -> str:
 def _require_checksum(path: str, what: str, data: Any, expected: str) -> None:
     """Raise CheckpointDamagedError where ``data`` is not what ``expected`` was made of."""
     if (found := _checksum(data)) != expected:
-        raise _damaged(path, f"the checksum of {what} is {found}, and was {expected} when it was saved")
+        raise _damaged(path, f"the checksum of {what} is {found}, but was {expected} when it was saved")
 
 
 def _take_out_checksum(header: bytes) -> tuple[str, bytes]:
@@ -373,7 +373,7 @@ def _take_out_checksum(header: bytes) -> tuple[str, bytes]:
 
 def _damaged(path: str, what: str) -> CheckpointDamagedError:
     return CheckpointDamagedError(
-        f"{path} is no whole checkpoint: {what}; restore another checkpoint, or a copy of this one from elsewhere"
+        f"{path} is damaged: {what}; restore another checkpoint, or an intact copy of this one"
     )
 
 
@@ -405,7 +405,7 @@ class Stored:
         place = self._places[key]
         if (place.dtype, place.shape) == (dtype_name(dtype), shape):
             return None
-        return f"{key} is {place.dtype}{list(place.shape)} there, {dtype}{list(shape)} here"
+        return f"{key} is {place.dtype}{list(place.shape)} in the checkpoint, but {dtype}{list(shape)} here"
 
     def verify(self) -> None:
         """Read all. Raises CheckpointDamagedError where an array is not what was saved."""
@@ -450,7 +450,7 @@ def _open(path: str) -> int:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for who writes to it
     except (FileNotFoundError, NotADirectoryError) as error:
         if os.path.islink(path):
-            raise _damaged(path, "it is a link to a file that is not there") from error
+            raise _damaged(path, "it is a link to a file that does not exist") from error
         hint = _newest_in(path.removesuffix(SUFFIX))
         raise CheckpointError(f"there is no checkpoint {path}{hint}") from error
     except OSError as error:
@@ -459,7 +459,7 @@ def _open(path: str) -> int:
         ) from error
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
-        raise _damaged(path, "it is no ordinary file")
+        raise _damaged(path, "it is not a regular file")
     return file
 
 
@@ -468,7 +468,7 @@ def _newest_in(directory: str) -> str:
     if not os.path.isdir(directory):
         return ""
     newest = max(Path(directory).glob(f"*{SUFFIX}"), key=os.path.getmtime, default="none")
-    return f"; {directory} is a directory, restore takes a file: the newest in it is {newest}"
+    return f"; {directory} is a directory, but restore takes a file; the newest one in it is {newest}"
 
 
 def _read_at(path: str, file: int, into: memoryview, offset: int) -> None:
@@ -477,7 +477,7 @@ def _read_at(path: str, file: int, into: memoryview, offset: int) -> None:
         try:
             count = os.preadv(file, [into], offset)
         except OSError as error:
-            raise _damaged(path, f"the disk does not read it ({error.strerror})") from error
+            raise _damaged(path, f"it cannot be read from the disk ({error.strerror})") from error
         if not count:
             raise _damaged(path, f"it ends at byte {offset}, and {len(into)} bytes are missing")
         into, offset = into[count:], offset + count
@@ -490,7 +490,7 @@ def _header_of(path: str, file: int, size: int) -> bytes:
     nbytes = int.from_bytes(word, "little")
     most = min(size - 8, _LONGEST_HEADER)
     if nbytes > most:
-        raise _damaged(path, f"its header is said to be of {nbytes} bytes, and {most} are possible")
+        raise _damaged(path, f"its header claims {nbytes} bytes, but at most {most} are possible")
     header = bytearray(nbytes)
     _read_at(path, file, memoryview(header), 8)
     if header.startswith(_START):
@@ -504,34 +504,34 @@ def _parsed(path: str, header: bytes, begin: int, end: int) -> tuple[dict[str, A
     entries = _object(path, "its header", header)
     metadata = entries.pop("__metadata__", None)
     if not isinstance(metadata, dict) or not isinstance(metadata.get(_INDEX), str):
-        raise _damaged(path, "it is a safetensors file, but no checkpoint of central-storage")
+        raise _damaged(path, "it is a safetensors file, but not a checkpoint of central-storage")
     index = _object(path, "its index", metadata[_INDEX])
     number = index.get("format")
     if not _is_count(number):
-        raise _damaged(path, f"its index has the format {number!r:.80}, which is no whole number")
+        raise _damaged(path, f"the format in its index is {number!r:.80}, which is not a whole number")
     is_sealed = header.startswith(_START)
     if number not in (1, _FORMAT):
         raise CheckpointError(
-            f"{path} is of format {number!r:.80}; this version reads formats 1 to {_FORMAT}: take the version of "
-            "central-storage that has written it"
+            f"{path} has format {number!r:.80}, but this version reads formats 1 to {_FORMAT}; use the version of "
+            "central-storage that saved it"
         )
     if is_sealed != (number == _FORMAT):
-        raise _damaged(path, f"its index has the format {number}, and its header that of another")
+        raise _damaged(path, f"its index has format {number}, but its header belongs to another format")
     _check_index(path, index)
     name = os.path.basename(path)
     if is_sealed and _NUMBERED.fullmatch(name) and name != index["name"]:
         raise CheckpointDamagedError(
-            f"{path} is another checkpoint, which was saved as {index['name']}; give it that name again, or one that "
+            f"{path} was saved as {index['name']}, so it is another checkpoint; rename it to that, or to a name that "
             "does not end in a number"
         )
     places = {key: _place(path, key, entry, index["complex"].get(key)) for key, entry in entries.items()}
     at = 0
     for key, place in sorted(places.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if place.offset != at:
-            raise _damaged(path, f"{key} begins at byte {place.offset} of the arrays, and has to at {at}")
+            raise _damaged(path, f"{key} begins at byte {place.offset} of the arrays, but must begin at {at}")
         at += place.nbytes
     if at != end - begin:
-        raise _damaged(path, f"its arrays are of {at} bytes, and the file has {end - begin} for them")
+        raise _damaged(path, f"its arrays take {at} bytes, but the file has {end - begin} for them")
     _check_names(path, index, places)
     return index, {
         key: _Place(place.dtype, place.shape, begin + place.offset, place.nbytes) for key, place in places.items()
@@ -542,9 +542,9 @@ def _object(path: str, what: str, text: bytes | str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"{what} is no JSON ({error})") from error
+        raise _damaged(path, f"{what} is not JSON ({error})") from error
     if not isinstance(found, dict):
-        raise _damaged(path, f"{what} is no JSON object")
+        raise _damaged(path, f"{what} is not a JSON object")
     return found
 
 
@@ -554,7 +554,7 @@ def _check_index(path: str, index: Mapping[str, Any]) -> None:
         if name not in known:
             raise _damaged(path, f"its index has a field {name!r:.80}, which this version does not know")
         if not known[name].fits(value):
-            raise _damaged(path, f"the field {name!r} of its index is {value!r:.80}, and has to be {known[name].kind}")
+            raise _damaged(path, f"the field {name!r} of its index is {value!r:.80}, but must be {known[name].kind}")
     lacking = [name for name, kind in known.items() if not kind.is_optional and name not in index]
     if lacking:
         raise _damaged(path, f"its index has no field {lacking[0]!r}")
@@ -573,14 +573,14 @@ def _place(path: str, key: str, entry: Any, complex_: str | None) -> _Place:
         and all(map(_is_count, offsets))
         and offsets[0] <= offsets[1]
     ):
-        raise _damaged(path, f"its header does not say the dtype, shape and place of {key}")
+        raise _damaged(path, f"its header does not give the dtype, shape and place of {key}")
     name = _NAMES.get(dtype, dtype)
     nbytes = offsets[1] - offsets[0]
     if dtype in _NAMES and math.prod(shape) * np.dtype(name).itemsize != nbytes:
-        raise _damaged(path, f"{key} has {nbytes} bytes, which is not what {name}{shape} takes")
+        raise _damaged(path, f"{key} has {nbytes} bytes, which does not match {name}{shape}")
     if complex_ is not None:
         if _PAIRS.get(complex_) != dtype or shape[-1:] != [2]:
-            raise _damaged(path, f"{key} is {name}{shape} in its header and {complex_:.80} in its index")
+            raise _damaged(path, f"{key} is {name}{shape} in its header, but {complex_:.80} in its index")
         name, shape = complex_, shape[:-1]
     return _Place(name, tuple(shape), offsets[0], nbytes)
 
@@ -589,6 +589,6 @@ def _check_names(path: str, index: Mapping[str, Any], places: Mapping[str, _Plac
     """See that the index is about the arrays that are there."""
     named = {*index["complex"], *index["also"].values(), *index.get("checksums", ())}
     if more := named - places.keys():
-        raise _damaged(path, f"its index names {min(more)}, which it does not hold")
+        raise _damaged(path, f"its index names {min(more)}, but it does not hold that array")
     if "checksums" in index and (less := places.keys() - index["checksums"].keys()):
-        raise _damaged(path, f"its index has no checksum of {min(less)}")
+        raise _damaged(path, f"its index has no checksum for {min(less)}")

@@ -72,8 +72,8 @@ class Status:
         self.assert_existing_objects_matched()
         if self.unused:
             raise CheckpointMismatchError(
-                f"{self.path} holds what no object took: {_listed(self.unused)}; give the Checkpoint the objects that "
-                "were saved, make their variables first, or call expect_partial()"
+                f"{self.path} holds values that no object uses: {_listed(self.unused)}; give the Checkpoint the "
+                "objects that were saved, make their variables first, or call expect_partial()"
             )
         return self
 
@@ -252,8 +252,8 @@ def restore(path: str, objects: Mapping[str, Any], *, strict: bool) -> tuple[Sta
                 array = stored.array(key)
             except CheckpointDamagedError as error:
                 raise CheckpointDamagedError(
-                    f"{path} has changed while it was read, after {count} of {len(planned)} arrays were set; restore "
-                    "another checkpoint, which sets all of them"
+                    f"{path} changed while it was being read, after {count} of {len(planned)} arrays were set; restore "
+                    "another checkpoint to set all of them"
                 ) from error
             entry.write(array)
     return Status(path, missing, unused), stored.index
@@ -401,14 +401,14 @@ def _of_strategy(strategy: Strategy, way: str) -> dict[str, _Entry]:
     def compare_seeds(value: np.ndarray) -> None:
         if int(value) != controller.seed:
             _log.warning(
-                "the checkpoint was saved with the seed %d, this strategy has %d: its random numbers will differ from "
-                "those of the saved training",
+                "the checkpoint was saved with the seed %d, but this strategy has %d; its random numbers will differ "
+                "from those of the saved training",
                 value,
                 controller.seed,
             )
 
     def fault(value: np.ndarray) -> str | None:
-        return f"{value} runs cannot have begun" if not 0 <= value < 1 << 62 else None
+        return f"{value} is not a possible number of runs" if not 0 <= value < 1 << 62 else None
 
     int64 = np.dtype(np.int64)
     return {
@@ -437,11 +437,13 @@ def _held(strategies: Iterable[Strategy]) -> Iterator[None]:
 
 def _refuse_in_replica(what: str) -> None:
     if has_strategy() and get_replica_context() is not None:
-        raise ContextError(f"a checkpoint is {what} in the script, or in a merge function, not by every replica")
+        raise ContextError(
+            f"a checkpoint can be {what} only in the script or in a merge function, not by every replica"
+        )
 
 
 def _difference(missing: Iterable[str], unused: Iterable[str]) -> str:
-    parts = ((missing, "it does not hold"), (unused, "no object took"))
+    parts = ((missing, "it does not hold"), (unused, "no object uses"))
     return "; ".join(f"{says} {_listed(names)}" for names, says in parts if names)
 
 

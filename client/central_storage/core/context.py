@@ -183,7 +183,9 @@ def require_cross_replica(strategy: Strategy, what: str) -> None:
             "get_replica_context().merge_call to get into the cross-replica context"
         )
     if entered is not strategy:
-        raise ContextError(f"{what} of one strategy inside the scope of another; leave that scope first")
+        raise ContextError(
+            f"{what} cannot be called on one strategy inside the scope of another; leave that scope first"
+        )
 
 
 class enter_cross_replica:  # noqa: N801  (a function to its callers; entered at every run, where a generator costs)
@@ -219,7 +221,7 @@ class Scope(AbstractContextManager[S], Generic[S]):
 
     def __enter__(self) -> S:
         if self._is_left:
-            raise UsedScopeError("this scope was entered and left; call strategy.scope() for another one")
+            raise UsedScopeError("this scope object has been used already; call strategy.scope() for a new one")
         if _stack.entries:
             entered, replica = _stack.entries[-1]
             if replica is not None and replica is not _default:
@@ -234,7 +236,7 @@ class Scope(AbstractContextManager[S], Generic[S]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if not self._depth or not _stack.entries or _stack.entries[-1] != self._entry:
-            raise ContextError("a scope is left that is not the innermost context of this thread")
+            raise ContextError("only the innermost scope of this thread can be left")
         _stack.pop()
         self._depth -= 1
         self._is_left = not self._depth
@@ -389,7 +391,9 @@ class ReplicaContext:
         if not callable(merge_fn):
             raise TypeError(f"merge_fn must be callable, not {merge_fn!r:.100}")
         if not isinstance(args, list | tuple):
-            raise TypeError(f"args must be a list or tuple, not {type(args).__name__}; for one: args=(x,)")
+            raise TypeError(
+                f"args must be a list or tuple, not {type(args).__name__}; for one argument, pass args=(x,)"
+            )
         if self._backend is None:
             with enter_cross_replica(self._strategy):
                 return merge_fn(self._strategy, *args, **(kwargs or {}))
@@ -430,11 +434,11 @@ class ReplicaContext:
             warn_deprecated(self._strategy, "experimental_hints", "options")
         self._check_current("all_reduce")
         if not isinstance(reduce_op, ReduceOp | str):
-            raise InvalidArgumentError(f"a reduction is ReduceOp.SUM or ReduceOp.MEAN, not {reduce_op!r}")
+            raise InvalidArgumentError(f"reduce_op must be ReduceOp.SUM or ReduceOp.MEAN, not {reduce_op!r}")
         op = as_reduce_op(reduce_op)
         leaves = nest.flatten(value)
         if not leaves:
-            raise IndexError("all_reduce of an empty nest: there is nothing to combine")
+            raise IndexError("all_reduce needs at least one value, not an empty nest")
         places = [isinstance(leaf, IndexedSlices) for leaf in leaves]
         sparse = [leaf for leaf in leaves if isinstance(leaf, IndexedSlices)]
         dense = [_tensor(leaf, "all_reduce") for leaf in leaves if not isinstance(leaf, IndexedSlices)]
@@ -454,7 +458,7 @@ class ReplicaContext:
         for place, leaf in enumerate(leaves):
             values, indices, shapes = gathered[3 * place : 3 * place + 3]
             if (shapes != shapes[0]).any():
-                raise InvalidArgumentError(f"all_reduce of IndexedSlices of different dense shapes: {shapes.tolist()}")
+                raise InvalidArgumentError(f"all_reduce needs IndexedSlices of one dense shape, not {shapes.tolist()}")
             if op is ReduceOp.MEAN:
                 values = reduction.divide(convert_to_tensor(values), self.num_replicas_in_sync)
             results.append(IndexedSlices(values, indices, leaf.dense_shape))
@@ -494,14 +498,16 @@ class ReplicaContext:
         self._check_current("all_gather")
         leaves = nest.flatten(value)
         if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
-            raise NotImplementedError("all_gather of IndexedSlices; gather their values and indices")
+            raise NotImplementedError("all_gather does not take IndexedSlices; gather their values and indices")
         arrays = [_tensor(leaf, "all_gather") for leaf in leaves]
         if self.num_replicas_in_sync == 1 or not arrays:
             return value
         number = reduction.gather_axis(axis)
         for array in arrays:
             if not -array.ndim <= number < array.ndim:
-                raise InvalidArgumentError(f"all_gather over axis {number} of an array with {array.ndim} axes")
+                raise InvalidArgumentError(
+                    f"all_gather cannot join along axis {number}: the array has {array.ndim} axes"
+                )
         return nest.pack_sequence_as(value, self.backend.all_gather(number, arrays, call_site()))
 
     def _check_current(self, what: str) -> None:
@@ -509,8 +515,8 @@ class ReplicaContext:
             raise ContextError("this replica context belongs to a run that has ended")
         if get_replica_context() is not self:
             raise ContextError(
-                f"{what}: a replica context is used in the thread of its replica function and where it is the current "
-                "context; ask get_replica_context() where you are"
+                f"{what}: a replica context can be used only in the thread of its replica function, while it is the "
+                "current context; call get_replica_context() where you need it"
             )
 
     def __repr__(self) -> str:

@@ -80,7 +80,9 @@ def as_list(devices: Sequence[str | Sequence[str]]) -> list[str | Sequence[str]]
     """``devices`` as a list of what each replica owns. Raises DeviceError for an empty one and for a string instead of
     a list."""
     if isinstance(devices, (str, bytes)) or not isinstance(devices, Sequence):
-        raise DeviceError(f"compute_devices is a list of device strings, like ['cpu:0', 'cpu:1'], not {devices!r:.100}")
+        raise DeviceError(
+            f"compute_devices must be a list of device strings, such as ['cpu:0', 'cpu:1'], not {devices!r:.100}"
+        )
     if not devices:
         raise DeviceError("compute_devices is empty; name at least one device, or leave it out to get the default")
     return list(devices)
@@ -95,7 +97,7 @@ def compute_devices(devices: Sequence[str | Sequence[str]] | None) -> list[str]:
         return [f"gpu:{number}" for number in range(gpu_count())] or ["cpu:0"]
     replicas = ["+".join(map(existing, _several(entry))) for entry in as_list(devices)]
     if len({replica.count("+") for replica in replicas}) > 1:
-        raise DeviceError(f"every replica owns the same number of devices, not {', '.join(replicas)}")
+        raise DeviceError(f"every replica must own the same number of devices, not {', '.join(replicas)}")
     return replicas
 
 
@@ -113,7 +115,7 @@ def expanded(devices: Sequence[str], cores: int) -> list[str]:
     for name in devices:
         if name.lower() in ("gpu:all", "/gpu:all"):
             if not gpus:
-                raise DeviceError(f"device {name!r}: there is no GPU{_limit()}; say auto to take CPUs then")
+                raise DeviceError(f"device {name!r}: there is no GPU{_limit()}; use auto to run on CPUs instead")
             written += gpus
         else:
             written.append(name)
@@ -130,7 +132,7 @@ def parameter_device(device: str | None, compute: Sequence[str]) -> str:
 def _several(devices: str | Sequence[str]) -> Sequence[str]:
     several = devices.split("+") if isinstance(devices, str) else devices
     if not isinstance(several, (list, tuple)) or not several:
-        raise DeviceError(f"a replica's device is a string, or several are a tuple of them, not {devices!r:.100}")
+        raise DeviceError(f"a replica's devices must be one string or a tuple of strings, not {devices!r:.100}")
     return several
 
 

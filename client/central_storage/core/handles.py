@@ -28,7 +28,7 @@ class Handle:
     def _cs_handle(self) -> tuple[str, int]:
         """(kind, number), e.g. ``("variable", 7)``. Numbers of things that the server knows begin at 1; the strategy,
         of which a service has one, is 0."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what it stands for")
+        raise NotImplementedError(f"{type(self).__name__} does not define its handle")
 
     def _cs_code(self) -> object:
         """A function of the user's that belongs to it and is kept by the client, or None. It travels beside the number
@@ -45,8 +45,8 @@ class Handle:
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         what = type(self).__name__
         raise TypeError(
-            f"this {what} is a handle of state that its service holds, and cannot be pickled or copied: only functions "
-            "and arguments sent by strategy.run take handles along; pickle values, e.g. v.numpy()"
+            f"this {what} refers to state in its service and cannot be pickled or copied, except in the functions and "
+            "arguments that strategy.run sends; pickle values instead, e.g. v.numpy()"
         )
 
 

@@ -97,7 +97,7 @@ def assign(tensor: Any, logical_device_id: int, devices: Sequence[str], place: P
         number = -1
     if not 0 <= number < len(devices):
         raise InvalidArgumentError(
-            f"logical device {logical_device_id!r:.100} of a replica with the logical devices 0 to {len(devices) - 1}; "
+            f"logical device {logical_device_id!r:.100} does not exist; this replica has 0 to {len(devices) - 1}; "
             "compute_devices=[('cpu:0', 'cpu:1'), …] gives a replica several"
         )
     return _whole_on(tensor, devices[number : number + 1], devices[0], place)
@@ -122,7 +122,7 @@ def split(tensor: Any, partition_dimensions: Sequence[int], devices: Sequence[st
         parts = []
     if len(parts) != array.ndim or any(part < 1 for part in parts):
         raise InvalidArgumentError(
-            f"partition_dimensions is a list of one positive int for each of {array.ndim} axes, not "
+            f"partition_dimensions must be a list of one positive int for each of {array.ndim} axes, not "
             f"{partition_dimensions!r:.200}"
         )
     if math.prod(parts) != len(devices):

@@ -100,7 +100,10 @@ class InputOptions(_InputFields):
         if experimental_prefetch_to_device is not None:
             warn_deprecated(InputOptions, "experimental_prefetch_to_device", "experimental_fetch_to_device")
             if experimental_fetch_to_device is not None:
-                raise TypeError("experimental_prefetch_to_device is the older name of experimental_fetch_to_device")
+                raise TypeError(
+                    "experimental_prefetch_to_device is the older name of experimental_fetch_to_device; give only "
+                    "one of them"
+                )
             experimental_fetch_to_device = experimental_prefetch_to_device
         if not isinstance(experimental_replication_mode, InputReplicationMode):
             raise TypeError(
@@ -109,7 +112,9 @@ class InputOptions(_InputFields):
             )
         size = experimental_per_replica_buffer_size
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-            raise InvalidArgumentError(f"experimental_per_replica_buffer_size counts elements, not {size!r:.100}")
+            raise InvalidArgumentError(
+                f"experimental_per_replica_buffer_size must be a number of elements, not {size!r:.100}"
+            )
         return super().__new__(
             cls,
             True if experimental_fetch_to_device is None else bool(experimental_fetch_to_device),
@@ -149,7 +154,7 @@ class CommunicationOptions:
                 known = CommunicationImplementation(self.implementation.upper())
             except ValueError:
                 raise InvalidArgumentError(
-                    f"implementation is 'AUTO', 'RING' or 'NCCL', not {self.implementation!r:.100}"
+                    f"implementation must be 'AUTO', 'RING' or 'NCCL', not {self.implementation!r:.100}"
                 ) from None
             object.__setattr__(self, "implementation", known)
 

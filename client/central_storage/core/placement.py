@@ -79,5 +79,7 @@ def convert_to_tensor(value: Any, dtype: Any = None) -> Any:
     if replica is not None:
         return replica.place(array, name or replica.devices[0])
     if name is not None and name.startswith("gpu:"):
-        raise DeviceError(f"arrays on {name} are made inside a replica function; here they are in host memory")
+        raise DeviceError(
+            f"arrays on {name} can be made only inside a replica function; here arrays are in host memory"
+        )
     return array

@@ -38,5 +38,6 @@ class Recovery:
         is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
         if timeout is not None and not (is_number and 0 < timeout < _LONGEST_STEP):
             raise ConfigurationError(
-                f"step_timeout must be None or seconds, more than 0 and less than {_LONGEST_STEP:g}, not {timeout!r}"
+                f"step_timeout must be None or a number of seconds, more than 0 and less than {_LONGEST_STEP:g}, not "
+                f"{timeout!r}"
             )

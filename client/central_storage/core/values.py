@@ -211,7 +211,7 @@ class IndexedSlices:
         if len(count) != 1 or rows[:1] != count:
             raise InvalidArgumentError(f"values {list(rows)} need one index a row, not indices {list(count)}")
         if getattr(self.indices.dtype, "kind", "i") not in "iu":
-            raise InvalidArgumentError(f"indices are integers, not {self.indices.dtype}")
+            raise InvalidArgumentError(f"indices must be integers, not {self.indices.dtype}")
         if self.dense_shape is not None and self.dense_shape[1:] != rows[1:]:
             raise InvalidArgumentError(f"rows {list(rows[1:])} do not fit dense_shape {list(self.dense_shape)}")
 
@@ -226,7 +226,9 @@ class IndexedSlices:
         Raises InvalidArgumentError (a ValueError) without ``dense_shape`` and for an index outside it.
         """
         if self.dense_shape is None:
-            raise InvalidArgumentError("IndexedSlices without dense_shape cannot become a whole array; give it one")
+            raise InvalidArgumentError(
+                "IndexedSlices without dense_shape cannot become a whole array; pass dense_shape"
+            )
         values, indices = convert_to_tensor(self.values), convert_to_tensor(self.indices).astype(np.int64)
         wrong = indices[(indices < 0) | (indices >= self.dense_shape[0])]
         if wrong.size:
@@ -317,7 +319,7 @@ def _component(replica: int, leaf: Any) -> Any:
         return leaf
     values = leaf.values
     if replica >= len(values):
-        raise IndexError(f"replica {replica} has no component of a value with {len(values)}")
+        raise IndexError(f"a value of {len(values)} components has none for replica {replica}")
     return values[replica]
 
 
@@ -355,7 +357,9 @@ def convert_to_tensor(value: Any, dtype: Any = None) -> np.ndarray:
         with np.errstate(over="ignore"):
             return array.astype(np.float32)
     if array.dtype.kind == "u":
-        raise InvalidArgumentError(f"{value!r:.200} does not fit int64; make it a NumPy array of the dtype meant")
+        raise InvalidArgumentError(
+            f"{value!r:.200} does not fit int64; make it a NumPy array of the dtype that you mean"
+        )
     if array.dtype == np.int64 and _fits(array, np.dtype(np.int32)):
         return array.astype(np.int32)
     return array
@@ -366,11 +370,11 @@ def as_reduce_op(op: ReduceOp | str) -> ReduceOp:
     if isinstance(op, ReduceOp):
         return op
     if not isinstance(op, str):
-        raise TypeError(f"a reduction is ReduceOp.SUM or ReduceOp.MEAN, not {op!r}")
+        raise TypeError(f"a reduction must be ReduceOp.SUM or ReduceOp.MEAN, not {op!r}")
     try:
         return ReduceOp(op.upper())
     except ValueError:
-        raise InvalidArgumentError(f"a reduction is 'SUM' or 'MEAN', not {op!r}") from None
+        raise InvalidArgumentError(f"a reduction must be 'SUM' or 'MEAN', not {op!r}") from None
 
 
 def asserted_reduce_op(op: ReduceOp | str) -> ReduceOp:
@@ -429,8 +433,8 @@ def reduce_values(op: ReduceOp | str, value: Any, axis: Any, n: int) -> Any:
     if isinstance(value, int | float | np.number) and not isinstance(value, bool) and value == 0:
         return value
     raise InvalidArgumentError(
-        f"SUM of {type(value).__name__} {value!r:.200}, which is not one value per replica: is it meant to count once "
-        f"or {n} times? Return an array from every replica, or use MEAN"
+        f"SUM of {type(value).__name__} {value!r:.200} is ambiguous: it is not one value per replica, so it could "
+        f"count once or {n} times; return an array from every replica, or use MEAN"
     )
 
 
@@ -441,7 +445,9 @@ def gather_values(value: Any, axis: Any, n: int) -> Any:
     NotImplementedError; as components they count as whole arrays. Raises as :func:`cs_proto.reduction.gather` does.
     """
     if isinstance(value, IndexedSlices):
-        raise NotImplementedError("gather of IndexedSlices; gather their values and indices, or to_dense() of them")
+        raise NotImplementedError(
+            "gather does not take IndexedSlices; gather their values and indices, or their to_dense()"
+        )
     if not isinstance(value, DistributedValues):
         return value
     if len(value.values) == 1:
@@ -500,7 +506,7 @@ def _array_of(value: Any) -> np.ndarray:
         return value.to_dense()
     if hasattr(value, "__cuda_array_interface__") and not isinstance(value, Handle):
         if not hasattr(value, "get"):
-            raise TypeError(f"a {type(value).__name__} on a GPU is not taken implicitly; use its .cpu()")
+            raise TypeError(f"a {type(value).__name__} on a GPU is not copied implicitly; use its .cpu()")
         return np.asarray(value.get())
     try:
         return np.asarray(value)
@@ -539,7 +545,7 @@ def _cast(array: np.ndarray, dtype: np.dtype[Any], anything: bool) -> np.ndarray
     texts = (array.dtype.kind in "US") + (dtype.kind in "US")
     alike = array.dtype.kind == dtype.kind if texts else np.can_cast(array.dtype, dtype, "same_kind")
     if not (integers or alike or anything):
-        raise TypeError(f"{array.dtype} does not become {dtype} implicitly; use astype")
+        raise TypeError(f"{array.dtype} is not converted to {dtype} implicitly; use astype")
     if integers and not _fits(array, dtype):
         raise InvalidArgumentError(f"{array!r:.200} does not fit {dtype}")
     with np.errstate(over="ignore"):

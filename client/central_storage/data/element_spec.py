@@ -79,9 +79,9 @@ def joined(one: Any, other: Any) -> Any:
 
     def join(a: TensorSpec, b: object) -> TensorSpec:
         if not isinstance(b, TensorSpec):
-            raise TypeError(f"elements of different structure do not make one data set: {a} and {b}")
+            raise TypeError(f"the elements of a data set must have one structure, not {a} and {b}")
         if a.dtype != b.dtype and not a.dtype.kind == b.dtype.kind in ("U", "S"):
-            raise TypeError(f"elements of dtype {a.dtype} and {b.dtype} do not make one data set")
+            raise TypeError(f"the elements of a data set must have one dtype, not {a.dtype} and {b.dtype}")
         if a.shape is None or b.shape is None or len(a.shape) != len(b.shape):
             return TensorSpec(None, a.dtype)
         return TensorSpec(tuple(m if m == n else None for m, n in zip(a.shape, b.shape, strict=True)), a.dtype)
@@ -89,4 +89,4 @@ def joined(one: Any, other: Any) -> Any:
     try:
         return optree.tree_map(join, one, other, none_is_leaf=True)
     except ValueError as error:
-        raise TypeError(f"elements of different structure do not make one data set: {error}") from error
+        raise TypeError(f"the elements of a data set must have one structure: {error}") from error

@@ -78,7 +78,7 @@ class _Shelf:
         """The next item; waits for it. Raises StopIteration at the end, and once what the items raised."""
         if os.getpid() != self._process:  # asked before the lock, which a thread may have held at the fork
             raise ContextError(
-                f"this iterator is read ahead in process {self._process}; a forked child iterates the data set anew"
+                f"this iterator is read ahead in process {self._process}; in a forked child, iterate the data set again"
             )
         if self._thread is None:
             self._start()
@@ -120,8 +120,8 @@ class _Shelf:
             if thread.is_alive():
                 self._hurried = True
                 _log.warning(
-                    "a data set that is no longer read has not given its element after %.0f s; its thread ends when it "
-                    "does",
+                    "the thread that reads a data set ahead still waits for an element after %.0f s; it ends when "
+                    "the element arrives",
                     _STOP_TIMEOUT,
                 )
         with suppress(Empty):

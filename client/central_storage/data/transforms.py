@@ -169,7 +169,7 @@ class Filtered:
         for item in self.source:
             answer = np.asarray(self.predicate(item))
             if answer.dtype != np.bool_ or answer.ndim:
-                raise InvalidArgumentError(f"filter: the predicate gave {answer!r}, which is not one bool")
+                raise InvalidArgumentError(f"filter: the predicate must return one bool, not {answer!r}")
             if answer:
                 yield item
 
@@ -188,7 +188,7 @@ class Generated:
     def __iter__(self) -> Iterator[Any]:
         items = self.generator(*self.arguments)
         if not isinstance(items, Iterable):
-            raise TypeError(f"from_generator: the function gave {items!r:.200}, which cannot be iterated")
+            raise TypeError(f"from_generator: the function must return an iterable, not {items!r:.200}")
         return (optree.tree_map(np.array, self._conform(item), none_is_leaf=True) for item in items)
 
     def _conform(self, item: Any) -> Any:
@@ -272,7 +272,7 @@ class Unbatched:
         for element in self.source:
             lengths = {np.shape(leaf)[:1] for leaf in optree.tree_leaves(element, none_is_leaf=True)}
             if len(lengths) != 1 or () in lengths:
-                raise InvalidArgumentError("unbatch: the arrays of an element need an axis 0 of one length")
+                raise InvalidArgumentError("unbatch: the arrays of an element must have the same length along axis 0")
             yield from rows(element, range(lengths.pop()[0]))
 
 
@@ -364,13 +364,13 @@ def _stack_leaves(leaves: Sequence[Any]) -> np.ndarray:
     first, texts = leaves[0], leaves[0].dtype.kind in "US"
     for leaf in leaves[1:]:
         if not isinstance(leaf, np.ndarray | np.generic):
-            raise InvalidArgumentError(f"batch: the elements differ in structure: {leaf!r:.200} beside {first!r:.200}")
+            raise InvalidArgumentError(f"batch: the elements differ in structure: {leaf!r:.200} and {first!r:.200}")
         if leaf.shape != first.shape or (leaf.dtype.kind if texts else leaf.dtype) != (
             first.dtype.kind if texts else first.dtype
         ):
             raise InvalidArgumentError(
-                f"batch: {leaf.dtype}{list(leaf.shape)} beside {first.dtype}{list(first.shape)}; the elements of one "
-                "batch have one shape and dtype"
+                f"batch: {leaf.dtype}{list(leaf.shape)} and {first.dtype}{list(first.shape)}; all elements of a "
+                "batch must have the same shape and dtype"
             )
     return np.stack(leaves)
 
@@ -378,7 +378,7 @@ def _stack_leaves(leaves: Sequence[Any]) -> np.ndarray:
 def _fitted(value: Any, spec: TensorSpec) -> np.ndarray:
     array = convert_to_tensor(value, spec.dtype)
     if not spec.admits(array.shape):
-        raise InvalidArgumentError(f"from_generator: an array of shape {array.shape} where {spec} was promised")
+        raise InvalidArgumentError(f"from_generator: an array has shape {array.shape}, but the signature says {spec}")
     return array
 
 

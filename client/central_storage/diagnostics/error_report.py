@@ -67,8 +67,8 @@ class Failure:
 
 
 _HINTS = {
-    "SIGKILL": " (if nobody sent it, the kernel did, for lack of memory: see dmesg)",
-    "exit code 0": " (nobody had asked it to end: something in it called exit)",
+    "SIGKILL": " (if no person or program sent it, the kernel did, for lack of memory: see dmesg)",
+    "exit code 0": " (it was not asked to end: something in it called exit)",
 }
 
 

@@ -82,7 +82,7 @@ def shown(device: str, gpus: Sequence[Gpu]) -> dict[str, str]:
     chosen = [gpus[number] for number in numbers]
     if len(chosen) > 1 and any(gpu.is_part for gpu in chosen):
         raise DeviceError(
-            f"{device}: CUDA shows a process one instance of a divided GPU (MIG) only; give a replica one"
+            f"{device}: CUDA shows a process only one instance of a divided GPU (MIG); give each replica one"
         )
     return {
         "CUDA_VISIBLE_DEVICES": ",".join(gpu.entry for gpu in chosen),

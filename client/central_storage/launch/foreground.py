@@ -160,7 +160,9 @@ class _Foreground:
     def _to_script(self, number: int) -> None:
         if self._script is not None and self._script.returncode is None:
             if number == signal.SIGINT:
-                self._console.write("stderr", "[cs-launch] the script still runs; Ctrl-C again ends it at once\n")
+                self._console.write(
+                    "stderr", "[cs-launch] the script is still running; press Ctrl-C again to end it at once\n"
+                )
             self._script.signal(number)
 
     # --- the end --------------------------------------------------------------------------------------------------

@@ -160,7 +160,9 @@ class Memory:
         """
         _check_server(asker, request.segment)
         if _WRITER.fullmatch(request.writer) is None:
-            raise InvalidArgumentError(f"{request.writer!r:.60} is no writer: '', 'controller', or 'w0', 'w1', ...")
+            raise InvalidArgumentError(
+                f"{request.writer!r:.60} is not a writer; a writer is '', 'controller', or 'w0', 'w1', ..."
+            )
         kept = self._kept.get(request.segment)
         if kept is None:
             self._kept[request.segment] = self._new(request)

@@ -97,8 +97,8 @@ def _fresh() -> tuple[str, int]:
                     if lock is not None:  # else another start's clean-up took it for dead before it was locked
                         return path, lock
     raise LaunchError(
-        f"no place for a run directory: none of {', '.join(_places())} is writable and has a path short enough for "
-        "sockets; set XDG_RUNTIME_DIR or TMPDIR to a short path"
+        f"there is no place for a run directory: none of {', '.join(_places())} is writable with a path short enough "
+        "for sockets; set XDG_RUNTIME_DIR or TMPDIR to a short path"
     )
 
 
@@ -117,7 +117,7 @@ def _take(path: str, is_taken_up: Callable[[str], bool]) -> int:
         raise ConfigurationError(f"the run directory {path} cannot be made: {error.strerror}") from error
     if not _is_ours(path) or stat.S_IMODE(os.lstat(path).st_mode) & 0o077:
         raise ConfigurationError(
-            f"the run directory {path} must be a directory of yours that nobody else may enter (chmod 700)"
+            f"the run directory {path} must belong to you and be closed to other users (chmod 700)"
         )
     lock = _lock(path)
     if lock is None:

@@ -104,7 +104,9 @@ class Session:
         if not address:
             raise ConfigurationError("connect needs the run directory of a service: strategy.address, or CS_ADDRESS")
         if not 0 < timeout < 1e6:
-            raise ConfigurationError(f"timeout must be seconds, more than 0 and less than 1e6, not {timeout!r}")
+            raise ConfigurationError(
+                f"timeout must be a number of seconds, more than 0 and less than 1e6, not {timeout!r}"
+            )
         self.address = address
         self.timeout = timeout
         self._path = os.path.join(address, "server")

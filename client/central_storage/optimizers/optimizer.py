@@ -111,7 +111,9 @@ class Optimizer(Handle):
         self._rule = rule_of(self.kind, self._hyperparameters)
         if has_strategy():
             if get_replica_context() is not None:
-                raise ContextError("an optimizer is made in the script, not by every replica; capture it")
+                raise ContextError(
+                    "an optimizer cannot be made in a replica; make it in the script and let the function capture it"
+                )
             self.adopt(get_strategy())
 
     def _unknown(self, name: str) -> str:
@@ -187,7 +189,7 @@ class Optimizer(Handle):
         self._refuse_in_replica("iterations")
         count = operator.index(value)
         if not 0 <= count < 1 << 62:
-            raise InvalidArgumentError(f"{self.name}.iterations counts from 0, not {count}")
+            raise InvalidArgumentError(f"{self.name}.iterations must be at least 0, not {count}")
         if self._strategy is not None:
             self._strategy.controller.configure(self._number, self.kind, {}, None, count)
         self._iterations = count
@@ -229,7 +231,7 @@ class Optimizer(Handle):
         """
         strategy = self._own(var).strategy
         if strategy is None:
-            raise ContextError(f"variable {var.name} belongs to no strategy yet, so nothing is kept beside it")
+            raise ContextError(f"variable {var.name} belongs to no strategy yet, so it has no slots")
         self.adopt(strategy)
         if slot_name not in SLOTS[self._rule]:
             has = ", ".join(SLOTS[self._rule]) or "none"
@@ -320,7 +322,7 @@ class Optimizer(Handle):
         """
         if not experimental_aggregate_gradients:
             raise NotImplementedError(
-                "experimental_aggregate_gradients=False is not served: gradients are always summed"
+                "experimental_aggregate_gradients=False is not supported: gradients are always summed"
             )
         backend = current_replica(self._strategy)
         if backend is None:
@@ -360,7 +362,7 @@ class Optimizer(Handle):
         """Why there is no replica here of the strategy to which this optimizer belongs."""
         if not has_strategy():
             return (
-                "the default strategy has no server, which applies the rules of optimizers: call apply_gradients "
+                "the default strategy has no server to apply the update rule: call apply_gradients "
                 "inside a replica function of a CentralStorageStrategy (strategy.run)"
             )
         if get_replica_context() is None:
@@ -414,8 +416,8 @@ class Optimizer(Handle):
             return float(value)
         except (TypeError, ValueError) as error:
             raise InvalidArgumentError(
-                f"{self.name}: at step {step} the function that is its learning rate gave {value!r:.80}, which is no "
-                "number; assign another to learning_rate"
+                f"{self.name}: at step {step} the learning rate function returned {value!r:.80}, which is not a "
+                "number; assign another function or a number to learning_rate"
             ) from error
 
     def _schedule_record(self) -> Any:
@@ -461,7 +463,7 @@ class Optimizer(Handle):
 
     def _refuse_in_replica(self, what: str) -> None:
         if get_replica_context() is not None and has_strategy():
-            raise ContextError(f"{what} is set in the client, between runs, not inside a replica")
+            raise ContextError(f"{what} can be set only in the script, between runs, not in a replica")
 
 
 def _number(kind: str, key: str, value: object) -> float:
@@ -532,7 +534,7 @@ def _check_dtype(array: np.ndarray, variable: Variable) -> None:
     if array.dtype != variable.dtype:
         raise InvalidArgumentError(
             f"the gradient of {variable.name} has dtype {array.dtype}, the variable {variable.dtype}; convert it with "
-            f"astype('{variable.dtype}'), or make what it is computed from {variable.dtype}"
+            f"astype('{variable.dtype}'), or compute it from {variable.dtype} arrays"
         )
 
 

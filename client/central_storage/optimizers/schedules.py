@@ -28,7 +28,7 @@ class LearningRateSchedule:
     """
 
     def __call__(self, step: Any) -> float:
-        raise NotImplementedError(f"{type(self).__name__} must say what the learning rate of a step is")
+        raise NotImplementedError(f"{type(self).__name__} must define __call__(step), which returns the learning rate")
 
 
 class Schedule(LearningRateSchedule):

@@ -54,11 +54,11 @@ class Slot(np.lib.mixins.NDArrayOperatorsMixin):
         replica.
         """
         if current_replica(self._strategy) is not None:
-            raise ContextError(f"slot {self.name} is set in the client, between runs, not inside a replica")
+            raise ContextError(f"slot {self.name} can be set only in the script, between runs, not in a replica")
         array = np.asarray(value)
         if array.shape != self.shape or array.dtype != self.dtype:
             raise InvalidArgumentError(
-                f"slot {self.name} is {self.dtype}{list(self.shape)}, the value {array.dtype}{list(array.shape)}"
+                f"slot {self.name} is {self.dtype}{list(self.shape)}, but the value is {array.dtype}{list(array.shape)}"
             )
         self._strategy.controller.assign_slot(self._optimizer, self._variable.number, self._slot, array)
         return self

@@ -286,7 +286,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if unpicklable.is_unsendable(obj):
             if obj is sys.stdout or obj is sys.stderr:
                 return getattr, (sys, "stdout" if obj is sys.stdout else "stderr")
-            raise TypeError("it stands for something that lives in this process")
+            raise TypeError("it refers to something that exists only in this process")
         return super().reducer_override(obj)
 
     def _function(self, function: FunctionType) -> tuple[Any, ...]:
@@ -485,12 +485,12 @@ def _load(data: Buffer, buffers: Sequence[memoryview], resolve: Resolve) -> Any:
         raise
     except ImportError as error:
         raise ShippingError(
-            f"what was sent needs {error.name or 'a module'}, which this replica cannot import ({error}): install it "
-            "where the workers run, or import it inside the function where it is optional"
+            f"the function or its arguments need {error.name or 'a module'}, which this replica cannot import "
+            f"({error}): install it where the workers run or, if it is optional, import it inside the function"
         ) from error
     except Exception as error:
         raise ShippingError(
-            f"what was sent cannot be put together in this replica: {type(error).__name__}: {error}"
+            f"the function or its arguments cannot be unpickled in this replica: {type(error).__name__}: {error}"
         ) from error
 
 

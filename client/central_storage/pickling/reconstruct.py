@@ -48,8 +48,8 @@ class ShippedModule(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"module {self.__name__!r} was sent to this replica with only what the function reads of it by name, and "
-            f"{name!r} is not among that; write {self.__name__.rpartition('.')[2]}.{name} in the function",
+            f"of module {self.__name__!r}, only the names that the function uses were sent to this replica, and "
+            f"{name!r} is not among them; write {self.__name__.rpartition('.')[2]}.{name} in the function",
             name=name,
             obj=self,
         )

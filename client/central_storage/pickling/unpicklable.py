@@ -59,7 +59,7 @@ _KINDS: list[tuple[tuple[type, ...], str, str]] = [
             threading.Barrier,
         ),
         "a lock",
-        "replicas are other processes, which it would not keep apart; make it inside the function",
+        "it does not work across processes, and replicas are processes; make it inside the function",
     ),
     ((threading.local,), "thread-local data", "pass the values instead"),
     ((socket.socket,), "a socket", "connect inside the function"),
@@ -67,11 +67,11 @@ _KINDS: list[tuple[tuple[type, ...], str, str]] = [
     ((FrameType, TracebackType), "a stack frame", "pass its text (the traceback module) instead"),
     ((weakref.ref, weakref.ProxyType), "a weak reference", "pass the object itself"),
 ]
-_ITERATOR = ("a running iterator", "every run would get a copy that begins where it stands now; pass its elements")
+_ITERATOR = ("a running iterator", "every run would get a copy that begins at its current position; pass its elements")
 _ELSEWHERE = {
     "zmq": ("a ZeroMQ context or socket", "connect inside the function"),
-    "concurrent": ("a pool or what one promised", "make it inside the function, or pass the results"),
-    "multiprocessing": ("a handle of other processes", "make it inside the function"),
+    "concurrent": ("a pool or a future", "make it inside the function, or pass the results"),
+    "multiprocessing": ("an object of multiprocessing", "make it inside the function"),
     "asyncio": ("a part of an event loop", "pass results instead"),
     "sqlite3": ("a database connection", "connect inside the function"),
     "ssl": ("a connection", "connect inside the function"),

@@ -180,7 +180,9 @@ class StrategyBase:
         """
         context.require_cross_replica(self, "run")
         if not isinstance(args, (list, tuple)):
-            raise ValueError(f"args must be a list or tuple, not {type(args).__name__}; for one: args=(x,)")
+            raise ValueError(
+                f"args must be a list or tuple, not {type(args).__name__}; for one argument, pass args=(x,)"
+            )
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise TypeError(f"kwargs must be a mapping, not {type(kwargs).__name__}")
         if not callable(fn):
@@ -597,4 +599,4 @@ class StrategyBase:
 
 
 def _nowhere(array: Any, device: str) -> NoReturn:
-    raise ContextError("the devices of a replica are used inside a replica function; call it from there")
+    raise ContextError("the devices of a replica can be used only inside a replica function")

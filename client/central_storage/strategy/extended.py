@@ -222,7 +222,7 @@ class StrategyExtended:
         self._require_cross_replica("extended.batch_reduce_to")
         pairs = list(value_destination_pairs)
         if not pairs:
-            raise IndexError("batch_reduce_to of no pairs: there is nothing to combine")
+            raise IndexError("batch_reduce_to needs at least one pair")
         for _, destinations in pairs:
             _check_destination(destinations)
         op = asserted_reduce_op(reduce_op)
@@ -323,7 +323,7 @@ class StrategyExtended:
             ...         w = cs.Variable(2.0)
         """
         if context.get_strategy() is not self._strategy:
-            raise ContextError("extended.colocate_vars_with is used inside `with strategy.scope():`")
+            raise ContextError("extended.colocate_vars_with must be called inside `with strategy.scope():`")
         if not self.variable_created_in_scope(colocate_with_variable):
             raise InvalidArgumentError(
                 f"colocate_vars_with needs a variable made under this strategy, not {colocate_with_variable!r:.200}"
@@ -423,19 +423,20 @@ def _not_per_replica(leaf: Any) -> Any:
         return leaf.values[0]
     if isinstance(leaf, DistributedValues):
         raise InvalidArgumentError(
-            "extended.update with a PerReplica argument: which component is meant? Reduce it first, with reduce_to"
+            "extended.update cannot take a PerReplica argument, which has a value for each replica; reduce it first, "
+            "with reduce_to"
         )
     return leaf
 
 
 def _check_destination(destinations: Any) -> None:
     if isinstance(destinations, list | tuple):
-        raise AssertionError("destinations is one device, array, variable or PerReplica, not a list of them")
+        raise AssertionError("destinations must be one device, array, variable or PerReplica, not a list of them")
     if isinstance(destinations, str):
         existing(destinations)
     elif not isinstance(destinations, DistributedValues | IndexedSlices) and not hasattr(destinations, "__array__"):
         raise InvalidArgumentError(
-            f"destinations is a device, array, variable or PerReplica, not {destinations!r:.200}"
+            f"destinations must be a device, array, variable or PerReplica, not {destinations!r:.200}"
         )
 
 

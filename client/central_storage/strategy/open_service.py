@@ -89,7 +89,7 @@ def _attach(
         link.close()
         raise DeviceError(
             f"this script runs under cs-launch with the devices {', '.join(link.compute_devices)}, but compute_devices "
-            f"is {asked}; leave compute_devices out, or start cs-launch --devices with them"
+            f"is {asked}; leave compute_devices out, or pass them to cs-launch --devices"
         )
     if asked_owner is not None and asked_owner != link.parameter_device:
         link.close()

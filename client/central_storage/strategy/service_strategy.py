@@ -110,7 +110,7 @@ class CentralStorageStrategy(StrategyBase, Handle):
             or not 0 < start_timeout < 1e6
         ):
             raise ConfigurationError(
-                f"start_timeout must be seconds, more than 0 and less than 1e6, not {start_timeout!r}"
+                f"start_timeout must be a number of seconds, more than 0 and less than 1e6, not {start_timeout!r}"
             )
         recovery = Recovery(max_restarts, server_recovery, step_timeout)
         backend = opening.open_service(

@@ -61,9 +61,11 @@ class ExponentialMovingAverage(Composite):
 
     def __init__(self, decay: float, num_updates: Any = None, name: str = "ExponentialMovingAverage") -> None:
         if has_strategy() and get_replica_context() is not None:
-            raise ContextError("a moving average is made in the script, not by every replica; capture it")
+            raise ContextError(
+                "a moving average cannot be made in a replica; make it in the script and let the function capture it"
+            )
         if not 0 <= decay <= 1:
-            raise InvalidArgumentError(f"decay is a number from 0 to 1, not {decay!r}")
+            raise InvalidArgumentError(f"decay must be a number from 0 to 1, not {decay!r}")
         self._decay = float(decay)
         self._num_updates = num_updates
         self._name = name
@@ -100,7 +102,7 @@ class ExponentialMovingAverage(Composite):
         variables = list(var_list)
         for variable in variables:
             if not isinstance(variable, Variable) or variable.dtype.kind not in "fc":
-                raise TypeError(f"a moving average is of variables of a floating-point dtype, not {variable!r}")
+                raise TypeError(f"a moving average takes variables of a floating-point dtype, not {variable!r}")
         self._find(variables)
         for variable in variables:
             average = self._averages.get(variable)

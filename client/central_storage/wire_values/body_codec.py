@@ -160,7 +160,7 @@ class _Writer:
         kind = type(obj)
         self._left -= 1
         if self._left < 0:
-            raise _Refused(f"is beyond the {_MAX_ITEMS} parts that a result may have; return arrays")
+            raise _Refused(f"is beyond the limit of {_MAX_ITEMS} parts in a result; return arrays")
         if kind in _PLAIN:
             return obj
         if kind is int:
@@ -180,7 +180,7 @@ class _Writer:
 
     def _container(self, obj: Any, head: list[Any], items: Iterable[tuple[Label, Any]], depth: int) -> list[Any]:
         if id(obj) in self._open:
-            raise _Refused("is a part of itself; return a structure without cycles")
+            raise _Refused("contains itself; return a structure without cycles")
         if depth >= _MAX_DEPTH:
             raise _Refused(f"is nested more than {_MAX_DEPTH} deep; return a flatter structure")
         self._open.append(id(obj))
@@ -237,8 +237,8 @@ def _pairs(mapping: dict[Any, Any]) -> Iterator[tuple[Label, Any]]:
     for key, value in mapping.items():
         if not _is_key(key):
             raise _Refused(
-                f"has the key {shown(key)}, a {_title(key)}; keys are str, int, float, bool, None, bytes or tuples of "
-                "those (of a NumPy scalar take .item())"
+                f"has the key {shown(key)}, a {_title(key)}; keys must be str, int, float, bool, None, bytes or "
+                "tuples of those (for a NumPy scalar use .item())"
             )
         yield (key,), key
         yield (key,), value
@@ -252,7 +252,7 @@ def _attributes(state: dict[str, Any]) -> Iterator[tuple[Label, Any]]:
 
 def _write_dtype(dtype: np.dtype[Any]) -> list[Any]:
     if not is_wire_dtype(dtype_name(dtype)):
-        raise _Refused(f"is the dtype {dtype}, which no array that can be sent has; return its name")
+        raise _Refused(f"is the dtype {dtype}, whose arrays cannot be sent; return its name")
     return [Tag.DTYPE, dtype_name(dtype)]
 
 
@@ -260,8 +260,9 @@ def _write_handle(handle: Handle) -> list[Any]:
     kind, number = handle_id(handle)
     if number <= 0 and kind != "strategy":
         raise _Refused(
-            f"is {'an' if kind[0] in 'aeiou' else 'a'} {kind} that was made in this replica or is another strategy's, "
-            "and that the server does not know; make it in the script and let the function capture it, or return values"
+            f"is {'an' if kind[0] in 'aeiou' else 'a'} {kind} that the server does not know: it was made in this "
+            "replica or belongs to another strategy; make it in the script and let the function capture it, or "
+            "return values"
         )
     return [Tag.HANDLE, kind, number]
 
@@ -299,7 +300,7 @@ _REMEDIES: list[tuple[Callable[[Any], bool], str]] = [
     (_is_instance_of(set, frozenset), "return a sorted list or an array"),
     (_is_instance_of(bytearray, memoryview), "return bytes(x)"),
     *((_is_instance_of(base), f"return {base.__name__}(x)") for base in (str, bytes, int, float, dict, list, tuple)),
-    (lambda obj: isinstance(obj, type) or callable(obj), "code does not come back: return data"),
+    (lambda obj: isinstance(obj, type) or callable(obj), "code cannot be returned; return data"),
     (dataclasses.is_dataclass, "return dataclasses.asdict(x)"),
     (lambda obj: hasattr(obj, "__next__") or isinstance(obj, range), "return list(x)"),
     (lambda obj: hasattr(obj, "__float__"), "return float(x) or str(x)"),
@@ -309,7 +310,7 @@ _REMEDIES: list[tuple[Callable[[Any], bool], str]] = [
 def _refusal(obj: Any) -> _Refused:
     fitting = (remedy for fits, remedy in _REMEDIES if fits(obj))
     remedy = next(fitting, "return numbers, strings or arrays, alone or in lists, tuples and dicts")
-    return _Refused(f"is a {_title(obj)}, which cannot come back from a replica; {remedy}")
+    return _Refused(f"is a {_title(obj)}, which cannot be returned from a replica; {remedy}")
 
 
 def _title(obj: object) -> str:

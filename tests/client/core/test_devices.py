@@ -60,8 +60,8 @@ def test_a_replica_may_own_several() -> None:
     ("given", "words"),
     [
         ([("cpu:0", "cpu:1"), "cpu:2"], "the same number"),
-        ([()], "tuple of them"),
-        ([{"cpu:0"}], "tuple of them"),
+        ([()], "tuple of strings"),
+        ([{"cpu:0"}], "tuple of strings"),
         ([("cpu:0", 1)], "1 is not a device"),
         (["cpu:0+"], "'' is not a device"),
         ([("cpu:0", "GPU:99")], "'GPU:99' does not exist"),
@@ -108,7 +108,7 @@ def test_auto_without_gpus_is_a_cpu_for_each_core_up_to_eight(driver: Path, monk
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert devices.expanded(["Auto"], 3) == ["cpu:0", "cpu:1", "cpu:2"]
     assert devices.expanded(["auto"], 64) == [f"cpu:{number}" for number in range(8)]
-    with pytest.raises(DeviceError, match=r"'gpu:all': there is no GPU \(CUDA_VISIBLE_DEVICES is ''\); say auto"):
+    with pytest.raises(DeviceError, match=r"'gpu:all': there is no GPU \(CUDA_VISIBLE_DEVICES is ''\); use auto"):
         devices.expanded(["gpu:all"], 3)
     with pytest.raises(DeviceError, match="'auto' is not a device"):
         devices.compute_devices(devices.expanded(["auto", "cpu:0"], 3))

@@ -26,9 +26,9 @@ def test_an_id_is_kind_and_number() -> None:
 
 @pytest.mark.parametrize("copier", [pickle.dumps, cloudpickle.dumps, copy.copy, copy.deepcopy])
 def test_nobody_else_takes_a_handle_along(copier: Callable[[object], object]) -> None:
-    with pytest.raises(TypeError, match=r"this Weight is a handle .* only functions .* sent by strategy.run"):
+    with pytest.raises(TypeError, match=r"this Weight refers to state .* functions and arguments that strategy.run"):
         copier(Weight(1))
-    with pytest.raises(TypeError, match="is a handle"):
+    with pytest.raises(TypeError, match="refers to state in its service"):
         copier([{"a": Weight(1)}]) if copier is not copy.copy else copier(Weight(1))
 
 

@@ -115,7 +115,7 @@ class TestBeginnings:
                 Dataset.from_generator(*arguments)
         with pytest.raises(TypeError):
             Dataset.from_generator(iter, output_signature=3)
-        with pytest.raises(TypeError, match="iterated"):
+        with pytest.raises(TypeError, match="must return an iterable"):
             list(Dataset.from_generator(lambda: 3))
         with pytest.raises(InvalidArgumentError, match="output_signature"):
             _ = Dataset.from_generator(list).element_spec

@@ -243,7 +243,9 @@ def test_another_seed_does_not_fit(tmp_path: Path) -> None:
 
 def test_another_number_of_shuffles_does_not_fit(tmp_path: Path) -> None:
     path = saved_of(split(rows().shuffle(5).batch(3)), tmp_path)
-    with pytest.raises(CheckpointError, match=r"data/shuffles is int64\[1, 3\] there, int64\[0, 3\] here"):
+    with pytest.raises(
+        CheckpointError, match=r"data/shuffles is int64\[1, 3\] in the checkpoint, but int64\[0, 3\] here"
+    ):
         Checkpoint(data=split(rows().batch(3))).restore(path)
 
 

@@ -239,7 +239,7 @@ def test_a_source_that_waits_for_ever_holds_nobody_up(
     assert next(iterator) == 0
     assert asked.wait(unit(10))
     iterator.close()
-    assert "its thread ends when it does" in caplog.text
+    assert "it ends when the element arrives" in caplog.text
     (thread,) = readers()
     go_on.set()
     thread.join(unit(10))

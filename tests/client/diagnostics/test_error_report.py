@@ -115,12 +115,13 @@ def test_without_the_variable_nothing_is_hooked(monkeypatch: pytest.MonkeyPatch)
     [
         (
             KILLED,
-            "worker w1 (pid 55) ended by SIGKILL (if nobody sent it, the kernel did, for lack of memory: see dmesg)",
+            "worker w1 (pid 55) ended by SIGKILL (if no person or program sent it, the kernel did, for lack of "
+            "memory: see dmesg)",
         ),
         (Died("server", 0, 1, 9, "exit code 3", ""), "server (pid 9) ended by exit code 3"),
         (
             Died("worker", 0, 1, 9, "exit code 0", ""),
-            "worker w0 (pid 9) ended by exit code 0 (nobody had asked it to end: something in it called exit)",
+            "worker w0 (pid 9) ended by exit code 0 (it was not asked to end: something in it called exit)",
         ),
     ],
 )

@@ -260,7 +260,7 @@ def test_a_second_ctrl_c_ends_it_at_once(launch: Launch) -> None:
     with launch(script + "while True: time.sleep(600)", w0=DEAF) as child:
         child.wait_for("up")
         child.press_ctrl_c()
-        child.wait_for("Ctrl-C again ends it at once", stream="err")
+        child.wait_for("press Ctrl-C again to end it at once", stream="err")
         begun = time.monotonic()
         child.press_ctrl_c()
         assert child.wait().code == 130
@@ -334,7 +334,7 @@ def test_stacks_on_request(launch: Launch) -> None:
         (["--memory", "disk", __file__], "invalid choice: 'disk'"),
         (["--start-timeout", "inf", __file__], "less than 1e6"),
         (["--max-restarts", "-1", __file__], "max_restarts must be an int from 0"),
-        (["--step-timeout", "0", __file__], "step_timeout must be None or seconds"),
+        (["--step-timeout", "0", __file__], "step_timeout must be None or a number of seconds"),
         (["--server-recovery", "maybe", __file__], "invalid choice"),
         (["--log-dir", __file__, __file__], "log files cannot be written"),
         (["--run-dir", "/tmp/" + "x" * 100, __file__], "at most 107 bytes"),

@@ -179,7 +179,7 @@ def test_what_cannot_be_extended_is_refused(memory: Memory, made: int, monkeypat
 def test_what_makes_no_sense_is_refused(memory: Memory, made: int) -> None:
     with pytest.raises(ContextError, match="only the server may make segments; w0 asked for x"):
         memory.make("w0", MakeSegment("x", 1, "w0"))
-    with pytest.raises(InvalidArgumentError, match="'w01' is no writer"):
+    with pytest.raises(InvalidArgumentError, match="'w01' is not a writer"):
         memory.make("server", MakeSegment("x", 1, "w01"))
     with pytest.raises(InvalidArgumentError, match="there is no segment 'arena/1'; there are arena/0"):
         memory.open("server", "arena/1")

@@ -113,7 +113,7 @@ def test_a_given_directory_keeps_what_is_not_ours(runtime: Path) -> None:
 
 def test_a_given_directory_must_be_private_and_short(runtime: Path) -> None:
     (runtime / "open").mkdir(mode=0o755)
-    with pytest.raises(ConfigurationError, match="nobody else may enter"):
+    with pytest.raises(ConfigurationError, match="closed to other users"):
         RunDirectory(str(runtime / "open"))
     (runtime / "file").touch()
     with pytest.raises(ConfigurationError, match="cannot be made: File exists"):

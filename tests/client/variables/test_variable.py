@@ -137,8 +137,8 @@ def test_on_read_is_not_trainable_and_no_aggregation_is_none(s: CentralStorageSt
 @pytest.mark.parametrize(
     ("value", "options", "kind", "pattern"),
     [
-        (1.5, {"dtype": "int32"}, TypeError, "does not become int32"),
-        (np.ones(2), {"dtype": "int32"}, TypeError, "does not become int32"),
+        (1.5, {"dtype": "int32"}, TypeError, "is not converted to int32"),
+        (np.ones(2), {"dtype": "int32"}, TypeError, "is not converted to int32"),
         (300, {"dtype": "uint8"}, ValueError, "does not fit uint8"),
         ("text", {}, ValueError, "cannot have dtype"),
         (None, {}, ValueError, "cannot become an array"),
@@ -221,7 +221,7 @@ def test_what_does_not_fit_changes_nothing(
 
 def test_integers_take_no_fractions_and_nothing_they_cannot_hold(s: CentralStorageStrategy) -> None:
     v = made(s, 1, dtype="uint8")
-    with pytest.raises(TypeError, match="does not become uint8"):
+    with pytest.raises(TypeError, match="is not converted to uint8"):
         v.assign(1.5)
     with pytest.raises(ValueError, match="does not fit uint8"):
         v.assign_add(256)
@@ -557,7 +557,7 @@ def test_a_deep_copy_is_a_new_variable_with_the_value_of_now(s: CentralStorageSt
 
 def test_no_other_pickler_takes_one_along(s: CentralStorageStrategy) -> None:
     for v in (made(s, [1.0]), cs.Variable([1.0])):
-        with pytest.raises(TypeError, match=r"this Variable is a handle .* pickle values, e.g. v.numpy"):
+        with pytest.raises(TypeError, match=r"this Variable refers to state .* pickle values instead, e.g. v.numpy"):
             pickle.dumps(v)
         with pytest.raises(TypeError, match="cannot be pickled or copied"):
             copy.copy(v)

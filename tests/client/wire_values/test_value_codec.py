@@ -420,13 +420,13 @@ class Config:
         (np.ma.array([1], mask=[1]), r"masked array; return its .filled"),
         (np.dtype("M8[D]"), "the dtype datetime64"),
         (np.zeros((1,) * 33), "an array that cannot be sent: .*shape"),
-        (Weight(0, "optimizer"), "an optimizer that was made in this replica"),
+        (Weight(0, "optimizer"), "an optimizer that the server does not know"),
         (
             OnGpuOfAnother(np.ones(2)),
             r"OnGpuOfAnother that cannot become an array here \(TypeError: can't.* its .cpu\(\)",
         ),
-        ({np.int64(1): 2}, r"has the key .*1.*, a numpy.int64; keys are .*\.item\(\)"),
-        ({(1, Color.RED): 2}, "has the key .*, a tuple; keys are"),
+        ({np.int64(1): 2}, r"has the key .*1.*, a numpy.int64; keys must be .*\.item\(\)"),
+        ({(1, Color.RED): 2}, "has the key .*, a tuple; keys must be"),
     ],
     ids=short,
 )
@@ -453,7 +453,7 @@ def test_the_way_to_it_is_named() -> None:
 def test_cycles_and_depth() -> None:
     cycle: list[Any] = [1]
     cycle.append({"again": cycle})
-    with pytest.raises(ResultError, match=r"^result\[1\]\['again'\] is a part of itself"):
+    with pytest.raises(ResultError, match=r"^result\[1\]\['again'\] contains itself"):
         to_value(cycle, array_of)
     nest: Any = 1
     for _ in range(64):
@@ -470,7 +470,7 @@ def test_one_part_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(60):
         nest = [nest] * 4
     monkeypatch.setattr(body_codec, "_MAX_ITEMS", 1000)
-    with pytest.raises(ResultError, match="beyond the 1000 parts"):
+    with pytest.raises(ResultError, match="beyond the limit of 1000 parts"):
         to_value(nest, array_of)
 
 

@@ -123,7 +123,7 @@ class _Joining:
                 self._next = record
                 self._worker.signal(signal.SIGKILL)
             else:
-                self._say(f"the service is back, worker w{record.rank} goes on")
+                self._say(f"the service is back, worker w{record.rank} continues")
         elif isinstance(record, StartFailed):
             self._say(record.error.message)
             self._code = START_FAILED

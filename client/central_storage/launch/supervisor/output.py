@@ -128,7 +128,7 @@ class LogFiles:
             if descriptor >= 0:
                 os.write(descriptor, "".join(f"{line}\n" for line in lines).encode())
         except OSError as error:
-            _log.warning("no more lines go to %s/%s.log: %s", self.directory, label, error.strerror)
+            _log.warning("nothing more is written to %s/%s.log: %s", self.directory, label, error.strerror)
             if descriptor is not None:
                 os.close(descriptor)
             self._files[label] = -1

@@ -93,7 +93,7 @@ class Elsewhere:
                 self.launcher.close()
             if self._worker is not None:
                 self._worker.close()
-            self.end("being let go of")
+            self.end("being released by the supervisor")
         else:
             self.launcher.send(Shutdown("the service ends"))
 

@@ -82,7 +82,7 @@ def test_log_files_that_cannot_be(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     logs.write("w0", ["lost too"])
     logs.close()
     assert [record.getMessage() for record in caplog.records] == [
-        f"no more lines go to {tmp_path}/logs/w0.log: Is a directory"
+        f"nothing more is written to {tmp_path}/logs/w0.log: Is a directory"
     ]
 
 

@@ -184,5 +184,5 @@ def test_a_run_with_other_options_is_dropped_with_a_warning(tmp_path: Path, caps
     assert not _goes_on(str(tmp_path), replace(FRESH, replicas=3))
     assert capsys.readouterr().err == (
         f"cs-launch: warning: a run of 2 workers with parameters on cpu:0 was killed in {tmp_path}; it is dropped, "
-        "since this one is of 3 and on cpu:0\n"
+        "because this run has 3 workers and parameters on cpu:0\n"
     )
