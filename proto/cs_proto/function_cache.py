@@ -1,8 +1,8 @@
-"""Which functions a receiver still holds, kept alike by whoever sends functions and whoever holds them.
+"""The account of the functions that a receiver still holds; sender and receiver keep the same one.
 
-A sender leaves a pickled function out of a message where the receiver has it. Both ends keep a :class:`FunctionCache`
-of one capacity and touch it once for every message, in order, so they agree without asking. Senders, which are the
-client and the holder of a merge_call token, keep a :class:`HeldFunctions` for each worker.
+A sender leaves a pickled function out of a message if the receiver has it. Both ends keep a :class:`FunctionCache` of
+the same capacity and touch it once for every message, in order, so they agree without asking. The senders (the client
+and the holder of a merge_call token) keep a :class:`HeldFunctions` for each worker.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class FunctionCache:
         self._digests: dict[bytes, None] = {}  # in order of use, the least recent first
 
     def touch(self, digest: bytes) -> bool:
-        """Use ``digest``: whether it was held. The least recently used one goes where there are too many.
+        """Use ``digest``, and return whether it was held. If there are too many, the least recently used one is
+        dropped.
 
         >>> recent = FunctionCache(2)
         >>> [recent.touch(digest) for digest in (b"a", b"b", b"a", b"c", b"b")]
@@ -38,7 +39,7 @@ class FunctionCache:
         return held
 
     def __copy__(self) -> FunctionCache:
-        """One that knows the same and goes its own way."""
+        """An independent copy with the same content."""
         copied = FunctionCache(self._capacity)
         copied._digests.update(self._digests)
         return copied
@@ -52,14 +53,15 @@ class FunctionCache:
 
 
 class HeldFunctions:
-    """What one worker holds, by its sender: the last ordinary functions, and every frozen one. It does not change."""
+    """The functions of one sender that one worker holds: the last ordinary ones, and every frozen one. Immutable."""
 
     def __init__(self, recent: FunctionCache | None = None, frozen: frozenset[bytes] = frozenset()) -> None:
         self._recent = recent or FunctionCache(HELD_FUNCTIONS)
         self._frozen = frozen
 
     def touch(self, digest: bytes, frozen: bool) -> tuple[bool, HeldFunctions]:
-        """Send a run of the function ``digest``: whether the worker has its bytes already, and what it holds then.
+        """Send a run of the function ``digest``: whether the worker already has its bytes, and what it holds
+        afterwards.
 
         >>> held, said = HeldFunctions(), []
         >>> for frozen in (True, False, True, False):

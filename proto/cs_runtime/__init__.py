@@ -1,1 +1,1 @@
-"""What every process needs and what may use the operating system: mappings, mailboxes, sockets, the supervisor link."""
+"""The runtime of every process, which may use the operating system: mappings, mailboxes, sockets, supervisor link."""

@@ -27,7 +27,7 @@ _log = logging.getLogger("central_storage.admission")
 #: A socket is bound under a name that is this many bytes longer than its path, and is then renamed.
 SUFFIX_NBYTES = 5
 
-# The backlog: the limit of descriptors divided by the first number, but at most the second.
+# The backlog is the limit of descriptors divided by the first number, but at most the second.
 _WAITING_SHARE, _MOST_WAITING = 32, 64
 # The limit of descriptors divided by this stays free for everything else.
 _FREE_SHARE = 8
@@ -65,8 +65,8 @@ class Admission:
         self._handed: int | None = None
 
     def resume(self) -> None:
-        """Wait for connections, also after there was no room for more. The caller polls, and passes what is readable
-        to :meth:`admit`. Call this regularly: it also closes the listening sockets whose peers have all gone."""
+        """Wait for connections, also after there was no room for more. The caller polls, and passes the readable
+        descriptors to :meth:`admit`. Call this regularly: it also closes the listening sockets whose peers have all gone."""
         if self._has_accepted():
             before, self._free = self._free, open_files.free()
             if self._free > before:
@@ -74,7 +74,7 @@ class Admission:
         self._poller.register(self._listener.fileno(), select.POLLIN)
 
     def admit(self, ready: set[int | zmq.Socket[bytes]]) -> None:
-        """Admit the peers that wait, if there is room. Else no peer is admitted before the next :meth:`resume`."""
+        """Admit the waiting peers, if there is room. Otherwise no peer is admitted before the next :meth:`resume`."""
         if self._listener.fileno() not in ready or not self._has_accepted():
             return
         self._free = _UNKNOWN
@@ -138,7 +138,7 @@ class Admission:
         self._poller.used(self._router)
 
     def _connected(self) -> set[object]:
-        """The names of the listening sockets that this process's connections came by; a connection keeps that name.
+        """The names of the listening sockets at which this process's connections arrived; a connection keeps that name.
         They are not read from /proc/net/unix, which lists a connection in the network namespace of its peer: that may
         be another container's."""
         names: set[object] = set()

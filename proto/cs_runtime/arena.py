@@ -1,9 +1,9 @@
-"""A process's own memory for what is too large for a frame: batches and initial values, results and contributions.
+"""A process's own memory for arrays that are too large for a frame: batches, initial values, results, contributions.
 
-Bytes are placed one after the other and all freed together when the owner knows that every reader is done: the
-controller before its next run, worker and server when the next run of the client arrives. For the steps of a series,
-several of which are under way at once, it is divided into equal parts that are used in turn; so it grows with the
-size of a step and never with their number. What a reader still holds after that is left alone: the owner is told its
+The arena places bytes one after the other and frees all of them together, when the owner knows that every reader is
+done. For the controller that is before its next run; for worker and server it is when the client's next run arrives.
+The steps of a series overlap, so for them the arena is divided into equal parts that are used in turn: it grows with
+the size of a step and not with the number of steps. If a reader still holds some ranges, the owner is told these
 ranges and places around them.
 """
 
@@ -27,8 +27,8 @@ from .remote_segment import RemoteSegment
 __all__ = ["Arena"]
 
 _ALIGNMENT = 64
-# So much of its freed pages an arena keeps, and what was used last if that is more; others are given back, since one
-# large value should not cost memory for ever.
+# An arena keeps this much of its freed pages, or as much as it used last if that is more. It gives the others back, so
+# that one large value does not cost memory for ever.
 _KEEP_NBYTES = 64 << 20
 
 
@@ -41,20 +41,20 @@ class Arena:
         used: int = 0,
         find: Callable[[np.ndarray], Array | None] | None = None,
     ) -> None:
-        """``used`` bytes at the start belong to somebody: a process before this one. ``find`` says of uint8[n] where it
-        lies in another segment, if it does."""
+        """``used`` bytes at the start belong to a former process. ``find`` tells where a uint8[n] lies in another
+        segment, if it lies in one."""
         self._find = find
         self._open = open_segment
         self._mapping: Mapping | RemoteSegment | None = None
         self._part, self._parts = 0, 1
-        self._used = used  # of the part in use
+        self._used = used  # in the current part
         self._held: Sequence[tuple[int, int]] = ()
-        self._touched = [_pages(0, used)] if used else []  # pages that take memory
-        # By address and size; the source is kept, so that its address stays its own.
+        self._touched = [_pages(0, used)] if used else []  # the pages that take memory
+        # By address and size. The source is kept alive, so that no other array gets its address.
         self._shared: dict[tuple[int, int], tuple[np.ndarray, Array]] = {}
 
     def place(self, value: np.ndarray) -> Array:
-        """A descriptor of ``value``: its bytes in a frame when small, else copied into the arena, once."""
+        """A descriptor of ``value``. Small values travel in a frame, large ones are copied into the arena, once."""
         if value.nbytes <= INLINE_NBYTES or value.dtype.hasobject:
             return array_of(value)
         native = value.dtype.newbyteorder("=")
@@ -68,8 +68,8 @@ class Arena:
         return target
 
     def new(self, dtype: str, shape: tuple[int, ...]) -> Array:
-        """Room for an array, from the beginning of a page on where it is large, so that a reader can hold its pages
-        alone. Raises :class:`MemoryPlanError` where the part in use, or what it lies in, is full."""
+        """Room for an array. A large array begins on a new page, so that a reader can hold the pages of this array
+        only. Raises :class:`MemoryPlanError` if the current part, or the segment's file system, is full."""
         if self._mapping is None:
             self._mapping = self._open()
         nbytes = item_nbytes(dtype) * math.prod(shape)
@@ -96,9 +96,11 @@ class Arena:
         return Array(dtype, shape, Location(self._mapping.name, start))
 
     def share(self, data: Buffer) -> Array:
-        """A descriptor of ``data`` as uint8[n]: in a frame when small, else copied into the arena, once however often
-        it is shared before it is freed. ``data`` must not change in between. Not copied where it lies in a segment
-        already; then it is kept until the arena is freed."""
+        """A descriptor of ``data`` as uint8[n]: in a frame if it is small, otherwise copied into the arena.
+
+        It is copied only once, however often it is shared before it is freed; ``data`` must not change in between.
+        If it lies in a segment already, it is not copied, and is kept until the arena is freed.
+        """
         if type(data) is bytes and len(data) <= INLINE_NBYTES:
             return bytes_array(data)
         view = memoryview(data)
@@ -119,18 +121,20 @@ class Arena:
         return self._mapping.view(array)
 
     def mark(self) -> int:
-        """How far it is used, to free with :meth:`release` what is placed from now on."""
+        """The current position. :meth:`release` frees what is placed after it."""
         return self._used
 
     def release(self, mark: int) -> None:
-        """Free what was placed since :meth:`mark`."""
+        """Free everything that was placed since :meth:`mark`."""
         self._shared.clear()
         self._used = mark
 
     def reset(self, part: int = 0, parts: int = 1, held: Sequence[tuple[int, int]] = ()) -> None:
-        """Free what lies in ``part`` of ``parts`` equal ones and place there from now on. What lies in the others stays
-        until their turn comes; another number of parts than before frees everything. What is ``held`` (whole pages of
-        the arena, ascending) stays what it is, wherever it lies."""
+        """Free ``part`` of ``parts`` equal parts, and place there from now on.
+
+        The other parts keep their content until their turn comes; a change of ``parts`` frees everything. The ranges
+        in ``held`` (whole pages of the arena, ascending) keep their content in every case.
+        """
         self._shared.clear()
         keep = max(_KEEP_NBYTES // parts, self._used)
         is_same = parts == self._parts
@@ -154,11 +158,11 @@ class Arena:
 
     @property
     def _start(self) -> int:
-        """Where the part in use begins."""
+        """Where the current part begins."""
         return self._part * self._part_nbytes
 
     def close(self) -> None:
-        """Let go of the memory: the service is over. Idempotent."""
+        """Release the memory: the service is over. Idempotent."""
         self._mapping = None
 
 

@@ -1,16 +1,16 @@
-"""Named places in the code where a test has something happen: a process killed between two lines, for one.
+"""Named places in the code where a test makes something happen, such as killing a process between two lines.
 
 ``failpoint("server.heard")`` is a call of an empty function unless ``CS_FAILPOINTS`` is set when this module is
 imported. Its items are separated by semicolons::
 
     CS_FAILPOINTS="server.commit=kill@3;worker.return[1]=sleep(0.5)"
 
-``name=action@n``: at the n-th time (default: the first) that a process comes there. ``name[r]`` means the process of
-replica r alone, and the name ``*`` every place. The actions: ``kill``, ``stop`` and ``segv`` are SIGKILL, SIGSTOP and
-SIGSEGV to the process itself; ``exit0`` is its immediate end with code 0; ``raise`` raises :class:`FailpointError`;
-``sleep(seconds)`` sleeps; ``note`` does nothing. Where ``CS_FAILPOINTS_DIR`` names a directory, an item takes effect
-once, in whichever process comes first, and a file with its text tells that it did; ``note`` leaves a file with the
-name of the place. Without it, what kills a process kills those that are started in its place as well.
+``name=action@n`` acts when a process reaches the place for the n-th time (default: the first). ``name[r]`` means only
+the process of replica r, and the name ``*`` means every place. The actions ``kill``, ``stop`` and ``segv`` send
+SIGKILL, SIGSTOP and SIGSEGV to the process itself; ``exit0`` ends it at once with code 0; ``raise`` raises
+:class:`FailpointError`; ``sleep(seconds)`` sleeps; ``note`` does nothing. If ``CS_FAILPOINTS_DIR`` names a directory,
+an item acts only once, in the first process that reaches it, and leaves a file with its text there; ``note`` leaves a
+file with the name of the place. Without that directory, an item that kills a process also kills its replacements.
 
 Only tests set these variables.
 """
@@ -27,18 +27,18 @@ from cs_proto.frozen import frozen
 
 __all__ = ["FAILPOINTS", "FailpointError", "failpoint", "failpoints_of"]
 
-#: Every place, by the role whose process comes there.
+#: Every place, by the role whose process reaches it.
 FAILPOINTS = (
     # server
-    "server.heard",  # a message has been decoded; nothing follows from it yet
-    "server.decided",  # the engine has recorded an event; no command of it has been carried out
-    "server.commit",  # the commit counter is odd, no byte of a variable has changed
-    "server.kept",  # the old values of a piece of a commit are kept, nothing of it is overwritten
-    "server.phase",  # a phase of a commit is done, and not noted
-    "server.committed",  # all bytes have changed, the engine has not heard of it
+    "server.heard",  # a message has been decoded, and not acted on
+    "server.decided",  # the engine has recorded an event; none of its commands has been carried out
+    "server.commit",  # the commit counter is odd; no byte of a variable has changed
+    "server.kept",  # the old values of a piece of a commit are kept; nothing of it is overwritten
+    "server.phase",  # a phase of a commit is done, and not recorded
+    "server.committed",  # all bytes have changed; the engine has not been told
     "server.send",  # before a message is sent
     # worker
-    "worker.run",  # a run has come; the function has not been called
+    "worker.run",  # a run has arrived; the function has not been called
     "worker.ask",  # before a question is sent
     "worker.return",  # the function has returned; nothing has been sent
     "worker.returned",  # the return has been sent
@@ -52,7 +52,7 @@ _ACTIONS = {*_SIGNALS, "exit0", "raise", "sleep", "note"}
 
 
 class FailpointError(Exception):
-    """What the action ``raise`` raises."""
+    """Raised by the action ``raise``."""
 
 
 @frozen
@@ -65,10 +65,10 @@ class _Item:
 
 
 def failpoints_of(spec: str, directory: str = "", rank: str = "") -> Callable[[str], None]:
-    """What :func:`failpoint` is where the environment says ``spec``.
+    """The function that :func:`failpoint` is if ``CS_FAILPOINTS`` is ``spec``.
 
-    ``directory`` and ``rank`` (of the worker that this process is, or "") are what ``CS_FAILPOINTS_DIR`` and ``RANK``
-    say. Raises ValueError where ``spec`` is malformed or names a place or action that is not there.
+    ``directory`` is the value of ``CS_FAILPOINTS_DIR``, ``rank`` that of ``RANK`` ("" if this process is no worker).
+    Raises ValueError if ``spec`` is malformed or names a place or an action that does not exist.
     """
     items: dict[str, list[_Item]] = {}
     for text in filter(None, (piece.strip() for piece in spec.split(";"))):
@@ -97,7 +97,7 @@ def failpoints_of(spec: str, directory: str = "", rank: str = "") -> Callable[[s
 
 
 def _item(text: str) -> tuple[_Item, str | None]:
-    """The item and the rank it is for, None for all."""
+    """The item, and the rank that it is for; None means all."""
     found = _ITEM.fullmatch(text)
     if found is None:
         raise ValueError(
@@ -112,7 +112,7 @@ def _item(text: str) -> tuple[_Item, str | None]:
 
 
 def _claimed(directory: str, text: str) -> bool:
-    """Whether no process has been here before for this; one is, from now on."""
+    """Claim the item for this process. Returns whether no other process had claimed it."""
     try:
         os.close(os.open(os.path.join(directory, text), os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     except FileExistsError:
@@ -140,4 +140,4 @@ if spec := os.environ.get("CS_FAILPOINTS"):
 else:
 
     def failpoint(name: str) -> None:
-        """The process has come to the place ``name``, one of :data:`FAILPOINTS`."""
+        """Called when the process reaches the place ``name``, one of :data:`FAILPOINTS`."""

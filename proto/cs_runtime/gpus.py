@@ -1,7 +1,7 @@
-"""What a process must know before it uses a GPU: which number CUDA has for it here, and whether CuPy is there.
+"""Facts that a process needs before it uses a GPU: its number for CUDA in this process, and whether CuPy is there.
 
-``gpu:n`` is always the n-th GPU that the user's CUDA_VISIBLE_DEVICES shows. A process of the service sees only those it
-uses, and ``CS_GPUS`` says their numbers. Nothing here touches a GPU.
+``gpu:n`` is always the n-th GPU that the user's CUDA_VISIBLE_DEVICES shows. A process of the service sees only the
+GPUs that it uses, and ``CS_GPUS`` gives their numbers. This module never touches a GPU.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ __all__ = ["driver_directory", "local_number", "require_cupy"]
 
 _DRIVER = "/proc/driver/nvidia/gpus"
 _VERSION = re.compile(r"NVRM version:.*?\s([0-9]{3,})\.([0-9.]+)\s")
-# From which driver on a major version of CUDA works, newest first.
+# The oldest driver for each major version of CUDA, newest first.
 _CUDA = ((580, 13), (525, 12))
 
 
 def driver_directory() -> Path:
-    """Where the driver shows its GPUs: the kernel's directory or, for tests, the one that CS_NVIDIA_DRIVER names."""
+    """The directory in which the driver lists its GPUs: the kernel's or, for tests, the value of CS_NVIDIA_DRIVER."""
     return Path(os.environ.get("CS_NVIDIA_DRIVER", _DRIVER))
 
 
 def local_number(device: str) -> int:
-    """The number that CUDA has in this process for ``device`` (``gpu:n`` as the user counts).
+    """CUDA's number in this process for ``device`` (``gpu:n`` as the user counts).
 
-    Raises DeviceError where this process does not see it.
+    Raises DeviceError if this process does not see the device.
     """
     numbers = os.environ.get("CS_GPUS")
     number = int(device.partition(":")[2])
@@ -44,7 +44,7 @@ def local_number(device: str) -> int:
 
 
 def require_cupy(devices: Iterable[str], driver: Path | None = None) -> None:
-    """Raise DeviceError, which says what to install, where ``devices`` (short form) need CuPy and there is none."""
+    """Raise a DeviceError that says what to install, if ``devices`` (short form) need CuPy and it is missing."""
     names = [name for device in devices for name in device.split("+") if name.startswith("gpu:")]
     if not names or importlib.util.find_spec("cupy") is not None:
         return

@@ -1,8 +1,8 @@
 """The memory of the machine, the part of it that this process may still touch, and the addresses that it may map.
 
 Memory: the smaller of what the kernel calls available and what is left in every control group around this process
-(version 1, version 2, or both). Files in the page cache count as free, since the kernel gives them up first. Asked by
-the service before anything that could plan memory.
+(version 1, version 2, or both). Files in the page cache count as free, because the kernel drops them first. The service
+asks before every step that could plan memory.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def addresses_left() -> str:
 
 
 def _kernel_nbytes(name: str, meminfo: Path = Path("/proc/meminfo")) -> int:
-    """What the kernel says of its memory by that name, in bytes. The import of psutil takes longer than its answer is
-    worth to each server that starts."""
+    """The entry ``name`` of /proc/meminfo, in bytes. psutil could read it, but importing psutil would slow down every
+    start of a server."""
     line = next(line for line in meminfo.read_text().splitlines() if line.startswith(f"{name}:"))
     return int(line.split()[1]) * 1024  # "MemTotal:       16384 kB"
 
 
 def _left(directory: Path, version: str) -> int | None:
-    """Bytes left in one control group; None where it has no limit."""
+    """Bytes left in one control group; None if it has no limit."""
     limit, usage, droppable = _FILES[version]
     try:
         allowed = (directory / limit).read_text().strip()

@@ -28,12 +28,12 @@ __all__ = ["Mapping", "read_only_at"]
 
 # Linux 5.14: populate page tables for writing; older kernels answer EINVAL and pages come at first touch.
 _MADV_POPULATE_WRITE = 23
-# Linux 6.1: have pages of 2 MiB take the place of small ones, also where the system's setting gives shared memory none.
-# With small pages, finding where a row of a large table lies takes as long as reading it.
+# Linux 6.1: replace small pages by pages of 2 MiB, even if the system setting denies them to shared memory. With small
+# pages, translating the address of a row of a large table takes as long as reading the row.
 _MADV_COLLAPSE = 25
 _HUGE_NBYTES = 2 << 20
-# The module mmap does not offer these: a mapping in place of another, one of memory that is not accounted for, and
-# other rights to mapped pages.
+# The module mmap lacks these: mapping over another mapping, memory that is not accounted for, and changing the
+# rights of mapped pages.
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _libc = ctypes.CDLL(None, use_errno=True)
 _mmap, _mprotect = _libc.mmap, _libc.mprotect
@@ -55,12 +55,15 @@ def read_only_at(address: int) -> tuple[str, int] | None:
 
 
 class Mapping:
-    """A segment mapped into this process. Closing waits for nobody: views keep the pages until they go."""
+    """A segment mapped into this process. Closing does not wait: views keep the pages until they are dropped."""
 
     def __init__(self, name: str, descriptor: int, nbytes: int, *, writable: bool, may_preserve: bool = False) -> None:
-        """Map ``nbytes`` of the open file ``descriptor``, which is owned from here on. ``may_preserve``: bytes
-        can be preserved; not for a writable mapping, nor for memory that a device reads, because its driver would copy
-        every page that it locks. Raises OSError, ValueError or OverflowError where it cannot be mapped."""
+        """Map ``nbytes`` of the open file ``descriptor``, which this object owns from now on.
+
+        With ``may_preserve`` bytes can be preserved. That is not for a writable mapping, nor for memory that a device
+        reads, because its driver would copy every page that it locks. Raises OSError, ValueError or OverflowError if
+        the file cannot be mapped.
+        """
         self.name = name
         self.nbytes = nbytes
         self.writable = writable
@@ -75,9 +78,9 @@ class Mapping:
         self._address: int = np.frombuffer(self.memory, np.uint8).__array_interface__["data"][0]
         self._descriptor = descriptor
         status = os.fstatvfs(descriptor)
-        # A file system of limited size must be asked before every first touch; the kernel's own memory has no size.
+        # On a file system of limited size, space must be reserved before the first touch; a memfd has no such limit.
         self._is_limited = writable and status.f_blocks > 0
-        #: Bytes that the segment, and the file system that it lies in, have room for.
+        #: Bytes for which the segment and its file system have room.
         self.room_nbytes = min(nbytes, status.f_blocks * status.f_frsize or nbytes)
         if writable:
             weakref.finalize(self, os.close, descriptor).atexit = False
@@ -87,17 +90,17 @@ class Mapping:
 
     @property
     def free_nbytes(self) -> int | None:
-        """Bytes that are left where the segment lies; None where only the machine's memory limits it."""
+        """Bytes left in the segment's file system; None if only the machine's memory limits the segment."""
         if not self._is_limited:
             return None
         status = os.fstatvfs(self._descriptor)
         return status.f_bavail * status.f_frsize
 
     def reserve(self, start: int, stop: int) -> None:
-        """Make sure that bytes ``start`` to ``stop`` can be written: a store that meets a full file system would end
-        the process by SIGBUS. Costs nothing where only the machine's memory limits the segment.
+        """Make sure that bytes ``start`` to ``stop`` can be written: a store into a full file system would end the
+        process with SIGBUS. Costs nothing if only the machine's memory limits the segment.
 
-        Raises :class:`MemoryPlanError` where the file system has no room left.
+        Raises :class:`MemoryPlanError` if the file system has no room left.
         """
         if not self._is_limited or stop <= start:
             return
@@ -112,7 +115,7 @@ class Mapping:
             ) from error
 
     def view(self, array: Array) -> np.ndarray:
-        """The array that the descriptor says lies in this segment; read-only where the segment is."""
+        """The array of this descriptor, which lies in this segment; read-only if the segment is."""
         if not isinstance(array.place, Location) or array.place.segment != self.name:
             raise LocalProtocolError(f"{array} does not lie in segment {self.name}")
         end = array.place.offset + array.nbytes
@@ -135,17 +138,17 @@ class Mapping:
     def populate(self, start: int, stop: int) -> None:
         """Make the pages of bytes ``start`` to ``stop`` present now, so that no step pays for their first touch.
 
-        Raises :class:`MemoryPlanError` where the machine has no such memory left.
+        Raises :class:`MemoryPlanError` if the machine has no memory left.
         """
         if stop <= start:
             return
         self.reserve(start, stop)
-        # Blocks that are of the range as a whole: of others a part may have been given back, and stays that.
+        # Only blocks that lie wholly in the range: parts of the others may have been given back and must stay so.
         low, high = start + -start % _HUGE_NBYTES, stop - stop % _HUGE_NBYTES
         if low < high:
-            # Only what has a page already is made huge.
+            # Only memory that already has pages can become huge pages.
             np.frombuffer(self.memory, np.uint8)[low:high:_HUGE_NBYTES] |= 0
-            with suppress(OSError):  # the kernel is older, or has no such page left
+            with suppress(OSError):  # the kernel is older, or has no huge page left
                 self._advise(_MADV_COLLAPSE, low, high)
         self._touch(start, stop)
 
@@ -157,20 +160,23 @@ class Mapping:
                 raise MemoryPlanError(
                     f"bytes {start} to {stop} of segment {self.name} could not be made present: {error.strerror}"
                 ) from error
-            # A write of what stands there makes a page present. Only bytes of the range itself: others have owners.
+            # Writing the present value allocates the page. Only bytes of the range are written: others have other
+            # owners.
             touched = np.ctypeslib.as_array((ctypes.c_uint8 * (stop - start)).from_address(self._address + start))
             touched[:1] |= 0
             touched[-start % mmap.PAGESIZE :: mmap.PAGESIZE] |= 0
 
     def detach(self, start: int, stop: int) -> None:
-        """Make these whole pages this process's own, where they are and with what they hold: nobody else writes them
-        or sees what is written, until :meth:`attach`. Raises :class:`MemoryPlanError` where there is no memory for
-        that."""
+        """Make these whole pages private to this process, at the same address and with the same content.
+
+        Until :meth:`attach` no other process writes them or sees what is written. Raises :class:`MemoryPlanError` if
+        there is no memory for the copies.
+        """
         self._remap(start, stop, mmap.MAP_PRIVATE)
-        self._touch(start, stop)  # a page is a copy once it is written
+        self._touch(start, stop)  # writing to a page makes it a copy
 
     def attach(self, start: int, stop: int) -> None:
-        """Make these whole pages those of the segment again."""
+        """Undo :meth:`detach`: these whole pages are those of the segment again."""
         self._remap(start, stop, mmap.MAP_SHARED)
 
     def preserve(self, ranges: Sequence[tuple[int, int]]) -> None:
@@ -224,21 +230,21 @@ class Mapping:
 
 
 def _pages(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The pages in which these bytes (start, stop) lie, as ranges in ascending order."""
+    """The pages of these bytes (start, stop), as ranges in ascending order."""
     page = mmap.PAGESIZE
     return merged((start - start % page, -(-stop // page) * page) for start, stop in ranges)
 
 
 def _mapped(descriptor: int, nbytes: int, protection: int, kind: int) -> tuple[mmap.mmap, int]:
-    """A mapping, and where in it the file begins: at an address at which huge pages can be mapped, where that can be
-    had. Raises OSError, ValueError and OverflowError."""
+    """A mapping, and the offset at which the file begins in it: at an address that allows huge pages, if possible.
+    Raises OSError, ValueError and OverflowError."""
     try:
         room = mmap.mmap(-1, nbytes + _HUGE_NBYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, protection)
-    except (OSError, OverflowError):  # no room for 2 MiB more, or none that is not accounted for
+    except (OSError, OverflowError):  # there is no room for 2 MiB more, or unaccounted memory is not allowed
         return mmap.mmap(descriptor, nbytes, kind, protection), 0
     address: int = np.frombuffer(room, np.uint8).__array_interface__["data"][0]
     first = -address % _HUGE_NBYTES
-    # It takes the place of the room, and goes with it.
+    # The file is mapped over this room, and is unmapped with it.
     if _mmap(address + first, nbytes, protection, kind | _MAP_FIXED, descriptor, 0) != address + first:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))

@@ -1,4 +1,4 @@
-"""Multipart messages from a socket of ZeroMQ, of which no more is kept than the receiver accepts."""
+"""Reads multipart messages from a ZeroMQ socket, and keeps no more of one than the receiver accepts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def receive(
     """The parts of the next message, as bytes or, without ``copy``, as frames of pyzmq. With ``is_routed`` the first
     part is the identity of the sender.
 
-    Of a message beyond ``limits`` only enough parts are kept to show that; the others are dropped one by one, so that
-    :func:`~cs_proto.codec.decode` refuses it. Raises what ``recv`` raises.
+    If a message exceeds ``limits``, only as many parts are kept as :func:`~cs_proto.codec.decode` needs to refuse it;
+    the others are dropped one by one. Raises what ``recv`` raises.
     """
     parts = [socket.recv(flags, copy)]
     room = limits.message_nbytes - (0 if is_routed else len(parts[0]))

@@ -1,9 +1,9 @@
-"""Which memory of the machine a process has page-locked for its GPUs: one rule for server and workers.
+"""The host memory that a process has page-locked for its GPUs; server and workers use the same rule.
 
-CUDA locks ranges of whole pages, each once, and makes no copy across the border of a range. So what is not locked yet
-is locked, in as few ranges as there are gaps, and a copy is made in :meth:`PageLocks.parts`; a kernel may read across
-borders. A lock keeps pages in memory, and where a page of a segment is given back and a new one takes its place, it
-keeps the old one: so what is freed is unlocked first. Knows no device: its calls come as arguments.
+CUDA locks ranges of whole pages, each page once, and cannot copy across the border of two ranges. So this module locks
+only the gaps between locked ranges, and splits a copy at the borders (:meth:`PageLocks.parts`); a kernel may read
+across borders. If a page of a segment is given back and replaced, the lock still holds the old page, so memory is
+unlocked before it is freed. This module knows no device: the calls are arguments.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from cs_proto.ranges import merged
 
 __all__ = ["PageLocks"]
 
-# cudaHostRegisterPortable and -Mapped: for all devices, and for kernels. cudaHostRegisterReadOnly: of a mapping that
+# cudaHostRegisterPortable and -Mapped: for all devices, and for kernels. cudaHostRegisterReadOnly: for a mapping that
 # may not be written. CuPy has no names for them.
 _LOCKED, _READ_ONLY = 1 | 2, 8
 
 
 class Runtime(Protocol):
-    """What is needed of CUDA's runtime, under CuPy's names."""
+    """The calls of CUDA's runtime that are needed, under CuPy's names."""
 
     CUDARuntimeError: type[Exception]
 
@@ -32,15 +32,15 @@ class Runtime(Protocol):
         """Lock pages."""
 
     def hostUnregister(self, address: int) -> None:  # noqa: N802
-        """Unlock what was locked from that address on."""
+        """Unlock the range that was locked at that address."""
 
 
 class PageLocks:
     """Page-locked ranges of this process. Used by one thread."""
 
     def __init__(self, runtime: Runtime, wait: Callable[[], None], say: Callable[[str], None]) -> None:
-        """``wait`` returns when no copy is under way: a range cannot be unlocked while one uses it. ``say`` is told why
-        memory cannot be locked, once."""
+        """``wait`` returns when no copy is under way, because a range cannot be unlocked while a copy uses it. ``say``
+        is called once, with the reason, if memory cannot be locked."""
         self._runtime = runtime
         self._wait = wait
         self._say = say
@@ -49,8 +49,8 @@ class PageLocks:
         self._refused: set[int] = set()
 
     def lock(self, spans: Iterable[tuple[int, int]], *, writable: bool = True) -> bool:
-        """Lock the pages of the bytes from and to these addresses, as far as they are not; whether they are now. Where
-        that is refused copies are slower and otherwise the same."""
+        """Lock the pages between these addresses that are not locked yet, and return whether all are locked now. If the
+        driver refuses, copies are slower and otherwise the same."""
         flags = _LOCKED if writable else _LOCKED | _READ_ONLY
         wanted = merged(_pages(start, stop) for start, stop in spans if start < stop)
         for low, high in [gap for start, stop in wanted for gap in self._gaps(start, stop)]:
@@ -60,7 +60,7 @@ class PageLocks:
                 self._runtime.hostRegister(low, high - low, flags)
             except self._runtime.CUDARuntimeError as error:
                 self._refused.add(flags)
-                # The text alone: an error that is kept would keep memory by its frames.
+                # Only the text: an error object would keep memory alive through its frames.
                 self._say(f"shared memory cannot be page-locked ({error!s})")
                 return False
             place = bisect.bisect(self._starts, low)
@@ -73,7 +73,8 @@ class PageLocks:
         return stop <= start or next(self._gaps(start, stop), None) is None
 
     def parts(self, start: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """The bytes from an address on as (from, to), counted from there: what may be one copy each."""
+        """Split the bytes from an address on into ranges (from, to), counted from there, that one copy each can
+        carry."""
         if nbytes:
             first, last = self._overlapping(start, start + nbytes)
             borders = {*self._starts[first:last], *self._stops[first:last]}
@@ -81,7 +82,7 @@ class PageLocks:
             yield from ((low - start, high - start) for low, high in pairwise(cuts))
 
     def unlock(self, start: int, stop: int) -> None:
-        """Unlock every range that has pages in common with these bytes."""
+        """Unlock every range that shares pages with these bytes."""
         first, last = self._overlapping(*_pages(start, stop))
         if first < last:
             self._wait()
@@ -95,7 +96,7 @@ class PageLocks:
             self.unlock(self._starts[0], self._stops[-1])
 
     def _gaps(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """What of it is not locked."""
+        """The parts of it that are not locked."""
         first, last = self._overlapping(start, stop)
         for low, high in zip(self._starts[first:last], self._stops[first:last], strict=True):
             if start < low:
@@ -105,7 +106,7 @@ class PageLocks:
             yield start, stop
 
     def _overlapping(self, start: int, stop: int) -> tuple[int, int]:
-        """Which ranges, from and to, have bytes in common with these."""
+        """The index range (from, to) of the locked ranges that overlap these bytes."""
         return bisect.bisect_right(self._stops, start), bisect.bisect_left(self._starts, stop)
 
 

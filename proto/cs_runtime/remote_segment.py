@@ -1,9 +1,8 @@
 """A segment that this process cannot map. Its bytes come and go in frames, by way of the server, which maps them all.
 
-A container may forbid shared mappings, a descriptor may not reach it. Then :class:`RemoteSegment` stands where a
-:class:`~cs_runtime.mapping.Mapping` would: descriptors of arrays stay what they are, so nobody else sees a difference.
-What was read is a copy, current when it was asked for; what is written has arrived when :meth:`RemoteSegment.write`
-returns.
+A container may forbid shared mappings, or a descriptor may not reach it. Then :class:`RemoteSegment` takes the place of
+:class:`~cs_runtime.mapping.Mapping`. Array descriptors stay the same, so no other code sees a difference. A read gives
+a copy, current at the time of the question; written data has arrived when :meth:`RemoteSegment.write` returns.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ R = TypeVar("R", bound=Record)
 
 # A message carries at most this many bytes of an array, unless one row of it is longer.
 _AT_ONCE = 16 << 20
-# As in a segment: what is computed from an array may depend on where it begins, to the last bit.
+# Aligned as in a segment: the last bit of a result may depend on the alignment of an array.
 _ALIGNMENT = 64
 
 
@@ -33,12 +32,12 @@ class Carry(Protocol):
     """How this process asks the server."""
 
     def __call__(self, request: Callable[[int], Record], answer: type[R]) -> R:
-        """Send the request made with a number of this process's, and wait for the answer to it. Raises what the server
-        refuses it with."""
+        """Build the request with a new number of this process, send it, and wait for its answer. Raises the server's
+        error if the server refuses."""
 
 
 class RemoteSegment:
-    """The segment called ``name``, of which nothing lies in this process."""
+    """The segment ``name``, which is not mapped in this process."""
 
     def __init__(self, name: str, nbytes: int, carry: Carry) -> None:
         self.name = name
@@ -69,7 +68,7 @@ class RemoteSegment:
     def write(self, array: Array, value: np.ndarray) -> None:
         """Write ``value``, of its shape and dtype, where the array lies.
 
-        Raises MemoryPlanError where the file system that the segment lies in has no room for it.
+        Raises MemoryPlanError if the segment's file system has no room for it.
         """
         start = self._start(array)
         flat = np.ascontiguousarray(value, array.dtype).reshape(-1).view(np.uint8)
@@ -77,7 +76,7 @@ class RemoteSegment:
             self._put(start + first, array_of(flat[first : first + _AT_ONCE]))
 
     def reserve(self, start: int, stop: int) -> None:
-        """Nothing: the server asks the file system when it writes."""
+        """Do nothing: the server reserves the space when it writes."""
 
     def discard(self, start: int, stop: int) -> None:
         """Give whole pages between ``start`` and ``stop`` back; they read as zeros afterwards."""
@@ -99,7 +98,7 @@ class RemoteSegment:
 
 
 def aligned(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """An uninitialized array that begins where one in a segment could."""
+    """An uninitialized array with the alignment of arrays in a segment."""
     nbytes = item_nbytes(dtype) * math.prod(shape)
     room = np.empty(nbytes + _ALIGNMENT, np.uint8)
     start = -room.ctypes.data % _ALIGNMENT

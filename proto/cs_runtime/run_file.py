@@ -1,7 +1,7 @@
 """The file ``run`` of a service whose memory outlives its supervisor: ``cs-launch --serve --memory files``.
 
-The supervisor writes it down and takes it away when the service ends. The supervisor after one that was killed takes
-the run up from it, and whoever was connected sees by it whether to wait for that one.
+The supervisor writes the file, and removes it when the service ends. After a supervisor was killed, the next one takes
+up the run from it, and the processes that were connected learn from it whether to wait for that supervisor.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _DRAFT = "run.draft"
 
 @frozen
 class RunFile:
-    """``run`` tells apart the runs that lie in one directory one after the other. ``return_timeout`` (seconds): how
-    long those who were connected wait for the next supervisor. ``server`` and ``workers`` are the incarnations that
-    were started last, ``clients`` the controllers of whose end the server has not heard, as they call themselves.
-    ``serves``: all processes have been ready, so there is something to take up."""
+    """``run`` distinguishes successive runs in one directory. ``return_timeout`` (seconds) is how long connected
+    processes wait for the next supervisor. ``server`` and ``workers`` are the latest incarnations. ``clients`` are the
+    names of the controllers whose end the server has not been told. ``serves`` means that all processes were ready
+    once, so there is a run to take up."""
 
     run: str
     replicas: int
@@ -36,7 +36,7 @@ class RunFile:
 
     @classmethod
     def read(cls, directory: str) -> RunFile | None:
-        """What lies in ``directory``; None where there is none, or it cannot be read."""
+        """The file in ``directory``; None if there is none or it cannot be read."""
         try:
             with open(os.path.join(directory, _NAME), encoding="utf-8") as file:
                 found = json.load(file)
@@ -45,7 +45,7 @@ class RunFile:
             return None
 
     def write(self, directory: str) -> None:
-        """Put it there, whole or not at all. Raises OSError."""
+        """Write the file atomically. Raises OSError."""
         draft = os.path.join(directory, _DRAFT)
         with open(draft, "w", encoding="utf-8") as file:
             json.dump(vars(self), file)
@@ -53,6 +53,6 @@ class RunFile:
 
     @staticmethod
     def remove(directory: str) -> None:
-        """There is nothing to take up any more. Idempotent."""
+        """Remove the file: there is no run to take up any more. Idempotent."""
         with suppress(FileNotFoundError):
             os.unlink(os.path.join(directory, _NAME))

@@ -1,8 +1,8 @@
-"""Moments of a step: when a process comes to a named place, for a table of where the time of a step goes.
+"""Moments of a step: records when a process reaches a named place, for a table of where the time of a step goes.
 
-Where the environment names no directory (``CS_MOMENTS``) a place costs the call of an empty function. Else the process
-leaves ``ROLE-PID`` there when it ends: a line for each moment, its name and the clock. Each role brings its clock,
-since nothing here has one; ``benchmarks/parts.py`` puts together what several processes left.
+If ``CS_MOMENTS`` names no directory, a place costs the call of an empty function. Otherwise the process writes the
+file ``ROLE-PID`` there when it ends: a line for each moment, with its name and the time. Each role passes its own
+clock; ``benchmarks/parts.py`` combines the files of several processes.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from pathlib import Path
 
 __all__ = ["moments"]
 
-# The last so many are kept: some thousands of steps.
+# Only the last ones are kept: some thousands of steps.
 _KEPT = 200_000
 
 
 @functools.cache
 def moments(role: str, clock: Callable[[], int]) -> Callable[[str], None]:
-    """What notes that this process has come to the place of that name. ``clock`` counts nanoseconds, the same in all
-    processes of the machine. For one role and clock it is the same everywhere in the process."""
+    """The function that records that this process has reached the place of that name.
+
+    ``clock`` counts nanoseconds, alike in all processes of the machine. For one role and clock the function is the
+    same everywhere in the process.
+    """
     directory = os.environ.get("CS_MOMENTS")
     if not directory:
         return _not_asked
