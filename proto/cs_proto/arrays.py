@@ -48,9 +48,9 @@ def dtype_name(dtype: np.dtype[np.generic]) -> str:
 
 
 def array_of(value: np.ndarray) -> Array:
-    """A descriptor that carries the bytes of ``value`` in a frame; copies only what is not C-contiguous.
+    """A descriptor that carries the bytes of ``value`` in a frame; copies them only if ``value`` is not C-contiguous.
 
-    Raises :class:`~cs_proto.errors.LocalProtocolError` where the dtype may not travel.
+    Raises :class:`~cs_proto.errors.LocalProtocolError` if the dtype cannot be sent.
     """
     name = dtype_name(value.dtype)
     if not is_wire_dtype(name):
@@ -62,7 +62,7 @@ def array_of(value: np.ndarray) -> Array:
 def view_of(array: Array, buffer: memoryview | bytes | bytearray) -> np.ndarray:
     """The NumPy view of ``array`` over ``buffer``, which begins where the array's bytes begin. No copy.
 
-    Raises :class:`~cs_proto.errors.LocalProtocolError` where the buffer is too short.
+    Raises :class:`~cs_proto.errors.LocalProtocolError` if the buffer is too short.
     """
     try:
         flat = np.frombuffer(buffer, array.dtype, count=math.prod(array.shape))

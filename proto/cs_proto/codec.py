@@ -1,8 +1,7 @@
 """Records to message parts and back, with explicit limits.
 
-A message is one msgpack header and then its frames, in the order in which the record's fields hold them. Whatever a
-peer sends that is not exactly that becomes one typed :class:`PeerProtocolError` and nothing else: this is the one
-place where blame turns round.
+A message is one msgpack header, then its frames in the order of the record's fields. Anything else that a peer sends
+raises :class:`PeerProtocolError` here, and no other error: this is the only place that puts the blame on the peer.
 """
 
 from __future__ import annotations
@@ -73,17 +72,18 @@ BULK_LIMITS = Limits(
 #: Largest packet on the supervisor's socket.
 PACKET_NBYTES = 128 * 1024
 
-# One for all, since making one costs more than most headers: what it is given it writes without calling anybody, so no
-# other thread comes in between. It keeps the room that the largest header took, so there is a limit to that.
+# One packer for all threads, because making one costs more than most headers. It calls no Python code while it packs,
+# so
+# no other thread can interrupt it. It keeps the buffer of the largest header, so the size of that is limited.
 _packer = msgpack.Packer()
 _KEPT_NBYTES = 1 << 20
 
-# One byte of a header can become an empty list of 64: what small headers can cost is not worth counting.
+# One byte of a header can become an empty list of 64 bytes, so small headers are too cheap to need counting.
 _COUNTED_NBYTES = 64 * 1024
 
 
 def pack(value: object) -> bytes:
-    """What consists of None, numbers, text, bytes, lists, tuples and dicts, in msgpack."""
+    """Pack a value made of None, numbers, text, bytes, lists, tuples and dicts with msgpack."""
     global _packer
     packed: bytes = _packer.pack(value)
     if len(packed) > _KEPT_NBYTES:
@@ -104,8 +104,10 @@ def encode(record: Record, limits: Limits = LIMITS) -> list[Buffer]:
 
 
 def encode_values(kind: type[Record], values: Sequence[Any], limits: Limits = LIMITS) -> list[Buffer]:
-    """What :func:`encode` gives of ``kind(*values)``, for who sends one of a kind at every step and knows what the
-    values are: nothing is built, and nothing is checked that :func:`encode` does not check."""
+    """The same as ``encode(kind(*values))`` without building the record, so its fields are not checked.
+
+    For senders that send such a record in every step and know that its values are valid.
+    """
     frames: list[Buffer] = []
     return _parts(kind, partial(kind.wire_of, frames, *values), frames, limits)
 
@@ -121,7 +123,7 @@ def _parts(kind: type[Record], wire: Callable[[], object], frames: list[Buffer],
 
 
 def _fault(header_nbytes: int, frames: Sequence[Buffer], limits: Limits) -> str:
-    """What is wrong with the number and sizes of the frames; empty if nothing is."""
+    """The fault in the number or sizes of the frames; empty if there is none."""
     if len(frames) > limits.frames:
         return f"{len(frames)} frames; at most {limits.frames}"
     nbytes = header_nbytes
@@ -149,7 +151,7 @@ def _header(kind: type[Record], wire: Callable[[], object], limits: Limits) -> b
 
 
 def decode(parts: Sequence[Buffer], limits: Limits = LIMITS) -> Record:
-    """The record in ``parts``. Raises :class:`PeerProtocolError` on anything that is not one within ``limits``."""
+    """The record in ``parts``. Raises :class:`PeerProtocolError` if they are not one record within ``limits``."""
     if not parts:
         raise PeerProtocolError("the message is empty")
     header, *frames = parts
@@ -165,7 +167,7 @@ def decode(parts: Sequence[Buffer], limits: Limits = LIMITS) -> Record:
             strict_map_key=True,
             max_str_len=limits.text_nbytes,
             max_bin_len=limits.header_nbytes,
-            max_array_len=min(limits.items, header_nbytes),  # msgpack makes room for what is promised
+            max_array_len=min(limits.items, header_nbytes),  # msgpack allocates as much as the header claims
             max_map_len=1,
             max_ext_len=0,
             list_hook=count,
@@ -184,25 +186,28 @@ def decode(parts: Sequence[Buffer], limits: Limits = LIMITS) -> Record:
     return record
 
 
-# What a message begins with when it is of a run of the client, up to the number of that; and by the first byte of the
-# number how many more it has, where that is not too large for a run. In a Run the number of its draw follows.
+# The beginning of a message of a client's run, up to the number of the run. The second table gives, for the first byte
+# of that number, how many more bytes it has, if it is not too large for a run. In a Run the draw follows.
 _BEGINNINGS = {bytes([0x91 + len(fields_of(kind)), kind.code, 0x91]): kind for kind in (Return, Run)}
 _NUMBER_NBYTES = dict.fromkeys(range(128), 0) | {0xCC + power: 1 << power for power in range(3)}
-# How bytes begin of which there are up to 255, or up to 65535.
+# The msgpack prefixes of up to 255 bytes and of up to 65535.
 _BYTES, _MORE_BYTES = 0xC4, 0xC5
-# So many of either kind are known again, where their headers are small.
+# This many messages of either kind are cached, if their headers are small.
 _KNOWN, _KNOWN_NBYTES = 32, 16 * 1024
 
 
 class Decoder:
-    """Decodes many messages, as :func:`decode` does each. A message of a step
-    differs from that of an earlier step only in the number of the run, the pickled arguments or the result, and, in a
-    Run, the draw. So a message is recognized by all other bytes, which are not read again."""
+    """Decodes messages like :func:`decode`, and caches those of a step.
+
+    The message of a step differs from the message of an earlier step only in the number of the run, in the pickled
+    arguments or the result, and, in a Run, in the draw. So the decoder compares all other bytes with the cached
+    message and does not decode them again.
+    """
 
     def __init__(self, limits: Limits = LIMITS) -> None:
         self._limits = limits
-        #: By beginning: what lies between the numbers and the bytes that change, what comes behind these (None where
-        #: they are no part of the header), and the record; the last one first.
+        #: By the beginning of the message: the bytes between the numbers and the changing bytes, the bytes after the
+        #: changing ones (None if those are not part of the header), and the record; the latest first.
         self._known: dict[bytes, list[tuple[bytes, bytes | None, Return | Run]]] = {each: [] for each in _BEGINNINGS}
 
     def decode(self, parts: Sequence[Buffer]) -> Record:
@@ -234,7 +239,7 @@ class Decoder:
         rest = _rest(record) if len(header) <= _KNOWN_NBYTES else None
         if rest is not None:
             between, body, behind, known = rest
-            if header[start:] == between + body + (behind or b""):  # nobody else's spelling
+            if header[start:] == between + body + (behind or b""):  # only our own encoding
                 self._known[header[:3]] = [(between, behind, known), *entries[: _KNOWN - 1]]
         return record
 
@@ -244,8 +249,8 @@ def _has_room(frame: Buffer, limits: Limits) -> bool:
 
 
 def _rest(record: Record) -> tuple[bytes, bytes, bytes | None, Return | Run] | None:
-    """How a message is spelled behind the number of its run: before the bytes that change, these, and what is behind
-    them; and the record without them. None where more of it changes from step to step."""
+    """The encoding of a message after the number of its run: the bytes before the changing ones, the changing ones, the
+    bytes after them; and the record without them. None if more of the message changes from step to step."""
     if type(record) is Return and record.value is not None and not record.value.arrays:
         if any(type(note) is not ApplyPoint or note.sparse for note in record.notes):
             return None
@@ -267,7 +272,7 @@ def _rest(record: Record) -> tuple[bytes, bytes, bytes | None, Return | Run] | N
 
 
 def _count(limit: int) -> Callable[[object], object]:
-    """A hook that lets every list and map of a header pass until there were too many."""
+    """A hook that counts the lists and maps of a header and raises if there are too many."""
     passed = itertools.count(1)
 
     def hook(value: object) -> object:

@@ -1,8 +1,8 @@
 """Array descriptors: what an array is (dtype, shape) and where its bytes lie, without the bytes.
 
-The closed list of dtypes is the whole of what may cross a process boundary; there is no object dtype. A descriptor
-checks itself, so a header cannot lie about the length of its frame. Nothing here needs NumPy, for the supervisor does
-without it; ``cs_proto.arrays`` has all of this, and the arrays.
+Only the dtypes of a closed list may cross a process boundary; there is no object dtype. A descriptor checks itself, so
+a header cannot lie about the length of its frame. This module does not need NumPy, because the supervisor works without
+it; ``cs_proto.arrays`` exports the same names and adds the arrays.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = [
     "shape_fault",
 ]
 
-#: Arrays up to this many bytes travel in a frame; larger ones are put into a segment where one is shared.
+#: Arrays up to this many bytes travel in a frame; larger ones are put into a segment if one is shared.
 INLINE_NBYTES = 64 * 1024
 
-#: Names of the fixed-size dtypes that may travel. ``U<n>`` and ``S<n>`` (fixed-width strings) may, too.
+#: Names of the fixed-size dtypes that can be sent. ``U<n>`` and ``S<n>`` (fixed-width strings) can, too.
 DTYPES = [
     "bool",
     "int8",
@@ -52,7 +52,7 @@ _MAX_NBYTES = 1 << 62
 
 
 def is_wire_dtype(name: str) -> bool:
-    """Whether arrays of the dtype called ``name`` may travel."""
+    """Whether arrays of the dtype ``name`` can be sent."""
     return name in _ITEM_NBYTES or _STRING.fullmatch(name) is not None
 
 
@@ -87,7 +87,7 @@ class Array(Record):
         if known is not None and len(shape) <= _MAX_RANK and (not shape or min(shape) > 0):
             nbytes = known * math.prod(shape)
             if nbytes < _MAX_NBYTES and (type(place) is not Frame or place.nbytes == nbytes):
-                return  # as nearly all are
+                return  # the usual case
         if not is_wire_dtype(self.dtype):
             self.refuse(f"dtype {shown(self.dtype)} cannot be sent; these can: {', '.join(DTYPES)}, U<n>, S<n>")
         if fault := shape_fault(self.dtype, self.shape):
@@ -104,7 +104,7 @@ class Array(Record):
 
 
 def shape_fault(dtype: str, shape: tuple[int, ...]) -> str:
-    """What is wrong with ``shape`` for elements of ``dtype``; empty where nothing is."""
+    """The fault in ``shape`` for elements of ``dtype``; empty if there is none."""
     if len(shape) > _MAX_RANK or (shape and min(shape) < 0):
         return f"{shown(shape)} is not a shape"
     if 0 < item_nbytes(dtype) * math.prod(shape) < _MAX_NBYTES:

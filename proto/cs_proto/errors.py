@@ -3,17 +3,17 @@
     CentralStorageError
     ├── DeviceError              (ValueError)    a device that does not exist; lists those that do
     ├── InvalidArgumentError     (ValueError)    a shape, dtype, axis or value that does not fit
-    │   ├── NotATensorError      (AttributeError)  a Python value where replicas combine arrays
+    │   ├── NotATensorError      (AttributeError)  a Python value was given where replicas combine arrays
     │   └── UnbatchedDatasetError (IndexError)   a data set of scalars is to be split over the replicas
-    ├── NotADatasetError         (TypeError, AttributeError)  something was given for a data set that is none
-    ├── ContextError             (RuntimeError)  a call in the wrong place: replica, cross-replica, another strategy
+    ├── NotADatasetError         (TypeError, AttributeError)  an object that is not a data set was given as one
+    ├── ContextError             (RuntimeError)  a call in the wrong context: replica, cross-replica, another strategy
     │   ├── UsedScopeError       (AttributeError)  a scope is entered again after it was left
     │   └── DatasetContextError  (ValueError)    a data set is distributed, or a distributed one read, in a replica
     ├── ShippingError            (TypeError)     a function or argument that cannot be sent to a replica
     ├── ResultError              (TypeError)     a replica's result outside the closed vocabulary
     ├── MemoryPlanError          (MemoryError)   planned bytes exceed available bytes; nothing was touched
     ├── DeviceMemoryError        (MemoryError)   a device has no room for an array; names it, what is free and the plan
-    ├── DescriptorLimitError     (OSError)       a process may open no more files or connections; says how many are open
+    ├── DescriptorLimitError     (OSError)       a process cannot open more files or connections; says how many are open
     ├── OutOfRangeError          (IndexError)    a data set iterator is exhausted
     ├── MergeMismatchError       (RuntimeError)  replicas disagree about what comes next
     │   └── StructureMismatchError (AssertionError)  they combine nests of different structure
@@ -21,19 +21,19 @@
     ├── ShutdownError            (RuntimeError)  the strategy was shut down, or its service ended
     ├── NoAnswerError            (TimeoutError)  a service did not answer an observer in time
     ├── CheckpointError          (ValueError)    a checkpoint that cannot be read or does not fit; names the entry
-    │   ├── CheckpointDamagedError                a file that is not what was saved under its name
-    │   └── CheckpointMismatchError (AssertionError)  a checkpoint and the objects do not hold the same
+    │   ├── CheckpointDamagedError                a damaged, incomplete or renamed file
+    │   └── CheckpointMismatchError (AssertionError)  the checkpoint and the objects hold different variables
     ├── LaunchError              (RuntimeError)  a service could not be started; carries the child's last lines
-    ├── ConfigurationError       (ValueError)    an option, environment variable or command line that makes no sense
+    ├── ConfigurationError       (ValueError)    an invalid option, environment variable or command line
     ├── ProtocolError
-    │   ├── LocalProtocolError   (ValueError)    this process tried to say something illegal
-    │   └── PeerProtocolError    (ValueError)    the peer did; the message is dropped, nothing else changes
+    │   ├── LocalProtocolError   (ValueError)    this process tried to send an illegal message
+    │   └── PeerProtocolError    (ValueError)    the peer sent one; it is dropped and changes nothing else
     ├── Fenced                   (RuntimeError)  a message of an incarnation that has been replaced
     └── ReplicaError             (Exception)     an exception of the user's function, raised again in the client;
                                                  always also an instance of the original built-in type
 
-An exception never travels as an object. It travels as a code of the table below, its arguments as data and its
-traceback as text to read; :func:`replica_exception_class` says which class is raised at the other end.
+An exception never travels as an object. It travels as a code of the table below, with its arguments as data and its
+traceback as text; :func:`replica_exception_class` gives the class that is raised at the other end.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class UnbatchedDatasetError(InvalidArgumentError, IndexError):
 
 
 class NotADatasetError(CentralStorageError, TypeError, AttributeError):
-    """Something was given for a data set that is none; the message says how to make one of it."""
+    """An object that is not a data set was given as one; the message says how to make a data set of it."""
 
 
 class ContextError(CentralStorageError, RuntimeError):
@@ -111,16 +111,16 @@ class UsedScopeError(ContextError, AttributeError):
 
 
 class DatasetContextError(ContextError, ValueError):
-    """A data set is distributed, or a distributed one is read, inside a replica function; the script does that and
-    passes elements to ``run``."""
+    """A data set was distributed, or a distributed one was read, inside a replica function. Do that in the script and
+    pass elements to ``run``."""
 
 
 class ShippingError(CentralStorageError, TypeError):
-    """A function or argument that cannot be sent to a replica; names the object and the way round."""
+    """A function or argument that cannot be sent to a replica; names the object and the remedy."""
 
 
 class ResultError(CentralStorageError, TypeError):
-    """A result of a replica that is not data of the closed vocabulary."""
+    """A result of a replica that does not belong to the closed vocabulary of data."""
 
 
 class MemoryPlanError(CentralStorageError, MemoryError):
@@ -160,15 +160,15 @@ class NoAnswerError(CentralStorageError, TimeoutError):
 
 
 class CheckpointError(CentralStorageError, ValueError):
-    """A checkpoint that is not there, cannot be read, or does not fit the objects. Nothing was restored."""
+    """A checkpoint does not exist, cannot be read, or does not fit the objects. Nothing was restored."""
 
 
 class CheckpointDamagedError(CheckpointError):
-    """A checkpoint's file is damaged, cut short or renamed: it is not what was saved under its name."""
+    """A checkpoint's file is damaged, incomplete or renamed."""
 
 
 class CheckpointMismatchError(CheckpointError, AssertionError):
-    """A checkpoint holds what no object took, or objects had nothing in it; names both."""
+    """A checkpoint holds values that no object uses, or lacks values that objects need; names both."""
 
 
 class LaunchError(CentralStorageError, RuntimeError):
@@ -176,11 +176,11 @@ class LaunchError(CentralStorageError, RuntimeError):
 
 
 class ConfigurationError(CentralStorageError, ValueError):
-    """An option, environment variable or command line that makes no sense."""
+    """An option, environment variable or command line is invalid."""
 
 
 class ProtocolError(CentralStorageError):
-    """Something illegal was said on the wire."""
+    """An illegal message."""
 
 
 class LocalProtocolError(ProtocolError, ValueError):
@@ -188,7 +188,7 @@ class LocalProtocolError(ProtocolError, ValueError):
 
 
 class PeerProtocolError(ProtocolError, ValueError):
-    """The peer sent something illegal. It is answered or dropped; nothing else changes."""
+    """The peer sent an illegal message. It is refused or dropped; nothing else changes."""
 
 
 class Fenced(CentralStorageError, RuntimeError):
@@ -311,15 +311,15 @@ def _replica_class(original: type[BaseException]) -> type[ReplicaError]:
     )
 
 
-#: The closed table: wire code -> class raised in the receiver. Built-in types come back as a ReplicaError that is
-#: also of that type; the project's own come back as themselves.
+#: The closed table: wire code -> class raised in the receiver. A built-in type comes back as a ReplicaError that is
+#: also of that type; the project's own types come back unchanged.
 CODES: Mapping[str, type[Exception]] = {
     **{name: _replica_class(getattr(builtins, name)) for name in _BUILT_IN},
     **{f"cs.{error.__name__}": error for error in _OURS},
 }
 
 
-# An exception of a replica that is raised on from a process in between keeps the code it came with.
+# If a process in between raises a replica's exception again, the exception keeps its code.
 _CODE_OF: Mapping[type[BaseException], str] = {
     **{getattr(builtins, name): name for name in _BUILT_IN},
     **{error: code for code, error in CODES.items()},

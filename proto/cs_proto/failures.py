@@ -1,7 +1,7 @@
-"""Exceptions as :class:`~cs_proto.messages.Error` records: what any process may say about a failure of its own.
+"""Exceptions as :class:`~cs_proto.messages.Error` records, with which a process reports a failure of its own.
 
-A code of the closed table and text: no argument of the exception travels, so nothing here needs to know the
-vocabulary of values, and the receiver can raise every such code with the message alone.
+A record has a code of the closed table and text. The arguments of the exception are not sent, so this module needs no
+vocabulary of values, and the receiver can raise every such code from the message alone.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from .messages import Error
 
 __all__ = ["TEXT_LENGTH", "error_of"]
 
-#: Longest message and longest traceback, in characters. Of a traceback the end is kept, which names the failure.
+#: Longest message and longest traceback, in characters. A long traceback keeps its end, which names the failure.
 TEXT_LENGTH = 64 * 1024
 
-# Exceptions of these classes cannot be built from a message alone, so their base stands for them.
+# Exceptions of these classes cannot be built from a message alone, so they are sent as their base class.
 _BUILT_FROM_PARTS = ("UnicodeDecodeError", "UnicodeEncodeError", "UnicodeTranslateError")
 
 
 def error_of(exception: BaseException, replica: int = -1, merge_index: int = 0, traceback: str = "") -> Error:
-    """``exception`` as data; ``replica`` -1 where it belongs to none. Text that is not Unicode is escaped."""
+    """``exception`` as data; ``replica`` is -1 if it belongs to none. Text that is not Unicode is escaped."""
     kind = type(exception)
     code = code_of(kind)
     return Error(
@@ -41,5 +41,5 @@ def _message(exception: BaseException) -> str:
 
 
 def _unicode(text: str) -> str:
-    # File names that are not UTF-8 reach messages as lone surrogates, which no encoder takes.
+    # File names that are not UTF-8 appear in messages as lone surrogates, which UTF-8 cannot encode.
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

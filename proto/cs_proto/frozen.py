@@ -1,10 +1,9 @@
-"""Frozen classes that cost little where they are only defined: what ``@dataclass(frozen=True)`` gives, made when it is
-needed.
+"""Frozen classes like those of ``@dataclass(frozen=True)``, which do their work on first use.
 
-A process defines some hundred such classes at its start, builds objects of twenty, and asks none for its fields. For
-each, :mod:`dataclasses` compiles six methods at once, and its import is a tenth of a supervisor's start. Here the
-methods that are alike for all are written once, ``__init__`` is compiled when the first object is built, and
-:mod:`dataclasses` comes when somebody asks for ``fields`` or ``replace`` of it, which work.
+A process defines about a hundred such classes at its start, builds objects of twenty, and asks for the fields of none.
+:mod:`dataclasses` would compile six methods for each at once, and its import is a tenth of a supervisor's start. Here
+the methods that are alike for all classes are written once, and ``__init__`` is compiled when the first object is
+built. ``dataclasses.fields`` and ``dataclasses.replace`` work, and import :mod:`dataclasses` only then.
 
 Defaults are plain values; a class that needs ``field(default_factory=...)`` is a dataclass.
 """
@@ -31,8 +30,8 @@ def frozen(*, eq: bool) -> Callable[[type[T]], type[T]]: ...
 
 
 def frozen(cls: type[T] | None = None, /, *, eq: bool = True) -> Any:
-    """Class decorator: as ``dataclass(frozen=True, eq=eq)``. A method that the class has itself is kept; with an
-    ``__eq__`` of its own it has its own ``__hash__``, or none."""
+    """Class decorator: as ``dataclass(frozen=True, eq=eq)``. Methods of the class itself are kept; a class with its own
+    ``__eq__`` has its own ``__hash__`` or none."""
     if cls is None:
         return lambda made: _made(made, eq)
     return _made(cls, eq)
@@ -57,7 +56,7 @@ def _made(cls: type[T], eq: bool) -> type[T]:
 
 
 def name_fields(cls: type) -> None:
-    """Let ``cls`` say its fields: to a ``match`` at once, to :mod:`dataclasses` when that is asked."""
+    """Declare the fields of ``cls``: to ``match`` at once, to :mod:`dataclasses` on demand."""
     inherited = dict.fromkeys(name for base in cls.__mro__[:0:-1] for name in base.__dict__.get("__match_args__", ()))
     own = [name for name, kind in cls.__annotations__.items() if "ClassVar[" not in str(kind)]
     cls.__match_args__ = (*inherited, *(name for name in own if name not in inherited))  # type: ignore[attr-defined, misc]
@@ -71,13 +70,13 @@ def fields_of(cls: type) -> tuple[str, ...]:
 
 
 class _Fields:
-    """What :mod:`dataclasses` looks for in a class, until it does."""
+    """The place of ``__dataclass_fields__``, until :mod:`dataclasses` asks for the fields."""
 
     def __init__(self, cls: type) -> None:
         self._cls = cls
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
-        from dataclasses import dataclass  # late: nobody asks in a service's process
+        from dataclasses import dataclass  # late: no process of a service asks
 
         dataclass(init=False, repr=False, eq=False)(self._cls)
         return self._cls.__dict__["__dataclass_fields__"]
@@ -91,7 +90,7 @@ def _compile(cls: type) -> None:
             known[f"_d_{name}"] = getattr(cls, name)
         parameters.append(f"{name}=_d_{name}" if hasattr(cls, name) else name)
     lines = [f"def __init__(_self, {', '.join(parameters)}):", " _values = _self.__dict__"]
-    lines += [f" _values[{name!r}] = {name}" for name in fields_of(cls)]  # not _self.x: that is refused
+    lines += [f" _values[{name!r}] = {name}" for name in fields_of(cls)]  # not _self.x, which a frozen class refuses
     if hasattr(cls, "__post_init__"):
         lines.append(" _self.__post_init__()")
     # Compiled apart: exec of a text forgets that a Ctrl-C is what ends the program.
@@ -106,14 +105,14 @@ def with_changes(value: T, /, **changes: Any) -> T:
 
 
 def refuse_change(self: object, name: str, value: object) -> typing.NoReturn:
-    """What ``__setattr__`` is."""
-    from dataclasses import FrozenInstanceError  # late: nobody in a service's process tries
+    """The ``__setattr__`` of every frozen class."""
+    from dataclasses import FrozenInstanceError  # late: no process of a service tries
 
     raise FrozenInstanceError(f"cannot assign to field {name!r}")
 
 
 def refuse_deletion(self: object, name: str) -> typing.NoReturn:
-    """What ``__delattr__`` is."""
+    """The ``__delattr__`` of every frozen class."""
     from dataclasses import FrozenInstanceError
 
     raise FrozenInstanceError(f"cannot delete field {name!r}")

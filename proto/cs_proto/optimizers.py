@@ -1,8 +1,7 @@
-"""The optimizers there are: their hyperparameters, the rule each follows, and the slots of every rule.
+"""The table of optimizers: their hyperparameters, the rule of each, and the slots of every rule.
 
-Both sides need it: the client refuses a hyperparameter where it is given and knows the names of slots, the server
-checks again and keeps the arithmetic of each rule (``cs_server.rules``). A rule is chosen once, when an
-optimizer is made, and stays.
+The client checks hyperparameters at once and knows the names of slots. The server checks again and has the arithmetic
+of each rule (``cs_server.rules``). The rule is chosen once, when an optimizer is made.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class _Flag:
 
 @frozen
 class _Optimizer:
-    """What an optimizer takes, and the name of the rule it follows then."""
+    """The hyperparameters of an optimizer, and the rule that follows from them."""
 
     hyperparameters: Mapping[str, _Number | _Flag]
     rule: Callable[[Hyperparameters], str]
@@ -72,8 +71,8 @@ _FLAG = _Flag()
 
 #: The bounds of the summed gradient.
 CLIPS = ("clipnorm", "clipvalue", "global_clipnorm")
-#: What every optimizer may be given beside its own. ``lazy`` is ours: leave alone the rows that a sparse gradient does
-#: not name, which changes nothing where the rule does so anyway.
+#: The hyperparameters that every optimizer takes in addition to its own. ``lazy`` is not TensorFlow's: it leaves alone
+#: the rows that a sparse gradient does not name, which some rules do anyway.
 SHARED: Mapping[str, _Number | _Flag] = {**dict.fromkeys(CLIPS, _NOT_NEGATIVE), "lazy": _FLAG}
 
 _ADAM = {"learning_rate": _RATE, "beta_1": _DECAY, "beta_2": _DECAY, "epsilon": _NOT_NEGATIVE}
@@ -139,7 +138,7 @@ OPTIMIZERS: Mapping[str, _Optimizer] = {
     ),
 }
 
-#: The slots of every rule, in the order in which its arithmetic takes them.
+#: The slots of every rule, in the order of the arguments of its step.
 SLOTS: Mapping[str, tuple[str, ...]] = {
     "sgd": (),
     "sgd_momentum": ("momentum",),
@@ -162,10 +161,10 @@ SLOTS: Mapping[str, tuple[str, ...]] = {
 
 
 def check(kind: str, hyperparameters: Hyperparameters) -> None:
-    """Whether an optimizer of this kind takes these hyperparameters; all but those of ``SHARED`` must be given.
+    """Check these hyperparameters of an optimizer; only those of ``SHARED`` may be missing.
 
     Raises InvalidArgumentError, which says what would be right, for an unknown optimizer, for a hyperparameter that is
-    missing, unknown, of the wrong kind or out of its range, and for ``clipnorm`` beside ``global_clipnorm``.
+    missing, unknown, of the wrong kind or out of its range, and for ``clipnorm`` together with ``global_clipnorm``.
     """
     optimizer = OPTIMIZERS.get(kind)
     if optimizer is None:
@@ -196,10 +195,10 @@ def rule_of(kind: str, hyperparameters: Hyperparameters) -> str:
 
 
 def check_change(kind: str, rule: str, before: Hyperparameters, after: Hyperparameters) -> None:
-    """Whether an optimizer that follows ``rule`` may have its hyperparameters changed so.
+    """Check whether the hyperparameters of an optimizer with this ``rule`` may change from ``before`` to ``after``.
 
-    Raises InvalidArgumentError as ``check`` does, for a flag (it has chosen the rule), for a momentum where the rule
-    has none, and for another power of Ftrl.
+    Raises InvalidArgumentError as ``check`` does, for a changed flag (it has chosen the rule), for a momentum if the
+    rule has none, and for another power of Ftrl.
     """
     check(kind, after)
     for name in after:

@@ -8,7 +8,7 @@ __all__ = ["merged", "without"]
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ascending, without empty ones, what overlaps or follows each other as one.
+    """The ranges in ascending order, without empty ones; those that overlap or touch are merged.
 
     >>> merged([(5, 7), (0, 2), (2, 4), (3, 3), (6, 9)])
     [(0, 4), (5, 9)]
@@ -23,7 +23,7 @@ def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def without(ranges: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """What of ``ranges`` lies in none of ``others``, both as :func:`merged` makes them.
+    """The parts of ``ranges`` that lie in none of ``others``. Both must be as :func:`merged` returns them.
 
     >>> without([(0, 4), (5, 9), (10, 12)], [(1, 2), (3, 6), (8, 9), (12, 20)])
     [(0, 1), (2, 3), (6, 8), (10, 12)]

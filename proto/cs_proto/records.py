@@ -1,13 +1,13 @@
-"""What a message is made of: frozen records that check themselves, and how they become msgpack values.
+"""The framework of messages: frozen records that check themselves, and their form as msgpack values.
 
 A record's field annotations are its wire types, and it cannot be changed. Building one checks every field, so a
-half-valid record never exists: a wrong one is a :class:`LocalProtocolError` where it is built, and the codec turns
-that into a :class:`PeerProtocolError` when the bytes came from outside. Bulk bytes are held in :class:`Frame`
-fields; on the wire a frame is its own message part and the header holds its number.
+half-valid record never exists. An invalid one raises :class:`LocalProtocolError`, which the codec turns into a
+:class:`PeerProtocolError` if the bytes came from a peer. :class:`Frame` fields hold bulk bytes; on the wire a frame is
+a message part of its own, and the header holds its number.
 
-Building, writing and reading are on the path of every message, so they are compiled for each class, straight through
-the fields, with the checks of plain types in place: when the first of it is built or read, since no process meets all
-of the hundred classes and each takes as long as a thousand messages.
+Every message is built, written and read, so these methods are compiled for each class: straight-line code over the
+fields, with the checks of plain types inline. They are compiled when the first record of a class is built or read,
+because no process uses all of the hundred classes, and compiling one takes as long as a thousand messages.
 
 The types a field may have: ``bool``, ``str``, ``bytes``, ``Annotated[int, Range(...)]`` and the same of ``float``,
 ``Literal[...]`` of strings, :class:`Frame`, a record class, ``tuple[T, ...]``, ``tuple[A, B]``, and unions of these
@@ -61,19 +61,19 @@ class Range:
         return "that is finite" if is_finite else f"from {self.least!r} to {self.most!r}"
 
 
-#: A number of things, or the number of one thing among others.
+#: A count, or an index.
 Count: TypeAlias = Annotated[int, Range(0, (1 << 62) - 1)]
 #: Any number but NaN and infinities.
 Finite: TypeAlias = Annotated[float, Range(-sys.float_info.max, sys.float_info.max)]
 #: A time, or how long something lasts, in seconds.
 Seconds: TypeAlias = Annotated[float, Range(0.0, 1e12)]
 
-# Wire integers are what msgpack can carry.
+# The integers that msgpack can carry.
 _WIRE_INT = Range(-(1 << 63), (1 << 64) - 1)
 
 
 class Frame:
-    """Bulk bytes that travel as a message part of their own. Equal when the bytes are."""
+    """Bulk bytes that travel as a message part of their own. Frames are equal if their bytes are."""
 
     __slots__ = ("data",)
     data: Buffer
@@ -105,23 +105,24 @@ class Frame:
 
 
 class Record:
-    """Base of every record. Subclasses add :meth:`check` for rules that types cannot say."""
+    """Base of every record. Subclasses add :meth:`check` for rules that types cannot express."""
 
     __slots__ = ()
 
     code: ClassVar[int]
-    #: Whether building one checks it.
+    #: Whether building a record checks it.
     is_checked: ClassVar[bool] = True
-    #: What :meth:`to_wire` gives, of a record that is not built: takes ``frames`` and the value of every field, all of
-    #: which have been checked before.
+    #: The same as :meth:`to_wire` without building the record: takes ``frames`` and the value of every field. The
+    #: values must have been checked before.
     wire_of: ClassVar[Callable[..., object]]
     #: The values of the fields in order, each of which has to be given by its name. Nothing is checked.
     values_of: ClassVar[Callable[..., tuple[Any, ...]]]
     _from_wire: ClassVar[Callable[[list[Any], Frames], Record]]
 
     def to_wire(self, frames: list[Buffer]) -> object:
-        """What msgpack is to write: a list that begins with the code, records in it likewise, frames as
-        ``{"frame": number}``, their bytes appended to ``frames``."""
+        """The value for msgpack: a list that begins with the code. Records inside it have the same form. A frame
+        becomes
+        ``{"frame": number}``, and its bytes are appended to ``frames``."""
         raise NotImplementedError
 
     __setattr__ = refuse_change
@@ -137,7 +138,7 @@ class Record:
         return f"{type(self).__qualname__}({', '.join(f'{name}={value!r}' for name, value in self.__dict__.items())})"
 
     def check(self) -> None:
-        """Raise :class:`LocalProtocolError` where the fields do not fit each other."""
+        """Raise :class:`LocalProtocolError` if the fields do not fit each other."""
 
     def refuse(self, reason: str) -> typing.NoReturn:
         """Raise the error of a failed :meth:`check`."""
@@ -202,7 +203,7 @@ def replace(record: R, /, **changes: Any) -> R:
 
 
 def altered(record: R, /, **changes: Any) -> R:
-    """As :func:`replace`, but not checked: what is put in must fit."""
+    """As :func:`replace`, but without checks: the new values must be valid."""
     made = object.__new__(type(record))
     made.__dict__.update(record.__dict__)
     made.__dict__.update(changes)
@@ -210,8 +211,8 @@ def altered(record: R, /, **changes: Any) -> R:
 
 
 def _compile(cls: type[Record]) -> None:
-    """Give a class its ``__init__``, ``to_wire`` and what reads it, each one function straight through the fields.
-    Raises TypeError where a field is of no type that travels."""
+    """Give a class its ``__init__``, its ``to_wire`` and its reader, each as straight-line code over the fields.
+    Raises TypeError if a field has a type that cannot be sent."""
     hints = typing.get_type_hints(cls, include_extras=True)
     known: dict[str, Any] = {"_cls": cls, "_wrong": _wrong, "_wrong_length": _wrong_length, "_nothing": ()}
     parameters, checks, stores, written, read = [], [], [], [str(cls.code)], []
@@ -231,7 +232,7 @@ def _compile(cls: type[Record]) -> None:
         read.append(kind.reading(f"wire[{number + 1}]", f"r_{name}"))
     last = [" self.check()"] if cls.is_checked and cls.check is not Record.check else []
     lines = [f"def __init__(self, {', '.join(parameters)}):", *(checks if cls.is_checked else ())]
-    lines += [" _values = self.__dict__", *stores, *last]  # not self.x: a frozen class refuses that
+    lines += [" _values = self.__dict__", *stores, *last]  # not self.x, which a frozen class refuses
     lines += ["def to_wire(self, frames):", f" return ({', '.join(written)},)"]
     lines += [
         "def from_wire(wire, frames):",
@@ -241,7 +242,10 @@ def _compile(cls: type[Record]) -> None:
     # Compiled apart: exec of a text forgets that a Ctrl-C is what ends the program, which may be at its last message.
     exec(compile("\n".join(lines), f"<{cls.__qualname__}>", "exec"), known)
     cls._from_wire = known["from_wire"]
-    for name in ("to_wire", "__init__"):  # in this order: another thread may build one as soon as it can
+    for name in (
+        "to_wire",
+        "__init__",
+    ):  # in this order: another thread may build a record after the second
         known[name].__qualname__ = f"{cls.__qualname__}.{name}"
         setattr(cls, name, known[name])
 
@@ -278,7 +282,7 @@ class Frames:
         self.taken = 0
 
     def take(self, wire: object) -> Frame:
-        """The frame that ``wire`` names, which must be the next."""
+        """The frame that ``wire`` names, which must be the next one."""
         number = self.taken
         if type(wire) is not dict or wire != {"frame": number} or type(wire["frame"]) is not int:
             raise LocalProtocolError(f"frame number {number} must come next, not {shown(wire)}")
@@ -289,7 +293,7 @@ class Frames:
 
 
 def from_wire(wire: object, frames: Frames, allowed: tuple[type[Record], ...] = ()) -> Record:
-    """The record that ``wire`` spells, one of ``allowed`` where given. Raises :class:`LocalProtocolError`."""
+    """The record that ``wire`` encodes, one of ``allowed`` if given. Raises :class:`LocalProtocolError`."""
     if type(wire) is not list or not wire or type(wire[0]) is not int:
         raise LocalProtocolError(f"a record is a list that begins with its code, not {shown(wire)}")
     cls = RECORDS.get(wire[0])
@@ -304,7 +308,7 @@ def shown(value: object) -> str:
     """A short ``repr`` for an error message, whatever the size and depth of ``value``."""
     try:
         return _SHORT.repr(value)
-    except ValueError:  # an int of thousands of digits, somewhere in it
+    except ValueError:  # it contains an int of thousands of digits
         return f"<{type(value).__name__}>"
 
 
@@ -314,10 +318,13 @@ _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxtuple, _SHORT.maxl
 
 @frozen(eq=False)
 class _Type:
-    """One field type. A value is of it when its class is one of ``classes`` or when it ``holds``; ``read`` turns what
-    msgpack read into such a value where that differs, and leaves what does not fit as it is; ``write`` turns a value
-    into what msgpack can write, where that differs. ``number`` and ``range``: the class of a number, and its
-    range; with ``is_many`` they are those of the members of the tuple."""
+    """One field type.
+
+    A value has this type if its class is one of ``classes`` or if ``holds(value)`` is true. ``read`` converts a value
+    that msgpack has read, where the two differ, and returns a value of the wrong type unchanged. ``write`` converts
+    a value into one that msgpack can write, where the two differ. ``number`` and ``range`` are the class and the range
+    of a number; with ``is_many`` they are those of the members of the tuple.
+    """
 
     title: str
     classes: frozenset[type]
@@ -329,12 +336,12 @@ class _Type:
     range: Range | None = None
 
     def test(self, name: str) -> str:
-        """An expression: whether the field called ``name`` is of this type."""
+        """An expression that tells whether the field ``name`` has this type."""
         if self.is_many:
             holds = f"{name} is _nothing or h_{name}({name})"
             if self.number is None:
                 return holds
-            one = self._is_in_range(f"{name}[0]")  # as in most numbers of runs and shapes
+            one = self._is_in_range(f"{name}[0]")  # the usual case of runs and shapes
             return f"type({name}) is tuple and len({name}) == 1 and {one} or {holds}"
         if self.number is not None:
             return self._is_in_range(name)
@@ -349,7 +356,7 @@ class _Type:
         return f"type({value}) is {self.number.__name__} and {self.range.least!r} <= {value} <= {self.range.most!r}"
 
     def reading(self, wire: str, read: str) -> str:
-        """An expression: what is read from ``wire``, with ``read`` the name of the function for it."""
+        """An expression for the value read from ``wire``; ``read`` is the name of the reading function."""
         if self.read is None:
             return wire
         if self.is_many:
@@ -357,7 +364,7 @@ class _Type:
         return f"{read}({wire}, frames)"
 
     def written(self, value: str, write: str) -> str:
-        """An expression: what to write for ``value``, with ``write`` the name of the function for it."""
+        """An expression for the value to write for ``value``; ``write`` is the name of the writing function."""
         if self.write is None:
             return value
         return f"{write}({value}, frames) if {value} else ()" if self.is_many else f"{write}({value}, frames)"
@@ -392,7 +399,7 @@ def _read_frame(wire: object, frames: Frames) -> object:
 
 
 def _write_part(value: Any, frames: list[Buffer]) -> object:
-    """Of a record, a frame, or None."""
+    """The wire value of a record, a frame, or None."""
     return None if value is None else value.to_wire(frames)
 
 

@@ -1,8 +1,8 @@
-"""What SUM, MEAN and gather mean: the arithmetic over the components of a per-replica value.
+"""The meaning of SUM, MEAN and gather: the arithmetic over the components of a per-replica value.
 
-The server answers ``all_reduce`` and ``all_gather`` with these functions and the client ``Strategy.reduce`` and
-``Strategy.gather``, so the two cannot differ. Components are NumPy arrays in replica order and are combined in that
-order, whatever order they arrived in: in floating point the order decides the rounding. Nothing here knows of
+The server uses these functions for ``all_reduce`` and ``all_gather``, the client for ``Strategy.reduce`` and
+``Strategy.gather``, so the two cannot differ. Components are NumPy arrays in replica order. They are combined in that
+order, whatever order they arrived in, because in floating point the order decides the rounding. This module knows no
 replicas, per-replica values or sparse slices.
 """
 
@@ -42,10 +42,10 @@ def reduce(op: Op, components: Sequence[np.ndarray]) -> np.ndarray:
 def reduce_axis(op: Op, components: Sequence[np.ndarray], axis: Axis) -> np.ndarray:
     """The sum or mean over ``axis`` (an int, or a tuple of them) and over all components; the axes disappear.
 
-    MEAN weighs every element alike: the sum of all local sums divided by the sum of all local lengths of ``axis``,
-    so components may differ in length there; nothing at all gives NaN. Raises :class:`InvalidArgumentError` for an
-    axis that is out of range or named twice and for components whose other axes, rank or dtype differ, and
-    TypeError for an axis of another type and for bool and strings.
+    MEAN weighs every element alike: it is the sum of all local sums divided by the sum of all local lengths of
+    ``axis``, so components may differ in length there; without any element it is NaN. Raises
+    :class:`InvalidArgumentError` for an axis that is out of range or named twice and for components whose other axes,
+    rank or dtype differ, and TypeError for an axis of another type and for bool and strings.
     """
     _check_op(op)
     arrays = [np.asarray(component) for component in components]
@@ -65,7 +65,7 @@ def reduce_axis(op: Op, components: Sequence[np.ndarray], axis: Axis) -> np.ndar
 def gather(components: Sequence[np.ndarray], axis: SupportsIndex) -> np.ndarray:
     """The components one after the other along ``axis``, as a new array of their dtype (any dtype).
 
-    Lengths along ``axis`` may differ. Raises :class:`InvalidArgumentError` where rank, dtype or another axis
+    Lengths along ``axis`` may differ. Raises :class:`InvalidArgumentError` if rank, dtype or another axis
     differs, for scalars, and for an axis that is out of range or a tuple; ValueError for None and TypeError for an
     axis of another type.
     """
@@ -92,7 +92,7 @@ def gather(components: Sequence[np.ndarray], axis: SupportsIndex) -> np.ndarray:
 
 
 def gather_axis(axis: object) -> int:
-    """``axis`` of a gather as an int. Raises as :func:`gather` does for what can be no axis of any array."""
+    """``axis`` of a gather as an int. Raises as :func:`gather` does if it cannot be an axis of any array."""
     if axis is None:
         raise InvalidArgumentError("gather needs an axis, not None; to combine element by element, use reduce")
     if isinstance(axis, tuple | list):

@@ -1,8 +1,8 @@
-"""What the writes of a variable mean: assign and scatter, on the memory where a value lies.
+"""The meaning of writes to a variable: assign and scatter, on the memory of its value.
 
-The server commits with :func:`write`, a replica that reads what it has just written does the same to its own copy, and
-a variable that no server has yet is written by it in the client; so the three cannot differ. Whether a write fits its
-variable is checked before.
+:func:`write` is used by the server in a commit, by a replica on its own copy when it reads what it has just written,
+and by the client for a variable that no server has yet; so the three cannot differ. The caller checks that a write
+fits its variable.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ __all__ = ["write"]
 
 
 def write(target: np.ndarray, op: WriteOp, value: np.ndarray, indices: np.ndarray | None = None) -> None:
-    """Change ``target`` in place. ``value`` has its shape or, with ``indices`` (integers ``[k]``), is ``[k, ...]`` and
-    goes to these rows: ``scatter_add`` and ``scatter_sub`` add up rows named twice, in order; ``scatter_update``
-    takes the last. Rows that ``target`` does not have are left out: whoever brought them has checked."""
-    with np.errstate(all="ignore"):  # an overflow or a nan is the training's own affair
+    """Change ``target`` in place.
+
+    ``value`` has its shape or, with ``indices`` (integers ``[k]``), the shape ``[k, ...]``, and goes to these rows. If
+    a row is named twice, ``scatter_add`` and ``scatter_sub`` add up its values in order, and ``scatter_update`` takes
+    the last one. Rows that ``target`` does not have are skipped, because the sender has checked them.
+    """
+    with np.errstate(all="ignore"):  # an overflow or a NaN belongs to the training
         if indices is not None:
             _write_rows(target, op, value, indices)
         elif op == "assign":
@@ -39,7 +42,7 @@ def _write_rows(target: np.ndarray, op: WriteOp, value: np.ndarray, indices: np.
         target[indices[last]] = value[last]
         return
     change = np.add if op == "scatter_add" else np.subtract
-    if len(np.unique(indices)) == len(indices):  # many times faster than `at`, and the same
+    if len(np.unique(indices)) == len(indices):  # many times faster than `at`, with the same result
         target[indices] = change(target[indices], value)
     else:
         change.at(target, indices, value)

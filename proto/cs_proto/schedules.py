@@ -1,7 +1,7 @@
-"""The learning rate as a function of the step: what each kind of schedule means.
+"""The learning rate as a function of the step: the meaning of each kind of schedule.
 
-The server evaluates a schedule when it commits a step and the client when a schedule is called, both with
-``rate``, so the two cannot differ. Everything is computed in double precision.
+The server evaluates a schedule when it commits a step, and the client when a schedule is called. Both use ``rate``, so
+the two cannot differ. All numbers are computed in double precision.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Schedule(Record):
 
 
 def _fault(kind: Kind, numbers: Sequence[float]) -> str:
-    """What is wrong with the numbers of a schedule; empty where nothing is."""
+    """The fault in the numbers of a schedule; empty if there is none."""
     if kind == "PiecewiseConstantDecay":
         boundaries = numbers[: len(numbers) // 2]
         if len(numbers) % 2 == 0:
@@ -51,9 +51,10 @@ def _fault(kind: Kind, numbers: Sequence[float]) -> str:
 
 
 def rate(kind: Kind, numbers: Sequence[float], step: float) -> float:
-    """The learning rate of the update that is made when ``step`` have been made before; step is at least 0.
+    """The learning rate of the update after ``step`` earlier updates; ``step`` is at least 0.
 
-    The numbers are those of a Schedule. What leaves the range of a float is infinite, and 0 to a negative power too.
+    The numbers are those of a Schedule. A result beyond the range of a float is infinite, and so is 0 to a negative
+    power.
     """
     return _RATES[kind](step, *numbers)
 

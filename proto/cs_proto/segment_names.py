@@ -26,13 +26,13 @@ __all__ = [
 
 #: The engine's tables, from which it can be rebuilt.
 CONTROL = "control"
-#: They begin behind this many bytes. The first eight count writes to variables: an odd number while one is under way.
-#: The next eight count what may give a variable's place to another.
+#: The tables begin after this many bytes. The first eight are the counter of writes to variables, which is odd while a
+#: write is under way. The next eight count the changes that may give a variable's place to another variable.
 CONTROL_HEADER_NBYTES = 4096
-#: What a commit changes, where variables lie on a GPU.
+#: The changes of a commit, if variables lie on a GPU.
 JOURNAL = "journal"
 
-#: How far a commit is, and what it is overwriting.
+#: The progress of a commit, and the values that it is overwriting.
 UNDO = "undo"
 
 
@@ -52,8 +52,10 @@ def slots(optimizer: int, slot: str, dtype: str) -> str:
 
 
 def gradients(replica: int, buffers: int, dtype: str) -> str:
-    """One of the two sets of dense gradient buffers of a replica (0 and 1), at the same offsets as the slab of
-    ``dtype``; or of those that it has, on the GPU of the variables, beside them (2 and 3), which is no segment."""
+    """A set of dense gradient buffers of a replica, at the same offsets as the slab of ``dtype``.
+
+    Sets 0 and 1 are segments. Sets 2 and 3 are their counterparts on the GPU of the variables, and no segments.
+    """
     return f"gradients/{replica}/{buffers}/{dtype.lower()}"
 
 
@@ -64,12 +66,12 @@ def is_device_gradients(name: str) -> bool:
 
 
 def device_gradients(name: str) -> str:
-    """The set of gradient buffers on the GPU beside the set in a segment of that name, or itself."""
+    """The set on the GPU that corresponds to the set in the segment ``name``; a set on the GPU is returned as it is."""
     return _gradients_of(name, 2)
 
 
 def host_gradients(name: str) -> str:
-    """The set of gradient buffers in a segment beside the set on the GPU of that name, or itself."""
+    """The set in a segment that corresponds to the set ``name`` on the GPU; a set in a segment is returned as it is."""
     return _gradients_of(name, 0)
 
 
@@ -94,11 +96,13 @@ def controller_arena() -> str:
 
 
 def inputs() -> str:
-    """The controller's own memory for batches that are brought ahead of their run."""
+    """The controller's own memory for batches that are read ahead of their run."""
     return "inputs"
 
 
 def versions() -> str:
-    """A uint64 for each variable, at its number, that changes with every commit that changes the variable, and at 0 one
-    that changes with every start of the server. Not the version that records tell."""
+    """A uint64 for each variable, at its number, that changes with every commit that changes the variable.
+
+    The one at 0 changes with every start of the server. They are not the versions in records.
+    """
     return "versions"

@@ -1,4 +1,4 @@
-"""Numbers of bytes in messages, as people read them."""
+"""Numbers of bytes in messages, in readable units."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 def in_units(nbytes: int) -> str:
-    """What stands behind a number of bytes that is hard to read; nothing behind a small one.
+    """A large number of bytes in larger units, in brackets; empty for a small number.
 
     >>> in_units(3_221_225_472), in_units(4096)
     (' (3.0 GiB)', '')

@@ -66,7 +66,9 @@ class Admission:
 
     def resume(self) -> None:
         """Wait for connections, also after there was no room for more. The caller polls, and passes the readable
-        descriptors to :meth:`admit`. Call this regularly: it also closes the listening sockets whose peers have all gone."""
+        descriptors to :meth:`admit`. Call this regularly: it also closes the listening sockets whose peers have all
+        gone.
+        """
         if self._has_accepted():
             before, self._free = self._free, open_files.free()
             if self._free > before:
