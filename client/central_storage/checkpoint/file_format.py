@@ -1,9 +1,9 @@
-"""The file of a checkpoint: how it is written whole or not at all, and how it is read back and checked.
+"""The file of a checkpoint: how it is written atomically, and how it is read back and checked.
 
-A file is of the safetensors format: eight bytes with the length of the header (little-endian), the header (JSON), and
+A file has the safetensors format: eight bytes with the length of the header (little-endian), the header (JSON), and
 the bytes of the arrays without a gap. The header begins with a CRC-32 of the rest of the header. Its index (JSON in the
-metadata under ``central_storage``) has a CRC-32 of every array. So a change of any byte of the file is found. The index
-also has the name of the file: a file that is renamed to another number is found, too.
+metadata under ``central_storage``) has a CRC-32 of every array. So a change of any byte of the file is detected. The
+index also has the name of the file, so a file that is renamed to another number is detected, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SUFFIX = ".safetensors"
 
 _log = logging.getLogger("central_storage.checkpoint_files")
 
-# Goes up when a file changes in a way an older reader cannot read. Format 1 has neither checksums nor a name.
+# Goes up when a file changes in a way that an older reader cannot read. Format 1 has neither checksums nor a name.
 _FORMAT = 2
 _INDEX = "central_storage"
 _CHECKSUM = "central_storage_crc32"
@@ -45,7 +45,7 @@ _START = f'{{"__metadata__": {{"{_CHECKSUM}": "'.encode()
 _NO_CHECKSUM = "0" * 8
 #: Readers of safetensors refuse a longer header. Bytes.
 _LONGEST_HEADER = 100_000_000
-#: What a header may grow by after its length is fixed, when the number in the name gets more digits. Bytes.
+#: Bytes by which a header may grow after its length is fixed, when the number in the name gets more digits.
 _ROOM = 32
 _PAIRS = {"complex64": "F32", "complex128": "F64"}  # safetensors has no dtype for a complex128
 _DTYPES = {
@@ -59,7 +59,7 @@ _NUMBERED = re.compile(rf".*-\d+{re.escape(SUFFIX)}", re.DOTALL)
 
 
 def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0  # a bool is no count
+    return type(value) is int and value >= 0  # a bool is not a count
 
 
 def _is_text(value: object) -> bool:
@@ -81,7 +81,7 @@ class _Field:
     is_optional: bool = False
 
 
-# A field that is not listed is refused: to leave out what a newer version has saved is to restore something else.
+# A field that is not listed is refused: skipping a field of a newer version would restore a different state.
 _FIELDS: Mapping[str, _Field] = {
     "format": _Field("a whole number", _is_count, 1),
     "also": _Field("an object of strings", _are_texts, 1),
@@ -93,7 +93,7 @@ _FIELDS: Mapping[str, _Field] = {
 
 
 class Readable(Protocol):
-    """An array that is to be written: ``read`` gives something that is an array of this dtype and shape."""
+    """An array to write: ``read`` returns a value that converts to an array of this dtype and shape."""
 
     @property
     def dtype(self) -> np.dtype[Any]: ...
@@ -107,17 +107,18 @@ class Readable(Protocol):
 
 
 def replace(path: str, arrays: Mapping[str, Readable], index: Mapping[str, Any]) -> None:
-    """Write ``arrays``, and ``index`` with what belongs to every file, to ``path``, whole or not at all. A file that is
-    there is replaced; where ``path`` is a symbolic link, the link is, and what it leads to stays.
+    """Write ``arrays``, and ``index`` with the fields of every file, to ``path``, atomically. An existing file is
+    replaced; if ``path`` is a symbolic link, the link is replaced, and its target stays.
 
-    Memory is needed for one array at a time. Raises OSError where the file system refuses, with the path and the bytes
-    that were needed and are free, and CheckpointError for more arrays than a file can have. What was there stays then.
+    Memory is needed for one array at a time. Raises OSError if the file system refuses, with the path and the bytes
+    that were needed and are free, and CheckpointError for more arrays than a file can have. An existing file stays
+    then.
     """
     with _drafted(path, arrays, index) as draft:
         draft.seal(path, index)
         with draft.explained():
             os.replace(draft.name, path)
-            _sync_directory(draft.directory)  # else the name may be lost with the power
+            _sync_directory(draft.directory)  # otherwise a power failure may lose the name
 
 
 def add(
@@ -126,9 +127,10 @@ def add(
     arrays: Mapping[str, Readable],
     index: Mapping[str, Any],
 ) -> tuple[str, int]:
-    """As :func:`replace`, but nothing is replaced, whoever else writes there: the file takes the path of the next
-    number, when it is written. ``next_number`` is one more than the numbers that are there; the paths of all lie in one
-    directory. The index gets the number as its ``save_counter``.
+    """As :func:`replace`, but never replaces a file, even if other processes write there.
+
+    When the file is written, it takes the path of the next number. ``next_number`` returns one more than the numbers
+    that exist; all paths lie in one directory. The index gets the number as its ``save_counter``.
 
     Returns the path and its number.
     """
@@ -145,8 +147,8 @@ def add(
 
 
 class _Draft:
-    """A file that is being written under a random name beside its path. Whoever writes it holds a lock on it: the
-    system lets go of the lock when the process dies, which is how others know that nobody finishes it."""
+    """A file that is being written under a random name in the directory of its path. Its writer holds a lock on it.
+    The system releases the lock when the process dies, so others can tell that the file is abandoned."""
 
     def __init__(self, path: str, arrays: Mapping[str, Readable], index: Mapping[str, Any]) -> None:
         self.directory = os.path.dirname(path) or "."
@@ -162,7 +164,8 @@ class _Draft:
             shape = [*array.shape, 2] if name in _PAIRS else list(array.shape)
             stored = _PAIRS.get(name) or _DTYPES[name]
             self._places[key] = {"dtype": stored, "shape": shape, "data_offsets": [begin, end]}
-        # The checksums are known when the arrays are written, so the header is written last, and has room to grow.
+        # The checksums are known only after the arrays are written, so the header is written last, and has room to
+        # grow.
         self._header_nbytes = -(-(len(self._header(path, index)) + _ROOM) // 8) * 8
         if self._header_nbytes > _LONGEST_HEADER:
             raise CheckpointError(
@@ -176,7 +179,7 @@ class _Draft:
             self.name, self._file, self._mode = _open_draft(path)
 
     def write_arrays(self) -> None:
-        """Write array after array."""
+        """Write the arrays, one after the other."""
         offset = 8 + self._header_nbytes
         for key, source in self._arrays.items():
             array = np.ascontiguousarray(source.read(), source.dtype.newbyteorder("<")).reshape(source.shape)
@@ -186,7 +189,7 @@ class _Draft:
                 offset = _write_at(self._file, data.data, offset)
 
     def seal(self, path: str, index: Mapping[str, Any]) -> None:
-        """Write the header, for a file that is going to be called ``path``, and wait until all is on the disk."""
+        """Write the header for a file with the final name ``path``, and wait until everything is on the disk."""
         text = self._header(path, index).ljust(self._header_nbytes)
         _, rest = _take_out_checksum(text)
         text = _START + _checksum(rest).encode() + rest[len(_START) :]
@@ -197,14 +200,14 @@ class _Draft:
             os.fsync(self._file)
 
     def close(self) -> None:
-        """Remove what is still there under the random name."""
-        with contextlib.suppress(OSError):  # the next save there removes it
+        """Remove the file under its random name, if it still exists."""
+        with contextlib.suppress(OSError):  # the next save in this directory removes it
             os.unlink(self.name)
         os.close(self._file)
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Raise an OSError of the file system with the path, the bytes needed and free, and what to do."""
+        """Raise an OSError of the file system with the path, the bytes needed and free, and the remedy."""
         try:
             yield
         except OSError as error:
@@ -229,7 +232,7 @@ _REMEDIES = {
 
 @contextlib.contextmanager
 def _drafted(path: str, arrays: Mapping[str, Readable], index: Mapping[str, Any]) -> Iterator[_Draft]:
-    """A draft with all arrays in it, which is gone at the end, also after Ctrl-C."""
+    """A draft with all arrays in it. It is removed at the end, also after Ctrl-C."""
     draft = _Draft(path, arrays, index)
     try:
         draft.write_arrays()
@@ -239,8 +242,8 @@ def _drafted(path: str, arrays: Mapping[str, Readable], index: Mapping[str, Any]
 
 
 def _open_draft(path: str) -> tuple[str, int, int]:
-    """A new file beside ``path`` that this process has locked: its name, its descriptor, and the mode that it is to
-    have in the end, which the system makes of the umask as for every file. Until then this user alone can open it."""
+    """A new locked file in the directory of ``path``: its name, its descriptor, and its final mode, which follows from
+    the umask as for every file. Until then only this user can open it."""
     while True:
         name = f"{path}.{secrets.token_hex(8)}.draft"
         file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -253,12 +256,12 @@ def _open_draft(path: str) -> tuple[str, int, int]:
 
 
 def _lock(file: int) -> bool:
-    """Lock a new draft. False where somebody has taken it for abandoned before."""
+    """Lock a new draft. False if another process has taken it for abandoned meanwhile."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks: nobody removes drafts there
+    except OSError:  # a file system without locks, where no process removes drafts
         return True
     return os.fstat(file).st_nlink > 0
 
@@ -268,7 +271,7 @@ def _remove_abandoned(directory: str) -> None:
     with os.scandir(directory) as entries:
         drafts = [entry for entry in entries if _DRAFT.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)]
     for entry in drafts:
-        with contextlib.suppress(OSError):  # somebody writes it, has finished it, or it is another user's
+        with contextlib.suppress(OSError):  # its writer is alive, or has finished it, or it belongs to another user
             file = os.open(entry.path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -279,8 +282,8 @@ def _remove_abandoned(directory: str) -> None:
 
 
 def _take(path: str, draft: str, number: int, next_number: Callable[[], int]) -> bool:
-    """Give the file ``draft`` the name ``path``. False where that is taken, or was: others may have saved and deleted a
-    file of that name since its number was found, and then it is not the newest."""
+    """Give the file ``draft`` the name ``path``. False if the name is taken, or was: others may have saved and deleted
+    a file with that name since its number was found, and then this would not be the newest one."""
     has_links = True
     try:
         os.link(draft, path)
@@ -290,7 +293,7 @@ def _take(path: str, draft: str, number: int, next_number: Callable[[], int]) ->
         if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
         has_links = False
-    if not has_links:  # an empty file takes the name first, and is left behind if the process is killed right here
+    if not has_links:  # an empty file takes the name first; it stays behind if the process is killed right here
         try:
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
         except FileExistsError:
@@ -316,7 +319,7 @@ def _make_directory(directory: str) -> None:
     for made in reversed(missing):
         try:
             os.mkdir(made)
-        except FileExistsError:  # somebody else was faster, or it is a file
+        except FileExistsError:  # another process was faster, or it is a file
             if not os.path.isdir(made):
                 raise
         _sync_directory(os.path.dirname(made) or ".")
@@ -332,7 +335,7 @@ def _sync_directory(directory: str) -> None:
 
 
 def _write_at(file: int, data: memoryview, offset: int) -> int:
-    """Write all of ``data``; the offset of its end."""
+    """Write all of ``data``; returns the offset of its end."""
     while data:
         count = os.pwrite(file, data, offset)
         data, offset = data[count:], offset + count
@@ -340,7 +343,7 @@ def _write_at(file: int, data: memoryview, offset: int) -> int:
 
 
 def _room(directory: str) -> str:
-    """What the file system of ``directory``, which may not be there yet, has left for this user."""
+    """The free space for this user in the file system of ``directory``, which may not exist yet."""
     while directory not in ("/", ".") and not os.path.isdir(directory):
         directory = os.path.dirname(directory) or "."
     try:
@@ -360,13 +363,13 @@ def _checksum(data: Any) -> str:
 
 
 def _require_checksum(path: str, what: str, data: Any, expected: str) -> None:
-    """Raise CheckpointDamagedError where ``data`` is not what ``expected`` was made of."""
+    """Raise CheckpointDamagedError if the checksum of ``data`` is not ``expected``."""
     if (found := _checksum(data)) != expected:
         raise _damaged(path, f"the checksum of {what} is {found}, but was {expected} when it was saved")
 
 
 def _take_out_checksum(header: bytes) -> tuple[str, bytes]:
-    """The checksum that a header of format 2 begins with, and the rest, which it is made of."""
+    """The checksum at the beginning of a header of format 2, and the rest, to which it belongs."""
     end = len(_START) + len(_NO_CHECKSUM)
     return header[len(_START) : end].decode(errors="replace"), _START + header[end:]
 
@@ -382,7 +385,7 @@ def _damaged(path: str, what: str) -> CheckpointDamagedError:
 
 @frozen
 class _Place:
-    """Where in the file an array lies, and what it is."""
+    """The place of an array in the file, with its dtype and shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -391,7 +394,7 @@ class _Place:
 
 
 class Stored:
-    """An open checkpoint, whose header and index are right. ``index`` has the fields of ``_FIELDS``."""
+    """An open checkpoint with a valid header and index. ``index`` has the fields of ``_FIELDS``."""
 
     def __init__(self, path: str, file: int, index: Mapping[str, Any], places: Mapping[str, _Place]) -> None:
         self._path = path
@@ -401,19 +404,19 @@ class Stored:
         self.keys: frozenset[str] = frozenset(places)
 
     def fault(self, key: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> str | None:
-        """Why the array called ``key`` is not one of this dtype and shape."""
+        """The error text if the array ``key`` has another dtype or shape, else None."""
         place = self._places[key]
         if (place.dtype, place.shape) == (dtype_name(dtype), shape):
             return None
         return f"{key} is {place.dtype}{list(place.shape)} in the checkpoint, but {dtype}{list(shape)} here"
 
     def verify(self) -> None:
-        """Read all. Raises CheckpointDamagedError where an array is not what was saved."""
+        """Read and check every array. Raises CheckpointDamagedError if one has changed since it was saved."""
         for key in self._places:
             self._bytes(key)
 
     def array(self, key: str) -> np.ndarray:
-        """The array called ``key``. These very bytes have been checked. Raises as :meth:`verify`."""
+        """The array ``key``. The returned bytes themselves have been checked. Raises as :meth:`verify`."""
         place = self._places[key]
         stored = np.dtype(place.dtype).newbyteorder("<")
         return self._bytes(key).view(stored).reshape(place.shape).astype(place.dtype, copy=False)
@@ -432,8 +435,8 @@ def reading(path: str) -> Iterator[Stored]:
     """Open a checkpoint and check its header and index. The same open file is read until the end, whatever ``path``
     names meanwhile.
 
-    Raises CheckpointError where there is none or it is of a format that this version does not read,
-    CheckpointDamagedError where it is not what was saved under this name, OSError where the file system refuses.
+    Raises CheckpointError if there is none or this version does not read its format, CheckpointDamagedError if it is
+    damaged or renamed, OSError if the file system refuses.
     """
     file = _open(path)
     try:
@@ -447,7 +450,9 @@ def reading(path: str) -> Iterator[Stored]:
 
 def _open(path: str) -> int:
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for who writes to it
+        file = os.open(
+            path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        )  # without O_NONBLOCK a pipe would wait for its writer
     except (FileNotFoundError, NotADirectoryError) as error:
         if os.path.islink(path):
             raise _damaged(path, "it is a link to a file that does not exist") from error
@@ -464,7 +469,7 @@ def _open(path: str) -> int:
 
 
 def _newest_in(directory: str) -> str:
-    """A hint for who gives a directory in place of a file."""
+    """A hint for a user who passes a directory instead of a file."""
     if not os.path.isdir(directory):
         return ""
     newest = max(Path(directory).glob(f"*{SUFFIX}"), key=os.path.getmtime, default="none")
@@ -472,7 +477,7 @@ def _newest_in(directory: str) -> str:
 
 
 def _read_at(path: str, file: int, into: memoryview, offset: int) -> None:
-    """Fill ``into``."""
+    """Fill ``into`` from the file."""
     while into:
         try:
             count = os.preadv(file, [into], offset)
@@ -500,7 +505,7 @@ def _header_of(path: str, file: int, size: int) -> bytes:
 
 
 def _parsed(path: str, header: bytes, begin: int, end: int) -> tuple[dict[str, Any], dict[str, _Place]]:
-    """The index, and where the arrays lie, which fill the file from ``begin`` to ``end``."""
+    """The index, and the places of the arrays, which fill the file from ``begin`` to ``end``."""
     entries = _object(path, "its header", header)
     metadata = entries.pop("__metadata__", None)
     if not isinstance(metadata, dict) or not isinstance(metadata.get(_INDEX), str):
@@ -561,7 +566,7 @@ def _check_index(path: str, index: Mapping[str, Any]) -> None:
 
 
 def _place(path: str, key: str, entry: Any, complex_: str | None) -> _Place:
-    """Where ``entry`` of the header says that an array lies, counted from the beginning of the arrays."""
+    """The place of an array according to ``entry`` of the header, counted from the beginning of the arrays."""
     entry = entry if isinstance(entry, dict) else {}
     dtype, shape, offsets = (entry.get(name) for name in ("dtype", "shape", "data_offsets"))
     if not (
@@ -586,7 +591,7 @@ def _place(path: str, key: str, entry: Any, complex_: str | None) -> _Place:
 
 
 def _check_names(path: str, index: Mapping[str, Any], places: Mapping[str, _Place]) -> None:
-    """See that the index is about the arrays that are there."""
+    """Check that the index names the arrays of the file."""
     named = {*index["complex"], *index["also"].values(), *index.get("checksums", ())}
     if more := named - places.keys():
         raise _damaged(path, f"its index names {min(more)}, but it does not hold that array")

@@ -1,8 +1,8 @@
-"""Checkpoints: which arrays a nest of objects holds, under which names they are saved, and how they are set again.
+"""Checkpoints: the arrays in a nest of objects, their names in the file, and how they are restored.
 
-One file is one checkpoint; ``file_format`` writes and reads it. An array lies under the way that leads
-to it from the names given: ``model/layers/0/kernel``, ``optimizer/iterations``, ``optimizer/m/model/layers/0/kernel``.
-What is saved is the central value, so neither replicas nor devices are in it. ``train`` and ``strategy`` are its users.
+One file is one checkpoint; ``file_format`` writes and reads it. The name of an array is the path that leads to it from
+the names given: ``model/layers/0/kernel``, ``optimizer/iterations``, ``optimizer/m/model/layers/0/kernel``. The central
+value is saved, so a file depends on neither replicas nor devices. ``train`` and ``strategy`` use this module.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ __all__ = ["SUFFIX", "Status", "Walked", "find_file", "require_trackable", "rest
 _log = logging.getLogger("central_storage.saving")
 
 _DATA = DistributedDataset | DistributedFromFunction
-# The name of a strategy's own entries. A file without them, such as an older one or one of variables outside every
-# strategy, can be restored, and entries that no object takes are no error.
+# The name of a strategy's own entries. A file without them can be restored, such as an older one or one of variables
+# outside every strategy, and entries that no object uses are not an error.
 _STRATEGY = "(strategy)"
 
 
 class Walked:
-    """Base of what is not the user's and is given for the sake of its attributes: a Checkpoint in a Checkpoint."""
+    """Base of this project's objects whose attributes are saved: a Checkpoint in a Checkpoint."""
 
 
 class Status:
-    """What a restore found. Objects and checkpoint may differ; say which you expected.
+    """The result of a restore. Objects and checkpoint may differ; call a method to say what you expect.
 
-    ``missing`` names what objects hold and the checkpoint does not, ``unused`` what the checkpoint holds and no object
-    took. Unless one of the methods is called, differences are logged when this object goes.
+    ``missing`` names the values that objects need and the checkpoint lacks, ``unused`` the values that the checkpoint
+    holds and no object uses. If no method is called, differences are logged when this object is deleted.
     """
 
     def __init__(self, path: str | None, missing: Iterable[str], unused: Iterable[str]) -> None:
@@ -68,7 +68,7 @@ class Status:
         self._expected = False
 
     def assert_consumed(self) -> Self:
-        """Raise CheckpointMismatchError (an AssertionError) unless objects and checkpoint hold the same."""
+        """Raise CheckpointMismatchError (an AssertionError) unless objects and checkpoint hold the same values."""
         self.assert_existing_objects_matched()
         if self.unused:
             raise CheckpointMismatchError(
@@ -78,7 +78,7 @@ class Status:
         return self
 
     def assert_existing_objects_matched(self) -> Self:
-        """Raise CheckpointMismatchError (an AssertionError) where an object has something that was not restored."""
+        """Raise CheckpointMismatchError (an AssertionError) if an object has a value that was not restored."""
         self._expected = True
         if self.path is None:
             raise CheckpointMismatchError("there was no checkpoint to restore")
@@ -90,7 +90,7 @@ class Status:
         return self
 
     def expect_partial(self) -> Self:
-        """Say that differences are meant."""
+        """Accept differences."""
         self._expected = True
         return self
 
@@ -106,7 +106,7 @@ class Status:
 
 @frozen
 class _Entry:
-    """An array of an object: what it is, and how it is read and set."""
+    """An array of an object: its dtype and shape, and how it is read and set."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -118,7 +118,7 @@ class _Entry:
 
 @dataclass
 class _Found:
-    """What a nest of objects holds. A variable lies under the first of the ways that lead to it."""
+    """The content of a nest of objects. A variable has the name of the first path that leads to it."""
 
     variables: dict[Variable, list[str]] = field(default_factory=dict)
     optimizers: dict[Optimizer, str] = field(default_factory=dict)
@@ -127,12 +127,12 @@ class _Found:
     data: dict[DistributedDataset | DistributedFromFunction, str] = field(default_factory=dict)
 
     def label(self, variable: Variable) -> str:
-        """What a variable is called beside an optimizer or average. One that was not given goes by its name."""
+        """The label of a variable in an optimizer or average. A variable that was not given is labelled by its name."""
         ways = self.variables.get(variable)
         return ways[0] if ways else f"({variable.name})"
 
     def labels(self) -> dict[str, Variable]:
-        """Every variable that an optimizer or average may keep something beside, by what it is called there."""
+        """Every variable for which an optimizer or average may hold a value, by its label there."""
         others = {
             f"({variable.name})": variable
             for strategy in self.strategies()
@@ -146,7 +146,7 @@ class _Found:
         return list(dict.fromkeys(owner.strategy for owner in owners if owner.strategy is not None))
 
     def entries(self) -> dict[str, _Entry]:
-        """Everything there is, by the way to it."""
+        """Every entry, by its path."""
         found = {ways[0]: _of_variable(variable) for variable, ways in self.variables.items()}
         for optimizer, way in self.optimizers.items():
             found |= _of_optimizer(optimizer, way)
@@ -156,7 +156,8 @@ class _Found:
         for average, way in self.averages.items():
             for variable, shadow in average.averages():
                 found[f"{way}/{self.label(variable)}"] = _of_variable(shadow)
-        # Iterators come first: a data set is at the place of its iterator, if that is given, too.
+        # Iterators come first: if the iterator of a data set is given, too, the data set has the position of the
+        # iterator.
         for data, way in (*self.iterators.items(), *self.data.items()):
             found |= _of_data(data, way)
         for number, strategy in enumerate(self.strategies()):
@@ -164,7 +165,7 @@ class _Found:
         return found
 
     def to_be_made(self, keys: Iterable[str]) -> dict[str, _Entry]:
-        """What of ``keys`` is not there yet and is made by setting it: slots, and averages."""
+        """The entries among ``keys`` that do not exist yet and are made by setting them: slots and averages."""
         labels = self.labels()
         found = {}
         for key in keys:
@@ -179,8 +180,8 @@ class _Found:
 
 
 def save(path: str, objects: Mapping[str, Any], more: Mapping[str, Any]) -> None:
-    """Write all that ``objects`` hold, and the fields ``more`` of the index, to ``path``, whole or not at all; what was
-    there is replaced.
+    """Write all values of ``objects``, and the fields ``more`` of the index, to ``path``, atomically. An existing file
+    is replaced.
 
     Raises ContextError in a replica, OSError and CheckpointError as :func:`checkpoint_files.replace`.
     """
@@ -194,15 +195,15 @@ def save_next(
     objects: Mapping[str, Any],
     more: Mapping[str, Any],
 ) -> tuple[str, int]:
-    """As :func:`save`, to the path of the next number, which nobody has taken: see :func:`checkpoint_files.add`. The
-    path and its number, which is the ``save_counter`` of the index."""
+    """As :func:`save`, but to the path of the next free number: see :func:`checkpoint_files.add`. Returns the path and
+    its number, which is the ``save_counter`` of the index."""
     with _all_of(objects, more) as (entries, index):
         return add(path_of, next_number, entries, index)
 
 
 @contextlib.contextmanager
 def _all_of(objects: Mapping[str, Any], more: Mapping[str, Any]) -> Iterator[tuple[dict[str, _Entry], dict[str, Any]]]:
-    """What there is to save, as of one moment, and the index."""
+    """All entries to save, as of one moment, and the index."""
     _refuse_in_replica("saved")
     found = _find(objects)
     with _held(found.strategies()):
@@ -211,12 +212,13 @@ def _all_of(objects: Mapping[str, Any], more: Mapping[str, Any]) -> Iterator[tup
 
 
 def restore(path: str, objects: Mapping[str, Any], *, strict: bool) -> tuple[Status, Mapping[str, Any]]:
-    """Set what ``objects`` hold to what ``path`` holds; what differs, and the index. All is checked before anything is
-    set; with ``strict`` also that nothing differs.
+    """Set the values of ``objects`` to those of ``path``. Returns the differences and the index.
 
-    Raises CheckpointError (a ValueError) where the file is not there, is of a newer format, or has an array of another
-    shape or dtype, CheckpointDamagedError where it is not what was saved under this name, CheckpointMismatchError for
-    what differs, OSError where the file system refuses, ContextError in a replica and inside another strategy's scope.
+    Everything is checked before anything is set; with ``strict`` a difference is an error.
+
+    Raises CheckpointError (a ValueError) if the file does not exist, has a newer format, or has an array of another
+    shape or dtype, CheckpointDamagedError if it is damaged or renamed, CheckpointMismatchError for differences, OSError
+    if the file system refuses, ContextError in a replica and inside another strategy's scope.
     """
     _refuse_in_replica("restored")
     found = _find(objects)
@@ -235,7 +237,7 @@ def restore(path: str, objects: Mapping[str, Any], *, strict: bool) -> tuple[Sta
             else:
                 planned.append((there, entry))
         taken = {key for key, _ in planned}
-        # First what takes memory, which there may not be.
+        # First the entries that take memory, because there may be too little.
         planned = [*found.to_be_made(stored.keys - taken).items(), *planned]
         unused = {key for key in stored.keys - {key for key, _ in planned} if not key.startswith(_STRATEGY)}
         wrong = [fault for key, entry in planned if (fault := stored.fault(key, entry.dtype, entry.shape))]
@@ -259,11 +261,11 @@ def restore(path: str, objects: Mapping[str, Any], *, strict: bool) -> tuple[Sta
     return Status(path, missing, unused), stored.index
 
 
-# --- what objects hold --------------------------------------------------------------------------------------------
+# --- the content of objects ---------------------------------------------------------------------------------------
 
 
 def require_trackable(name: str, value: Any) -> None:
-    """Raise InvalidArgumentError where ``value`` can hold no variable."""
+    """Raise InvalidArgumentError if ``value`` cannot hold a variable."""
     if isinstance(value, Variable | Optimizer | list | tuple | Mapping) or _is_walked(value):
         return
     if isinstance(value, DistributedIterator | _DATA):
@@ -283,7 +285,7 @@ def _find(objects: Mapping[str, Any]) -> _Found:
     found = _Found()
     seen: dict[int, Any] = {}
     left = deque(objects.items())
-    while left:  # breadth first: the shortest way is the name
+    while left:  # breadth first, because the shortest path is the name
         way, value = left.popleft()
         if isinstance(value, Variable):
             found.variables.setdefault(value, []).append(way)
@@ -320,7 +322,7 @@ def _parts(value: Any) -> Iterator[tuple[object, Any]]:
 
 
 def _is_walked(value: Any) -> bool:
-    """Whether the attributes of ``value`` are looked at: of ours and of the user's own classes, not a library's."""
+    """Whether the attributes of ``value`` are searched: those of our and of the user's classes, not of a library's."""
     if isinstance(value, type | FunctionType | ModuleType | Handle):
         return False
     return isinstance(value, Composite | Walked) or is_users(type(value).__module__)
@@ -359,14 +361,14 @@ def _of_optimizer(optimizer: Optimizer, way: str) -> dict[str, _Entry]:
         optimizer.learning_rate = float(value)
 
     found = {f"{way}/iterations": _Entry(np.dtype(np.int64), (), lambda: optimizer.iterations, write_iterations)}
-    if not callable(optimizer.learning_rate):  # a schedule is the script's
+    if not callable(optimizer.learning_rate):  # the script has the schedule
         found[f"{way}/learning_rate"] = _Entry(np.dtype(np.float64), (), lambda: optimizer.learning_rate, write_rate)
     return found
 
 
 def _of_data(data: DistributedDataset | DistributedFromFunction | DistributedIterator, way: str) -> dict[str, _Entry]:
     """The number of the iteration, the number of elements used in it, and for each shuffle its seed, the iterations
-    begun, and whether a cache remembers its order. The last of these entries sets the data set when it is written."""
+    begun, and whether a cache remembers its order. Setting the last of these entries sets the data set."""
     parts: dict[str, np.ndarray] = {}
 
     def place() -> Place:
@@ -395,7 +397,7 @@ def _of_data(data: DistributedDataset | DistributedFromFunction | DistributedIte
 
 
 def _of_strategy(strategy: Strategy, way: str) -> dict[str, _Entry]:
-    """The entries that the random numbers of the strategy's next run follow from."""
+    """The entries that determine the random numbers of the strategy's next run."""
     controller = strategy.controller
 
     def compare_seeds(value: np.ndarray) -> None:
@@ -417,18 +419,18 @@ def _of_strategy(strategy: Strategy, way: str) -> dict[str, _Entry]:
     }
 
 
-# --- words and conditions -----------------------------------------------------------------------------------------
+# --- names, texts and conditions ----------------------------------------------------------------------------------
 
 
 def find_file(path: str | os.PathLike[str]) -> str:
-    """The file meant by ``path``, with or without its suffix."""
+    """The file for ``path``, which may lack the suffix."""
     text = os.fspath(path)
     return text if Path(text).suffix == SUFFIX else text + SUFFIX
 
 
 @contextlib.contextmanager
 def _held(strategies: Iterable[Strategy]) -> Iterator[None]:
-    """Keep other threads from running and writing: what is saved is of one moment."""
+    """Keep other threads from running and writing, so that the saved values are of one moment."""
     with contextlib.ExitStack() as stack:
         for strategy in strategies:
             stack.enter_context(strategy.controller.exclusively())

@@ -1,7 +1,7 @@
-"""The first cause of a failed training as data, and as a file: which process, how it ended, what it said last.
+"""The first cause of a failed training, as data and as a file: the process, how it ended, and its last lines.
 
-``cs-launch --error-file`` and a script that runs with ``CS_ERROR_FILE`` leave a JSON file of it, for what starts them.
-The script knows exceptions, the supervisor knows deaths; both make a :class:`Failure`.
+``cs-launch --error-file`` and a script that runs with ``CS_ERROR_FILE`` write it to a JSON file for the program that
+started them. The script knows exceptions, the supervisor knows deaths; both make a :class:`Failure`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger("central_storage")
 #: The variable that names the file.
 ENVIRONMENT = "CS_ERROR_FILE"
 _FORMAT = 1
-# Of what a process printed and of a traceback, the end is kept: so many characters.
+# The number of characters that are kept from the end of a process's output and of a traceback.
 _TEXT_LENGTH = 16_384
 
 Kind = Literal["death", "exception", "start", "usage"]
@@ -36,16 +36,16 @@ Kind = Literal["death", "exception", "start", "usage"]
 
 @frozen
 class Failure:
-    """What went wrong first."""
+    """The first failure."""
 
     #: ``death``: a process ended unasked. ``exception``: the user's code, or a call in the script, raised. ``start``:
-    #: the service did not come up. ``usage``: a command line that makes no sense.
+    #: the service did not come up. ``usage``: an invalid command line.
     kind: Kind
     #: ``server``, ``worker``, ``script`` or ``launcher``.
     role: str
-    #: The replica that a worker is; None for the others.
+    #: The replica of a worker; None for the others.
     rank: int | None
-    #: None where no process is to blame, or it is not known.
+    #: None if no process is to blame, or if it is unknown.
     pid: int | None
     #: How it ended: ``SIGKILL``, ``exit code 3``, ``KeyError: 'x'``.
     cause: str
@@ -73,25 +73,25 @@ _HINTS = {
 
 
 class Known(Protocol):
-    """What a script's link to its service knows."""
+    """The part of a script's link to its service that is needed here."""
 
     @property
     def workers(self) -> Iterable[Worker]:
-        """Who the workers are."""
+        """The workers."""
 
     @property
     def last_death(self) -> Died | None:
-        """The death that matters: the last for good, else the last."""
+        """The last death without a restart; if there is none, the last death."""
 
 
 def died_failure(died: Died) -> Failure:
-    """A death as the supervisor tells it."""
+    """The failure for a death that the supervisor reports."""
     rank = died.rank if died.role == "worker" else None
     return Failure("death", died.role, rank, died.pid, died.cause, log=died.log)
 
 
 def write(path: str, failure: Failure, exit_code: int) -> None:
-    """Leave ``failure`` in the file ``path``, all of it or nothing; a file that cannot be written is a logged line."""
+    """Write ``failure`` to the file ``path`` atomically. If the file cannot be written, that is logged."""
     texts = {name: getattr(failure, name)[-_TEXT_LENGTH:] for name in ("message", "traceback", "log")}
     record = {
         "format": _FORMAT,
@@ -113,7 +113,7 @@ def write(path: str, failure: Failure, exit_code: int) -> None:
 
 
 def read(path: str) -> Failure | None:
-    """The failure in the file ``path``; None where there is no such file, or no such thing in it."""
+    """The failure in the file ``path``; None if there is no such file, or no failure in it."""
     try:
         with open(path, encoding="utf-8") as file:
             record = json.load(file)
@@ -123,9 +123,9 @@ def read(path: str) -> Failure | None:
 
 
 def note_uncaught(links: Iterable[Known]) -> None:
-    """Have the exception that ends this script leave a failure where the environment names a file for it.
+    """Let the exception that ends this script write a failure, if the environment names a file for it.
 
-    ``links`` are the script's links to services, as they are then. To be called once.
+    ``links`` are the script's links to services at that time. Call this once.
     """
     path = os.environ.get(ENVIRONMENT)
     if path:
@@ -146,14 +146,14 @@ class _Hook:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._before(kind, error, trace)
-        if isinstance(error, Exception) and os.getpid() == self._process:  # Ctrl-C is no failure
+        if isinstance(error, Exception) and os.getpid() == self._process:  # Ctrl-C is not a failure
             write(self._path, _failure_of(error, list(self._links)), 1)
 
 
 def _failure_of(error: Exception, links: list[Known]) -> Failure:
     texts = {"message": str(error), "traceback": "".join(traceback.format_exception(error))}
     deaths = [link.last_death for link in links if link.last_death is not None]
-    if isinstance(error, ShutdownError):  # the user's own shutdown is one too
+    if isinstance(error, ShutdownError):  # a shutdown by the user raises it, too
         deaths = [died for died in deaths if not died.restarts]
     if isinstance(error, (ReplicaLostError, ShutdownError)) and deaths:
         found = died_failure(deaths[-1])

@@ -1,8 +1,8 @@
-"""Which GPUs CUDA would show to this process, and under which number: found without CUDA, from what the driver shows.
+"""The GPUs that CUDA would show to this process, with their numbers, found without CUDA from the driver's files.
 
 ``gpu:n`` is always the n-th GPU that the user's CUDA_VISIBLE_DEVICES shows. A process of the service gets a
-CUDA_VISIBLE_DEVICES of its own, which shows only the GPUs it uses; there ``CS_GPUS`` says their numbers and
-``CS_VISIBLE_DEVICES`` is what the user set.
+CUDA_VISIBLE_DEVICES of its own, which shows only the GPUs that it uses; there ``CS_GPUS`` gives their numbers, and
+``CS_VISIBLE_DEVICES`` is the value that the user set.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DEVICES = Path("/dev")
 
 @frozen
 class Gpu:
-    """A GPU that CUDA shows: its ``entry`` in CUDA_VISIBLE_DEVICES; where they are known its UUID, PCI address and
+    """A GPU that CUDA shows: its ``entry`` in CUDA_VISIBLE_DEVICES and, if known, its UUID, its PCI address and
     ``minor``, the number of its device file."""
 
     entry: str
@@ -41,10 +41,10 @@ def visible_gpus(
 ) -> list[Gpu]:
     """The GPUs that CUDA shows under ``environment`` (default: this process's), in its order.
 
-    ``driver`` is the directory in which the driver shows them (default: the kernel's, or for tests the one that
-    CS_NVIDIA_DRIVER names), ``nodes`` that of the device files. As CUDA does, CUDA_VISIBLE_DEVICES is taken up to its
-    first entry that names no GPU, and an entry that comes twice makes the list empty. Of several instances of divided
-    GPUs CUDA shows a process the first; here they all count, since each process gets its own.
+    ``driver`` is the directory in which the driver lists them (default: the kernel's or, for tests, the value of
+    CS_NVIDIA_DRIVER), ``nodes`` that of the device files. As in CUDA, CUDA_VISIBLE_DEVICES ends at its first entry that
+    names no GPU, and an entry that comes twice makes the list empty. CUDA shows a process only the first of several
+    instances of divided GPUs; here all of them count, because each process gets its own.
     """
     environment = os.environ if environment is None else environment
     gpus = _gpus(driver or driver_directory(), nodes)
@@ -63,7 +63,7 @@ def visible_gpus(
 
 
 def user_visible(environment: Mapping[str, str] = os.environ) -> str | None:
-    """CUDA_VISIBLE_DEVICES as the user set it, also in a process of the service; None where it is not set."""
+    """CUDA_VISIBLE_DEVICES as the user set it, also in a process of the service; None if it is not set."""
     return environment.get("CS_VISIBLE_DEVICES" if "CS_GPUS" in environment else "CUDA_VISIBLE_DEVICES")
 
 
@@ -73,10 +73,10 @@ def gpu_count(driver: Path | None = None, visible: str | None = None) -> int:
 
 
 def shown(device: str, gpus: Sequence[Gpu]) -> dict[str, str]:
-    """The variables of the environment with which a process sees only the GPUs of ``device`` (short form; several
-    joined by ``+``), ``gpus`` being those the user sees: none where it is on a CPU.
+    """The environment variables with which a process sees only the GPUs of ``device``; none if it is a CPU.
 
-    Raises DeviceError for several instances of divided GPUs, since CUDA shows a process only one.
+    ``device`` is in short form, several joined by ``+``; ``gpus`` are those that the user sees. Raises DeviceError for
+    several instances of divided GPUs, because CUDA shows a process only one.
     """
     numbers = list(dict.fromkeys(int(name[4:]) for name in device.split("+") if name.startswith("gpu:")))
     chosen = [gpus[number] for number in numbers]
@@ -111,7 +111,7 @@ def _gpus(driver: Path, nodes: Path) -> list[_Known]:
         except OSError:
             lines = []
         said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-        # No files at all: the first use of CUDA makes them.
+        # If there are no files at all, the first use of CUDA makes them.
         minor = said.get("Device Minor", "")
         if not minors or minor in {"", *minors}:
             found.append(_Known(gpu.name, said.get("GPU UUID", ""), minor, said.get("Model", "")))
@@ -119,8 +119,8 @@ def _gpus(driver: Path, nodes: Path) -> list[_Known]:
 
 
 def _by_index(gpus: Sequence[_Known], entry: str, environment: Mapping[str, str]) -> Gpu:
-    """An index counts in the order of PCI addresses where the user says so or all are alike; else CUDA puts the
-    fastest first, and nobody else knows which that is."""
+    """The GPU with this index. The order is that of PCI addresses if the user says so or if all GPUs are alike;
+    otherwise CUDA puts the fastest first, and only CUDA knows which that is."""
     if environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({gpu.model for gpu in gpus}) == 1:
         return gpus[int(entry)].under(entry)
     return Gpu(entry)
@@ -129,7 +129,7 @@ def _by_index(gpus: Sequence[_Known], entry: str, environment: Mapping[str, str]
 def _named(gpus: Sequence[_Known], entry: str, environment: Mapping[str, str]) -> Gpu | None:
     if entry.isdecimal():
         return _by_index(gpus, entry, environment) if int(entry) < len(gpus) else None
-    if entry.startswith("MIG-"):  # the driver shows whole GPUs only; an old name says its own
+    if entry.startswith("MIG-"):  # the driver lists only whole GPUs; an old name contains that of its GPU
         whole = [gpu for gpu in gpus if len(gpus) == 1 or (gpu.uuid and entry.startswith(f"MIG-{gpu.uuid}/"))]
         return whole[0].under(entry) if whole else Gpu(entry)
     matches = [gpu for gpu in gpus if entry.startswith("GPU-") and gpu.uuid.startswith(entry)]

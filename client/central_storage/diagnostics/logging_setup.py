@@ -1,5 +1,5 @@
-"""Looking inside a process of the service: ``CS_LOG``, ``CS_MESSAGES_DIR``, stack dumps on SIGUSR1, and the lines its
-processes print."""
+"""Tools to look inside a process of the service: ``CS_LOG``, ``CS_MESSAGES_DIR``, stack dumps on SIGUSR1, and the lines
+that its processes print."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _FORMATTER = logging.Formatter("%(asctime)s.%(msecs)03d %(name)s: %(message)s", 
 def configure_logging(role: str, name: str = "central_storage") -> None:
     """Show this project's log lines on stderr at the level that ``CS_LOG`` names (``debug``: every message).
 
-    Without it warnings are shown: waits that last, deaths, messages that were dropped. Handlers that the user has
-    set up are left alone. Where ``CS_MESSAGES_DIR`` names a directory, all lines are also kept in
-    ``<role>.<pid>.messages`` there. ``name`` is that of the logger: the server's is another.
+    Without it warnings are shown: long waits, deaths, dropped messages. Handlers that the user has set up are left
+    alone. If ``CS_MESSAGES_DIR`` names a directory, all lines are also written to ``<role>.<pid>.messages`` there.
+    ``name`` is the name of the logger; the server has another one.
     """
     logger = logging.getLogger(name)
     asked = logging.getLevelNamesMapping().get(os.environ.get("CS_LOG", "").upper(), logging.WARNING)
@@ -42,19 +42,19 @@ def configure_logging(role: str, name: str = "central_storage") -> None:
 
 
 def dump_stacks_on_signal() -> None:
-    """Have SIGUSR1 print the stacks of all threads to stderr, unless the script uses that signal itself."""
+    """Make SIGUSR1 print the stacks of all threads to stderr, unless the script uses that signal itself."""
     if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL and sys.stderr is not None:
         try:
             faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
-        except (ValueError, AttributeError):  # stderr has no descriptor: a notebook's, a test's
+        except (ValueError, AttributeError):  # stderr has no descriptor, as in a notebook or a test
             if sys.__stderr__ is not None:
                 faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
 
 
 def show(stream: Literal["stdout", "stderr"], text: str) -> None:
-    """Print lines of the service's processes where this script, or this notebook cell, prints its own."""
+    """Print lines of the service's processes to the place where this script, or this notebook cell, prints."""
     own = sys.stdout if stream == "stdout" else sys.stderr
     if own is not None:
-        with suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
+        with suppress(OSError, ValueError):  # its reader is gone, or it is closed
             own.write(text)
             own.flush()

@@ -1,8 +1,8 @@
-"""An observer: a process that may look at a running service, and nothing else.
+"""An observer: a process that may read a running service, and nothing else.
 
-It reads values where they lie (``seqlock_reader``). Where that cannot be, or commits come too fast, the server copies
-the bytes between commits and sends them in frames. Any process of the same user can be an observer. :class:`Session` is
-what is said and how answers are known; :class:`Observer` here waits, and ``central_storage.aio`` waits by coroutines.
+It reads values in place (``seqlock_reader``). If that is impossible, or commits come too fast, the server copies the
+bytes between commits and sends them in frames. Any process of the same user can be an observer. :class:`Session` makes
+the messages and matches the answers; :class:`Observer` here waits, and ``central_storage.aio`` waits in coroutines.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ __all__ = ["LOOK_EVERY", "Observer", "Patience", "Question", "Session", "connect
 
 T = TypeVar("T")
 
-#: A wait looks this often (seconds) whether the service is still there.
+#: Seconds between two checks, during a wait, whether the service still exists.
 LOOK_EVERY = 0.2
-# A question without an answer is asked again after this long, and then after twice as long each time up to the second
-# number: the server may have died with it, or be at work on a large answer.
+# A question without an answer is sent again after the first number of seconds, and then after twice as long each time,
+# up to the second number: the server may have died with it, or may be making a large answer.
 _ASK_AGAIN = (1.0, 4.0)
-# A wait this long is named, and again after as long.
+# A wait of this many seconds is named, and again after as many.
 _NAME_EVERY = 10.0
-# An observer needs so many descriptors: a context of ZeroMQ with a socket, and the connection to the supervisor.
-# asyncio's loop takes more.
+# The descriptors that an observer needs: a ZeroMQ context with a socket, and the connection to the supervisor. The
+# loop of asyncio takes more.
 _DESCRIPTORS = 16
 # Milliseconds between two tries to connect to the server: at first, and at most after many tries.
 _RECONNECT = (100, 2000)
@@ -69,7 +69,7 @@ def connect(address: str | None = None, timeout: float = 10.0) -> Observer:
         An observer with ``variables()``, ``get(name)``, ``get_all(names)``, ``statistics()`` and ``close()``.
 
     Raises:
-        ConfigurationError: There is no address, or the timeout makes no sense.
+        ConfigurationError: There is no address, or the timeout is invalid.
         LaunchError: There is no service.
         NoAnswerError: The service does not answer in time (a TimeoutError).
         DescriptorLimitError: This process or the server has no descriptors left for another observer (an OSError).
@@ -88,7 +88,7 @@ def connect(address: str | None = None, timeout: float = 10.0) -> Observer:
 
 @frozen
 class Question(Generic[T]):
-    """What to send, and what the answer to it means."""
+    """A request, and the function that reads its answer."""
 
     request: Record
     number: int
@@ -97,7 +97,7 @@ class Question(Generic[T]):
 
 
 class Session:
-    """What an observer says and hears, whoever waits."""
+    """The messages of an observer, without the waiting."""
 
     def __init__(self, address: str | None, timeout: float) -> None:
         address = address or os.environ.get("CS_ADDRESS")
@@ -112,7 +112,7 @@ class Session:
         self._path = os.path.join(address, "server")
         self._client = os.urandom(4).hex()
         self._requests = 0
-        #: How it gets its bytes, in words: it need not share memory with the service.
+        #: The transport of values, as text: an observer need not share memory with the service.
         self.transport = CARRIED
         self._sight: SeqlockReader | None = None
         self._lifeline: SupervisorLink | None = None
@@ -133,7 +133,8 @@ class Session:
         socket.setsockopt(zmq.MAXMSGSIZE, BULK_LIMITS.part_nbytes)
         socket.setsockopt(zmq.IDENTITY, f"o{self._client}".encode())
         socket.connect(f"ipc://{self._path}")
-        # An observer that nobody closes may be garbage all at once: a context would wait for ever for its socket then.
+        # The garbage collector may find an unclosed observer as a whole; a context would then wait for ever for its
+        # socket.
         weakref.finalize(self, _let_go, context, socket).atexit = False
         return socket
 
@@ -164,7 +165,7 @@ class Session:
         )
 
     def unknown(self, names: Sequence[str]) -> Question[None] | None:
-        """What has to be asked before these variables can be :meth:`seen`; None where nothing has."""
+        """The question to ask before these variables can be :meth:`seen`; None if there is none."""
         if not self._has_looked:
             self._has_looked = True
             if (found := open_sight(self.address)) is not None:
@@ -178,19 +179,19 @@ class Session:
         return Question(request, number, messages.Got, lambda got: sight.learn(layout, got.variables))
 
     def seen(self, names: Sequence[str]) -> list[np.ndarray] | None:
-        """Copies of values where they lie, all as of one commit; None where they have to be asked for."""
+        """Copies of values from shared memory, all as of one commit; None if the server must be asked."""
         if self._sight is None or self._lifeline is None:
             return None
         try:
             while self._lifeline.receive_nowait() is not None:
-                pass  # who died, and who serves again, changes nothing here
+                pass  # deaths and restarts change nothing here
             return self._sight.read(names)
-        except ShutdownError:  # the supervisor is gone, or shares no more memory
+        except ShutdownError:  # the supervisor is gone, or no longer shares memory
             self.close()
             return None
 
     def close(self) -> None:
-        """See nothing any more. Idempotent."""
+        """Close the session. Idempotent."""
         if self._lifeline is not None:
             self._lifeline.close()
         self._sight = self._lifeline = None
@@ -205,8 +206,8 @@ class Session:
         return list(encode(messages.Goodbye(self._client)))
 
     def answer(self, question: Question[T], frames: Sequence[zmq.Frame]) -> tuple[T] | None:
-        """What a message says to ``question``; None where it answers another one, or :meth:`repeats` is to be sent.
-        Raises what the server refuses."""
+        """The answer in a message to ``question``; None if it answers another one, or if :meth:`repeats` must be sent.
+        Raises the error with which the server refuses."""
         record = decode([frames[0].bytes, *(frame.buffer for frame in frames[1:])], BULK_LIMITS)
         # A refusal without a number answers a Hello, which may have been repeated.
         if isinstance(record, messages.Refused) and record.number in (0, question.number):
@@ -220,16 +221,15 @@ class Session:
         return None
 
     def repeats(self, question: Question[Any]) -> list[list[Any]]:
-        """The messages to send where a message was no answer: none, but where the server has forgotten this observer,
-        of which it knows a limited number, Hello and the question once more."""
+        """The messages to send after a message that was no answer. Usually there are none; but the server knows a
+        limited number of observers, and if it has forgotten this one, they are Hello and the question again."""
         if not self._is_forgotten:
             return []
         self._is_forgotten, self._repeated = False, question
         return [list(encode(self.hello().request)), list(encode(question.request))]
 
     def check_waiting(self, question: Question[Any], patience: Patience) -> None:
-        """Name a wait that lasts. Raise where there is no point in waiting on: the service has ended, or the answer is
-        late."""
+        """Name a long wait. Raise if waiting on is pointless: the service has ended, or the answer is late."""
         if not os.path.isdir(self.address):
             raise ShutdownError(f"the service in {self.address} has ended")
         if time.monotonic() >= patience.deadline:
@@ -239,11 +239,11 @@ class Session:
             _log.warning("waiting %.0f s for the server in %s to answer a %s", waited, self.address, asked)
 
     def linger(self) -> int:
-        """How long (milliseconds) the last message may take: none where nobody is left to hear it."""
+        """Milliseconds that the last message may take; 0 if its receiver is gone."""
         return 100 if os.path.isdir(self.address) else 0
 
     def closed(self) -> ShutdownError:
-        """What using a closed observer raises."""
+        """The error for the use of a closed observer."""
         return ShutdownError(f"this observer of {self.address} was closed")
 
     def _next(self) -> int:
@@ -252,7 +252,7 @@ class Session:
 
 
 class Patience:
-    """When a question that was just sent is looked after, sent again and given up."""
+    """Decides when to check on a question that was just sent, when to send it again, and when to give up."""
 
     def __init__(self, timeout: float) -> None:
         self._begun = self._named = time.monotonic()
@@ -262,11 +262,11 @@ class Patience:
 
     @property
     def milliseconds(self) -> int:
-        """How long to wait before the next look."""
+        """Milliseconds to wait before the next check."""
         return int(max(0.0, min(self.deadline - time.monotonic(), LOOK_EVERY)) * 1000) + 1
 
     def named(self) -> float | None:
-        """The seconds waited where it is time to name the wait, which it is every ten; None elsewhere."""
+        """The seconds waited, if it is time to name the wait, which is every ten seconds; None otherwise."""
         now = time.monotonic()
         if now - self._named < _NAME_EVERY:
             return None
@@ -288,8 +288,8 @@ def _let_go(context: zmq.Context[Any], socket: zmq.Socket[Any]) -> None:
 
 
 class Observer:
-    """A read-only session with a service. Every question raises NoAnswerError (a TimeoutError) where the answer does
-    not come in time, ShutdownError (a RuntimeError) where the service has ended or the observer was closed."""
+    """A read-only session with a service. Every question raises NoAnswerError (a TimeoutError) if the answer does
+    not come in time, ShutdownError (a RuntimeError) if the service has ended or the observer was closed."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -304,7 +304,7 @@ class Observer:
 
     @property
     def transport(self) -> str:
-        """How values travel, in words."""
+        """The transport of values, as text."""
         return self._session.transport
 
     def variables(self) -> tuple[messages.Variable, ...]:

@@ -1,8 +1,9 @@
-"""What an observer on the same host sees of a service's memory: values as of one commit, without asking anybody.
+"""Reads the memory of a service on the same host: values as of one commit, without a question to the server.
 
-The server counts in the control segment: once up before it changes variables and once after, so that the number is odd
-meanwhile, and elsewhere whenever a place may become another variable's. Whoever finds both numbers unchanged after he
-has copied has copied what nobody changed. That holds where a processor's loads and stores are seen in their order.
+The control segment has two counters. The server increments the first before and after it changes variables, so the
+counter is odd meanwhile. It increments the second whenever the place of a variable may pass to another variable. A copy
+is valid if both counters are the same before and after copying, and the first is even. This requires a processor whose
+loads and stores are seen in order.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from cs_runtime.supervisor_link import SupervisorLink
 __all__ = ["SeqlockReader", "open_sight"]
 
 _ORDERED = ("x86_64", "AMD64")
-# Often one commit is what disturbs; where they come one after the other the server has to be asked.
+# Usually one commit disturbs a read. If commits follow each other closely, the server has to be asked.
 _TRIES = 2
 
 
 class SeqlockReader:
-    """The variables that were asked for, where they lie."""
+    """Reads the requested variables in place."""
 
     def __init__(self, counters: np.ndarray, memory: Callable[[Array], Mapping]) -> None:
         """``counters``: uint64 [2], changed by the server. ``memory`` returns the segment that an array lies in."""
@@ -39,22 +40,23 @@ class SeqlockReader:
 
     @property
     def layout(self) -> int:
-        """Changes when a place may become another variable's."""
+        """A counter that changes when the place of a variable may pass to another variable."""
         return int(self._counters[1])
 
     def knows(self, names: Iterable[str]) -> bool:
-        """Whether it is known where these variables lie."""
+        """Whether the places of these variables are known."""
         return self._layout == self.layout and self._arrays.keys() >= set(names)
 
     def learn(self, layout: int, variables: Iterable[Variable]) -> None:
-        """These variables lie where they say, as long as ``layout``, which was read before they were asked for."""
+        """Remember the places of these variables. They hold as long as ``layout`` does, which was read before the
+        question."""
         if layout != self._layout:
             self._arrays.clear()
             self._layout = layout
         self._arrays |= {variable.spec.name: variable.array for variable in variables}
 
     def read(self, names: Sequence[str]) -> list[np.ndarray] | None:
-        """Copies of their values as of one commit; None where the server has to be asked."""
+        """Copies of their values as of one commit; None if the server has to be asked."""
         for _ in range(_TRIES):
             before = self._counters.tolist()
             if before[0] % 2 or before[1] != self._layout:
@@ -69,8 +71,8 @@ class SeqlockReader:
 
 
 def open_sight(address: str) -> tuple[SeqlockReader, SupervisorLink] | None:
-    """What is seen of the service in ``address``, and the connection that ends with it; None where its memory cannot be
-    mapped here, or not be read without asking."""
+    """A reader for the service in ``address``, and the connection that ends with the service. None if its memory cannot
+    be mapped here, or cannot be read without asking."""
     if platform.machine() not in _ORDERED:
         return None
     try:

@@ -1,8 +1,8 @@
-"""What code reaches: which modules are the user's own, and which names a function reads.
+"""Analysis of code: which modules are the user's own, and which names a function reads.
 
-The user's own modules travel by value, so a worker never imports them: importing would run their top level once more,
-and that may be the training script. What of such a module has to travel is found by reading bytecode, once for each
-code object. Pickling is not known here; ``central_storage.pickling.pickler`` asks.
+The user's own modules travel by value, so a worker never imports them: an import would run their top level once more,
+and that may be the training script. The needed parts of such a module are found in bytecode, once for each code object.
+This module knows nothing of pickling; ``central_storage.pickling.pickler`` uses it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def is_users(name: str) -> bool:
     verdict = _verdicts.get(name)
     if verdict is None:
         module = sys.modules.get(name)
-        if module is None and name not in _MAIN:  # not remembered: it may be imported later
+        if module is None and name not in _MAIN:  # not cached: it may be imported later
             root = name.partition(".")[0]
             return root not in sys.modules or is_users(root)
         verdict = _verdicts[name] = name in _MAIN or _is_users(name, module)
@@ -51,7 +51,7 @@ def is_users(name: str) -> bool:
 
 
 def is_importable(thing: Any) -> bool:
-    """Whether ``thing``, a function or class, is what its module and qualified name lead to in this process."""
+    """Whether the module and qualified name of ``thing``, a function or class, lead to it in this process."""
     found: Any = sys.modules.get(thing.__module__ or "")
     for part in thing.__qualname__.split("."):
         found = getattr(found, part, None)
@@ -62,9 +62,9 @@ def is_importable(thing: Any) -> bool:
 class Reads:
     """The names that a code object and those nested in it read.
 
-    ``global_names``: looked up in the module's globals, in the order of the code. ``chains``: variable to the attribute
-    chains read of it, ``pkg.model.forward(x)`` being ``("model", "forward")`` of ``pkg``. ``escaping``: variables that
-    are also read as a whole. ``names``: every name used as an attribute.
+    ``global_names``: the names looked up in the module's globals, in the order of the code. ``chains``: for each
+    variable, the attribute chains that are read; ``pkg.model.forward(x)`` reads ``("model", "forward")`` of ``pkg``.
+    ``escaping``: the variables that are also read as a whole. ``names``: every name used as an attribute.
     """
 
     global_names: tuple[str, ...]
@@ -77,7 +77,7 @@ _reads: weakref.WeakKeyDictionary[CodeType, Reads] = weakref.WeakKeyDictionary()
 
 
 def reads_of(code: CodeType) -> Reads:
-    """What ``code`` reads; worked out once."""
+    """The names that ``code`` reads; computed once."""
     found = _reads.get(code)
     if found is None:
         found = _reads[code] = _read(code)
@@ -108,7 +108,7 @@ def _is_users(name: str, module: ModuleType | None) -> bool:
     return root == name or is_users(root)
 
 
-# LOAD_NAME and its successors are how the body of a class reads what may be a global.
+# The body of a class reads possible globals with LOAD_NAME and its successors.
 _GLOBAL = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 _LOAD = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"} | {
     "LOAD_FROM_DICT_OR_GLOBALS",

@@ -12,8 +12,8 @@ __all__ = ["Function", "Pickled", "function"]
 
 
 class Pickled(NamedTuple):
-    """A pickled function, the digest by which both ends know it, and the handles that it has met, by identity: held,
-    so that what they stand for is there for as long as it is sent."""
+    """A pickled function, its digest, and the handles in it by identity. The handles are held, so that their variables
+    exist for as long as the function is sent."""
 
     data: bytes
     digest: bytes
@@ -21,7 +21,7 @@ class Pickled(NamedTuple):
 
 
 class Function:
-    """A replica function that is sent once. Called outside ``run`` it just runs."""
+    """A replica function that is sent once. A call outside ``run`` simply calls the function."""
 
     def __init__(self, python_function: Callable[..., Any]) -> None:
         if not callable(python_function):
@@ -38,17 +38,20 @@ class Function:
         self._key = f"cs.function {owner.__module__}.{owner.__qualname__}.{name}"
 
     def __get__(self, instance: object, owner: type | None = None) -> Function:
-        """As a method: one function for each object, kept in its ``__dict__`` to live as long as it."""
+        """As a method: one function for each object, stored in its ``__dict__`` so that it lives as long as the
+        object."""
         if instance is None:
             return self
         method = MethodType(self.python_function, instance)
         bound = vars(instance).get(self._key)
-        if not isinstance(bound, Function) or bound.python_function != method:  # a copy of an object has that one's
+        if (
+            not isinstance(bound, Function) or bound.python_function != method
+        ):  # a copied object has the function of the original
             bound = vars(instance)[self._key] = Function(method)
         return bound
 
     def pickle_for(self, owner: object, dump: Callable[[Callable[..., Any]], Pickled]) -> Pickled:
-        """The pickle that ``owner`` (a service) sends: made at its first call, the same ever after."""
+        """The pickle that ``owner`` (a service) sends: made at its first call, and the same from then on."""
         if owner not in self._pickles:
             self._pickles[owner] = dump(self.python_function)
         return self._pickles[owner]

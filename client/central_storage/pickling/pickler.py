@@ -1,10 +1,10 @@
 """Functions and arguments on their way to a replica: pickled by value, handles by number.
 
-This is the only module that knows a pickler. Code goes from the client to workers, and from the holder of a
-merge_call token to the other workers, never back. Functions, classes and modules of the user travel by value (what of
-a module travels is what the sent code reads of it), so a worker never imports the training script; a class stays one
-class per process however often it is sent. The same function with unchanged captures gives the same bytes. What a
-handle is in the server is the caller's to say (``adopt``, ``resolve``), and so is where large buffers go (``place``).
+This is the only module that uses a pickler. Code goes from the client to workers, and from the holder of a merge_call
+token to the other workers, never back. Functions, classes and modules of the user travel by value, so a worker never
+imports the training script; of a module, only the names that the sent code reads are sent. A class stays one class per
+process however often it is sent. The same function with unchanged captures gives the same bytes. The caller decides
+what a handle is in the server (``adopt``, ``resolve``) and where large buffers go (``place``).
 """
 
 from __future__ import annotations
@@ -47,26 +47,29 @@ __all__ = [
 P = TypeVar("P")
 
 _NO_ARGUMENTS = pickle.dumps(((), {}), 5)
-# Stands behind a pickle that names nothing of the user's and no handle; others end with the full stop of all pickles.
+# The last byte of a pickle that names nothing of the user's and no handle; other pickles end with the usual STOP.
 _PLAIN = b"!"
 
-#: What stands for a handle: (kind, number). May make the thing in the server. Of a composite, whose parts travel, only
-#: the latter counts.
+#: Returns (kind, number) of a handle, and may make its object in the server. The parts of a composite travel, so for a
+#: composite only the latter matters.
 Adopt = Callable[[Handle | Composite], tuple[str, int]]
-#: The object of this process that stands for (kind, number).
+#: Returns the object of this process for (kind, number).
 Resolve = Callable[[str, int], object]
 
 
 def dump_function(fn: Callable[..., Any], adopt: Adopt) -> bytes:
-    """``fn`` by value. Raises :class:`ShippingError` naming what it captures that cannot be sent, and what ``adopt``
-    raises for a handle (a handle whose strategy is shut down is a ShippingError, too)."""
+    """Pickle ``fn`` by value.
+
+    Raises :class:`ShippingError`, which names the captured object that cannot be sent, and the errors of ``adopt`` for
+    a handle (a handle whose strategy is shut down is a ShippingError, too).
+    """
     return _dump(fn, _Plan(adopt))
 
 
 def load_function(data: bytes | memoryview, resolve: Resolve) -> Any:
-    """The function in ``data``, made anew. Imports what it refers to by name.
+    """A new function from ``data``. Imports the modules that it refers to by name.
 
-    Raises :class:`ShippingError` where that or the user's own unpickling code fails, and what ``resolve`` raises.
+    Raises :class:`ShippingError` if an import or the user's own unpickling code fails, and the errors of ``resolve``.
     """
     return _load(data, (), resolve)
 
@@ -74,11 +77,11 @@ def load_function(data: bytes | memoryview, resolve: Resolve) -> Any:
 def dump_arguments(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], adopt: Adopt, place: Callable[[memoryview], P]
 ) -> tuple[bytes, tuple[P, ...]]:
-    """The arguments of one replica and where their large buffers are.
+    """The pickled arguments of one replica, and the places of their large buffers.
 
     Contiguous buffers of more than ``INLINE_NBYTES`` are handed to ``place`` in order, each once, after everything
-    else has been pickled; arrays that are not contiguous become so. Raises as :func:`dump_function` does, and what
-    ``place`` raises.
+    else has been pickled; other arrays are made contiguous. Raises as :func:`dump_function` does, and the errors of
+    ``place``.
     """
     if not args and not kwargs:
         return _NO_ARGUMENTS, ()
@@ -102,8 +105,8 @@ def load_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(args, kwargs) from ``data`` over ``buffers``, in the order in which they were placed; no copy.
 
-    NumPy arrays are read-only wherever they are in the arguments and however small, since large ones lie in memory of
-    the sender. Raises as :func:`load_function` does.
+    All NumPy arrays in the arguments are read-only, however small, because large ones lie in memory of the sender.
+    Raises as :func:`load_function` does.
     """
     if data == _NO_ARGUMENTS:
         return (), {}
@@ -120,30 +123,33 @@ def digest(data: bytes) -> bytes:
 
 
 class _Plan:
-    """What one dump is about, kept over the passes it takes until every module is sent with all that is read of it."""
+    """The state of one dump, over all passes until every module is sent with all names that are read of it."""
 
     def __init__(self, adopt: Adopt, buffers: list[pickle.PickleBuffer] | None = None) -> None:
         self._adopt = adopt
-        self._ids: dict[int, tuple[Handle, tuple[str, int]]] = {}  # the handle is kept, so that its id() stays its own
+        self._ids: dict[
+            int, tuple[Handle, tuple[str, int]]
+        ] = {}  # the handle is kept alive, so that its id() stays unique
         self._mentioned: set[int] = set()
         self._spaces: dict[int, _Space] = {}
-        self.buffers = buffers  # None: a function, whose arrays may be written
+        self.buffers = buffers  # None for a function, whose arrays are writable
         self.names: set[str] = set()
-        self.refused: Exception | None = None  # what ``adopt`` raised
+        self.refused: Exception | None = None  # the error of ``adopt``
 
     def identify(self, handle: Handle) -> tuple[str, int]:
-        """What stands for ``handle``; asked for once, and one tuple, so that equal dumps have equal memos."""
+        """The (kind, number) of ``handle``. Asked for once and the same tuple each time, so that equal dumps have equal
+        memos."""
         found = self._ids.get(id(handle))
         if found is None:
             found = self._ids[id(handle)] = (handle, self.ask(handle))
         return found[1]
 
     def adopt_composite(self, composite: Composite) -> None:
-        """Let the strategy take over what is made of variables; it then goes as its parts."""
+        """Let the strategy take over a composite; its parts are sent then."""
         self.ask(composite)
 
     def ask(self, owner: Handle | Composite) -> tuple[str, int]:
-        """``adopt``, remembering that it was this that refused."""
+        """Call ``adopt`` and remember its error."""
         try:
             return self._adopt(owner)
         except Exception as error:
@@ -151,7 +157,8 @@ class _Plan:
             raise
 
     def mention(self, handle: Handle) -> tuple[Any, ...]:
-        """What is sent for ``handle``: what stands for it and, the first time, its code, which may refer to it."""
+        """The value that is sent for ``handle``: its (kind, number) and, the first time, its code, which may refer to
+        it."""
         number = self.identify(handle)
         code = handle._cs_code()  # noqa: SLF001  (shipping is who it is for)
         if code is None or id(handle) in self._mentioned:
@@ -167,8 +174,8 @@ class _Plan:
         return found
 
     def read(self, name: str, value: Any, reads: Reads) -> Any:
-        """What to pickle for a variable of a function: a module of the user's as its stand-in, which will have the
-        attributes that are read of it; all else as it is."""
+        """The value to pickle for a variable of a function. A module of the user is replaced by a stand-in with the
+        attributes that are read of it; everything else is pickled as it is."""
         if not _is_users_module(value):
             return value
         for chain in reads.chains.get(name, ()):
@@ -186,8 +193,8 @@ class _Plan:
         self.space(module.__dict__).escapes = True
 
     def keep(self, buffer: pickle.PickleBuffer) -> bool:
-        """Whether ``buffer`` goes into the pickle; a large one beside it. (Not the pickler's own method: what is sent
-        would live until the garbage collector finds the cycle.)"""
+        """Whether ``buffer`` goes into the pickle; a large one is sent separately. (This is no method of the pickler:
+        the sent objects would then live until the garbage collector finds the cycle.)"""
         if memoryview(buffer).nbytes <= INLINE_NBYTES:
             return True
         assert self.buffers is not None
@@ -206,17 +213,17 @@ class _Plan:
 
 
 class _Space:
-    """The globals of a module while they are being sent: in the worker a module of its own, with what was sent."""
+    """The globals of a module while they are being sent. In the worker they become a module with the sent names."""
 
     def __init__(self, values: dict[str, Any], names: set[str]) -> None:
         self._values = values
         self._names = names
         self.needed: set[str] = set()
-        self.escapes = False  # handed on as a whole: whatever is an attribute in the sent code may be read of it
+        self.escapes = False  # passed on as a whole, so the code may read every attribute that it names
         self.sent: set[str] = set()
 
     def wanted(self) -> set[str]:
-        """The names that must be in the module that is made of this."""
+        """The names that the module in the worker must have."""
         return (self.needed | self._names if self.escapes else self.needed) & self._values.keys()
 
     def reduce(self, plan: _Plan) -> tuple[Any, ...]:
@@ -238,14 +245,14 @@ class _Space:
 
 
 class _Cell:
-    """A closure's cell while it is being sent: made empty, filled when the functions that share it exist."""
+    """A closure's cell while it is being sent: made empty, and filled when the functions that share it exist."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CellType, ()
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle, but handles go by number and everything of the user's modules by value."""
+    """cloudpickle, but handles are sent as numbers and everything of the user's modules by value."""
 
     def __init__(self, file: io.BytesIO, plan: _Plan) -> None:
         arguments = plan.buffers is not None
@@ -254,10 +261,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._cells: dict[int, _Cell] = {}
 
     def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
-        if type(obj) in _PARTS:  # asked for every object
+        if type(obj) in _PARTS:  # this runs for every object
             return None
         if isinstance(obj, Composite):
-            self._plan.adopt_composite(obj)  # so that its variables are where they can be read from
+            self._plan.adopt_composite(obj)  # so that its variables are in the server
         if not isinstance(obj, Handle):
             return None
         mentioned = self._plan.mention(obj)
@@ -293,7 +300,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         plan, reads, values = self._plan, reads_of(function.__code__), function.__globals__
         plan.names |= reads.names
         found: dict[str, Any] = {}
-        module: Any = _library_of(values)  # a library's own closure shares the library's state there as here
+        module: Any = _library_of(values)  # a library's closure shares the state of the library, in the worker as here
         if module is None:
             module = plan.space(values)
             found = {name: plan.read(name, values[name], reads) for name in reads.global_names if name in values}
@@ -344,8 +351,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _PlainPickler(pickle.Pickler):
-    """Python's own, of arrays of numbers, numbers and text in containers: it asks about nothing but the arrays, where
-    cloudpickle asks about every object. Of all else it raises _NotPlain."""
+    """Python's own pickler, for containers of numbers, text and arrays of numbers. It calls back only for arrays, while
+    cloudpickle calls back for every object. For anything else it raises _NotPlain."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not np.ndarray:
@@ -354,7 +361,7 @@ class _PlainPickler(pickle.Pickler):
             raise _NotPlain
         dtype = obj.dtype
         name = _NUMBERS.get(id(dtype))
-        if name is not None and obj.nbytes <= INLINE_NBYTES and obj.flags.c_contiguous:  # as most are
+        if name is not None and obj.nbytes <= INLINE_NBYTES and obj.flags.c_contiguous:  # the usual case
             return reconstruct.array_over, (obj.tobytes(), name, obj.shape, "C")
         if dtype.hasobject or not dtype.itemsize or dtype.names or dtype.metadata:  # which may hold anything
             raise _NotPlain
@@ -362,12 +369,12 @@ class _PlainPickler(pickle.Pickler):
 
 
 class _NotPlain(Exception):
-    """Something else than arrays, numbers and text in containers."""
+    """The value contains something else than arrays, numbers and text in containers."""
 
 
-#: What stands for the dtypes of which there is one object each, by its ``id()``.
+#: The text of each dtype that has only one object, by the ``id()`` of that.
 _NUMBERS = {id(np.dtype(code)): np.dtype(code).str for code in "?bBhHiIlLqQefdFD"}
-#: What is neither a handle nor a composite, and what arrays are made of where they arrive.
+#: Types that are neither handles nor composites, and the functions that rebuild arrays.
 _PARTS = frozenset({tuple, list, dict, str, bytes, int, float, bool, type(None), np.ndarray})
 _ARRIVALS = frozenset({reconstruct.array_over, reconstruct.read_only_array})
 
@@ -390,7 +397,7 @@ def _content(cell: CellType) -> Any:
 
 
 def _library_of(values: dict[str, Any]) -> ModuleType | None:
-    """The module whose globals are ``values``, where a worker imports it."""
+    """The module whose globals are ``values``, if a worker imports it."""
     name = values.get("__name__", "")
     module = sys.modules.get(name)
     return module if module is not None and vars(module) is values and not is_users(name) else None
@@ -401,7 +408,8 @@ def _is_users_module(value: Any) -> bool:
 
 
 def _array_parts(array: np.ndarray) -> tuple[Any, ...]:
-    """An array of an argument as a read-only one: plain ones as a buffer, all others by their own way."""
+    """The pickled form of an array argument, which arrives read-only: plain arrays as a buffer, others in their own
+    way."""
     dtype = array.dtype
     if type(array) not in (np.ndarray, np.memmap) or dtype.hasobject or not dtype.itemsize:
         reduced: Any = array.__reduce__()
@@ -423,7 +431,7 @@ def _array_parts(array: np.ndarray) -> tuple[Any, ...]:
 
 @functools.lru_cache(64)
 def _has_text(dtype: np.dtype[Any]) -> bool:
-    """Whether the dtype, or one that differs from it by metadata alone, can be made of its ``str``."""
+    """Whether the dtype can be rebuilt from its ``str``, metadata apart."""
     return bool(np.dtype(dtype.str) == dtype)
 
 
@@ -438,7 +446,7 @@ def _dump(root: object, plan: _Plan) -> bytes:
     except MemoryError:
         raise
     except Exception as error:
-        is_refusal = error is plan.refused  # asked now: looking for the culprit asks ``adopt`` again
+        is_refusal = error is plan.refused  # compared now, because the search for the culprit calls ``adopt`` again
         culprit = unpicklable.find(root, _fails_with(plan), error)
         if not is_refusal or isinstance(error, ShutdownError):
             raise ShippingError(culprit.sentence) from error
@@ -447,7 +455,7 @@ def _dump(root: object, plan: _Plan) -> bytes:
 
 
 def _fails_with(plan: _Plan) -> Callable[[object], Exception | None]:
-    """A function that tells why something cannot be sent, or None where it can."""
+    """A function that returns why something cannot be sent, or None if it can."""
 
     def fails(part: object) -> Exception | None:
         trial = _Plan(plan.ask, None if plan.buffers is None else [])
@@ -494,7 +502,7 @@ def _load(data: Buffer, buffers: Sequence[memoryview], resolve: Resolve) -> Any:
         ) from error
 
 
-# --- things that have a pickle of their own which would import the user's module, or lose what they are ------------
+# --- objects whose own pickle would import the user's module, or lose their type ------------------------------------
 
 
 def _cached_function(obj: Any) -> Any:
@@ -504,7 +512,7 @@ def _cached_function(obj: Any) -> Any:
 
 
 def _jitted_function(obj: Any) -> Any:
-    """numba pickles what it compiles by a pickler of its own; here its parts go the way of all others."""
+    """numba has a pickler of its own for compiled functions; here their parts are sent like all others."""
     return reconstruct.new_jitted_function, (obj._reduce_class(), obj._reduce_states())  # noqa: SLF001
 
 
@@ -531,6 +539,6 @@ _SPECIAL: dict[type, Callable[[Any], Any]] = {
     functools.cached_property: _cached_property,
     typing.TypeVar: _type_variable,
     **dict.fromkeys((DistributedDataset, DistributedFromFunction, DistributedIterator), _without_data),
-    # compared by identity where a class is made from another
+    # compared by identity when a class is made from another one
     **{type(getattr(dataclasses, name)): _sentinel(name) for name in ("MISSING", "KW_ONLY")},
 }

@@ -1,7 +1,7 @@
-"""What comes out of a pickle: the functions that pickles of ``pickler`` name, and what they make.
+"""The functions that the pickles of ``pickler`` call when they are loaded.
 
-They run where something is received. What they make of classes is remembered, so a class stays one class per process
-however often it comes, and can be found again by its name when a named tuple or an exception refers to it.
+They run in the receiver. They remember the classes that they make, so a class stays one class per process however often
+it arrives, and a named tuple or an exception can refer to it by name.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ __all__ = [
 
 
 class Empty:
-    """The class itself stands for the content of a cell that has none."""
+    """The class itself is the marker for an empty cell."""
 
 
 class ShippedModule(ModuleType):
-    """A module of the user's as sent to a replica: only what the sent code reads of it."""
+    """A module of the user as sent to a replica: only the names that the sent code reads."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -63,12 +63,12 @@ def new_module(name: str, basics: dict[str, Any]) -> ModuleType:
 
 
 def fill_module(module: ModuleType, attributes: dict[str, Any]) -> None:
-    """Add what the sent code reads of a module."""
+    """Add the names that the sent code reads of a module."""
     module.__dict__.update(attributes)
 
 
 def itself(module: ModuleType) -> ModuleType:
-    """The module: its stand-in in the sender and the module are one thing here."""
+    """Return the module: here it takes the place of the sender's stand-in."""
     return module
 
 
@@ -92,8 +92,8 @@ def fill_function(function: FunctionType, state: tuple[Any, ...]) -> None:
 
 
 class _Classes:
-    """The classes that travel by value: by the number that cloudpickle gives a class in the process where it is at
-    home, and by ``module:qualname``. At home a class is never filled: the original is what the user has."""
+    """The classes that travel by value, by the number that cloudpickle gives a class in its home process, and by
+    ``module:qualname``. The home process never fills a class, because the user has the original."""
 
     def __init__(self, place: str) -> None:
         self.place = place
@@ -104,24 +104,24 @@ class _Classes:
 
 
 class _Here(threading.local):
-    """What this thread knows: what its process does, unless it stands for a process of its own."""
+    """The classes of this thread: those of its process, unless the thread acts as a process of its own."""
 
     classes = _Classes("")
 
 
 _here = _Here()
-# Between cloudpickle's number of a class and the place where a copy of it is.
+# Separates cloudpickle's number of a class from the place of a copy.
 _AT = "@"
 
 
 def keep_classes_apart(place: str) -> None:
-    """Let this thread have classes of its own from now on, as a process called ``place`` would have."""
+    """Give this thread its own classes from now on, like a process with the name ``place``."""
     _here.classes = _Classes(place)
 
 
 def remember_class(cls: type, tracker: str) -> str:
-    """Note that ``cls`` is sent by value: what comes back under its name is this class. The number that it travels
-    under, which is the one of its home."""
+    """Remember that ``cls`` is sent by value, so that its name leads back to this class. Returns the number that it is
+    sent with, which is the one of its home process."""
     known, number = _here.classes, tracker.partition(_AT)[0]
     known.by_tracker[number] = cls
     known.by_origin[f"{cls.__module__}:{cls.__qualname__}"] = cls
@@ -134,14 +134,16 @@ def new_class(make: Callable[..., type], arguments: tuple[Any, ...]) -> type:
     with known.lock:
         cls = known.by_tracker.get(number)
         if cls is None:
-            own = f"{number}{_AT}{known.place}" if known.place else number  # cloudpickle's numbers are the process's
+            own = (
+                f"{number}{_AT}{known.place}" if known.place else number
+            )  # cloudpickle numbers the classes of a process
             cls = known.by_tracker[number] = make(*arguments[:-2], own, arguments[-1])
             known.received.add(cls)
         return cls
 
 
 def fill_class(cls: type, state: tuple[Any, Callable[[type, Any], object], str]) -> None:
-    """Give a class the attributes that it was sent with; methods see the captured values of the moment."""
+    """Give a class the attributes that it was sent with; its methods see the latest captured values."""
     attributes, fill, qualname = state
     known = _here.classes
     if cls in known.received:
@@ -151,8 +153,8 @@ def fill_class(cls: type, state: tuple[Any, Callable[[type, Any], object], str])
 
 
 def class_named(origin: str) -> type | None:
-    """The class called ``module:qualname`` as far as this process has it: sent or received by value, or in a module
-    that is imported already. Runs no code of the user; imports nothing."""
+    """The class ``module:qualname``, if this process has it: sent or received by value, or in an imported module.
+    Runs no code of the user and imports nothing."""
     shipped = _here.classes.by_origin.get(origin)
     if shipped is not None:
         return shipped
@@ -171,7 +173,7 @@ def array_over(buffer: Any, dtype: Any, shape: tuple[int, ...], order: Literal["
 
 
 def read_only_array(make: Callable[..., np.ndarray], arguments: tuple[Any, ...], state: Any) -> np.ndarray:
-    """An array that is made in its own way, then made read-only."""
+    """Make an array in its own way, then make it read-only."""
     array = make(*arguments)
     array.__setstate__(state)
     array.flags.writeable = False
@@ -184,12 +186,12 @@ def new_cached_function(function: Callable[..., Any], parameters: dict[str, Any]
 
 
 def new_jitted_function(cls: Any, states: dict[str, Any]) -> Any:
-    """A function under ``numba.jit``: numba gives the one it has already made of these parts, compiled."""
+    """A function under ``numba.jit``. If numba has compiled these parts already, it returns that function."""
     return cls._rebuild(**states)
 
 
 def new_cached_property(function: Callable[..., Any], name: str | None) -> functools.cached_property[Any]:
-    """A ``functools.cached_property`` that knows its name, though no class body has told it."""
+    """A ``functools.cached_property`` with its name, which normally the class body sets."""
     made = functools.cached_property(function)
     made.attrname = name
     return made

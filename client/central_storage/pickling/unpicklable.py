@@ -1,7 +1,7 @@
-"""Why something cannot be sent to a replica: the smallest part that cannot, by the names that lead to it.
+"""Finds why an object cannot be sent to a replica: the smallest part that cannot, with the names that lead to it.
 
-Called by ``pickler`` after a pickle has failed, which is the only time when looking costs anything:
-every part on the way is tried on its own. What pickling is, is not known here.
+``pickler`` calls it only after a pickle has failed, because it tries every part on its own, which is slow. This module
+knows nothing of pickling.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .code_analysis import is_users, reads_of
 
 __all__ = ["Culprit", "find", "is_unsendable"]
 
-# (classes, what they are, what to do instead). The first that fits counts.
+# (classes, their description, the remedy). The first match counts.
 _KINDS: list[tuple[tuple[type, ...], str, str]] = [
     ((io.BytesIO, io.StringIO), "", ""),
     ((io.IOBase,), "an open file", "open it inside the function, or pass its data instead"),
@@ -81,14 +81,15 @@ _FALLBACK = "make it inside the function, or pass plain data instead"
 
 @frozen
 class Culprit:
-    """What cannot be sent. ``where`` says how it is reached, ``sentence`` the whole story."""
+    """The object that cannot be sent: ``where`` says how it is reached, ``sentence`` is the error text."""
 
     where: str
     sentence: str
 
 
 def is_unsendable(obj: Any) -> bool:
-    """Whether ``obj`` must not be sent even where a pickler could: an iterator's copy would start over at each run."""
+    """Whether ``obj`` must not be sent even if a pickler could: the copy of an iterator would start again in each
+    run."""
     return _kind_of(type(obj)) is not None
 
 
@@ -96,7 +97,7 @@ def find(root: Any, fails: Callable[[object], Exception | None], error: Exceptio
     """The smallest part of ``root`` that ``fails``. ``root`` is a function or a pair (args, kwargs)."""
     is_pair = isinstance(root, tuple)
     way = [_Step("", root, error, _parts_of_arguments(root) if is_pair else _parts(root))]
-    tried: dict[int, tuple[object, bool]] = {id(root): (root, True)}  # kept, so that every id() stays its own
+    tried: dict[int, tuple[object, bool]] = {id(root): (root, True)}  # kept alive, so that every id() stays unique
     while not way[-1].is_the_end:
         step = way[-1]
         for label, part in step.parts:
@@ -111,14 +112,14 @@ def find(root: Any, fails: Callable[[object], Exception | None], error: Exceptio
         else:
             if not step.is_cyclic or len(way) == 1:
                 break
-            way.pop()  # it fails for what it is itself a part of, and that is still being searched
+            way.pop()  # it fails because of an object that contains it, which is still being searched
     where = _in_words("" if is_pair else _title(root), [step.label for step in way[1:]])
     return Culprit(where, where + _reason(way[-1].part, way[-1].error))
 
 
 @dataclass
 class _Step:
-    """A part that fails, on the way from the root to the culprit."""
+    """A part that cannot be sent, on the way from the root to the culprit."""
 
     label: str
     part: Any
@@ -128,15 +129,15 @@ class _Step:
 
     @property
     def is_the_end(self) -> bool:
-        """Whether there is no point in looking inside."""
+        """Whether a search inside would find nothing."""
         if isinstance(self.part, Handle) or _known(self.part) is not None:
             return True
         return bool(self.label) and _is_too_deep(self.error)
 
 
 def _in_words(title: str, labels: list[str]) -> str:
-    """How ``labels`` lead from something called ``title`` to the culprit. ``.attribute`` and ``[item]`` belong to the
-    name before them; other labels are names that code uses."""
+    """The way from the object ``title`` to the culprit along ``labels``, in words. ``.attribute`` and ``[item]`` belong
+    to the name before them; other labels are names that code uses."""
     names: list[str] = []
     for label in labels:
         if names and label[0] in ".[":
@@ -195,7 +196,7 @@ def _look_up(cls: type) -> tuple[str, str] | None:
     return None
 
 
-# --- the parts of things, with what they are called: ``.attribute``, ``[item]``, or a name in code ------------------
+# --- the parts of objects, with their labels: ``.attribute``, ``[item]``, or a name in code -------------------------
 
 
 def _parts(owner: Any) -> Iterator[tuple[str, object]]:
@@ -253,7 +254,7 @@ def _parts_of_function(function: Any) -> Iterator[tuple[str, object]]:
 
 
 def _end_of_chain(name: str, value: Any, chain: tuple[str, ...]) -> tuple[str, object]:
-    """Follow attributes as far as they are those of modules of the user: ``pkg.model.w`` of ``pkg.model.w.numpy``."""
+    """Follow attributes as long as they lead through the user's modules: ``pkg.model.w`` of ``pkg.model.w.numpy``."""
     for attribute in chain:
         if not isinstance(value, ModuleType):
             break
@@ -268,7 +269,8 @@ def _parts_of_dict(items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[str, obje
 
 
 def _parts_by_reduce(owner: Any) -> Iterator[tuple[str, object]]:
-    """The parts that a pickle of ``owner`` would have; none where it refuses to be pickled, which names it itself."""
+    """The parts that a pickle of ``owner`` would have; none if it refuses to be pickled, because then it is the
+    culprit."""
     try:
         reduced = owner.__reduce_ex__(4)
     except Exception:  # noqa: BLE001  (the user's classes may raise whatever they like)

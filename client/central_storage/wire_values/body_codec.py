@@ -1,9 +1,9 @@
 """The body of a ``Value`` record: a nest of the closed vocabulary as msgpack, written and read.
 
-None, bool, int of 64 bits, float, str and bytes are themselves; all else is a list that begins with its :class:`Tag`.
-Arrays up to a kilobyte lie in the body, larger ones are numbers into ``Value.arrays``; a body that is too large for a
-message header is an array itself. What is read comes from a peer: it is checked item by item, and nothing is unpickled,
-imported or called. Used by ``central_storage.wire_values.value_codec`` alone.
+None, bool, int of 64 bits, float, str and bytes are written as they are; anything else is a list that begins with its
+:class:`Tag`. Arrays of up to a kilobyte lie in the body, larger ones are indices into ``Value.arrays``; a body that is
+too large for a message header is an array itself. A body that is read comes from a peer: it is checked item by item,
+and nothing is unpickled, imported or called. Only ``central_storage.wire_values.value_codec`` uses this module.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Resolve = Callable[[str, int], object]
 
 
 class Tag(enum.IntEnum):
-    """What a list in a body is; its other items follow the tag."""
+    """The kind of a list in a body. The comments name the items after the tag."""
 
     LIST = 1  # items
     TUPLE = 2  # items
@@ -68,9 +68,9 @@ class Tag(enum.IntEnum):
 
 
 _MAX_DEPTH = 64
-# A nest that refers to one part again and again has more items than anybody made.
+# A nest that refers to one part many times can have more items than memory holds.
 _MAX_ITEMS = 1 << 20
-# Arrays up to this size lie in the body, bodies up to that size in the message's header.
+# Arrays of up to the first size lie in the body, bodies of up to the second size in the message's header.
 _SMALL_NBYTES = 1024
 _SMALL_ARRAY = int(Tag.SMALL_ARRAY)
 _FIXED = frozenset(DTYPES)
@@ -85,9 +85,8 @@ _INT = re.compile(r"-?0x[0-9a-f]+")
 
 
 def write_body(obj: object, place: Place, name: str, shared: Mapping[int, tuple[int, int]]) -> Value:
-    """``obj`` as a record; ``name`` is what errors call it, ``shared`` the keys of its parts that are Shared, by
-    ``id()``."""
-    if type(obj) in _NUMBERS and id(obj) not in shared:  # a loss, as most results are, or nothing
+    """``obj`` as a record. Errors call it ``name``; ``shared`` has the keys of its Shared parts by ``id()``."""
+    if type(obj) in _NUMBERS and id(obj) not in shared:  # most results are a loss or None
         return Value(_packed(obj), ())
     writer = _Writer(place, shared)
     try:
@@ -101,7 +100,7 @@ def write_body(obj: object, place: Place, name: str, shared: Mapping[int, tuple[
 
 
 def read_body(value: Value, view: View, resolve: Resolve) -> Any:
-    """What :func:`write_body` was given."""
+    """The object that :func:`write_body` has written."""
     wire = _unpack(value.body)
     if type(wire) in _NUMBERS:
         return wire
@@ -113,8 +112,11 @@ def read_body(value: Value, view: View, resolve: Resolve) -> Any:
 
 
 def _packed(wire: Any) -> bytes:
-    """``wire`` in msgpack, by one packer for all: making one costs more than most results. It calls nobody while it
-    packs; what room the largest took it keeps, so there is a limit to that."""
+    """``wire`` in msgpack.
+
+    There is one packer for all threads, because making one costs more than most results. It calls no Python code
+    while it packs. It keeps the buffer of the largest result, so the size of that is limited.
+    """
     global _packer
     packed: bytes = _packer.pack(wire)
     if len(packed) > _KEPT_NBYTES:
@@ -131,19 +133,19 @@ _KEPT_NBYTES = 1 << 20
 
 
 class _Refused(Exception):
-    """A part is outside the vocabulary. Its text follows the name of the part, to which ``way`` leads."""
+    """A part does not belong to the vocabulary. Its text continues the name of the part, to which ``way`` leads."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.way: list[str] = []
 
 
-#: What a part is called in its container: ``.field``, or the key or number of an item.
+#: The label of a part in its container: ``.field``, or the key or number of an item.
 Label = str | tuple[object]
 
 
 class _Writer:
-    """Turns one object into what msgpack can pack, and collects its larger arrays."""
+    """Converts one object into values that msgpack can pack, and collects its larger arrays."""
 
     def __init__(self, place: Place, shared: Mapping[int, tuple[int, int]]) -> None:
         self.arrays: list[Array] = []
@@ -214,7 +216,7 @@ class _Writer:
 
 
 def _parts(obj: Any, kind: type) -> tuple[list[Any], Iterable[tuple[Label, Any]]] | None:
-    """The beginning of a container's list and its parts, with what they are called; None for anything else."""
+    """The beginning of a container's list, and its parts with their labels; None if ``obj`` is no container."""
     if kind is list or kind is tuple:
         return [Tag.LIST if kind is list else Tag.TUPLE], (((n,), item) for n, item in enumerate(obj))
     if kind in _MAPPINGS:
@@ -272,7 +274,7 @@ def _is_key(key: object) -> bool:
 
 
 def _as_array(obj: Any) -> np.ndarray:
-    """``obj`` as an array of this process's memory, where it is like one."""
+    """``obj`` as an array in this process's memory, if it is like an array."""
     if isinstance(obj, type) or not any(hasattr(obj, way) for way in _WAYS):
         raise _refusal(obj)
     try:
@@ -320,7 +322,7 @@ def _title(obj: object) -> str:
 
 
 def origin_of(cls: type) -> str:
-    """What :func:`~central_storage.pickling.reconstruct.class_named` finds ``cls`` by."""
+    """The name under which :func:`~central_storage.pickling.reconstruct.class_named` finds ``cls``."""
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
@@ -332,7 +334,7 @@ def _unpack(body: bytes) -> Any:
 
 
 class _Reader:
-    """Turns what msgpack unpacked into objects, and refuses everything that a writer does not write."""
+    """Converts unpacked msgpack values into objects, and refuses everything that a writer does not write."""
 
     def __init__(self, arrays: tuple[Array, ...], view: View, resolve: Resolve) -> None:
         self._arrays = arrays
@@ -345,7 +347,7 @@ class _Reader:
         if not isinstance(wire, list) or not wire or type(wire[0]) is not int or depth > _MAX_DEPTH:
             raise _malformed(wire)
         if wire[0] == _SMALL_ARRAY and len(wire) == 4 and wire[2] == [] and type(wire[3]) is bytes:
-            scalar = _scalar(wire[1], wire[3])  # as many results are
+            scalar = _scalar(wire[1], wire[3])  # many results are scalars
             if scalar is not None:
                 return scalar
         tag, *rest = wire
@@ -396,14 +398,14 @@ def _small_array(dtype: str, shape: tuple[Any, ...], data: bytes) -> np.ndarray:
 
 
 def _scalar(dtype: object, data: bytes) -> np.ndarray | None:
-    """The array without axes; None where that has to be looked at."""
+    """The array without axes; None if the general way must read it."""
     if type(dtype) is not str or dtype not in _FIXED or item_nbytes(dtype) != len(data):
         return None
     return np.ndarray((), dtype, bytearray(data))
 
 
 def _dict(items: list[Any]) -> dict[Any, Any]:
-    # A number may be a key of what one merge function returned and a part of it, too.
+    # A number may be both a key of a merge function's result and a part of it.
     keys = [unshared(key) if isinstance(key, Shared | tuple) else key for key in items[::2]]
     values = items[1::2]
     if len(keys) != len(values) or not all(map(_is_key, keys)) or len(set(keys)) != len(keys):
@@ -448,7 +450,7 @@ def _named_tuple(origin: str, fields: tuple[Any, ...], items: list[Any]) -> Any:
             f"a result holds a named tuple {origin} of {fields}, which this process does not have; define it in a "
             "module that the script imports, or return a dict"
         )
-    return tuple.__new__(cls, items)  # not cls(...): that is the user's to define
+    return tuple.__new__(cls, items)  # not cls(...), which the user may have defined
 
 
 def _composite(origin: str, state: dict[Any, Any]) -> Composite:

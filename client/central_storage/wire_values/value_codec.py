@@ -1,11 +1,12 @@
-"""What comes back from a replica: data of a closed vocabulary, never code.
+"""Results of a replica: data of a closed vocabulary, never code.
 
 Results, the arguments of merge_call and exceptions travel as ``Value`` and ``Error`` records. The vocabulary: None,
 bool, int, float, complex, str, bytes, the enums of ``central_storage.core.values``, NumPy dtypes; list, tuple, dict,
 OrderedDict, defaultdict (without its factory), named tuples that the receiver has; IndexedSlices, PerReplica, Mirrored
-and handles; whatever is like an array of a dtype that may travel. NumPy scalars are arrays of rank 0. Everything else
-is a :class:`~cs_proto.errors.ResultError` that names it. Nothing here unpickles, imports or calls what a peer names,
-one thing apart: an exception class of the user's that this process already has is built from its arguments.
+and handles; objects that are like arrays of a dtype that can be sent. NumPy scalars are arrays of rank 0. Anything else
+raises a :class:`~cs_proto.errors.ResultError` that names it. This module never unpickles, imports or calls anything
+that a peer names, with one exception: it builds an exception of the user's class if this process already has that
+class.
 """
 
 from __future__ import annotations
@@ -41,21 +42,21 @@ __all__ = ["from_value", "to_error", "to_exception", "to_value"]
 def to_value(
     obj: object, place: Place, name: str = "result", shared: Mapping[int, tuple[int, int]] | None = None
 ) -> Value:
-    """``obj`` as data. ``place`` says where a larger array goes; ``name`` is what errors call ``obj``. Parts whose
+    """``obj`` as data. ``place`` decides where a larger array goes; errors call ``obj`` by ``name``. Parts whose
     ``id()`` is in ``shared`` arrive as ``values.Shared`` with the key found there.
 
-    Raises :class:`ResultError` (a TypeError) naming the part that is outside the vocabulary, refers to itself, or is
-    nested more than 64 deep, and what ``place`` raises.
+    Raises :class:`ResultError` (a TypeError) that names a part which does not belong to the vocabulary, contains
+    itself, or is nested more than 64 deep; and the errors of ``place``.
     """
     return write_body(obj, place, name, shared or {})
 
 
 def from_value(value: Value, view: View, resolve: Resolve) -> Any:
-    """What ``value`` says. ``view`` gives the larger arrays, ``resolve`` the objects that handles stand for; small
-    arrays are copies. A defaultdict has no factory any more.
+    """The object that ``value`` describes. ``view`` returns the larger arrays, ``resolve`` the objects of handles;
+    small arrays are copies. A defaultdict has lost its factory.
 
-    Raises :class:`PeerProtocolError` for whatever :func:`to_value` does not make, :class:`ResultError` for a named
-    tuple whose class this process does not have, and what ``view`` and ``resolve`` raise.
+    Raises :class:`PeerProtocolError` for anything that :func:`to_value` does not make, :class:`ResultError` for a named
+    tuple whose class this process does not have, and the errors of ``view`` and ``resolve``.
     """
     return read_body(value, view, resolve)
 
@@ -63,13 +64,13 @@ def from_value(value: Value, view: View, resolve: Resolve) -> Any:
 def to_error(exc: BaseException, replica: int, merge_index: int, place: Place) -> Error:
     """``exc`` as data: the nearest listed class, its arguments, and its traceback from the user's first frame on.
 
-    Arguments outside the vocabulary are replaced by ``str(exc)``; of the attributes that a class of the user gave it,
-    those outside are left out. ``merge_index`` is the number of merge points that ``replica`` had passed.
+    Arguments that do not belong to the vocabulary are replaced by ``str(exc)``; such attributes of a user's class are
+    left out. ``merge_index`` is the number of merge points that ``replica`` had passed.
     """
     arguments: tuple[Any, ...] = exc.args
     if isinstance(exc, OSError):
         reduced: Any = exc.__reduce__()
-        arguments = reduced[1]  # with the names of files, which args leaves out
+        arguments = reduced[1]  # with the names of files, which args lacks
     error = error_of(exc, replica, merge_index, _traceback(exc))
     if _is_data(arguments):
         error = replace(error, exception=code_of(type(exc)))
@@ -78,7 +79,7 @@ def to_error(exc: BaseException, replica: int, merge_index: int, place: Place) -
     attributes = {name: value for name, value in vars(exc).items() if name[:2] != "__" and _is_data({name: value})}
     try:
         value = to_value((arguments, attributes), place)
-    except MemoryPlanError:  # large arrays as arguments: no room for them must not hide what happened
+    except MemoryPlanError:  # no room for large arrays among the arguments must not hide the exception
         value = to_value(((error.message,), {}), array_of)
     return replace(error, arguments=value)
 
@@ -86,9 +87,10 @@ def to_error(exc: BaseException, replica: int, merge_index: int, place: Place) -
 def to_exception(error: Error, view: View, resolve: Resolve) -> BaseException:
     """The exception to raise for ``error``, with its traceback as a note.
 
-    It is of the class as it was raised where that is not a listed one and this process has it; else of the closed
-    table's class, or of a base of that which takes the arguments. ``replica`` and ``merge_index`` are set where the
-    class has no such attributes of its own. Raises :class:`PeerProtocolError` for a code that is not in the table.
+    If its original class is not in the closed table and this process has that class, the exception is of that class.
+    Otherwise it is of the table's class, or of a base class that takes the arguments. ``replica`` and ``merge_index``
+    are set unless the class has such attributes of its own. Raises :class:`PeerProtocolError` for a code that is not in
+    the table.
     """
     arguments, attributes = _read_arguments(error, view, resolve)
     exc = _as_raised(error, arguments, attributes) or _as_listed(error.exception, arguments)
@@ -101,7 +103,7 @@ def to_exception(error: Error, view: View, resolve: Resolve) -> BaseException:
 
 
 def _without_last(remote: str, exc: BaseException) -> str:
-    """The traceback without its last words where Python prints them right above, as those of ``exc``."""
+    """The traceback without its last line, if Python prints the same line right above it as that of ``exc``."""
     name = type(exc).__name__.removeprefix("Replica")
     return remote.removesuffix(f"\n{name}: {exc}\n" if str(exc) else f"\n{name}\n")
 
@@ -126,7 +128,7 @@ def _traceback(exc: BaseException) -> str:
 
 
 def _trim(summary: traceback.TracebackException, own: tuple[str, ...]) -> None:
-    """Take off the frames of this project that lead to the user's first one, of ``summary`` and what it came from."""
+    """Remove the frames of this project before the user's first one, from ``summary`` and from its causes."""
     left = [summary]
     for each in left:
         users = next((n for n, frame in enumerate(each.stack) if not frame.filename.startswith(own)), 0)
@@ -147,7 +149,7 @@ def _read_arguments(error: Error, view: View, resolve: Resolve) -> tuple[tuple[A
 
 
 def _as_raised(error: Error, arguments: tuple[Any, ...], attributes: dict[str, Any]) -> Exception | None:
-    """The exception as one of the class as it was raised; None where that is for the table, or cannot be."""
+    """The exception in its original class; None if the table decides the class, or if it cannot be built."""
     cls = class_named(error.origin)
     if cls is None or not issubclass(cls, Exception) or cls.__module__ == "builtins" or cls in CODES.values():
         return None
@@ -172,7 +174,7 @@ def _construct(cls: type[Exception], arguments: tuple[Any, ...]) -> Exception:
 
 
 def _restore(cls: type[Exception], arguments: tuple[Any, ...]) -> Exception:
-    """An exception whose constructor wants something else than what it told its base: as its base made it."""
+    """An exception whose constructor takes other arguments than it has passed to its base: built by its base."""
     exc = cls.__new__(cls, *arguments)
     base = next(ancestor for ancestor in cls.__mro__ if ancestor.__module__ == "builtins")
     base.__init__(exc, *arguments)  # type: ignore[misc]
@@ -183,9 +185,9 @@ def _as_listed(code: str, arguments: tuple[Any, ...]) -> BaseException:
     kind = replica_exception_class(code)
     bases = [CODES[base.__name__] for base in kind.__mro__ if CODES.get(base.__name__) not in (None, kind)]
     for cls in (kind, *bases):
-        with contextlib.suppress(TypeError):  # a UnicodeDecodeError is not made of a message alone
+        with contextlib.suppress(TypeError):  # a UnicodeDecodeError needs more than a message
             exc = cls(*arguments)
             if isinstance(exc, SystemExit):
-                SystemExit.__init__(exc, *arguments)  # which Exception's hides
+                SystemExit.__init__(exc, *arguments)  # which Exception.__init__ hides
             return exc
     return ReplicaError(*arguments)
