@@ -1,7 +1,7 @@
-"""Bounds of the summed gradient: of every element, of each variable's norm, of the norm of all.
+"""Clipping of the summed gradient: by element, by the norm of each variable, by the norm of all variables.
 
-Owns what TensorFlow's clip functions mean, values first and then norms. Norms are added up in double precision over
-pieces of fixed size, so they do not depend on the number of threads. It knows no rule and no memory.
+This module owns the meaning of TensorFlow's clip functions: values first, then norms. Norms are added up in double
+precision over pieces of fixed size, so they do not depend on the number of threads. It knows no rule and no memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Clipping", "square_of"]
 
 @frozen
 class Clipping:
-    """The bounds of one optimizer; None where there is none."""
+    """The bounds of one optimizer; None means no bound."""
 
     clipvalue: float | None
     clipnorm: float | None
@@ -28,14 +28,14 @@ class Clipping:
 
     @classmethod
     def of(cls, hyperparameters: Hyperparameters) -> Clipping | None:
-        """The bounds that the hyperparameters set; None where they set none."""
+        """The bounds that the hyperparameters set; None if they set none."""
         if not any(name in hyperparameters for name in CLIPS):
             return None
         return cls(**{name: hyperparameters.get(name) for name in CLIPS})
 
     @property
     def has_norm(self) -> bool:
-        """Whether something has to be known of the whole gradient before a part of it is bounded."""
+        """Whether a norm of the whole gradient is needed before a part of it can be bounded."""
         return self.clipnorm is not None or self.global_clipnorm is not None
 
     def bound(self, gradient: Array) -> None:
@@ -54,9 +54,9 @@ class Clipping:
         return total
 
     def factors(self, squares: Iterable[float]) -> list[float]:
-        """What the gradient of each variable is multiplied by, from the squared norm of each.
+        """The factor for the gradient of each variable, from the squared norms of all.
 
-        A norm that is not finite leaves nothing but nan under ``global_clipnorm``, as TensorFlow has it.
+        Under ``global_clipnorm`` a norm that is not finite makes every gradient NaN, as in TensorFlow.
         """
         found = list(squares)
         if self.clipnorm is not None:

@@ -1,10 +1,10 @@
-"""The arithmetic behind the engine's commands: what :class:`~cs_server.events.Compute` and
-:class:`~cs_server.events.Commit` ask for, on the memory where it lies.
+"""The arithmetic of the engine's commands :class:`~cs_server.events.Compute` and :class:`~cs_server.events.Commit`,
+done in place.
 
-It decides nothing: a commit was checked before it was commanded and cannot fail halfway, so an exception out of one is
-a defect, after which no variable can be trusted. Where the end of a server interrupts it, `undo` says how far it is,
-and the next server's call with the same command carries it to its end. Called by the service, in its one thread; a
-large update is spread over threads of its own, which are done when the call returns.
+The executor decides nothing. A commit is checked before it is commanded and cannot fail halfway, so an exception from
+one is a defect, after which no variable can be trusted. If the end of a server interrupts a commit, `undo` has its
+progress, and the next server finishes it with the same command. The service calls this module in its one thread; a
+large update is spread over threads of this module, which are done when the call returns.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from .undo import KEPT_NBYTES, Lane, Undo
 
 __all__ = ["Executor", "Memory", "fill"]
 
-# An update of fewer elements than this is done before another thread has woken up.
+# An update of fewer elements than this finishes before another thread would wake up.
 _ELEMENTS_PER_THREAD = 1 << 17
 # Ranges are cut between cache lines, whatever the dtype.
 _ELEMENTS_PER_CUT = 64
-# So many plans of updates are kept: a set of variables has one for each dtype and set of gradient buffers.
+# The number of cached plans. A variable set has one for each dtype and set of gradient buffers.
 _PLANS = 256
-# Where gradients are bounded they are summed in pieces of this many elements, whose squares are added up in order.
+# Gradients that are clipped are summed in pieces of this many elements, whose squares are added up in order.
 _PIECE = 1 << 16
 
 T = TypeVar("T")
 
 
 class Memory(Protocol):
-    """Where arrays lie."""
+    """The memory of arrays."""
 
     def view(self, array: Array) -> np.ndarray:
         """The array behind a descriptor."""
@@ -71,7 +71,7 @@ class Executor:
         place: Callable[[np.ndarray], Array] = array_of,
         undo: np.ndarray | None = None,
     ) -> None:
-        """``place`` says where the result of a computation goes, ``undo`` is the memory of :class:`~.undo.Undo`."""
+        """``place`` stores the result of a computation; ``undo`` is the memory of :class:`~.undo.Undo`."""
         self._memory = memory
         self._place = place
         self._undo = Undo(undo, threads)
@@ -84,7 +84,7 @@ class Executor:
     def compute(self, command: Compute) -> tuple[Array, ...]:
         """The results of an all_reduce or all_gather, leaf by leaf.
 
-        Raises what :mod:`cs_proto.reduction` raises, and :class:`InvalidArgumentError` where the replicas bring
+        Raises the errors of :mod:`cs_proto.reduction`, and :class:`InvalidArgumentError` if the replicas bring
         different numbers of leaves.
         """
         counts = [len(leaves) for leaves in command.components]
@@ -102,7 +102,7 @@ class Executor:
         )
 
     def commit(self, command: Commit) -> None:
-        """Carry out every operation, in order; of a commit that was under way, what is not done."""
+        """Carry out every operation, in order. Of an interrupted commit, only the unfinished part is carried out."""
         if self.has_done(command.ticket):
             return
         self._undo.begin(command.ticket)
@@ -117,7 +117,7 @@ class Executor:
         self._undo.end()
 
     def has_done(self, ticket: int) -> bool:
-        """Whether the last commit was that one, and a server before this one has carried it out whole."""
+        """Whether that commit was the last one, and an earlier server has finished it."""
         return self._undo.is_done(ticket)
 
     def close(self) -> None:
@@ -164,7 +164,7 @@ class Executor:
             plan = self._plans[key] = _Plan(rule, self._arrays(part), _shares(part.ranges, self._undo.lanes))
 
         def apply(shares: Sequence[int], lane: Lane) -> None:
-            for share in shares:  # at most one: it goes through the pieces of it itself
+            for share in shares:  # at most one, and the kernel goes through its pieces itself
                 plan.apply(share, lane, given, t)
 
         self._phase(range(len(plan.shares)), apply)
@@ -178,7 +178,7 @@ class Executor:
         t: int,
         clipping: Clipping,
     ) -> None:
-        """Update with bounded gradients; those of sparse ones are bounded in place. Every range is one variable."""
+        """Update with clipped gradients; sparse ones are clipped in place. Every range is one variable."""
         pieces = [
             (number, part, piece)
             for number, (part, (first, last)) in enumerate((part, each) for part in parts for each in part.ranges)
@@ -214,8 +214,8 @@ class Executor:
     def _squares(
         self, pieces: Sequence[tuple[int, Dense, slice]], ranges: int, merged: Sequence[Merged], clipping: Clipping
     ) -> list[float]:
-        """The squared norm of the gradient of each of so many ranges, and of each sparse gradient; zeros where no norm
-        is bounded."""
+        """The squared norms of the gradients of this many ranges, then of the sparse gradients; zeros if no norm is
+        bounded."""
         squares = [0.0] * (ranges + len(merged))
         if not clipping.has_norm:
             return squares
@@ -240,7 +240,7 @@ class Executor:
         return elements([part.parameters])[0], elements(part.slots), elements(part.gradients)
 
     def _phase(self, items: Sequence[T], work: Callable[[Sequence[T], Lane], None]) -> None:
-        """The next phase of the commit: ``work`` is done for the share of ``items`` that each lane has."""
+        """The next phase of the commit: each lane does ``work`` for its share of ``items``."""
         if not self._undo.opens():
             return
         count = self._undo.lanes
@@ -253,7 +253,7 @@ class Executor:
         self._undo.close()
 
     def _spread(self, count: int, share: Callable[[int], None]) -> None:
-        """Do the shares 0 to ``count`` (exclusive) by as many threads as there are; all are done when it returns."""
+        """Do the shares 0 to ``count`` (exclusive) with all threads; all shares are done when it returns."""
         if self._pool is None or count <= 1:
             for which in range(count):
                 share(which)
@@ -262,7 +262,7 @@ class Executor:
         try:
             share(0)
             for which in list(others):
-                if others[which].cancel():  # no thread has come to it: other processes have the processors
+                if others[which].cancel():  # no thread has started it, because other processes use the processors
                     del others[which]
                     share(which)
         finally:
@@ -271,7 +271,7 @@ class Executor:
             other.result()
 
     def _fill(self, operations: Sequence[Fill], lane: Lane) -> None:
-        """Done again it is the same, so nothing has to be kept."""
+        """Repeating it gives the same result, so nothing has to be kept."""
         for operation in lane.rest(operations):
             fill(self._memory, operation)
 
@@ -279,7 +279,7 @@ class Executor:
         sources = [self._memory.view(source) for source in operation.sources]
         value = sources[0] if operation.reduce is None else reduction.reduce(operation.reduce, sources)
         target = self._memory.view(operation.target)
-        if operation.op in ("assign", "scatter_update"):  # done again it is the same
+        if operation.op in ("assign", "scatter_update"):  # repeating it gives the same result
             indices = None if operation.indices is None else self._memory.view(operation.indices)
 
             def whole(mine: Sequence[Write], lane: Lane) -> None:
@@ -303,7 +303,7 @@ class Executor:
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """What every update of the same part has in common: where it is, whose share is what, and the kernel over each."""
+    """The constant data of updates of the same part: its place, the shares, and the kernel of each share."""
 
     rule: Rule
     arrays: tuple[np.ndarray, tuple[np.ndarray, ...], tuple[np.ndarray, ...]]
@@ -311,7 +311,7 @@ class _Plan:
     _updates: dict[int, Callable[[Hyperparameters, int], None]] = field(default_factory=dict)
 
     def apply(self, share: int, lane: Lane, given: Hyperparameters, t: int) -> None:
-        """Update a share, which is always that of the same lane."""
+        """Update a share. The same lane always has the same share."""
         update = self._updates.get(share)
         if update is None:
             update = self._updates[share] = bound(self.rule, self.shares[share], *self.arrays, lane)
@@ -345,7 +345,7 @@ def _scale(gradient: np.ndarray, factor: float) -> None:
 def _shares(ranges: tuple[tuple[int, int], ...], threads: int) -> tuple[np.ndarray, ...]:
     """``ranges`` cut into up to ``threads`` shares of about as many elements, each an int64 array of shape [n, 2].
 
-    The same set of variables is updated in every step, so the cutting is remembered.
+    The same variable set is updated in every step, so the result is cached.
     """
     total = sum(last - first for first, last in ranges)
     count = max(1, min(threads, total // _ELEMENTS_PER_THREAD))

@@ -1,10 +1,10 @@
-"""Sparse gradients: rows named by several replicas, or twice by one, become one gradient a row, and rules by rows.
+"""Sparse gradients: adds up rows that several replicas, or one replica twice, name, and applies rules by rows.
 
-Owns the fixed order in which duplicates are added (by replica, then by position), which rows an update reads and
-writes, and how it is cut into the pieces of which a commit consists (`undo`). A rule that moves named rows only never
-looks at the rest: `kernels` adds up and updates row by row where they lie; what is not compiled, rows gathered into
-pieces that fit the cache. Of other rules a piece is a stretch of the table, whose gradient is zero but for the rows
-that are named.
+This module owns the fixed order in which duplicates are added (by replica, then by position), the rows that an update
+reads and writes, and the pieces into which it is cut for a commit (`undo`). A rule that changes only the named rows
+never reads the others: `kernels` adds up and updates row by row in place, and NumPy code works on rows gathered into
+pieces that fit the cache. For any other rule a piece is a range of the table, with a gradient of zero except for the
+named rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .undo import KEPT_NBYTES, Lane
 
 __all__ = ["Merged", "Table", "merge", "write_rows"]
 
-#: Elements of one piece: of a rule with three slots all arrays of a piece stay in the cache.
+#: Elements of one piece: even with three slots, all arrays of a piece stay in the cache.
 _PIECE = 1 << 16
 
 Piece: TypeAlias = tuple[slice, slice]
@@ -46,10 +46,10 @@ class Merged:
 
 
 def merge(gradients: Sequence[tuple[Array, Array]], height: int, width: int) -> Merged:
-    """Add up (values, indices) of all replicas, in replica order: of every row first named first.
+    """Add up (values, indices) of all replicas, in replica order. Rows come in the order in which they are first named.
 
     ``values`` [k, ...] have ``width`` elements a row and one dtype, ``indices`` are int64 [k]. The replicas have
-    checked that they lie in [0, height); a row that does not is left out, since a commit cannot fail.
+    checked that they lie in [0, height); any other row is skipped, because a commit cannot fail.
     """
     inside = [_inside(values, indices, height) for values, indices in _aligned(gradients, width)]
     values, named = [values for values, _ in inside], [indices for _, indices in inside]
@@ -66,7 +66,7 @@ def merge(gradients: Sequence[tuple[Array, Array]], height: int, width: int) -> 
 
 
 def merge_reference(values: Sequence[Array], indices: Sequence[Array]) -> Merged:
-    """What ``merge`` must equal bit for bit, in plain NumPy."""
+    """The reference in plain NumPy, which ``merge`` must equal bit for bit."""
     unique, first, place = np.unique(np.concatenate(indices), return_index=True, return_inverse=True)
     order = np.argsort(first)
     rank = np.empty(len(order), np.int64)
@@ -86,7 +86,7 @@ class Table:
 
     @cached_property
     def _bound(self) -> BoundRows | None:
-        # Not before an update goes by rows, which those of a rule that moves more than them may never do.
+        # Compiled when an update first goes by rows. Updates of a rule that changes other rows, too, may never do that.
         is_compiled = has_kernel(self._rule, self._parameters.dtype)
         return BoundRows(self._rule, self._parameters, self._slots) if is_compiled else None
 
@@ -100,8 +100,8 @@ class Table:
     ) -> None:
         """Apply the rule's t-th update under sparse gradients as :func:`merge` takes them, in place.
 
-        ``phase`` spreads the pieces over threads, of which there are up to ``lanes``. Rows that no gradient names move
-        as the rule says, or not at all where ``lazy`` is set.
+        ``phase`` spreads the pieces over up to ``lanes`` threads. Rows that no gradient names change as the rule says,
+        or not at all if ``lazy`` is set.
         """
         if not self._parameters.size:
             return
@@ -126,7 +126,7 @@ class Table:
         count = max(1, min(lanes, sum(values.size for values, _ in aligned) // _PIECE))
 
         def named(shares: Sequence[int], lane: Lane) -> None:
-            for share in shares:  # at most one: it goes through the pieces of it itself
+            for share in shares:  # at most one, and the kernel goes through its pieces itself
                 bound.apply(share, count, lane, hyperparameters, t)
 
         phase(range(count), named)
@@ -169,8 +169,8 @@ class Table:
 
 
 def write_rows(target: Array, op: WriteOp, value: Array, indices: Array, phase: Phase) -> None:
-    """What :func:`cs_proto.scatter.write` does for ``scatter_add`` and ``scatter_sub``, in pieces and with its bits:
-    changes of one row stay together and in order."""
+    """The same as :func:`cs_proto.scatter.write` for ``scatter_add`` and ``scatter_sub``, with the same bits, in
+    pieces: the changes of one row stay together and in order."""
     inside = (indices >= 0) & (indices < len(target))
     named, width = indices[inside], target[:1].size
     if not len(named) or not width:
@@ -190,7 +190,7 @@ def write_rows(target: Array, op: WriteOp, value: Array, indices: Array, phase: 
 
 
 def _rows_of(table: Array, rows: Array) -> Array:
-    # Ten times as fast, but of a table that is cut into columns it would copy all.
+    # Ten times as fast, but it would copy the whole of a table that is cut into columns.
     return np.take(table, rows, axis=0) if table.flags.c_contiguous else table[rows]
 
 
@@ -210,7 +210,7 @@ def _update(
 
 
 def _pieces(height: int, width: int, itemsize: int) -> list[Piece]:
-    """A table of that many rows in pieces of which a lane can keep the old values."""
+    """A table of that many rows, cut into pieces whose old values a lane can keep."""
     size = min(_PIECE, KEPT_NBYTES // itemsize)
     step = max(1, size // width)
     return [
@@ -228,7 +228,7 @@ def _inside(values: Array, indices: Array, height: int) -> tuple[Array, Array]:
 
 
 def _aligned(gradients: Sequence[tuple[Array, Array]], width: int) -> list[tuple[Array, Array]]:
-    """Values as [k, width], and both as compiled code reads them."""
+    """Values as [k, width], and both arrays in the form that compiled code reads."""
     return [
         (
             np.require(values.reshape(len(indices), width), requirements=["C_CONTIGUOUS", "ALIGNED"]),

@@ -1,14 +1,14 @@
-"""What makes a commit survive the server: how far it is, and the old values of what is being overwritten.
+"""The undo area, with which a commit survives the server: its progress, and the old values of the current pieces.
 
-A commit is a row of phases, one after the other. A phase changes memory in pieces, which go to lanes, one for each
-thread, in an order that the commit alone decides. A piece's new values are computed from its old ones, so before they
-are overwritten they are copied to the lane's area, and the lane's word then says that they are kept. A server that is
-started over the same memory skips the phases and pieces that are done, gives the piece at hand its old values back and
-does it again: the result has the bits of a commit that nobody disturbed.
+A commit is a sequence of phases. A phase changes memory in pieces, which are given to lanes, one lane for each thread,
+in an order that depends only on the commit. The new values of a piece are computed from its old ones. So before the old
+values are overwritten, they are copied to the lane's area, and then the lane's word says that they are kept. The next
+server over the same memory skips the phases and pieces that are done, restores the old values of the current piece and
+computes it again: the result has the bits of an undisturbed commit.
 
-Every word is written by one aligned store, in an order in which every prefix of the stores is such a state. A process
-that is killed has done all stores up to some instruction and none behind it, so it is enough that the compiler keeps
-their order (`jit` has fences). This module knows no rules and no messages.
+Every word is written by one aligned store, in an order in which every prefix of the stores is a state from which a
+server can continue. A process that is killed has done all stores up to some instruction and none after it, so only the
+compiler has to keep their order (`jit` has fences). This module knows no rules and no messages.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from cs_server.rules import Array
 
 __all__ = ["KEPT_NBYTES", "LANES", "UNDO_NBYTES", "Lane", "Place", "Undo", "used_nbytes"]
 
-#: What a lane can keep of one array of a piece, and of the at most four arrays (a variable, three slots) of one.
+#: Bytes that a lane can keep of one array of a piece; a piece has at most four arrays (a variable, three slots).
 KEPT_NBYTES = 256 * 1024
 _ARRAYS = 4
 
-#: More threads than this do not take part in one commit.
+#: The most threads that take part in one commit.
 LANES = 256
 
 _HEAD_NBYTES = 4096
 _LINE_NBYTES = 64  # the words of a lane have a cache line of their own
 _LANE_NBYTES = _LINE_NBYTES + _ARRAYS * KEPT_NBYTES
 
-#: The whole memory; only what is used of it is ever touched.
+#: Bytes of the whole area; only the used part is ever touched.
 UNDO_NBYTES = _HEAD_NBYTES + LANES * _LANE_NBYTES
 
-# The head: the commit and phase at hand as one number, how many lanes that commit has, and the last one that is done.
+# The head: the current commit and phase as one number, the number of its lanes, and the last finished commit.
 _TAG, _COUNT, _DONE = 0, 1, 2
-# A lane: the phase it is in (else it has not begun it), and 2 * (pieces done) + (the next piece is kept).
+# A lane: its current phase (if it has begun it), and 2 * (pieces done) + (the next piece is kept).
 _LANE_TAG, _PROGRESS = 0, 1
 _PHASES = 1 << 24
 
@@ -50,61 +50,61 @@ Place: TypeAlias = tuple[Array, Any]
 
 
 def used_nbytes(lanes: int) -> int:
-    """Bytes, from the first on, that commits of so many lanes may touch."""
+    """Bytes, counted from the first, that commits with this many lanes may touch."""
     return _HEAD_NBYTES + min(lanes, LANES) * _LANE_NBYTES
 
 
 class Lane:
-    """One thread's part in a phase. Without memory it keeps nothing, and does everything."""
+    """One thread's part in a phase. Without memory it keeps nothing and does all pieces."""
 
     def __init__(self, memory: NDArray[np.uint8] | None = None) -> None:
         if memory is None:
             memory = np.empty(0, np.uint8)
         self._line = memory[:_LINE_NBYTES].view(np.int64)
-        self._words = self._line.data  # an array takes long for a single number
+        self._words = self._line.data  # a memoryview is faster than an array for a single number
         self._area = memory[_LINE_NBYTES:]
 
     @property
     def progress(self) -> NDArray[np.int64]:
-        """The word that says how far the phase is, for compiled code that goes through the pieces itself; empty where
-        nothing is kept."""
+        """The progress word of the phase, for compiled code that goes through the pieces itself; empty if nothing is
+        kept."""
         return self._line[_PROGRESS : _PROGRESS + 1]
 
     def area(self, dtype: np.dtype[Any]) -> Array:
-        """Where compiled code keeps the arrays of a piece, back to back."""
+        """The memory in which compiled code keeps the arrays of a piece, back to back."""
         return self._area.view(dtype)
 
     @property
     def is_kept(self) -> bool:
-        """Whether the old values of the piece at hand are kept: it may be half overwritten."""
+        """Whether the old values of the current piece are kept: the piece may be half overwritten."""
         return bool(len(self._words) and self._words[_PROGRESS] & 1)
 
     @property
     def done(self) -> int:
-        """How many pieces of the phase are done."""
+        """The number of finished pieces of the phase."""
         return self._words[_PROGRESS] >> 1 if len(self._words) else 0
 
     def enter(self, tag: int) -> None:
-        """Begin a phase, or go on with it where a server before this one ended in the midst of it."""
+        """Begin a phase, or continue it if an earlier server ended in the middle of it."""
         if len(self._words) and self._words[_LANE_TAG] != tag:
             _say(self._words, _PROGRESS, 0)
             _say(self._words, _LANE_TAG, tag)
 
     def rest(self, pieces: Sequence[T]) -> Iterator[T]:
-        """Those of this lane's ``pieces`` that are not done. Each is done when the next one is asked for."""
+        """The unfinished ones of this lane's ``pieces``. Asking for the next one marks a piece as done."""
         for number in range(self.done, len(pieces)):
             yield pieces[number]
             if len(self._words):
                 _say(self._words, _PROGRESS, 2 * number + 2)
 
     def keep(self, places: Sequence[Place]) -> None:
-        """Keep the old values of the piece at hand: of every place that is overwritten. Where they are kept already,
-        because a server ended in the midst of it, they are given back."""
+        """Keep the old values of the current piece, for every place that is overwritten. If they are kept already,
+        because a server ended in the middle of the piece, restore them instead."""
         if len(self._words) and not self.give_back(places):
             self.note([array[index] for array, index in places])
 
     def note(self, values: Sequence[Array]) -> None:
-        """Keep these old values of the piece at hand, of which nothing has been overwritten."""
+        """Keep these old values of the current piece, of which nothing has been overwritten yet."""
         if not len(self._words):
             return
         first = 0
@@ -115,7 +115,7 @@ class Lane:
         failpoint("server.kept")
 
     def give_back(self, places: Sequence[Place]) -> bool:
-        """Put the old values that are kept back to ``places``; False where none are kept."""
+        """Restore the kept old values to ``places``; False if none are kept."""
         if not self.is_kept:
             return False
         first = 0
@@ -128,11 +128,11 @@ class Lane:
 
 
 class Undo:
-    """The progress of commits over one memory. Without memory nothing is kept, and a commit that the end of the server
-    interrupts is lost."""
+    """The progress of commits over one memory. Without memory nothing is kept, and the end of the server loses an
+    unfinished commit."""
 
     def __init__(self, memory: NDArray[np.uint8] | None, lanes: int) -> None:
-        """``memory`` is of ``UNDO_NBYTES`` bytes, zeros at first; a commit has up to ``lanes`` lanes."""
+        """``memory`` has ``UNDO_NBYTES`` bytes, zeros at first; a commit has up to ``lanes`` lanes."""
         self._memory = memory
         self._head = (np.zeros(3, np.int64) if memory is None else memory[:24].view(np.int64)).data
         self._limit = min(lanes, LANES)
@@ -141,38 +141,39 @@ class Undo:
 
     @property
     def lanes(self) -> int:
-        """How many lanes the commit has. That decides which lane does what, so it is that of whoever began it."""
+        """The number of lanes of the commit. It decides the pieces of each lane, so the server that begins a commit
+        sets it."""
         return self._head[_COUNT]
 
     def begin(self, ticket: int) -> None:
-        """A commit begins, or is taken up. Tickets grow from 1 and are never used again."""
+        """Begin a commit, or continue it. Tickets grow from 1 and are never reused."""
         self._ticket, self._phase = ticket, 0
         if self._memory is None or self._head[_TAG] // _PHASES != ticket:
             _say(self._head, _COUNT, self._limit)
             _say(self._head, _TAG, self._tag)
 
     def is_done(self, ticket: int) -> bool:
-        """Whether that commit, the last one, has ended: what it was made of may have been overwritten since."""
+        """Whether that commit was the last one and is finished: its contributions may have been overwritten since."""
         return self._head[_DONE] == ticket
 
     def end(self) -> None:
-        """The commit is done."""
+        """Mark the commit as done."""
         _say(self._head, _DONE, self._ticket)
 
     def opens(self) -> bool:
-        """Whether the next phase is to be done: it is not where it was done before the server ended."""
+        """Begin the next phase; False if an earlier server has done it already."""
         if self._head[_TAG] == self._tag:
             return True
         self._phase += 1
         return False
 
     def close(self) -> None:
-        """The phase is done by all lanes."""
+        """Mark the phase as done by all lanes."""
         self._phase += 1
         _say(self._head, _TAG, self._tag)
 
     def lane(self, which: int) -> Lane:
-        """A lane, which has entered the phase."""
+        """A lane that has entered the phase."""
         if which not in self._lanes:
             first = _HEAD_NBYTES + which * _LANE_NBYTES
             memory = None if self._memory is None else self._memory[first : first + _LANE_NBYTES]
@@ -187,5 +188,5 @@ class Undo:
 
 
 def _say(words: memoryview, which: int, value: int) -> None:
-    """The only way in which a word changes, but for those that compiled code writes. Tests cut the row of them."""
+    """Store a word. Only this function and compiled code change words; tests cut the sequence of stores here."""
     words[which] = value

@@ -1,7 +1,7 @@
-"""The device of a replica: its full name, the array module of its arrays, and the way of an array to it and back.
+"""The device of a replica: its full name, the module of its arrays, and copies of arrays to it and back.
 
-This is the one module of the worker that imports CuPy, and only for a GPU. A replica on a CPU computes with NumPy on
-views of the parameters themselves. The module ``gpu`` has the device of a replica on a GPU.
+Only this module of the worker imports CuPy, and only for a GPU. A replica on a CPU computes with NumPy on views of the
+parameters themselves; ``gpu`` has the way of a replica on a GPU.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ __all__ = ["Device", "open_device", "place"]
 
 
 class Device(Protocol):
-    """What a replica computes on: ``name`` as ``cpu:0`` (``cpu:0+cpu:1`` for several), the ``full_names`` of its
-    devices as TensorFlow writes them, NumPy or CuPy. ``is_host``: its arrays are those of host memory. ``uuid`` names a
-    GPU on every machine."""
+    """The device of a replica: ``name`` such as ``cpu:0`` (``cpu:0+cpu:1`` for several), the ``full_names`` of its
+    devices as TensorFlow writes them, and NumPy or CuPy. ``is_host``: its arrays lie in host memory. ``uuid``
+    identifies a GPU across machines."""
 
     name: str
     full_names: tuple[str, ...]
@@ -35,55 +35,56 @@ class Device(Protocol):
     uuid: bytes
 
     def begin_run(self, parameters: gpu.Parameters) -> None:
-        """A run begins. Variables that the run before it read are brought up to date meanwhile."""
+        """Begin a run. Meanwhile the variables that the last run read are updated on the device."""
 
     def seed(self, number: int) -> None:
-        """Seed the device's random state, beside Python's and NumPy's."""
+        """Seed the device's random state, in addition to Python's and NumPy's."""
 
     def keep_random_state(self) -> Callable[[], None]:
-        """Keep the random state; the result restores it."""
+        """Save the random state; the returned function restores it."""
 
     def bring(self, array: np.ndarray) -> Any:
         """A host array as an array of this device: itself on a CPU, a copy on a GPU. Strings stay where they are."""
 
     def view(self, number: int, parameters: gpu.Parameters) -> Any:
-        """A variable's value, to be read only: on a GPU a copy, made anew where the variable has changed."""
+        """A variable's value, which must not be written. On a GPU it is a copy, replaced when the variable has
+        changed."""
 
     def rows(self, number: int, rows: np.ndarray, parameters: gpu.Parameters) -> Any:
-        """A copy of rows (int64 of any shape, all there) of a variable; of a table only these move."""
+        """A copy of rows (int64 of any shape, all valid) of a variable; only these rows are copied to the device."""
 
     def buffers(self, places: Sequence[np.ndarray]) -> list[Any]:
-        """Arrays to compute gradients into that belong at ``places``: these themselves on a CPU."""
+        """Arrays to compute the gradients for ``places`` into: on a CPU, ``places`` themselves."""
 
     def shared(self, places: Sequence[DevicePlace | None], arrays: Sequence[Array]) -> list[Any] | None:
-        """Arrays like ``arrays`` at ``places`` in the server's memory on this device; None where some cannot be had."""
+        """Arrays like ``arrays`` at ``places`` in the server's memory on this device; None if some cannot be opened."""
 
     def put(self, pairs: Sequence[tuple[Any, Any]]) -> None:
-        """Copy gradients to the arrays that :meth:`shared` gave, where each is not that itself."""
+        """Copy gradients to the arrays that :meth:`shared` returned, unless they are the same arrays."""
 
     def fetch(self, pairs: Sequence[tuple[Any, np.ndarray]], *, may_change: bool) -> None:
-        """Copy arrays of this device to host memory, where they are after the next :meth:`settle`. ``may_change``: the
-        user may write to them at once."""
+        """Start copies of arrays of this device to host memory; they are complete after the next :meth:`settle`.
+        ``may_change``: the user may write to the arrays at once."""
 
     def settle(self) -> None:
-        """Wait until this device neither reads nor writes shared memory. Called before every message after which others
-        may do so."""
+        """Wait until the device neither reads nor writes shared memory. Call this before every message that lets others
+        read or write it."""
 
     def lock(self, arrays: Sequence[np.ndarray]) -> None:
-        """Page-lock the memory of host arrays, so that copies need no detour and no waiting."""
+        """Page-lock the memory of host arrays, so that copies are direct and asynchronous."""
 
     def forget(self, numbers: Sequence[int], arrays: Sequence[np.ndarray]) -> None:
-        """These variables are gone, and the memory of these host arrays with them."""
+        """Forget these variables, whose host arrays are gone."""
 
     def close_imports(self) -> None:
-        """Forget the opened memory of the server's device: the server has gone."""
+        """Close the memory of a server that has ended."""
 
     def close(self) -> None:
-        """Let go of all host memory. To be called once, in the thread that used the device."""
+        """Release all host memory. Call this once, in the thread that used the device."""
 
 
 class _Host:
-    """A CPU, or several, which share one memory."""
+    """One CPU, or several, which share one memory."""
 
     def __init__(self, name: str, full_names: tuple[str, ...]) -> None:
         self.is_host = True
@@ -140,16 +141,16 @@ class _Host:
 
 
 def open_device(name: str) -> Device:
-    """The device or devices called ``name``; the first is made current for this thread where it is a GPU.
+    """The device or devices ``name``; if the first is a GPU, it becomes the current one of this thread.
 
-    Raises :class:`DeviceError` where it is no device, or CuPy is missing or cannot use it.
+    Raises :class:`DeviceError` if it is no device, or if CuPy is missing or cannot use it.
     """
     replica = of_replica(name)
     logical = logical_devices(replica)
     full_names = tuple(map(full_name, logical))
     if not logical[0].startswith("gpu:"):
         return _Host(replica, full_names)
-    from . import gpu  # late, like below: most workers have none
+    from . import gpu  # late, like below: most workers have no GPU
 
     cupy = _cupy(logical[0])
     try:
@@ -161,10 +162,10 @@ def open_device(name: str) -> Device:
 
 
 def place(array: Any, name: str) -> Any:
-    """``array`` in the memory of the device called ``name``; itself where it is there already, or holds strings.
+    """``array`` in the memory of the device ``name``; ``array`` itself if it is there already, or holds strings.
 
-    Raises :class:`DeviceError` where that is no device, or CuPy is missing or cannot use it, and DeviceMemoryError
-    where its memory does not suffice.
+    Raises :class:`DeviceError` if that is no device, or if CuPy is missing or cannot use it, and DeviceMemoryError if
+    its memory does not suffice.
     """
     device = canonical(name)
     if not device.startswith("gpu:"):

@@ -83,7 +83,7 @@ def name_faults(describe: Callable[[str, int], str]) -> None:
     stack = mmap.mmap(-1, _STACK_NBYTES)
     start = ctypes.addressof(ctypes.c_char.from_buffer(stack))
     _libc.sigaltstack(ctypes.byref(_Stack(start, 0, _STACK_NBYTES)), None)
-    # After the interpreter's end no Python code can be called. Until then this keeps the handler and its stack alive.
+    # After the end of the interpreter no Python code can run. Until then this keeps the handler and its stack alive.
     atexit.register(_put_behind_faulthandler, None, handler, stack)
 
 

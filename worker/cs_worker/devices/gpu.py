@@ -1,10 +1,10 @@
 """A replica's GPU: copies of variables by version, gradients on their way back, page-locked memory.
 
-A variable is copied when it is read and has changed since, on a stream of its own where it comes from the machine's
-memory; what the run before read and has changed is copied when a run begins, beside the first computations. A new value
-is a new array, so an array that was read keeps its bits. Streams wait for events and the host for nothing,
-until a message is to leave after which others may write what is still read here, or read what is still written
-(:meth:`Gpu.settle`). CuPy comes as an argument: ``device`` alone imports it.
+A variable is copied when it is read and has changed; copies from host memory have a stream of their own. When a run
+begins, the changed variables that the last run read are copied while the function begins to compute. A new value is a
+new array, so an array that was read keeps its bits. Streams wait for events. The host waits in one place: before a
+message that lets others write memory that is still read here, or read memory that is still written
+(:meth:`Gpu.settle`). CuPy is an argument, because only ``device`` imports it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ __all__ = ["Gpu", "Parameters", "can_be_on", "place"]
 
 _log = logging.getLogger("central_storage.worker")
 
-# So many bytes at both ends of a variable are compared with its mirror where it is read in the server's memory.
+# Bytes at each end of a variable that are compared with its mirror, if it is read in the server's device memory.
 _PROBE_NBYTES = 64
 
 
 class Parameters(Protocol):
-    """What a worker knows of variables."""
+    """The worker's access to variables."""
 
     def version(self, number: int) -> int:
-        """A number that changes with the value."""
+        """A number that changes whenever the value changes."""
 
     def view(self, number: int) -> np.ndarray:
         """The value in host memory, read-only."""
@@ -44,7 +44,7 @@ class Parameters(Protocol):
         """The variable's name."""
 
     def on_device(self, number: int) -> DevicePlace | None:
-        """Where the value lies on this very device, in memory of the server's."""
+        """The place of the value in the server's memory on this device, or None."""
 
 
 @dataclass
@@ -58,10 +58,10 @@ class _Copy:
 
 
 class Gpu:
-    """The GPUs of a replica, of which the first is its home. Used by one thread."""
+    """The GPUs of a replica; the first is its home. Used by one thread."""
 
     def __init__(self, name: str, full_names: tuple[str, ...], cupy: Any, numbers: Sequence[int]) -> None:
-        """``numbers`` are CUDA's. Raises CuPy's errors where the home cannot be used."""
+        """``numbers`` are CUDA's. Raises CuPy's errors if the home cannot be used."""
         self.name = name
         self.full_names = full_names
         self.is_host = False
@@ -69,20 +69,20 @@ class Gpu:
         self._numbers = numbers
         self._home = cupy.cuda.Device(numbers[0])
         self._home.use()
-        # CuPy reads a C string: what stands behind the sixteen bytes may follow, and a zero ends it.
+        # CuPy reads it as a C string: a zero byte ends it early, and bytes after the sixteen may follow.
         self.uuid = bytes(cupy.cuda.runtime.getDeviceProperties(numbers[0])["uuid"][:16])
         self._copying = cupy.cuda.Stream(non_blocking=True)
         self._locks = PageLocks(cupy.cuda.runtime, self._wait, self._say_refusal)
-        # Kernels read page-locked memory under the address that the host has for it; not every machine can.
+        # Whether kernels can read page-locked memory at its host address; not every machine can.
         self._reads_host = bool(self._home.attributes.get("CanUseHostPointerForRegisteredMem", 0))
         self._copies: dict[int, _Copy] = {}
         self._used: set[int] = set()
-        # What the copying stream still reads or writes: memory that is given back is used again at once.
+        # The arrays that the copying stream still reads or writes: freed memory would be reused at once.
         self._in_flight: list[Any] = []
         # After the last kernel that reads shared memory.
         self._reading: Any = None
-        # Blocks of the server's device memory by handle, opened and checked; those that are closed when this run is
-        # over; arrays in them; whether this run has been shown any, which any kernel of it may still use.
+        # Blocks of the server's device memory by handle, opened and checked; those to close after this run; arrays in
+        # them; whether this run has got any, because any of its kernels may still use them.
         self._opened: dict[bytes, int] = {}
         self._closing: list[int] = []
         self._imports: dict[DevicePlace, Any] = {}
@@ -90,7 +90,7 @@ class Gpu:
         self._has_said: set[str] = set()
 
     def begin_run(self, parameters: Parameters) -> None:
-        """Be current again, whatever the function before did, and bring up to date what it read."""
+        """Become the current device again, whatever the last function did, and update the variables that it read."""
         self._home.use()
         self.array_module.cuda.Stream.null.use()
         used, self._used = self._used, set()
@@ -101,12 +101,12 @@ class Gpu:
             if self._copies[number].version != parameters.version(number):
                 old = self._copies.pop(number)
                 is_staged = old.is_staged
-                del old  # its memory may be what the new one takes
-                if not is_staged:  # copies on this device are fast, and its place may have to be asked
+                del old  # the new one may take its memory
+                if not is_staged:  # copies on this device are fast, and the place may have to be asked for
                     continue
                 try:
                     self._start_copy(number, parameters, None)
-                except DeviceMemoryError:  # whoever reads it next is told, if it does not fit then either
+                except DeviceMemoryError:  # the next read raises, if it does not fit then either
                     return
 
     # --- random numbers -------------------------------------------------------------------------------------------
@@ -173,8 +173,8 @@ class Gpu:
         return self._import(place, parameters.view(number), is_mirror=True)
 
     def _import(self, place: DevicePlace, like: np.ndarray | Array, *, is_mirror: bool = False) -> Any:
-        """The array that the server has on this device; None where its memory cannot be opened, or does not show there
-        what ``like`` holds, where it is the mirror."""
+        """The server's array on this device. None if its memory cannot be opened or, with ``is_mirror``, if it differs
+        from ``like``, the mirror."""
         if place not in self._imports:
             self._imports[place] = self._imported(place, like, is_mirror)
         found = self._imports[place]
@@ -200,8 +200,8 @@ class Gpu:
         return cupy.ndarray(like.shape, like.dtype, cupy.cuda.MemoryPointer(memory, 0))
 
     def _open(self, place: DevicePlace) -> int:
-        """Where a block of the server's begins here; 0 where it cannot be opened, or shows other bytes than the server
-        has written to its ends: a driver may open more than was meant."""
+        """The address of a block of the server in this process. 0 if it cannot be opened, or if its ends do not have
+        the bytes that the server has written there, because a driver may open a larger allocation."""
         if place.handle not in self._opened:
             self._opened[place.handle] = 0
             runtime = self.array_module.cuda.runtime
@@ -211,13 +211,13 @@ class Gpu:
                     start = runtime.ipcOpenMemHandle(place.handle)
                     try:
                         is_it = all(self._shows(start + offset, mark) for offset in place.marked)
-                    except runtime.CUDARuntimeError:  # it ends before
+                    except runtime.CUDARuntimeError:  # the allocation ends before it
                         is_it = False
                     if not is_it:
                         runtime.ipcCloseMemHandle(start)
                         start = 0
             except runtime.CUDARuntimeError as error:
-                # The text alone: an error that a log keeps would keep the service's memory by its frames.
+                # Only the text: an error object in a log would keep memory alive through its frames.
                 self._say(f"transport staging: the server's memory on {self.name} cannot be opened ({error!s})")
             else:
                 self._opened[place.handle] = start
@@ -226,7 +226,7 @@ class Gpu:
         return self._opened[place.handle]
 
     def _shows(self, address: int, expected: np.ndarray) -> bool:
-        """Whether these bytes, uint8 [n], are at an address of the device."""
+        """Whether the memory at this device address holds these bytes, uint8 [n]."""
         runtime, seen = self.array_module.cuda.runtime, np.empty_like(expected)
         with self._home:
             runtime.memcpy(_address(seen), address, seen.nbytes, runtime.memcpyDeviceToHost)
@@ -244,7 +244,7 @@ class Gpu:
         self._say(f"transport pageable memory: {reason}; copies to and from {self.name} are slower")
 
     def _ready(self, copy: _Copy) -> Any:
-        """The array, which what is computed from now on waits for."""
+        """The array; all later computations wait until it is complete."""
         if copy.event is not None:
             if copy.event.done:
                 copy.event = None
@@ -254,7 +254,7 @@ class Gpu:
         return copy.array
 
     def _start_copy(self, number: int, parameters: Parameters, imported: Any) -> _Copy:
-        """Copy the variable from ``imported``, or from host memory where that is None."""
+        """Copy the variable from ``imported``, or from host memory if that is None."""
         host, version = parameters.view(number), parameters.version(number)
         self._copies.pop(number, None)
         with self._home, self._memory(host.nbytes, f"variable {parameters.name(number)}"):
@@ -265,7 +265,7 @@ class Gpu:
                 array[...] = imported
                 event = self.array_module.cuda.get_current_stream().record()
             else:
-                # The memory may be that of an array which kernels of this stream still use.
+                # The memory may have belonged to an array that kernels of this stream still use.
                 self._copying.wait_event(self.array_module.cuda.get_current_stream().record())
                 kind = self.array_module.cuda.runtime.memcpyHostToDevice
                 self._copy(array.data.ptr, _address(host), host, kind)
@@ -275,7 +275,7 @@ class Gpu:
         return copy
 
     def _copy(self, target: int, source: int, host: np.ndarray, kind: int) -> None:
-        """Order a copy between two addresses, of which one is that of ``host``."""
+        """Enqueue a copy between two addresses, one of which is that of ``host``."""
         for start, stop in self._locks.parts(_address(host), host.nbytes):
             self.array_module.cuda.runtime.memcpyAsync(
                 target + start, source + start, stop - start, kind, self._copying.ptr
@@ -286,7 +286,7 @@ class Gpu:
         try:
             return cupy.empty(like.shape, like.dtype)
         except cupy.cuda.memory.OutOfMemoryError:
-            # Copies that this run has not read are kept for the case that nothing changes; here they are in the way.
+            # Copies that this run has not read are only a cache, so they are dropped when memory is short.
             for number in self._copies.keys() - self._used:
                 del self._copies[number]
             self._wait()
@@ -319,7 +319,7 @@ class Gpu:
                 if source is target:
                     continue
                 array = self._at_home(source) if isinstance(source, cupy.ndarray) else cupy.asarray(source)
-                # One that was computed into the buffer of another variable is saved before that one's gets there.
+                # If a gradient lies in the buffer of another variable, it is saved before that buffer is overwritten.
                 found.append((array.copy() if low <= array.data.ptr < high else array, target))
             for array, target in found:
                 target[...] = array
@@ -386,7 +386,7 @@ class Gpu:
 
     @contextmanager
     def _memory(self, nbytes: int, what: str) -> Iterator[None]:
-        """Name the device and what it is used for where its memory does not suffice."""
+        """If the memory does not suffice, raise an error that names the device and the use."""
         try:
             yield
         except self.array_module.cuda.memory.OutOfMemoryError as error:
@@ -402,14 +402,14 @@ class Gpu:
 
 
 def can_be_on(array: Any) -> bool:
-    """Whether a GPU has arrays of this dtype; strings stay in host memory."""
+    """Whether a GPU can hold arrays of this dtype; strings stay in host memory."""
     return getattr(array.dtype, "kind", "f") in "biufc"
 
 
 def place(cupy: Any, array: Any, number: int, name: str) -> Any:
-    """``array`` on the device with CUDA's ``number``; itself where it is there.
+    """``array`` on the device with CUDA's ``number``; ``array`` itself if it is there already.
 
-    Raises CuPy's errors where the device cannot be used, :class:`DeviceMemoryError` where its memory does not suffice.
+    Raises CuPy's errors if the device cannot be used, :class:`DeviceMemoryError` if its memory does not suffice.
     """
     source = array.device.id if isinstance(array, cupy.ndarray) else number
     if source == number == cupy.cuda.runtime.getDevice() and isinstance(array, cupy.ndarray):

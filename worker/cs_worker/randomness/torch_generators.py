@@ -61,7 +61,7 @@ class TorchGenerators:
         return restore
 
     def watch(self) -> None:
-        """Have torch's generators seeded when torch is imported."""
+        """Arrange that torch's generators are seeded when torch is imported."""
         if "torch" not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
             sys.meta_path.insert(0, _Finder(self))
 
