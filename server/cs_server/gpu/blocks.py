@@ -1,4 +1,4 @@
-"""Ranges of elements as pieces of work for blocks of threads: numbers alone."""
+"""Cuts ranges of elements into pieces of work for blocks of threads. It handles only numbers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PIECE = 1 << 13
 
 @frozen(eq=False)
 class Pieces:
-    """Work for blocks of threads, int64 [n] each: elements of a segment from ``starts`` on, so many as ``counts``;
-    ``sources`` are those of the gradient, -1 where it is zero."""
+    """Work for blocks of threads, int64 [n] each: ``counts`` elements of a segment from ``starts`` on. ``sources`` are
+    the first elements in the gradient, or -1 for a gradient of zero."""
 
     starts: np.ndarray
     counts: np.ndarray
@@ -29,7 +29,7 @@ class Pieces:
 
 
 def split(spans: np.ndarray, borders: np.ndarray) -> np.ndarray:
-    """Spans (start, stop, source), ascending, none of which crosses a border."""
+    """Split spans (start, stop, source) in ascending order, so that none crosses a border."""
     split = []
     for start, stop, source in spans.tolist():
         inside = borders[np.searchsorted(borders, start, side="right") : np.searchsorted(borders, stop)].tolist()
@@ -39,7 +39,7 @@ def split(spans: np.ndarray, borders: np.ndarray) -> np.ndarray:
 
 
 def cut(spans: np.ndarray) -> Pieces:
-    """Spans (start, stop, source or -1), in pieces."""
+    """Cut spans (start, stop, source or -1) into pieces."""
     lengths = spans[:, 1] - spans[:, 0]
     parts = -(-lengths // PIECE)
     which = np.repeat(np.arange(len(spans)), parts)
@@ -53,13 +53,13 @@ def cut(spans: np.ndarray) -> Pieces:
 
 
 def runs(pieces: Pieces, window: slice) -> Iterator[tuple[int, int]]:
-    """The elements of some pieces, those that follow each other as one."""
+    """The ranges of elements of the pieces in ``window``; adjacent pieces are merged."""
     starts, counts = pieces.starts[window], pieces.counts[window]
     return ((start, stop) for start, stop, _ in contiguous(starts, counts, np.zeros_like(starts)))
 
 
 def contiguous(starts: np.ndarray, counts: np.ndarray, offsets: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """(start, stop, offset of the first) of what follows each other."""
+    """(start, stop, offset of the first) of each contiguous range."""
     if not len(starts):
         return
     breaks = np.flatnonzero(starts[1:] != starts[:-1] + counts[:-1]) + 1

@@ -1,12 +1,12 @@
-"""CUDA C for variables on a GPU: the table of update rules, translated, and the loops around it.
+"""CUDA C for variables on a GPU: generated from the table of update rules, with the loops around it.
 
-Owns the text of every kernel of the server; `cuda` compiles and launches it. A rule's `step` is read as source and
-rewritten operator by operator, so the arithmetic of a rule is written once, in `rules`. What comes out is plain C
-but for a few words of CUDA, so that it can be compiled and compared with `rules.reference` where there is no GPU.
+This module owns the text of every kernel of the server; `cuda` compiles and launches it. It reads a rule's `step` as
+source and rewrites it operator by operator, so the arithmetic of a rule is written once, in `rules`. The result is
+plain C with a few words of CUDA, so it can be compiled and compared with `rules.reference` without a GPU.
 
-A kernel works on *pieces*: rows of an int64 table on the device, one for each block of threads. A piece is so many
-elements at the addresses that stand in its row, which may lie anywhere the device can read: a slab in pieces, rows of
-a table, gradients in page-locked memory of the machine.
+A kernel works on *pieces*: rows of an int64 table on the device, one for each block of threads. A row has a count of
+elements and their addresses, which may be anywhere the device can read: in parts of a slab, in rows of a table, in
+gradients in page-locked host memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["THREADS", "loops", "update", "update_name", "width_of"]
 THREADS = 256
 """Threads of a block. A piece of fewer elements leaves some without work; one of more gives them several."""
 
-# How an element is stored, and what it is computed in (`computed_in`).
+# The stored type of an element, and the type in which it is computed (`computed_in`).
 _STORED = {"float16": "unsigned short", "float32": "float", "float64": "double"}
 _VALUE = {"float16": "float", "float32": "float", "float64": "double"}
 
@@ -36,7 +36,7 @@ typedef {stored} stored;
 typedef {value} value;
 """
 
-# Halves are converted by the instruction itself: its header would have to be found where a server runs.
+# Halves are converted by the instruction itself, because a server's machine may lack the header for it.
 _HALF = """\
 #ifdef __CUDACC__
 static __device__ value load(const stored *from)
@@ -60,12 +60,13 @@ static __device__ value load(const stored *from) { return *from; }
 static __device__ void store(stored *to, value wide) { *to = wide; }
 """
 
-# The order of NumPy's maximum: a nan wins, whichever of the two it is.
+# As NumPy's maximum: a NaN wins, whichever of the two it is.
 _MAXIMUM = """\
 static __device__ value maximum(value a, value b) { return a >= b || a != a ? a : b; }
 """
 
-# The gradient of one element: that of all replicas, in their order, with bounds. A piece without an address has none.
+# The gradient of one element: summed over the replicas in their order, and clipped. A piece without an address has
+# none.
 _GRADIENT = """\
 static __device__ value gradient(const long long *addresses, int replicas, long long i, value limit)
 {
@@ -78,7 +79,7 @@ static __device__ value gradient(const long long *addresses, int replicas, long 
 }
 """
 
-# A piece: count, whether the variable itself moves, factor (a double), variable, slots, gradients of the replicas.
+# A piece: count, whether the variable itself changes, factor (a double), variable, slots, gradients of the replicas.
 _UPDATE = """\
 extern "C" __global__ void {name}(const long long *pieces, int replicas, value limit{number_parameters})
 {{
@@ -98,8 +99,8 @@ extern "C" __global__ void {name}(const long long *pieces, int replicas, value l
 }}
 """
 
-# A piece of `squares` is one of an update without a variable and slots. Every thread has a sum of its own, and one
-# thread adds up those of a piece: the order is the same every time.
+# A piece of `squares` is like that of an update, without variable and slots. Every thread has a sum of its own, and one
+# thread adds up the sums of a piece, so the order is the same every time.
 _LOOPS = """\
 extern "C" __global__ void squares(const long long *pieces, int replicas, value limit, double *partial)
 {
@@ -143,11 +144,11 @@ def update(rule: Rule, dtype: str) -> str:
     """The source of the kernel :func:`update_name` of a rule.
 
     Its parameters are the table of pieces, the number of replicas, the bound of every element of the summed gradient
-    (infinity: none) and the rule's numbers, these and the bound in the dtype of :func:`computed_in`. A row of the table
+    (infinity: none) and the rule's numbers. Bound and numbers have the dtype of :func:`computed_in`. A row of the table
     has :func:`width_of` entries: the count of elements, whether the variable itself changes or only its slots, a
     double by which the sum is multiplied, and the addresses of the variable, of each slot and of each gradient.
 
-    Raises InvalidArgumentError for a step that holds anything but arithmetic, sqrt, abs, maximum and copysign.
+    Raises InvalidArgumentError for a step with anything but arithmetic, sqrt, abs, maximum and copysign.
     """
     names = list(inspect.signature(rule.step).parameters)
     slots, numbers = names[2 : 2 + len(rule.slots)], names[2 + len(rule.slots) :]
@@ -169,7 +170,7 @@ def update(rule: Rule, dtype: str) -> str:
 
 @cache
 def loops(dtype: str) -> str:
-    """The source of the kernels that know no rule.
+    """The source of the kernels that depend on no rule.
 
     ``squares`` (pieces of count and gradients, replicas, bound, one double for each thread) and ``fold`` (those
     doubles, their number for each piece, the number of pieces, one double for each piece) give the squared norm of the
@@ -179,12 +180,12 @@ def loops(dtype: str) -> str:
 
 
 def update_name(rule: Rule, dtype: str) -> str:
-    """What the kernel of :func:`update` is called."""
+    """The name of the kernel of :func:`update`."""
     return f"{rule.name}_{dtype}"
 
 
 def width_of(rule: Rule, replicas: int) -> int:
-    """How many entries a piece of an update has."""
+    """The number of entries in a piece of an update."""
     return 4 + len(rule.slots) + replicas
 
 
@@ -194,7 +195,7 @@ def _head(dtype: str) -> str:
 
 
 def _step(rule: Rule, names: list[str], value: str) -> str:
-    """The rule's step as a function of C, whose last argument takes what it returns."""
+    """The rule's step as a C function, which stores its results in its last argument."""
     (function,) = ast.parse(textwrap.dedent(inspect.getsource(rule.step))).body
     assert isinstance(function, ast.FunctionDef)
     known = set(names)

@@ -1,10 +1,10 @@
-"""A GPU as the server uses it: memory, copies, page-locked memory of the machine, kernels.
+"""A GPU as the server uses it: memory, copies, page-locked host memory, kernels.
 
-The one module of the server that knows CuPy, imported by `store` for variables on a GPU alone: a server whose
-variables lie in the machine's memory never has a CUDA context. It knows no variables and no rules.
+This is the only module of the server that imports CuPy. `store` imports it, and only for variables on a GPU, so a
+server whose variables lie in host memory never has a CUDA context. It knows no variables and no rules.
 
-Everything is ordered by two streams. Kernels and what is brought to the GPU follow each other on one; what is taken
-from it follows on the other, behind a :meth:`Gpu.mark` of the first, so that it is copied while the next kernel runs.
+Two streams order all work. Kernels and copies to the GPU follow each other on the first. Copies from the GPU follow on
+the second, after a :meth:`Gpu.mark` of the first, so that they run while the next kernel runs.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ __all__ = ["Block", "Gpu"]
 
 _log = logging.getLogger("cs_server.service")
 
-# Memory that is not there yet is asked for again after so many seconds.
+# Seconds between two attempts to allocate memory that is not free yet.
 _PAUSE = 0.1
 # CUDA_ERROR_OUT_OF_MEMORY of the driver, cudaErrorMemoryAllocation of the runtime.
 _OUT_OF_MEMORY = 2
-# Events are made at the start: a commit allocates nothing. One that is taken again only has a copy wait for more.
+# Events are made at the start, because a commit allocates nothing. Reusing an event only makes a copy wait for longer.
 _MARKS = 64
 
 T = TypeVar("T")
 
 
 class Block:
-    """Plain memory of a GPU, not from a pool, so that another process can be given it."""
+    """Plain memory of a GPU, not from a pool, so that it can be shared with another process."""
 
     def __init__(self, memory: Any) -> None:
         self._memory = memory
@@ -46,15 +46,15 @@ class Block:
         self.nbytes: int = memory.size
 
     def free(self) -> None:
-        """Give it back now."""
+        """Free the memory now."""
         self._memory = None
 
 
 class Gpu:
-    """One GPU, current in the thread that makes this object and is the only one to use it."""
+    """One GPU, which is current in the thread that makes this object. Only that thread may use it."""
 
     def __init__(self, name: str) -> None:
-        """``name`` as ``gpu:0``. Raises :class:`DeviceError` where CuPy is missing or cannot use it."""
+        """``name`` is like ``gpu:0``. Raises :class:`DeviceError` if CuPy is missing or cannot use it."""
         try:
             import cupy
         except ImportError as error:
@@ -68,7 +68,7 @@ class Gpu:
             self._kernels_stream = cupy.cuda.Stream(non_blocking=True)
             self._copies_stream = cupy.cuda.Stream(non_blocking=True)
             self._marks = cycle([cupy.cuda.Event(disable_timing=True) for _ in range(_MARKS)])
-            #: Sixteen bytes that no other GPU has.
+            #: Sixteen bytes that identify the GPU.
             self.uuid: bytes = bytes(self._runtime.getDeviceProperties(number)["uuid"][:16])
             self._maps_host = bool(
                 self._runtime.deviceGetAttribute(self._runtime.cudaDevAttrCanUseHostPointerForRegisteredMem, number)
@@ -81,12 +81,12 @@ class Gpu:
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def available_nbytes(self) -> int:
-        """Bytes of the GPU that nobody has."""
+        """Bytes of the GPU that are free."""
         return int(self._runtime.memGetInfo()[0])
 
     def allocate(self, nbytes: int, until: float = 0.0) -> Block:
-        """New memory, which is given back when nobody holds the block. Where there is too little it is tried again
-        until that time of :func:`time.monotonic`. Raises :class:`DeviceMemoryError`."""
+        """New memory, which is freed with its block. If there is too little, try again until this time of
+        :func:`time.monotonic`. Raises :class:`DeviceMemoryError`."""
         return self._with_memory(f"{nbytes} bytes", until, lambda: Block(self._cupy.cuda.Memory(nbytes)))
 
     def _with_memory(self, what: str, until: float, attempt: Callable[[], T]) -> T:
@@ -103,14 +103,14 @@ class Gpu:
             time.sleep(_PAUSE)
 
     def handle(self, block: Block) -> bytes:
-        """What another process opens the block with. Raises DeviceError where the driver exports none."""
+        """The handle with which another process opens the block. Raises DeviceError if the driver exports none."""
         try:
             return bytes(self._runtime.ipcGetMemHandle(block.address))
         except self._runtime.CUDARuntimeError as error:
             raise DeviceError(f"memory of {self.name} cannot be exported by CUDA IPC ({error})") from error
 
     def zero(self, address: int, nbytes: int) -> None:
-        """Set bytes to 0. Raises DeviceMemoryError where the driver has no memory left for what does it."""
+        """Set bytes to 0. Raises DeviceMemoryError if the driver has no memory left to do it."""
         if nbytes:
             stream = self._kernels_stream.ptr
             self._with_memory("zeros", 0.0, lambda: self._runtime.memsetAsync(address, 0, nbytes, stream))
@@ -118,14 +118,14 @@ class Gpu:
     # --- copies -------------------------------------------------------------------------------------------------------
 
     def bring(self, address: int, values: np.ndarray) -> None:
-        """Copy a contiguous array to the GPU; it must stay as it is until :meth:`wait` where it is page-locked."""
+        """Copy a contiguous array to the GPU. If it is page-locked, it must not change until :meth:`wait`."""
         kind, stream = self._runtime.memcpyHostToDevice, self._kernels_stream.ptr
         source = values.ctypes.data
         for start, stop in self._locks.parts(source, values.nbytes):
             self._runtime.memcpyAsync(address + start, source + start, stop - start, kind, stream)
 
     def take(self, values: np.ndarray, address: int, mark: Any) -> None:
-        """Copy from the GPU to a contiguous array, behind ``mark``; it is there after :meth:`wait`."""
+        """Copy from the GPU to a contiguous array, after ``mark``; the copy is complete after :meth:`wait`."""
         kind, stream = self._runtime.memcpyDeviceToHost, self._copies_stream
         stream.wait_event(mark)
         target = values.ctypes.data
@@ -133,24 +133,24 @@ class Gpu:
             self._runtime.memcpyAsync(target + start, address + start, stop - start, kind, stream.ptr)
 
     def mark(self) -> Any:
-        """The point up to which kernels and copies have been ordered; after many more marks it is a later one."""
+        """A mark after all kernels and copies so far. After many more marks it stands for a later point."""
         event = next(self._marks)
         event.record(self._kernels_stream)
         return event
 
     def wait(self) -> None:
-        """Return when everything ordered is done."""
+        """Wait until all kernels and copies are done."""
         self._kernels_stream.synchronize()
         self._copies_stream.synchronize()
 
     # --- page-locked memory -------------------------------------------------------------------------------------------
 
     def page_lock(self, start: int, stop: int) -> bool:
-        """Page-lock the machine's memory between two addresses; whether a kernel may now read it where it lies."""
+        """Page-lock host memory between two addresses; returns whether a kernel may now read it in place."""
         return self._locks.lock([(start, stop)]) and self._maps_host
 
     def page_unlock(self, start: int, stop: int) -> None:
-        """Undo it for whatever overlaps these addresses: the pages are about to be given back."""
+        """Unlock every range that overlaps these addresses, whose pages are about to be given back."""
         self._locks.unlock(start, stop)
 
     def _say_refusal(self, reason: str) -> None:
@@ -159,15 +159,15 @@ class Gpu:
     # --- kernels ------------------------------------------------------------------------------------------------------
 
     def load(self, source: str, name: str, arguments: Sequence[Any], until: float = 0.0) -> None:
-        """Have a kernel ready: no launch of it compiles, loads or allocates anything afterwards.
+        """Prepare a kernel, so that no later launch compiles, loads or allocates anything.
 
-        The driver loads a kernel when it is first asked for, and may give it a stack when it is first launched. So it
-        is launched here, by one block, with ``arguments`` (as in :meth:`launch`) that leave it nothing to do. Raises
-        DeviceMemoryError where the GPU is full until then (:meth:`allocate`), DeviceError where it does not take it.
+        The driver loads a kernel at its first use and may allocate a stack at its first launch. So it is launched
+        here, with one block and with ``arguments`` (as in :meth:`launch`) that leave it nothing to do. Raises
+        DeviceMemoryError if the GPU is full until that time (:meth:`allocate`), DeviceError if it refuses the kernel.
         """
 
         def attempt() -> Any:
-            # Without contraction an update has the bits of the reference.
+            # Without contraction an update has the same bits as the reference.
             kernel = self._cupy.RawModule(code=source, options=("-fmad=false",)).get_function(name)
             with self._kernels_stream:
                 kernel((1,), (THREADS,), tuple(arguments))
@@ -180,12 +180,12 @@ class Gpu:
             raise DeviceError(f"the kernel {name} cannot be compiled for {self.name}: {error}") from error
 
     def launch(self, source: str, name: str, blocks: int, arguments: Sequence[Any]) -> None:
-        """Order a kernel that has been loaded. An ``int`` is an address."""
+        """Launch a kernel that has been loaded. An ``int`` is an address."""
         kernel = self._kernels[source, name]
         with self._kernels_stream:
             kernel((blocks,), (THREADS,), tuple(arguments))
 
     def close(self) -> None:
-        """Wait for what is under way and unlock the machine's memory."""
+        """Wait for all work and unlock the host memory."""
         self.wait()
         self._locks.close()

@@ -1,4 +1,4 @@
-"""What a commit on a GPU has changed, so that no more than that is brought to the mirror."""
+"""The ranges that a commit on a GPU has changed, so that only these are copied to the mirror."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MANY_ROWS = 4
 
 @frozen(eq=False)
 class Change:
-    """Elements of a segment: ``width`` from ``first`` on or, of the table that begins there, the ``rows``."""
+    """Elements of a segment: ``width`` elements from ``first`` on, or the ``rows`` of the table that begins there."""
 
     segment: str
     first: int
@@ -29,7 +29,7 @@ class Change:
 
     @property
     def size(self) -> int:
-        """How many elements."""
+        """The number of elements."""
         return self.width * (1 if self.rows is None else len(self.rows))
 
     def put(self, elements: Array, values: Array) -> None:
@@ -42,12 +42,12 @@ class Change:
         table[self.rows] = values.reshape(len(self.rows), self.width)
 
 
-#: A change, its dtype, and the mark on the GPU behind which it has happened.
+#: A change, its dtype, and the mark on the GPU after which it is complete.
 Changed = tuple[Change, str, Any]
 
 
 def of_rows(segment: str, dtype: str, first: int, shape: tuple[int, int], rows: np.ndarray) -> Change:
-    """These rows of a table as a change, or all of it where that is less work."""
+    """These rows of a table as a change, or the whole table if that is less work."""
     height, width = shape
     if _MANY_ROWS * len(rows) >= height or width * np.dtype(dtype).itemsize < _SHORT_ROW_NBYTES:
         return Change(segment, first, height * width)
@@ -55,7 +55,7 @@ def of_rows(segment: str, dtype: str, first: int, shape: tuple[int, int], rows: 
 
 
 def united(changes: Iterable[Changed], mark: Any) -> list[Changed]:
-    """The same changes, what overlaps as one, all behind ``mark``."""
+    """The same changes with overlapping ones merged, all after ``mark``."""
     spans: dict[tuple[str, str], list[tuple[int, int]]] = {}
     tables: dict[tuple[str, str, int, int], list[np.ndarray]] = {}
     for change, dtype, _ in changes:

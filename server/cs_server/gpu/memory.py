@@ -1,7 +1,7 @@
-"""Which bytes of which segments lie where on a GPU, and what another process needs to open them.
+"""The places of segments' bytes on a GPU, and the handles with which another process opens them.
 
-Variables, slots and, where a worker on the same GPU computes into them, gradient buffers of the dtypes of
-`rules.GPU_DTYPES`; under the names and offsets of their segments. It knows no updates.
+It holds variables, slots and (if a worker on the same GPU computes into them) gradient buffers of the dtypes of
+`rules.GPU_DTYPES`, by the names and offsets of their segments. It knows no updates.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from .cuda import Block, Gpu
 
 __all__ = ["DeviceMemory", "is_on_device"]
 
-#: Memory is taken from the GPU in blocks of at least this, and of a multiple of that: smaller ones CUDA may cut from a
-#: larger allocation, which is what another process would open.
+#: Memory is allocated in blocks of at least the first size and a multiple of the second. CUDA may cut a smaller block
+#: from a larger allocation, and another process would then open that allocation.
 _BLOCK_NBYTES = 8 << 20
 _GRAIN_NBYTES = 2 << 20
-#: A block begins and ends with random bytes by which who opens it knows it; what is asked for is aligned for any use.
+#: A block begins and ends with random bytes, by which another process recognizes it. The rest is aligned for any use.
 _MARK_NBYTES = 16
 _HEAD_NBYTES = 256
 _FRAME_NBYTES = _HEAD_NBYTES + _MARK_NBYTES
 
 
 def is_on_device(segment: str) -> bool:
-    """Whether what lies in a segment lies on the GPU where variables do."""
+    """Whether the content of a segment lies on the GPU if variables do."""
     kind, _, rest = segment.partition("/")
     is_ours = kind in ("parameters", "slots") or segment_names.is_device_gradients(segment)
     return is_ours and rest.rpartition("/")[2] in GPU_DTYPES
@@ -49,8 +49,7 @@ class _Extent:
 
 
 class DeviceMemory:
-    """Which bytes of which segments lie where on a GPU. Nothing ever moves, and what was made as one range lies in one
-    piece."""
+    """The places of segments' bytes on a GPU. Nothing ever moves, and a range that was made as one is contiguous."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -61,8 +60,8 @@ class DeviceMemory:
         self._exported: dict[int, tuple[Block, bytes, bytes]] = {}
 
     def make(self, segment: str, start: int, stop: int, until: float = 0.0) -> None:
-        """Bytes ``start`` to ``stop``, which hold anything afterwards. Raises DeviceMemoryError, and changes nothing,
-        where there is too little memory until then (:meth:`.cuda.Gpu.allocate`)."""
+        """Allocate bytes ``start`` to ``stop``, with any content. If there is too little memory until that time
+        (:meth:`.cuda.Gpu.allocate`), raises DeviceMemoryError and changes nothing."""
         if stop <= start:
             return
         extents = self._extents.setdefault(segment, [])
@@ -77,8 +76,8 @@ class DeviceMemory:
         self._note(segment)
 
     def drop(self, segment: str, start: int) -> int:
-        """Nobody needs what was made from ``start`` on any more; its bytes. A block goes when all of it is dropped, but
-        not one that another process may have opened."""
+        """Drop the range that was made at ``start``; returns its bytes. A block is freed when all of it is dropped,
+        unless another process may have opened it."""
         stop = self._made.pop((segment, start), start)
         used = {self._extent(name, first).block.address for name, first in self._made if name == segment}
         used |= self._exported.keys()
@@ -91,14 +90,14 @@ class DeviceMemory:
         return self._made.get((segment, start), start) >= stop
 
     def addresses(self, segment: str, offsets: np.ndarray) -> np.ndarray:
-        """Where the bytes at ``offsets`` (int64 [n]) of a segment lie, each."""
+        """The addresses of the bytes at ``offsets`` (int64 [n]) of a segment."""
         starts = self._starts[segment]
         which = np.searchsorted(starts, offsets, side="right") - 1
         found: np.ndarray = self._addresses[segment][which] + (offsets - starts[which])
         return found
 
     def spans(self, segment: str, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Bytes ``start`` to ``stop`` as (from, to, address), each of which lies in one piece."""
+        """Bytes ``start`` to ``stop`` as contiguous parts (from, to, address)."""
         cuts = [start, *(each for each in self._starts[segment].tolist() if start < each < stop), stop]
         for first, last in pairwise(cuts):
             yield first, last, int(self.addresses(segment, np.array([first]))[0])
@@ -108,11 +107,12 @@ class DeviceMemory:
         return [(start, stop) for (name, start), stop in self._made.items() if name == segment]
 
     def borders(self, names: Iterable[str]) -> np.ndarray:
-        """The offsets, ascending, at which something of these segments ends and something else begins."""
+        """The offsets in these segments, ascending, at which one extent ends and another begins."""
         return np.unique(np.concatenate([self._starts[name] for name in names]))
 
     def export(self, segment: str, start: int) -> DevicePlace:
-        """How another process finds the byte at ``start``. Raises DeviceError where none can."""
+        """The handle and offset with which another process finds the byte at ``start``. Raises DeviceError if none
+        can."""
         block = self._extent(segment, start).block
         known = self._exported.get(block.address)
         _, handle, mark = known or (block, self._gpu.handle(block), os.urandom(_MARK_NBYTES))
@@ -126,7 +126,7 @@ class DeviceMemory:
         return place
 
     def close(self) -> None:
-        """Give all of it back."""
+        """Free all memory."""
         for extent in chain.from_iterable(self._extents.values()):
             extent.block.free()
         for block, *_ in self._exported.values():

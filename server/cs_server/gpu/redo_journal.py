@@ -1,9 +1,9 @@
-"""What a commit changes, written down before the variables' memory is: the commit is whole or has not been.
+"""The redo log of commits on a GPU: it makes a commit atomic.
 
-For variables on a GPU, whose memory ends with the server. What the other processes read, and a server after this one
-begins with, is their mirror in the machine's memory. A commit computes on the GPU, brings everything it changed here,
-and sets one word, the commit's ticket: from then on it has happened. The copy from here to the mirror may end anywhere
-and is done again by the next server. The memory is a segment, so it outlives this process.
+The memory of variables on a GPU ends with the server. Other processes, and the next server, read their mirror in host
+memory. A commit computes on the GPU, copies all its changes into the journal, and sets one word, the commit's ticket:
+then it has happened. The copy from the journal to the mirror may be interrupted anywhere, and the next server repeats
+it. The journal is a segment, so it outlives this process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .dirty_ranges import Change
 
 __all__ = ["RedoJournal"]
 
-# The ticket of the commit that is written down whole, or 0; where the index is and how long.
+# The ticket of the commit that is written completely, or 0; the place of the index and its length.
 _HEAD = struct.Struct("<QQQ")
 _HEAD_NBYTES = 4096
 _ALIGNMENT = 64
@@ -31,11 +31,11 @@ _STEP_NBYTES = 1 << 20
 
 
 class RedoJournal:
-    """The segment, laid out anew by every commit."""
+    """The segment. Every commit uses it from the beginning."""
 
     def __init__(self, memory: Callable[[int], Mapping]) -> None:
-        """Take up the entries of an earlier server. ``memory`` returns a mapping of at least so many bytes of the
-        segment. Raises MemoryPlanError if there is no memory for the first page."""
+        """Read the entries of an earlier server. ``memory`` returns a mapping of at least the given number of bytes of
+        the segment. Raises MemoryPlanError if there is no memory for the first page."""
         self._memory = memory
         self._nbytes = 0
         self.reserve(0)
@@ -47,19 +47,19 @@ class RedoJournal:
 
     @property
     def ticket(self) -> int:
-        """The commit that is written down whole, or 0."""
+        """The commit that is written completely, or 0."""
         return int(self._head[0])
 
     @property
     def memory(self) -> Array:
-        """The bytes that are sure to find memory, uint8."""
+        """The bytes whose memory is guaranteed, uint8."""
         return self._bytes[: self._nbytes]
 
     def reserve(self, nbytes: int) -> None:
-        """Make sure that a commit that changes so many bytes finds memory. Raises MemoryPlanError."""
+        """Guarantee memory for a commit that changes this many bytes. Raises MemoryPlanError."""
         wanted = _HEAD_NBYTES + nbytes
         if wanted > self._nbytes:
-            # In few steps, so that what is page-locked is not in small parts. What the plan allows is less.
+            # It grows in few steps, so that it is not page-locked in small parts. The plan allows less than this.
             ample = -(-max(wanted, self._nbytes * 9 // 8) // _STEP_NBYTES) * _STEP_NBYTES
             try:
                 self._extend(ample)
@@ -74,13 +74,13 @@ class RedoJournal:
         self._head = self._bytes[: _HEAD.size].view(np.uint64)
 
     def begin(self) -> None:
-        """A commit begins: nothing is written down any more."""
+        """Begin a commit: the journal is empty."""
         self._head[0] = 0
         self._entries = []
         self._end = _HEAD_NBYTES
 
     def place(self, change: Change, dtype: str) -> Array:
-        """Where the new values of ``change`` go, 1-D; to be filled before :meth:`finish`."""
+        """The place for the new values of ``change``, 1-D. Fill it before :meth:`finish`."""
         rows = change.rows
         rows_at = 0
         if rows is not None:
@@ -92,7 +92,7 @@ class RedoJournal:
         return values.view(dtype)
 
     def finish(self, ticket: int) -> None:
-        """All is written down: the commit has happened."""
+        """Mark the journal as complete: the commit has happened."""
         packed = msgpack.packb([tuple(vars(entry).values()) for entry in self._entries])
         place, there = self._room(len(packed))
         there[:] = np.frombuffer(packed, np.uint8)
@@ -100,7 +100,7 @@ class RedoJournal:
         self._head[0] = ticket
 
     def replay(self, elements: Callable[[str, str], Array]) -> None:
-        """Copy everything to where it belongs, once more if need be: ``elements`` gives a segment as 1-D array."""
+        """Copy all changes to the mirror; may be repeated. ``elements`` returns a segment as a 1-D array."""
         for entry in self._entries:
             rows = self._at(entry.rows_at, entry.count, "int64") if entry.rows_at else None
             change = Change(entry.segment, entry.first, entry.width, rows)
@@ -118,7 +118,7 @@ class RedoJournal:
 
 @frozen
 class _Entry:
-    """One change: its rows, if it has any (a place of 0: it has none), and its values lie at places of the segment."""
+    """One change, with the places of its rows (0 if it has none) and of its values in the segment."""
 
     segment: str
     dtype: str

@@ -1,7 +1,7 @@
-"""Copies between a GPU's variables and the machine's memory, and the GPU's scratch memory through which they go.
+"""Copies between a GPU's variables and host memory, through the scratch memory of the GPU.
 
-Values are named by their segment and lie wherever `memory` has them, in as many parts as that takes. Long work
-goes through the scratch memory in parts; nothing here allocates after the start.
+Values are named by their segment, and `memory` gives the places of their parts. Long copies go through the scratch
+memory in parts; nothing here allocates after the start.
 """
 
 from __future__ import annotations
@@ -18,52 +18,52 @@ from .memory import DeviceMemory
 
 __all__ = ["TABLE_NBYTES", "Staging"]
 
-#: Memory of the GPU for tables of pieces, and for what is only on its way.
+#: Bytes of GPU memory for tables of pieces, and for values in transit.
 TABLE_NBYTES = 8 << 20
 _STAGE_NBYTES = 32 << 20
-# Entries of a piece, at least as many as any kernel reads for one replica.
+# Entries of a piece: at least as many as any kernel reads for one replica.
 _WIDTH = 64
 
 
 class Staging:
-    """What is ordered here is done when the GPU has been waited for."""
+    """Copies and launches. They are complete after :meth:`.cuda.Gpu.wait`."""
 
     def __init__(self, gpu: Gpu, on_device: DeviceMemory, replicas: int, until: float) -> None:
-        """Raises DeviceMemoryError where the GPU is full until then (:meth:`.cuda.Gpu.allocate`)."""
+        """Raises DeviceMemoryError if the GPU is full until that time (:meth:`.cuda.Gpu.allocate`)."""
         self._gpu, self._on_device = gpu, on_device
         self._table = gpu.allocate(TABLE_NBYTES, until)
-        #: For values that a kernel is to read, or has written, on their way.
+        #: For values in transit that a kernel reads or has written.
         self.stage = gpu.allocate(max(_STAGE_NBYTES, 8 * PIECE * replicas), until)
 
     def launch(self, source: str, name: str, table: np.ndarray, arguments: Sequence[Any] = ()) -> None:
-        """Order a kernel with a block of threads for each row of ``table``, int64 [n, ...]."""
+        """Launch a kernel with a block of threads for each row of ``table``, int64 [n, ...]."""
         self._gpu.bring(self._table.address, np.ascontiguousarray(table))
         self._gpu.launch(source, name, len(table), (self._table.address, *arguments))
 
     def load(self, source: str, name: str, arguments: Sequence[Any], until: float) -> None:
-        """Have a kernel ready for :meth:`launch` (:meth:`.cuda.Gpu.load`): it is tried on a piece without elements."""
+        """Prepare a kernel for :meth:`launch` (:meth:`.cuda.Gpu.load`) by a launch with a piece without elements."""
         self._gpu.bring(self._table.address, np.zeros(_WIDTH, np.int64))
         self._gpu.load(source, name, (self._table.address, *arguments), until)
 
     def take(self, segment: str, start: int, raw: np.ndarray, mark: Any = None) -> None:
-        """Order a copy from the GPU to ``raw``, uint8 [n], of the bytes from ``start`` on, behind ``mark``."""
+        """Start a copy of the bytes from ``start`` on to ``raw``, uint8 [n], after ``mark``."""
         mark = self._gpu.mark() if mark is None else mark
         for first, last, address in self._on_device.spans(segment, start, start + raw.nbytes):
             self._gpu.take(raw[first - start : last - start], address, mark)
 
     def fetch(self, segment: str, first: int, values: np.ndarray) -> None:
-        """Elements from ``first`` on as they stand, in ``values`` now."""
+        """Copy the current elements from ``first`` on into ``values``, and wait."""
         self.take(segment, first * values.itemsize, values.reshape(-1).view(np.uint8))
         self._gpu.wait()
 
     def put(self, segment: str, first: int, values: np.ndarray) -> None:
-        """Order a copy of ``values`` to the elements from ``first`` on."""
+        """Start a copy of ``values`` to the elements from ``first`` on."""
         start, raw = first * values.itemsize, values.reshape(-1).view(np.uint8)
         for begin, end, address in self._on_device.spans(segment, start, start + raw.nbytes):
             self._gpu.bring(address, raw[begin - start : end - start])
 
     def fetch_rows(self, segment: str, first: int, rows: np.ndarray, values: np.ndarray) -> None:
-        """``rows`` of the table that begins at element ``first``, as they stand, in ``values`` now."""
+        """Copy the current ``rows`` of the table that begins at element ``first`` into ``values``, and wait."""
         for pieces, staged, part in self._in_stages(segment, first, rows, values):
             table = np.stack([pieces.counts, self._addresses_of(segment, pieces, values), staged], axis=1)
             self.launch(loops(values.dtype.name), "copy", table)
@@ -71,14 +71,14 @@ class Staging:
             self._gpu.wait()
 
     def put_rows(self, segment: str, first: int, rows: np.ndarray, values: np.ndarray) -> None:
-        """Order a copy of ``values`` to ``rows``, each named once, of the table that begins at element ``first``."""
+        """Start a copy of ``values`` to ``rows``, each named once, of the table that begins at element ``first``."""
         for pieces, staged, part in self._in_stages(segment, first, rows, values):
             self._gpu.bring(self.stage.address, part)
             table = np.stack([pieces.counts, staged, self._addresses_of(segment, pieces, values)], axis=1)
             self.launch(loops(values.dtype.name), "copy", table)
 
     def close(self) -> None:
-        """Give the scratch memory back."""
+        """Free the scratch memory."""
         self._table.free()
         self.stage.free()
 
@@ -88,8 +88,8 @@ class Staging:
     def _in_stages(
         self, segment: str, first: int, rows: np.ndarray, values: np.ndarray
     ) -> Iterator[tuple[Pieces, np.ndarray, np.ndarray]]:
-        """As much of ``rows`` as can be on its way at once: pieces of the table, where each is meanwhile, and the part
-        of ``values`` [rows, ...]."""
+        """Split ``rows`` into stages that fit the scratch memory: pieces of the table, the place of each in the scratch
+        memory, and the part of ``values`` [rows, ...]."""
         width = values.size // len(rows)
         starts = first + rows * width
         pieces = cut(np.stack([starts, starts + width, np.arange(len(rows)) * width], axis=1))
