@@ -13,7 +13,7 @@ from cs_server.rules import Array
 
 __all__ = ["Change", "Changed", "of_rows", "united"]
 
-# Of a table of short rows, or where so many of all rows have changed, the whole table is copied.
+# The whole table is copied if its rows are short, or if a large share of its rows has changed.
 _SHORT_ROW_NBYTES = 32
 _MANY_ROWS = 4
 
