@@ -1,4 +1,4 @@
-"""What the documents show is what is there: code blocks, links, commands, the form of decision records."""
+"""The documents show what exists: code, links and commands. Lines are short, and decision records have their form."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ import central_storage as cs
 #: README.md stays a page that a visitor reads: a new feature gets one line under Features, and a page of the guide.
 README_LINES = 130
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md")])
-#: Named in docs/from-tensorflow.md as what is not there.
+#: One sentence a line, and no sentence longer than this. Rows of tables may be longer.
+LINE_LENGTH = 400
+#: Named in docs/from-tensorflow.md as missing.
 OUT_OF_SCOPE = {"strategy.configure"}
 DECISIONS = sorted(ROOT.glob("docs/decisions/*.md"))
 
@@ -46,6 +48,12 @@ def test_links_lead_somewhere(document: str) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         if not re.match(r"[a-z]+:|#", link):
             assert ((ROOT / document).parent / link.partition("#")[0]).exists(), link
+
+
+@pytest.mark.parametrize("document", names(DOCUMENTS))
+def test_no_line_is_longer_than_a_long_sentence(document: str) -> None:
+    prose = re.sub(r"```.*?```", "", (ROOT / document).read_text(), flags=re.DOTALL)
+    assert [line for line in prose.splitlines() if len(line) > LINE_LENGTH and not line.startswith("|")] == []
 
 
 @pytest.mark.parametrize("document", names(DOCUMENTS))

@@ -156,8 +156,18 @@ def test_nobody_writes_what_another_owns(segment: str) -> None:
     [
         (Array("float32", (3,), Location("nowhere", 0)), None, InvalidArgumentError, "no segment nowhere"),
         (Array("float32", (3,), Location("arena/0", NBYTES)), None, LocalProtocolError, "ends at byte"),
-        (Array("int8", (3, 2), Location("arena/0", 0)), [0, 3], InvalidArgumentError, "rows 0 to 3 of 3"),
-        (Array("int8", (3, 2), Location("arena/0", 0)), [-1], InvalidArgumentError, "rows -1 to -1 of 3"),
+        (
+            Array("int8", (3, 2), Location("arena/0", 0)),
+            [0, 3],
+            InvalidArgumentError,
+            "rows 0 to 3 were asked for, but the array has 3",
+        ),
+        (
+            Array("int8", (3, 2), Location("arena/0", 0)),
+            [-1],
+            InvalidArgumentError,
+            "rows -1 to -1 were asked for, but the array has 3",
+        ),
         (Array("int8", (1, 9000), Location("arena/0", 0)), [0] * 8000, InvalidArgumentError, "at most 67108864"),
     ],
 )
