@@ -1,1 +1,1 @@
-"""What everything else in the package stands on: the context, handles, values, devices, options."""
+"""The base of the whole package: the context, handles, values, devices, options."""

@@ -1,9 +1,9 @@
 """Objects made of several variables: metrics and moving averages.
 
-They have no number of their own in the server. Between processes one travels as its class, its attributes and the
-handles of its variables; ``pickling.pickler`` and ``wire_values.value_codec`` do the same. There it becomes the one
-object of that process that is made of those variables, so ``is`` holds as for a handle. That costs the server nothing.
-A class of the user's that derives from one of them travels, too.
+A composite has no number of its own in the server. It travels as its class, its attributes and the handles of its
+variables, in ``pickling.pickler`` and in ``wire_values.value_codec``. In the receiving process it becomes the one
+object that is made of those variables, so ``is`` holds as for a handle. That costs the server nothing. A user's class
+that derives from a composite travels, too.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ __all__ = ["Composite", "rebuild"]
 
 
 class Composite:
-    """Base of what is made of variables. Attributes of the instance travel; those of the vocabulary also come back."""
+    """Base of objects made of variables. All attributes travel to a worker; those of the vocabulary also come back."""
 
     def adopt(self, strategy: Strategy) -> None:
-        """Become an object of ``strategy``, before the variables travel. Raises ContextError where it is another's."""
+        """Become an object of ``strategy``, before the variables travel. Raises ContextError if it belongs to another
+        one."""
         raise NotImplementedError
 
     def _cs_key(self) -> tuple[Hashable, ...]:
-        """What makes this object what it is: two of a class with the same key are one. The ``id()`` of a part that
-        the object holds, say. Empty where nothing does."""
+        """The identity of this object: two objects of a class with the same key are the same one. For example the
+        ``id()`` of a part that the object holds. Empty if the object has no identity."""
         raise NotImplementedError
 
     def _cs_state(self) -> dict[str, Any]:
-        """What travels."""
+        """The attributes that travel."""
         return dict(vars(self))
 
     def _cs_update(self, state: dict[str, Any]) -> None:
@@ -40,7 +41,7 @@ class Composite:
         vars(self).update(state)
 
     def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., Composite], tuple[type, dict[str, Any]]]:
-        _known(self)  # what comes back is this object
+        _known(self)  # so that this object is found when it comes back
         return rebuild, (type(self), self._cs_state())
 
 
@@ -50,7 +51,7 @@ _lock = threading.Lock()
 
 
 def rebuild(cls: type[Composite], state: dict[str, Any], update: bool = True) -> Composite:
-    """The object of this process that ``state`` describes, made where there is none; with ``update`` its attributes
+    """The object of this process that ``state`` describes, made if there is none; with ``update`` its attributes
     become those of ``state``."""
     made = cls.__new__(cls)
     made._cs_update(state)

@@ -1,6 +1,6 @@
-"""Where this thread is: outside everything, in a strategy's cross-replica context, or in a replica.
+"""The context of this thread: outside every context, in a strategy's cross-replica context, or in a replica.
 
-The state is a stack per thread. ``ReplicaContext`` is the public object of a replica; what it does goes through the
+The state is a stack per thread. ``ReplicaContext`` is the public object of a replica; its methods use the
 :class:`~central_storage.core.backends.ReplicaBackend` that was installed with it.
 """
 
@@ -55,13 +55,13 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 class _Stack(threading.local):
-    """(strategy, replica context or None) of every context this thread has entered; whether it is a worker's."""
+    """(strategy, replica context or None) of every context that this thread has entered; whether it is a worker's."""
 
     is_worker = False
 
     def __init__(self) -> None:
         self.entries: list[tuple[Strategy, ReplicaContext | None]] = []
-        #: Whether the lowest entry is that of experimental_set_strategy.
+        #: Whether experimental_set_strategy has made the lowest entry.
         self.is_set = False
 
     def push(self, entry: tuple[Strategy, ReplicaContext | None]) -> None:
@@ -74,9 +74,9 @@ class _Stack(threading.local):
 
 
 class _Reading(threading.local):
-    """How this thread reads variables. A view that a variable has kept beside ``epoch``, this very object, is its
-    value here and now; None: every variable's has to be asked for. A backend says so while it shows views that last,
-    and takes it back when they no longer do; every change of context takes it back, too."""
+    """How this thread reads variables. If a variable has cached a view together with the object ``epoch``, the view is
+    still its value; with None every value must be asked for. A backend sets ``epoch`` while its views stay valid, and
+    resets it when they no longer do; every change of context resets it, too."""
 
     epoch: object = None
 
@@ -164,7 +164,7 @@ def current_replica(strategy: object) -> ReplicaBackend | None:
 
 
 def replica_here() -> ReplicaBackend | None:
-    """The backend of the replica this thread is in, whatever its strategy; None elsewhere."""
+    """The backend of the replica in which this thread is, whatever its strategy; None elsewhere."""
     replica = _stack.entries[-1][1] if _stack.entries else None
     return None if replica is None or replica.is_local else replica.backend
 
@@ -207,8 +207,8 @@ class enter_cross_replica:  # noqa: N801  (a function to its callers; entered at
 
 
 class Scope(AbstractContextManager[S], Generic[S]):
-    """What ``strategy.scope()`` returns: the cross-replica context, refused where it makes no sense. Of the default
-    strategy it is the default context, as outside everything.
+    """The result of ``strategy.scope()``: the cross-replica context, refused where it is not allowed. For the default
+    strategy it is the default context, as outside every scope.
 
     It may be entered again while it is entered, but not after it was left.
     """
@@ -311,7 +311,7 @@ class ReplicaContext:
 
     @property
     def backend(self) -> ReplicaBackend:
-        """The seam to the process that runs this replica."""
+        """The backend in the process that runs this replica."""
         if self._ended:
             raise ContextError("this replica context belongs to a run that has ended")
         if self._backend is None:

@@ -1,4 +1,4 @@
-"""Words about names that go on working but have a better one."""
+"""Warnings for names that still work but have a better one."""
 
 from __future__ import annotations
 

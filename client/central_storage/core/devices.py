@@ -1,8 +1,8 @@
-"""Device names, and which devices this machine has.
+"""Device names, and the devices of this machine.
 
-Owns the one short form that travels (``cpu:0``, ``gpu:1``; ``cpu:0+cpu:1`` for a replica that owns several, its
-logical devices) and the full form that users of TensorFlow know. ``diagnostics.gpu_inventory`` finds without CUDA which
-GPUs there are. The strategy and the launcher call it; nobody else interprets a device string.
+This module owns the short form that travels (``cpu:0``, ``gpu:1``; ``cpu:0+cpu:1`` for a replica with several logical
+devices) and the full form that users of TensorFlow know. ``diagnostics.gpu_inventory`` finds the GPUs without CUDA. The
+strategy and the launcher call this module; no other module interprets a device string.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DEVICE = re.compile(
     r"(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?(?:/device:|/|device:)?(cpu|gpu)(?::([0-9]{1,4}))?", re.IGNORECASE
 )
 
-# As many workers as `auto` starts on CPUs.
+# The most workers that `auto` starts on CPUs.
 _MOST_CPUS = 8
 
 
@@ -57,18 +57,18 @@ def full_name(device: str) -> str:
 
 
 def of_replica(devices: str | Sequence[str]) -> str:
-    """The short form of what one replica owns: a device, or several in a tuple or joined by ``+``.
+    """The short form of the devices of one replica: one device, or several in a tuple or joined by ``+``.
 
     >>> of_replica(("GPU:0", "/gpu:1")), of_replica("cpu:0")
     ('gpu:0+gpu:1', 'cpu:0')
 
-    Raises DeviceError for what is no device and for an empty tuple.
+    Raises DeviceError for anything that is not a device, and for an empty tuple.
     """
     return "+".join(map(canonical, _several(devices)))
 
 
 def logical_devices(replica: str) -> list[str]:
-    """The devices in the short form of what one replica owns.
+    """The devices of one replica, from their short form.
 
     >>> logical_devices("gpu:0+gpu:1")
     ['gpu:0', 'gpu:1']
@@ -77,8 +77,8 @@ def logical_devices(replica: str) -> list[str]:
 
 
 def as_list(devices: Sequence[str | Sequence[str]]) -> list[str | Sequence[str]]:
-    """``devices`` as a list of what each replica owns. Raises DeviceError for an empty one and for a string instead of
-    a list."""
+    """``devices`` as a list with the devices of each replica. Raises DeviceError for an empty list and for a string
+    instead of a list."""
     if isinstance(devices, (str, bytes)) or not isinstance(devices, Sequence):
         raise DeviceError(
             f"compute_devices must be a list of device strings, such as ['cpu:0', 'cpu:1'], not {devices!r:.100}"
@@ -89,9 +89,9 @@ def as_list(devices: Sequence[str | Sequence[str]]) -> list[str | Sequence[str]]
 
 
 def compute_devices(devices: Sequence[str | Sequence[str]] | None) -> list[str]:
-    """The devices of the replicas in short form: those given, which must exist, else every GPU, else one CPU.
+    """The devices of the replicas in short form: the given ones, which must exist, or every GPU, or one CPU.
 
-    Raises DeviceError also where one replica owns more devices than another.
+    Raises DeviceError also if one replica owns more devices than another.
     """
     if devices is None:
         return [f"gpu:{number}" for number in range(gpu_count())] or ["cpu:0"]
@@ -102,14 +102,14 @@ def compute_devices(devices: Sequence[str | Sequence[str]] | None) -> list[str]:
 
 
 def expanded(devices: Sequence[str], cores: int) -> list[str]:
-    """A list as ``cs-launch --devices`` takes it, written out: ``gpu:all`` is every GPU; ``auto``, alone, is every GPU
-    where there is one, else one CPU for each of ``cores``, eight at most.
+    """A list for ``cs-launch --devices``, written out: ``gpu:all`` means every GPU; ``auto``, alone, means every GPU
+    or, without a GPU, one CPU for each of ``cores``, eight at most.
 
-    Raises DeviceError where ``gpu:all`` finds none.
+    Raises DeviceError if ``gpu:all`` finds none.
     """
     gpus = [f"gpu:{number}" for number in range(gpu_count())]
     if [name.lower() for name in devices] == ["auto"]:
-        # More processes are seldom faster: the server reads the gradients of them all.
+        # More processes are seldom faster, because the server reads the gradients of all of them.
         return gpus or [f"cpu:{number}" for number in range(min(cores, _MOST_CPUS))]
     written: list[str] = []
     for name in devices:
@@ -123,7 +123,7 @@ def expanded(devices: Sequence[str], cores: int) -> list[str]:
 
 
 def parameter_device(device: str | None, compute: Sequence[str]) -> str:
-    """The device of the variables in short form: the one given, else the only compute device, else CPU 0."""
+    """The device of the variables in short form: the given one, or the only compute device, or CPU 0."""
     if device is not None:
         return existing(device)
     return logical_devices(compute[0])[0] if len(compute) == 1 else "cpu:0"
@@ -137,7 +137,7 @@ def _several(devices: str | Sequence[str]) -> Sequence[str]:
 
 
 def existing(device: str) -> str:
-    """The short form of ``device``. Raises DeviceError, which lists the devices there are, where it does not exist."""
+    """The short form of ``device``. Raises a DeviceError that lists the existing devices, if it does not exist."""
     name = canonical(device)
     if name.startswith("gpu:"):
         gpus = gpu_count()

@@ -1,8 +1,8 @@
-"""Handles: objects that stand for state held by the server, and the table that keeps one object for each.
+"""Handles: objects that represent state in the server, and the table that keeps one object for each.
 
-Variables, optimizers and strategies are handles. They own no bytes: between processes they travel as a kind
-and a number, and come out of a :class:`HandleTable` as the one object that stands for it there, so ``is`` holds. What
-a kind is made of is not known here. Used by everything that defines, sends or receives handles.
+Variables, optimizers and strategies are handles. They own no bytes: between processes they travel as a kind and a
+number. A :class:`HandleTable` of the receiver returns the one object for that number, so ``is`` holds. This module
+does not know what a kind is. All modules that define, send or receive handles use it.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ __all__ = ["Handle", "HandleTable", "handle_id"]
 class Handle:
     """Base of every public object that owns state in the server.
 
-    Two handles of one type with equal ids stand for the same thing, whichever process they come from. Only
-    ``pickling.pickler`` and ``wire_values.value_codec`` take one to another process; any other pickler, and ``copy``
-    where a class has no rule of its own, raises TypeError.
+    Two handles of one type with equal ids represent the same state, whichever process they come from. Only
+    ``pickling.pickler`` and ``wire_values.value_codec`` send one to another process; any other pickler raises
+    TypeError, and so does ``copy`` unless a class defines it.
     """
 
     def _cs_handle(self) -> tuple[str, int]:
-        """(kind, number), e.g. ``("variable", 7)``. Numbers of things that the server knows begin at 1; the strategy,
+        """(kind, number), e.g. ``("variable", 7)``. Numbers in the server begin at 1; the strategy,
         of which a service has one, is 0."""
         raise NotImplementedError(f"{type(self).__name__} does not define its handle")
 
     def _cs_code(self) -> object:
-        """A function of the user's that belongs to it and is kept by the client, or None. It travels beside the number
-        wherever code travels."""
+        """A function of the user that belongs to the handle and that the client keeps, or None. It travels together
+        with the number wherever code travels."""
         return None
 
     def _cs_parts(self) -> tuple[Any, ...]:
-        """What makes something to read in its place in a replica of another strategy, as a reduce value."""
+        """A reduce value that makes a readable object in its place, in a replica of another strategy."""
         raise NotImplementedError(f"{type(self).__name__} cannot be read in another strategy's replicas")
 
     def _cs_take_code(self, code: Any) -> None:
-        """In a worker: what came beside the number."""
+        """In a worker: take the function that came with the number."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         what = type(self).__name__
@@ -56,11 +56,10 @@ def handle_id(handle: Handle) -> tuple[str, int]:
 
 
 class HandleTable:
-    """The one object of this process for each (kind, number), for as long as somebody holds it.
+    """The one object of this process for each (kind, number), for as long as the object is referenced.
 
-    ``factories`` make the object of a number that is met for the first time, by kind. May be used from any thread. A
-    factory runs while others wait for the table: it may look into the table itself, but must not wait for another
-    thread that does.
+    ``factories`` make the object for a new number, by kind. May be used from any thread. A factory runs while other
+    threads wait for the table: it may use the table itself, but must not wait for another thread that uses it.
     """
 
     def __init__(self, factories: Mapping[str, Callable[[int], Handle]] | None = None) -> None:
@@ -69,11 +68,11 @@ class HandleTable:
         self._lock = threading.RLock()
 
     def get(self, kind: str, number: int) -> Handle | None:
-        """The object that stands for (kind, number), where there is one."""
+        """The object for (kind, number), if there is one."""
         return self._objects.get((kind, number))
 
     def add(self, handle: Handle) -> None:
-        """Let ``handle`` be the object for its id from now on."""
+        """Make ``handle`` the object for its id."""
         with self._lock:
             self._objects[handle_id(handle)] = handle
 
@@ -83,7 +82,7 @@ class HandleTable:
             return [self._objects[key] for key in sorted(self._objects) if key[0] == kind]
 
     def resolve(self, kind: str, number: int) -> Handle:
-        """The object that stands for (kind, number); made if need be. PeerProtocolError for a kind unknown here."""
+        """The object for (kind, number), made if necessary. Raises PeerProtocolError for an unknown kind."""
         with self._lock:
             found = self._objects.get((kind, number))
             if found is None:
@@ -92,5 +91,7 @@ class HandleTable:
                 except KeyError:
                     raise PeerProtocolError(f"a handle of kind {kind!r:.80} is not known to this version") from None
                 made = factory(number)
-                found = self._objects.setdefault((kind, number), made)  # the factory may have added it, or another
+                found = self._objects.setdefault(
+                    (kind, number), made
+                )  # the factory may have added this object or another one
             return found

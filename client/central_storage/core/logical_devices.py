@@ -1,8 +1,8 @@
 """Arrays on several devices of one replica.
 
 A replica may own several devices, its logical devices 0, 1, …. A :class:`LogicalTensor` is an array whose pieces lie
-on them; read as an array it has the value it was made of. The strategy's ``experimental_…_logical_device(s)`` make
-them; what it takes to bring an array to a device is the caller's.
+on them; read as an array, it has its original value. The strategy's ``experimental_…_logical_device(s)`` make such
+arrays; the caller passes the function that copies an array to a device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .values import convert_to_tensor
 
 __all__ = ["LogicalTensor", "Piece", "Place", "assign", "replicate", "split"]
 
-#: Brings an array to a device, named in full.
+#: Copies an array to a device, given by its full name.
 Place = Callable[[Any, str], Any]
 
 
@@ -39,7 +39,7 @@ class Piece:
 class LogicalTensor(NDArrayOperatorsMixin):
     """An array whose ``pieces`` lie on the logical devices of a replica.
 
-    Operators, NumPy functions and indexing act on the whole, which is put together on the replica's first device.
+    Operators, NumPy functions and indexing act on the whole array, which is assembled on the replica's first device.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, pieces: tuple[Piece, ...], home: str, place: Place) -> None:
@@ -60,7 +60,7 @@ class LogicalTensor(NDArrayOperatorsMixin):
         return math.prod(self.shape)
 
     def read(self) -> Any:
-        """The whole as an array on the replica's first device."""
+        """The whole array on the replica's first device."""
         first = self._place(self.pieces[0].value, self._home)
         if first.shape == self.shape:
             return first
@@ -90,7 +90,7 @@ class LogicalTensor(NDArrayOperatorsMixin):
 
 
 def assign(tensor: Any, logical_device_id: int, devices: Sequence[str], place: Place) -> LogicalTensor:
-    """``tensor`` on one of ``devices``. Raises InvalidArgumentError for a number that none of them has."""
+    """``tensor`` on one of ``devices``. Raises InvalidArgumentError if there is no device with that number."""
     try:
         number = -1 if isinstance(logical_device_id, bool) else operator.index(logical_device_id)
     except TypeError:
@@ -112,8 +112,8 @@ def split(tensor: Any, partition_dimensions: Sequence[int], devices: Sequence[st
     """``tensor`` cut into ``partition_dimensions[i]`` equal parts along axis i; piece k, counted with the last axis
     running fastest, is on ``devices[k]``.
 
-    Raises InvalidArgumentError where that is not one positive int per axis, where their product is not the number of
-    devices, and where an axis cannot be cut so.
+    Raises InvalidArgumentError if that is not one positive int per axis, if their product is not the number of
+    devices, or if an axis cannot be cut into that many equal parts.
     """
     array = _array(tensor)
     try:

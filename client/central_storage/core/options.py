@@ -1,4 +1,4 @@
-"""Options that calls of the strategy take, and what a value function is told.
+"""Options of the strategy's methods, and the argument of a value function.
 
 They keep TensorFlow's names, order and defaults. ``InputOptions`` are honoured by distributed data sets; those of a
 run and of communication are for machines with several hosts or TPUs and change nothing here.
@@ -161,7 +161,7 @@ class CommunicationOptions:
 
 @dataclass(frozen=True)
 class ValueContext:
-    """What the function of ``experimental_distribute_values_from_function`` is told: whose value it makes.
+    """The replica for which a function of ``experimental_distribute_values_from_function`` makes a value.
 
     Args:
         replica_id_in_sync_group: The number of the replica, from 0.

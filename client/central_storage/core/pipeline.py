@@ -1,8 +1,8 @@
-"""Runs that are sent before those ahead of them are over: the client's account of one series of steps.
+"""Pipelined runs: the client's account of one series of steps, which are sent before earlier ones are over.
 
-A :class:`Series` remembers what was sent and what came of it, and asks its :class:`Carrier` (the link) to send and to
-wait. A plain run is a series of its own that is never ahead. ``run_steps`` turns data sets into steps and outcomes into
-what its loop gets; here is neither a data set nor a socket.
+A :class:`Series` remembers the steps that were sent and their outcomes, and asks its :class:`Carrier` (the link) to
+send and to wait. A plain run is a series of one step. ``run_steps`` turns elements of a data set into steps, and
+outcomes into the results of its loop; this module knows neither data sets nor sockets.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Arguments = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 class Sent(NamedTuple):
-    """A run that was sent and has not been answered. What its messages said by replica, the values of a ``Run``, and
-    the pickled ``function``, with which it can be sent again; its pickled ``arguments`` and their buffers are kept
-    until then. ``held``, by replica, of a step: which functions workers held before."""
+    """A run that was sent and is not answered yet, with everything needed to send it again: the values of its ``Run``
+    by replica, the pickled ``function``, and the pickled ``arguments`` with their buffers. ``held``, for a step: the
+    functions that each worker held before."""
 
     run: RunId
     said: list[tuple[Any, ...]]
@@ -34,11 +34,11 @@ class Sent(NamedTuple):
 
 
 class Carrier(Protocol):
-    """Who sends the steps of a series, and hears what came of them."""
+    """Sends the steps of a series, and receives their outcomes."""
 
     def send_step(self, series: Series, function: Callable[..., Any], arguments: Arguments) -> None:
-        """Send the next step and wait until at most ``lookahead`` are not over. Raises as ``run`` does for what cannot
-        be sent, and then nothing was."""
+        """Send the next step and wait until at most ``lookahead`` are not over. Raises as ``run`` does if something
+        cannot be sent, and then nothing was sent."""
 
     def settle(self, series: Series, left: int = 0, *, cancel: bool = False) -> None:
         """Wait until at most ``left`` of the steps that were sent are not over; ``cancel`` those that are not."""
@@ -46,13 +46,13 @@ class Carrier(Protocol):
 
 @dataclass
 class Series:
-    """Steps in order: ``unanswered`` ones, and the ``outcomes`` (a list of results, or what to raise) of those before
-    them that nobody has taken. ``number`` is the run of the first step, 0 before it."""
+    """Steps in order: the ``unanswered`` ones, and the ``outcomes`` (a list of results, or the exception) of earlier
+    ones that were not taken yet. ``number`` is the run of the first step; it is 0 before that."""
 
     carrier: Carrier
     lookahead: int
     number: int = 0
-    #: How many have begun, and how many of those succeeded.
+    #: The number of steps that have begun, and of those that have succeeded.
     begun: int = 0
     succeeded: int = 0
     has_failed: bool = False
@@ -61,7 +61,7 @@ class Series:
 
     @property
     def ahead(self) -> int:
-        """How many have been sent and are not known to be over."""
+        """The number of steps that were sent and are not known to be over."""
         return len(self.unanswered)
 
     def send(self, function: Callable[..., Any], arguments: Arguments) -> None:
@@ -79,7 +79,7 @@ class Series:
                 raise outcome
             return outcome
         finally:
-            del outcome  # its traceback has this frame, and would keep it and those around it
+            del outcome  # its traceback refers to this frame, and would keep it and its callers alive
 
     def settle(self, *, cancel: bool = False) -> None:
         """Wait for all that were sent, or ``cancel`` those that are not over. Raises KeyboardInterrupt for a Ctrl-C."""
@@ -87,14 +87,14 @@ class Series:
             self.carrier.settle(self, cancel=cancel)
 
     def answered(self, outcome: list[Any] | BaseException) -> None:
-        """The first of the unanswered steps has succeeded, though its results may be nothing that can be read."""
+        """The first of the unanswered steps has succeeded, even if its results cannot be read."""
         self.unanswered.popleft()
         self.begun += 1
         self.succeeded += 1
         self.outcomes.append(outcome)
 
     def failed(self, error: BaseException) -> list[Sent]:
-        """The first of the unanswered steps has failed; those after it, which never begin."""
+        """The first of the unanswered steps has failed. Returns the later ones, which never begin."""
         self.has_failed = True
         self.begun += 1
         self.outcomes.append(error)

@@ -1,6 +1,6 @@
-"""Where arrays are put: ``device`` says it for a block of code, ``convert_to_tensor`` obeys.
+"""The placement of arrays: ``device`` sets it for a block of code, and ``convert_to_tensor`` follows it.
 
-An array on a CPU is a NumPy array in host memory, whichever number the CPU has; only a GPU is another memory.
+An array on a CPU is a NumPy array in host memory, whatever the number of the CPU; only a GPU has other memory.
 """
 
 from __future__ import annotations

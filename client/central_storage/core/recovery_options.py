@@ -1,7 +1,6 @@
-"""What becomes of a service when one of its processes dies: the options of that, as one checked value.
+"""The options for the death of a process of a service, as one checked value.
 
-``CentralStorageStrategy`` and ``cs-launch`` make it from what the user says; the supervisor and, by its command line,
-the server act on it.
+``CentralStorageStrategy`` and ``cs-launch`` make it from the user's options; the supervisor and the server act on it.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ _LONGEST_STEP = 1e6
 
 @frozen
 class Recovery:
-    """``max_restarts``: how often, in all, processes of the service are started again. ``server_recovery``: the server
-    is one of them. ``step_timeout``: a replica that others, or the script, wait for is killed and started again when
-    nothing was heard of it for so many seconds, which must be more than it needs from one merge point to the next; None
+    """``max_restarts`` is the total number of restarts of a service's processes. ``server_recovery``: the server may be
+    restarted, too. ``step_timeout``: a replica that others or the script wait for is killed and restarted if it has
+    sent nothing for this many seconds, which must be more than it needs from one merge point to the next; None means
     never.
 
-    Raises ConfigurationError for values that make no sense.
+    Raises ConfigurationError for invalid values.
     """
 
     max_restarts: int = 3

@@ -1,10 +1,10 @@
-"""Values that have one component per replica, and how they come about and go away again.
+"""Values with one component per replica: how they are made and taken apart.
 
-This module owns the enums of reductions and variables, PerReplica, Mirrored and IndexedSlices, the way values of
-replicas become one value (:func:`regroup`) and one value becomes that of a replica (:func:`select_replica`), the
-conversion of Python values to arrays, and what ``reduce``, ``gather`` and ``experimental_local_results`` of a
-strategy answer. The arithmetic is ``cs_proto.reduction``'s. Contexts, devices and processes are not known here: the
-strategy asks, after it has checked where it was called.
+This module owns the enums of reductions and variables, PerReplica, Mirrored and IndexedSlices. :func:`regroup` makes
+one value of the values of all replicas, and :func:`select_replica` returns the component of one replica. The module
+also converts Python values to arrays, and computes the results of ``reduce``, ``gather`` and
+``experimental_local_results`` of a strategy, with the arithmetic of ``cs_proto.reduction``. It knows no contexts,
+devices or processes: the strategy calls it after it has checked the context.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = [
     "unshared",
 ]
 
-#: What no container and nothing Shared is of, and what most results are.
+#: Types of most results; no container and no Shared has one of these.
 _LEAVES = frozenset({type(None), bool, int, float, str, bytes, np.ndarray})
 
 
@@ -200,7 +200,7 @@ class IndexedSlices:
     dense_shape: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not hasattr(self.values, "shape"):  # arrays of a device stay where they are
+        if not hasattr(self.values, "shape"):  # arrays on a device stay there
             object.__setattr__(self, "values", convert_to_tensor(self.values))
         if not hasattr(self.indices, "shape"):
             indices = convert_to_tensor(self.indices)
@@ -240,10 +240,10 @@ class IndexedSlices:
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """A part of what a merge function returned that all replicas got alike, on its way to them and back.
+    """A part of a merge function's result that all replicas get alike, on its way to them and back.
 
-    Where every replica returns it untouched, :func:`regroup` leaves it bare, as the one object that it was. ``key``
-    names it in its run: the number of the merge point and that of the part.
+    If every replica returns it unchanged, :func:`regroup` returns it bare, as the one object that it was. ``key`` names
+    it in its run: the number of the merge point and the number of the part.
     """
 
     key: tuple[int, int]
@@ -251,8 +251,8 @@ class Shared:
 
 
 def shared_parts(point: int, result: Any) -> dict[int, tuple[int, int]]:
-    """Of what the merge function of merge point ``point`` returned, the numbers and arrays that all replicas get
-    alike: ``id()`` of the part to its key."""
+    """The numbers and arrays in the result of merge point ``point`` that all replicas get alike: the ``id()`` of each
+    part, and its key."""
     leaves = optree.tree_leaves(result, none_is_leaf=True)
     return {
         id(leaf): (point, part)
@@ -262,21 +262,23 @@ def shared_parts(point: int, result: Any) -> dict[int, tuple[int, int]]:
 
 
 def regroup(values: Sequence[Any], always_wrap: bool = False) -> Any:
-    """One value out of one per replica: containers are kept, leaves become PerReplica where replicas may differ.
+    """One value made of one value per replica: containers are kept, and leaves that may differ become PerReplica.
 
-    Bare stay None, equal str, bytes, bool and int of one type, enum members, dtypes and handles of one thing, and what
-    one merge function gave to all; other floats and everything like an array become PerReplica even where equal. With
-    one value everything is bare. With ``always_wrap`` every leaf is wrapped. Replica 0 decides what a container is: an
-    AssertionError where another replica has another kind, length or keys there.
+    These leaves stay bare: None, equal str, bytes, bool and int of one type, enum members, dtypes, handles of the same
+    object, and parts that one merge function gave to all. Other floats and everything like an array become PerReplica
+    even if they are equal. With one value everything is bare. With ``always_wrap`` every leaf is wrapped. Replica 0
+    decides what is a container; AssertionError if another replica has another kind, length or keys there.
     """
     if not values:
         raise InvalidArgumentError("regroup needs the value of at least one replica")
     if len(values) == 1 and not always_wrap:
         return values[0]
     if not always_wrap and _LEAVES.issuperset(map(type, values)):
-        if values[0] is None and all(value is None for value in values):  # as of steps that return nothing
+        if values[0] is None and all(value is None for value in values):  # the usual case of steps that return nothing
             return None
-        is_number = type(values[0]) is float or type(values[0]) is np.ndarray  # as most results are; never common
+        is_number = (
+            type(values[0]) is float or type(values[0]) is np.ndarray
+        )  # the usual result; such values are never common
         return PerReplica(values) if is_number else _merged(tuple(values))
     leaves, treespec = optree.tree_flatten(values[0], none_is_leaf=True)
     columns = [leaves]
@@ -290,10 +292,10 @@ def regroup(values: Sequence[Any], always_wrap: bool = False) -> Any:
 
 
 def select_replica(replica: int, structure: Any) -> Any:
-    """``structure`` as ``replica`` sees it: its own component of every PerReplica and Mirrored, all else unchanged.
-    Raises IndexError where one has no component for ``replica``."""
+    """``structure`` as ``replica`` sees it: its own component of every PerReplica and Mirrored, everything else
+    unchanged. Raises IndexError if one has no component for ``replica``."""
 
-    if type(structure) is tuple:  # as arguments are, and most elements
+    if type(structure) is tuple:  # the usual case of arguments and elements
         return tuple([select_replica(replica, part) for part in structure])
     if isinstance(structure, DistributedValues):
         return _component(replica, structure)
@@ -303,9 +305,9 @@ def select_replica(replica: int, structure: Any) -> Any:
 
 
 def select_replicas(n: int, structure: Any) -> Sequence[Any]:
-    """What each of ``n`` replicas sees of ``structure``, as :func:`select_replica` says."""
+    """``structure`` as each of ``n`` replicas sees it: see :func:`select_replica`."""
     kind = type(structure)
-    if kind is tuple and structure:  # as arguments are, and most elements
+    if kind is tuple and structure:  # the usual case of arguments and elements
         return list(zip(*[select_replicas(n, part) for part in structure], strict=True))
     if kind is PerReplica and len(structure.values) == n:
         return structure.values  # type: ignore[no-any-return]
@@ -337,8 +339,8 @@ def convert_to_tensor(value: Any, dtype: Any = None) -> np.ndarray:
 
     Python numbers and lists of them: float becomes float32, int int32 (int64 where one does not fit), bool bool,
     complex complex128. With ``dtype``, an int may become a float but not the reverse (TypeError). Raises
-    :class:`InvalidArgumentError` for what is no array of numbers, bools or strings (None, dicts, uneven lists, lists of
-    strings and numbers, a PerReplica) and for integers that do not fit.
+    :class:`InvalidArgumentError` for anything but an array of numbers, bools or strings (None, dicts, uneven lists,
+    lists of strings and numbers, a PerReplica) and for integers that do not fit.
     """
     if dtype is None and type(value) is np.ndarray and value.dtype.kind in "biufcUS":
         return value
@@ -366,7 +368,8 @@ def convert_to_tensor(value: Any, dtype: Any = None) -> np.ndarray:
 
 
 def as_reduce_op(op: ReduceOp | str) -> ReduceOp:
-    """The ReduceOp meant: a member, or its name in any case. Unknown names are a ValueError, other types TypeError."""
+    """The ReduceOp for a member or its name in any case. Raises ValueError for unknown names, TypeError for other
+    types."""
     if isinstance(op, ReduceOp):
         return op
     if not isinstance(op, str):
@@ -378,7 +381,7 @@ def as_reduce_op(op: ReduceOp | str) -> ReduceOp:
 
 
 def asserted_reduce_op(op: ReduceOp | str) -> ReduceOp:
-    """As :func:`as_reduce_op`, but a wrong type is an AssertionError, as in TensorFlow where there is no axis."""
+    """As :func:`as_reduce_op`, but a wrong type is an AssertionError, as in TensorFlow without an axis."""
     try:
         return as_reduce_op(op)
     except TypeError as error:
@@ -388,8 +391,9 @@ def asserted_reduce_op(op: ReduceOp | str) -> ReduceOp:
 def reduce_components(op: ReduceOp, components: Sequence[Any]) -> Any:
     """The element-wise sum or mean of ``components``, an array.
 
-    Of IndexedSlices alone it is the IndexedSlices of all their rows in replica order, rows named twice kept (MEAN
-    divides the values by the number of components); next to arrays they count as whole arrays.
+    If all are IndexedSlices, the result is the IndexedSlices of all their rows in replica order, without merging rows
+    that are named twice (MEAN divides the values by the number of components). Together with arrays they count as whole
+    arrays.
     """
     slices = [component for component in components if isinstance(component, IndexedSlices)]
     if not slices or len(slices) < len(components):
@@ -408,7 +412,7 @@ def reduce_components(op: ReduceOp, components: Sequence[Any]) -> Any:
 
 
 def reduce_values(op: ReduceOp | str, value: Any, axis: Any, n: int) -> Any:
-    """What ``Strategy.reduce(op, value, axis)`` answers under ``n`` replicas.
+    """The result of ``Strategy.reduce(op, value, axis)`` under ``n`` replicas.
 
     ``axis=None`` combines the components of a PerReplica or Mirrored element by element; a single one comes back as it
     is. With an axis the value is what each replica would see as an argument of ``run``: each sums its own over the axis
@@ -429,7 +433,7 @@ def reduce_values(op: ReduceOp | str, value: Any, axis: Any, n: int) -> Any:
         return value
     if n == 1:
         return value if isinstance(value, IndexedSlices) else convert_to_tensor(value)
-    # The sum of zeros is zero, whoever holds them; `run` returns equal Python numbers bare.
+    # The sum of zeros is zero in either case; `run` returns equal Python numbers bare.
     if isinstance(value, int | float | np.number) and not isinstance(value, bool) and value == 0:
         return value
     raise InvalidArgumentError(
@@ -439,7 +443,7 @@ def reduce_values(op: ReduceOp | str, value: Any, axis: Any, n: int) -> Any:
 
 
 def gather_values(value: Any, axis: Any, n: int) -> Any:
-    """What ``Strategy.gather(value, axis)`` answers under ``n`` replicas: the components one after the other.
+    """The result of ``Strategy.gather(value, axis)`` under ``n`` replicas: the components one after the other.
 
     A plain value comes back as it is, whatever the axis, and so does a single component. Bare IndexedSlices are a
     NotImplementedError; as components they count as whole arrays. Raises as :func:`cs_proto.reduction.gather` does.
@@ -459,14 +463,14 @@ def _merged(leaves: tuple[Any, ...]) -> Any:
     first, *others = leaves
     if isinstance(first, Shared):
         alike = all(isinstance(other, Shared) and other.key == first.key for other in others)
-        is_common = alike and len({_bits(leaf.value) for leaf in leaves}) == 1  # one may have changed it in place
+        is_common = alike and len({_bits(leaf.value) for leaf in leaves}) == 1  # a replica may have changed it in place
     else:
         is_common = all(_is_common(first, other) for other in others)
     return unshared(first) if is_common else PerReplica([unshared(leaf) for leaf in leaves])
 
 
 def unshared(structure: Any) -> Any:
-    """``structure`` with what is :class:`Shared` in it bare."""
+    """``structure`` with the values of its :class:`Shared` parts."""
     if type(structure) in _LEAVES:
         return structure
     return optree.tree_map(lambda x: x.value if isinstance(x, Shared) else x, structure, none_is_leaf=True)
@@ -478,8 +482,8 @@ def _bits(value: Any) -> tuple[bytes, ...]:
 
 
 def _is_common(first: Any, other: Any) -> bool:
-    """Whether two leaves are one value that needs no PerReplica. Numbers with a fraction and arrays never are: that
-    two replicas computed the same one is chance."""
+    """Whether two leaves are one value that needs no PerReplica. Floats and arrays never are: if two replicas have
+    computed the same one, that is chance."""
     if type(first) is float or type(first) is np.ndarray:
         return False
     key = getattr(type(first), "_cs_handle", None) or getattr(type(first), "_cs_key", None)
@@ -513,7 +517,7 @@ def _array_of(value: Any) -> np.ndarray:
     except TypeError:
         if not isinstance(value, list | tuple):
             raise
-        return np.asarray(_in_host_memory(value))  # of arrays on a GPU
+        return np.asarray(_in_host_memory(value))  # for arrays on a GPU
     except ValueError as error:  # uneven lists; a PerReplica
         raise InvalidArgumentError(f"{value!r:.200} cannot become an array: {error}") from error
 
@@ -526,7 +530,7 @@ def _in_host_memory(value: Any) -> Any:
 
 
 def _is_untyped(value: Any) -> bool:
-    """Whether ``value`` is made of Python numbers alone, whose dtype is ours to choose."""
+    """Whether ``value`` is made of Python numbers only, so that we choose the dtype."""
     if isinstance(value, list | tuple):
         return all(map(_is_untyped, value))
     return isinstance(value, int | float | complex) and not isinstance(value, np.generic)

@@ -1,4 +1,4 @@
-"""Sets of variables that are met again in every step: known by identity, so that they need no look one by one."""
+"""Variable sets that come back in every step: found by identity, so that the variables need no check one by one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, NamedTuple, Protocol
 
 __all__ = ["Numbers", "VariableSet", "VariableSets"]
 
-# So many sets are known at once.
+# The number of cached sets.
 _KEPT = 16
 
 
 class _Variable(Protocol):
-    """What a set must know of a variable."""
+    """The part of a variable that a set needs."""
 
     @property
     def number(self) -> int: ...
@@ -23,7 +23,7 @@ class _Variable(Protocol):
 
 
 class Numbers(tuple[int, ...]):
-    """Numbers of variables, and what is asked of all of them again and again."""
+    """Numbers of variables, with cached properties of the whole set."""
 
     def __init__(self, numbers: Iterable[int]) -> None:
         self._hash = super().__hash__()
@@ -35,12 +35,12 @@ class Numbers(tuple[int, ...]):
 
     @property
     def ascending(self) -> tuple[int, ...]:
-        """They in order."""
+        """The numbers in ascending order."""
         return self._ascending
 
 
 class VariableSet(NamedTuple):
-    """Variables of one strategy, which may have been named more than once."""
+    """Variables of one strategy; a variable may occur more than once."""
 
     variables: tuple[Any, ...]
     numbers: Numbers
@@ -49,20 +49,20 @@ class VariableSet(NamedTuple):
 
 
 class VariableSets:
-    """The sets that were met last."""
+    """A cache of the last sets."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int, int], VariableSet] = {}
 
     def find(self, variables: Sequence[object]) -> VariableSet | None:
-        """The set of just these objects in this order, if it is known."""
+        """The set of exactly these objects in this order, if it is cached."""
         if not variables:
             return None
         found = self._known.get((len(variables), id(variables[0]), id(variables[-1])))
         return found if found is not None and all(map(is_, variables, found.variables)) else None
 
     def add(self, variables: Sequence[_Variable]) -> VariableSet:
-        """Know these from now on."""
+        """Cache the set of these variables."""
         if len(self._known) >= _KEPT:
             self._known.clear()
         made = VariableSet(
@@ -74,5 +74,5 @@ class VariableSets:
         return made
 
     def forget(self) -> None:
-        """Know none any more: a variable has got a constraint."""
+        """Clear the cache, because a variable has got a constraint."""
         self._known.clear()

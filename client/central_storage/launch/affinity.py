@@ -1,7 +1,7 @@
-"""Processors: how many this process may use, which of them lie together, and what each worker gets of them.
+"""Processors: how many this process may use, their NUMA nodes, and the share of each worker.
 
-Workers are kept on a whole NUMA node at most, never on single cores: a second run beside this one would choose the
-same ones. Where anybody has said already where this process may run, nothing is added to that.
+Workers are pinned at most to a whole NUMA node, never to single cores, because a second run would choose the same
+cores. If this process is already restricted to some processors, nothing is pinned.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Machine:
 
 @frozen
 class Share:
-    """What a worker gets: so many ``threads``, on these ``processors``; on any where there are none."""
+    """The share of a worker: the number of its ``threads``, and its ``processors`` (empty: any)."""
 
     threads: int
     processors: frozenset[int] = frozenset()
@@ -68,7 +68,7 @@ def numa_nodes(allowed: frozenset[int], cores: int, system: Path = _SYS) -> dict
 
 
 def shares(devices: Sequence[str], machine: Machine) -> list[Share]:
-    """What the worker on each of ``devices`` (short form) gets.
+    """The share of the worker on each of ``devices`` (short form).
 
     One on a GPU gets the node its GPU hangs at, where that is one and is known. Workers that are all on CPUs get the
     nodes in equal numbers, where the numbers fit. All others may run anywhere. Cores are shared alike.

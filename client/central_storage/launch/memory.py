@@ -1,10 +1,10 @@
 """The memory of a run: the supervisor makes every segment, keeps it, and decides who may write it.
 
-Contents live as long as the supervisor, whoever else is killed. A segment is a memfd of its full reservation, of
-which only touched pages take memory; the server may have it extended. A reader gets a descriptor opened read-only.
-This guards against mistakes only: a process of the same user may change the segment's mode and open it again.
-:class:`Memfd` is the usual medium; :class:`Files` keeps the segments where another supervisor finds them when this one
-was killed. :class:`Unshared` is for the server alone.
+The content of a segment lives as long as the supervisor, whichever other process is killed. A segment is a memfd of its
+full reservation, of which only touched pages take memory; the server may have it extended. A reader gets a descriptor
+opened read-only. This guards against mistakes only: a process of the same user may change the segment's mode and open
+it again. :class:`Memfd` is the usual medium. :class:`Files` keeps the segments in files, which another supervisor finds
+after this one was killed. :class:`Unshared` gives the memory to the server only.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from cs_proto.messages import ExtendSegment, MakeSegment, Segment
 
 __all__ = ["Files", "Medium", "Memfd", "Memory", "Unshared"]
 
-# In the place of a writer in a file's name, where there is none beside the server.
+# Stands for the writer in the name of a file, if only the server writes it.
 _NOBODY = "server"
-# A replica's: the controller holds results there.
+# The arena of a replica, in which the controller holds results.
 _ARENA = re.compile(r"arena/[0-9]+")
 _WRITER = re.compile(r"|controller|w(0|[1-9][0-9]{0,4})")
 
 
 class Medium(Protocol):
-    """Where segments lie."""
+    """The memory in which segments lie."""
 
-    #: What is printed as the transport of bulk data.
+    #: The name of the transport of bulk data, which is printed.
     title: str
     #: Whether workers and clients map segments, too; otherwise the server alone does, and their bytes travel in frames.
     is_shared: bool
@@ -47,8 +47,8 @@ class Medium(Protocol):
 
 
 class Memfd:
-    """Anonymous memory of the kernel's: no name in any file system, no limit but memory itself. Sealed, so that nobody
-    can make it shorter and take pages away under another's mapping."""
+    """Anonymous memory of the kernel: it has no name in any file system and no limit but memory itself. It is sealed,
+    so that no process can make it shorter and take pages away from another process's mapping."""
 
     title = "shared memory (memfd)"
     is_shared = True
@@ -70,7 +70,7 @@ class Memfd:
         return descriptor
 
     def found(self) -> list[tuple[str, int, str, int]]:
-        """As :meth:`Medium.found`: it goes with its supervisor."""
+        """As :meth:`Medium.found`: there is none, because a memfd ends with its supervisor."""
         return []
 
     def open_reader(self, descriptor: int) -> int:
@@ -129,7 +129,7 @@ class Files:
 
 
 class Unshared(Memfd):
-    """Memory of the server alone."""
+    """Memory that only the server maps."""
 
     title = "bytes in frames"
     is_shared = False
@@ -155,8 +155,8 @@ class Memory:
         """Make a segment, or return the existing one, in its present length, to a server that was started again.
 
         ``asker`` is ``server``, ``w0``, ``controller`` or anything else. The answer, and a descriptor that the caller
-        closes when it is sent. Raises ContextError for another asker than the server, InvalidArgumentError where the
-        segment exists for another writer or ``writer`` is nobody, MemoryPlanError where the kernel refuses.
+        closes when it is sent. Raises ContextError for another asker than the server, InvalidArgumentError if the
+        segment exists for another writer or ``writer`` is unknown, MemoryPlanError if the kernel refuses.
         """
         _check_server(asker, request.segment)
         if _WRITER.fullmatch(request.writer) is None:
@@ -210,7 +210,7 @@ class Memory:
         return Segment(name, kept.reservation, writable), descriptor
 
     def close(self) -> None:
-        """Let go of everything; memory that no other process maps is free. Idempotent."""
+        """Release every segment; memory that no other process maps is freed. Idempotent."""
         for kept in self._kept.values():
             os.close(kept.descriptor)
         self._kept.clear()

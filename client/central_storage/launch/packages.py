@@ -1,6 +1,6 @@
-"""Where the project's packages are imported from, so that a child process finds the same ones.
+"""The directories of the project's packages, so that a child process imports the same ones.
 
-An installed project needs none of this. A checkout whose folders this process has on its path does.
+Only a checkout whose folders are on this process's path needs this; an installed project does not.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The run directory: where the sockets of one run lie, who holds it, and what becomes of it.
+"""The run directory: a private directory with the sockets of one run; how it is made, locked and removed.
 
-A short private directory with a ``lock`` file that its supervisor keeps locked for life, because libzmq would let a
-second server take over a live address without a word. The kernel frees the lock whatever kills the holder, so a
-directory whose lock can be had belongs to nobody and is removed by the next start. Only supervisors use this module.
+Its supervisor keeps its file ``lock`` locked, because libzmq would let a second server take over a live address without
+an error. The kernel releases the lock whatever kills the holder. So a directory whose lock is free is abandoned, and
+the next start removes it. Only supervisors use this module.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = ["RunDirectory"]
 _log = logging.getLogger("central_storage.launch")
 
 _NAME = re.compile(r"cs-[0-9a-f]{8}")
-# What a run puts into its directory, log files apart.
+# The files of a run in its directory, except log files.
 _CONTENT = re.compile(r"lock|server|supervisor|error|run|run\.draft|w[0-9]+\.[0-9]+|segment\..+")
-# Of a run that is taken up: the sockets of those who were killed.
+# The files to remove when a run is taken up: the sockets of the killed processes.
 _STALE = re.compile(r"server|supervisor")
 # sockaddr_un holds 107 bytes of path, of which the longest name of a socket here may take 20, like its processes say.
 _PATH_NBYTES = 107
@@ -44,10 +44,10 @@ class RunDirectory:
     ) -> None:
         """Make and hold ``path``, or a fresh directory in a place for run-time files.
 
-        ``keep`` leaves what lies in it (log files) when the run ends. ``is_taken_up`` says, once nobody else holds
-        ``path``, whether the run of which the supervisor was killed goes on; else what it left is removed. Raises
-        LaunchError where another living process holds ``path`` and where no place will do, ConfigurationError where
-        ``path`` is not a private directory of ours or is too long.
+        ``keep`` leaves its files (log files) when the run ends. ``is_taken_up`` is called when ``path`` is locked, and
+        tells whether the run of a killed supervisor continues; otherwise the files of that run are removed. Raises
+        LaunchError if another living process holds ``path`` or if no place is suitable, ConfigurationError if ``path``
+        is too long or not a private directory of this user.
         """
         self.keep = keep
         clean_up()
@@ -61,8 +61,8 @@ class RunDirectory:
         self.name = os.path.basename(self.path).removeprefix("cs-")
 
     def remove(self) -> None:
-        """Remove the directory if it was made here and is not to be kept, else only what the run put into it; let go
-        of the lock. Idempotent."""
+        """Remove the directory if this process made it and it is not to be kept, otherwise only the files of the run.
+        Release the lock. Idempotent."""
         if self._lock < 0:
             return
         if self._ours and not self.keep:
@@ -72,7 +72,7 @@ class RunDirectory:
         self.forget()
 
     def forget(self) -> None:
-        """Let go of the lock and leave the directory as it is: a forked child's own copy holds nothing. Idempotent."""
+        """Release the lock and leave the directory as it is, in a forked child. Idempotent."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -94,7 +94,7 @@ def _fresh() -> tuple[str, int]:
                 with suppress(FileExistsError):
                     os.mkdir(path, 0o700)
                     lock = _lock(path)
-                    if lock is not None:  # else another start's clean-up took it for dead before it was locked
+                    if lock is not None:  # otherwise the clean-up of another start has removed it before it was locked
                         return path, lock
     raise LaunchError(
         f"there is no place for a run directory: none of {', '.join(_places())} is writable with a path short enough "
@@ -125,12 +125,12 @@ def _take(path: str, is_taken_up: Callable[[str], bool]) -> int:
         raise LaunchError(
             f"the run directory {path} is held by another run (supervisor pid {holder}); choose another one"
         )
-    _remove_content(path, _STALE if is_taken_up(path) else _CONTENT, but="lock")  # of a run that was killed
+    _remove_content(path, _STALE if is_taken_up(path) else _CONTENT, but="lock")  # left by a run that was killed
     return lock
 
 
 def _lock(path: str) -> int | None:
-    """The locked ``lock`` file of the directory, with our pid in it; None where somebody else holds it."""
+    """The locked ``lock`` file of the directory, with our pid in it; None if another process holds it."""
     name = os.path.join(path, "lock")
     try:
         lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -138,7 +138,7 @@ def _lock(path: str) -> int | None:
         return None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(lock).st_ino != os.stat(name).st_ino:  # removed and made anew in between
+        if os.fstat(lock).st_ino != os.stat(name).st_ino:  # it was removed and made again in between
             raise FileNotFoundError
     except (BlockingIOError, FileNotFoundError):
         os.close(lock)
@@ -177,7 +177,7 @@ def _remove_tree(path: str) -> None:
     try:
         shutil.rmtree(path)
     except FileNotFoundError:
-        pass  # another start's clean-up is at it too
+        pass  # the clean-up of another start is removing it, too
     except OSError as error:
         _log.warning("could not remove %s: %s", path, error)
 

@@ -1,7 +1,7 @@
-"""A script's own service: starts the supervisor in the background and hands over the connection to it.
+"""A script's own service: starts the supervisor in the background and returns the connection to it.
 
-The service ends with the script, however the script ends. Importing does nothing; the first :func:`start` of a
-process registers one hook, which lets forked children drop what is not theirs. ``strategy.open_service`` calls it.
+The service ends with the script, however the script ends. The first :func:`start` of a process registers one hook, with
+which forked children close the connection. ``strategy.open_service`` calls it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ServiceProcess:
         if os.getpid() != self._owner:
             return
         if self.process.returncode is None:
-            with suppress(OSError):  # closed already, which says the same
+            with suppress(OSError):  # already closed, which tells the supervisor the same
                 self.socket.send(b"".join(encode(Shutdown(reason))), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             self.socket.close()
             if not self._has_ended(_STOP_TIMEOUT):
@@ -55,7 +55,7 @@ class ServiceProcess:
         """Whether it has within so many seconds; as Popen.wait, which looks again only every 50 ms."""
         try:
             descriptor = os.pidfd_open(self.process.pid)
-        except ProcessLookupError:  # and somebody else has waited for it
+        except ProcessLookupError:  # other code has waited for it
             return True
         except OSError:  # the script has no descriptor left
             with suppress(subprocess.TimeoutExpired):

@@ -1,6 +1,6 @@
-"""``cs-launch --health``: does the service answer? What a container's health check runs.
+"""``cs-launch --health``: the health check of a container.
 
-Asks the supervisor whether all processes are ready and alive, and the server for its counters.
+It asks the supervisor whether all processes are ready and alive, and the server for its counters.
 """
 
 from __future__ import annotations

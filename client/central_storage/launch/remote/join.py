@@ -1,8 +1,8 @@
 """``cs-launch --join``: one worker of a service that another container's ``cs-launch --serve`` keeps.
 
-Waits for the service, asks it which worker to be, and runs that one as a child: what only this container can see or
-do (how the child ends, its last lines, a signal to it) goes over the connection. When the service's supervisor is
-killed and its memory outlives it, both wait for the next one. ``cli`` calls :func:`join`.
+It waits for the service, is assigned a worker, and runs that worker as a child. Everything that only this container can
+see or do (how the child ends, its last lines, a signal to it) goes over the connection. If the service's supervisor is
+killed and its memory outlives it, launcher and worker wait for the next one. ``cli`` calls :func:`join`.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from cs_runtime.run_file import RunFile
 __all__ = ["join"]
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Between two looks whether the service is there, seconds.
+# Seconds between two checks whether the service exists.
 _TRY_EVERY = 0.2
-# What is still to be said at the end gets this long, seconds.
+# Seconds for the last messages at the end.
 _LAST_WORDS = 0.5
 
 
 def join(run_directory: str, command_of: Callable[[Joined], Command], start_timeout: float) -> int:
-    """Run one worker of the service in ``run_directory`` until the service ends or lets go of it; ``command_of`` says
-    how to start it. One that dies is started again when the service says so.
+    """Run one worker of the service in ``run_directory`` until the service ends or releases it; ``command_of`` returns
+    the command to start it. A worker that dies is started again when the service asks for that.
 
-    The exit code: 0 after SIGTERM or Ctrl-C and where the service ended in order, 3 where there is no place for this
-    worker, 4 where it ended otherwise. Raises LaunchError where no service comes within ``start_timeout`` seconds.
+    Returns the exit code: 0 after SIGTERM or Ctrl-C, or if the service ended in order, 3 if there is no place for this
+    worker, 4 if the worker ended otherwise. Raises LaunchError if no service appears within ``start_timeout`` seconds.
     """
     return _Joining(run_directory, command_of, start_timeout).run()
 
@@ -56,11 +56,11 @@ class _Joining:
         self._console = Console(self._loop)
         self._service: Peer | None = None
         self._worker: Child | None = None
-        self._told = False  # to end, by a signal or by the service
+        self._told = False  # told to end, by a signal or by the service
         self._has_failed = False  # the worker has died, and none runs in its place
-        self._died: Died | None = None  # of which the service may not have heard
+        self._died: Died | None = None  # the service may not have been told
         self._is_waiting = False  # for the next supervisor
-        self._run: RunFile | None = None  # which another supervisor may take up
+        self._run: RunFile | None = None  # another supervisor may take it up
         self._command: Command | None = None  # of the worker that was started last
         self._next: Joined | None = None  # to be started when the one that runs has ended
         self._code: int | None = None
@@ -96,7 +96,7 @@ class _Joining:
         return is_same and self._command is not None and not self._told
 
     def _come_back(self) -> None:
-        """To the supervisor after the one that was killed, once it is there."""
+        """Connect to the next supervisor after one was killed, when it exists."""
         assert self._run is not None
         assert self._command is not None
         if not self._may_come_back():
@@ -166,13 +166,13 @@ class _Joining:
         self._has_failed = True
         who = (command.role, command.rank, command.incarnation)
         self._died = Died(*who, worker.pid, worker.cause, worker.tail.text())
-        if self._service is not None and not self._service.closed:  # which says whether to start another
+        if self._service is not None and not self._service.closed:  # the service decides whether to start another one
             self._service.send(self._died)
         elif not self._is_waiting:
             self._code = WORKER_FAILED
 
     def _gone(self, service: Peer) -> None:
-        """The supervisor has ended, or its container. The worker sees it, too, and does likewise."""
+        """The supervisor or its container has ended. The worker notices it, too, and waits as well."""
         if self._run is None or not self._may_come_back():
             self._service_is_over("the service is gone")
             return

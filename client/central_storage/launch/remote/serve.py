@@ -1,7 +1,7 @@
-"""``cs-launch --serve``: a server that waits for workers and scripts from elsewhere, usually other containers.
+"""``cs-launch --serve``: a server that waits for workers and scripts from elsewhere, usually from other containers.
 
-Its life is nobody's but its own: it serves one script after the other until it is told to end, or until it can serve
-no longer. ``cli`` calls :func:`serve`.
+It depends on no script: it serves one script after the other until it is told to end, or until it can no longer serve.
+``cli`` calls :func:`serve`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from cs_runtime.run_file import RunFile
 __all__ = ["serve"]
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# How often to look whether the last script has gone from a service that lost a worker, seconds.
+# Seconds between two checks whether the last script has left a service that has lost a worker.
 _LOOK_EVERY = 0.5
-# A terminal that takes no output is not waited for any longer than this, seconds.
+# The most seconds to wait for a terminal that takes no output.
 _LAST_WORDS = 0.4
 
 
@@ -45,9 +45,11 @@ def serve(
     mailboxes: bool,
     error_path: str | None,
 ) -> int:
-    """Serve until SIGTERM or Ctrl-C; the exit code: 0, or 3, 4 or 5 where the service did not start, a worker or the
-    server ended for good. After a worker's end the script that trains may still read; the service ends when it has
-    gone."""
+    """Serve until SIGTERM or Ctrl-C.
+
+    Returns the exit code: 0, or 3 if the service did not start, 4 if a worker and 5 if the server ended for good. After
+    the end of a worker the training script may still read; the service ends when the script has left.
+    """
     open_files.raise_limit()
     loop = Loop()
     console = Console(loop)
