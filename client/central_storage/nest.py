@@ -1,7 +1,7 @@
 """Nests: containers inside containers with values at the leaves, walked as ``tf.nest`` walks them.
 
-Containers are lists, tuples, named tuples and dicts (also OrderedDict and defaultdict); whatever else, None,
-PerReplica and IndexedSlices included, is a leaf. Dicts are walked in the order of their sorted keys and keep their
+Containers are lists, tuples, named tuples and dicts (also OrderedDict and defaultdict); anything else is a leaf,
+also None, PerReplica and IndexedSlices. Dicts are walked in the order of their sorted keys and keep their
 own order in results. The walking itself is optree's. Users call this module as ``cs.nest``.
 """
 

@@ -1,4 +1,4 @@
-"""Losses over a global batch, and look-ups in tables: what of ``tf.nn`` knows about replicas."""
+"""Losses over a global batch, and look-ups in tables: the functions of ``tf.nn`` that depend on replicas."""
 
 from __future__ import annotations
 

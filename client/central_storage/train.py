@@ -1,4 +1,4 @@
-"""What a training keeps beside its variables: checkpoints and moving averages."""
+"""Checkpoints and moving averages of a training."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Checkpoint(Walked):
         Raises:
             CheckpointError: There is no checkpoint, an array has another shape or dtype, a shuffle has another seed, or
                 ``run_steps`` takes elements from an iterator (a ValueError).
-            CheckpointDamagedError: The file is not what was saved under its name.
+            CheckpointDamagedError: The file is damaged, incomplete or renamed.
             ContextError: Called in a replica (a RuntimeError).
         """
         if save_path is None:

@@ -10,4 +10,4 @@ code = main()
 atexit._run_exitfuncs()  # noqa: SLF001  (there is no public name)
 for stream in (sys.stdout, sys.stderr):
     stream.flush()
-os._exit(code)  # nothing is left to be done, and to take the interpreter apart would take a tenth of a second
+os._exit(code)  # nothing is left to do, and finalizing the interpreter would take a tenth of a second

@@ -1,4 +1,4 @@
-"""The arrays of a record: where the server, or a process to which it passes them on, will read."""
+"""The arrays of a record that the server, or a process that gets them from it, will read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _rows(point: ApplyPoint) -> Iterator[Array]:
 
 
 def arrays_of(record: Record) -> Iterator[Array]:
-    """The arrays of ``record`` that the server, or a process to which it passes them on, will read."""
+    """The arrays of ``record`` that the server, or a process that gets them from it, will read."""
     match record:
         case Return(notes=notes, value=value):
             yield from _noted(notes)

@@ -1,7 +1,7 @@
-"""What a server is started with: one frozen record, checked when it is made.
+"""The configuration of a server: one frozen record, checked when it is made.
 
-Built by the command line from options alone; what the server itself reads of the environment is for its log, and is
-read there too. The engine takes what it needs from here and asks nobody else.
+The command line builds it from the options alone; it reads the environment only for the log. The engine takes its
+options from here only.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _DEVICE = re.compile(r"(cpu|gpu):(0|[1-9][0-9]{0,3})")
 
 @frozen
 class ServerConfig:
-    """Where the run lives, what the server serves, and the machine it runs on.
+    """The run directory, the service, and the machine.
 
-    ``parameter_device`` is in short form. ``threads`` is how many cores one update may use. ``machine_nbytes`` is the
-    size of the machine's memory, ``address_nbytes`` the bytes of addresses that the segments may take.
-    ``incarnation`` counts the servers of a run from 1. ``recovery``: another may take this one's place.
-    ``step_timeout``: after so many seconds in which a replica for which others wait was not heard, its worker is to be
-    killed; None never.
+    ``parameter_device`` is in short form. ``threads`` is the number of cores that one update may use.
+    ``machine_nbytes`` is the size of the machine's memory, ``address_nbytes`` the bytes of addresses that the segments
+    may take. ``incarnation`` counts the servers of a run from 1. ``recovery``: another server may take the place of
+    this one. ``step_timeout``: if others wait for a replica that has sent nothing for this many seconds, its worker is
+    killed; None means never.
 
-    Raises ConfigurationError for values that make no sense, DeviceError for a device that no server serves.
+    Raises ConfigurationError for invalid values, DeviceError for a device that a server cannot use.
     """
 
     run_directory: str
@@ -65,5 +65,5 @@ class ServerConfig:
 
     @property
     def endpoint(self) -> str:
-        """Where the server listens."""
+        """The address at which the server listens."""
         return f"ipc://{self.run_directory}/server"

@@ -1,4 +1,4 @@
-"""The kernels, made ready in a thread while the service is put together."""
+"""Loads the kernels in a thread while the service is set up."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["Loading"]
 
 _log = logging.getLogger("cs_server.service")
 
-_LOADED = b"\0"  # on the wake-up pipe, on which a signal is its number
+_LOADED = b"\0"  # on the wake-up pipe, where a signal writes its number
 
 
 class Loading:
-    """Makes the kernels ready in a thread of its own, which does nothing else, while the service is put together."""
+    """Loads the kernels in a thread of its own while the service is set up."""
 
     def __init__(self, run_directory: Path, wake_writer: int) -> None:
         self.is_done = False
@@ -28,7 +28,7 @@ class Loading:
         threading.Thread(target=self._run, name="load kernels", daemon=True).start()
 
     def check(self) -> None:
-        """Raise what went wrong."""
+        """Raise the error of the loading, if any."""
         if self._error is not None:
             raise self._error
 

@@ -1,8 +1,8 @@
-"""Bytes for peers that cannot map segments: what others read and write in shared memory, they fetch and put.
+"""Bytes for peers that cannot map segments: they fetch and put what other processes read and write in shared memory.
 
-It is a way of carrying, not a decision, so the engine is only asked who somebody is; the rights are those that the
-supervisor gives with a descriptor: to read, and to write one's own. Both may be repeated. Called by the service between
-two commits.
+This is only transport, so the engine is asked only for the identity of a peer. The rights are those that the supervisor
+gives with a descriptor: to read every segment, and to write one's own. Both requests may be repeated. The service calls
+this module between two commits.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class _Segments(Protocol):
         """The segment of that name."""
 
     def view(self, array: Array) -> np.ndarray:
-        """The array behind a descriptor."""
+        """The array of a descriptor."""
 
     def writer(self, name: str) -> str:
-        """Who may write the segment."""
+        """The process that may write the segment."""
 
 
 def carry(request: Fetch | Put, writer: Callable[[], str], segments: _Segments) -> Record:
-    """The answer to ``request`` of the peer that is called ``writer()``, which raises where it may not ask."""
+    """The answer to ``request`` of the peer ``writer()``, which raises if the peer may not ask."""
     try:
         if isinstance(request, Fetch):
             writer()

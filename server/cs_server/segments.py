@@ -1,7 +1,7 @@
 """The segments of one server: the memory that the supervisor makes for it, mapped here.
 
-Owns every mapping. It knows no variables and no messages of workers or clients. The service has memory made and
-looked at here.
+This module owns every mapping of the server. It knows no variables and no messages of workers or clients. The service
+uses it to make and view memory.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Segments:
         """The segment of that name, made earlier by this server or one before it. At least its first ``stop`` bytes are
         mapped, if it is that long.
 
-        Raises :class:`~cs_proto.errors.InvalidArgumentError` where there is none.
+        Raises :class:`~cs_proto.errors.InvalidArgumentError` if there is none.
         """
         if name not in self._mappings or self._mappings[name].nbytes < stop:
             self._map(OpenSegment(name))
@@ -62,17 +62,18 @@ class Segments:
         return name in self._mappings
 
     def writer(self, name: str) -> str:
-        """Who beside the server may write the segment of that name: ``controller``, ``w0``, or empty for nobody."""
+        """The process other than the server that may write the segment: ``controller``, ``w0``, or empty if there is
+        none."""
         return self._writers.get(name, "")
 
     def view(self, array: Array) -> np.ndarray:
-        """The array behind a descriptor: of a frame read-only, of a segment what lies there now."""
+        """The array of a descriptor: a read-only view of its frame, or a view of its segment."""
         if isinstance(array.place, Location):
             return self.get(array.place.segment, array.place.offset + array.nbytes).view(array)
         return frame_view(array)
 
     def elements(self, name: str, dtype: str) -> np.ndarray:
-        """A whole segment, as long as it is now, as a 1-D array of ``dtype``."""
+        """A whole segment, in its current length, as a 1-D array of ``dtype``."""
         key = (name, dtype)
         if key not in self._elements:
             self._elements[key] = self.get(name).elements(dtype)

@@ -24,27 +24,27 @@ __all__ = ["ThreadedServer", "serve"]
 
 _log = logging.getLogger("cs_server.service")
 
-# Server, workers and script each map the segments where they are one process.
+# In one process, server, workers and script each map the segments.
 _SHARERS = 3
 
 
 def serve(config: ServerConfig) -> None:
     """Serve until SIGTERM comes or the supervisor is gone. Must be called in the main thread, once.
 
-    Raises LaunchError where there is no supervisor, ConfigurationError where the endpoint cannot be bound, and
-    whatever else keeps the server from starting or going on.
+    Raises LaunchError if there is no supervisor, ConfigurationError if the endpoint cannot be bound, and any other
+    error that keeps the server from starting or continuing.
     """
     with ExitStack() as stack:
         wake, wake_writer = stack.enter_context(_wake_up())
         supervisor = _connected(config, stack)
-        loading = Loading(Path(config.run_directory), wake_writer)  # takes longest
+        loading = Loading(Path(config.run_directory), wake_writer)  # begun first, because it takes longest
         try:
             service = _put_together(config, supervisor, wake, stack)
             while not service.is_told_to_end and not loading.is_done:
                 service.turn()
             if not service.is_told_to_end:
                 loading.check()
-                # What exists by now lives as long as the process: no collection should walk through it again.
+                # These objects live as long as the process, so garbage collections need not visit them again.
                 gc.collect()
                 gc.freeze()
                 supervisor.send(Ready(config.endpoint))
@@ -54,18 +54,19 @@ def serve(config: ServerConfig) -> None:
         except ShutdownError as gone:
             _log.info("%s", gone)
     if not loading.is_done:
-        os._exit(0)  # a compiler at work in another thread does not survive the end of the interpreter
+        os._exit(0)  # a compiler that runs in another thread would crash at the end of the interpreter
 
 
 class ThreadedServer:
     """A server that is a thread of a script and not a process of its own."""
 
     def __init__(self, run_directory: str, parameter_device: str, replicas: int) -> None:
-        """Raises ConfigurationError and DeviceError as :class:`~.config.ServerConfig` does. The kernels must be loaded
-        by now, in the main thread where that is possible: no compiler survives the end of the interpreter in another.
+        """Raises ConfigurationError and DeviceError as :class:`~.config.ServerConfig` does. The kernels must be
+        loaded before, if possible in the main thread: a compiler in another thread would crash at the end of the
+        interpreter.
         """
         # One thread for updates: the pools of a script end before its last functions are called.
-        # Where a thread ends so does its script, and the memory with it: there is nothing to recover.
+        # The server, the script and the memory end together, so there is nothing to recover.
         self._config = ServerConfig(
             run_directory,
             parameter_device,
@@ -96,17 +97,18 @@ class ThreadedServer:
         return False
 
     def interrupt(self) -> None:
-        """A cancelled run is not the server's to interrupt."""
+        """Do nothing: the server does not interrupt a cancelled run."""
 
     def terminate(self) -> None:
-        """End, as SIGTERM ends a process. May be called from any thread until :meth:`close` is."""
+        """End, as SIGTERM ends a process. May be called from any thread before :meth:`close`."""
         os.write(self._wake_writer, bytes([signal.SIGTERM]))
 
     def abandon(self) -> None:
-        """Nobody waits for the thread any more; an update that it carries out ends on its own."""
+        """Stop waiting for the thread; an update under way ends on its own."""
 
     def close(self) -> None:
-        """Close what only a thread needs. To be called once, when :meth:`run` has returned or will never be called."""
+        """Close the resources that only a thread needs. Call this once, when :meth:`run` has returned or will never be
+        called."""
         os.close(self._wake)
         os.close(self._wake_writer)
 
@@ -124,7 +126,7 @@ def _connected(config: ServerConfig, stack: ExitStack) -> SupervisorLink:
 
 
 def _put_together(config: ServerConfig, supervisor: SupervisorLink, wake: int, stack: ExitStack) -> Service:
-    """A service that hears nobody but the supervisor yet; ``stack`` takes it apart."""
+    """A service that listens only to the supervisor so far; ``stack`` takes it apart."""
     segments = Segments(supervisor)
     stack.callback(segments.close)
     service = Service(config, supervisor, segments, wake)
@@ -135,7 +137,7 @@ def _put_together(config: ServerConfig, supervisor: SupervisorLink, wake: int, s
 
 @contextmanager
 def _wake_up() -> Iterator[tuple[int, int]]:
-    """A pipe that becomes readable when SIGTERM comes; SIGINT is the script's, which has the same terminal."""
+    """A pipe that becomes readable when SIGTERM comes; SIGINT belongs to the script, which has the same terminal."""
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     previous_wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     previous = {

@@ -1,7 +1,7 @@
 """Messages that wait for peers that have not taken earlier ones, up to a limit for each peer.
 
 A socket holds at most one message that its peer has not read, so a peer that never reads costs no more than the limit
-here. Owns the order of the messages and the pace of the tries; it knows no socket.
+here. This module owns the order of the messages and the times of the attempts; it knows no socket.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ __all__ = ["Unsent"]
 
 _log = logging.getLogger("cs_server.service")
 
-# A peer for which so many messages, or bytes, wait has stopped reading, and further messages for it are dropped.
+# If this many messages or bytes wait for a peer, it has stopped reading, and further messages for it are dropped.
 _MESSAGES = 10_000
 _NBYTES = 64 << 20
-# Seconds between two tries: at first, doubled each time, and at most.
+# Seconds between two attempts: the first value is doubled each time, up to the second.
 _PAUSE, _LONGEST_PAUSE = 0.001, 1.0
 
 

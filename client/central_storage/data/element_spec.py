@@ -1,5 +1,5 @@
-"""What is known of values before they are there: their shape and dtype. Data sets and their iterators answer
-``element_spec`` with nests of these records; nothing here computes a value."""
+"""Specs of elements: shape and dtype without the values. ``element_spec`` of data sets and their iterators is a nest of
+these records; this module computes no value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["PerReplicaSpec", "TensorSpec", "joined", "observed", "zeros"]
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What is known of an array before it is there.
+    """The shape and dtype of an array that does not exist yet.
 
     Args:
         shape: The shape, with None for an axis of any length. None altogether: any number of axes.
@@ -66,7 +66,7 @@ def observed(element: Any, any_length: bool) -> Any:
 
 
 def zeros(specs: Any) -> Any:
-    """An element that ``specs`` admits, where none is there to look at: zeros, one of them on an axis of any length."""
+    """An element of zeros that ``specs`` admits, if there is no real one; an axis of any length gets length 1."""
 
     def leaf(spec: TensorSpec | None) -> Any:
         return None if spec is None else np.zeros([1 if n is None else n for n in spec.shape or ()], spec.dtype)
@@ -75,7 +75,7 @@ def zeros(specs: Any) -> Any:
 
 
 def joined(one: Any, other: Any) -> Any:
-    """The narrowest spec that admits what either admits. Different structure or dtype is a TypeError."""
+    """The narrowest spec that admits what either admits. Raises TypeError if structure or dtype differ."""
 
     def join(a: TensorSpec, b: object) -> TensorSpec:
         if not isinstance(b, TensorSpec):

@@ -1,8 +1,7 @@
 """Reading ahead: the next items of an iterator, taken by a thread while the caller works with the last one.
 
-``Dataset.prefetch`` and the iterators of distributed data sets use it. The thread holds a :class:`_Shelf`, never the
-:class:`ReadAhead` in the caller's hands, so that an iteration left half-way ends the thread as soon as nobody holds
-it any more.
+``Dataset.prefetch`` and the iterators of distributed data sets use it. The thread refers to a :class:`_Shelf`, never to
+the caller's :class:`ReadAhead`. So the thread of an abandoned iteration ends with the last reference to the iteration.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ __all__ = ["ReadAhead"]
 
 _log = logging.getLogger("central_storage.ahead")
 
-# A wait this long is named, and again after as long.
+# A wait of this many seconds is named, and again after as many.
 _NAME_WAIT_EVERY = 10.0
-# Whoever ends an iteration waits this long for what is being read; a source may wait for something itself.
+# The end of an iteration waits this many seconds for the current item, because the source may be waiting itself.
 _STOP_TIMEOUT = 5.0
 
 
 class ReadAhead:
     """The items of ``items``, up to ``size`` of them taken ahead; the thread starts when the first is asked for.
 
-    An exception of ``items`` is raised where its item would have been, and is the end. ``close()``, the end of the
+    An exception of ``items`` is raised in the place of its item, and ends the iteration. ``close()``, the end of the
     items, the end of the script and the loss of the last reference end the thread, which frees ``items``. However the
-    threads are scheduled, an iteration left half-way has read ``size`` items more than were taken, so that a source
-    which keeps state (the epochs of a shuffle) goes on the same in every run of a script.
+    threads are scheduled, an abandoned iteration has read exactly ``size`` items more than were taken, so a source with
+    state (the epochs of a shuffle) continues alike in every run of a script.
 
-    A forked child cannot read on (ContextError): what is read ahead belongs to the thread, which it does not have.
+    A forked child cannot continue (ContextError), because the thread that reads ahead exists only in the parent.
     """
 
     def __init__(self, items: Iterator[Any], size: int) -> None:
         self._shelf = shelf = _Shelf(items, size)
-        #: End the iteration and free what it holds. Waits for what is being read, up to 5 s. Idempotent.
+        #: End the iteration and free its items. Waits up to 5 s for the current item. Idempotent.
         self.close = weakref.finalize(self, shelf.stop)
 
     def __iter__(self) -> Iterator[Any]:
@@ -53,30 +52,30 @@ class ReadAhead:
 
 
 class _End(NamedTuple):
-    """Stands behind the last item, with what the items raised."""
+    """Follows the last item, with the exception of the items, if any."""
 
     error: BaseException | None
 
 
 class _Shelf:
-    """What the thread puts items on and the caller takes them from."""
+    """The queue between the thread, which puts items in, and the caller, who takes them."""
 
     def __init__(self, items: Iterator[Any], size: int) -> None:
         self._items: Iterator[Any] | None = items
-        # Neither needs a lock: the collector may stop a shelf in the middle of what the thread does with it.
+        # Neither takes a lock, because the garbage collector may stop a shelf while the thread uses it.
         self._ready: SimpleQueue[Any] = SimpleQueue()  # items, and then an _End
         self._room: SimpleQueue[bool] = SimpleQueue()  # True for each item that may be read, then False
         for _ in range(size):
             self._room.put(True)
-        self._stopped = False  # nobody takes anything more
-        self._hurried = False  # the thread is to read nothing more, whatever there is room for
+        self._stopped = False  # no more items are taken
+        self._hurried = False  # the thread must read no more, even if there is room
         self._starts = threading.RLock()
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
 
     def take(self) -> Any:
-        """The next item; waits for it. Raises StopIteration at the end, and once what the items raised."""
-        if os.getpid() != self._process:  # asked before the lock, which a thread may have held at the fork
+        """Wait for the next item. Raises StopIteration at the end, and once the exception of the items."""
+        if os.getpid() != self._process:  # checked before the lock, which another thread may have held at the fork
             raise ContextError(
                 f"this iterator is read ahead in process {self._process}; in a forked child, iterate the data set again"
             )
@@ -96,7 +95,9 @@ class _Shelf:
             except Empty:
                 waited += _NAME_WAIT_EVERY
                 _log.warning("waiting %.0f s for the next element of a data set", waited)
-            except BaseException:  # Ctrl-C: an item that was in hand is lost, but not its room, nor that it is the end
+            except (
+                BaseException
+            ):  # after Ctrl-C the current item is lost, but its room is freed, and an end stays the end
                 self._room.put(True)
                 if self._items is None:
                     self._ready.put(_End(None))
@@ -106,7 +107,7 @@ class _Shelf:
         raise item.error or StopIteration
 
     def stop(self) -> None:
-        """Take nothing more, and see the thread end."""
+        """Take no more items, and wait for the thread to end."""
         if os.getpid() != self._process:
             return
         with self._starts:
@@ -140,7 +141,7 @@ class _Shelf:
             self._thread.start()
 
     def _fill(self) -> None:
-        """The thread."""
+        """The code of the thread."""
         end = _End(None)
         try:
             while self._room.get() and not self._hurried:
@@ -148,7 +149,7 @@ class _Shelf:
                 self._ready.put(next(self._items))
         except StopIteration:
             pass
-        # Whatever it is, SystemExit too, is the taker's to handle.
+        # The taker handles every exception, SystemExit included.
         except BaseException as error:  # noqa: BLE001
             end = _End(error)
         finally:

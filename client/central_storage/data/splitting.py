@@ -19,8 +19,8 @@ __all__ = ["Carry", "arrays_in", "empty_like", "holds_arrays", "is_small", "spli
 
 
 def split(element: Any, n: int, carry: Callable[[Any], Any] | None = None) -> Any:
-    """``element``, a nest of global batches, with a PerReplica of ``n`` views in place of every array, or of what
-    ``carry`` makes of it.
+    """``element``, a nest of global batches, with a PerReplica of ``n`` views in place of every array; the views are
+    of the array or, with ``carry``, of its result.
 
     Each array is split by its own axis 0. Plain under one replica. A scalar is an :class:`UnbatchedDatasetError`.
     """
@@ -40,7 +40,7 @@ def split(element: Any, n: int, carry: Callable[[Any], Any] | None = None) -> An
         size = -(-leaf.shape[0] // n)
         return PerReplica([leaf[replica * size : (replica + 1) * size] for replica in range(n)])
 
-    if type(element) is np.ndarray:  # as many are, or a tuple of such: no walk for them
+    if type(element) is np.ndarray:  # many elements are one array or a tuple of arrays, which need no walk
         return shares(element)
     if type(element) is tuple and _ARRAY.issuperset(map(type, element)):
         return tuple([shares(leaf) for leaf in element])
@@ -51,7 +51,7 @@ _ARRAY = frozenset({np.ndarray})
 
 
 def is_small(element: Any) -> bool:
-    """Whether there is nothing in ``element`` that would go to the replicas by memory of its own."""
+    """Whether every array in ``element`` is small enough to travel inside a message."""
     leaves = optree.tree_leaves(element)
     parts = [part for leaf in leaves for part in (leaf.values if isinstance(leaf, PerReplica) else (leaf,))]
     return all(type(part) is np.ndarray and part.nbytes <= INLINE_NBYTES for part in parts)
@@ -63,8 +63,8 @@ def holds_arrays(element: Any) -> bool:
 
 
 def arrays_in(element: Any) -> Any:
-    """``element`` with arrays at its leaves: those of a device as they are, others as NumPy arrays over the same
-    memory. A list or tuple of texts, which is what loaders collate texts into, is one array. None stays."""
+    """``element`` with arrays at its leaves: those of a device unchanged, others as NumPy arrays over the same
+    memory. A list or tuple of texts becomes one array, because loaders collate texts so. None stays."""
     return optree.tree_map(_array, _nest(element), is_leaf=_is_texts, none_is_leaf=True)
 
 
@@ -84,7 +84,7 @@ def _array(leaf: Any) -> Any:
         raise InvalidArgumentError(f"an element holds the bare string {leaf!r:.80}; put texts into a NumPy array")
     try:
         return convert_to_tensor(leaf)
-    except (ValueError, TypeError, RuntimeError, BufferError) as error:  # whatever its array protocol raises
+    except (ValueError, TypeError, RuntimeError, BufferError) as error:  # the errors of its array protocol
         raise InvalidArgumentError(
             f"an element of the data set holds a {type(leaf).__name__}, which is not an array: {error}"
         ) from error
@@ -97,8 +97,8 @@ def empty_like(leaf: Any) -> Any:
 
 
 class Carry:
-    """What is done with the arrays that are read: nothing, until there is a ``copy`` to where the replicas read them,
-    which their source cannot change any more."""
+    """Copies the arrays that are read. Without a ``copy`` function it does nothing; with one, the copies lie where the
+    replicas read them, and their source cannot change them any more."""
 
     copy: Callable[[np.ndarray], np.ndarray] | None = None
 
@@ -114,7 +114,7 @@ class Carry:
         return copied
 
     def element(self, element: Any) -> Any:
-        """A nest of them, with what is None left as it is."""
+        """A nest of arrays, carried; None stays."""
         if self.copy is None:
             return element
         return optree.tree_map(self.leaf, element)

@@ -1,8 +1,7 @@
-"""The stages of a data set: small immutable objects that give a fresh iterator whenever they are iterated.
+"""The stages of a data set: small immutable objects that return a new iterator for each iteration.
 
-A stage does not care what runs through it: elements, or the numbers of rows that are only looked up at the end of
-the chain (:func:`rows`, :class:`Indexed`). ``dataset`` puts stages together and checks their arguments; nobody else
-uses them.
+The items of a stage may be elements, or row numbers that are looked up only at the end of the chain (:func:`rows`,
+:class:`Indexed`). Only ``dataset`` uses the stages: it combines them and checks their arguments.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class Sliced:
 
 @frozen(eq=False)
 class Repeated:
-    """``source`` so many times; without end where ``times`` is None."""
+    """``source`` repeated ``times`` times; without end if ``times`` is None."""
 
     source: Stream
     times: int | None
@@ -149,7 +148,7 @@ class Prefetched:
 
 @frozen(eq=False)
 class Mapped:
-    """``function`` of every item, with what it returns made an element."""
+    """The results of ``function`` for every item, as elements."""
 
     source: Stream
     function: Callable[[Any], Any]
@@ -176,9 +175,9 @@ class Filtered:
 
 @frozen(eq=False)
 class Generated:
-    """What ``generator(*arguments)`` yields, checked against ``signature`` (a nest of TensorSpec) if there is one.
+    """The items of ``generator(*arguments)``, checked against ``signature`` (a nest of TensorSpec) if there is one.
 
-    Arrays are copied: a generator may fill one again and again, and what comes later gathers elements.
+    Arrays are copied, because a generator may fill the same array again while later stages still hold it.
     """
 
     generator: Callable[..., Any]
@@ -325,7 +324,7 @@ def _behind(stream: Any) -> Sequence[Stream]:
 class Numbers:
     """The table whose row n is n itself, so that a range of numbers costs no memory."""
 
-    # As much of an array as the stages ask for: one row is enough to show what rows look like.
+    # One row of an array is enough for the stages to find the shape and dtype of rows.
     shape, ndim, dtype = (1,), 1, np.dtype(np.int64)
 
     def __getitem__(self, index: int | slice | np.ndarray) -> Any:
@@ -341,7 +340,7 @@ def rows(table: Any, numbers: Iterable[int]) -> Iterator[Any]:
 
 
 def first_row(table: Any) -> Any:
-    """Row 0 of the arrays in ``table``; zeros where there is none."""
+    """Row 0 of the arrays in ``table``; zeros if there is none."""
     return optree.tree_map(lambda a: a[0] if a.shape[0] else np.zeros(a.shape[1:], a.dtype), table, none_is_leaf=True)
 
 
@@ -391,7 +390,7 @@ def _groups(source: Stream, size: int, drop_remainder: bool) -> Iterator[list[An
 
 
 def _index(numbers: list[int]) -> slice | np.ndarray:
-    """``numbers`` as an index: a slice where they follow each other, so that no row is copied."""
+    """``numbers`` as an index: a slice if they are consecutive, so that no row is copied."""
     index = np.array(numbers, dtype=np.intp)
     first, last = numbers[0], numbers[-1]
     if last - first == len(numbers) - 1 and bool((np.diff(index) == 1).all()):

@@ -1,4 +1,4 @@
-"""Slots: what a rule keeps beside a variable, as arrays that are read and, in the client, written."""
+"""Slots: the optimizer state of a variable, as arrays that can be read and, in the client, written."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["Slot"]
 
 
 class Slot(np.lib.mixins.NDArrayOperatorsMixin):
-    """One slot of one variable: an array of its shape and dtype, held by the server. Every read is a copy, and so is
-    what operators take."""
+    """One slot of one variable: an array of its shape and dtype, held by the server. Every read is a copy, also
+    in operators."""
 
     def __init__(self, optimizer: int, variable: Variable, slot: str) -> None:
         assert variable.strategy is not None
@@ -40,7 +40,7 @@ class Slot(np.lib.mixins.NDArrayOperatorsMixin):
         return self._variable.dtype
 
     def value(self) -> np.ndarray:
-        """A copy of what it holds now; in a replica with this replica's own updates done."""
+        """A copy of the current value; in a replica, with this replica's own updates."""
         backend = current_replica(self._strategy) or self._strategy.controller
         return backend.slot(self._optimizer, self._variable.number, self._slot)
 

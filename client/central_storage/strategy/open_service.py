@@ -1,4 +1,4 @@
-"""Finding the service: the launcher's where this script runs under ``cs-launch``, else one of the script's own."""
+"""Finds the service: the launcher's if this script runs under ``cs-launch``, otherwise one of the script's own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["open_service"]
 _log = logging.getLogger("central_storage")
 
 # By address. The launcher's service takes one controller; a second strategy of the script starts a service of its own.
-# The link is kept: as garbage its ZeroMQ context would wait for ever for sockets that nobody closes.
+# The link is kept alive: if it were garbage, its ZeroMQ context would wait for ever for its open sockets.
 _attached: dict[str, ServiceLink] = {}
 _links: weakref.WeakSet[ServiceLink] = weakref.WeakSet()
 
@@ -46,7 +46,7 @@ def open_service(
 ) -> ServiceLink:
     """A link to the service this script should use, up and ready; one ``in_process`` is always the script's own.
 
-    Raises DeviceError for devices that do not exist or are not the launcher's, LaunchError where no service comes up.
+    Raises DeviceError for devices that do not exist or are not the launcher's, LaunchError if no service comes up.
     """
     configure_logging("script")
     dump_stacks_on_signal()
@@ -97,7 +97,7 @@ def _attach(
             f"this script runs under cs-launch with parameters on {link.parameter_device}, but parameter_device is "
             f"{parameter_device!r}"
         )
-    if os.environ.get("CS_ROLE") != "script" or link.carries:  # else the launcher has said it
+    if os.environ.get("CS_ROLE") != "script" or link.carries:  # otherwise the launcher has printed it
         show(
             "stderr",
             f"[central-storage] {link.replicas} replicas ({', '.join(link.compute_devices)}), parameters on "

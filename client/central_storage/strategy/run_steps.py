@@ -1,7 +1,7 @@
-"""``strategy.run_steps``: one step for each element of a data set, sent ahead of the results that the loop has had.
+"""``strategy.run_steps``: one step for each element of a data set, sent before the loop has the earlier results.
 
-Turns elements into steps and outcomes into what the loop gets, and knows what becomes of elements that are not used.
-Sending and waiting is the business of the series (``core/pipeline.py``).
+This module turns elements into steps and outcomes into the results of the loop, and gives unused elements back. The
+series (``core/pipeline.py``) sends and waits.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["LOOKAHEAD", "LocalSeries", "StepSeries", "Steps", "check"]
 
 _log = logging.getLogger("central_storage.run_steps")
 
-#: How many steps are sent before the result is there that the loop gets next.
+#: The number of steps that are sent before the next result of the loop is there.
 LOOKAHEAD = 2
 
 
 class StepSeries(Protocol):
-    """What carries the steps out: :class:`~central_storage.core.pipeline.Series`, or :class:`LocalSeries`."""
+    """Carries out the steps: :class:`~central_storage.core.pipeline.Series`, or :class:`LocalSeries`."""
 
     lookahead: int
     begun: int
@@ -37,13 +37,13 @@ class StepSeries(Protocol):
 
     @property
     def ahead(self) -> int:
-        """How many have been sent and are not known to be over."""
+        """The number of steps that were sent and are not known to be over."""
 
     def send(self, function: Callable[..., Any], arguments: Arguments) -> None:
         """Send the next step."""
 
     def take(self) -> list[Any]:
-        """The results of the next step, in replica order; raises what the step raised."""
+        """The results of the next step, in replica order; raises the exception of the step."""
 
     def settle(self, *, cancel: bool = False) -> None:
         """Wait for all that were sent, or ``cancel`` them."""
@@ -65,21 +65,21 @@ class Steps:
         limit: int | None,
         send: Callable[[Any], None],
     ) -> None:
-        """``is_own``: nobody else uses ``elements``. ``send`` sends the step of an element."""
+        """``is_own``: only this object uses ``elements``. ``send`` sends the step of an element."""
         self._series = series
         self._elements = elements
         self._is_own = is_own
         self._limit = limit
         self._send = send
-        self._used: deque[Any] = deque()  # elements whose results nobody has had
+        self._used: deque[Any] = deque()  # elements whose results were not taken yet
         self._pulled = self._taken = 0
-        self._at_end: Exception | None = None  # what to raise after the results that are left
+        self._at_end: Exception | None = None  # the exception to raise after the remaining results
         self._is_open = True
         elements.lend(self._unbegun)
 
     @property
     def steps(self) -> int:
-        """How many steps have succeeded, with those that were sent ahead, for which this waits."""
+        """The number of steps that have succeeded. Waits for those that were sent ahead, and counts them."""
         self._series.settle()
         return self._series.succeeded
 
@@ -101,7 +101,7 @@ class Steps:
             self._series.settle(cancel=True)
             self.close()
             raise
-        except BaseException:  # whatever it is, the loop gets no more
+        except BaseException:  # after any exception the loop gets no more results
             self.close()
             raise
         self.close()
@@ -110,7 +110,7 @@ class Steps:
     def close(self) -> None:
         """Send no more, and wait for the steps that were sent ahead: their updates stand. Idempotent.
 
-        One of them that fails is named in the log; nobody asked for its result.
+        If one of them fails, it is only logged, because its result was not asked for.
         """
         if not self._is_open:
             return
@@ -142,11 +142,11 @@ class Steps:
         self.close()
 
     def __del__(self) -> None:
-        with suppress(Exception):  # the service may be gone, and whoever is interested has heard of it
+        with suppress(Exception):  # the service may be gone, and that was reported already
             self.close()
 
     def _unbegun(self) -> int:
-        """How many of the last elements belong to steps that have not begun. Waits for steps that were sent ahead."""
+        """The number of last elements whose steps have not begun. Waits for the steps that were sent ahead."""
         self._series.settle()
         return self._count_unbegun()
 
@@ -154,7 +154,7 @@ class Steps:
         return len(self._used) - (self._series.begun + self._series.ahead - self._taken)
 
     def _send_ahead(self) -> None:
-        """Take elements and send their steps, as many as may be under way."""
+        """Take elements and send their steps, up to the limit of steps under way."""
         while len(self._used) <= self._series.lookahead and not self._series.has_failed and self._at_end is None:
             if self._pulled == self._limit:
                 return
@@ -177,7 +177,7 @@ class Steps:
 
 
 class LocalSeries:
-    """Steps of the default strategy: each is carried out, here, when its result is wanted."""
+    """Steps of the default strategy: each one runs in this process when its result is asked for."""
 
     lookahead = ahead = 0
 
@@ -206,7 +206,7 @@ class LocalSeries:
 
 
 def check(fn: object, dataset: object, replicas: int, steps: object, kwargs: object, lookahead: object) -> None:
-    """Raise TypeError or InvalidArgumentError for what ``run_steps`` over so many ``replicas`` cannot work with."""
+    """Raise TypeError or InvalidArgumentError for invalid arguments of ``run_steps`` over this many ``replicas``."""
     if not callable(fn):
         raise TypeError(f"fn must be callable, not {fn!r}")
     if not isinstance(dataset, DistributedDataset | DistributedFromFunction | DistributedIterator):

@@ -1,4 +1,4 @@
-"""Gradients born where the server reads them."""
+"""Gradient buffers, in the memory where the server reads gradients."""
 
 from __future__ import annotations
 
