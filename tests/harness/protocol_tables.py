@@ -27,6 +27,7 @@ DOCUMENT = ROOT / "docs" / "protocol.md"
 _SIMPLE = {bool: "bool", str: "str", bytes: "bin", type(None): "nil"}
 # What section 2 of the document tells.
 _NAMED = {Count: "count", Number: "number", Finite: "float", Seconds: "seconds"}
+_CODES_IN_ROW = 12
 _GROUPS = [
     (1, 9, "Data inside messages"),
     (10, 29, "Sessions"),
@@ -41,16 +42,19 @@ _GROUPS = [
 
 
 def records() -> Iterator[str]:
-    """Every record: code, name, fields in order, what it is."""
+    """Every record: code, name, fields in order, what it is; below each table, what else its docstring says."""
     for first, last, title in _GROUPS:
         yield f"**{title}**\n"
         yield "| code | record | fields | is |"
         yield "| --- | --- | --- | --- |"
+        more: list[str] = []
         for code in sorted(RECORDS):
             kind = RECORDS[code]
             if first <= code <= last and kind.__module__.startswith("cs_proto."):
-                yield f"| {code} | {kind.__name__} | {_fields(kind)} | {_meaning(kind)} |"
-        yield ""
+                yield f"| {code} | {kind.__name__} | {_fields(kind)} | {_paragraphs(kind)[0]} |"
+                if rest := " ".join(_paragraphs(kind)[1:]):
+                    more.append(f"- **{kind.__name__}.** {_lines(rest)}")
+        yield "\n".join(["", *more, ""]) if more else ""
 
 
 def errors() -> Iterator[str]:
@@ -61,7 +65,9 @@ def errors() -> Iterator[str]:
     for code, kind in CODES.items():
         if not issubclass(kind, ReplicaError):
             yield f"| `{code}` | {_sentence(kind.__doc__ or '')} |"
-    yield f"| {', '.join(built_in)} | Python's exception of that name, raised in a replica |"
+    for first in range(0, len(built_in), _CODES_IN_ROW):
+        codes = ", ".join(built_in[first : first + _CODES_IN_ROW])
+        yield f"| {codes} | Python's exception of that name, raised in a replica |"
 
 
 def limits() -> Iterator[str]:
@@ -143,10 +149,15 @@ def _short(number: int) -> str:
     return f"2^{bits} - 1" if bits > 20 and number + 1 == 1 << bits else str(number)
 
 
-def _meaning(kind: type[Record]) -> str:
-    """The docstring up to its examples, which is Sphinx's, as Markdown in one line."""
-    text = " ".join((kind.__doc__ or "").partition("Examples:")[0].split())
-    return re.sub(r":[a-z]+:`([^`]+)`", r"\1", text).replace("``", "`").replace("|", r"\|")
+def _paragraphs(kind: type[Record]) -> list[str]:
+    """The paragraphs of the docstring up to its examples, each as Markdown in one line."""
+    text = re.sub(r":[a-z]+:`([^`]+)`", r"\1", (kind.__doc__ or "").partition("Examples:")[0].strip())
+    return [_sentence(part).replace("``", "`") for part in re.split(r"\n\s*\n", text)]
+
+
+def _lines(paragraph: str) -> str:
+    """One sentence a line, as an item of a list."""
+    return re.sub(r"(?<=[.?]) (?=[A-Z`*])", "\n  ", paragraph)
 
 
 def _sentence(doc: str) -> str:

@@ -38,12 +38,14 @@ class _Point(Record):
 
 @record(50)
 class ApplyPoint(_Point):
-    """Gradients of a set of variables lie in gradient buffers ``buffers`` (0 or 1; 2 or 3: those on the GPU of the
-    variables, as far as they have a place there), at the variables' offsets, but for those of ``sparse`` (ascending by
-    variable), which lie elsewhere.
+    """Gradients of a variable set, for an optimizer.
 
-    The first of an (optimizer, set of variables) is *checked*: ``variable_set`` is 0, ``variables`` names the set,
-    and it is waited for; the answer is the set's number, which is all that later ones carry.
+    The gradients lie in the gradient buffers ``buffers``, at the variables' offsets: 0 or 1 in segments, 2 or 3 on the
+    GPU of the variables, for those that have a place there. Only those of ``sparse`` (ascending by variable) lie
+    elsewhere.
+
+    The first apply of an (optimizer, variable set) is *checked*: ``variable_set`` is 0, ``variables`` lists the set,
+    and the replica waits. The answer is the number of the set, and later applies carry only that.
     """
 
     k: Count
@@ -129,8 +131,11 @@ class ReadPoint(_Point):
 
 @record(57)
 class WriteNote(_Point):
-    """Not a merge point, and only noted: a write that replicas need not agree on, brought after ``k`` merge points as
-    this replica's ``number``-th in the run, from 0. With a scatter ``value`` goes to the rows ``indices``."""
+    """A write on which replicas need not agree. It is no merge point and needs no answer.
+
+    It comes after ``k`` merge points, as this replica's ``number``-th write note of the run, from 0. In a scatter
+    ``value`` goes to the rows ``indices``.
+    """
 
     k: Count
     number: Count

@@ -20,7 +20,7 @@ from .shared import DevicePlace, Error, Number, Optimizer, Pid, Replica, Variabl
 class Create(Record):
     """Make a variable. The value follows by :class:`Assign` unless ``value`` carries it.
 
-    Refused with MemoryPlanError, before anything is touched, where the plan does not fit the memory.
+    If the plan does not fit the memory, it is refused with MemoryPlanError before anything changes.
     """
 
     client: str
@@ -147,9 +147,11 @@ class Put(Record):
 
 @record(42)
 class Locate(Record):
-    """A worker on a GPU asks where variables lie on the GPU of the variables or, with ``buffers`` (0 or 1, else -1),
-    where its gradients of them may be computed there: in the buffers that an apply calls ``buffers`` + 2. Every worker
-    asks with 1 before it uses the second set of its gradient buffers of these variables' dtypes, which is made then.
+    """A worker on a GPU asks where variables lie on the GPU of the variables.
+
+    With ``buffers`` (0 or 1, else -1) it asks where it may compute their gradients there: in the buffers that an apply
+    calls ``buffers`` + 2. Every worker asks with 1 before it uses its second set of gradient buffers for these
+    variables' dtypes; the set is made then.
     """
 
     request: Count
@@ -215,9 +217,9 @@ class Counters(Record):
     """Reply to Statistics, and the result of ``strategy.statistics()``: what the server has done, and what each replica
     brought.
 
-    ``uptime`` is seconds. ``parameter_nbytes`` and ``slot_nbytes`` are the bytes of all variables and of the slots
-    beside them. ``posted`` counts the answers that went by mailbox. ``doorbells`` counts how often a doorbell woke a
-    sleeping process: the server, or one that it had an answer for. A controller adds the workers that it has woken.
+    ``uptime`` is in seconds. ``parameter_nbytes`` and ``slot_nbytes`` are the bytes of all variables and of all slots.
+    ``posted`` counts the answers that were sent by mailbox. ``doorbells`` counts how often a doorbell woke a sleeping
+    process: the server, or a process that it answered. A controller adds the workers that it has woken.
 
     Examples:
         >>> counters = Counters(1, 4711, 2.5, 3, 1024, 0, 7, 7, 30, ())
@@ -266,9 +268,12 @@ class Fetched(Record):
 
 @record(79)
 class Located(Record):
-    """Reply to Locate: the arrays by the names of segments and, where variables are kept on a GPU, the ``uuid`` of that
-    and the arrays' places there. A server that dies takes these along; ``keeps``: another takes its place then, which
-    needs the gradients in their segments, too."""
+    """Reply to Locate: the arrays by the names of their segments and, if variables are kept on a GPU, the ``uuid`` of
+    that GPU and the arrays' places there.
+
+    A server that dies loses these places. ``keeps``: another server then takes its place, and needs the gradients in
+    their segments, too.
+    """
 
     request: Count
     uuid: bytes

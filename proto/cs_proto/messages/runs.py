@@ -38,13 +38,13 @@ class Run(OfStep):
     runs by ``draw`` from 1, and continues from the count of a checkpoint that it restores. So ``draw`` may become
     smaller, while the number of the run only grows. A nested run has the draw of the run around it.
 
-    ``digest`` names the pickled function; ``function`` says where it lies, for a worker that does not hold it.
-    ``frozen`` keeps the unpickled object for good (``cs.function``). ``arguments`` is a pickle of (args, kwargs), or
-    says where one lies that is too large for a frame, whose large buffers lie where ``buffers`` says.
+    ``digest`` names the pickled function; ``function`` gives its place, for a worker that does not hold it. ``frozen``
+    keeps the unpickled object for good (``cs.function``). ``arguments`` is a pickle of (args, kwargs), or the place of
+    one that is too large for a frame; ``buffers`` gives the places of its large buffers.
 
-    A step of a ``series`` may be sent while up to ``lookahead`` others before it are not over: it begins when the one
-    before it is. Of the worker's arena the script still holds results in the ranges of bytes ``held``, which are whole
-    pages in ascending order.
+    A step of a ``series`` may be sent while up to ``lookahead`` earlier steps are not over; it begins when the step
+    before it is over. ``held`` lists the ranges of bytes in the worker's arena in which the script still holds results:
+    whole pages in ascending order.
     """
 
     run: RunId
@@ -97,9 +97,11 @@ class Forget(Record):
 
 @record(60)
 class Ask(OfStep):
-    """Replica to server: my notes since the last message, and a point whose answer I wait for. ``client`` is the one
-    whose run it is: another counts its runs from 1 again. ``preserved``: a commit changes no array that the function
-    has read (:class:`Preserve`)."""
+    """Replica to server: the notes since the last message, and a point that needs an answer.
+
+    ``client`` is the client of the run, because another client counts its runs from 1 again. ``preserved``: a commit
+    changes no array that the function has read (:class:`Preserve`).
+    """
 
     run: RunId
     replica: Replica
@@ -113,9 +115,10 @@ class Ask(OfStep):
 
 @record(61)
 class Return(OfStep):
-    """Replica to server: the function returned or raised, after ``count`` merge points. One of a step of a ``series``
-    is answered with :class:`StepFinished`; the controller has the answers of the steps before the last ``lookahead``.
-    ``client`` as in :class:`Ask`.
+    """Replica to server: the function returned or raised, after ``count`` merge points.
+
+    The Return of a step of a ``series`` is answered with :class:`StepFinished`; the controller has the answers of all
+    steps before the last ``lookahead``. ``client`` is as in :class:`Ask`.
     """
 
     run: RunId
@@ -245,10 +248,10 @@ class WorkerRestarted(OfRun):
 
 @record(36)
 class Cancel(OfRun):
-    """Controller to server and to workers: give this run up; what is not committed is not committed.
+    """Controller to server and to workers: give this run up; only its commits stand.
 
-    ``later`` counts the steps of a series that were sent after it. It is the first of them all that is not over which
-    is given up, and those after that one never begin.
+    ``later`` counts the steps of a series that were sent after it. The first of all these that is not over is given
+    up, and the later ones never begin.
     """
 
     run: RunId

@@ -69,8 +69,8 @@ class Value(Record):
 class Error(Record):
     """An exception as data: a code of the closed table, its arguments, where it came from, its traceback as text.
 
-    ``origin`` is ``module:qualname`` of the class as it was raised, ``replica`` -1 where it belongs to none,
-    ``merge_index`` the number of merge points passed.
+    ``origin`` is the ``module:qualname`` of its class when it was raised. ``replica`` is -1 if it belongs to none.
+    ``merge_index`` is the number of merge points that the replica had passed.
     """
 
     exception: str

@@ -26,7 +26,7 @@ class Introduce(Record):
 class MakeSegment(Record):
     """Server to supervisor: make a segment of ``reservation`` bytes, or hand out the existing one of that name.
 
-    ``writer`` names who else may map it for writing: ``""`` nobody, ``w0`` worker 0, ``controller``.
+    ``writer`` names the other process that may map it for writing: ``w0``, ``controller``, or ``""`` for none.
     """
 
     segment: str
