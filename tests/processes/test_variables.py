@@ -447,5 +447,5 @@ def test_a_constraint_must_give_such_a_value(two: cs.CentralStorageStrategy) -> 
     with two.scope():
         v = cs.Variable(np.ones(3, F32), constraint=lambda x: x[:1])
         optimizer = cs.optimizers.SGD(1.0)
-    with pytest.raises(ValueError, match=f"the constraint of {v.name} gives what does not fit.*has shape"):
+    with pytest.raises(ValueError, match=f"the constraint of {v.name} returned a value that does not fit.*has shape"):
         two.run(lambda: optimizer.apply_gradients([(np.ones(3, F32), v)]))

@@ -22,7 +22,7 @@ def signature_of(types: Any, shapes: Any, signature: Any) -> Any:
         if types is not None or shapes is not None:
             raise TypeError("from_generator takes output_signature, or output_types and output_shapes, not both")
         if not all(isinstance(leaf, TensorSpec) for leaf in optree.tree_leaves(signature, none_is_leaf=True)):
-            raise TypeError(f"from_generator: output_signature is a nest of TensorSpec, not {signature!r:.200}")
+            raise TypeError(f"from_generator: output_signature must be a nest of TensorSpec, not {signature!r:.200}")
         return signature
     if types is None:
         if shapes is not None:
@@ -45,7 +45,7 @@ def at_least(minimum: int, value: int, name: str) -> int:
     """``value`` as an int. Raises TypeError for what is none, InvalidArgumentError where it is too small."""
     number = index_of(value, name)
     if number < minimum:
-        raise InvalidArgumentError(f"{name} is at least {minimum}, not {number}")
+        raise InvalidArgumentError(f"{name} must be at least {minimum}, not {number}")
     return number
 
 
@@ -54,4 +54,4 @@ def index_of(value: int, name: str) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} is an int, not {value!r}") from None
+        raise TypeError(f"{name} must be an int, not {value!r}") from None

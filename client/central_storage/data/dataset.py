@@ -91,7 +91,7 @@ class Dataset:
         if not shapes:
             raise InvalidArgumentError("from_tensor_slices needs at least one array")
         if () in shapes:
-            raise InvalidArgumentError("from_tensor_slices of a scalar: it has no rows; from_tensors takes it whole")
+            raise InvalidArgumentError("from_tensor_slices needs rows, and a scalar has none; use from_tensors")
         if len({shape[0] for shape in shapes}) > 1:
             raise InvalidArgumentError(f"from_tensor_slices needs arrays of one length along axis 0, not {shapes}")
         return _picking(table, range(shapes[0][0]))
@@ -176,7 +176,9 @@ class Dataset:
             for element in stream:
                 return element
             if signature is None:
-                raise InvalidArgumentError("from_generator: no element to look at; say output_signature")
+                raise InvalidArgumentError(
+                    "from_generator: there is no element to infer the signature from; pass output_signature"
+                )
             return zeros(signature)
 
         def spec() -> Any:
@@ -282,7 +284,7 @@ class Dataset:
         """
         shards, start = at_least(1, num_shards, "shard: num_shards"), at_least(0, index, "shard: index")
         if start >= shards:
-            raise InvalidArgumentError(f"shard: index {start} of {shards} shards; the last is {shards - 1}")
+            raise InvalidArgumentError(f"shard: there is no shard {start} of {shards}; the last one is {shards - 1}")
         count = self._count(lambda n: len(range(start, n, shards)))
         return self._pick(transforms.Sliced(self.plan.stream, start, None, shards), count)
 
@@ -335,7 +337,7 @@ class Dataset:
         size = at_least(1, buffer_size, "shuffle: buffer_size")
         origin = int(np.random.randint(1 << 31)) if seed is None else at_least(0, seed, "shuffle: seed")
         if origin >= 1 << 63:
-            raise InvalidArgumentError(f"shuffle: seed is at most 2**63 - 1, not {origin}")
+            raise InvalidArgumentError(f"shuffle: seed must be at most 2**63 - 1, not {origin}")
         reshuffles = reshuffle_each_iteration is None or bool(reshuffle_each_iteration)
         stream = transforms.Shuffled(self.plan.stream, size, reshuffles, seed is not None, [origin, 0])
         return self._pick(stream, self.plan.count)
@@ -583,7 +585,7 @@ def numpy_dataset(numpy_input: Any) -> Dataset:
     for leaf in optree.tree_leaves(numpy_input, none_is_leaf=True):
         if not hasattr(leaf, "shape"):
             raise NotADatasetError(
-                f"a data set of NumPy arrays is made of arrays, not of {leaf!r:.100}, a {type(leaf).__name__}; "
+                f"a data set of NumPy arrays must be made of arrays, not of {leaf!r:.100}, a {type(leaf).__name__}; "
                 "np.asarray makes one"
             )
     return Dataset.from_tensor_slices(numpy_input)

@@ -75,7 +75,7 @@ class _Distributed:
         self._carrier = carrier
         self._options = InputOptions() if options is None else options
         if not isinstance(self._options, InputOptions):
-            raise TypeError(f"options is an InputOptions, not {options!r:.100}")
+            raise TypeError(f"options must be an InputOptions, not {options!r:.100}")
         if self._options.experimental_place_dataset_on_device and not self._is_per_replica:
             raise InvalidArgumentError(
                 "experimental_place_dataset_on_device needs experimental_replication_mode=InputReplicationMode."
@@ -137,8 +137,8 @@ class _Distributed:
         the data set was sent to."""
         if self.is_elsewhere:
             raise DatasetContextError(
-                "the position of a distributed data set is known in the script that made it, not where it was sent "
-                "with a function; save and restore the checkpoint in the script"
+                "the position of a distributed data set is known only in the script that made it, not where it was "
+                "sent with a function; save and restore the checkpoint in the script"
             )
         return tuple(orders_of(self._pipelines()).values())
 
@@ -149,7 +149,7 @@ class _Distributed:
     def fault(self, place: Place) -> str | None:
         """Why no iteration of this data set can be at ``place``, or None. ``place`` has one order for each shuffle."""
         if place.epoch < 0 or place.position < 0 or any(min(order) < 0 for order in place.orders):
-            return f"{place} is no position in a data set"
+            return f"{place} is not a position in a data set"
         for number, (shuffled, order) in enumerate(zip(orders_of(self._pipelines()), place.orders, strict=True)):
             if shuffled.is_seeded and shuffled.state[0] != order[0]:
                 return f"its shuffle {number} has the seed {order[0]} there, {shuffled.state[0]} here"
@@ -254,7 +254,9 @@ class DistributedFromFunction(_Distributed):
     ) -> None:
         super().__init__(n, options, carrier)
         if not callable(dataset_fn):
-            raise TypeError(f"a function of an InputContext that returns a data set is needed, not {dataset_fn!r:.200}")
+            raise TypeError(
+                f"dataset_fn must be a function of an InputContext that returns a data set, not {dataset_fn!r:.200}"
+            )
         pipelines = n if self._is_per_replica else 1
         self._sources = [_source(dataset_fn(InputContext(pipelines, number, n))) for number in range(pipelines)]
 
@@ -534,7 +536,7 @@ def refuse_in_replica(what: str) -> None:
     """Raise :class:`DatasetContextError` inside a replica function: there no data set is ``what``."""
     if has_strategy() and not in_cross_replica_context():
         raise DatasetContextError(
-            f"a distributed data set is not {what} inside a replica function; do it in the script and pass the "
+            f"a distributed data set cannot be {what} inside a replica function; do it in the script and pass the "
             "element: strategy.run(fn, args=(next(iterator),))"
         )
 
@@ -544,8 +546,8 @@ class _Elsewhere:
 
     def __iter__(self) -> Iterator[Any]:
         raise DatasetContextError(
-            "a distributed data set is iterated in the script that made it, not where it was sent with a function; "
-            "pass the element: strategy.run(fn, args=(next(iterator),))"
+            "a distributed data set can be iterated only in the script that made it, not where it was sent with a "
+            "function; pass the element: strategy.run(fn, args=(next(iterator),))"
         )
 
 

@@ -40,6 +40,7 @@ class InputContext:
         size, rest = divmod(global_batch_size, self.num_replicas_in_sync)
         if rest:
             raise InvalidArgumentError(
-                f"the global batch size {global_batch_size} is no multiple of the {self.num_replicas_in_sync} replicas"
+                f"the global batch size {global_batch_size} is not a multiple of the {self.num_replicas_in_sync} "
+                "replicas"
             )
         return size

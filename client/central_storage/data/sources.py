@@ -31,13 +31,14 @@ def checked(dataset: Any) -> Any:
         )
     if isinstance(dataset, tuple) and dataset and all(hasattr(part, "shape") for part in dataset):
         raise NotADatasetError(
-            "a tuple of arrays is not a data set; for one element a row use Dataset.from_tensor_slices(…).batch(size), "
-            "for one a batch a list"
+            "a tuple of arrays is not a data set; use Dataset.from_tensor_slices(…).batch(size) for one "
+            "element per row, or a list for one element per batch"
         )
     if isinstance(dataset, list | tuple) and dataset and not holds_arrays(dataset[0]):
         raise NotADatasetError(
-            f"a {name} whose elements are no arrays is not a data set: {dataset!r:.200}; for one element a row use "
-            f"Dataset.from_tensor_slices(…).batch(size), for one a batch a list of NumPy arrays"
+            f"a {name} whose elements are no arrays is not a data set: {dataset!r:.200}; use "
+            "Dataset.from_tensor_slices(…).batch(size) for one element per row, or a list of NumPy arrays for one "
+            "per batch"
         )
     return dataset
 
@@ -46,7 +47,7 @@ def first_of(source: Iterable[Any]) -> Any:
     """The first element. Raises InvalidArgumentError where there is none."""
     for element in source:
         return element
-    raise InvalidArgumentError("the data set is empty; there is no element to tell its element_spec from")
+    raise InvalidArgumentError("the data set is empty, so it has no element to infer its element_spec from")
 
 
 def cardinality_of(source: Any) -> int:

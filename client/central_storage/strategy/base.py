@@ -180,9 +180,7 @@ class StrategyBase:
         """
         context.require_cross_replica(self, "run")
         if not isinstance(args, (list, tuple)):
-            raise ValueError(
-                f"args must be a list or tuple, not {type(args).__name__}; for one argument, pass args=(x,)"
-            )
+            raise ValueError(f"args must be a list or tuple, not {type(args).__name__}; for one, pass args=(x,)")
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise TypeError(f"kwargs must be a mapping, not {type(kwargs).__name__}")
         if not callable(fn):

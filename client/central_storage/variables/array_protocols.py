@@ -132,7 +132,7 @@ class ArrayProtocols(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
         raise TypeError(
-            f"variable {self._spec.name!r} has no items to set; assign the whole of it, or its rows with scatter_update"
+            f"variable {self._spec.name!r} has no items to set; assign the whole value, or rows with scatter_update"
         )
 
     def __len__(self) -> int:
@@ -174,5 +174,6 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
 
 def _refuse_in_place() -> NoReturn:
     raise RuntimeError(
-        "`variable += value` and `out=variable` look like updates and are none; use variable.assign_add(value)"
+        "`variable += value` and `out=variable` look like updates, but would change only a copy; use "
+        "variable.assign_add(value)"
     )

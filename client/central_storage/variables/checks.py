@@ -19,7 +19,7 @@ def initial_array(initial_value: Any, dtype: Any) -> np.ndarray:
     hold it."""
     value = initial_value() if callable(initial_value) else initial_value
     if isinstance(value, DistributedValues):
-        raise InvalidArgumentError("the initial value of a variable is one value, not one per replica")
+        raise InvalidArgumentError("the initial value of a variable must be one value, not one per replica")
     array = convert_to_tensor(value, dtype)
     if not is_wire_dtype(dtype_name(array.dtype)) or array.dtype.kind in "US":
         raise InvalidArgumentError(f"a variable cannot have dtype {array.dtype}")
@@ -45,7 +45,7 @@ def check_fits(spec: VariableSpec, dtype: np.dtype[Any], op: str, array: np.ndar
     ``shape``."""
     if array.dtype != dtype:
         raise InvalidArgumentError(
-            f"{spec.name}.{op}: the variable has dtype {dtype}, the value {array.dtype}; convert it with "
+            f"{spec.name}.{op}: the variable has dtype {dtype}, but the value has {array.dtype}; convert it with "
             f"astype('{dtype}')"
         )
     if array.shape != shape:
@@ -58,10 +58,10 @@ def check_fits(spec: VariableSpec, dtype: np.dtype[Any], op: str, array: np.ndar
 def row_numbers(spec: VariableSpec, what: str, indices: Any) -> np.ndarray:
     """``indices`` as int64. Raises InvalidArgumentError, which speaks of ``what``, for rows that do not exist."""
     if not spec.shape:
-        raise InvalidArgumentError(f"{spec.name}.{what}: the variable has no axes, and so no rows")
+        raise InvalidArgumentError(f"{spec.name}.{what}: the variable has no axes and therefore no rows")
     array = convert_to_tensor(indices)
     if array.size and array.dtype.kind not in "iu":
-        raise InvalidArgumentError(f"{spec.name}.{what}: indices are integers, not {array.dtype}")
+        raise InvalidArgumentError(f"{spec.name}.{what}: indices must be integers, not {array.dtype}")
     if array.size and not 0 <= int(array.min()) <= int(array.max()) < spec.shape[0]:
         wrong = array[(array < 0) | (array >= spec.shape[0])].flat[0]
         raise InvalidArgumentError(f"{spec.name}.{what}: row {wrong} is outside [0, {spec.shape[0]})")

@@ -19,8 +19,8 @@ def constraints_after(pairs: Sequence[tuple[object, Variable]]) -> Callable[[obj
     for gradient, variable in constrained:
         if isinstance(gradient, IndexedSlices):
             raise RuntimeError(
-                f"variable {variable.name} has a constraint and a sparse gradient: the constraint is of the whole "
-                "value; take one away, or make the gradient dense"
+                f"variable {variable.name} has a constraint and a sparse gradient: a constraint needs the whole "
+                "value; remove the constraint, or make the gradient dense"
             )
     if not constrained:
         return None
@@ -33,7 +33,8 @@ def constraints_after(pairs: Sequence[tuple[object, Variable]]) -> Callable[[obj
                 variable.assign(value)
             except ValueError as error:
                 raise InvalidArgumentError(
-                    f"the constraint of {variable.name} gives what does not fit, after an update that stands: {error}"
+                    f"the constraint of {variable.name} returned a value that does not fit, after an update that "
+                    f"stands: {error}"
                 ) from error
 
     return constrain

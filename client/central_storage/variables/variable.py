@@ -136,7 +136,9 @@ class Variable(Handle, ArrayProtocols):
             raise TypeError(f"name must be a str, not {name!r:.100}")
         value = initial_array(initial_value, dtype)
         if shape is not None and tuple(shape) != value.shape:
-            raise InvalidArgumentError(f"shape {tuple(shape)} was asked for, but the initial value has {value.shape}")
+            raise InvalidArgumentError(
+                f"shape {tuple(shape)} was asked for, but the initial value has shape {value.shape}"
+            )
         spec = VariableSpec(
             name or "Variable",
             dtype_name(value.dtype),
@@ -562,13 +564,15 @@ class Variable(Handle, ArrayProtocols):
 
     def _check_may_write(self, op: str, value: Any) -> None:
         if isinstance(value, PerReplica):
-            raise InvalidArgumentError(f"{self.name}.{op} of a PerReplica: which component is meant? Reduce it first")
+            raise InvalidArgumentError(
+                f"{self.name}.{op} cannot take a PerReplica, which has a value for each replica; reduce it first"
+            )
         if self._local is not None and self._local.is_foreign:
             raise ContextError(
                 f"variable {self.name} belongs to another strategy: a replica of this one may only read it"
             )
         if self._strategy is not None and has_strategy() and get_strategy() is not self._strategy:
-            raise ContextError(f"variable {self.name} of one strategy is written inside the scope of another")
+            raise ContextError(f"variable {self.name} of one strategy cannot be written inside the scope of another")
 
     # --- ways to the server -----------------------------------------------------------------------------------
 

@@ -422,7 +422,7 @@ def test_an_empty_generator_has_the_elements_it_declares():
     assert empty.element_spec == TensorSpec((), np.int64)
     assert listed(empty.concatenate(empty.take(2))) == []
     undeclared = Dataset.from_generator(lambda: iter(()))
-    with pytest.raises(InvalidArgumentError, match="say output_signature"):
+    with pytest.raises(InvalidArgumentError, match="pass output_signature"):
         undeclared.map(lambda x: x + 1).element_spec
 
 

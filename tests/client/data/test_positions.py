@@ -304,5 +304,5 @@ def test_a_place_that_is_none_is_refused(name: str, tmp_path: Path, monkeypatch:
     nowhere = data.place()._replace(**{name: -1})
     monkeypatch.setattr(data, "place", lambda: nowhere)
     path = saved_of(data, tmp_path)
-    with pytest.raises(CheckpointError, match=r"is no position in a data set\. Nothing was restored"):
+    with pytest.raises(CheckpointError, match=r"is not a position in a data set\. Nothing was restored"):
         Checkpoint(data=split(batches())).restore(path)

@@ -195,18 +195,18 @@ def test_writes_outside_replicas_count_once(
     [
         (lambda v: v.assign([1.0, 2.0]), ValueError, r"shape \(3,\), not \(2,\)"),
         (lambda v: v.assign_add(1.0), InvalidArgumentError, "there is no broadcasting"),
-        (lambda v: v.assign(np.array([1, 2, 3])), ValueError, "has dtype float32, the value int64"),
-        (lambda v: v.assign_sub(np.zeros(3)), ValueError, "dtype float32, the value float64"),
+        (lambda v: v.assign(np.array([1, 2, 3])), ValueError, "has dtype float32, but the value has int64"),
+        (lambda v: v.assign_sub(np.zeros(3)), ValueError, "dtype float32, but the value has float64"),
         (lambda v: v.assign(None), ValueError, "cannot become an array"),
-        (lambda v: v.assign_add(cs.PerReplica([1.0, 2.0])), ValueError, "assign_add of a PerReplica"),
-        (lambda v: v.scatter_add(cs.PerReplica([1.0, 2.0])), ValueError, "scatter_add of a PerReplica"),
+        (lambda v: v.assign_add(cs.PerReplica([1.0, 2.0])), ValueError, "assign_add cannot take a PerReplica"),
+        (lambda v: v.scatter_add(cs.PerReplica([1.0, 2.0])), ValueError, "scatter_add cannot take a PerReplica"),
         (lambda v: v.scatter_add(np.ones(3)), TypeError, "takes an IndexedSlices, not ndarray"),
         (lambda v: v.scatter_add(rows([1], [3])), InvalidArgumentError, r"row 3 is outside \[0, 3\)"),
         (lambda v: v.scatter_update(rows([1], [-1])), InvalidArgumentError, "row -1 is outside"),
         (lambda v: v.scatter_sub(rows([[1]], [0])), InvalidArgumentError, r"not \(1, 1\)"),
         (lambda v: v.scatter_sub(cs.IndexedSlices(np.ones(1), [0])), InvalidArgumentError, "float64"),
-        (lambda v: v.__setitem__(0, 1.0), TypeError, "assign the whole of it, or its rows with scatter_update"),
-        (lambda v: v.sparse_read([0.5]), InvalidArgumentError, "indices are integers"),
+        (lambda v: v.__setitem__(0, 1.0), TypeError, "assign the whole value, or rows with scatter_update"),
+        (lambda v: v.sparse_read([0.5]), InvalidArgumentError, "indices must be integers"),
         (lambda v: v.sparse_read(3, name="looked_up"), InvalidArgumentError, "sparse_read: row 3 is outside"),
     ],
 )
@@ -225,7 +225,7 @@ def test_integers_take_no_fractions_and_nothing_they_cannot_hold(s: CentralStora
         v.assign(1.5)
     with pytest.raises(ValueError, match="does not fit uint8"):
         v.assign_add(256)
-    with pytest.raises(InvalidArgumentError, match="no axes, and so no rows"):
+    with pytest.raises(InvalidArgumentError, match="no axes and therefore no rows"):
         v.scatter_add(cs.IndexedSlices(np.ones(1, np.uint8), [0]))
     b = made(s, [True])
     with pytest.raises(InvalidArgumentError, match="bool cannot be added"):
@@ -272,7 +272,7 @@ def test_assigns_in_one_of_several_replicas(s: CentralStorageStrategy, store: St
             none.assign_add(F32(1))
         with pytest.raises(ValueError, match="SUM, which adds up arrays"):
             total.assign_add([5.0])
-        with pytest.raises(ValueError, match="of a PerReplica"):
+        with pytest.raises(ValueError, match="cannot take a PerReplica"):
             total.assign_add(cs.PerReplica([1.0, 2.0]))
         assert total.assign_add(np.array([5], F32)) is total
         assert mean.assign(2.0, read_value=False) is None

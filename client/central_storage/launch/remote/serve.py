@@ -45,11 +45,8 @@ def serve(
     mailboxes: bool,
     error_path: str | None,
 ) -> int:
-    """Serve until SIGTERM or Ctrl-C.
-
-    Returns the exit code: 0, or 3 if the service did not start, 4 if a worker and 5 if the server ended for good. After
-    the end of a worker the training script may still read; the service ends when the script has left.
-    """
+    """Serve until SIGTERM or Ctrl-C. Returns the exit code: 0, 3 if the service did not start, 4 if a worker and 5 if
+    the server ended for good. After the end of a worker, the training script may still read until it leaves."""
     open_files.raise_limit()
     loop = Loop()
     console = Console(loop)

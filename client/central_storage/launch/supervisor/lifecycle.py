@@ -198,7 +198,7 @@ class Service:
             try:
                 self._run_file.write(self.run_directory)
             except OSError as error:  # the volume is full
-                self.say(f"the run file cannot be written ({error.strerror}): nobody will take this run up")
+                self.say(f"the run file cannot be written ({error.strerror}): no other supervisor can take up this run")
                 self._forget_run_file()
 
     def _forget_run_file(self) -> None:
@@ -371,7 +371,7 @@ class Service:
         elif isinstance(record, Join) and peer.introduction is None:
             self._join(peer, record)
         elif peer.introduction is None:
-            self._reception.refuse(peer, f"a stranger sent {type(record).__name__} before Introduce")
+            self._reception.refuse(peer, f"an unknown process sent {type(record).__name__} before Introduce")
         else:
             role, handle = self._HANDLERS.get(type(record), (None, None))
             if handle is None or role not in (None, peer.introduction.role):

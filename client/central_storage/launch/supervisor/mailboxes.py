@@ -41,7 +41,7 @@ def mailboxes_by_default() -> str:
     """``on`` or ``off``, as the environment says. Raises ConfigurationError where it says anything else."""
     said = os.environ.get("CS_MAILBOXES") or "on"
     if said not in ("on", "off"):
-        raise ConfigurationError(f"CS_MAILBOXES is on or off, not {said!r:.40}")
+        raise ConfigurationError(f"CS_MAILBOXES must be on or off, not {said!r:.40}")
     return said
 
 

@@ -114,7 +114,7 @@ class Reception:
     def _accept(self) -> None:
         free, limit = open_files.free(), open_files.limit()
         if free < limit // _FREE_SHARE:
-            self._accept_later(f"{free} of {limit} descriptors are free, and {limit // _FREE_SHARE} must be")
+            self._accept_later(f"only {free} of {limit} descriptors are free, and {limit // _FREE_SHARE} are needed")
             return
         try:
             link, _ = self._listener.accept()

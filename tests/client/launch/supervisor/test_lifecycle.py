@@ -226,7 +226,7 @@ def test_while_there_are_no_descriptors_peers_wait_and_no_timers_are_kept(
     monkeypatch.setattr(open_files, "limit", lambda: 800)
     monkeypatch.setattr(open_files, "free", lambda: 99)
     client = world.client()
-    world.until(lambda: caplog.text.count("99 of 800 descriptors are free, and 100 must be") > 20)
+    world.until(lambda: caplog.text.count("only 99 of 800 descriptors are free, and 100 are needed") > 20)
     assert len(world.loop._timers) <= timers + 2  # the next try, and the client's introduction
     monkeypatch.setattr(open_files, "free", lambda: 100)
     assert isinstance(client.receive(), Serving)
