@@ -327,7 +327,7 @@ def test_the_run_of_a_supervisor_that_was_killed_is_taken_up_by_the_next() -> No
             server = elsewhere.serve()
             server.wait_for("it takes up the run of the supervisor that was killed", stream="err")
             for worker in elsewhere.workers:
-                worker.wait_for(r"the service is back, worker w\d goes on", stream="err")
+                worker.wait_for(r"the service is back, worker w\d continues", stream="err")
             door.touch()
             ended = child.wait().ok()
         assert elsewhere.health()[0] == 0
