@@ -100,7 +100,14 @@ def _open_service(*args: _Any, **kwargs: _Any) -> _Any:
     return open_service(*args, **kwargs)
 
 
+def _default_replica() -> _Any:
+    from .strategy.service_strategy import DefaultStrategy
+
+    return DefaultStrategy().replica_context
+
+
 _opening.open_service = _open_service
+_opening.default_replica = _default_replica
 
 
 def __dir__() -> list[str]:

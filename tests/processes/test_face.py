@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.harness.processes import run
 from tests.harness.replicas import context
 from tests.harness.services import connected
 
@@ -293,3 +294,16 @@ class TestLogicalDevices:
         texts, number = pair.run(step)
         assert texts.values[1].tolist() == ["a", "b"]
         assert number.values[0].dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        ("cs.get_strategy()", "<the default strategy: one local replica>"),
+        ("cs.has_strategy()", "False"),
+        ("cs.in_cross_replica_context()", "False"),
+        ("cs.get_replica_context()", "<ReplicaContext replica 0 of 1>"),
+    ],
+)
+def test_the_context_can_be_the_first_thing_a_program_asks_for(first: str, said: str) -> None:
+    assert run("-c", f"import central_storage as cs; print({first})").ok().out == f"{said}\n"

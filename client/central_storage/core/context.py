@@ -6,6 +6,7 @@ The state is a stack per thread. ``ReplicaContext`` is the public object of a re
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from central_storage import nest
 from cs_proto import reduction
 from cs_proto.errors import ContextError, InvalidArgumentError, NotATensorError, UsedScopeError
 
+from . import opening
 from .deprecated import warn_deprecated
 from .devices import full_name
 from .values import IndexedSlices, ReduceOp, as_reduce_op, convert_to_tensor
@@ -83,7 +85,13 @@ class _Reading(threading.local):
 
 _stack = _Stack()
 reading = _Reading()
-_default: ReplicaContext
+
+
+@functools.cache
+def _default() -> ReplicaContext:
+    """The context of code outside every context."""
+    made: ReplicaContext = opening.default_replica()
+    return made
 
 
 def become_worker(*, whole_process: bool) -> None:
@@ -99,12 +107,6 @@ def is_worker() -> bool:
     return _stack.is_worker
 
 
-def set_default(replica: ReplicaContext) -> None:
-    """Let ``replica`` be the context, and its strategy the strategy, of code outside every context."""
-    global _default
-    _default = replica
-
-
 def has_strategy() -> bool:
     """Whether this thread is inside a strategy's scope, run or merge function.
 
@@ -113,7 +115,7 @@ def has_strategy() -> bool:
         >>> cs.has_strategy()
         False
     """
-    return bool(_stack.entries) and _stack.entries[-1][0] is not _default.strategy
+    return bool(_stack.entries) and _stack.entries[-1][0] is not _default().strategy
 
 
 def get_strategy() -> Strategy:
@@ -126,7 +128,7 @@ def get_strategy() -> Strategy:
     """
     if _stack.entries:
         return _stack.entries[-1][0]
-    return _default.strategy
+    return _default().strategy
 
 
 def in_cross_replica_context() -> bool:
@@ -149,7 +151,7 @@ def get_replica_context() -> ReplicaContext | None:
         1
     """
     if not _stack.entries:
-        return _default
+        return _default()
     return _stack.entries[-1][1]
 
 
@@ -175,7 +177,7 @@ def require_cross_replica(strategy: Strategy, what: str) -> None:
     if not _stack.entries:
         return
     entered, replica = _stack.entries[-1]
-    if replica is _default:
+    if replica is _default():
         return
     if replica is not None:
         raise ContextError(
@@ -215,7 +217,7 @@ class Scope(AbstractContextManager[S], Generic[S]):
 
     def __init__(self, strategy: S) -> None:
         self._strategy = strategy
-        self._entry = (strategy, _default if strategy is _default.strategy else None)
+        self._entry = (strategy, _default() if strategy is _default().strategy else None)
         self._depth = 0
         self._is_left = False
 
@@ -224,7 +226,7 @@ class Scope(AbstractContextManager[S], Generic[S]):
             raise UsedScopeError("this scope object has been used already; call strategy.scope() for a new one")
         if _stack.entries:
             entered, replica = _stack.entries[-1]
-            if replica is not None and replica is not _default:
+            if replica is not None and replica is not _default():
                 raise ContextError("a scope cannot be entered inside a replica function; the replica is already in one")
             if replica is None and entered is not self._strategy:
                 raise ContextError("the scope of one strategy cannot be entered inside the scope of another")

@@ -1,4 +1,5 @@
-"""How a new strategy gets its service. The package registers the way when it is imported.
+"""How a new strategy gets its service, and where the default strategy comes from. The package registers both when it
+is imported.
 
 A worker holds strategies, too, and the launcher, which starts workers in threads, imports the worker. So the module of
 the strategy does not import what opens a service.
@@ -6,14 +7,14 @@ the strategy does not import what opens a service.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from .backends import ServiceBackend
     from .recovery_options import Recovery
 
-__all__ = ["Opener", "open_service"]
+__all__ = ["Opener", "default_replica", "open_service"]
 
 
 class Opener(Protocol):
@@ -34,3 +35,5 @@ class Opener(Protocol):
 
 #: Set by ``central_storage/__init__.py``, which every import of the package runs first.
 open_service: Opener
+#: Makes the ReplicaContext of code outside every context; its strategy is the default strategy. Set there, too.
+default_replica: Callable[[], Any]

@@ -447,6 +447,3 @@ class DefaultStrategy(StrategyBase):
 
 def _no_service() -> NoReturn:
     raise ShutdownError("the default strategy has no service; make a CentralStorageStrategy and enter its scope")
-
-
-context.set_default(DefaultStrategy().replica_context)
