@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from central_storage.controller.commands import (
-    SERVER,
     Command,
     Connect,
     End,
@@ -33,6 +32,7 @@ from cs_proto import messages
 from cs_proto.arrays import bytes_array
 from cs_proto.codec import WORK_LIMITS, decode
 from cs_proto.messages import Counters, Died, Error, Resent, Run, RunFinished, WaitReport, Worker, WorkerRestarted
+from cs_proto.peers import SERVER
 from cs_proto.records import Record, replace
 
 HELLO = messages.Hello(messages.PROTOCOL, "controller", "c", 7)

@@ -8,7 +8,6 @@ from cs_proto.messages import RunFinished, Worker
 from cs_proto.records import Buffer, Record
 
 __all__ = [
-    "SERVER",
     "Command",
     "Connect",
     "Deliver",
@@ -21,9 +20,6 @@ __all__ = [
     "Refuse",
     "worker_name",
 ]
-
-#: The server as the peer of a :class:`Post`.
-SERVER = b""
 
 
 def worker_name(replica: int) -> bytes:

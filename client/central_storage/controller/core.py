@@ -19,10 +19,10 @@ from cs_proto.codec import encode_values
 from cs_proto.errors import ReplicaLostError
 from cs_proto.function_cache import HeldFunctions
 from cs_proto.messages import Counters, Died, Refused, RunFinished, RunId, Worker
+from cs_proto.peers import SERVER
 from cs_proto.records import Record, replace
 
 from .commands import (
-    SERVER,
     Command,
     Connect,
     Deliver,

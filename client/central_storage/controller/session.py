@@ -25,15 +25,15 @@ from cs_proto.arrays import Array, Location, frame_view
 from cs_proto.codec import BULK_LIMITS, WORK_LIMITS, decode, encode
 from cs_proto.errors import LaunchError, MemoryPlanError, PeerProtocolError, ReplicaLostError, ShutdownError
 from cs_proto.messages import Output, RunFinished, Serving
+from cs_proto.peers import SERVER, SUPERVISOR
 from cs_proto.records import Buffer, Record, replace
 from cs_runtime import open_files
 from cs_runtime.arena import Arena
-from cs_runtime.channel import SUPERVISOR, Channel
+from cs_runtime.channel import Channel
 from cs_runtime.supervisor_link import CARRIED, SupervisorLink
 from cs_runtime.trace import moments
 
 from .commands import (
-    SERVER,
     Command,
     Connect,
     Deliver,

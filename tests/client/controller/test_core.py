@@ -39,7 +39,6 @@ from tests.harness.controller_playbook import (
     worker,
 )
 
-from central_storage.controller import commands
 from central_storage.controller.commands import Command, Deliver, End, Fail, Interrupt, Post, Refuse
 from central_storage.controller.core import ControllerCore
 from cs_proto import messages
@@ -61,7 +60,6 @@ from cs_proto.messages import (
     WaitReport,
 )
 from cs_proto.records import Record
-from cs_runtime import channel
 
 W0, W1 = b"w0", b"w1"
 INTERRUPTED = fault("KeyboardInterrupt")
@@ -155,11 +153,6 @@ def waits_at(name: str, cut: int) -> bool:
 #: Every place of every table: after so many events; and those where the script waits.
 CUTS = [(name, cut) for name, (_, table) in TABLES.items() for cut in range(1, len(table) + 1)]
 WAITS = [(name, cut) for name, cut in CUTS if waits_at(name, cut)]
-
-
-def test_commands_name_peers_as_the_channel_does() -> None:
-    assert commands.SERVER == channel.SERVER
-    assert commands.worker_name(12) == b"w12"
 
 
 # --- hello ----------------------------------------------------------------------------------------------------------
