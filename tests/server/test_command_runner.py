@@ -108,7 +108,7 @@ def test_a_computation_answers_with_its_result_or_its_error(runner: CommandRunne
     failed = runner.carry_out(Compute(2, "SUM", 0, ((one,), ())))
     assert isinstance(failed, Computed)
     assert failed.error is not None
-    assert "different numbers of arrays" in failed.error.message
+    assert "the same number of arrays" in failed.error.message
 
 
 def test_a_digest_is_of_the_bytes(segments: Segments, runner: CommandRunner) -> None:

@@ -80,12 +80,13 @@ def test_a_write_in_place_is_named_behind_the_stacks(deed: str, offset: int) -> 
     assert ended.err.count("wrote in place") == 1
 
 
-def test_threads_that_fault_together_end_it_behind_the_stacks_of_all() -> None:
+def test_threads_that_fault_together_are_named_once_behind_the_stacks() -> None:
+    """faulthandler may stop in the stack of a thread that runs on meanwhile, so not all stacks are always there."""
     ended = after("in_threads(8)")
     assert ended.code == -signal.SIGSEGV, ended
     assert "wrote in place" in ended.err.splitlines()[-1], ended
     assert ended.err.count("wrote in place") == 1
-    assert "in in_threads" in ended.err
+    assert ended.err.splitlines()[0] == STACKS
 
 
 def test_without_faulthandler_it_is_named_all_the_same() -> None:
