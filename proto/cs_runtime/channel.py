@@ -34,8 +34,6 @@ __all__ = ["SERVER", "SUPERVISOR", "Channel", "Read", "Received"]
 _HANDSHAKE = 5000
 # The pause before a DEALER connects again, in milliseconds: its peer may be starting.
 _RECONNECT = 10
-# While messages come without a pause, the channel looks at everything else this often, in seconds.
-_LOOK_EVERY = 1e-3
 # With mailboxes, or where peers wait for admission, no sleep is longer, in seconds: a doorbell could be missed.
 _LONGEST_SLEEP = 1.0
 # With ``messages_first``, at most so many messages come before what the supervisor said at the same time.
@@ -73,6 +71,7 @@ class Channel:
         *,
         linger: int,
         patience: float,
+        look_every: float = 10e-3,
         on_wake: Callable[[], object],
         while_asleep: Callable[[], AbstractContextManager[object]] = nullcontext,
         messages_first: bool = False,
@@ -82,7 +81,8 @@ class Channel:
         this process where it notes moments (:mod:`.trace`).
 
         ``linger``: milliseconds that messages get to leave at :meth:`close`. ``patience``: seconds of looking for mail
-        before the process sleeps. ``while_asleep`` makes a context manager around every sleep. ``messages_first``: what
+        before the process sleeps. ``look_every``: while mail comes without a pause, seconds between two looks at
+        everything else. ``while_asleep`` makes a context manager around every sleep. ``messages_first``: what
         the supervisor says comes after the messages that arrived at the same time, instead of before them.
         ``rings_late``: the owner rings the doorbells of the peers that got mail, instead of every :meth:`send`.
         """
@@ -92,6 +92,7 @@ class Channel:
         self._read = read
         self._linger = linger
         self._on_wake = on_wake
+        self._look_every = look_every
         self._while_asleep = while_asleep
         self._messages_first = messages_first
         self._context = zmq.Context()
@@ -282,7 +283,7 @@ class Channel:
         if self._supervisor.fileno() in ready and not self._supervisor_speaks:
             self._supervisor_speaks = True
             self._before_supervisor = _BATCH if self._messages_first else 0
-        self._next_look = time.monotonic() + _LOOK_EVERY
+        self._next_look = time.monotonic() + self._look_every
         return ready
 
     def _at_hand(self) -> Received | None:

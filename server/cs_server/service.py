@@ -92,6 +92,8 @@ _moment = moments("server", time.perf_counter_ns)
 _TICK = 1.0
 # The server looks for mail this long before it sleeps, in seconds.
 _PATIENCE = 50e-6
+# While mail comes without a pause, it looks this often at what comes over ZeroMQ, as from observers, in seconds.
+_LOOK_EVERY = 1e-3
 # Answers that are being sent when the process ends get this long to leave, in milliseconds.
 _LINGER = 200
 # Messages that a peer does not take wait in this process, which counts them, and one of them in the socket.
@@ -410,6 +412,7 @@ def _channel(
         read,
         linger=_LINGER,
         patience=_PATIENCE,
+        look_every=_LOOK_EVERY,
         on_wake=on_wake,
         messages_first=True,  # what a worker said before it died counts
         rings_late=True,

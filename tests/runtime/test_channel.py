@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -35,7 +36,7 @@ def parts(number: int) -> list[bytes]:
 class World:
     """A channel that listens, with its supervisor and its peers in the same process."""
 
-    def __init__(self, directory: Path, stack: ExitStack, **options: bool) -> None:
+    def __init__(self, directory: Path, stack: ExitStack, **options: Any) -> None:
         self.directory = directory
         self.stack = stack
         self.malformed: list[bytes] = []
@@ -103,7 +104,7 @@ def make() -> Iterator[Make]:
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="ch-"))
 
-        def made(**options: bool) -> World:
+        def made(**options: Any) -> World:
             return World(Path(directory), stack, **options)
 
         yield made
@@ -136,8 +137,7 @@ def test_what_came_at_the_same_time_comes_in_one_order(make: Make, messages_firs
 
 def test_messages_without_a_pause_do_not_silence_the_supervisor(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "_BATCH", 3)
-    monkeypatch.setattr(channel, "_LOOK_EVERY", 0.0)  # it looks before every message
-    world = make(messages_first=True)
+    world = make(messages_first=True, look_every=0.0)  # it looks before every message
     peer = world.let_in(b"c1")
     world.tell(DIED)
     for number in range(10):
