@@ -27,8 +27,8 @@ from cs_runtime.trace import moments
 from .compute import undo
 from .compute.executor import Executor
 from .config import ServerConfig
-from .engine.address_budget import Addresses
-from .engine.versions import Versions
+from .engine.store.address_budget import Addresses
+from .engine.store.versions import Versions
 from .events import (
     Allocate,
     Command,

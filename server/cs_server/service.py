@@ -60,11 +60,11 @@ from cs_runtime.trace import moments
 from .array_places import arrays_of
 from .command_runner import open_runner
 from .config import ServerConfig
-from .engine import address_budget
-from .engine.address_budget import Addresses
-from .engine.control_log import ControlLog
 from .engine.engine import Engine
-from .engine.state import Config as EngineConfig
+from .engine.store import address_budget
+from .engine.store.address_budget import Addresses
+from .engine.store.control_log import ControlLog
+from .engine.store.state import Config as EngineConfig
 from .events import (
     ClientLeft,
     Command,

@@ -7,10 +7,10 @@ from tests.harness.playbook import ADDRESSES
 
 from cs_proto.arrays import Array, array_of
 from cs_proto.messages import VariableSpec
-from cs_server.engine import variables
-from cs_server.engine.address_budget import Addresses
-from cs_server.engine.control_log import ControlMemory
-from cs_server.engine.state import Config, opened
+from cs_server.engine.catalogue import variables
+from cs_server.engine.store.address_budget import Addresses
+from cs_server.engine.store.control_log import ControlMemory
+from cs_server.engine.store.state import Config, opened
 
 SGD = {"learning_rate": 0.1, "momentum": 0.0, "nesterov": 0.0}
 ADAGRAD = {"learning_rate": 0.1, "initial_accumulator_value": 0.1, "epsilon": 1e-7}

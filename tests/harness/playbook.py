@@ -53,9 +53,9 @@ from cs_proto.messages import (
     WriteNote,
 )
 from cs_proto.records import Record
-from cs_server.engine.address_budget import divided
-from cs_server.engine.control_log import ControlLog, ControlMemory
 from cs_server.engine.engine import Config, Engine
+from cs_server.engine.store.address_budget import divided
+from cs_server.engine.store.control_log import ControlLog, ControlMemory
 from cs_server.events import (
     Allocate,
     Apply,

@@ -19,7 +19,7 @@ from cs_proto.messages import Located
 from cs_runtime import machine
 from cs_server.command_runner import CommandRunner, open_runner
 from cs_server.config import ServerConfig
-from cs_server.engine.address_budget import Addresses
+from cs_server.engine.store.address_budget import Addresses
 from cs_server.events import (
     Allocate,
     Commit,

@@ -42,9 +42,10 @@ from cs_server.events import (
     Write,
 )
 
-from . import commits, endings, progress, replays, replica_messages, requests, runs, sessions, watchdog
-from .state import State
-from .tables import Job
+from . import requests, sessions
+from .steps import commits, endings, progress, replays, replica_messages, runs, watchdog
+from .store.state import State
+from .store.tables import Job
 
 
 def hear(server: State, event: Event, now: float) -> None:

@@ -58,10 +58,12 @@ from cs_server.events import (
     Tick,
 )
 
-from . import dispatch, optimizers, progress, replay_check, runs, sessions, slabs
-from .control_log import Control
+from . import dispatch, sessions
+from .catalogue import optimizers, slabs
 from .fast_path import FastPath, is_small
-from .state import Config, opened
+from .steps import progress, replay_check, runs
+from .store.control_log import Control
+from .store.state import Config, opened
 
 __all__ = ["Config", "Engine"]
 
@@ -79,7 +81,7 @@ class Engine:
     def __init__(self, config: Config, control: Control) -> None:
         """Take up what ``control`` holds, or begin where it is empty.
 
-        Raises :class:`~cs_server.engine.control_log.ControlDamaged` if it cannot be read.
+        Raises :class:`~cs_server.engine.store.control_log.ControlDamaged` if it cannot be read.
         """
         self._server = opened(config, control)
         self._fast_path = FastPath(self._server)
@@ -93,8 +95,8 @@ class Engine:
 
         An event that needs memory or a kernel is answered with Reserve first. It comes again in Reserved, when it has
         what it needs or was refused it. A message that is wrong is answered with an error and changes nothing else,
-        even if it raises an unforeseen exception. Raises :class:`~cs_server.engine.control_log.ControlFull` if not even
-        the error can be written down.
+        even if it raises an unforeseen exception. Raises :class:`~.store.control_log.ControlFull` if not even the error
+        can be written down.
         """
         commands = self._fast_path.hear(event, now)
         if commands is not None:

@@ -20,10 +20,11 @@ from cs_proto.frozen import frozen
 from cs_proto.messages import MOST_AHEAD, ApplyPoint, Return, RunFinished, StepFinished
 from cs_server.events import Command, Commit, Event, Finished, Received, Send
 
-from . import dispatch, optimizers, sessions, updates
-from .control_log import ControlDamaged, ControlFull
-from .state import State
-from .tables import PlainStep, joined, parted
+from . import dispatch, sessions
+from .catalogue import optimizers, updates
+from .store.control_log import ControlDamaged, ControlFull
+from .store.state import State
+from .store.tables import PlainStep, joined, parted
 
 __all__ = ["FastPath", "is_small"]
 

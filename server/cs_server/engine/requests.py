@@ -35,9 +35,11 @@ from cs_proto.messages import (
 from cs_proto.records import Record, replace
 from cs_server.events import Send, Write
 
-from . import commits, optimizers, runs, sessions, slabs, updates, variables
-from .state import State
-from .tables import HeldGet, Job, Request
+from . import sessions
+from .catalogue import optimizers, slabs, updates, variables
+from .steps import commits, runs
+from .store.state import State
+from .store.tables import HeldGet, Job, Request
 
 # --- writes -------------------------------------------------------------------------------------------------------
 

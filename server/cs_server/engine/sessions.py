@@ -12,8 +12,8 @@ from cs_proto.messages import PROTOCOL, Died, Goodbye, Hello, Refused, Register,
 from cs_proto.records import Record, replace
 from cs_server.events import Dismiss, Log, Send
 
-from .state import State
-from .tables import ClientSession, Departure, WorkerSession
+from .store.state import State
+from .store.tables import ClientSession, Departure, WorkerSession
 
 # The server remembers this many controllers that have gone. A late first message comes right after the end.
 _DEPARTURES = 8

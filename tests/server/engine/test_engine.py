@@ -71,8 +71,8 @@ from cs_proto.messages import (
     Value,
 )
 from cs_proto.records import Record
-from cs_server.engine.control_log import ControlFull, ControlLog
 from cs_server.engine.engine import Engine
+from cs_server.engine.store.control_log import ControlFull, ControlLog
 from cs_server.events import (
     Allocate,
     Command,

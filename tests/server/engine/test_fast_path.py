@@ -52,8 +52,8 @@ from cs_proto.messages import (
     StepFinished,
     Value,
 )
-from cs_server.engine.control_log import ControlDamaged, ControlFull, ControlMemory
 from cs_server.engine.engine import Config, Engine
+from cs_server.engine.store.control_log import ControlDamaged, ControlFull, ControlMemory
 from cs_server.events import Command, Commit, Event, Finished, MemoryAvailable, Received, Send, Tick
 
 PLAIN = b"y"

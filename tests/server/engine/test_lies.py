@@ -57,10 +57,10 @@ from cs_proto.messages import (
     Value,
 )
 from cs_proto.records import RECORDS, Frame, Record
-from cs_server.engine import replica_messages, runs
-from cs_server.engine.control_log import ControlMemory
 from cs_server.engine.engine import Engine
-from cs_server.engine.state import State
+from cs_server.engine.steps import replica_messages, runs
+from cs_server.engine.store.control_log import ControlMemory
+from cs_server.engine.store.state import State
 from cs_server.events import (
     Command,
     Commit,

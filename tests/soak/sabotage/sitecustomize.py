@@ -18,7 +18,7 @@ _SERVERS = {"cs_server", "tests.soak.run"}
 def no_dedup() -> None:
     """The server acts on a request of a client as often as it comes."""
     from cs_server.engine import requests
-    from cs_server.engine.state import State
+    from cs_server.engine.store.state import State
 
     write = requests.write
 
@@ -54,7 +54,7 @@ def no_undo() -> None:
 
 def replay_committed() -> None:
     """A run is replayed although something of it is committed."""
-    from cs_server.engine import replays
+    from cs_server.engine.steps import replays
 
     replays._changes = lambda server, run: False
 
@@ -62,7 +62,7 @@ def replay_committed() -> None:
 def no_fence() -> None:
     """The server acts on what a worker says after another took its place."""
     from cs_server.engine import sessions
-    from cs_server.engine.state import State
+    from cs_server.engine.store.state import State
 
     check = sessions.check_replica
 

@@ -28,11 +28,13 @@ from cs_proto.messages import (
     RunId,
 )
 from cs_proto.records import replace
+from cs_server.engine import sessions
+from cs_server.engine.catalogue import optimizers, updates, variables
+from cs_server.engine.store.state import State
+from cs_server.engine.store.tables import Computation, Failure, Job, Point, ReplicaProgress, RunState, SlotFill
 from cs_server.events import Apply, Compute, Computed, Send, Write
 
-from . import commits, merge, optimizers, replay_check, runs, sessions, updates, variables
-from .state import State
-from .tables import Computation, Failure, Job, Point, ReplicaProgress, RunState, SlotFill
+from . import commits, merge, replay_check, runs
 
 # An error names this many variables of a large set.
 _NAMED = 4

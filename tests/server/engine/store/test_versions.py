@@ -7,7 +7,7 @@ import mmap
 import numpy as np
 
 from cs_proto.arrays import array_of
-from cs_server.engine.versions import Versions
+from cs_server.engine.store.versions import Versions
 from cs_server.events import Apply, Commit, Fill, Write
 
 

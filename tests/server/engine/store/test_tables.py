@@ -9,8 +9,8 @@ from tests.harness.playbook import array, assigns, merge_calls, reduces, returns
 
 from cs_proto.arrays import array_of
 from cs_proto.messages import Value
-from cs_server.engine.control_log import ControlDamaged, ControlFull, ControlLog, ControlMemory
-from cs_server.engine.tables import ReplicaProgress, RunState, Slab, SlotNames, Tables
+from cs_server.engine.store.control_log import ControlDamaged, ControlFull, ControlLog, ControlMemory
+from cs_server.engine.store.tables import ReplicaProgress, RunState, Slab, SlotNames, Tables
 
 POINTS = [
     reduces(0, array(1, 2), scalar(3), array(dtype="int64")),

@@ -17,12 +17,12 @@ from cs_proto.messages import Optimizer
 from cs_proto.optimizers import SLOTS, check_change, rule_of
 from cs_proto.records import replace
 from cs_proto.schedules import Schedule
+from cs_server.engine.store.state import State
+from cs_server.engine.store.tables import SlotFill, SlotNames, Steps, VariableSet
 from cs_server.events import Allocate, LoadKernel, Write
 from cs_server.rules import RULES
 
 from . import slabs, variables
-from .state import State
-from .tables import SlotFill, SlotNames, Steps, VariableSet
 
 
 def get(server: State, number: int) -> Optimizer:

@@ -9,11 +9,12 @@ from collections.abc import Iterable
 
 from cs_proto.messages import RunId, WaitingFor, WaitReport
 from cs_proto.records import replace
+from cs_server.engine import sessions
+from cs_server.engine.store.state import State
+from cs_server.engine.store.tables import ReplicaProgress, RunState
 from cs_server.events import EndWorker, Log, Send, TraceWorker
 
-from . import merge, runs, sessions
-from .state import State
-from .tables import ReplicaProgress, RunState
+from . import merge, runs
 
 #: Seconds after which a wait is named, and named again.
 NAME_EVERY = 10.0

@@ -24,8 +24,7 @@ from cs_proto.messages import (
     VariableSpec,
 )
 from cs_proto.records import Frame
-
-from .tables import Failure, Point, ReplicaProgress
+from cs_server.engine.store.tables import Failure, Point, ReplicaProgress
 
 # The numbers of VariableAggregation.
 _NONE, _SUM, _MEAN, _ONLY_FIRST_REPLICA = range(4)

@@ -14,8 +14,8 @@ from tests.harness.playbook import ADDRESSES, allocates
 
 from cs_proto.errors import DeviceMemoryError, MemoryPlanError
 from cs_proto.failures import error_of
-from cs_server.engine import optimizers, slabs, variables
-from cs_server.engine.address_budget import PAGE_NBYTES, Addresses, divided
+from cs_server.engine.catalogue import optimizers, slabs, variables
+from cs_server.engine.store.address_budget import PAGE_NBYTES, Addresses, divided
 from cs_server.events import Allocate, Load, LoadKernel
 
 

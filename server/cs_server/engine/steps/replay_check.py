@@ -24,11 +24,12 @@ from cs_proto.messages import (
     WriteNote,
 )
 from cs_proto.records import replace
+from cs_server.engine.catalogue import updates
+from cs_server.engine.store.state import State
+from cs_server.engine.store.tables import Check, Digest, Point
 from cs_server.events import Fingerprint, Fingerprinted
 
-from . import merge, updates
-from .state import State
-from .tables import Check, Digest, Point
+from . import merge
 
 # Takes the place of every location: the bytes there are compared, not the location.
 _SOMEWHERE = Location("somewhere", 0)

@@ -32,11 +32,12 @@ from cs_proto.messages import (
     WriteNote,
 )
 from cs_proto.records import Record, replace
+from cs_server.engine import sessions
+from cs_server.engine.store.state import State
+from cs_server.engine.store.tables import Failure, ReplicaProgress, RunState
 from cs_server.events import FreeResults, Send
 
-from . import commits, merge, replay_check, sessions
-from .state import State
-from .tables import Failure, ReplicaProgress, RunState
+from . import commits, merge, replay_check
 
 # --- what is open -------------------------------------------------------------------------------------------------
 

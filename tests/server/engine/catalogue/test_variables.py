@@ -12,9 +12,9 @@ from tests.harness.playbook import ADDRESSES, allocates, array, lies, scalar, sp
 
 from cs_proto.arrays import Location
 from cs_proto.errors import InvalidArgumentError
-from cs_server.engine import optimizers, slabs, variables
-from cs_server.engine.address_budget import PAGE_NBYTES
-from cs_server.engine.tables import SlotFill
+from cs_server.engine.catalogue import optimizers, slabs, variables
+from cs_server.engine.store.address_budget import PAGE_NBYTES
+from cs_server.engine.store.tables import SlotFill
 from cs_server.events import Allocate, Discard, Write
 
 

@@ -16,10 +16,10 @@ from cs_proto.messages import VariableSpec
 from cs_proto.optimizers import OPTIMIZERS, SLOTS, rule_of
 from cs_runtime import machine
 from cs_server.compute import undo
-from cs_server.engine import optimizers, slabs, variables
-from cs_server.engine.address_budget import PAGE_NBYTES, Addresses, divided
-from cs_server.engine.control_log import ControlMemory
-from cs_server.engine.state import Config, opened
+from cs_server.engine.catalogue import optimizers, slabs, variables
+from cs_server.engine.store.address_budget import PAGE_NBYTES, Addresses, divided
+from cs_server.engine.store.control_log import ControlMemory
+from cs_server.engine.store.state import Config, opened
 from cs_server.events import Allocate
 from cs_server.rules import RULES
 

@@ -23,12 +23,14 @@ from cs_proto.messages import (
     WriteNote,
 )
 from cs_proto.records import replace
+from cs_server.engine import sessions
+from cs_server.engine.catalogue import variables
+from cs_server.engine.store.state import State
+from cs_server.engine.store.tables import Failure, Point, ReplicaProgress
 from cs_server.events import Log, Send
 
-from . import commits, endings, merge, replay_check, runs, sessions, variables
+from . import commits, endings, merge, replay_check, runs
 from .replay_check import Diverged
-from .state import State
-from .tables import Failure, Point, ReplicaProgress
 
 
 def ask(server: State, peer: bytes, record: Ask, now: float) -> None:

@@ -6,11 +6,11 @@ from cs_proto.errors import ReplicaLostError
 from cs_proto.failures import error_of
 from cs_proto.messages import Cancel, Died, RunId
 from cs_proto.records import replace
+from cs_server.engine.store.state import State
+from cs_server.engine.store.tables import Failure
 
 from . import commits, runs
 from .replay_check import Diverged
-from .state import State
-from .tables import Failure
 
 
 def cancel(server: State, record: Cancel, now: float) -> None:

@@ -17,12 +17,11 @@ from cs_proto.errors import DeviceMemoryError, MemoryPlanError, replica_exceptio
 from cs_proto.messages import Variable
 from cs_proto.records import replace
 from cs_proto.sizes import in_units
+from cs_server.engine.store.address_budget import pages
+from cs_server.engine.store.state import State
+from cs_server.engine.store.tables import Hole, Slab
 from cs_server.events import Allocate, Discard, Load, Needed
 from cs_server.rules import GPU_DTYPES
-
-from .address_budget import pages
-from .state import State
-from .tables import Hole, Slab
 
 # Every variable begins at a multiple of this.
 _ALIGNMENT = 64

@@ -5,8 +5,8 @@ Owns tickets and turns. ``engine`` knows what a commit consists of, and what fol
 
 from __future__ import annotations
 
-from .state import State
-from .tables import Job
+from cs_server.engine.store.state import State
+from cs_server.engine.store.tables import Job
 
 
 def is_busy(server: State) -> bool:

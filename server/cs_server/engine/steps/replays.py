@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from cs_proto.messages import CreatedInRun, Died, Resent, RunId, WorkerRestarted
 from cs_proto.records import replace
+from cs_server.engine import sessions
+from cs_server.engine.store.state import State
 from cs_server.events import Fingerprinted, Send
 
-from . import commits, endings, replay_check, runs, sessions
-from .state import State
+from . import commits, endings, replay_check, runs
 
 
 def worker_died(server: State, died: Died) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tests.harness.examples import examples
 
 from cs_proto.errors import MemoryPlanError
-from cs_server.engine.control_log import Control, ControlDamaged, ControlFull, ControlLog, ControlMemory
+from cs_server.engine.store.control_log import Control, ControlDamaged, ControlFull, ControlLog, ControlMemory
 
 KINDS: list[Callable[[], Control]] = [ControlMemory, lambda: ControlLog(np.zeros(4096, np.uint8), turnover=256)]
 

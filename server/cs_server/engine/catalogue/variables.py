@@ -16,11 +16,12 @@ from cs_proto.errors import InvalidArgumentError, MemoryPlanError
 from cs_proto.messages import ReduceOpName, Variable, VariableSpec, WriteOp
 from cs_proto.records import replace
 from cs_proto.sizes import in_units
+from cs_server.engine.store import versions
+from cs_server.engine.store.state import State
+from cs_server.engine.store.tables import Hole, Slab, SlotFill
 from cs_server.events import Allocate, Write
 
-from . import slabs, versions
-from .state import State
-from .tables import Hole, Slab, SlotFill
+from . import slabs
 
 
 def get(server: State, number: int) -> Variable:

@@ -10,8 +10,8 @@ from tests.harness.playbook import ADDRESSES
 
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.messages import ApplyPoint, SparseGradient
-from cs_server.engine import optimizers, slabs, updates, variables
-from cs_server.engine.address_budget import PAGE_NBYTES
+from cs_server.engine.catalogue import optimizers, slabs, updates, variables
+from cs_server.engine.store.address_budget import PAGE_NBYTES
 from cs_server.events import Apply, Dense, Rows
 
 SHORT = replace(ADDRESSES, slab=PAGE_NBYTES, longest_slab=1 << 30)

@@ -13,10 +13,10 @@ from cs_proto.optimizers import CLIPS
 from cs_proto.ranges import merged
 from cs_proto.records import replace
 from cs_proto.schedules import rate
+from cs_server.engine.store.state import State
 from cs_server.events import Apply, Dense, Rows
 
 from . import optimizers, slabs, variables
-from .state import State
 
 
 def check_gradients(server: State, points: Sequence[ApplyPoint]) -> None:

@@ -8,8 +8,8 @@ import pytest
 from tests.harness.playbook import applies, assigns, fault, gathers, makes, merge_calls, reads, reduces, scalar, spec
 
 from cs_proto.messages import Error
-from cs_server.engine import merge
-from cs_server.engine.tables import Failure
+from cs_server.engine.steps import merge
+from cs_server.engine.store.tables import Failure
 
 MISMATCH, LOST = "cs.MergeMismatchError", "cs.ReplicaLostError"
 

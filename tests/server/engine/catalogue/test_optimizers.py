@@ -11,9 +11,9 @@ from tests.harness.playbook import ADDRESSES, allocates
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.messages import ApplyPoint, Optimizer, Schedule
-from cs_server.engine import optimizers, slabs, updates
-from cs_server.engine.address_budget import PAGE_NBYTES
-from cs_server.engine.tables import SlotFill
+from cs_server.engine.catalogue import optimizers, slabs, updates
+from cs_server.engine.store.address_budget import PAGE_NBYTES
+from cs_server.engine.store.tables import SlotFill
 from cs_server.events import Write
 
 SHORT = replace(ADDRESSES, slab=PAGE_NBYTES, longest_slab=1 << 30)

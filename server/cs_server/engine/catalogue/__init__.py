@@ -1,0 +1,1 @@
+"""Variables, optimizers and their updates: where each lies and what belongs to it."""
