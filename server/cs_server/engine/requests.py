@@ -221,7 +221,7 @@ def describe_slots(server: State, peer: bytes, record: DescribeSlots) -> None:
     _check_known(server, peer, record)
     client = sessions.hello_of(server, peer)
     if client is not None and client.role == "observer":
-        raise ContextError("observers may only read, and slots may have to be made")
+        raise ContextError("observers may only read, and reading slots can create them")
     _make_slots(server, record.optimizer, record.variable)
     if len(server.tables.jobs):
         _let_go(server, peer)

@@ -139,7 +139,7 @@ def write(
     variable = row(server, number)
     what, spec = f"{op} to variable {variable.spec.name!r}", variable.spec
     if (indices is None) == op.startswith("scatter"):
-        raise InvalidArgumentError(f"{what}: a scatter, and nothing else, has indices")
+        raise InvalidArgumentError(f"{what}: a scatter operation has indices, and no other operation has")
     if indices is not None:
         if not spec.shape or len(indices.shape) != 1 or np.dtype(indices.dtype).kind not in "iu":
             raise InvalidArgumentError(

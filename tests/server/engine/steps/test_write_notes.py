@@ -157,7 +157,11 @@ def test_versions_count_them() -> None:
         (notes_write(0, 0, array(1, 2), rows(0)), "cs.InvalidArgumentError", r"float32\[2\]; it must be float32\[1\]"),
         (notes_write(0, 0, array(1), array(0)), "cs.InvalidArgumentError", "must be integers"),
         (notes_write(0, 0, array(1), None), "cs.InvalidArgumentError", "has indices"),
-        (notes_write(0, 0, array(1), rows(0), op="assign"), "cs.InvalidArgumentError", "nothing else, has indices"),
+        (
+            notes_write(0, 0, array(1), rows(0), op="assign"),
+            "cs.InvalidArgumentError",
+            "a scatter operation has indices",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_to_its_sender(wrong: WriteNote, code: str, pattern: str) -> None:
