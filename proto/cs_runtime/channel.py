@@ -309,7 +309,7 @@ class Channel:
         is_router = socket is self._router
         peer, limits = (SERVER, self._router_limits) if is_router else self._peers[socket]
         try:
-            frames = receive(socket, limits, zmq.NOBLOCK, copy=False, is_routed=is_router)
+            frames = receive(socket, limits, zmq.NOBLOCK, is_routed=is_router)
         except zmq.Again:
             self._ready.remove(socket)
             return

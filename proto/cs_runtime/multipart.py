@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import zmq
 
 from cs_proto.codec import Limits
@@ -11,20 +9,17 @@ from cs_proto.codec import Limits
 __all__ = ["receive"]
 
 
-def receive(
-    socket: zmq.Socket[bytes], limits: Limits, flags: int = 0, *, copy: bool = True, is_routed: bool = False
-) -> list[Any]:
-    """The parts of the next message, as bytes or, without ``copy``, as frames of pyzmq. With ``is_routed`` the first
-    part is the identity of the sender.
+def receive(socket: zmq.Socket[bytes], limits: Limits, flags: int = 0, *, is_routed: bool = False) -> list[zmq.Frame]:
+    """The parts of the next message. With ``is_routed`` the first part is the identity of the sender.
 
     If a message exceeds ``limits``, only as many parts are kept as :func:`~cs_proto.codec.decode` needs to refuse it;
     the others are dropped one by one. Raises what ``recv`` raises.
     """
-    parts = [socket.recv(flags, copy)]
+    parts = [socket.recv(flags, copy=False)]
     room = limits.message_nbytes - (0 if is_routed else len(parts[0]))
     most = limits.frames + 2 + is_routed
     while socket.getsockopt(zmq.RCVMORE):
-        part = socket.recv(0, copy)
+        part = socket.recv(copy=False)
         if room >= 0 and len(parts) < most:
             parts.append(part)
             room -= len(part)

@@ -84,7 +84,7 @@ from .segment_server import carry
 from .segments import Segments
 from .unsent import Unsent
 
-__all__ = ["Service"]
+__all__ = ["Service", "identities_of"]
 
 _log = logging.getLogger("cs_server.service")
 _moment = moments("server", time.perf_counter_ns)
@@ -197,19 +197,12 @@ class Service:
 
     def _notice(self, record: Record) -> Iterator[Event]:
         _log.debug("from the supervisor: %.300r", record)
-        if isinstance(record, Died):
-            yield from self._last_words(f"w{record.rank}.{record.incarnation}.")
-            yield ProcessDied(record)
-        elif isinstance(record, ClientGone):
-            yield from self._last_words(f"c{record.client}")
-            yield ClientLeft(record.client)
-
-    def _last_words(self, name: str) -> Iterator[Event]:
-        """What the peer that is gone had posted. Its identity begins with ``name``."""
-        for peer in self._channel.mailboxes.peers():
-            if peer.startswith(name.encode()):
-                for received in self._channel.forget(peer):
-                    yield from self._events(received)
+        if not isinstance(record, Died | ClientGone):
+            return
+        for peer in identities_of(record, self._channel.mailboxes.peers()):
+            for received in self._channel.forget(peer):  # what it had posted
+                yield from self._events(received)
+        yield ProcessDied(record) if isinstance(record, Died) else ClientLeft(record.client)
 
     def _events(self, received: channel.Received) -> Iterator[Event]:
         """What a message is to the engine, if anything."""
@@ -443,6 +436,20 @@ def _open_engine(config: ServerConfig, segments: Segments, addresses: Addresses)
         control.reserve(names.CONTROL_HEADER_NBYTES + start, names.CONTROL_HEADER_NBYTES + stop)
 
     return Engine(settings, ControlLog(control.elements("uint8")[names.CONTROL_HEADER_NBYTES :], reserve=reserve))
+
+
+def identities_of(gone: Died | ClientGone, peers: Iterable[bytes]) -> list[bytes]:
+    """The identities among ``peers`` of the process that is gone. A worker chose the end of its own at random.
+
+    >>> identities_of(ClientGone("9"), [b"c9", b"c95", b"w0.1.8f"])
+    [b'c9']
+    >>> identities_of(Died("worker", 0, 1, 43, "SIGKILL", "", True), [b"c9", b"w0.1.8f", b"w0.10.8f", b"w0.1"])
+    [b'w0.1.8f']
+    """
+    if isinstance(gone, ClientGone):
+        return [peer for peer in peers if peer == f"c{gone.client}".encode()]
+    name = f"w{gone.rank}.{gone.incarnation}.".encode()
+    return [peer for peer in peers if gone.role == "worker" and peer.startswith(name)]
 
 
 def _may_plan_memory(record: Record) -> bool:

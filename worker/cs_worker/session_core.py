@@ -305,7 +305,7 @@ class SessionCore:
         for number, record in enumerate(self._unclaimed):
             try:
                 found = wanted(record)
-            except BaseException:
+            except BaseException:  # the error that the answer carries, a replica's KeyboardInterrupt or SystemExit too
                 del self._unclaimed[number]
                 raise
             if found is not None:

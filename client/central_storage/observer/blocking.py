@@ -363,7 +363,7 @@ class Observer:
                 self._session.check_waiting(question, patience)
                 if patience.asks_again():
                     self._socket.send_multipart(encode(question.request))
-            elif found := self._session.answer(question, receive(self._socket, BULK_LIMITS, copy=False)):
+            elif found := self._session.answer(question, receive(self._socket, BULK_LIMITS)):
                 return found[0]
             else:
                 for message in self._session.repeats(question):
