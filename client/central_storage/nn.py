@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from cs_proto.arithmetic.reduction import mean_dtype
 from cs_proto.errors import ContextError, InvalidArgumentError
-from cs_proto.reduction import mean_dtype
 
 from .core.context import get_array_module, get_strategy, in_cross_replica_context
 from .core.values import convert_to_tensor

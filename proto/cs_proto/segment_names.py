@@ -1,6 +1,6 @@
 """Names of the segments: shared memory that the supervisor makes and the server lays out.
 
-:class:`cs_runtime.mapping.Mapping` maps one.
+:class:`cs_runtime.shared_memory.mapping.Mapping` maps one.
 """
 
 from __future__ import annotations

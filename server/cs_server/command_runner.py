@@ -20,8 +20,8 @@ from cs_proto.errors import CentralStorageError, ShutdownError
 from cs_proto.failures import error_of
 from cs_proto.frozen import with_changes
 from cs_runtime import machine
-from cs_runtime.arena import Arena
 from cs_runtime.failpoints import failpoint
+from cs_runtime.shared_memory.arena import Arena
 from cs_runtime.trace import moments
 
 from .compute import undo
@@ -48,7 +48,7 @@ from .events import (
     Reserve,
     Reserved,
 )
-from .segments import Segments
+from .memory.segments import Segments
 from .variable_store import VariableStore, open_store
 
 __all__ = ["CommandRunner", "open_runner"]

@@ -1,11 +1,11 @@
 """The update rules: one table of what each optimizer does to a variable and its slots.
 
-Owns the arithmetic of every rule that ``cs_proto.optimizers`` names. A rule's `step` is an elementwise pure function
-that is written once and used twice: handed arrays it is the NumPy reference below, handed scalars it is what numba
-inlines into the loops of ``compute.jit``. So a step holds only operators and NumPy functions that round alike in both,
-no literal numbers (a literal would widen float32) and no branches. This module knows no memory layout, no message and
-no compiler. ``compute.kernels`` applies the rules, ``compute.sparse`` those of sparse gradients; the catalogue asks for
-a rule by name.
+Owns the arithmetic of every rule that ``cs_proto.arithmetic.optimizers`` names. A rule's `step` is an elementwise pure
+function. It is written once and used twice: with arrays it is the NumPy reference below, with scalars numba inlines it
+into the loops of ``compute.jit``. So a step holds only operators and NumPy functions that round alike in both, no
+literal numbers (a literal would widen float32) and no branches. This module knows no memory layout, no message and no
+compiler. ``compute.kernels`` applies the rules, ``compute.sparse`` those of sparse gradients; the catalogue asks for a
+rule by name.
 """
 
 import math
@@ -16,9 +16,9 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from cs_proto.arithmetic.optimizers import SLOTS, Hyperparameters
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.frozen import frozen
-from cs_proto.optimizers import SLOTS, Hyperparameters
 
 Array: TypeAlias = NDArray[Any]
 

@@ -51,13 +51,13 @@ from cs_proto.messages import (
     Statistics,
 )
 from cs_proto.records import Buffer, Record, replace
-from cs_runtime import channel, open_files
-from cs_runtime.channel import SUPERVISOR, Channel
+from cs_runtime import open_files
 from cs_runtime.failpoints import failpoint
-from cs_runtime.supervisor_link import SupervisorLink
 from cs_runtime.trace import moments
+from cs_runtime.transport import channel
+from cs_runtime.transport.channel import SUPERVISOR, Channel
+from cs_runtime.transport.supervisor_link import SupervisorLink
 
-from .array_places import arrays_of
 from .command_runner import open_runner
 from .config import ServerConfig
 from .engine.engine import Engine
@@ -80,8 +80,9 @@ from .events import (
     Tick,
     TraceWorker,
 )
-from .segment_server import carry
-from .segments import Segments
+from .memory.array_places import arrays_of
+from .memory.segment_server import carry
+from .memory.segments import Segments
 from .unsent import Unsent
 
 __all__ = ["Service", "identities_of"]

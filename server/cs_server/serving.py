@@ -12,12 +12,13 @@ from pathlib import Path
 
 from cs_proto.errors import LaunchError, ShutdownError
 from cs_proto.messages import Ready
-from cs_runtime import machine, supervisor_link
-from cs_runtime.supervisor_link import SupervisorLink
+from cs_runtime import machine
+from cs_runtime.transport import supervisor_link
+from cs_runtime.transport.supervisor_link import SupervisorLink
 
 from .config import ServerConfig
 from .kernel_loading import Loading
-from .segments import Segments
+from .memory.segments import Segments
 from .service import Service
 
 __all__ = ["ThreadedServer", "serve"]

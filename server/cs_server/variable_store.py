@@ -12,7 +12,7 @@ from cs_proto.records import Record
 from .compute.executor import Executor
 from .config import ServerConfig
 from .events import Commit
-from .segments import Segments
+from .memory.segments import Segments
 
 __all__ = ["HostStore", "VariableStore", "open_store"]
 

@@ -16,12 +16,12 @@ import central_storage as cs
 from central_storage.core import context
 from central_storage.optimizers import schedules
 from central_storage.strategy.service_strategy import CentralStorageStrategy
+from cs_proto.arithmetic.optimizers import OPTIMIZERS, SHARED, SLOTS, rule_of
+from cs_proto.arithmetic.schedules import Schedule
 from cs_proto.arrays import Location
 from cs_proto.errors import ContextError, InvalidArgumentError
 from cs_proto.messages import Optimizer as Record
 from cs_proto.messages import Variable, VariableSpec
-from cs_proto.optimizers import OPTIMIZERS, SHARED, SLOTS, rule_of
-from cs_proto.schedules import Schedule
 
 F32 = np.float32
 KINDS = ("SGD", "Adagrad", "RMSprop", "Adam", "AdamW", "Adamax", "Nadam", "Adadelta", "Ftrl")

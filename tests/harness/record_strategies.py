@@ -16,6 +16,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
+from cs_proto.arithmetic.schedules import FIELDS, Kind, Schedule
 from cs_proto.arrays import Array, Location, array_of, bytes_array
 from cs_proto.errors import LocalProtocolError
 from cs_proto.messages import (
@@ -33,7 +34,6 @@ from cs_proto.messages import (
     VariableSpec,
 )
 from cs_proto.records import RECORDS, Frame, Record
-from cs_proto.schedules import FIELDS, Kind, Schedule
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 NAMES = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=12)

@@ -29,9 +29,9 @@ from cs_proto.messages import (
     SegmentRefused,
 )
 from cs_proto.records import Record
-from cs_runtime import supervisor_link
-from cs_runtime.mapping import Mapping
-from cs_runtime.supervisor_link import SupervisorLink
+from cs_runtime.shared_memory.mapping import Mapping
+from cs_runtime.transport import supervisor_link
+from cs_runtime.transport.supervisor_link import SupervisorLink
 
 from .timing import unit
 

@@ -110,7 +110,7 @@ def test_nothing_is_copied(two: cs.CentralStorageStrategy, example: dict[str, An
         optimizer = cs.optimizers.SGD(learning_rate=0.1)
 
     def step(x: np.ndarray) -> dict[str, Any]:
-        from cs_worker.gradients import GradientBuffers
+        from cs_worker.execution.gradients import GradientBuffers
 
         def refuse(*_: Any) -> None:
             raise AssertionError("a gradient was copied")

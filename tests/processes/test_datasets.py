@@ -11,7 +11,7 @@ import pytest
 from tests.harness.services import connected
 
 import central_storage as cs
-from cs_runtime.arena import Arena
+from cs_runtime.shared_memory.arena import Arena
 
 BIG = 40_000  # float32 rows of a batch that go through shared memory
 

@@ -12,7 +12,7 @@ from tests.harness.replicas import context
 from tests.harness.services import connected
 
 import central_storage as cs
-from cs_runtime import supervisor_link
+from cs_runtime.transport import supervisor_link
 
 F32 = np.float32
 DEVICES = ["cpu:0", "cpu:1"]

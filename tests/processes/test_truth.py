@@ -16,7 +16,7 @@ from tests.harness.services import connected
 from threadpoolctl import threadpool_limits
 
 import central_storage as cs
-from cs_proto.optimizers import rule_of
+from cs_proto.arithmetic.optimizers import rule_of
 from cs_server.rules import RULES, reference
 
 ROWS, BATCH, STEPS = 61, 20, 50  # the last batch of an epoch is one row: most replicas get an empty share

@@ -611,7 +611,7 @@ def test_one_that_dies_when_it_has_preserved_what_it_was_shown(
         w = cs.Variable(np.zeros(3), aggregation=cs.VariableAggregation.SUM)
 
     def preserve_and_die() -> None:
-        from cs_worker.catalogue import Catalogue
+        from cs_worker.execution.catalogue import Catalogue
 
         preserve = Catalogue.preserve
 

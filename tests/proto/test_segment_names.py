@@ -13,8 +13,8 @@ import pytest
 from cs_proto import segment_names
 from cs_proto.arrays import Array, Location, array_of
 from cs_proto.errors import LocalProtocolError, MemoryPlanError
-from cs_runtime import mapping as mappings
-from cs_runtime.mapping import Mapping
+from cs_runtime.shared_memory import mapping as mappings
+from cs_runtime.shared_memory.mapping import Mapping
 
 PAGE = mmap.PAGESIZE
 NBYTES = 8 * PAGE

@@ -38,7 +38,7 @@ from cs_server.events import (
     Reserved,
     Write,
 )
-from cs_server.segments import Segments
+from cs_server.memory.segments import Segments
 from cs_server.variable_store import HostStore
 
 NBYTES = 1 << 20

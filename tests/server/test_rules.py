@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from tests.harness.updates import HYPERPARAMETERS
 
+from cs_proto.arithmetic.optimizers import OPTIMIZERS, SLOTS, check_change, rule_of
 from cs_proto.errors import InvalidArgumentError
-from cs_proto.optimizers import OPTIMIZERS, SLOTS, check_change, rule_of
 from cs_server.rules import RULES, reference, scalars
 
 SGD = {"learning_rate": 0.05, "momentum": 0.0, "nesterov": False}

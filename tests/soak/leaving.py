@@ -26,7 +26,7 @@ from tests.harness.timing import unit
 from tests.soak.sessions import LATE, LAUNCH, Late, Session, role_of, session
 
 from central_storage.launch.run_directory import RunDirectory
-from cs_runtime.readiness import is_readable
+from cs_runtime.transport.readiness import is_readable
 
 __all__ = ["VICTIMS", "interrupted", "killed", "launches"]
 

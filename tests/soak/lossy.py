@@ -22,9 +22,9 @@ from central_storage.controller import session as controller_session
 from central_storage.launch import threads
 from central_storage.launch.supervisor.lifecycle import Service
 from cs_proto.records import Buffer
-from cs_runtime.channel import SERVER, Channel, Received
+from cs_runtime.transport.channel import SERVER, Channel, Received
 from cs_server import service
-from cs_worker import session as worker_session
+from cs_worker.session import session as worker_session
 
 __all__ = ["Faults", "Lossy", "lossy_service"]
 

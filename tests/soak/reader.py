@@ -16,8 +16,8 @@ import numpy as np
 from tests.harness.timing import unit
 
 import central_storage as cs
-from cs_runtime import supervisor_link
-from cs_runtime.supervisor_link import SupervisorLink
+from cs_runtime.transport import supervisor_link
+from cs_runtime.transport.supervisor_link import SupervisorLink
 
 __all__ = ["steps_behind"]
 

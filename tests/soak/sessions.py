@@ -23,7 +23,7 @@ import psutil
 from tests.harness.processes import MARK, ROOT, marked, reap
 from tests.harness.timing import unit
 
-from cs_runtime.readiness import is_readable
+from cs_runtime.transport.readiness import is_readable
 
 __all__ = ["LATE", "LAUNCH", "LAUNCHER", "PATIENCE", "Late", "Session", "Stuck", "role_of", "session"]
 

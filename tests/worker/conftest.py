@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tests.worker.stand_in import Service
 
-from cs_runtime.arena import Arena
-from cs_runtime.mapping import Mapping
+from cs_runtime.shared_memory.arena import Arena
+from cs_runtime.shared_memory.mapping import Mapping
 
 
 @pytest.fixture(scope="module")

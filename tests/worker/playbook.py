@@ -16,7 +16,7 @@ from cs_proto.failures import error_of
 from cs_proto.messages import MergeCallPoint, ReadPoint, Return, Run, RunId, Value
 from cs_proto.peers import SERVER
 from cs_proto.records import Record
-from cs_worker.session_core import Drop, Execute, Output, SendServer, SendSupervisor, SessionCore, Work
+from cs_worker.session.core import Drop, Execute, Output, SendServer, SendSupervisor, SessionCore, Work
 
 CONTROLLER = b"cafe"
 CLIENT = "afe"

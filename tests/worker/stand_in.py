@@ -35,7 +35,7 @@ from cs_proto.codec import decode, encode
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.failures import error_of
 from cs_proto.records import Record
-from cs_runtime.mapping import Mapping as Segment
+from cs_runtime.shared_memory.mapping import Mapping as Segment
 
 R = TypeVar("R", bound=Record)
 

@@ -16,17 +16,18 @@ from typing import NoReturn
 from central_storage.core import context
 from central_storage.diagnostics.logging_setup import configure_logging, dump_stacks_on_signal
 from cs_proto.errors import CentralStorageError, ContextError, ShutdownError
-from cs_runtime import open_files, supervisor_link
-from cs_runtime.supervisor_link import SupervisorLink
+from cs_runtime import open_files
+from cs_runtime.transport import supervisor_link
+from cs_runtime.transport.supervisor_link import SupervisorLink
 
 from .baton import ProcessBaton
 from .config import Config
-from .conversation import make_conversation
 from .devices.device import open_device
 from .devices.faults import name_faults
-from .interrupts import Interrupts, ring_doorbell
 from .loop import Loop
-from .session import Link
+from .session.conversation import make_conversation
+from .session.interrupts import Interrupts, ring_doorbell
+from .session.session import Link
 
 __all__ = ["main"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cs_proto.errors import ConfigurationError
 from cs_proto.frozen import frozen
-from cs_runtime.admission import SUFFIX_NBYTES
+from cs_runtime.transport.admission import SUFFIX_NBYTES
 
 __all__ = ["Config"]
 

@@ -26,24 +26,24 @@ from cs_proto import messages, segment_names
 from cs_proto.descriptors import Array
 from cs_proto.messages import Forget, Prepare, Run, Value
 from cs_proto.records import Buffer, Frame
-from cs_runtime.arena import Arena
 from cs_runtime.failpoints import failpoint
-from cs_runtime.supervisor_link import CARRIED, SupervisorLink
+from cs_runtime.shared_memory.arena import Arena
+from cs_runtime.transport.supervisor_link import CARRIED, SupervisorLink
 
 from .baton import Baton
-from .catalogue import Catalogue
 from .config import Config
-from .conversation import Conversation
 from .devices.device import Device
-from .functions import Functions
-from .interrupts import Interrupts
-from .merge_controller import MergeController
-from .outgoing import Placing, raised_error
+from .execution.catalogue import Catalogue
+from .execution.functions import Functions
+from .execution.merge_controller import MergeController
+from .execution.outgoing import Placing, raised_error
+from .execution.replica import Replica
+from .execution.worker_context import WorkerContext
 from .randomness.seeds import Seeds, kept_random_state
-from .replica import Replica
-from .session import moment
-from .session_core import path_text
-from .worker_context import WorkerContext
+from .session.conversation import Conversation
+from .session.core import path_text
+from .session.interrupts import Interrupts
+from .session.session import moment
 
 __all__ = ["Loop"]
 

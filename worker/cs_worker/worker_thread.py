@@ -12,16 +12,16 @@ from typing import NoReturn
 
 from central_storage.core import context
 from central_storage.pickling import reconstruct
-from cs_runtime import supervisor_link
-from cs_runtime.supervisor_link import SupervisorLink
+from cs_runtime.transport import supervisor_link
+from cs_runtime.transport.supervisor_link import SupervisorLink
 
 from .baton import ThreadBaton
 from .config import Config
-from .conversation import make_conversation
 from .devices.device import open_device
-from .interrupts import ThreadInterrupts
 from .loop import Loop
-from .session import Link
+from .session.conversation import make_conversation
+from .session.interrupts import ThreadInterrupts
+from .session.session import Link
 
 __all__ = ["ThreadedWorker"]
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from cs_proto.arrays import INLINE_NBYTES, Array, Location
 from cs_proto.errors import MemoryPlanError
-from cs_runtime.mapping import Mapping
+from cs_runtime.shared_memory.mapping import Mapping
 
 __all__ = ["InputSegment"]
 

@@ -18,14 +18,14 @@ from central_storage.core.backends import Carriage
 from central_storage.core.pipeline import Arguments, Series
 from central_storage.pickling.pickler import Adopt
 from cs_proto import messages, segment_names
+from cs_proto.arithmetic.schedules import Schedule
 from cs_proto.arrays import INLINE_NBYTES, Array
 from cs_proto.errors import ReplicaLostError, ShutdownError
 from cs_proto.messages import AssignOp, Counters, Serving, VariableSpec, WriteOp
 from cs_proto.records import replace
-from cs_proto.schedules import Schedule
-from cs_runtime import mapping
-from cs_runtime.remote_segment import aligned_copy
-from cs_runtime.supervisor_link import SupervisorLink
+from cs_runtime.shared_memory import mapping
+from cs_runtime.shared_memory.remote_segment import aligned_copy
+from cs_runtime.transport.supervisor_link import SupervisorLink
 
 from .input_segment import InputSegment
 from .runs import Runs

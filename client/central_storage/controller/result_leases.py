@@ -19,8 +19,8 @@ import numpy as np
 
 from cs_proto.arrays import Array, Location
 from cs_proto.ranges import merged
-from cs_runtime.mapping import Mapping
-from cs_runtime.remote_segment import RemoteSegment
+from cs_runtime.shared_memory.mapping import Mapping
+from cs_runtime.shared_memory.remote_segment import RemoteSegment
 
 __all__ = ["MOST", "ResultLeases"]
 

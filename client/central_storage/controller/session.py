@@ -28,10 +28,10 @@ from cs_proto.messages import Output, RunFinished, Serving
 from cs_proto.peers import SERVER, SUPERVISOR
 from cs_proto.records import Buffer, Record, replace
 from cs_runtime import open_files
-from cs_runtime.arena import Arena
-from cs_runtime.channel import Channel
-from cs_runtime.supervisor_link import CARRIED, SupervisorLink
+from cs_runtime.shared_memory.arena import Arena
 from cs_runtime.trace import moments
+from cs_runtime.transport.channel import Channel
+from cs_runtime.transport.supervisor_link import CARRIED, SupervisorLink
 
 from .commands import (
     Command,

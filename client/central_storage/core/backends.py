@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from cs_proto.arithmetic.schedules import Schedule
 from cs_proto.messages import AssignOp, Counters, Optimizer, ReduceOpName, Variable, VariableSpec, WriteOp
-from cs_proto.schedules import Schedule
 
 from .handles import Handle
 from .pipeline import Series

@@ -3,8 +3,8 @@
 This module owns the enums of reductions and variables, PerReplica, Mirrored and IndexedSlices. :func:`regroup` makes
 one value of the values of all replicas, and :func:`select_replica` returns the component of one replica. The module
 also converts Python values to arrays, and computes the results of ``reduce``, ``gather`` and
-``experimental_local_results`` of a strategy, with the arithmetic of ``cs_proto.reduction``. It knows no contexts,
-devices or processes: the strategy calls it after it has checked the context.
+``experimental_local_results`` of a strategy, with the arithmetic of ``cs_proto.arithmetic.reduction``. It knows no
+contexts, devices or processes: the strategy calls it after it has checked the context.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import optree
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from cs_proto import reduction
+from cs_proto.arithmetic import reduction
 from cs_proto.errors import InvalidArgumentError
 
 from .handles import Handle
@@ -418,8 +418,8 @@ def reduce_values(op: ReduceOp | str, value: Any, axis: Any, n: int) -> Any:
     is. With an axis the value is what each replica would see as an argument of ``run``: each sums its own over the axis
     first, and MEAN weighs all elements alike. A plain value under several replicas: SUM without an axis is a ValueError
     (zero apart), with an axis it counts ``n`` times; MEAN without an axis is the value itself. Raises as
-    ``cs_proto.reduction`` does, IndexError where a replica has no component; a wrong ``op`` is an AssertionError
-    without an axis.
+    ``cs_proto.arithmetic.reduction`` does, IndexError where a replica has no component; a wrong ``op`` is an
+    AssertionError without an axis.
     """
     op = asserted_reduce_op(op) if axis is None else as_reduce_op(op)
     if axis is not None:
@@ -446,7 +446,8 @@ def gather_values(value: Any, axis: Any, n: int) -> Any:
     """The result of ``Strategy.gather(value, axis)`` under ``n`` replicas: the components one after the other.
 
     A plain value comes back as it is, whatever the axis, and so does a single component. Bare IndexedSlices are a
-    NotImplementedError; as components they count as whole arrays. Raises as :func:`cs_proto.reduction.gather` does.
+    NotImplementedError; as components they count as whole arrays. Raises as
+    :func:`cs_proto.arithmetic.reduction.gather` does.
     """
     if isinstance(value, IndexedSlices):
         raise NotImplementedError(

@@ -82,7 +82,7 @@ class Files:
     """A file for each segment in a directory of a tmpfs, as a volume that containers share is one.
 
     A file is as long as its reservation and takes what is touched of it; whoever writes asks the file system first
-    (:meth:`cs_runtime.mapping.Mapping.reserve`). The files stay until the run directory is cleared.
+    (:meth:`cs_runtime.shared_memory.mapping.Mapping.reserve`). The files stay until the run directory is cleared.
     """
 
     title = "shared memory (files in the run directory)"

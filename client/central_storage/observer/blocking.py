@@ -33,8 +33,8 @@ from cs_proto.errors import (
 from cs_proto.frozen import frozen
 from cs_proto.records import Record
 from cs_runtime import open_files
-from cs_runtime.multipart import receive
-from cs_runtime.supervisor_link import CARRIED, SupervisorLink
+from cs_runtime.transport.multipart import receive
+from cs_runtime.transport.supervisor_link import CARRIED, SupervisorLink
 
 from .seqlock_reader import SeqlockReader, open_sight
 

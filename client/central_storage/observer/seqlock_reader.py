@@ -17,9 +17,9 @@ from cs_proto import segment_names
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import LaunchError, ShutdownError
 from cs_proto.messages import Variable
-from cs_runtime import supervisor_link
-from cs_runtime.mapping import Mapping
-from cs_runtime.supervisor_link import SupervisorLink
+from cs_runtime.shared_memory.mapping import Mapping
+from cs_runtime.transport import supervisor_link
+from cs_runtime.transport.supervisor_link import SupervisorLink
 
 __all__ = ["SeqlockReader", "open_sight"]
 

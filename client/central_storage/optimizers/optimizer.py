@@ -22,9 +22,9 @@ from central_storage.core.handles import Handle
 from central_storage.core.values import IndexedSlices, convert_to_tensor
 from central_storage.variables.constraints import constraints_after
 from central_storage.variables.variable import Variable
+from cs_proto.arithmetic.optimizers import SLOTS, check_change, is_flag, rule_of
 from cs_proto.errors import ContextError, InvalidArgumentError
 from cs_proto.messages import Optimizer as OptimizerRecord
-from cs_proto.optimizers import SLOTS, check_change, is_flag, rule_of
 
 from .schedules import Schedule, schedule_from_config, schedule_of
 from .slots import Slot
@@ -89,7 +89,7 @@ class Optimizer(Handle):
         [-2. -4.] 1
     """
 
-    #: The name of the optimizer in the table of ``cs_proto.optimizers``.
+    #: The name of the optimizer in the table of ``cs_proto.arithmetic.optimizers``.
     kind: ClassVar[str]
 
     def __init__(

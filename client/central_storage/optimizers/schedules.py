@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
+from cs_proto.arithmetic.schedules import FIELDS, Kind, rate
+from cs_proto.arithmetic.schedules import Schedule as ScheduleRecord
 from cs_proto.errors import InvalidArgumentError, LocalProtocolError
-from cs_proto.schedules import FIELDS, Kind, rate
-from cs_proto.schedules import Schedule as ScheduleRecord
 
 __all__ = ["CosineDecay", "ExponentialDecay", "LearningRateSchedule", "PiecewiseConstantDecay", "PolynomialDecay"]
 

@@ -17,9 +17,9 @@ from central_storage.diagnostics.error_report import note_uncaught
 from central_storage.diagnostics.gpu_inventory import visible_gpus
 from central_storage.diagnostics.logging_setup import configure_logging, dump_stacks_on_signal, show
 from cs_proto.errors import DeviceError
-from cs_runtime import supervisor_link
 from cs_runtime.gpus import require_cupy
-from cs_runtime.supervisor_link import SupervisorLink
+from cs_runtime.transport import supervisor_link
+from cs_runtime.transport.supervisor_link import SupervisorLink
 
 if TYPE_CHECKING:
     from central_storage.controller.operations import ServiceLink
@@ -137,10 +137,7 @@ def _start(
         started = service.start(chosen, owner, start_timeout, recovery)
     with ExitStack() as undo:
         undo.callback(started.stop)
-        from central_storage.controller.operations import (  # while the service is on its way
-            ServiceLink,
-            wait_until_serving,
-        )
+        from central_storage.controller.operations import ServiceLink, wait_until_serving
 
         connection = SupervisorLink(started.socket, "controller")
         undo.callback(connection.close)

@@ -36,7 +36,7 @@ from cs_proto.messages import AssignOp, VariableSpec, WriteOp
 from cs_proto.messages import Variable as VariableRecord
 from cs_proto.records import replace
 from cs_proto.scatter import write
-from cs_runtime.remote_segment import aligned_copy
+from cs_runtime.shared_memory.remote_segment import aligned_copy
 
 from .array_protocols import ArrayProtocols
 from .checks import check_aggregation, check_fits, initial_array, row_numbers

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from cs_proto.arithmetic.schedules import Schedule
 from cs_proto.descriptors import Array, Location
 from cs_proto.records import Count, Finite, Range, Record, Seconds, record
-from cs_proto.schedules import Schedule
 
 from .shared import DevicePlace, Error, Number, Optimizer, Pid, Replica, Variable, VariableSpec, WriteOp
 

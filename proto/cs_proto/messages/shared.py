@@ -6,9 +6,9 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal, TypeAlias
 
+from cs_proto.arithmetic.schedules import Schedule
 from cs_proto.descriptors import Array, Location, is_wire_dtype, shape_fault
 from cs_proto.records import Count, Finite, Range, Record, record, shown
-from cs_proto.schedules import Schedule
 
 #: The most replicas of a service, and the most steps of a series that are sent before the ones before them are over.
 MOST_REPLICAS, MOST_AHEAD = 1024, 64

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from cs_proto.arithmetic.optimizers import CLIPS, Hyperparameters
 from cs_proto.frozen import frozen
-from cs_proto.optimizers import CLIPS, Hyperparameters
 from cs_server.rules import Array
 
 __all__ = ["Clipping", "square_of"]

@@ -19,11 +19,11 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from cs_proto import reduction
+from cs_proto.arithmetic import reduction
+from cs_proto.arithmetic.optimizers import Hyperparameters
 from cs_proto.arrays import Array, array_of
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.messages import WriteOp
-from cs_proto.optimizers import Hyperparameters
 from cs_proto.scatter import write
 from cs_runtime.failpoints import failpoint
 from cs_server.events import Apply, Commit, Compute, Dense, Fill, Rows, Write
@@ -84,8 +84,8 @@ class Executor:
     def compute(self, command: Compute) -> tuple[Array, ...]:
         """The results of an all_reduce or all_gather, leaf by leaf.
 
-        Raises the errors of :mod:`cs_proto.reduction`, and :class:`InvalidArgumentError` if the replicas bring
-        different numbers of leaves.
+        Raises the errors of :mod:`cs_proto.arithmetic.reduction`, and :class:`InvalidArgumentError` if the replicas
+        bring different numbers of leaves.
         """
         counts = [len(leaves) for leaves in command.components]
         if len(set(counts)) > 1:

@@ -26,9 +26,9 @@ from typing import Any, TypeAlias
 import llvmlite.binding as llvm
 import numpy as np
 
+from cs_proto.arithmetic.optimizers import SLOTS, Hyperparameters
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.frozen import frozen
-from cs_proto.optimizers import SLOTS, Hyperparameters
 from cs_server.rules import RULES, Array, Rule, reference, scalars
 
 from . import object_loader

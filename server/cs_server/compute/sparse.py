@@ -15,9 +15,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from cs_proto.arithmetic.optimizers import Hyperparameters
 from cs_proto.frozen import frozen
 from cs_proto.messages import WriteOp
-from cs_proto.optimizers import Hyperparameters
 from cs_proto.scatter import write
 from cs_server.rules import Array, Rule
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from cs_proto.errors import DeviceError, DeviceMemoryError
 from cs_runtime.gpus import local_number, require_cupy
-from cs_runtime.page_locks import PageLocks
+from cs_runtime.shared_memory.page_locks import PageLocks
 
 from .codegen import THREADS
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from cs_proto import segment_names
-from cs_runtime.mapping import Mapping
+from cs_runtime.shared_memory.mapping import Mapping
 from cs_server.compute.executor import Executor
 from cs_server.config import ServerConfig
 from cs_server.engine.store import address_budget
-from cs_server.segments import Segments
+from cs_server.memory.segments import Segments
 
 from .redo_journal import RedoJournal
 from .store import GpuStore

@@ -16,7 +16,7 @@ import numpy as np
 
 from cs_proto.errors import MemoryPlanError
 from cs_proto.frozen import frozen
-from cs_runtime.mapping import Mapping
+from cs_runtime.shared_memory.mapping import Mapping
 from cs_server.rules import Array
 
 from .dirty_ranges import Change

@@ -19,13 +19,14 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from cs_proto import reduction, segment_names
+from cs_proto import segment_names
+from cs_proto.arithmetic import reduction
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import DeviceError, DeviceMemoryError
 from cs_proto.messages import DevicePlace, Located, Slots
 from cs_proto.records import Record, replace
 from cs_proto.scatter import write
-from cs_runtime.mapping import Mapping
+from cs_runtime.shared_memory.mapping import Mapping
 from cs_server.compute.executor import Executor, Memory, fill
 from cs_server.events import Apply, Commit, Fill, Write
 from cs_server.rules import RULES, computed_in

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from cs_proto import segment_names
+from cs_proto.arithmetic.optimizers import Hyperparameters
 from cs_proto.frozen import frozen, with_changes
-from cs_proto.optimizers import Hyperparameters
 from cs_server.compute.clipping import Clipping, square_of
 from cs_server.compute.executor import Memory
 from cs_server.compute.sparse import Merged, merge

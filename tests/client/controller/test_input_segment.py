@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from central_storage.controller import input_segment
 from central_storage.controller.input_segment import InputSegment
 from cs_proto.arrays import INLINE_NBYTES, Location
-from cs_runtime.mapping import Mapping
+from cs_runtime.shared_memory.mapping import Mapping
 
 NBYTES = 16 * INLINE_NBYTES
 

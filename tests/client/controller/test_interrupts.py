@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from central_storage.controller.interrupts import Interrupts
-from cs_runtime.readiness import is_readable
+from cs_runtime.transport.readiness import is_readable
 
 
 @pytest.fixture

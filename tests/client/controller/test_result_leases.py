@@ -19,9 +19,9 @@ from central_storage.controller.result_leases import ResultLeases
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import MemoryPlanError
 from cs_proto.messages import Done, Fetch
-from cs_runtime.arena import Arena
-from cs_runtime.mapping import Mapping
-from cs_runtime.remote_segment import RemoteSegment
+from cs_runtime.shared_memory.arena import Arena
+from cs_runtime.shared_memory.mapping import Mapping
+from cs_runtime.shared_memory.remote_segment import RemoteSegment
 
 NBYTES = 16 << 20
 LARGE = 512 << 10

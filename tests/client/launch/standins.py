@@ -22,7 +22,7 @@ from central_storage.launch.supervisor.loop import Loop
 from cs_proto.codec import decode, encode
 from cs_proto.messages import Introduce, MadeProgress, Ready
 from cs_proto.records import Record
-from cs_runtime.readiness import is_readable
+from cs_runtime.transport.readiness import is_readable
 
 #: When a test gives up, seconds; no step takes anywhere near this long.
 LIMIT = unit(20)

@@ -21,8 +21,8 @@ from central_storage.launch.run_directory import RunDirectory
 from cs_proto.errors import LaunchError
 from cs_proto.messages import Output, Serving, StartFailed
 from cs_proto.records import Record
-from cs_runtime.readiness import is_readable
-from cs_runtime.supervisor_link import SupervisorLink, connect
+from cs_runtime.transport.readiness import is_readable
+from cs_runtime.transport.supervisor_link import SupervisorLink, connect
 
 Start = Callable[..., tuple[service.ServiceProcess, SupervisorLink]]
 
@@ -155,7 +155,7 @@ def test_children_die_with_a_supervisor_that_is_killed(start: Start) -> None:
 OWNER = """
 import os, sys, time
 from central_storage.launch import service
-from cs_runtime.supervisor_link import SupervisorLink
+from cs_runtime.transport.supervisor_link import SupervisorLink
 from cs_proto.messages import Output, Serving
 process = service.start(["cpu:0", "cpu:1"], "cpu:0")
 lifeline = SupervisorLink(process.socket, "controller")

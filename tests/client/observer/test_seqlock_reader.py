@@ -11,7 +11,7 @@ import pytest
 from central_storage.observer.seqlock_reader import SeqlockReader
 from cs_proto.arrays import Array, Location
 from cs_proto.messages import Variable, VariableSpec
-from cs_runtime.mapping import Mapping
+from cs_runtime.shared_memory.mapping import Mapping
 
 NAMES = ["a", "b"]
 

@@ -9,7 +9,7 @@ import pytest
 
 from cs_proto.errors import MemoryPlanError
 from cs_proto.segment_names import JOURNAL
-from cs_runtime.mapping import Mapping
+from cs_runtime.shared_memory.mapping import Mapping
 from cs_server.gpu.dirty_ranges import Change
 from cs_server.gpu.redo_journal import RedoJournal
 

@@ -16,7 +16,7 @@ from tests.harness.updates import HYPERPARAMETERS
 from cs_proto.arrays import Array, Location, array_of, frame_view
 from cs_proto.errors import DeviceError, DeviceMemoryError
 from cs_proto.segment_names import JOURNAL
-from cs_runtime.mapping import Mapping
+from cs_runtime.shared_memory.mapping import Mapping
 from cs_server.compute import kernels
 from cs_server.compute.executor import Executor
 from cs_server.events import Apply, Commit, Dense, Fill, Rows, Write

@@ -11,8 +11,8 @@ from tests.harness.timing import unit
 
 from cs_proto.arrays import Location
 from cs_proto.messages import Variable, VariableSpec
-from cs_worker.catalogue import Catalogue
 from cs_worker.devices.device import open_device
+from cs_worker.execution.catalogue import Catalogue
 
 pytestmark = [
     pytest.mark.long,  # processes die
@@ -23,7 +23,7 @@ SETTING = """
 import ctypes, faulthandler, os, signal, sys, threading
 import numpy as np
 from cs_proto.arrays import Array, Location
-from cs_runtime.mapping import Mapping
+from cs_runtime.shared_memory.mapping import Mapping
 from cs_worker.devices.faults import name_faults
 
 NBYTES = 1 << 20

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from cs_runtime.mapping import read_only_at
+from cs_runtime.shared_memory.mapping import read_only_at
 
 __all__ = ["name_faults"]
 

@@ -20,7 +20,7 @@ import numpy as np
 from cs_proto.arrays import Array
 from cs_proto.errors import DeviceMemoryError
 from cs_proto.messages import DevicePlace
-from cs_runtime.page_locks import PageLocks
+from cs_runtime.shared_memory.page_locks import PageLocks
 
 __all__ = ["Gpu", "Parameters", "can_be_on", "place"]
 

@@ -9,8 +9,8 @@ from central_storage.controller.operations import wait_until_serving
 from central_storage.observer import blocking
 from cs_proto.errors import LaunchError
 from cs_proto.messages import Died
-from cs_runtime import supervisor_link
-from cs_runtime.supervisor_link import SupervisorLink
+from cs_runtime.transport import supervisor_link
+from cs_runtime.transport.supervisor_link import SupervisorLink
 
 __all__ = ["health"]
 

@@ -25,8 +25,8 @@ from central_storage.launch.supervisor.output import Console, Stream, prefixed
 from cs_proto.errors import LaunchError
 from cs_proto.messages import Died, Interrupt, Join, Joined, Kill, ShowStacks, Shutdown, StartFailed
 from cs_proto.records import Record
-from cs_runtime import supervisor_link
 from cs_runtime.run_file import RunFile
+from cs_runtime.transport import supervisor_link
 
 __all__ = ["join"]
 

@@ -11,12 +11,12 @@ from collections.abc import Collection, Iterable, Mapping
 import numpy as np
 
 from cs_proto import segment_names
+from cs_proto.arithmetic.optimizers import SLOTS, check_change, rule_of
+from cs_proto.arithmetic.schedules import Schedule
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.messages import Optimizer
-from cs_proto.optimizers import SLOTS, check_change, rule_of
 from cs_proto.records import replace
-from cs_proto.schedules import Schedule
 from cs_server.engine.store.state import State
 from cs_server.engine.store.tables import SlotFill, SlotNames, Steps, VariableSet
 from cs_server.events import Allocate, LoadKernel, Write

@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 
 from cs_proto import segment_names
+from cs_proto.arithmetic.optimizers import CLIPS
+from cs_proto.arithmetic.schedules import rate
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.messages import ApplyPoint, Optimizer
-from cs_proto.optimizers import CLIPS
 from cs_proto.ranges import merged
 from cs_proto.records import replace
-from cs_proto.schedules import rate
 from cs_server.engine.store.state import State
 from cs_server.events import Apply, Dense, Rows
 

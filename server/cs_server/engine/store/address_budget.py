@@ -8,9 +8,9 @@ more. All other segments keep their first length.
 
 from __future__ import annotations
 
+from cs_proto.arithmetic.optimizers import SLOTS
 from cs_proto.descriptors import DTYPES
 from cs_proto.frozen import frozen
-from cs_proto.optimizers import SLOTS
 
 __all__ = ["PAGE_NBYTES", "Addresses", "divided", "pages"]
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from tests.harness.playbook import DEFAULTS
 
+from cs_proto.arithmetic.optimizers import OPTIMIZERS, SLOTS, rule_of
 from cs_proto.descriptors import DTYPES
 from cs_proto.errors import MemoryPlanError
 from cs_proto.messages import VariableSpec
-from cs_proto.optimizers import OPTIMIZERS, SLOTS, rule_of
 from cs_runtime import machine
 from cs_server.compute import undo
 from cs_server.engine.catalogue import optimizers, slabs, variables

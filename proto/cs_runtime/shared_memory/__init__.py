@@ -1,0 +1,1 @@
+"""Segments in this process: mapped, page-locked, handed out piece by piece, or read through the server."""

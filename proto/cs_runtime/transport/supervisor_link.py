@@ -1,0 +1,359 @@
+"""A process's connection to its supervisor: life-line, descriptors of segments, notices of deaths.
+
+Used by server, workers and clients. One thread at a time, :meth:`SupervisorLink.mend` apart. A channel polls
+:meth:`fileno` and calls :meth:`receive_nowait`; end-of-file there means that the supervisor is gone and the service
+with it, unless its memory outlives it (:mod:`.run_file`): then the connection waits for the next supervisor.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from cs_proto.arrays import Array, Location
+from cs_proto.codec import PACKET_NBYTES, decode, encode
+from cs_proto.errors import LaunchError, ShutdownError, replica_exception_class
+from cs_proto.messages import (
+    ExtendSegment,
+    Introduce,
+    Mailbox,
+    MakeMailbox,
+    MakeSegment,
+    OpenMailbox,
+    OpenSegment,
+    Role,
+    Segment,
+    SegmentRefused,
+)
+from cs_proto.records import Record
+from cs_runtime.run_file import RunFile
+from cs_runtime.shared_memory.mapping import Mapping
+from cs_runtime.shared_memory.remote_segment import Carry, RemoteSegment
+
+from .readiness import is_readable
+
+__all__ = ["CARRIED", "SupervisorLink", "connect"]
+
+_log = logging.getLogger("central_storage.lifeline")
+
+R = TypeVar("R", bound=Record)
+
+#: The transport of a process that maps no memory, in words.
+CARRIED = "ipc + bytes in frames"
+# The supervisor answers from one loop that never waits; an answer this late means that it is stopped or gone.
+_ANSWER_TIMEOUT = 30.0
+# Between two looks whether another supervisor is there, seconds.
+_LOOK_EVERY = 0.1
+# A wait this long is named, and again after as long.
+_NAME_WAIT_EVERY = 10.0
+_GONE = "the supervisor is gone, and the service with it"
+# A mailbox has three.
+_DESCRIPTORS = 3
+
+
+def connect(run_directory: str) -> socket.socket:
+    """A socket to the supervisor of that run directory. Raises :class:`LaunchError` where none listens."""
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        link.connect(os.path.join(run_directory, "supervisor"))
+    except OSError as error:
+        link.close()
+        raise LaunchError(
+            f"no service answers in {run_directory} ({error.strerror}); it has ended, or CS_ADDRESS names the wrong run"
+        ) from error
+    return link
+
+
+class SupervisorLink:
+    """The connection, with the segments it has opened."""
+
+    def __init__(
+        self, link: socket.socket, role: Role, rank: int = 0, incarnation: int = 1, run_directory: str | None = None
+    ) -> None:
+        """Introduce this process over ``link``, which is owned from here on. With a ``run_directory`` the next
+        supervisor there is waited for when this one is killed, where there may be one."""
+        self._link = link
+        #: What a controller calls itself.
+        self.client = os.urandom(4).hex() if role == "controller" else ""
+        self._introduction = Introduce(role, rank, incarnation, os.getpid(), self.client)
+        self._run_directory = run_directory or ""
+        self._run = RunFile.read(run_directory) if run_directory else None
+        self._mending = threading.Lock()
+        self._lost_since: float | None = None
+        self._named = 0.0
+        self._mended = 0
+        #: Called again and again while another supervisor is waited for; what it raises ends the wait.
+        self.while_waiting: Callable[[], None] = _nothing
+        self._waiting: deque[Record] = deque()
+        self._mappings: dict[str, Mapping | RemoteSegment] = {}
+        # Shorter mappings of segments that were extended. They stay mapped, since a GPU's driver may have page-locked
+        # arrays there.
+        self._outgrown: list[Mapping | RemoteSegment] = []
+        #: How this process asks the server; said by its owner before it opens a segment that it may have to carry.
+        self.carry: Carry = _no_way
+        #: Why the bytes of segments travel in frames; empty where they are mapped.
+        self.carried_because = ""
+        #: Whether read-only segments are mapped so that their bytes can be preserved.
+        self.may_preserve = False
+        try:
+            self._link.sendall(b"".join(encode(self._introduction)))
+        except OSError as error:
+            link.close()
+            raise ShutdownError(_GONE) from error
+
+    def fileno(self) -> int:
+        """The descriptor to poll for reading; -1 once closed."""
+        return self._link.fileno()
+
+    def send(self, record: Record) -> None:
+        """Send one packet. Raises :class:`ShutdownError` where the supervisor is gone."""
+        packet = b"".join(encode(record))
+        while True:
+            mended = self._mended
+            try:
+                self._link.sendall(packet)
+            except OSError as error:
+                self._mend_since(mended, error)
+            else:
+                return
+
+    @property
+    def may_return(self) -> bool:
+        """Whether another supervisor may take the place of this one."""
+        return self._run is not None
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether records came while a segment was awaited: polling the descriptor does not show them."""
+        return bool(self._waiting)
+
+    def receive_nowait(self) -> Record | None:
+        """The next record, or None where none waits. Raises :class:`ShutdownError` at end-of-file."""
+        if self._waiting:
+            return self._waiting.popleft()
+        if not is_readable(self.fileno(), 0):
+            return None
+        read = self._read()
+        if read is None:
+            return None
+        record, descriptors = read
+        for descriptor in descriptors:  # a segment nobody asked for
+            os.close(descriptor)
+        return record
+
+    def mend(self) -> None:
+        """The supervisor is gone: wait for the next one and introduce this process to it. Does nothing where another
+        thread has done so meanwhile. :meth:`fileno` stays what it was.
+
+        Raises :class:`ShutdownError` where none will come, or none has come in time.
+        """
+        with self._mending:
+            poller = select.poll()
+            poller.register(self._link, 0)
+            if not poller.poll(0):
+                return
+            if self._run is None:
+                raise ShutdownError(_GONE)
+            if self._lost_since is None:
+                self._lost_since = self._named = time.monotonic()
+                limit = f"it has {self._run.return_timeout:g} s to come back"
+                _log.warning("the supervisor of the service in %s is gone; %s", self._run_directory, limit)
+            link = self._next_supervisor(self._run, self._lost_since)
+            with link:
+                os.dup2(link.fileno(), self._link.fileno(), inheritable=False)
+            self._lost_since = None
+            self._mended += 1
+            _log.warning("the service in %s is back", self._run_directory)
+
+    def until_end(self, timeout: float) -> Iterator[Record]:
+        """Every record until the supervisor hangs up (:class:`ShutdownError`) or ``timeout`` seconds have passed."""
+        deadline = time.monotonic() + timeout
+        while self._waiting or is_readable(self.fileno(), max(0.0, deadline - time.monotonic())):
+            record = self.receive_nowait()
+            if record is not None:
+                yield record
+
+    def segment(self, name: str, stop: int = 0) -> Mapping | RemoteSegment:
+        """The segment called ``name``, mapped with the access that the supervisor grants this process. It is mapped
+        once, and again if it was extended and its first ``stop`` bytes are not all mapped; earlier views stay valid.
+        Where mapping fails, this segment and those opened later are carried."""
+        mapping = self._mappings.get(name)
+        if mapping is None or mapping.nbytes < stop:
+            if mapping is not None and not self.may_preserve:
+                self._outgrown.append(mapping)
+            mapping = self._mappings[name] = self._open(name)
+        return mapping
+
+    def segment_of(self, array: Array) -> Mapping | RemoteSegment:
+        """The segment that the array lies in, mapped up to the end of the array."""
+        assert isinstance(array.place, Location)
+        return self.segment(array.place.segment, array.place.offset + array.nbytes)
+
+    def map_anew(self, name: str) -> None:
+        """Have the next request for the segment called ``name`` map it again. The present mapping stays as long as
+        something views it."""
+        self._mappings.pop(name, None)
+
+    def mailbox(self, request: MakeMailbox | OpenMailbox) -> tuple[Mailbox, list[int]]:
+        """The supervisor's answer, with its descriptors, which are the caller's. A supervisor that does not answer
+        refuses."""
+        if self.carried_because:
+            return Mailbox(0, False, self.carried_because), []
+        for record, descriptors in self._answers(request):
+            if isinstance(record, Mailbox):
+                return record, descriptors
+            self._waiting.append(record)
+        number = request.mailbox if isinstance(request, OpenMailbox) else 0
+        return Mailbox(number, False, f"the supervisor did not hand it out within {_ANSWER_TIMEOUT:.0f} s"), []
+
+    def close(self) -> None:
+        """Close the connection. Mapped segments stay valid while something views them."""
+        self._link.close()
+        self._mappings.clear()
+        self._outgrown.clear()
+
+    def ask_for_segment(self, request: MakeSegment | ExtendSegment | OpenSegment) -> tuple[Segment, list[int]]:
+        """A segment, with its descriptor, which is the caller's; none where the supervisor is of another machine.
+        Raises the error with which the supervisor refuses, and TimeoutError where it does not answer."""
+        for record, descriptors in self._answers(request):
+            if isinstance(record, Segment) and record.segment == request.segment:
+                return record, descriptors
+            for descriptor in descriptors:
+                os.close(descriptor)
+            if isinstance(record, SegmentRefused) and record.segment == request.segment:
+                raise replica_exception_class(record.error.exception)(record.error.message)
+            self._waiting.append(record)
+        raise TimeoutError(
+            f"the supervisor did not hand out segment {request.segment} within {_ANSWER_TIMEOUT:.0f} s; is it stopped?"
+        )
+
+    def _open(self, name: str) -> Mapping | RemoteSegment:
+        try:
+            return self._mapped(*self.ask_for_segment(OpenSegment(name)))
+        except TimeoutError as error:
+            raise ShutdownError(str(error)) from error
+
+    def _answers(self, request: Record) -> Iterator[tuple[Record, list[int]]]:
+        """What the supervisor says after ``request``, for as long as an answer may take."""
+        mended = self._mended
+        self.send(request)
+        deadline = time.monotonic() + _ANSWER_TIMEOUT
+        while time.monotonic() < deadline:
+            if is_readable(self.fileno(), _LOOK_EVERY) and (read := self._read()) is not None:
+                yield read
+            if mended != self._mended:  # the supervisor that was asked may be gone
+                mended = self._mended
+                self.send(request)
+
+    def _mapped(self, segment: Segment, descriptors: list[int]) -> Mapping | RemoteSegment:
+        if not descriptors:
+            self.carried_because = self.carried_because or "the service shares no memory with this process"
+        elif self.carried_because:
+            os.close(descriptors[0])
+        else:
+            try:
+                return Mapping(
+                    segment.segment,
+                    descriptors[0],
+                    segment.reservation,
+                    writable=segment.writable,
+                    may_preserve=self.may_preserve and not segment.writable,
+                )
+            except OSError as error:
+                self.carried_because = f"the service's memory cannot be mapped here ({error.strerror})"
+        return RemoteSegment(segment.segment, segment.reservation, lambda *asked: self.carry(*asked))
+
+    def _read(self) -> tuple[Record, list[int]] | None:
+        """What the supervisor says; None where there is another one now."""
+        mended, cause = self._mended, None
+        try:
+            packet, descriptors, _, _ = socket.recv_fds(self._link, PACKET_NBYTES, _DESCRIPTORS)
+        except OSError as error:
+            packet, descriptors, cause = b"", [], error
+        if not packet:
+            self._mend_since(mended, cause)
+            return None
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
+        return decode([packet]), descriptors
+
+    def _mend_since(self, mended: int, cause: OSError | None) -> None:
+        """Mend the connection, which has failed and had been mended so often before."""
+        if self.fileno() >= 0:
+            self.mend()
+        if mended == self._mended:
+            raise ShutdownError(_GONE) from cause
+
+    def _next_supervisor(self, run: RunFile, since: float) -> socket.socket:
+        """A connection to the supervisor after the one that is gone ``since`` then. It has spoken, so it has taken this
+        process up and its server is ready."""
+        where = f"the service in {self._run_directory}"
+        link: socket.socket | None = None
+        try:
+            while True:
+                found = RunFile.read(self._run_directory)
+                if found is None:
+                    raise ShutdownError(_GONE)
+                if found.run != run.run:
+                    raise ShutdownError(f"{where} is another one now; the one that this process belonged to is gone")
+                link = link or self._introduced()
+                if link is None:
+                    time.sleep(_LOOK_EVERY)
+                elif (spoken := _has_spoken(link, _LOOK_EVERY)) is not None:
+                    if spoken:
+                        return link
+                    link.close()
+                    link = None
+                    time.sleep(_LOOK_EVERY)
+                self.while_waiting()
+                now = time.monotonic()
+                if now - since >= run.return_timeout:
+                    raise ShutdownError(
+                        f"{where} has not come back within {run.return_timeout:g} s after its supervisor was killed; "
+                        "start its container again sooner, or the server with a larger --return-timeout"
+                    )
+                if now - self._named >= _NAME_WAIT_EVERY:
+                    self._named = now
+                    _log.warning("waiting %.0f s for %s to come back", now - since, where)
+        except BaseException:  # a Ctrl-C of while_waiting, too: nobody else would close the connection
+            if link is not None:
+                link.close()
+            raise
+
+    def _introduced(self) -> socket.socket | None:
+        try:
+            link = connect(self._run_directory)
+        except LaunchError:
+            return None
+        try:
+            link.sendall(b"".join(encode(self._introduction)))
+        except OSError:
+            link.close()
+            return None
+        return link
+
+
+def _has_spoken(link: socket.socket, timeout: float) -> bool | None:
+    """Whether the other end has sent something, False where it has hung up; None where neither within ``timeout``
+    seconds."""
+    if not is_readable(link.fileno(), timeout):
+        return None
+    try:
+        return bool(link.recv(1, socket.MSG_PEEK))
+    except OSError:
+        return False
+
+
+def _nothing() -> None:
+    pass
+
+
+def _no_way(request: Callable[[int], Record], answer: type[R]) -> R:
+    raise ShutdownError("a process that cannot map the service's memory has not reached its server yet")

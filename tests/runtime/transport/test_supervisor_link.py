@@ -1,0 +1,147 @@
+"""The connection to a supervisor that is killed, and to the next one."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.harness.stand_in_supervisor import StandInSupervisor, server_link
+from tests.harness.timing import unit
+
+from cs_proto.arrays import Array, Location
+from cs_proto.errors import InvalidArgumentError, ShutdownError
+from cs_proto.messages import Introduce, Serving
+from cs_runtime.run_file import RunFile
+from cs_runtime.shared_memory.mapping import Mapping
+from cs_runtime.shared_memory.remote_segment import RemoteSegment
+from cs_runtime.transport import supervisor_link
+from cs_runtime.transport.supervisor_link import SupervisorLink
+from cs_server.memory.segments import Segments
+
+RUN = RunFile("a run", 1, "cpu:0", unit(50), server=1, workers=(1,), serves=True)
+SERVING = Serving("ipc:///server", "/run", "ipc")
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> Iterator[SupervisorLink]:
+    """A worker's connection of which the supervisor has been killed."""
+    RUN.write(str(tmp_path))
+    with StandInSupervisor(tmp_path) as first:
+        made = SupervisorLink(supervisor_link.connect(str(tmp_path)), "worker", 0, 2, run_directory=str(tmp_path))
+        assert isinstance(first.next(), Introduce)
+    (tmp_path / "supervisor").unlink()
+    yield made
+    made.close()
+
+
+def test_it_introduces_itself_to_the_next_and_keeps_its_descriptor(killed: SupervisorLink, tmp_path: Path) -> None:
+    before = killed.fileno()
+    with ThreadPoolExecutor(2) as pool, StandInSupervisor(tmp_path) as second:
+        mended = [pool.submit(killed.mend) for _ in range(2)]  # whoever notices it first
+        introduced = second.next()
+        assert isinstance(introduced, Introduce)
+        assert (introduced.role, introduced.incarnation) == ("worker", 2)
+        second.tell(SERVING)
+        for each in mended:
+            each.result(unit(20))
+        assert killed.fileno() == before
+        assert killed.receive_nowait() == SERVING
+        assert second.said.empty()  # it was introduced once
+
+
+def test_a_segment_that_was_extended_is_mapped_anew(tmp_path: Path) -> None:
+    with StandInSupervisor(tmp_path) as supervisor:
+        ours = SupervisorLink(supervisor_link.connect(str(tmp_path)), "worker")
+        server_connection = server_link(tmp_path, 1)
+        server = Segments(server_connection)
+        assert {supervisor.next().role for _ in range(2)} == {"worker", "server"}  # type: ignore[attr-defined]
+        server.make("parameters/int32", 4096, "")
+        first, second = (Array("int32", (2,), Location("parameters/int32", offset)) for offset in (0, 4096))
+        view = ours.segment_of(first).view(first)
+        server.make("parameters/int32", 8192, "", 8192)
+        server.view(first)[:] = [1, 2]
+        server.view(second)[:] = [3, 4]
+        before = ours.segment_of(first)
+        assert before.nbytes == 4096  # it has all that is asked for
+        after = ours.segment_of(second)
+        assert (after.nbytes, after.view(second).tolist()) == (8192, [3, 4])
+        assert ours.segment_of(first) is ours.segment("parameters/int32") is after
+        assert view.tolist() == after.view(first).tolist() == [1, 2]
+        ours.close()
+        server.close()
+        server_connection.close()
+
+
+def test_a_segment_that_was_extended_is_carried_where_addresses_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with StandInSupervisor(tmp_path) as supervisor:
+        ours = SupervisorLink(supervisor_link.connect(str(tmp_path)), "worker")
+        server_connection = server_link(tmp_path, 1)
+        server = Segments(server_connection)
+        assert {supervisor.next().role for _ in range(2)} == {"worker", "server"}  # type: ignore[attr-defined]
+        server.make("parameters/int32", 4096, "").elements("int32")[:2] = [1, 2]
+        first, second = (Array("int32", (2,), Location("parameters/int32", offset)) for offset in (0, 4096))
+        view = ours.segment_of(first).view(first)
+        server.make("parameters/int32", 8192, "", 8192)
+
+        def refuses(name: str, descriptor: int, nbytes: int, **access: bool) -> Mapping:
+            os.close(descriptor)
+            raise OSError(12, "Cannot allocate memory")
+
+        monkeypatch.setattr(supervisor_link, "Mapping", refuses)
+        assert isinstance(ours.segment_of(second), RemoteSegment)
+        assert ours.carried_because == "the service's memory cannot be mapped here (Cannot allocate memory)"
+        assert view.tolist() == [1, 2]
+        ours.close()
+        server.close()
+        server_connection.close()
+
+
+def test_a_question_goes_to_the_next(killed: SupervisorLink, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as pool, StandInSupervisor(tmp_path) as second:
+        asked = pool.submit(killed.segment, "inputs")
+        assert isinstance(second.next(), Introduce)
+        second.tell(SERVING)
+        with pytest.raises(InvalidArgumentError, match="there is no segment 'inputs'"):
+            asked.result(unit(20))
+        assert killed.receive_nowait() == SERVING
+
+
+@pytest.mark.parametrize(
+    ("now", "reason"),
+    [
+        (None, "the supervisor is gone, and the service with it"),
+        (replace(RUN, run="another"), "is another one now"),
+    ],
+)
+def test_there_is_nothing_to_wait_for(killed: SupervisorLink, tmp_path: Path, now: RunFile | None, reason: str) -> None:
+    RunFile.remove(str(tmp_path)) if now is None else now.write(str(tmp_path))
+    for use in (killed.mend, killed.receive_nowait, lambda: killed.send(SERVING), lambda: killed.segment("inputs")):
+        with pytest.raises(ShutdownError, match=reason):
+            use()
+
+
+def test_nobody_comes_in_time(tmp_path: Path) -> None:
+    replace(RUN, return_timeout=0.05).write(str(tmp_path))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made = SupervisorLink(ours, "worker", run_directory=str(tmp_path))
+    theirs.close()
+    with pytest.raises(ShutdownError, match=f"{tmp_path} has not come back within 0.05 s after its supervisor was"):
+        made.receive_nowait()
+    made.close()
+
+
+def test_ctrl_c_ends_the_wait_and_not_the_limit(killed: SupervisorLink) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    killed.while_waiting = interrupt
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            killed.receive_nowait()

@@ -1,0 +1,112 @@
+"""A worker's sockets, without a worker behind them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from typing import NoReturn
+
+import pytest
+import zmq
+from tests.harness.timing import unit
+
+from cs_proto.codec import WORK_LIMITS, decode, encode
+from cs_proto.errors import InvalidArgumentError
+from cs_proto.failures import error_of
+from cs_proto.messages import Died, Forget, Refused, SegmentRefused
+from cs_proto.peers import SUPERVISOR
+from cs_runtime.transport.supervisor_link import SupervisorLink
+from cs_worker.baton import ProcessBaton
+from cs_worker.config import Config
+from cs_worker.session.session import Link
+
+
+def _gone() -> NoReturn:
+    raise AssertionError("the supervisor is there")
+
+
+@pytest.fixture
+def link() -> Iterator[tuple[Link, zmq.Socket[bytes]]]:
+    """A link that nobody else speaks to, and the socket of a peer of its ROUTER."""
+    ours, supervisor = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    doorbell, writer = os.pipe2(os.O_CLOEXEC)
+    with tempfile.TemporaryDirectory(prefix="w-") as directory, supervisor, zmq.Context() as context:
+        lifeline, config = SupervisorLink(ours, "worker"), Config(directory, 0, 1, "cpu:0")
+        made = Link(config, lifeline, _gone, doorbell, ProcessBaton())
+        peer = context.socket(zmq.DEALER)
+        peer.setsockopt(zmq.IDENTITY, b"c1")
+        peer.setsockopt(zmq.LINGER, 0)
+        peer.connect(config.endpoint)
+        try:
+            yield made, peer
+        finally:
+            peer.close()
+            made.close()
+            lifeline.close()
+            os.close(doorbell)
+            os.close(writer)
+
+
+GOOD = [bytes(part) for part in encode(Forget((1,)))]
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ([b"\xc1"], "not one msgpack value"),
+        ([b"\x90", *[b""] * 5000], "4097 frames; at most 4096"),
+        ([b"\x90", *[bytes(1 << 20)] * 200], "a message of 134217729 bytes; at most 134217728"),
+    ],
+)
+def test_what_is_no_message_is_refused_and_the_next_is_heard(
+    link: tuple[Link, zmq.Socket[bytes]], parts: list[bytes], said: str
+) -> None:
+    ours, peer = link
+    peer.send_multipart(parts)
+    peer.send_multipart(GOOD)
+    assert ours.receive(unit(20)) == (b"c1", Forget((1,)))
+    assert peer.poll(int(unit(20) * 1000))
+    refused = decode(peer.recv_multipart())
+    assert isinstance(refused, Refused)
+    assert said in refused.error.message
+
+
+def test_one_part_that_is_too_large_ends_the_connection_before_it_is_taken(
+    link: tuple[Link, zmq.Socket[bytes]],
+) -> None:
+    ours, peer = link
+    peer.send_multipart(GOOD)
+    assert ours.receive(unit(20)) == (b"c1", Forget((1,)))  # so the peer was let in
+    ended = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    peer.send_multipart([bytes(WORK_LIMITS.part_nbytes + 1)])
+    try:
+        assert ended.poll(int(unit(20) * 1000))
+    finally:
+        peer.disable_monitor()
+        ended.close()
+    assert ours.receive(0) is None
+    peer.send_multipart(GOOD)  # it connects again
+    assert ours.receive(unit(20)) == (b"c1", Forget((1,)))
+
+
+def test_what_the_supervisor_says_while_a_segment_is_awaited_is_heard() -> None:
+    ours, supervisor = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    died = Died("worker", 1, 1, 43, "SIGKILL", "", True)
+    doorbell, writer = os.pipe2(os.O_CLOEXEC)
+    with tempfile.TemporaryDirectory(prefix="w-") as directory, supervisor:
+        lifeline = SupervisorLink(ours, "worker")
+        link = Link(Config(directory, 0, 1, "cpu:0"), lifeline, _gone, doorbell, ProcessBaton())
+        try:
+            supervisor.sendall(b"".join(encode(died)))
+            supervisor.sendall(b"".join(encode(SegmentRefused("inputs", error_of(InvalidArgumentError("none"))))))
+            with pytest.raises(InvalidArgumentError, match="none"):
+                lifeline.segment("inputs")
+            assert link.receive(0) == (SUPERVISOR, died)
+            assert link.receive(0) is None
+        finally:
+            link.close()
+            lifeline.close()
+            os.close(doorbell)
+            os.close(writer)

@@ -1,0 +1,524 @@
+"""One replica of one run: ``central_storage`` calls it while the user's function runs.
+
+It counts the merge points. It keeps those that need no answer yet as notes, and waits at the others. Notes travel with
+the next question or with the return. The loop makes one for every run, nested runs too. This module knows neither the
+user's function nor sockets.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import numpy as np
+import optree
+
+from central_storage import nest
+from central_storage.core.context import reading
+from central_storage.core.values import Shared, unshared
+from central_storage.core.variable_sets import Numbers
+from central_storage.wire_values.value_codec import from_value, to_exception, to_value
+from cs_proto import messages
+from cs_proto.arrays import INLINE_NBYTES, Array
+from cs_proto.errors import ContextError, LocalProtocolError, MemoryPlanError, ResultError
+from cs_proto.failures import error_of
+from cs_proto.messages import AssignOp, Error, Note, ReduceOpName, Run, Value, VariableSpec, WriteNote, WriteOp
+from cs_proto.records import Record, replace
+from cs_proto.scatter import write
+from cs_runtime.failpoints import failpoint
+from cs_worker.devices.device import place
+from cs_worker.session.core import path_text
+
+from .gradients import GradientBuffers
+from .outgoing import FRAMES, Placing, raised_error
+from .worker_context import WorkerContext
+
+__all__ = ["Replica"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+R = TypeVar("R", bound=Record)
+
+# Frames of these are not the user's.
+_OURS = (str(Path(__file__).parent), str(Path(nest.__file__).parent))
+
+
+def _whole(method: Callable[Concatenate[Replica, P], T]) -> Callable[Concatenate[Replica, P], T]:
+    """A method that the user's code calls: in the replica's own thread only, and not torn apart by Ctrl-C."""
+
+    def call(self: Replica, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if threading.get_ident() != self._thread:
+            raise ContextError(
+                "a replica's variables, optimizers and context are used in the thread of its function; hand arrays to "
+                "other threads instead"
+            )
+        with self._shop.interrupts.own_code():
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                reading.epoch = None  # what it has written is to be seen
+
+    functools.update_wrapper(call, method)
+    return call
+
+
+class Replica:
+    """The :class:`central_storage.core.backends.ReplicaBackend` of one run."""
+
+    def __init__(self, shop: WorkerContext, run: Run, outer: Replica | None) -> None:
+        """``outer`` is the replica that waits in a merge_call for this nested run."""
+        self.replica = shop.config.replica
+        self.replicas = shop.replicas
+        self.devices = shop.device.full_names
+        #: How many merge points this replica has brought.
+        self.count = 0
+        self._shop = shop
+        self._run = run.run
+        self._sent = run
+        self._thread = threading.get_ident()
+        self._notes: list[Note] = []
+        # The write notes that no commit can contain, because the replica has not waited since. The values of their
+        # variables with these notes applied, if they were read: in host memory, and as the function got them.
+        self._unseen: list[WriteNote] = []
+        self._overlaid: dict[int, np.ndarray] = {}
+        self._shown: dict[int, Any] = {}
+        self._writes = 0
+        self.buffers: GradientBuffers = GradientBuffers(
+            shop.catalogue, shop.device, None if outer is None else outer.buffers
+        )
+        # The variables that this replica has written since the last commit that it knows of.
+        self._written: frozenset[int] = frozenset()
+        self._stepped: set[int] = set()
+        self._failed: Error | None = None
+        #: The keys of what merge functions gave to all replicas alike, by ``id()``; ``_kept`` keeps that alive.
+        self.shared: dict[int, tuple[int, int]] = {}
+        self._kept: list[Any] = []
+        # By ``id()``: a loop may read the same array a thousand times.
+        self._held: dict[int, Any] = {}
+
+    # --- reading ----------------------------------------------------------------------------------------------
+
+    def view(self, number: int) -> np.ndarray:
+        """The variable's value: read-only, no copy, with the same bits until the run is over. What this replica has
+        brought to merge points for it is committed first; what it only noted to write is in a copy of its own. On a
+        GPU a copy, made where the variable has changed since the last one; it must not be written to.
+
+        Raises MemoryPlanError if the values that are held through the commit take more memory than there is."""
+        if not self._unseen and number not in self._written and threading.get_ident() == self._thread:
+            catalogue = self._shop.catalogue
+            mapped = catalogue.mapped.get(number)
+            if mapped is not None:  # the server's memory, seen before: most reads, which change nothing here
+                if not self._written:
+                    reading.epoch = catalogue.epoch  # so are all that were shown in it
+                return mapped
+        return self._view(number)
+
+    @_whole
+    def _view(self, number: int) -> np.ndarray:
+        self._commit_writes_of(number)
+        shop, notes = self._shop, self._unseen_of(number)
+        value: np.ndarray
+        if not notes:
+            value = shop.device.view(number, shop.catalogue)
+            return value
+        if number not in self._shown:
+            self._shown[number] = shop.device.bring(self._overlaid_value(number, notes))
+        value = self._shown[number]
+        return value
+
+    def hold(self, value: Any) -> None:
+        """Hold a result of :meth:`view` until this run is over."""
+        self._held[id(value)] = value
+
+    @_whole
+    def read_rows(self, number: int, rows: np.ndarray) -> np.ndarray:
+        """A copy of these rows of the variable's value; with what this replica noted to write to them."""
+        self._commit_writes_of(number)
+        notes = self._unseen_of(number)
+        value: np.ndarray
+        if not notes and not self._shop.catalogue.carries:
+            value = self._shop.device.rows(number, rows, self._shop.catalogue)
+            return value
+        if not notes:
+            value = self._shop.catalogue.rows(number, rows)
+        elif number in self._overlaid:
+            value = self._overlaid[number][rows]
+        else:  # of a large table only these
+            named, places = np.unique(rows, return_inverse=True)
+            own = self._shop.catalogue.rows(number, named)
+            for note in notes:
+                self._overlay(own, note, named)
+            value = own[places.reshape(rows.shape)]
+        brought: np.ndarray = self._shop.device.bring(value)
+        return brought
+
+    @_whole
+    def variable(self, number: int) -> messages.Variable:
+        """The variable's record as it stands."""
+        self._commit_writes_of(number)
+        return self._shop.catalogue.variable(number)
+
+    @_whole
+    def variables(self) -> tuple[messages.Variable, ...]:
+        """Every variable's record, in the order in which they were made; versions are those of the last commit."""
+        return self._shop.catalogue.variables()
+
+    @_whole
+    def optimizer(self, number: int) -> messages.Optimizer:
+        """The optimizer's record as it stands, with this replica's own steps counted."""
+        if number in self._stepped:
+            self._commit()
+        return self._shop.catalogue.optimizer(number)
+
+    @_whole
+    def gradient_buffers(self, numbers: Numbers) -> list[np.ndarray]:
+        """Writable arrays that lie where the server reads this replica's gradients; their content is undefined. On a
+        GPU they lie there, and are copied while the function goes on."""
+        return self.buffers.hand_out(numbers, self._commit)
+
+    def array_module(self) -> ModuleType:
+        """NumPy, or CuPy on a GPU."""
+        module: ModuleType = self._shop.device.array_module
+        return module
+
+    def place(self, array: Any, device: str) -> Any:
+        """``array`` in the memory of ``device``."""
+        return place(array, device)
+
+    # --- merge points -----------------------------------------------------------------------------------------
+
+    @_whole
+    def apply(
+        self,
+        optimizer: int,
+        dense: Sequence[tuple[np.ndarray, int]],
+        sparse: Sequence[tuple[np.ndarray, np.ndarray, int]],
+        site: str,
+    ) -> None:
+        """Note one optimizer step; the first of a set of variables is waited for, since it may not be possible."""
+        self._refuse_after_failure()
+        self._apply(optimizer, dense, sparse, self.buffers.fill(dense, self._commit) if dense else 0, site)
+
+    @_whole
+    def apply_buffers(self, optimizer: int, gradients: Sequence[np.ndarray], numbers: Numbers, site: str) -> bool:
+        """As :meth:`apply`, where ``gradients`` are what was handed out last, for these variables; else nothing is done
+        and False returned. They need no look one by one."""
+        if not self.buffers.are_handed_out(gradients, numbers):
+            return False
+        self._refuse_after_failure()
+        self._bring_apply(optimizer, numbers, self.buffers.current, (), site)
+        self.buffers.note()
+        return True
+
+    def _apply(
+        self,
+        optimizer: int,
+        dense: Sequence[tuple[np.ndarray, int]],
+        sparse: Sequence[tuple[np.ndarray, np.ndarray, int]],
+        buffers: int,
+        site: str,
+    ) -> None:
+        rows = tuple(
+            messages.SparseGradient(number, self._placed(values), self._placed(indices))
+            for values, indices, number in sorted(sparse, key=lambda triple: triple[2])
+        )
+        numbers = Numbers([number for *_, number in dense] + [number for *_, number in sparse])
+        self._bring_apply(optimizer, numbers, buffers, rows, site)
+        if dense:
+            self.buffers.note()
+
+    def _bring_apply(
+        self,
+        optimizer: int,
+        numbers: Numbers,
+        buffers: int,
+        rows: tuple[messages.SparseGradient, ...],
+        site: str,
+    ) -> None:
+        variable_set = self._shop.variable_sets.get((optimizer, numbers.ascending))
+        if variable_set is None:
+            point = messages.ApplyPoint(self.count, site, optimizer, 0, numbers.ascending, buffers, rows)
+            accepted = self._ask(point, messages.Accepted)
+            self._shop.variable_sets[optimizer, numbers.ascending] = accepted.variable_set
+        else:
+            self._note(messages.ApplyPoint(self.count, site, optimizer, variable_set, (), buffers, rows))
+        self._written = self._written | numbers.members if self._written else numbers.members
+        self._stepped.add(optimizer)
+
+    @_whole
+    def slot(self, optimizer: int, variable: int, slot: str) -> np.ndarray:
+        """A copy of what an optimizer keeps beside a variable, with this replica's own steps done."""
+        if optimizer in self._stepped:
+            self._commit()
+        return self._shop.catalogue.slot(optimizer, variable, slot)
+
+    @_whole
+    def assign(self, number: int, op: AssignOp, value: np.ndarray, site: str, *, scalar: bool) -> None:
+        """Note an aggregated assign; one of a Python number is waited for, since the replicas are compared."""
+        self._refuse_after_failure()
+        checked = scalar and self.replicas > 1
+        # A note travels later than its value may change.
+        kept = value if checked or value.nbytes > INLINE_NBYTES else np.array(value)
+        array = Placing(self._shop.arena)(kept)
+        if checked:
+            self._ask(messages.AssignPoint(self.count, site, number, op, array, True), messages.Accepted)
+        else:
+            self._note(messages.AssignPoint(self.count, site, number, op, array, False))
+        self._written |= {number}
+
+    @_whole
+    def write(self, number: int, op: WriteOp, value: np.ndarray, rows: np.ndarray | None, site: str) -> None:
+        """Note a write that needs no agreement."""
+        self._refuse_after_failure()
+        if len(self._notes) >= FRAMES:
+            self._commit()
+        placing = Placing(self._shop.arena)
+
+        def keep(array: np.ndarray) -> Array:  # a note travels later than its value may change
+            return placing(array if array.nbytes > INLINE_NBYTES else np.array(array))
+
+        indices = None if rows is None else keep(rows)
+        note = WriteNote(self.count, self._writes, site, number, op, keep(value), indices)
+        self._notes.append(note)
+        self._writes += 1
+        self._unseen.append(note)
+        was_shown = self._shown.pop(number, None) is not None
+        if number in self._overlaid:
+            if was_shown:  # that array keeps its bits
+                self._overlaid[number] = np.array(self._overlaid[number])
+            self._overlay(self._overlaid[number], note)
+
+    @_whole
+    def create(self, spec: VariableSpec, value: np.ndarray, site: str) -> messages.Variable:
+        """Make a variable; replica 0's value counts."""
+        array = Placing(self._shop.arena)(value)
+        created = self._ask(messages.CreatePoint(self.count, site, spec, array), messages.CreatedInRun)
+        self._written |= {created.variable.number}
+        return self._shop.catalogue.learn(created.variable)
+
+    @_whole
+    def all_reduce(self, op: ReduceOpName, leaves: Sequence[np.ndarray], site: str) -> list[np.ndarray]:
+        """Combine leaf by leaf over the replicas."""
+        return self._combine(leaves, lambda arrays: messages.ReducePoint(self.count, site, op, arrays))
+
+    @_whole
+    def all_gather(self, axis: int, leaves: Sequence[np.ndarray], site: str) -> list[np.ndarray]:
+        """Concatenate leaf by leaf over the replicas along ``axis``."""
+        return self._combine(leaves, lambda arrays: messages.GatherPoint(self.count, site, axis, arrays))
+
+    @_whole
+    def merge_call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], site: str
+    ) -> Any:
+        """Call replica 0's function once in the cross-replica context; this replica's share of what it returned.
+
+        While the others wait here, they carry out the runs that the function starts.
+        """
+        self._refuse_after_failure()
+        shop = self._shop
+        mark = shop.arena.mark()
+        given = (args, dict(kwargs))
+        arguments = to_value(given, Placing(shop.arena), "arguments of merge_call", self.shared)
+        point = messages.MergeCallPoint(self.count, site, arguments)
+        answer: Record = self._ask(point, messages.Token, messages.Merged)
+        self._all_committed()
+        if isinstance(answer, messages.Merged):
+            shop.arena.release(mark)  # the holder has read the arguments, and what nested runs returned
+            return self._received(from_value(answer.value, shop.catalogue.copy, shop.catalogue.resolve))
+        assert isinstance(answer, messages.Token)
+        try:
+            return self._received(shop.controller.merge(answer, function, self._sent))
+        except Exception as error:
+            # The server ends the run for everybody; nothing it would answer is of use any more.
+            self._failed = raised_error(error, self.replica, self.count, shop.arena)
+            raise
+
+    def send_return(self, value: Value | None, error: Error | None) -> None:
+        """Tell the server that the function has returned or raised, with the notes that are left."""
+        shop = self._shop
+        shop.device.settle()  # if that fails, this process must end: the arrays of its notes are not there
+        returned = messages.Return(
+            run=self._run,
+            replica=self.replica,
+            incarnation=shop.config.incarnation,
+            notes=tuple(self._notes),
+            count=self.count,
+            value=value,
+            error=error,
+            series=self._sent.series,
+            lookahead=self._sent.lookahead,
+            client=shop.conversation.session.client,
+        )
+        failpoint("worker.return")
+        try:
+            shop.conversation.say(self._run, returned)
+        except LocalProtocolError as refused:
+            too_large = ResultError(f"the result of the replica function is too large to travel: {refused}")
+            failed = replace(returned, value=None, error=error_of(too_large, self.replica, self.count))
+            shop.conversation.say(self._run, failed)
+        failpoint("worker.returned")
+
+    # --- how it is done -----------------------------------------------------------------------------------------
+
+    def _received(self, value: Any) -> Any:
+        """What a merge function returned, as the user gets it."""
+        for leaf in optree.tree_leaves(value, none_is_leaf=True):
+            if isinstance(leaf, Shared):
+                self._kept.append(leaf.value)
+                self.shared[id(leaf.value)] = leaf.key
+        return unshared(value)
+
+    def _combine(
+        self,
+        leaves: Sequence[np.ndarray],
+        point: Callable[[tuple[Array, ...]], messages.ReducePoint | messages.GatherPoint],
+    ) -> list[np.ndarray]:
+        arena, catalogue = self._shop.arena, self._shop.catalogue
+        mark = arena.mark()
+        placing = Placing(arena)
+        try:
+            reduced = self._ask(point(tuple(placing(leaf) for leaf in leaves)), messages.Reduced)
+        finally:
+            arena.release(mark)  # whatever the answer, every operand has been read
+        return [self._shop.device.bring(catalogue.copy(array)) for array in reduced.arrays]
+
+    def _ask(self, point: Any, *answers: type[R]) -> R:
+        """Bring a point together with the notes, and wait for its answer. Raises what the server answers."""
+        self._refuse_after_failure()
+        shop, k = self._shop, point.k
+        shop.device.settle()
+        is_merge_call = isinstance(point, messages.MergeCallPoint)
+        if is_merge_call or isinstance(point, messages.ReadPoint):
+            shop.catalogue.preserve()  # a commit follows
+        ask = messages.Ask(
+            run=self._run,
+            replica=self.replica,
+            incarnation=shop.config.incarnation,
+            notes=tuple(self._notes),
+            point=point,
+            series=self._sent.series,
+            client=shop.conversation.session.client,
+            preserved=not shop.catalogue.mapped,
+        )
+        failpoint("worker.ask")
+        shop.conversation.link.send_server(ask)
+        self._notes.clear()
+        if not isinstance(point, messages.ReadPoint):
+            self.count += 1
+            self._forget_overlays(self.count)
+
+        def wanted(record: Record) -> Record | None:
+            if getattr(record, "run", None) != self._run or getattr(record, "k", None) != k:
+                return None
+            if isinstance(record, messages.PointFailed):
+                if record.ends_run:
+                    self._failed = record.error
+                raise to_exception(record.error, shop.catalogue.copy, shop.catalogue.resolve)
+            return record if isinstance(record, (*answers, messages.Preserve)) else None
+
+        what = f"{type(point).__name__} {k} of run {path_text(self._run)} at {point.site}"
+        merge_point = (*self._run, k) if is_merge_call else None
+        while True:
+            answer: Record = shop.conversation.wait(what, wanted, merge_point, ask)
+            if not isinstance(answer, messages.Preserve):
+                break
+            self._preserve()
+            ask = replace(ask, preserved=True)
+            shop.conversation.link.send_server(ask)
+        if self.count > k:
+            shop.turns.pass_point(self._run, k)
+        assert isinstance(answer, answers)
+        return answer
+
+    def _preserve(self) -> None:
+        """Preserve the views that are held here, because another replica causes a commit in the middle of the run. If
+        that fails, the run is over for this replica, and it does not wait for its answer."""
+        try:
+            self._shop.catalogue.preserve()
+        except MemoryPlanError as error:
+            self._failed = raised_error(error, self.replica, self.count, self._shop.arena)
+            raise
+
+    def _overlaid_value(self, number: int, notes: Sequence[WriteNote]) -> np.ndarray:
+        if number not in self._overlaid:
+            self._overlaid[number] = own = np.array(self._shop.catalogue.view(number))
+            for note in notes:
+                self._overlay(own, note)
+        shown = self._overlaid[number].view()
+        shown.flags.writeable = False
+        return shown
+
+    def _unseen_of(self, number: int) -> list[WriteNote]:
+        return [note for note in self._unseen if note.variable == number]
+
+    def _overlay(self, own: np.ndarray, note: WriteNote, named: np.ndarray | None = None) -> None:
+        """Do to ``own`` what the server will do to the variable: to all of it, or to the rows ``named`` (ascending),
+        which are all that ``own`` has."""
+        look = self._shop.catalogue.map
+        value, rows = look(note.value), None if note.indices is None else look(note.indices)
+        if named is not None and rows is None:
+            value = value[named]
+        elif named is not None and rows is not None and named.size:
+            places = np.minimum(np.searchsorted(named, rows), len(named) - 1)
+            rows = np.where(named[places] == rows, places, -1)  # others are left out
+        write(own, note.op, value, rows)
+
+    def _forget_overlays(self, k: int) -> None:
+        """Write notes before merge point ``k`` may be in a commit by now: what reads their variables has it made."""
+        self._written |= {note.variable for note in self._unseen if note.k < k}
+        self._unseen = [note for note in self._unseen if note.k >= k]
+        self._overlaid.clear()
+        self._shown.clear()
+
+    def _note(self, point: messages.ApplyPoint | messages.AssignPoint) -> None:
+        if len(self._notes) >= FRAMES:
+            self._commit()
+        self._notes.append(point)
+        self.count += 1
+
+    def _placed(self, value: np.ndarray) -> Array:
+        """The array in the arena, where it stays until the run is over: a note is read later than it is made."""
+        arena, device = self._shop.arena, self._shop.device
+        if isinstance(value, np.ndarray):
+            return arena.put(value.dtype.name, value)
+        if self._shop.catalogue.carries:
+            host = np.empty(value.shape, value.dtype.name)
+            device.fetch([(value, host)], may_change=True)
+            device.settle()
+            return arena.put(host.dtype.name, host)
+        placed = arena.new(value.dtype.name, value.shape)
+        device.fetch([(value, arena.view(placed))], may_change=True)
+        return placed
+
+    def _commit_writes_of(self, number: int) -> None:
+        if number in self._written:
+            self._commit()
+
+    def _commit(self) -> None:
+        """Have everything committed that this replica has brought so far."""
+        self._ask(messages.ReadPoint(self.count, _user_site()), messages.Committed)
+        self._all_committed()
+
+    def _all_committed(self) -> None:
+        self._forget_overlays(self.count)
+        self._written = frozenset()
+        self._stepped.clear()
+        self.buffers.committed()
+
+    def _refuse_after_failure(self) -> None:
+        """Raise again, without a question, what has ended the run as a whole."""
+        if self._failed is not None:
+            raise to_exception(self._failed, self._shop.catalogue.copy, self._shop.catalogue.resolve)
+
+
+def _user_site() -> str:
+    """``file:line`` of the nearest caller in the user's code."""
+    frame = sys._getframe(1)  # noqa: SLF001  (the one way to a caller's line without building a whole stack)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

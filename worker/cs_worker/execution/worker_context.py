@@ -1,0 +1,39 @@
+"""The objects that all runs of one worker share. The loop puts them together once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from central_storage.strategy.service_strategy import CentralStorageStrategy
+from cs_runtime.shared_memory.arena import Arena
+from cs_worker.baton import Baton
+from cs_worker.config import Config
+from cs_worker.devices.device import Device
+from cs_worker.session.conversation import Conversation
+from cs_worker.session.interrupts import Interrupts
+
+from .catalogue import Catalogue
+
+if TYPE_CHECKING:
+    from .merge_controller import MergeController
+
+__all__ = ["WorkerContext"]
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """The objects by name. ``variable_sets`` maps (optimizer, ascending variable numbers) to the server's number of
+    this set of variables, which the optimizer updates together."""
+
+    config: Config
+    device: Device
+    replicas: int
+    interrupts: Interrupts
+    conversation: Conversation
+    catalogue: Catalogue
+    arena: Arena
+    controller: MergeController
+    strategy: CentralStorageStrategy
+    turns: Baton
+    variable_sets: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)

@@ -1,0 +1,183 @@
+"""The worker's connections: to the server, the controller, other workers and the supervisor.
+
+A channel (:mod:`cs_runtime.transport.channel`) waits for all of them. The controller, and the holder of a merge_call
+token, connect to this worker; it connects to the server and, while it holds the token itself, to other workers.
+:mod:`cs_worker.session.core` decides what a record means and who may send it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from cs_proto import messages
+from cs_proto.codec import BULK_LIMITS, WORK_LIMITS, Decoder, encode
+from cs_proto.errors import ConfigurationError, ContextError, PeerProtocolError, ShutdownError
+from cs_proto.failures import error_of
+from cs_proto.peers import SERVER
+from cs_proto.records import Buffer, Record
+from cs_runtime.trace import moments
+from cs_runtime.transport.channel import Channel, Received
+from cs_runtime.transport.supervisor_link import SupervisorLink
+from cs_worker.baton import Baton
+from cs_worker.config import Config
+
+from .core import COLLEAGUE
+
+__all__ = ["Link", "moment"]
+
+_log = logging.getLogger("central_storage.worker")
+
+#: Notes where in a step this process is.
+moment = moments("worker", time.perf_counter_ns)
+
+# The most answers that wait for a peer of the ROUTER that does not read; it can do without the others.
+_UNREAD = 1000
+# What is being sent when the process ends gets this long to leave, in milliseconds.
+_LINGER = 100
+# The worker looks for mail this long before it sleeps, in seconds: longer than a client or server takes to answer.
+_PATIENCE = 300e-6
+
+
+class Link:
+    """The connections of one worker. Used by the thread that is the worker only."""
+
+    def __init__(
+        self, config: Config, lifeline: SupervisorLink, gone: Callable[[], NoReturn], doorbell: int, turns: Baton
+    ) -> None:
+        """Listen and connect. ``gone`` is called where the supervisor is gone, and must not return; the descriptor
+        ``doorbell`` is readable after a signal, whose handler then runs here; ``turns`` hears of every wait."""
+        self._config = config
+        self._lifeline = lifeline
+        self._gone = gone
+        self._process = os.getpid()
+        self._server_decoder, self._decoder = Decoder(BULK_LIMITS), Decoder(WORK_LIMITS)
+        self._channel = Channel(
+            lifeline,
+            doorbell,
+            "worker",
+            self._read,
+            linger=_LINGER,
+            patience=_PATIENCE,
+            on_wake=lambda: os.read(doorbell, 64),
+            while_asleep=turns.paused,
+        )
+        try:
+            self._channel.listen(config.endpoint.removeprefix("ipc://"), WORK_LIMITS, _UNREAD)
+        except OSError as error:
+            self._channel.close()
+            raise ConfigurationError(f"cannot listen at {config.endpoint}: {error.strerror}") from error
+        self._channel.admit()
+        self._channel.connect(SERVER, config.server_endpoint, config.identity)
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether the user's code forked this process from the worker: nothing that is sent here would ever leave."""
+        return os.getpid() != self._process
+
+    def receive(self, timeout: float | None, quiet: bytes | None = None) -> tuple[bytes, Record] | None:
+        """The next record and who sent it, whatever carried it; None after ``timeout`` seconds (None: no limit). What
+        ``quiet`` posts wakes nobody: nothing can be done with it before others have spoken.
+
+        Bytes that are no record are dropped with a logged line. Does not return where the supervisor is gone.
+        """
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            try:
+                received = self._channel.receive(
+                    None if timeout is None else max(0.0, deadline - time.monotonic()), quiet
+                )
+                if received is not None and not self._is_of_mailbox(received):
+                    peer = received.peer
+                    return COLLEAGUE if peer.startswith(COLLEAGUE) else peer, received.record
+            except ShutdownError:
+                self._gone()
+            if received is None and time.monotonic() >= deadline:
+                return None
+
+    def offer_mailbox(self) -> None:
+        """Have what fits there go to the server by mailbox, where the supervisor makes one."""
+        try:
+            self._channel.offer_mailbox(SERVER, "server")
+        except ShutdownError:
+            self._gone()
+
+    def _is_of_mailbox(self, received: Received) -> bool:
+        """Whether it is about the mailbox of the controller, and so done with. Another server gets another mailbox."""
+        peer, record, _ = received
+        if isinstance(record, messages.Offer) and peer[:1] == b"c":
+            for other in self._channel.mailboxes.peers():
+                if other not in (SERVER, peer):  # there is one controller at a time
+                    self._channel.mailboxes.forget(other)
+            accepted = self._channel.open_mailbox(peer, record)
+            if accepted is not None:
+                self.send_peer(peer, accepted)
+            return True
+        if isinstance(record, messages.Serving):
+            self.offer_mailbox()
+        return False
+
+    def send_server(self, record: Record) -> None:
+        """Send to the server. Raises LocalProtocolError where the record is too large to travel."""
+        self._send(SERVER, record)
+
+    def send_peer(self, identity: bytes, record: Record) -> None:
+        """Answer a peer of the ROUTER; dropped where it has gone."""
+        self._send(identity, record)
+
+    def send_worker(self, endpoint: str, record: Record) -> None:
+        """Send to another worker, as the holder of a token."""
+        peer = COLLEAGUE + endpoint.encode()
+        if not self._channel.is_connected(peer):
+            self._channel.connect(peer, endpoint, self._config.holder_identity, WORK_LIMITS)
+        self._send(peer, record)
+
+    def forget_worker(self, endpoint: str) -> None:
+        """Another worker is gone, and what was to be sent to it with it."""
+        self._channel.disconnect(COLLEAGUE + endpoint.encode())
+
+    def give_up(self, reason: str) -> NoReturn:
+        """End this worker at once: another has its place."""
+        _log.error("%s ends: %s", self._config.name, reason)
+        self._gone()
+
+    def send_supervisor(self, record: Record) -> None:
+        """Send to the supervisor."""
+        try:
+            self._lifeline.send(record)
+        except ShutdownError:
+            self._gone()
+
+    def close(self) -> None:
+        """Close the sockets."""
+        if not self.is_inherited:
+            self._channel.close()
+
+    def _send(self, peer: bytes, record: Record) -> None:
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("send %.300r", record)
+        parts = encode(record)
+        if self.is_inherited:
+            raise ContextError(
+                "a process that a replica function forks is no replica; use variables, optimizers and the context in "
+                "the function itself"
+            )
+        self._channel.send(peer, parts)
+        moment("sent")
+
+    def _read(self, sender: bytes, parts: Sequence[Buffer]) -> Record | None:
+        try:
+            record = (self._server_decoder if sender == SERVER else self._decoder).decode(parts)
+        except PeerProtocolError as error:
+            _log.warning("%s: dropped a malformed message from %r: %s", self._config.name, sender, error)
+            if sender != SERVER and not sender.startswith(COLLEAGUE):
+                self.send_peer(sender, messages.Refused(0, error_of(error)))
+            return None
+        moment("decoded")
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("received from %r: %.300r", sender, record)
+        return record
