@@ -26,7 +26,7 @@ INTERNAL = {
     "aio.Observer": "open",
     "data.TensorSpec": "admits",
     "metrics.Metric": "adopt",
-    "optimizers.Optimizer": "from_record adopt slotted_variables evaluate_schedule",
+    "optimizers.Optimizer": "from_record adopt slots slot_value set_slot evaluate_schedule",
     "train.ExponentialMovingAverage": "start adopt",
 }
 #: The same for every class: the name of a rule or schedule in the tables of the protocol, and its record.

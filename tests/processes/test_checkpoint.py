@@ -124,6 +124,17 @@ def test_it_restores_into_variables_that_are_taken_along_later(
     np.testing.assert_equal(fresh.facts(), trained.facts())
 
 
+def test_it_restores_outside_every_strategy_and_goes_on_in_one(
+    trained: Training, tmp_path: Path, three: cs.CentralStorageStrategy
+) -> None:
+    path = checkpoint(trained).save(tmp_path / "ckpt")
+    fresh = Training(None)
+    checkpoint(fresh).restore(path).assert_consumed()
+    assert int(fresh.optimizer.iterations) == int(trained.optimizer.iterations)
+    three.run(lambda made: None, args=(vars(fresh),))  # it takes all of them along
+    np.testing.assert_equal(fresh.facts(), trained.facts())
+
+
 def test_slots_are_those_of_the_variables_that_were_updated(two: cs.CentralStorageStrategy, tmp_path: Path) -> None:
     training = Training(two)
     optimizer, (w, _) = training.optimizer, training.weights

@@ -57,12 +57,14 @@ class Walked:
 class Status:
     """The result of a restore. Objects and checkpoint may differ; call a method to say what you expect.
 
-    ``missing`` names the values that objects need and the checkpoint lacks, ``unused`` the values that the checkpoint
-    holds and no object uses. If no method is called, differences are logged when this object is deleted.
+    ``matched`` is the number of values that were restored. ``missing`` names the values that objects need and the
+    checkpoint lacks, ``unused`` the values that the checkpoint holds and no object uses. If no method is called,
+    differences are logged when this object is deleted.
     """
 
-    def __init__(self, path: str | None, missing: Iterable[str], unused: Iterable[str]) -> None:
+    def __init__(self, path: str | None, missing: Iterable[str], unused: Iterable[str], matched: int = 0) -> None:
         self.path = path
+        self.matched = matched
         self.missing = tuple(sorted(missing))
         self.unused = tuple(sorted(unused))
         self._expected = False
@@ -86,6 +88,18 @@ class Status:
             raise CheckpointMismatchError(
                 f"{self.path} does not hold {_listed(self.missing)}; give the Checkpoint the objects that were saved, "
                 "under their names, or call expect_partial()"
+            )
+        return self
+
+    def assert_nontrivial_match(self) -> Self:
+        """Raise CheckpointMismatchError (an AssertionError) if no value was restored. Accepts other differences."""
+        self._expected = True
+        if not self.matched:
+            raise CheckpointMismatchError(
+                f"{self.path} holds no value of the objects: {_difference(self.missing, self.unused)}; give the "
+                "Checkpoint the objects that were saved, under their names"
+                if self.path is not None
+                else "there was no checkpoint to restore"
             )
         return self
 
@@ -150,9 +164,8 @@ class _Found:
         found = {ways[0]: _of_variable(variable) for variable, ways in self.variables.items()}
         for optimizer, way in self.optimizers.items():
             found |= _of_optimizer(optimizer, way)
-            for variable in optimizer.slotted_variables():
-                for slot in optimizer.slot_names:
-                    found[f"{way}/{slot}/{self.label(variable)}"] = _of_slot(optimizer, variable, slot)
+            for variable, slot in optimizer.slots():
+                found[f"{way}/{slot}/{self.label(variable)}"] = _of_slot(optimizer, variable, slot)
         for average, way in self.averages.items():
             for variable, shadow in average.averages():
                 found[f"{way}/{self.label(variable)}"] = _of_variable(shadow)
@@ -258,7 +271,8 @@ def restore(path: str, objects: Mapping[str, Any], *, strict: bool) -> tuple[Sta
                     "another checkpoint to set all of them"
                 ) from error
             entry.write(array)
-    return Status(path, missing, unused), stored.index
+    matched = sum(not key.startswith(_STRATEGY) for key, _ in planned)
+    return Status(path, missing, unused, matched), stored.index
 
 
 # --- the content of objects ---------------------------------------------------------------------------------------
@@ -338,12 +352,18 @@ def _of_variable(variable: Variable) -> _Entry:
 
 def _of_slot(optimizer: Optimizer, variable: Variable, slot: str) -> _Entry:
     def read() -> np.ndarray:
-        return optimizer.get_slot(variable, slot).numpy()
+        return optimizer.slot_value(variable, slot)
 
     def write(value: np.ndarray) -> None:
-        optimizer.get_slot(variable, slot).assign(value)
+        optimizer.set_slot(variable, slot, value)
 
-    return _Entry(variable.dtype, variable.shape, read, write)
+    def fault(value: np.ndarray) -> str | None:
+        owners = optimizer.strategy, variable.strategy
+        if None in owners or owners[0] is owners[1]:
+            return None
+        return f"optimizer {optimizer.name} and variable {variable.name} belong to different strategies"
+
+    return _Entry(variable.dtype, variable.shape, read, write, fault)
 
 
 def _of_average(average: ExponentialMovingAverage, variable: Variable) -> _Entry:
