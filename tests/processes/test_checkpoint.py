@@ -11,20 +11,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from tests.harness.processes import start
-from tests.harness.services import connected
 
 import central_storage as cs
 from central_storage import errors
 
 FORMAT_1 = Path(__file__).parents[1] / "data" / "format-1"
 SUM = cs.VariableAggregation.SUM
-
-
-@pytest.fixture(scope="module")
-def three() -> Any:
-    """A strategy of another number of replicas than ``two``."""
-    with cs.CentralStorageStrategy(["cpu:0", "cpu:1", "cpu:2"], parameter_device="cpu:1") as strategy:
-        yield connected(strategy)
 
 
 class Training:
