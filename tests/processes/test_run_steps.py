@@ -82,10 +82,10 @@ def values(results: Any) -> list[Any]:
 @cache
 def trained(devices: int, way: str) -> tuple[tuple[str, bytes], ...]:
     """Results and bits of a step and of a frozen one, in a service of their own: random numbers follow from a run's
-    number. ``way``: by run in a loop, by run_steps, or by run_steps with replicas in the script."""
+    number. ``way``: by run in a loop with replicas in the script, by run_steps, or by run_steps with such replicas."""
     ended = []
     names = [f"cpu:{number}" for number in range(devices)]
-    with cs.CentralStorageStrategy(names, seed=5, in_process=way == "in the script") as strategy:
+    with cs.CentralStorageStrategy(names, seed=5, in_process=way != "run_steps") as strategy:
         for frozen in (False, True):
             model = Model(strategy)
             step = cs.function(model.step) if frozen else model.step

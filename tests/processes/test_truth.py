@@ -166,6 +166,7 @@ def test_same_bits_when_gradients_are_copied_in(strategy: cs.CentralStorageStrat
     assert_same_bits(trained_by(strategy, "adam", in_place=False), expected)
 
 
+@pytest.mark.slow
 def test_same_bits_from_another_service(one_thread: None) -> None:
     with start(2) as another:  # the first has those of one process, as above
         assert_same_bits(trained_by(another, "momentum"), trained_here("momentum", 2))
