@@ -41,12 +41,12 @@ check: $(VENV)/.installed-dev  ## style, types, contracts, and the quick tests t
 	@$(MAKE) --no-print-directory -j2 lint pytest IGNORED="$(SYSTEM)" CHOSEN='$(CHECK)'
 
 test: $(VENV)/.installed-dev  ## check, the long tests, and those of the whole system: five minutes
-	@$(MAKE) --no-print-directory -j2 lint pytest IGNORED="interop soak"
+	@$(MAKE) --no-print-directory -j2 lint pytest IGNORED="interop soak" CHOSEN=--hypothesis-profile=sample
 
 test-slow: $(VENV)/.installed-dev  ## what test leaves out: programs in threads and on stand-ins for GPUs, deaths at every event, ...
 	@$(PYTEST) -m slow --ignore=tests/interop --ignore=tests/soak
 
-test-properties: $(VENV)/.installed-dev  ## ten times as many examples of every property as test tries
+test-properties: $(VENV)/.installed-dev  ## fifty times as many examples of every property as test tries
 	@$(PYTEST) -m hypothesis --hypothesis-profile=full --timeout=600 --ignore=tests/interop --ignore=tests/soak
 
 test-zeromq: $(VENV)/.installed-dev  ## the tests of whole services again, with every message over ZeroMQ

@@ -64,7 +64,7 @@ def train(strategy: cs.CentralStorageStrategy, **optimizer_arguments: Any) -> li
     return [w.numpy(), table.numpy(), count.numpy(), slot.numpy(), np.array(losses)]
 
 
-@pytest.mark.parametrize("bound", [{}, {"clipnorm": 0.1}])
+@pytest.mark.parametrize("bound", [{}, pytest.param({"clipnorm": 0.1}, marks=pytest.mark.slow)])
 def test_training_gives_what_it_gives_on_a_cpu(two: cs.CentralStorageStrategy, bound: dict[str, float]) -> None:
     with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], "cpu:0", in_process=True) as on_cpu:
         expected = train(on_cpu, **bound)

@@ -34,7 +34,7 @@ def two(gpus: StandInGpus) -> Iterator[cs.CentralStorageStrategy]:
         yield connected(strategy)
 
 
-@pytest.fixture(params=[False, True], ids=["processes", "threads"])
+@pytest.fixture(params=[pytest.param(False, id="processes"), pytest.param(True, id="threads", marks=pytest.mark.slow)])
 def either(gpus: StandInGpus, two: cs.CentralStorageStrategy, request: pytest.FixtureRequest) -> Iterator[Any]:
     if not request.param:
         yield two

@@ -87,8 +87,8 @@ class Training:
 @pytest.mark.parametrize(
     ("rule", "lookahead", "cuts"),
     [
-        ("Adam", None, []),
-        ("Adam", None, [7]),
+        pytest.param("Adam", None, [], marks=pytest.mark.slow),
+        pytest.param("Adam", None, [7], marks=pytest.mark.slow),
         ("Adam", 2, [4]),  # the loop has had the last but one result of an epoch, and the data has told its end
         ("Nadam", 2, [1, 2, 7]),
         ("RMSprop", 0, [5, 1, 6]),  # at the end of an epoch

@@ -137,7 +137,9 @@ def one_thread() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2, 3], ids="replicas={}".format)
+@pytest.fixture(
+    scope="module", params=[*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3], ids="replicas={}".format
+)
 def strategy(request: pytest.FixtureRequest, one_thread: None) -> Iterator[cs.CentralStorageStrategy]:
     """One service for each number of replicas, kept for all tests of it."""
     with start(request.param) as strategy:

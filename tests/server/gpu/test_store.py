@@ -187,7 +187,7 @@ class Both:
         self.there.mappings.clear()
 
 
-@pytest.fixture(params=[pytest.param(True, id="journal"), pytest.param(False, id="no journal", marks=pytest.mark.long)])
+@pytest.fixture(params=[pytest.param(True, id="journal"), pytest.param(False, id="no journal", marks=pytest.mark.slow)])
 def both(request: pytest.FixtureRequest, gpus: StandInGpus) -> Iterator[Both]:
     made = Both(journal=request.param)
     yield made
