@@ -1,7 +1,6 @@
-"""The API that every strategy has, whatever runs its replicas.
+"""The API that every strategy has: contexts, checks, regrouping and reducing.
 
-Contexts, checks, regrouping and reducing; a subclass says how functions are called on replicas, and on which devices
-they are.
+A subclass defines how functions are called on replicas, and on which devices the replicas are.
 """
 
 from __future__ import annotations
@@ -36,18 +35,18 @@ __all__ = ["StrategyBase"]
 
 
 class StrategyBase:
-    """What users call on a strategy."""
+    """The methods that users call on a strategy."""
 
-    # --- what a subclass says -----------------------------------------------------------------------------------
+    # --- defined by a subclass ----------------------------------------------------------------------------------
 
     @property
     def variable_sets(self) -> VariableSets:
-        """Sets of variables that are known by identity. Raises where there is no service."""
+        """The table of variable sets, by the identity of their variables. Raises if there is no service."""
         raise NotImplementedError
 
     @property
     def controller(self) -> ControllerBackend:
-        """The seam to the service. Raises ShutdownError where there is none."""
+        """The backend of the cross-replica context. Raises ShutdownError if there is no service."""
         raise NotImplementedError
 
     @property
@@ -70,7 +69,7 @@ class StrategyBase:
         return name
 
     def remember(self, handle: Handle) -> None:
-        """Let ``handle`` be the one object for its number in this process."""
+        """Keep ``handle`` as the only object for its number in this process."""
         raise NotImplementedError
 
     def call(
@@ -80,23 +79,23 @@ class StrategyBase:
         raise NotImplementedError
 
     def series(self, lookahead: int) -> StepSeries:
-        """What carries out steps, of which it may be told ``lookahead`` before their turn. Raises ContextError in a
+        """A series of steps, of which ``lookahead`` may be sent ahead of their turn. Raises ContextError in a
         merge_call."""
         raise NotImplementedError
 
     def evaluate_schedules(self) -> None:
-        """Before every run: learning rates that only the client can work out."""
+        """Set the learning rates that only the client can compute. Called before every run."""
 
     def carrier(self) -> Carriage:
-        """What copies an array to where the replicas read it; here plain memory."""
+        """An object that copies arrays to memory that the replicas read; by default plain memory."""
         return Carriage()
 
     def logical_devices_here(self) -> tuple[Sequence[str], logical_devices.Place]:
-        """The devices of the current replica, as full names, and what brings an array to one of them."""
+        """The devices of the current replica, as full names, and a function that copies an array to one of them."""
         replica = context.current_replica(self)
         return (self.devices_by_replica[0], _nowhere) if replica is None else (replica.devices, replica.place)
 
-    # --- what it is ---------------------------------------------------------------------------------------------
+    # --- properties ---------------------------------------------------------------------------------------------
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -105,12 +104,12 @@ class StrategyBase:
 
     @property
     def cluster_resolver(self) -> None:
-        """None: there is one machine."""
+        """None, because there is only one machine."""
         return None
 
     @property
     def extended(self) -> StrategyExtended:
-        """The operations for those who write optimizers, metrics and the like."""
+        """The operations for authors of optimizers, metrics and libraries."""
         return self._extended
 
     @cached_property
@@ -118,7 +117,7 @@ class StrategyBase:
         return StrategyExtended(self)
 
     def scope(self) -> AbstractContextManager[Self]:
-        """The context in which variables are made; it yields the strategy.
+        """The context in which variables are made. It yields the strategy.
 
         Raises:
             ContextError: Entered inside a replica, inside another strategy's scope, or again after it was left (a
@@ -160,11 +159,11 @@ class StrategyBase:
         Raises:
             ReplicaError: ``fn`` raised in a replica. The class also derives from the original type, so ``except`` of
                 that type catches it; the replica's traceback is a note.
-            ValueError: ``args`` is no list or tuple.
-            TypeError: ``kwargs`` is no mapping, or ``fn`` cannot be called.
-            ShippingError: Something cannot be sent.
+            ValueError: ``args`` is not a list or tuple.
+            TypeError: ``kwargs`` is not a mapping, or ``fn`` cannot be called.
+            ShippingError: The function or an argument cannot be pickled.
             ResultError: A result is not data.
-            MergeMismatchError: Replicas disagree.
+            MergeMismatchError: The replicas disagree at a merge point.
             ReplicaLostError: A process died, and the run could not be repeated.
             ContextError: Called inside a replica or another strategy's scope (a RuntimeError).
             ShutdownError: Called after ``shutdown()`` (a RuntimeError).
@@ -206,18 +205,18 @@ class StrategyBase:
         *,
         lookahead: int = LOOKAHEAD,
     ) -> Steps:
-        """Iterate over the results that ``run`` would return for ``fn(element, **kwargs)`` of each element, and wait
-        less.
+        """Iterate over the results of ``run(fn, (element,), kwargs)`` for each element, and send steps ahead.
 
         When the loop gets the result of step k, exactly the steps up to k + ``lookahead`` have been sent. Workers begin
         each step when the one before it is committed. Any other call on the strategy (a learning rate, a variable, a
         save, ``run``) first waits for the steps in flight, so it always falls between the same two steps. If the loop
         changes a captured value, the first step after those in flight sees the change.
 
-        If step k fails, no later step begins; the iterator raises what ``run`` would raise, and ends. A loop that is
-        left early waits for the steps that were sent, at most ``lookahead``; ``steps`` of the iterator counts them.
-        Ctrl-C cancels the current step and those after it. An exception of the data set is raised where its element
-        would have come. The default strategy carries out each step when its result is wanted.
+        If step k fails, no later step begins. The iterator raises the error that ``run`` would raise, and ends. If the
+        loop is left early, the iterator waits for the steps in flight, at most ``lookahead``; its ``steps`` counts all
+        steps that were sent. Ctrl-C cancels the current step and all later ones. If the data set raises an exception,
+        the iterator raises it in place of that element's result. The default strategy runs each step when the loop asks
+        for its result.
 
         Args:
             fn: The replica function of one element.
@@ -258,7 +257,7 @@ class StrategyBase:
         arguments = self._arguments((element,), kwargs)
         with context.enter_cross_replica(self):
             self.evaluate_schedules()
-            if series.has_failed:  # known only now; its error comes out before this one
+            if series.has_failed:  # a step failed meanwhile; the iterator raises that step's error instead of this one
                 raise ContextError("a step before this one has failed")
             series.send(fn, arguments)
 
@@ -271,7 +270,7 @@ class StrategyBase:
         Args:
             reduce_op: ``ReduceOp.SUM``, ``ReduceOp.MEAN``, or the name in any case.
             value: A PerReplica. MEAN also takes a value that is not distributed.
-            axis: An axis, or several, of every component; None: none.
+            axis: An axis, or several, of every component; None reduces over replicas only.
 
         Returns:
             One array.
@@ -590,7 +589,7 @@ class StrategyBase:
     # --- copies -------------------------------------------------------------------------------------------------
 
     def __copy__(self) -> NoReturn:
-        raise RuntimeError("a strategy cannot be copied: there is one service behind it")
+        raise RuntimeError("a strategy cannot be copied, because it has one service")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
