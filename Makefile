@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo setup check test test-slow test-properties test-zeromq test-containers test-interop test-tools test-soak test-pythons test-all \
-        lint pytest fmt docs docs-serve dist soak bench bench-quick clean
+        lint pytest fmt docs docs-serve dist soak bench bench-quick compare-tf clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -104,6 +104,9 @@ bench: $(VENV)/.installed-dev  ## measure beside others, in environments of thei
 
 bench-quick: $(VENV)/.installed-dev  ## measure the service and the floors: about two minutes
 	@$(BIN)/python benchmarks/bench.py --quick
+
+compare-tf: $(VENV)/.installed-dev  ## run two programs in TensorFlow and here, and print the largest difference
+	@$(BIN)/python benchmarks/compare_tf.py
 
 clean:  ## remove all that was made here, the virtual environment too
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache benchmarks/results.json

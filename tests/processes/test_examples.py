@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.harness.processes import ROOT, run
 
@@ -55,3 +56,14 @@ def test_the_embedding_is_learned() -> None:
     assert len(epochs) == 4
     assert "0.0 MB for tables" in memory
     assert float(unseen.rpartition(" ")[2]) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("program", "largest"), [("spirals", 0.1), ("ratings", 2.0)], ids=["training loop", "recommender"]
+)
+def test_a_port_from_tensorflow_learns(program: str, largest: float, tmp_path: Path) -> None:
+    folder = ROOT / "examples/from_tensorflow"
+    ended = run(folder / f"{program}.py", "--save", tmp_path / "saved.npz").ok()
+    assert float(ended.lines[-1].split()[3]) < largest
+    with np.load(tmp_path / "saved.npz") as saved:
+        assert saved["losses"][-1] < saved["losses"][0] / 4
