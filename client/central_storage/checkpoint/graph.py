@@ -8,6 +8,7 @@ value is saved, so a file depends on neither replicas nor devices. ``train`` and
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 from collections import deque
@@ -128,6 +129,8 @@ class _Entry:
     write: Callable[[np.ndarray], object]
     #: Why a value of the right shape and dtype cannot be set, or None.
     fault: Callable[[np.ndarray], str | None] | None = None
+    #: Whether the value is a text, uint8, of another length in every file; only ``fault`` looks at it.
+    is_text: bool = False
 
 
 @dataclass
@@ -247,13 +250,23 @@ def restore(path: str, objects: Mapping[str, Any], *, strict: bool) -> tuple[Sta
             if there is None:
                 if not name.startswith(_STRATEGY):
                     missing.append(name)
+                elif name.endswith("/steps") and f"{_STRATEGY}/seed" in stored.keys:
+                    _log.warning(
+                        "an older version saved %s, which did not count the runs of each function; random numbers "
+                        "continue from the runs that this strategy has counted",
+                        path,
+                    )
             else:
                 planned.append((there, entry))
         taken = {key for key, _ in planned}
         # First the entries that take memory, because there may be too little.
         planned = [*found.to_be_made(stored.keys - taken).items(), *planned]
         unused = {key for key in stored.keys - {key for key, _ in planned} if not key.startswith(_STRATEGY)}
-        wrong = [fault for key, entry in planned if (fault := stored.fault(key, entry.dtype, entry.shape))]
+        wrong = [
+            fault
+            for key, entry in planned
+            if not entry.is_text and (fault := stored.fault(key, entry.dtype, entry.shape))
+        ]
         if wrong:
             raise CheckpointError(f"{path} does not fit: {'; '.join(wrong)}. Nothing was restored")
         if strict and (missing or unused):
@@ -429,14 +442,27 @@ def _of_strategy(strategy: Strategy, way: str) -> dict[str, _Entry]:
                 controller.seed,
             )
 
-    def fault(value: np.ndarray) -> str | None:
-        return f"{value} is not a possible number of runs" if not 0 <= value < 1 << 62 else None
-
-    int64 = np.dtype(np.int64)
+    steps = np.frombuffer(json.dumps(controller.steps(), sort_keys=True).encode(), np.uint8)
     return {
-        f"{way}/seed": _Entry(int64, (), lambda: controller.seed, compare_seeds),
-        f"{way}/draws": _Entry(int64, (), controller.draws, lambda value: controller.set_draws(int(value)), fault),
+        f"{way}/seed": _Entry(np.dtype(np.int64), (), lambda: controller.seed, compare_seeds),
+        f"{way}/steps": _Entry(
+            steps.dtype,
+            steps.shape,
+            lambda: steps,
+            lambda value: controller.set_steps(json.loads(value.tobytes())),
+            _fault_of_steps,
+            is_text=True,
+        ),
     }
+
+
+def _fault_of_steps(value: np.ndarray) -> str | None:
+    """Why the text ``value``, uint8, is no table of the runs of functions."""
+    with contextlib.suppress(ValueError, RecursionError):
+        steps = json.loads(value.tobytes())
+        if isinstance(steps, dict) and all(type(step) is int and 0 <= step < 1 << 62 for step in steps.values()):
+            return None
+    return "it is not the text of a JSON object of numbers of runs by function"
 
 
 # --- names, texts and conditions ----------------------------------------------------------------------------------

@@ -34,9 +34,11 @@ class Prepare(Record):
 class Run(OfStep):
     """Run a function as one replica.
 
-    The random numbers of the run follow from ``draw``, the strategy's seed and the replica. The controller counts its
-    runs by ``draw`` from 1, and continues from the count of a checkpoint that it restores. So ``draw`` may become
-    smaller, while the number of the run only grows. A nested run has the draw of the run around it.
+    The random numbers of the run follow from the strategy's ``seed``, ``name``, ``step`` and the replica. ``name`` is
+    the module and the qualified name of the function, and ``step`` is the number of runs of functions of this name that
+    began before. The controller counts them from 0, and continues from the counts of a checkpoint that it restores. So
+    ``step`` may become smaller, while the number of the run only grows. A nested run has the name and the step of the
+    run around it, and a path of its own.
 
     ``digest`` names the pickled function; ``function`` gives its place, for a worker that does not hold it. ``frozen``
     keeps the unpickled object for good (``cs.function``). ``arguments`` is a pickle of (args, kwargs), or the place of
@@ -48,7 +50,7 @@ class Run(OfStep):
     """
 
     run: RunId
-    draw: Number
+    step: Count
     replica: Replica
     seed: Annotated[int, Range(0, (1 << 63) - 1)]
     digest: bytes
@@ -59,11 +61,7 @@ class Run(OfStep):
     series: Count = 0
     lookahead: Lookahead = 0
     held: tuple[tuple[Count, Count], ...] = ()
-
-    @property
-    def draw_path(self) -> RunId:
-        """The path that random numbers follow from: ``run`` with ``draw`` in place of its first number."""
-        return (self.draw, *self.run[1:])
+    name: str = ""
 
     @property
     def part(self) -> tuple[int, int]:

@@ -43,6 +43,9 @@ class Device(Protocol):
     def seed(self, number: int) -> None:
         """Seed the device's random state, in addition to Python's and NumPy's."""
 
+    def generator(self, bits: np.random.Philox) -> Any:
+        """A generator of the device: on a CPU over ``bits``, on a GPU CuPy's, seeded with their next 64 bits."""
+
     def keep_random_state(self) -> Callable[[], None]:
         """Save the random state; the returned function restores it."""
 
@@ -102,6 +105,9 @@ class _Host:
 
     def seed(self, number: int) -> None:
         pass
+
+    def generator(self, bits: np.random.Philox) -> np.random.Generator:
+        return np.random.Generator(bits)
 
     def keep_random_state(self) -> Callable[[], None]:
         return _nothing
