@@ -49,6 +49,13 @@ def test_the_code_of_the_guide_runs(page: str, tmp_path: Path) -> None:
         assert shown in said, f"{shown} is not printed in its turn\n{ended}"
 
 
+def test_dropout_trains_and_makes_the_same_bits_again() -> None:
+    lines = run("examples/dropout.py").ok().lines
+    assert len(lines) == 10
+    assert float(lines[-1].split()[-1].rstrip("%")) > 90
+    assert run("examples/dropout.py").ok().lines == lines
+
+
 def test_the_embedding_is_learned() -> None:
     sizes = ("--users", "300", "--items", "100", "--rank", "2", "--ratings", "10000", "--batch", "400", "--epochs", "4")
     ended = run("cs-launch", "--devices", "cpu:0,cpu:1", "examples/embedding.py", *sizes).ok()

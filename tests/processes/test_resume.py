@@ -238,6 +238,7 @@ def test_a_merge_function_saves_the_count_and_leaves_it_at_a_restore(
     after = strategy.run(np.random.random)
     cs.train.Checkpoint(w=w).restore(path).assert_consumed()
     assert strategy.run(np.random.random).values == after.values
+
     def restore(_: Any) -> None:
         cs.train.Checkpoint(w=w).restore(path).assert_consumed()
 

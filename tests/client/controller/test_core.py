@@ -137,7 +137,7 @@ def played(name: str, cut: int) -> tuple[Playbook, Table]:
 def unanswered(book: Playbook) -> tuple[int, int]:
     """The first run that is unanswered, or the next one; and how many are behind it."""
     numbers = [said[0].run[0] for said, _ in book.unanswered]
-    return (numbers[0], len(numbers) - 1) if numbers else (book.core.next_run(book.series, b"", False).run[0], -1)
+    return (numbers[0], len(numbers) - 1) if numbers else (book.core.next_run(book.series, NAME, b"", False).run[0], -1)
 
 
 def waits_at(name: str, cut: int) -> bool:
@@ -192,7 +192,7 @@ def test_a_run() -> None:
     book = play(RUN)
     assert list(book.series.outcomes) == [[None, None]]
     assert not book.waits
-    assert book.core.draws == 1
+    assert book.core.steps == {NAME: 1}
 
 
 def test_a_function_is_brought_once_and_the_place_of_the_script_said_once() -> None:
@@ -431,7 +431,7 @@ def test_a_worker_dies_in_the_midst_of_a_cancel(name: str, cut: int, replica: in
 @pytest.mark.parametrize("replica", [0, 1])
 def test_a_worker_that_is_lost_for_good_fails_what_is_waited_for(name: str, cut: int, replica: int) -> None:
     book, _ = played(name, cut)
-    draws = [said[0].draw for said, _ in book.unanswered]
+    steps = [said[0].step for said, _ in book.unanswered]
     book.on(Hears(died("worker", replica, restarts=False)))
     book.does(Passes(2.4))
     assert book.waits
@@ -440,7 +440,7 @@ def test_a_worker_that_is_lost_for_good_fails_what_is_waited_for(name: str, cut:
     assert not book.waits
     assert isinstance(book.series.outcomes[-1], ReplicaLostError)
     assert book.series.has_failed
-    assert book.core.draws == draws[0]
+    assert book.core.steps == {NAME: steps[0] + 1}
     with pytest.raises(
         ReplicaLostError, match=f"replica {replica} .worker w{replica}, pid 10{replica}. ended by SIGKILL"
     ):
@@ -624,7 +624,7 @@ def test_an_error_that_the_owner_meets_fails_the_runs() -> None:
     book = play(STEPS[:6], 2).on(Settles())
     assert book.core.fail(book.waits[-1], ERROR) == []  # type: ignore[arg-type]
     assert list(book.series.outcomes) == [ERROR]
-    assert book.core.draws == 1
+    assert book.core.steps == {NAME: 1}
     cancelled = play(STEPS[:6], 2).on(Settles()).on(CtrlC(), *cancels(1, 2, 1))
     assert cancelled.core.fail(cancelled.waits[-1], ERROR) == [Fail(KeyboardInterrupt)]  # type: ignore[arg-type]
 

@@ -60,7 +60,7 @@ class Seeds:
 
     def expect(self, streams: Streams) -> None:
         """Make the states of a run that is likely to be the next. To be called while the worker has nothing to do:
-        the numbers take five times as long to make as to set."""
+        to make the states takes several times as long as to set them."""
         self._expected = streams.place, self._states(streams)
 
     def _states(self, streams: Streams) -> _States:
