@@ -261,8 +261,8 @@ def _rest(record: Record) -> tuple[bytes, bytes, bytes | None, Return | Run] | N
         return between, pack(body), behind, altered(record, value=None)
     if type(record) is Run and record.function is None and not record.buffers and not record.held:
         wire = record.to_wire([])
-        _, _, _, *before, arguments, buffers, series, lookahead, held = wire
-        between, behind = b"".join(map(pack, before)), b"".join(map(pack, (buffers, series, lookahead, held)))
+        _, _, _, *before, arguments, buffers, series, lookahead, held, name = wire
+        between, behind = b"".join(map(pack, before)), b"".join(map(pack, (buffers, series, lookahead, held, name)))
         known = altered(record, arguments=b"")
         if type(record.arguments) is bytes:
             return between, pack(arguments), behind, known

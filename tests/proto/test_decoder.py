@@ -17,7 +17,7 @@ from cs_proto.records import Frame, Record, replace
 
 FIRST = Return((5,), 0, 1, (ApplyPoint(0, "train.py:12", 1, 1, (), 0),), 1, Value(b"loss", ()), None, 2, 2, "c")
 
-RUN = Run((5,), 5, 0, 7, bytes(16), None, True, b"pickle", (), 2, 2)
+RUN = Run((5,), 5, 0, 7, bytes(16), None, True, b"pickle", (), 2, 2, name="module.step")
 
 RETURN = bytes(encode(FIRST)[0][:3])
 
