@@ -55,7 +55,7 @@ test-zeromq: $(VENV)/.installed-dev  ## the tests of whole services again, with 
 test-containers: $(VENV)/.installed-dev  ## docker-compose with a real engine, which is installed and started where that may be
 	@tests/containers/run $(BIN)/python $(if $(IF_POSSIBLE),--if-possible)
 
-test-interop: $(VENV)/.installed-interop  ## replica functions and data of torch, which is installed for it
+test-interop: $(VENV)/.installed-interop  ## replica functions of torch, and data of torch, grain and Hugging Face, which are installed for it
 	@$(BIN)/python -m pytest tests/interop
 
 test-tools: docs  ## a browser reads the documentation site; installed where that may be, else nothing is tested
@@ -124,8 +124,9 @@ $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	@touch $@ $(VENV)/.installed-demo
 
 $(VENV)/.installed-interop: $(VENV)/.installed-dev
-	@echo "installing torch into $(VENV), once"
+	@echo "installing torch, grain and datasets into $(VENV), once"
 	@$(INSTALL) torch==2.13.0
+	@$(INSTALL) -e '.[interop]'
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed-dev

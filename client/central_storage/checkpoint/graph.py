@@ -26,6 +26,7 @@ from central_storage.core.context import get_replica_context, has_strategy, requ
 from central_storage.core.handles import Handle
 from central_storage.data.dataset import Dataset
 from central_storage.data.distributed import DistributedDataset, DistributedFromFunction, DistributedIterator, Place
+from central_storage.data.libraries import packed_state, unpacked_state
 from central_storage.optimizers import Optimizer
 from central_storage.pickling.code_analysis import is_users
 from central_storage.variables.moving_averages import ExponentialMovingAverage
@@ -129,8 +130,8 @@ class _Entry:
     write: Callable[[np.ndarray], object]
     #: Why a value of the right shape and dtype cannot be set, or None.
     fault: Callable[[np.ndarray], str | None] | None = None
-    #: Whether the value is a text, uint8, of another length in every file; only ``fault`` looks at it.
-    is_text: bool = False
+    #: Whether it may have another length in the checkpoint, or be missing there.
+    varies: bool = False
 
 
 @dataclass
@@ -248,7 +249,7 @@ def restore(path: str, objects: Mapping[str, Any], *, strict: bool) -> tuple[Sta
             keys = [also.get(way, way) for way in ways.get(name, [name])]
             there = next((key for key in keys if key in stored.keys), None)
             if there is None:
-                if not name.startswith(_STRATEGY):
+                if not name.startswith(_STRATEGY) and not entry.varies:
                     missing.append(name)
                 elif name.endswith("/steps") and f"{_STRATEGY}/seed" in stored.keys:
                     _log.warning(
@@ -265,7 +266,7 @@ def restore(path: str, objects: Mapping[str, Any], *, strict: bool) -> tuple[Sta
         wrong = [
             fault
             for key, entry in planned
-            if not entry.is_text and (fault := stored.fault(key, entry.dtype, entry.shape))
+            if not entry.varies and (fault := stored.fault(key, entry.dtype, entry.shape))
         ]
         if wrong:
             raise CheckpointError(f"{path} does not fit: {'; '.join(wrong)}. Nothing was restored")
@@ -406,14 +407,16 @@ def _of_data(data: DistributedDataset | DistributedFromFunction | DistributedIte
 
     def place() -> Place:
         orders = [(int(seed), int(begun), bool(is_kept)) for seed, begun, is_kept in parts["shuffles"]]
-        return Place(int(parts["epoch"]), int(parts["position"]), tuple(orders))
+        states = unpacked_state(parts["source"].tobytes()) if "source" in parts else None
+        return Place(int(parts["epoch"]), int(parts["position"]), tuple(orders), states)
 
     def entry(name: str, shape: tuple[int, ...], read: Callable[[], Any]) -> _Entry:
         def fault(value: np.ndarray) -> str | None:
             parts[name] = value
             if name != "shuffles":
                 return None
-            return data.fault(place()) if len(parts) == 3 else "its epoch or its position is missing"
+            is_whole = {"epoch", "position"} <= parts.keys()
+            return data.fault(place()) if is_whole else "its epoch or its position is missing"
 
         def write(value: np.ndarray) -> None:
             if name == "shuffles":
@@ -421,8 +424,20 @@ def _of_data(data: DistributedDataset | DistributedFromFunction | DistributedIte
 
         return _Entry(np.dtype(np.int64), shape, read, write, fault)
 
+    def state_fault(value: np.ndarray) -> str | None:
+        parts["source"] = value
+        try:
+            unpacked_state(value.tobytes())
+        except Exception as error:  # noqa: BLE001  (whatever a wrong file makes the reader raise)
+            return f"it is no position of a source: {error}"
+        return None
+
     count = len(data.orders())
-    return {
+    sources = {}
+    if data.has_states:
+        state = np.frombuffer(packed_state(data.place().states), np.uint8)
+        sources[f"{way}/source"] = _Entry(state.dtype, state.shape, lambda: state, lambda _: None, state_fault, True)
+    return sources | {
         f"{way}/epoch": entry("epoch", (), lambda: data.place().epoch),
         f"{way}/position": entry("position", (), lambda: data.place().position),
         f"{way}/shuffles": entry("shuffles", (count, 3), lambda: np.reshape(data.place().orders, (count, 3))),
@@ -451,7 +466,7 @@ def _of_strategy(strategy: Strategy, way: str) -> dict[str, _Entry]:
             lambda: steps,
             lambda value: controller.set_steps(json.loads(value.tobytes())),
             _fault_of_steps,
-            is_text=True,
+            varies=True,
         ),
     }
 

@@ -1,7 +1,7 @@
 """Options of the strategy's methods, and the argument of a value function.
 
-They keep TensorFlow's names, order and defaults. ``InputOptions`` are honoured by distributed data sets; those of a
-run and of communication are for machines with several hosts or TPUs and change nothing here.
+They keep TensorFlow's names, order and defaults. ``InputOptions`` are honoured by distributed data sets; those of
+communication, and TensorFlow's of a run, are for machines with several hosts or TPUs and change nothing here.
 """
 
 from __future__ import annotations
@@ -40,22 +40,25 @@ class CommunicationImplementation(enum.Enum):
 
 
 class RunOptions(NamedTuple):
-    """Options of ``run``: accepted, and without effect, as in TensorFlow's class.
+    """Options of ``run`` and ``run_steps``. Those of TensorFlow are accepted, and without effect, as in its class.
 
     Args:
         experimental_enable_dynamic_batch_size: Kept.
         experimental_bucketizing_dynamic_shape: Kept.
         experimental_xla_options: Kept.
+        keep_per_replica: Whether every result is a PerReplica, also if the replicas return equal ints or None, and
+            with one replica. Then the type of a result never depends on the data.
 
     Examples:
         >>> import central_storage as cs
-        >>> cs.RunOptions().experimental_enable_dynamic_batch_size
+        >>> cs.RunOptions(keep_per_replica=True).keep_per_replica
         True
     """
 
     experimental_enable_dynamic_batch_size: bool = True
     experimental_bucketizing_dynamic_shape: bool = False
     experimental_xla_options: object = None
+    keep_per_replica: bool = False
 
 
 class _InputFields(NamedTuple):

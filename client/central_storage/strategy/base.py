@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any, NoReturn, Self
 
-from central_storage.core import context, logical_devices
+from central_storage.core import context
 from central_storage.core.backends import Carriage, ControllerBackend
 from central_storage.core.deprecated import warn_deprecated
 from central_storage.core.handles import Handle
@@ -29,12 +29,13 @@ from central_storage.variables.variable import Variable
 from cs_proto.errors import ContextError
 
 from .extended import StrategyExtended
-from .run_steps import LOOKAHEAD, Steps, StepSeries, check
+from .replica_devices import ReplicaDevices
+from .run_steps import LOOKAHEAD, Steps, StepSeries, check, keeps_per_replica
 
 __all__ = ["StrategyBase"]
 
 
-class StrategyBase:
+class StrategyBase(ReplicaDevices):
     """The methods that users call on a strategy."""
 
     # --- defined by a subclass ----------------------------------------------------------------------------------
@@ -89,11 +90,6 @@ class StrategyBase:
     def carrier(self) -> Carriage:
         """An object that copies arrays to memory that the replicas read; by default plain memory."""
         return Carriage()
-
-    def logical_devices_here(self) -> tuple[Sequence[str], logical_devices.Place]:
-        """The devices of the current replica, as full names, and a function that copies an array to one of them."""
-        replica = context.current_replica(self)
-        return (self.devices_by_replica[0], _nowhere) if replica is None else (replica.devices, replica.place)
 
     # --- properties ---------------------------------------------------------------------------------------------
 
@@ -150,17 +146,17 @@ class StrategyBase:
             fn: The replica function.
             args: Its positional arguments, as a list or tuple.
             kwargs: Its keyword arguments.
-            options: Accepted; it changes nothing.
+            options: With ``cs.RunOptions(keep_per_replica=True)`` every result is a PerReplica.
 
         Returns:
-            The results of the replicas. Arrays come back as PerReplica; a value that is equal on all replicas comes
-            back bare. With one replica everything comes back bare.
+            The results of the replicas. Arrays and floats come back as PerReplica; None and equal ints, bools and
+            strings come back bare. With one replica everything comes back bare.
 
         Raises:
             ReplicaError: ``fn`` raised in a replica. The class also derives from the original type, so ``except`` of
                 that type catches it; the replica's traceback is a note.
             ValueError: ``args`` is not a list or tuple.
-            TypeError: ``kwargs`` is not a mapping, or ``fn`` cannot be called.
+            TypeError: ``kwargs`` is not a mapping, ``options`` is not RunOptions, or ``fn`` cannot be called.
             ShippingError: The function or an argument cannot be pickled.
             ResultError: A result is not data.
             MergeMismatchError: The replicas disagree at a merge point.
@@ -184,9 +180,10 @@ class StrategyBase:
             raise TypeError(f"kwargs must be a mapping, not {type(kwargs).__name__}")
         if not callable(fn):
             raise TypeError(f"fn must be callable, not {fn!r}")
+        keep = keeps_per_replica(options)
         arguments = self._arguments(tuple(args), kwargs)
         with context.enter_cross_replica(self):
-            return regroup(self.call(fn, arguments))
+            return regroup(self.call(fn, arguments), keep)
 
     def _arguments(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
@@ -204,6 +201,7 @@ class StrategyBase:
         kwargs: Mapping[str, Any] | None = None,
         *,
         lookahead: int = LOOKAHEAD,
+        options: RunOptions | None = None,
     ) -> Steps:
         """Iterate over the results of ``run(fn, (element,), kwargs)`` for each element, and send steps ahead.
 
@@ -225,6 +223,7 @@ class StrategyBase:
             steps: The largest number of elements; None: all.
             kwargs: Keyword arguments of every call.
             lookahead: The number of steps sent ahead, at most 64. 0 sends each step when its result is wanted.
+            options: As for :meth:`run`.
 
         Returns:
             An iterator over the results, in order.
@@ -249,7 +248,8 @@ class StrategyBase:
         series = self.series(lookahead)
         check(fn, dataset, self.num_replicas_in_sync, steps, kwargs, lookahead)
         send = partial(self._send_step, series, fn, dict(kwargs or {}))
-        return Steps(series, iter(dataset), not isinstance(dataset, DistributedIterator), steps, send)
+        keep = keeps_per_replica(options)
+        return Steps(series, iter(dataset), not isinstance(dataset, DistributedIterator), steps, send, keep)
 
     def _send_step(self, series: StepSeries, fn: Callable[..., Any], kwargs: dict[str, Any], element: Any) -> None:
         """Send the step of one element."""
@@ -432,85 +432,6 @@ class StrategyBase:
         context.require_cross_replica(self, "distribute_datasets_from_function")
         return DistributedFromFunction(dataset_fn, self.num_replicas_in_sync, options, self.carrier)
 
-    # --- the devices of one replica -----------------------------------------------------------------------------
-
-    def experimental_assign_to_logical_device(
-        self, tensor: Any, logical_device_id: int
-    ) -> logical_devices.LogicalTensor:
-        """Put ``tensor`` on one of the replica's devices; read as an array it is unchanged. Called inside a replica
-        function.
-
-        Args:
-            tensor: An array.
-            logical_device_id: The number of the device, from 0.
-
-        Returns:
-            The array with its place.
-
-        Raises:
-            InvalidArgumentError: The replica has no such device (a ValueError).
-            ContextError: Called outside a replica (a RuntimeError).
-
-        Examples:
-            >>> import numpy as np
-            >>> import central_storage as cs
-            >>> with cs.CentralStorageStrategy([("cpu:0", "cpu:1")], in_process=True) as strategy:
-            ...     strategy.run(lambda: np.asarray(strategy.experimental_assign_to_logical_device([1, 2], 1))).tolist()
-            [1, 2]
-        """
-        return logical_devices.assign(tensor, logical_device_id, *self.logical_devices_here())
-
-    def experimental_split_to_logical_devices(
-        self, tensor: Any, partition_dimensions: Sequence[int]
-    ) -> logical_devices.LogicalTensor:
-        """Cut ``tensor`` into equal pieces, one on each of the replica's devices. Called inside a replica function.
-
-        Args:
-            tensor: An array.
-            partition_dimensions: For each axis, the number of parts into which it is cut.
-
-        Returns:
-            The array with its places; read as an array it is unchanged. ``result.pieces`` are in row-major order.
-
-        Raises:
-            InvalidArgumentError: ``partition_dimensions`` is not one int per axis, their product is not the number of
-                the replica's devices, or an axis cannot be cut in this way (a ValueError).
-            ContextError: Called outside a replica (a RuntimeError).
-
-        Examples:
-            >>> import central_storage as cs
-            >>> with cs.CentralStorageStrategy([("cpu:0", "cpu:1")], in_process=True) as strategy:
-            ...     def pieces():
-            ...         return len(strategy.experimental_split_to_logical_devices([1, 2], [2]).pieces)
-            ...
-            ...     strategy.run(pieces)
-            2
-        """
-        return logical_devices.split(tensor, partition_dimensions, *self.logical_devices_here())
-
-    def experimental_replicate_to_logical_devices(self, tensor: Any) -> logical_devices.LogicalTensor:
-        """Put ``tensor`` on each of the replica's devices; read as an array it is unchanged. Called inside a replica
-        function.
-
-        Args:
-            tensor: An array.
-
-        Returns:
-            The array with its places.
-
-        Raises:
-            ContextError: Called outside a replica (a RuntimeError).
-
-        Examples:
-            >>> import numpy as np
-            >>> import central_storage as cs
-            >>> with cs.CentralStorageStrategy([("cpu:0", "cpu:1")], in_process=True) as strategy:
-            ...     place = strategy.experimental_replicate_to_logical_devices
-            ...     strategy.run(lambda: np.asarray(place([1, 2]))).tolist()
-            [1, 2]
-        """
-        return logical_devices.replicate(tensor, *self.logical_devices_here())
-
     # --- older names --------------------------------------------------------------------------------------------
 
     def experimental_run_v2(
@@ -593,7 +514,3 @@ class StrategyBase:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
-
-
-def _nowhere(array: Any, device: str) -> NoReturn:
-    raise ContextError("the devices of a replica can be used only inside a replica function")
