@@ -52,7 +52,7 @@ __all__ = [
 #: Asked when the first element is read ahead.
 FindCarriage = Callable[[], Carriage]
 #: An element of every replica, whether every replica has a share in it, and the states of the sources after it.
-Round = tuple[Any, bool, Any]
+Round = tuple[Any, ...]
 
 
 class Place(NamedTuple):
@@ -471,12 +471,12 @@ class DistributedIterator:
         if self._given_back:
             element = self._given_back.popleft()
         else:
-            element, complete, states = self._read()
+            element, complete, *states = self._read()
             if element is _END or not (complete or incomplete):
                 self.close()
                 return _END
-            if states is not None:
-                self._states[self.position + 1] = states
+            if states and states[0] is not None:
+                self._states[self.position + 1] = states[0]
                 self._states.pop(self.position - MOST_AHEAD, None)
         self.position += 1
         return element
@@ -562,7 +562,7 @@ def _is_alive(reference: Callable[[], object]) -> bool:
 
 
 _END: Any = object()
-_LAST = (_END, True, None)
+_LAST = (_END, True)
 
 
 def refuse_in_replica(what: str) -> None:
