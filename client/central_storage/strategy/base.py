@@ -139,40 +139,40 @@ class StrategyBase(ReplicaDevices):
     ) -> Any:
         """Call ``fn(*args, **kwargs)`` once per replica and regroup the results.
 
-                A PerReplica anywhere in ``args`` or ``kwargs`` is replaced by the replica's component. ``fn`` is sent by value,
-                so captured values are those of this call.
+        A PerReplica anywhere in ``args`` or ``kwargs`` is replaced by the replica's component. ``fn`` is sent by value,
+        so captured values are those of this call.
 
-                Args:
-                    fn: The replica function.
-                    args: Its positional arguments, as a list or tuple.
-                    kwargs: Its keyword arguments.
-                    options: With ``cs.RunOptions(keep_per_replica=True)`` every result is a PerReplica. Anything else is
-                        accepted without effect, as in TensorFlow's class.
+        Args:
+            fn: The replica function.
+            args: Its positional arguments, as a list or tuple.
+            kwargs: Its keyword arguments.
+            options: With ``cs.RunOptions(keep_per_replica=True)`` every result is a PerReplica. Anything else is
+                accepted without effect, as in TensorFlow's class.
 
-                Returns:
-                    The results of the replicas. Arrays and floats come back as PerReplica; None and equal ints, bools and
-                    strings come back bare. With one replica everything comes back bare.
+        Returns:
+            The results of the replicas. Arrays and floats come back as PerReplica; None and equal ints, bools and
+            strings come back bare. With one replica everything comes back bare.
 
-                Raises:
-                    ReplicaError: ``fn`` raised in a replica. The class also derives from the original type, so ``except`` of
-                        that type catches it; the replica's traceback is a note.
-                            ValueError: ``args`` is not a list or tuple.
-                    TypeError: ``kwargs`` is not a mapping, or ``fn`` cannot be called.
-                    ShippingError: The function or an argument cannot be pickled.
-                            ResultError: A result is not data.
-                    MergeMismatchError: The replicas disagree at a merge point.
-                    ReplicaLostError: A process died, and the run could not be repeated.
-                    ContextError: Called inside a replica or another strategy's scope (a RuntimeError).
-                    ShutdownError: Called after ``shutdown()`` (a RuntimeError).
+        Raises:
+            ReplicaError: ``fn`` raised in a replica. The class also derives from the original type, so ``except`` of
+                that type catches it; the replica's traceback is a note.
+            ValueError: ``args`` is not a list or tuple.
+            TypeError: ``kwargs`` is not a mapping, or ``fn`` cannot be called.
+            ShippingError: The function or an argument cannot be pickled.
+            ResultError: A result is not data.
+            MergeMismatchError: The replicas disagree at a merge point.
+            ReplicaLostError: A process died, and the run could not be repeated.
+            ContextError: Called inside a replica or another strategy's scope (a RuntimeError).
+            ShutdownError: Called after ``shutdown()`` (a RuntimeError).
 
-                Examples:
-                    >>> import central_storage as cs
-                    >>> with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as strategy:
-                    ...     strategy.run(lambda x: x + 1, args=(cs.PerReplica([1.0, 2.0]),))
-                    PerReplica:{
-                      0: 2.0,
-                      1: 3.0
-                    }
+        Examples:
+            >>> import central_storage as cs
+            >>> with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as strategy:
+            ...     strategy.run(lambda x: x + 1, args=(cs.PerReplica([1.0, 2.0]),))
+            PerReplica:{
+              0: 2.0,
+              1: 3.0
+            }
         """
         context.require_cross_replica(self, "run")
         if not isinstance(args, (list, tuple)):
