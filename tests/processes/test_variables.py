@@ -52,6 +52,7 @@ def lists(value: Any) -> list[Any]:
 # --- aggregation × synchronization ----------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:synchronization=ON_READ has no effect:UserWarning")
 @pytest.mark.parametrize("synchronization", list(cs.VariableSynchronization))
 @pytest.mark.parametrize(
     ("aggregation", "combined"), [(NONE, None), (SUM, 30.0), (MEAN, 15.0), (FIRST, 10.0)], ids=lambda x: str(x)
