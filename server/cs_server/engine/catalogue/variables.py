@@ -167,7 +167,7 @@ def row(server: State, number: int) -> Variable:
     variable = server.tables.variables.get(number)
     if variable is None:
         raise InvalidArgumentError(
-            f"there is no variable {number}, or no more: one that the script holds no handle of is freed; "
+            f"there is no variable {number}; a variable is freed when the script drops its last handle; "
             + _inventory(server)
         )
     return variable
