@@ -163,10 +163,10 @@ def test_what_makes_no_sense_is_refused_where_it_is_given(kind: str, given: dict
 
 def test_an_unknown_argument_is_a_type_error() -> None:
     with pytest.raises(
-        TypeError, match=r"SGD takes no argument 'decay'; it takes learning_rate, momentum, .*clipnorm, clipvalue"
+        TypeError, match=r"SGD takes no argument 'size'; it takes learning_rate, momentum, .*clipnorm, clipvalue"
     ):
-        cs.optimizers.SGD(0.1, decay=0.1)  # type: ignore[call-arg]
-    for wrong, right in (("lr", "learning_rate"), ("beta2", "beta_2"), ("clip_norm", "clipnorm")):
+        cs.optimizers.SGD(0.1, size=0.1)  # type: ignore[call-arg]
+    for wrong, right in (("learnrate", "learning_rate"), ("beta2", "beta_2"), ("clip_norm", "clipnorm")):
         with pytest.raises(TypeError, match=f"Adam takes no argument '{wrong}'; did you mean {right}?"):
             cs.optimizers.Adam(**{wrong: 0.1})  # type: ignore[arg-type]
 

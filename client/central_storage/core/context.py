@@ -22,6 +22,7 @@ from cs_proto.arithmetic import reduction
 from cs_proto.errors import ContextError, InvalidArgumentError, NotATensorError, UsedScopeError
 
 from . import opening
+from .closed import Closed
 from .deprecated import warn_deprecated
 from .devices import full_name
 from .values import IndexedSlices, ReduceOp, as_reduce_op, convert_to_tensor
@@ -216,7 +217,7 @@ class enter_cross_replica:  # noqa: N801  (a function to its callers; entered at
         _stack.pop()
 
 
-class Scope(AbstractContextManager[S], Generic[S]):
+class Scope(Closed, AbstractContextManager[S], Generic[S]):
     """The result of ``strategy.scope()``: the cross-replica context, refused where it is not allowed. For the default
     strategy it is the default context, as outside every scope.
 
@@ -298,7 +299,7 @@ class enter_replica:  # noqa: N801  (as above)
         self._context.end()
 
 
-class ReplicaContext:
+class ReplicaContext(Closed):
     """What a replica function can ask and do as one of ``num_replicas_in_sync`` replicas.
 
     ``get_replica_context()`` gives it. Using one after its run has ended is a :class:`ContextError`.

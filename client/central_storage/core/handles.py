@@ -14,10 +14,12 @@ from typing import Any, NoReturn
 
 from cs_proto.errors import PeerProtocolError
 
+from .closed import Closed
+
 __all__ = ["Handle", "HandleTable", "handle_id"]
 
 
-class Handle:
+class Handle(Closed):
     """Base of every public object that owns state in the server.
 
     Two handles of one type with equal ids represent the same state, whichever process they come from. Only

@@ -20,6 +20,7 @@ import numpy as np
 import optree
 
 from central_storage.core.backends import Carriage
+from central_storage.core.closed import Closed
 from central_storage.core.context import has_strategy, in_cross_replica_context
 from central_storage.core.options import InputOptions, InputReplicationMode
 from central_storage.core.values import regroup
@@ -66,7 +67,7 @@ class Place(NamedTuple):
     states: Any = None
 
 
-class _Distributed:
+class _Distributed(Closed):
     """What both kinds of distributed data set have in common."""
 
     _sources: list[Any]  # which all look alike
@@ -308,7 +309,7 @@ class DistributedFromFunction(_Distributed):
         return None if spec is None else PerReplicaSpec((spec,) * self._n)
 
 
-class DistributedIterator:
+class DistributedIterator(Closed):
     """The elements of a distributed data set, once. ``iter`` of a distributed data set makes one.
 
     The first element is read when it is asked for. When the second is, a thread begins to read, and stays as many
@@ -536,7 +537,7 @@ class DistributedIterator:
         self._skip = 0
 
 
-class OptionalElement:
+class OptionalElement(Closed):
     """The answer of ``get_next_as_optional``: an element or none."""
 
     def __init__(self, element: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, Self
 
 import numpy as np
 
+from central_storage.core.closed import Closed
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.frozen import frozen, with_changes
 
@@ -52,7 +53,7 @@ class Plan:
     options: Options | None = None
 
 
-class Pipeline:
+class Pipeline(Closed):
     """A sequence of elements that may be iterated again and again."""
 
     __slots__ = ("__weakref__", "plan")

@@ -13,6 +13,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from central_storage.core.closed import Closed
 from central_storage.core.options import RunOptions
 from central_storage.core.pipeline import Arguments
 from central_storage.core.values import regroup
@@ -50,7 +51,7 @@ class StepSeries(Protocol):
         """Wait for all that were sent, or ``cancel`` them."""
 
 
-class Steps:
+class Steps(Closed):
     """What ``run_steps`` returns: an iterator over the results, in order.
 
     It ends with the data set, after ``steps`` steps, with the first step that fails, and when it is left: by ``break``,

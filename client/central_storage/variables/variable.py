@@ -48,6 +48,8 @@ __all__ = ["Variable"]
 
 #: The epoch of a variable that has kept no view, in which no thread reads.
 _NEVER = object()
+#: For the two attributes that a step sets once for each variable: without a look at their names.
+_set = object.__setattr__
 
 
 class _Local:
@@ -341,14 +343,14 @@ class Variable(Handle, ArrayProtocols):
             return self._controller.read(self._number)
         value = replica.view(self._number)
         if reading.epoch is not None:
-            self._view = value  # first: Ctrl-C may come in between
-            self._epoch = reading.epoch
+            _set(self, "_view", value)  # first: Ctrl-C may come in between
+            _set(self, "_epoch", reading.epoch)
         return value
 
     def forget_view(self) -> None:
         """Drop the view that was read last: the next read asks for a new one."""
         if self._epoch is not _NEVER:
-            self._epoch = _NEVER  # first: Ctrl-C may come in between
+            _set(self, "_epoch", _NEVER)  # first: Ctrl-C may come in between
             del self._view
 
     def sparse_read(self, indices: Any, name: str | None = None) -> np.ndarray:

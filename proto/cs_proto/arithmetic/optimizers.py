@@ -71,9 +71,10 @@ _FLAG = _Flag()
 
 #: The bounds of the summed gradient.
 CLIPS = ("clipnorm", "clipvalue", "global_clipnorm")
-#: The hyperparameters that every optimizer takes in addition to its own. ``lazy`` is not TensorFlow's: it leaves alone
-#: the rows that a sparse gradient does not name, which some rules do anyway.
-SHARED: Mapping[str, _Number | _Flag] = {**dict.fromkeys(CLIPS, _NOT_NEGATIVE), "lazy": _FLAG}
+#: The hyperparameters that every optimizer takes in addition to its own. ``decay`` divides the learning rate by
+#: ``1 + decay · iterations``. ``lazy`` is not TensorFlow's: it leaves alone the rows that a sparse gradient does not
+#: name, which some rules do anyway.
+SHARED: Mapping[str, _Number | _Flag] = {**dict.fromkeys(CLIPS, _NOT_NEGATIVE), "decay": _NOT_NEGATIVE, "lazy": _FLAG}
 
 _ADAM = {"learning_rate": _RATE, "beta_1": _DECAY, "beta_2": _DECAY, "epsilon": _NOT_NEGATIVE}
 

@@ -121,8 +121,9 @@ def _ranges_of(
 
 def _at(step: int, optimizer: Optimizer) -> tuple[tuple[str, float], ...]:
     """The hyperparameters of the update that follows ``step`` earlier ones."""
-    schedule = optimizer.schedule
-    if schedule is None:
+    schedule, given = optimizer.schedule, dict(optimizer.hyperparameters)
+    decay = given.get("decay")
+    if schedule is None and not decay:
         return optimizer.hyperparameters
-    now = rate(schedule.kind, schedule.numbers, step)
-    return tuple((name, now if name == "learning_rate" else value) for name, value in optimizer.hyperparameters)
+    now = given["learning_rate"] if schedule is None else rate(schedule.kind, schedule.numbers, step)
+    return tuple({**given, "learning_rate": now / (1 + decay * step) if decay else now}.items())
