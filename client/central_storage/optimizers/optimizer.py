@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsIndex, TypeAlias, TypedDict
 
+import numpy as np
+
 from central_storage.core.context import (
     call_site,
     current_replica,
@@ -297,6 +299,8 @@ class Optimizer(Weights):
         rate = self.learning_rate
         if isinstance(rate, Schedule):
             config["learning_rate"] = {"class_name": type(rate).__name__, "config": rate.get_config()}
+        elif callable(rate):
+            config["learning_rate"] = rate
         return config
 
     @classmethod
