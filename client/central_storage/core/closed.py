@@ -27,7 +27,7 @@ class Closed:
         object.__setattr__(self, name, value)
 
     def _may_add(self, name: str, caller: Any) -> bool:
-        if caller.f_code.co_filename.startswith(_PACKAGE):
+        if name in getattr(self, "__dict__", ()) or caller.f_code.co_filename.startswith(_PACKAGE):
             return True
         cls = type(self)
         is_ours = cls.__module__.partition(".")[0] == __name__.partition(".")[0]

@@ -11,7 +11,7 @@ import numpy as np
 
 from .closed import Closed
 
-__all__ = ["LiveNumber"]
+__all__ = ["Change", "LiveNumber"]
 
 
 class _Owner(Protocol):
@@ -31,11 +31,9 @@ def _both(function: Callable[[Any, Any], Any]) -> tuple[_Operator, _Operator]:
     return lambda self, other: function(self.number, other), lambda self, other: function(other, self.number)
 
 
-def _refused(self: LiveNumber, other: object) -> NoReturn:
-    raise RuntimeError(
-        f"`x += n` would make x a plain number that no longer follows {self.name}; use x.assign_add(n) to change the "
-        f"optimizer, or begin with {'int' if self.is_count else 'float'}(x) for a number of your own"
-    )
+def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[LiveNumber, Any], Change]:
+    """An operator such as ``+=``."""
+    return lambda self, other: Change(self, function(self.number, other))
 
 
 class LiveNumber(Closed):
@@ -67,6 +65,11 @@ class LiveNumber(Closed):
     def number(self) -> int | float:
         """The present value, a Python number."""
         return self._optimizer.number_of(self._key)
+
+    @property
+    def assigned(self) -> int | float:
+        """The number that an assignment of this object means."""
+        return self.number
 
     @property
     def is_count(self) -> bool:
@@ -209,7 +212,13 @@ class LiveNumber(Closed):
     __xor__, __rxor__ = _both(operator.xor)
     __lt__, __gt__ = _both(operator.lt)
     __le__, __ge__ = _both(operator.le)
-    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ifloordiv__ = __imod__ = __ipow__ = _refused
+    __iadd__ = _in_place(operator.add)
+    __isub__ = _in_place(operator.sub)
+    __imul__ = _in_place(operator.mul)
+    __itruediv__ = _in_place(operator.truediv)
+    __ifloordiv__ = _in_place(operator.floordiv)
+    __imod__ = _in_place(operator.mod)
+    __ipow__ = _in_place(operator.pow)
 
     def __eq__(self, other: object) -> Any:
         return self.number == other
@@ -252,3 +261,35 @@ class LiveNumber(Closed):
 
     def __repr__(self) -> str:
         return repr(self.number)
+
+
+class Change(LiveNumber):
+    """What ``+=`` and its kin make: ``optimizer.learning_rate *= 0.5`` assigns it. A name that is bound to it by
+    ``step += 1`` would no longer follow the optimizer, so it cannot be used."""
+
+    __slots__ = ("_result",)
+
+    def __init__(self, changed: LiveNumber, result: int | float) -> None:
+        super().__init__(changed._optimizer, changed._key)  # noqa: SLF001  (one class with its base)
+        self._result = result
+
+    @property
+    def number(self) -> NoReturn:
+        """No number."""
+        raise RuntimeError(self._why())
+
+    @property
+    def assigned(self) -> int | float:
+        """The number after the change."""
+        return self._result
+
+    def _why(self) -> str:
+        return (
+            f"`x += n` made of {self.name} a number that no longer follows the optimizer; use x.assign_add(n) to "
+            f"change the optimizer, or begin with {'int' if self.is_count else 'float'}(x) for a number of your own"
+        )
+
+    def __repr__(self) -> str:
+        return f"<{self._why()}>"
+
+    __str__ = __repr__

@@ -19,7 +19,7 @@ __all__ = ["as_number", "fitting", "fitting_rows"]
 def as_number(kind: str, key: str, value: object) -> float:
     """A hyperparameter as a number, whatever kind of number it is. Its range is checked with all the others."""
     if isinstance(value, LiveNumber):
-        value = value.number
+        value = value.assigned
     if isinstance(value, (np.number, np.bool_)) or (isinstance(value, np.ndarray) and value.ndim == 0):
         value = value.item()
     if isinstance(value, bool) and not is_flag(kind, key):

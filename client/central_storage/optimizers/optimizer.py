@@ -218,7 +218,8 @@ class Optimizer(Weights):
                 f"{self.name}.iterations counts on its own and cannot follow variable {value.name}; for its present "
                 "value, assign int(variable)"
             )
-        count = operator.index(value)
+        given: Any = value.assigned if isinstance(value, LiveNumber) else value
+        count = operator.index(given)
         if not 0 <= count < 1 << 62:
             raise InvalidArgumentError(f"{self.name}.iterations must be at least 0, not {count}")
         if self._strategy is not None:

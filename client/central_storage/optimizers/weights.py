@@ -47,8 +47,8 @@ class Weights(Handle):
         """The names of what the rule keeps beside every variable."""
         raise NotImplementedError
 
-    def slotted_variables(self) -> list[Variable]:
-        """The variables beside which there are slots by now."""
+    def slots(self) -> list[tuple[Variable, str]]:
+        """The variable and the name of each slot that there is by now."""
         raise NotImplementedError
 
     def get_slot(self, var: Variable, slot_name: str) -> Slot:
@@ -59,8 +59,9 @@ class Weights(Handle):
     def weights(self) -> list[Any]:
         """``iterations``, then the slots that there are by now: all of the first name in the order in which their
         variables were made, then all of the next. The names are those of :attr:`slot_names`."""
-        slots = [self.get_slot(var, name) for name in self.slot_names for var in self.slotted_variables()]
-        return _List([self.iterations, *slots])
+        slots = [] if self.strategy is None else self.slots()
+        slots.sort(key=lambda slot: self.slot_names.index(slot[1]))
+        return _List([self.iterations, *(self.get_slot(variable, name) for variable, name in slots)])
 
     @property
     def variables(self) -> Any:
