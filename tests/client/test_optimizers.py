@@ -32,6 +32,7 @@ class Backend:
 
     replica = 0
     replicas = 1
+    ended = None
 
     def __init__(self) -> None:
         self.specs: list[VariableSpec] = []

@@ -64,6 +64,11 @@ class ServiceLink:
         self.parameter_device = ""
         self.compute_devices: tuple[str, ...] = ()
 
+    @property
+    def ended(self) -> str | None:
+        """Why the service has ended; None while it has not."""
+        return self._session.ended
+
     def open(self) -> Self:
         """Say hello to the server, and connect to the workers."""
         self._session.open()

@@ -171,6 +171,10 @@ class ControllerBackend(_Catalogue, Protocol):
     parameter_device: str
     address: str
 
+    @property
+    def ended(self) -> str | None:
+        """Why the service has ended; None while it has not."""
+
     def run(
         self,
         function: Callable[..., Any],

@@ -18,6 +18,7 @@ from central_storage.core.context import (
     has_strategy,
 )
 from central_storage.core.deprecated import warn_deprecated
+from central_storage.core.handles import service_of
 from central_storage.core.live_number import LiveNumber
 from central_storage.core.values import IndexedSlices
 from central_storage.variables.constraints import constraints_after
@@ -32,7 +33,7 @@ from .slots import Slot
 from .weights import Weights
 
 if TYPE_CHECKING:
-    from central_storage.core.backends import ReplicaBackend, Strategy
+    from central_storage.core.backends import ControllerBackend, ReplicaBackend, Strategy
 
 LearningRate: TypeAlias = float | Schedule | Callable[..., float]
 
@@ -223,7 +224,7 @@ class Optimizer(Weights):
         if not 0 <= count < 1 << 62:
             raise InvalidArgumentError(f"{self.name}.iterations must be at least 0, not {count}")
         if self._strategy is not None:
-            self._strategy.controller.configure(self._number, self.kind, {}, None, count)
+            self._controller.configure(self._number, self.kind, {}, None, count)
         self._iterations = count
 
     @property
@@ -241,7 +242,7 @@ class Optimizer(Weights):
         made."""
         if self._strategy is None:
             return list(self._kept)
-        numbers = set(self._strategy.controller.slotted(self._number))
+        numbers = set(self._controller.slotted(self._number))
         slotted = [variable for variable in self._strategy.variables if variable.number in numbers]
         return [(variable, slot) for variable in slotted for slot in self.slot_names]
 
@@ -489,9 +490,14 @@ class Optimizer(Weights):
             raise ContextError(f"variable {owned.name} belongs to another strategy than optimizer {self.name}")
         return owned.number
 
+    @property
+    def _controller(self) -> ControllerBackend:
+        assert self._strategy is not None
+        return service_of(self._strategy, f"optimizer {self.name}")
+
     def _record(self) -> OptimizerRecord:
         assert self._strategy is not None
-        backend = current_replica(self._strategy) or self._strategy.controller
+        backend = current_replica(self._strategy) or self._controller
         return backend.optimizer(self._number)
 
     def _current(self) -> dict[str, float]:
@@ -520,7 +526,7 @@ class Optimizer(Weights):
         check_change(self.kind, self._rule, self._hyperparameters, changed)
         if self._strategy is not None:
             schedule = self._schedule_record() if "learning_rate" in changes else None
-            self._strategy.controller.configure(self._number, self.kind, numbers, schedule, -1)
+            self._controller.configure(self._number, self.kind, numbers, schedule, -1)
         self._hyperparameters = changed
 
     def _refuse_in_replica(self, what: str) -> None:

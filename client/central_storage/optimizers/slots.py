@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from central_storage.core.closed import Closed
 from central_storage.core.context import current_replica
+from central_storage.core.handles import service_of
 from central_storage.variables.variable import Variable
 from cs_proto.errors import ContextError, InvalidArgumentError
+
+if TYPE_CHECKING:
+    from central_storage.core.backends import ControllerBackend
 
 __all__ = ["Slot"]
 
@@ -42,7 +46,7 @@ class Slot(Closed, np.lib.mixins.NDArrayOperatorsMixin):
 
     def value(self) -> np.ndarray:
         """A copy of the current value; in a replica, with this replica's own updates."""
-        backend = current_replica(self._strategy) or self._strategy.controller
+        backend = current_replica(self._strategy) or self._controller
         return backend.slot(self._optimizer, self._variable.number, self._slot)
 
     read_value = value
@@ -61,8 +65,12 @@ class Slot(Closed, np.lib.mixins.NDArrayOperatorsMixin):
             raise InvalidArgumentError(
                 f"slot {self.name} is {self.dtype}{list(self.shape)}, but the value is {array.dtype}{list(array.shape)}"
             )
-        self._strategy.controller.assign_slot(self._optimizer, self._variable.number, self._slot, array)
+        self._controller.assign_slot(self._optimizer, self._variable.number, self._slot, array)
         return self
+
+    @property
+    def _controller(self) -> ControllerBackend:
+        return service_of(self._strategy, f"slot {self.name}")
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """A copy."""

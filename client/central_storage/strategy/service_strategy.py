@@ -18,6 +18,7 @@ from central_storage.core.handles import Handle, HandleTable, handle_id
 from central_storage.core.options import ValueContext
 from central_storage.core.pipeline import Series
 from central_storage.core.random_streams import Streams, function_name
+from central_storage.core.read_only import explain
 from central_storage.core.recovery_options import Recovery
 from central_storage.core.variable_sets import VariableSets
 from central_storage.optimizers import Optimizer, optimizer_of
@@ -435,7 +436,11 @@ class DefaultStrategy(StrategyBase):
             step = self._steps[name]
             self._steps[name] += 1
         with context.enter_replica(self, None, Streams(0, name, step, 0)):
-            return [function(*args, **kwargs)]
+            try:
+                return [function(*args, **kwargs)]
+            except Exception as error:
+                explain(error)
+                raise
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """``value_fn(ValueContext())`` as it is: there is one replica, and it is here."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from typing import Any
 
@@ -12,7 +13,9 @@ from cs_proto.arrays import dtype_name, is_wire_dtype
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.messages import VariableSpec
 
-__all__ = ["check_aggregation", "check_fits", "initial_array", "row_numbers", "warn_on_read"]
+__all__ = ["check_aggregation", "check_fits", "initial_array", "row_numbers", "say_foreign", "warn_on_read"]
+
+_log = logging.getLogger("central_storage.variables")
 
 
 def initial_array(initial_value: Any, dtype: Any) -> np.ndarray:
@@ -80,3 +83,13 @@ def warn_on_read(replicas: int, aggregation: VariableAggregation) -> None:
             UserWarning,
             stacklevel=3,
         )
+
+
+def say_foreign(name: str) -> None:
+    """Log that a function reads a variable of another service."""
+    _log.warning(
+        "variable %s belongs to another service than the strategy that runs this function: its replicas read a copy of "
+        "the value of now, which no update changes; make the variable under this strategy's scope, or pass "
+        "variable.numpy()",
+        name,
+    )

@@ -22,7 +22,7 @@ from central_storage.core.context import (
     reading,
 )
 from central_storage.core.devices import full_name
-from central_storage.core.handles import Handle
+from central_storage.core.handles import Handle, service_of
 from central_storage.core.values import (
     IndexedSlices,
     PerReplica,
@@ -39,7 +39,7 @@ from cs_proto.scatter import write
 from cs_runtime.shared_memory.remote_segment import aligned_copy
 
 from .array_protocols import ArrayProtocols
-from .checks import check_aggregation, check_fits, initial_array, row_numbers, warn_on_read
+from .checks import check_aggregation, check_fits, initial_array, row_numbers, say_foreign, warn_on_read
 
 if TYPE_CHECKING:
     from central_storage.core.backends import ControllerBackend, Strategy
@@ -109,6 +109,8 @@ class Variable(Handle, ArrayProtocols):
         ...     print(total.numpy(), total.shape, total.dtype)
         [2. 4.] (2,) float32
     """
+
+    _is_said_to_be_foreign = False
 
     def __init__(
         self,
@@ -192,6 +194,9 @@ class Variable(Handle, ArrayProtocols):
             self._forget_at_the_end()
 
     def _cs_parts(self) -> tuple[Callable[..., Variable], tuple[VariableSpec, np.ndarray]]:
+        if not self._is_said_to_be_foreign:
+            self._is_said_to_be_foreign = True
+            say_foreign(self.name)
         return _foreign, (self._spec, self.numpy())
 
     def _become(self, strategy: Strategy, record: VariableRecord) -> None:
@@ -584,7 +589,7 @@ class Variable(Handle, ArrayProtocols):
     @property
     def _controller(self) -> ControllerBackend:
         assert self._strategy is not None
-        return self._strategy.controller
+        return service_of(self._strategy, f"variable {self.name}")
 
 
 def _foreign(spec: VariableSpec, value: np.ndarray) -> Variable:

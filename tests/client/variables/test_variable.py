@@ -31,6 +31,7 @@ class Store:
     """Both backends at once: the values of variables, and what was asked of it in a replica."""
 
     replica = 0
+    ended = None
     device = "/job:localhost/replica:0/task:0/device:CPU:0"
 
     def __init__(self, replicas: int = 2) -> None:

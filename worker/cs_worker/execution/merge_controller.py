@@ -75,6 +75,7 @@ class MergeController:
         self.compute_devices = tuple(worker.device for worker in registered.workers)
         self.parameter_device = registered.parameter_device
         self.address = config.run_directory
+        self.ended: str | None = None  # when the service ends, so does the worker
         self._config = config
         self._workers = registered.workers
         self._conversation = conversation
