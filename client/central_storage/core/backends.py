@@ -62,8 +62,8 @@ class Strategy(Protocol):
     def remember(self, handle: Handle) -> None:
         """Let ``handle`` be the one object for its number in this process."""
 
-    def claim(self, average: object, name: str) -> str:
-        """A name that no other moving average has or had."""
+    def claim(self, owner: object, name: str) -> str:
+        """A name that no other moving average and no other accumulator has or had."""
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Call ``fn`` once per replica."""

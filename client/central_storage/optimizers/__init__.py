@@ -1,6 +1,7 @@
 """Optimizers: objects in the client that name an update rule, its numbers and its slots in the server."""
 
 from . import schedules
+from .accumulator import GradientAccumulator
 from .adagrad import Adadelta, Adagrad
 from .adam import Adam, Adamax, AdamW, Nadam
 from .ftrl import Ftrl
@@ -17,6 +18,7 @@ __all__ = [
     "AdamW",
     "Adamax",
     "Ftrl",
+    "GradientAccumulator",
     "Nadam",
     "Optimizer",
     "RMSprop",

@@ -65,8 +65,8 @@ class StrategyBase(ReplicaDevices):
         """Every variable of the strategy; the default strategy has none."""
         return ()
 
-    def claim(self, average: object, name: str) -> str:
-        """A name that no other moving average of this strategy has or had."""
+    def claim(self, owner: object, name: str) -> str:
+        """A name that no other moving average and no other accumulator of this strategy has or had."""
         return name
 
     def remember(self, handle: Handle) -> None:

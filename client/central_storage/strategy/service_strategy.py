@@ -22,6 +22,7 @@ from central_storage.core.read_only import explain
 from central_storage.core.recovery_options import Recovery
 from central_storage.core.variable_sets import VariableSets
 from central_storage.optimizers import Optimizer, optimizer_of
+from central_storage.variables.moving_averages import ExponentialMovingAverage
 from central_storage.variables.variable import Variable
 from cs_proto import messages
 from cs_proto.errors import ConfigurationError, ContextError, ShutdownError
@@ -142,7 +143,7 @@ class CentralStorageStrategy(StrategyBase, Handle):
         self._parameter_device = parameter_device
         self._optimizers: list[ref[Optimizer]] = []  # gone through at every run
         self._lock = threading.Lock()  # replicas of one process make optimizers, too
-        self._averages: WeakValueDictionary[str, Any] = WeakValueDictionary()
+        self._averages: WeakValueDictionary[str, ExponentialMovingAverage] = WeakValueDictionary()
         self._claimed: set[str] = set()
         self._variable_sets = VariableSets()
         self._handles = HandleTable(
@@ -223,12 +224,13 @@ class CentralStorageStrategy(StrategyBase, Handle):
             raise ContextError(f"{handle!r} belongs to another strategy and cannot be used in a replica of this one")
         return handle_id(handle)
 
-    def claim(self, average: object, name: str) -> str:
-        """A name that no other moving average of this strategy has or had."""
+    def claim(self, owner: object, name: str) -> str:
+        """A name that no other moving average and no other accumulator of this strategy has or had."""
         names = itertools.chain([name], (f"{name}.{n}" for n in itertools.count(1)))
         free = next(each for each in names if each not in self._claimed)
         self._claimed.add(free)
-        self._averages[free] = average
+        if isinstance(owner, ExponentialMovingAverage):
+            self._averages[free] = owner
         return free
 
     def _handle_of(self, record: messages.Variable) -> Variable:
