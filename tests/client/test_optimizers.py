@@ -53,7 +53,13 @@ class Backend:
         return self.optimizers[number]
 
     def configure(
-        self, number: int, kind: str, given: Mapping[str, float], schedule: Schedule | None, iterations: int
+        self,
+        number: int,
+        kind: str,
+        given: Mapping[str, float],
+        schedule: Schedule | None,
+        iterations: int,
+        exempt: tuple[str, ...] | None = None,
     ) -> int:
         self.configured.append((number, dict(given), schedule, iterations))
         if not number:
@@ -62,6 +68,7 @@ class Backend:
         else:
             made = self.optimizers[number]
             made = replace(made, hyperparameters=tuple({**dict(made.hyperparameters), **given}.items()))
+        made = made if exempt is None else replace(made, exempt=exempt)
         self.optimizers[number] = made if iterations < 0 else replace(made, iterations=iterations)
         return number
 
@@ -138,7 +145,7 @@ def test_a_variable_that_gets_a_constraint_is_looked_at_again(s: CentralStorageS
 def test_constructors_name_what_the_table_knows(kind: str) -> None:
     cls = getattr(cs.optimizers, kind)
     parameters = list(inspect.signature(cls).parameters)
-    assert set(parameters) - {"name", "shared"} == set(OPTIMIZERS[kind].hyperparameters)
+    assert set(parameters) - {"name", "shared", "exclude_from_weight_decay"} == set(OPTIMIZERS[kind].hyperparameters)
     assert parameters[0] == "learning_rate"
     optimizer = cls()
     assert optimizer.name == kind
@@ -297,6 +304,29 @@ def test_what_needs_a_tape_is_refused_with_the_way_to_do_it(s: CentralStorageStr
     for refused in (lambda: optimizer.minimize(lambda: 1.0, [w]), lambda: optimizer.get_gradients(1.0, [w])):
         with pytest.raises(NotImplementedError, match=r"compute the gradients .* optimizer.apply_gradients\(zip"):
             refused()
+
+
+def test_names_are_excluded_from_weight_decay(s: CentralStorageStrategy, backend: Backend) -> None:
+    w = variable(s, 2)
+    with s.scope():
+        first = cs.optimizers.AdamW(exclude_from_weight_decay=["bias", "LayerNorm"])
+        second = cs.optimizers.AdamW()
+    second.exclude_from_weight_decay(var_list=[w], var_names=["bias$"])
+    assert [record.exempt for record in backend.optimizers.values()] == [("bias", "LayerNorm"), ("^w$", "bias$")]
+    assert cs.optimizers.AdamW.from_record(s, backend.optimizer(2)).get_config() == second.get_config()
+    again = cs.optimizers.AdamW.from_config(first.get_config())
+    assert again.get_config()["exclude_from_weight_decay"] == ["bias", "LayerNorm"]
+    second.exclude_from_weight_decay()
+    assert backend.optimizer(2).exempt == ()
+    with pytest.raises(InvalidArgumentError, match=r"AdamW: 'bias\(' is no regular expression"):
+        cs.optimizers.AdamW(exclude_from_weight_decay=["bias("])
+    with pytest.raises(TypeError, match=r"takes a list of patterns, not the text 'bias': pass \['bias'\]"):
+        second.exclude_from_weight_decay(var_names="bias")
+    with pytest.raises(ContextError, match="variable Variable belongs to no strategy yet"):
+        second.exclude_from_weight_decay([cs.Variable(1.0)])
+    backend.slotted_numbers = (w.number,)
+    with pytest.raises(InvalidArgumentError, match="AdamW has made updates already"):
+        second.exclude_from_weight_decay(var_names=["bias"])
 
 
 # --- schedules --------------------------------------------------------------------------------------------------------

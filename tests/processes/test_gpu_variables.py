@@ -37,13 +37,13 @@ def two(gpus: StandInGpus) -> Iterator[cs.CentralStorageStrategy]:
         yield connected(strategy)
 
 
-def train(strategy: cs.CentralStorageStrategy, **optimizer_arguments: Any) -> list[np.ndarray]:
+def train(strategy: cs.CentralStorageStrategy, kind: str = "Adam", **optimizer_arguments: Any) -> list[np.ndarray]:
     """A dense variable, a table, and a count; what they and a slot are in the end."""
     with strategy.scope():
-        w = cs.Variable(np.linspace(-1, 1, 300, dtype=F32).reshape(30, 10))
-        table = cs.Variable(np.ones((50, 10), F32))
+        w = cs.Variable(np.linspace(-1, 1, 300, dtype=F32).reshape(30, 10), name="w")
+        table = cs.Variable(np.ones((50, 10), F32), name="table")
         count = cs.Variable(0, dtype="int64", aggregation=cs.VariableAggregation.SUM)
-        optimizer = cs.optimizers.Adam(0.1, **optimizer_arguments)
+        optimizer = getattr(cs.optimizers, kind)(0.1, **optimizer_arguments)
 
     def step(x: Any, ids: Any) -> float:
         rows = cs.nn.embedding_lookup(table, ids)
@@ -64,12 +64,23 @@ def train(strategy: cs.CentralStorageStrategy, **optimizer_arguments: Any) -> li
     return [w.numpy(), table.numpy(), count.numpy(), slot.numpy(), np.array(losses)]
 
 
-@pytest.mark.parametrize("bound", [{}, pytest.param({"clipnorm": 0.1}, marks=pytest.mark.slow)])
-def test_training_gives_what_it_gives_on_a_cpu(two: cs.CentralStorageStrategy, bound: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        pytest.param({"clipnorm": 0.1}, marks=pytest.mark.slow),
+        {"kind": "AdamW", "weight_decay": 0.5, "exclude_from_weight_decay": ["^w"]},
+        pytest.param(
+            {"kind": "AdamW", "weight_decay": 0.5, "exclude_from_weight_decay": ["table"], "amsgrad": True},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_training_gives_what_it_gives_on_a_cpu(two: cs.CentralStorageStrategy, given: dict[str, Any]) -> None:
     with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], "cpu:0", in_process=True) as on_cpu:
-        expected = train(on_cpu, **bound)
-    for ours, theirs in zip(train(two, **bound), expected, strict=True):
-        if bound:  # a norm is added up in another order
+        expected = train(on_cpu, **given)
+    for ours, theirs in zip(train(two, **given), expected, strict=True):
+        if "clipnorm" in given:  # a norm is added up in another order
             np.testing.assert_allclose(ours, theirs, rtol=1e-5)
         else:
             np.testing.assert_array_equal(ours, theirs)

@@ -372,3 +372,38 @@ def test_a_kept_count_ends_a_loop_and_is_saved(two: cs.CentralStorageStrategy, t
     assert (step, rate) == (3, 0.5)
     for found, wanted in zip(adam.get_weights(), weights, strict=True):
         assert found.tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize("given", [{}, {"amsgrad": True}, {"global_clipnorm": 0.5}, {"clipvalue": 0.25}])
+def test_a_variable_that_is_excluded_from_weight_decay_is_updated_as_by_adam(
+    given: dict[str, Any], two: cs.CentralStorageStrategy
+) -> None:
+    shapes = {"kernel": (3, 2), "bias": (5,), "scale": (4,), "table": (6, 2), "table_bias": (6, 2)}
+
+    def train(kind: str, **more: Any) -> dict[str, list[np.ndarray]]:
+        with two.scope():
+            made = {name: cs.Variable(np.ones(shape, F32), name=f"{kind}/{name}") for name, shape in shapes.items()}
+            optimizer = getattr(cs.optimizers, kind)(0.1, **given, **more)
+
+        def step(t: int) -> None:
+            random = np.random.default_rng([t, int(cs.get_replica_context().replica_id_in_sync_group)])
+            pairs: list[tuple[Any, cs.Variable]] = []
+            for name, variable in made.items():
+                gradient = random.normal(size=variable.shape).astype(F32)
+                is_sparse = name.startswith("table")
+                pairs.append((cs.IndexedSlices(gradient[:2], [1, 4]) if is_sparse else gradient, variable))
+            optimizer.apply_gradients(pairs)
+
+        for t in range(3):
+            two.run(step, (t,))
+        return {
+            name: [w.numpy(), *(optimizer.get_slot(w, slot).numpy() for slot in optimizer.slot_names)]
+            for name, w in made.items()
+        }
+
+    adam, adamw = train("Adam"), train("AdamW", weight_decay=0.5)
+    found = train("AdamW", weight_decay=0.5, exclude_from_weight_decay=["bias", "scale"])
+    for name, arrays in found.items():
+        wanted = (adam if "bias" in name or name == "scale" else adamw)[name]
+        assert [array.tobytes() for array in arrays] == [array.tobytes() for array in wanted], name
+        assert adam[name][0].tobytes() != adamw[name][0].tobytes()

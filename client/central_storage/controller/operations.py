@@ -206,11 +206,14 @@ class ServiceLink:
         hyperparameters: Mapping[str, float],
         schedule: Schedule | None,
         iterations: int,
+        exempt: tuple[str, ...] | None = None,
     ) -> int:
         """Make an optimizer (``number`` 0) or change one; its number."""
         with self._operation():
             pairs = tuple(hyperparameters.items())
-            request = messages.Configure(self._client, self._number(), number, kind, pairs, schedule, iterations)
+            request = messages.Configure(
+                self._client, self._number(), number, kind, pairs, schedule, iterations, exempt
+            )
             return self._ask(request, messages.Done).number
 
     def slot(self, optimizer: int, variable: int, slot: str) -> np.ndarray:

@@ -200,9 +200,11 @@ class ControllerBackend(_Catalogue, Protocol):
         hyperparameters: Mapping[str, float],
         schedule: Schedule | None,
         iterations: int,
+        exempt: tuple[str, ...] | None = None,
     ) -> int:
-        """Make an optimizer (``number`` 0), or change some of its hyperparameters, its schedule or its iterations
-        (-1: not them); its number. A learning rate without a schedule ends the schedule there was."""
+        """Make an optimizer (``number`` 0), or change some of its hyperparameters, its schedule, its iterations (-1:
+        not them) or the patterns of the names that are exempt from weight decay (None: not them); its number. A
+        learning rate without a schedule ends the schedule there was."""
 
     def slotted(self, optimizer: int) -> tuple[int, ...]:
         """The numbers of the variables beside which an optimizer has slots."""

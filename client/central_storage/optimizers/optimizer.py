@@ -23,7 +23,7 @@ from central_storage.core.live_number import LiveNumber
 from central_storage.core.values import IndexedSlices
 from central_storage.variables.constraints import constraints_after
 from central_storage.variables.variable import Variable
-from cs_proto.arithmetic.optimizers import CLIPS, SLOTS, check_change, is_flag, rule_of
+from cs_proto.arithmetic.optimizers import CLIPS, SLOTS, check_change, check_exempt, is_flag, rule_of
 from cs_proto.errors import ContextError, InvalidArgumentError
 from cs_proto.messages import Optimizer as OptimizerRecord
 
@@ -100,7 +100,12 @@ class Optimizer(Weights):
     kind: ClassVar[str]
 
     def __init__(
-        self, name: str | None, learning_rate: LearningRate, shared: Mapping[str, Any], **own: float | bool
+        self,
+        name: str | None,
+        learning_rate: LearningRate,
+        shared: Mapping[str, Any],
+        exempt: tuple[str, ...] = (),
+        **own: float | bool,
     ) -> None:
         unknown = [key for key in shared if key not in Shared.__annotations__]
         if unknown:
@@ -115,12 +120,14 @@ class Optimizer(Weights):
         self._iterations = 0
         #: The slots that a checkpoint brought before there was a strategy to hold them.
         self._kept: dict[tuple[Variable, str], np.ndarray] = {}
+        self._exempt = exempt
         self._rate = learning_rate if callable(learning_rate) else None
         rate = self._rate_at(0) if self._rate is not None else learning_rate
         self._hyperparameters = {
             key: as_number(self.kind, key, value) for key, value in ({"learning_rate": rate} | own | given).items()
         }
         self._rule = rule_of(self.kind, self._hyperparameters)
+        check_exempt(self.kind, self._rule, exempt)
         if has_strategy():
             if get_replica_context() is not None:
                 raise ContextError(
@@ -146,6 +153,7 @@ class Optimizer(Weights):
         self._number = record.number
         self._iterations = 0
         self._kept = {}
+        self._exempt = record.exempt
         self._rate = None if record.schedule is None else schedule_of(record.schedule)
         self._hyperparameters = dict(record.hyperparameters)
         self._rule = record.rule
@@ -158,7 +166,7 @@ class Optimizer(Weights):
         if self._strategy is not None:
             raise ContextError(f"optimizer {self.name} belongs to another strategy; make one for each")
         self._number = strategy.controller.configure(
-            0, self.kind, self._hyperparameters, self._schedule_record(), self._iterations
+            0, self.kind, self._hyperparameters, self._schedule_record(), self._iterations, self._exempt
         )
         self._strategy = strategy
         strategy.remember(self)

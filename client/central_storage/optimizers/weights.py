@@ -117,7 +117,13 @@ class Weights(Handle):
             target.assign(value.astype(target.dtype))
 
     def get_slot_names(self) -> list[str]:
-        """As :attr:`slot_names`."""
+        """As :attr:`slot_names`.
+
+        Examples:
+            >>> import central_storage as cs
+            >>> cs.optimizers.Adam().get_slot_names()
+            ['m', 'v']
+        """
         return self.slot_names
 
     def build(self, var_list: Iterable[Variable]) -> None:
@@ -155,6 +161,12 @@ class Weights(Handle):
 
         Raises:
             NotImplementedError: Always; the error says what to call instead.
+
+        Examples:
+            >>> import central_storage as cs
+            >>> sgd = cs.optimizers.SGD(0.5)
+            >>> def step(w, x):  # in place of sgd.minimize(lambda: (w * x) ** 2, [w])
+            ...     sgd.apply_gradients([(2 * w * x * x, w)])
         """
         self._refuse("minimize")
 
@@ -167,6 +179,14 @@ class Weights(Handle):
 
         Raises:
             NotImplementedError: Always.
+
+        Examples:
+            >>> import central_storage as cs
+            >>> try:
+            ...     cs.optimizers.SGD().get_gradients(None, [])
+            ... except NotImplementedError as error:
+            ...     print(str(error)[:43])
+            SGD.get_gradients needs a gradient tape, wh
         """
         self._refuse("get_gradients")
 

@@ -44,8 +44,9 @@ class Assign(Record):
 
 @record(32)
 class Configure(Record):
-    """Make an optimizer (``optimizer`` 0) or change some of its hyperparameters, its ``schedule`` or its
-    ``iterations`` (-1: as they are). A learning rate without a schedule ends the schedule there was."""
+    """Make an optimizer (``optimizer`` 0) or change some of its hyperparameters, its ``schedule``, its ``iterations``
+    (-1: as they are) or what is ``exempt`` from weight decay (None: as it is). A learning rate without a schedule ends
+    the schedule there was."""
 
     client: str
     sequence: Count
@@ -54,6 +55,7 @@ class Configure(Record):
     hyperparameters: tuple[tuple[str, Finite], ...]
     schedule: Schedule | None
     iterations: Annotated[int, Range(-1, (1 << 62) - 1)]
+    exempt: tuple[str, ...] | None = None
 
 
 @record(33)

@@ -138,7 +138,13 @@ def _act(
         return Done(record.sequence, variables.free(server, record.variables), 0)
     else:
         optimizer = optimizers.configure(
-            server, record.optimizer, record.kind, dict(record.hyperparameters), record.schedule, record.iterations
+            server,
+            record.optimizer,
+            record.kind,
+            dict(record.hyperparameters),
+            record.schedule,
+            record.iterations,
+            record.exempt,
         )
         return Done(record.sequence, optimizer.number, optimizer.iterations)
     commits.submit(server, Job("request", (), 0, number, key[0], key[1], ()))

@@ -190,13 +190,16 @@ class MergeController:
         hyperparameters: Mapping[str, float],
         schedule: Schedule | None,
         iterations: int,
+        exempt: tuple[str, ...] | None = None,
     ) -> int:
         """Make an optimizer (``number`` 0) or change one; its number."""
         token = self._token("setting up an optimizer")
         with self._interrupts.own_code():
             pairs = tuple(hyperparameters.items())
             token.sequence += 1
-            request = messages.Configure(token.client, token.sequence, number, kind, pairs, schedule, iterations)
+            request = messages.Configure(
+                token.client, token.sequence, number, kind, pairs, schedule, iterations, exempt
+            )
             return self._catalogue.ask(request, token.sequence, messages.Done).number
 
     def slot(self, optimizer: int, variable: int, slot: str) -> np.ndarray:

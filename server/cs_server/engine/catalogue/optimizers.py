@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 import numpy as np
 
 from cs_proto import segment_names
-from cs_proto.arithmetic.optimizers import SLOTS, check_change, rule_of
+from cs_proto.arithmetic.optimizers import SLOTS, WITHOUT_DECAY, check_change, check_exempt, rule_of
 from cs_proto.arithmetic.schedules import Schedule
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import InvalidArgumentError
@@ -41,8 +41,10 @@ def configure(
     hyperparameters: Mapping[str, float],
     schedule: Schedule | None = None,
     iterations: int = -1,
+    exempt: tuple[str, ...] | None = None,
 ) -> Optimizer:
-    """Make an optimizer (``number`` 0), or change its hyperparameters, its schedule or its iterations (-1: keep them).
+    """Make an optimizer (``number`` 0), or change its hyperparameters, its schedule, its iterations (-1: keep them) or
+    what is exempt from weight decay (None: keep it).
 
     Raises InvalidArgumentError if its kind cannot take them. An optimizer keeps its rule.
     """
@@ -53,16 +55,20 @@ def configure(
         before = dict(known.hyperparameters)
         given = {**before, **hyperparameters}
         check_change(kind, known.rule, before, given)
+        check_exempt(kind, known.rule, exempt or ())
         if schedule is None and "learning_rate" not in hyperparameters:
             schedule = known.schedule
         made = replace(known, hyperparameters=tuple(given.items()), schedule=schedule)
     else:
         rule = rule_of(kind, hyperparameters)
+        check_exempt(kind, rule, exempt or ())
         server.tables.tally.optimizers += 1
         number = server.tables.tally.optimizers
         made = Optimizer(number, kind, rule, tuple(hyperparameters.items()), schedule, 0)
     server.tables.optimizers[number] = made = replace(
-        made, iterations=made.iterations if iterations < 0 else iterations
+        made,
+        iterations=made.iterations if iterations < 0 else iterations,
+        exempt=made.exempt if exempt is None else exempt,
     )
     return made
 
@@ -134,7 +140,8 @@ def kernels(server: State) -> list[LoadKernel]:
 
 def _kernels_of(server: State, optimizer: Optimizer, numbers: Iterable[int]) -> list[LoadKernel]:
     dtypes = {variables.row(server, number).spec.dtype for number in numbers}
-    return [LoadKernel(optimizer.rule, dtype) for dtype in sorted(dtypes) if slabs.on_device(server, dtype, 1)]
+    rules = [optimizer.rule, *([WITHOUT_DECAY[optimizer.rule]] if optimizer.exempt else [])]
+    return [LoadKernel(r, dtype) for dtype in sorted(dtypes) if slabs.on_device(server, dtype, 1) for r in rules]
 
 
 def slots(server: State, optimizer: int, variable: int) -> tuple[tuple[tuple[str, Array], ...], tuple[SlotFill, ...]]:
