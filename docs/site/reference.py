@@ -26,7 +26,8 @@ INTERNAL = {
     "aio.Observer": "open",
     "data.TensorSpec": "admits",
     "metrics.Metric": "adopt",
-    "optimizers.Optimizer": "from_record adopt slots slot_value set_slot evaluate_schedule",
+    "optimizers.GradientAccumulator": "adopt",
+    "optimizers.Optimizer": "from_record adopt slots slot_value set_slot evaluate_schedule number_of",
     "train.ExponentialMovingAverage": "start adopt",
 }
 #: The same for every class: the name of a rule or schedule in the tables of the protocol, and its record.

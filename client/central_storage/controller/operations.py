@@ -39,7 +39,7 @@ _FREED_AT_ONCE = 10_000
 
 
 class ServiceLink:
-    """One controller session. Operations of several threads come one after the other."""
+    """One controller session, as a facade. Operations of several threads come one after the other."""
 
     def __init__(
         self,

@@ -16,13 +16,14 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from cs_proto.arithmetic.schedules import Schedule
+from cs_proto.errors import ShutdownError
 from cs_proto.messages import AssignOp, Counters, Optimizer, ReduceOpName, Variable, VariableSpec, WriteOp
 
 from .handles import Handle
 from .pipeline import Series
 from .variable_sets import Numbers, VariableSets
 
-__all__ = ["Carriage", "ControllerBackend", "ReplicaBackend", "ServiceBackend", "Strategy"]
+__all__ = ["Carriage", "ControllerBackend", "ReplicaBackend", "ServiceBackend", "Strategy", "service_of"]
 
 
 class Carriage(NamedTuple):
@@ -249,3 +250,16 @@ class ServiceBackend(ControllerBackend, Protocol):
     ) -> None:
         """How handles become objects, how handles and composites are named, and which object somebody holds.
         The strategy over this link says it once."""
+
+
+def service_of(strategy: Strategy, what: str) -> ControllerBackend:
+    """The seam to the service that has ``what``. Where that service has ended, raises ShutdownError, which names
+    ``what``: there may be a newer strategy, which is another service."""
+    backend = strategy.controller
+    if backend.ended is not None:
+        raise ShutdownError(
+            f"{what} belongs to another service than a strategy made since, and that service has ended "
+            f"({backend.ended}): make a new CentralStorageStrategy if there is none yet, make {what} again under its "
+            "scope, and restore the value from a checkpoint"
+        )
+    return backend

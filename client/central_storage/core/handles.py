@@ -10,16 +10,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from cs_proto.errors import PeerProtocolError, ShutdownError
+from cs_proto.errors import PeerProtocolError
 
 from .closed import Closed
 
-if TYPE_CHECKING:
-    from .backends import ControllerBackend, Strategy
-
-__all__ = ["Handle", "HandleTable", "handle_id", "service_of"]
+__all__ = ["Handle", "HandleTable", "handle_id"]
 
 
 class Handle(Closed):
@@ -53,19 +50,6 @@ class Handle(Closed):
             f"this {what} refers to state in its service and cannot be pickled or copied, except in the functions and "
             "arguments that strategy.run sends; pickle values instead, e.g. v.numpy()"
         )
-
-
-def service_of(strategy: Strategy, what: str) -> ControllerBackend:
-    """The seam to the service that has ``what``. Where that service has ended, raises ShutdownError, which names
-    ``what``: there may be a newer strategy, which is another service."""
-    backend = strategy.controller
-    if backend.ended is not None:
-        raise ShutdownError(
-            f"{what} belongs to another service than a strategy made since, and that service has ended "
-            f"({backend.ended}): make a new CentralStorageStrategy if there is none yet, make {what} again under its "
-            "scope, and restore the value from a checkpoint"
-        )
-    return backend
 
 
 def handle_id(handle: Handle) -> tuple[str, int]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsIndex, TypeAlias,
 
 import numpy as np
 
+from central_storage.core.backends import service_of
 from central_storage.core.context import (
     call_site,
     current_replica,
@@ -18,7 +19,6 @@ from central_storage.core.context import (
     has_strategy,
 )
 from central_storage.core.deprecated import warn_deprecated
-from central_storage.core.handles import service_of
 from central_storage.core.live_number import LiveNumber
 from central_storage.core.values import IndexedSlices
 from central_storage.variables.constraints import constraints_after

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from central_storage.core.backends import service_of
 from central_storage.core.context import (
     call_site,
     current_replica,
@@ -22,7 +23,7 @@ from central_storage.core.context import (
     reading,
 )
 from central_storage.core.devices import full_name
-from central_storage.core.handles import Handle, service_of
+from central_storage.core.handles import Handle
 from central_storage.core.values import (
     IndexedSlices,
     PerReplica,

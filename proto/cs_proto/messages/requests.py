@@ -44,9 +44,8 @@ class Assign(Record):
 
 @record(32)
 class Configure(Record):
-    """Make an optimizer (``optimizer`` 0) or change some of its hyperparameters, its ``schedule``, its ``iterations``
-    (-1: as they are) or what is ``exempt`` from weight decay (None: as it is). A learning rate without a schedule ends
-    the schedule there was."""
+    """Make an optimizer (``optimizer`` 0) or change some of its hyperparameters, its ``schedule``, ``iterations`` (-1:
+    keep) or ``exempt`` names (None: keep). A learning rate without a schedule ends the schedule there was."""
 
     client: str
     sequence: Count
