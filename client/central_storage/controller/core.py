@@ -296,8 +296,9 @@ class ControllerCore:
         for wait in self._waits:
             if isinstance(wait, Question) and wait.answers(record):
                 wait.answer, wait.is_over = record, True
-                if isinstance(wait.request, messages.Free) and not isinstance(record, Refused):
-                    return self._to_workers(messages.Forget(wait.request.variables))
+                if isinstance(wait.request, messages.Free) and isinstance(record, messages.Done):
+                    asked = wait.request
+                    return self._to_workers(messages.Forget(asked.variables, asked.optimizers, record.renamed))
                 return []
             if isinstance(wait, Settling) and type(record) is Counters and record.request == wait.cancelled:
                 wait.workers_know = True

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from central_storage.core.composites import Composite
-from central_storage.core.handles import Handle
+from central_storage.core.handles import Handle, Hold
 from central_storage.core.pipeline import Arguments, Series
 from central_storage.pickling.function import Function, Pickled
 from central_storage.pickling.pickler import Adopt, digest, dump_arguments, dump_function
@@ -44,10 +44,10 @@ class Runs:
         session, core = self._session, self._session.core
         core.refuse_lost()
         moment("begun")
-        data, name, handles = self._pickle(function)
+        data, name, holds = self._pickle(function)
         frozen = isinstance(function, Function)
         # A frozen function lives on in the workers, where it may keep what it is given.
-        adopt = partial(self._adopt_into, handles) if frozen else self.adopt
+        adopt = partial(self._adopt_into, holds) if frozen else self.adopt
         # Placed when all is pickled: what is adopted meanwhile may be brought by way of the arena, too.
         pickles = [dump_arguments(args, kwargs, adopt, _in_place) for args, kwargs in arguments]
         moment("pickled")
@@ -96,13 +96,15 @@ class Runs:
     def _pickle(self, function: Callable[..., Any]) -> Pickled:
         if isinstance(function, Function):
             return function.pickle_for(self, self._pickle)
-        handles: dict[int, object] = {}
-        data = dump_function(function, partial(self._adopt_into, handles))
-        return Pickled(data, digest(data), handles)
+        holds: set[Hold] = set()
+        data = dump_function(function, partial(self._adopt_into, holds))
+        return Pickled(data, digest(data), holds)
 
-    def _adopt_into(self, handles: dict[int, object], handle: Handle | Composite) -> tuple[str, int]:
-        handles[id(handle)] = handle
-        return self.adopt(handle)
+    def _adopt_into(self, holds: set[Hold], handle: Handle | Composite) -> tuple[str, int]:
+        number = self.adopt(handle)
+        if isinstance(handle, Handle) and (hold := handle._cs_hold) is not None:  # noqa: SLF001  (not the handle itself, which holds its strategy)
+            holds.add(hold)
+        return number
 
 
 def _in_place(data: memoryview) -> memoryview:

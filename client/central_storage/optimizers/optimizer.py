@@ -149,6 +149,7 @@ class Optimizer(Handle):
         )
         self._strategy = strategy
         strategy.remember(self)
+        self._cs_keep(strategy.controller.forget)
 
     def _cs_handle(self) -> tuple[str, int]:
         return ("optimizer", self._number)
@@ -236,7 +237,7 @@ class Optimizer(Handle):
         if slot_name not in SLOTS[self._rule]:
             has = ", ".join(SLOTS[self._rule]) or "none"
             raise InvalidArgumentError(f"{self.name} has no slot {slot_name!r}; its slots: {has}")
-        return Slot(self._number, var, slot_name)
+        return Slot(self, var, slot_name)
 
     def get_config(self) -> dict[str, Any]:
         """The name and the hyperparameters as :meth:`from_config` takes them.

@@ -8,16 +8,18 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any, NamedTuple
 
+from central_storage.core.handles import Hold
+
 __all__ = ["Function", "Pickled", "function"]
 
 
 class Pickled(NamedTuple):
-    """A pickled function, its digest, and the handles in it by identity. The handles are held, so that their variables
-    exist for as long as the function is sent."""
+    """A pickled function, its digest, and what keeps the variables and optimizers in it, for as long as the function is
+    sent."""
 
     data: bytes
     digest: bytes
-    handles: dict[int, object]
+    holds: set[Hold]
 
 
 class Function:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NoReturn, Self
+from weakref import ref
 
 from central_storage.core import context, logical_devices
 from central_storage.core.backends import Carriage, ControllerBackend
 from central_storage.core.deprecated import warn_deprecated
-from central_storage.core.handles import Handle
+from central_storage.core.handles import Handle, weakly
 from central_storage.core.options import InputOptions, RunOptions, ValueContext
 from central_storage.core.values import ReduceOp, gather_values, local_results, reduce_values, regroup, select_replicas
 from central_storage.core.variable_sets import VariableSets
@@ -37,6 +38,8 @@ __all__ = ["StrategyBase"]
 
 class StrategyBase:
     """What users call on a strategy."""
+
+    _extended: Callable[[], StrategyExtended | None] = staticmethod(lambda: None)
 
     # --- what a subclass says -----------------------------------------------------------------------------------
 
@@ -111,11 +114,9 @@ class StrategyBase:
     @property
     def extended(self) -> StrategyExtended:
         """The operations for those who write optimizers, metrics and the like."""
-        return self._extended
-
-    @cached_property
-    def _extended(self) -> StrategyExtended:
-        return StrategyExtended(self)
+        found = self._extended() or StrategyExtended(self)
+        self._extended = ref(found)  # not the object itself, which holds this strategy
+        return found
 
     def scope(self) -> AbstractContextManager[Self]:
         """The context in which variables are made; it yields the strategy.
@@ -398,7 +399,7 @@ class StrategyBase:
         """
         refuse_in_replica("made")
         context.require_cross_replica(self, "experimental_distribute_dataset")
-        return DistributedDataset(dataset, self.num_replicas_in_sync, options, self.carrier)
+        return DistributedDataset(dataset, self.num_replicas_in_sync, options, weakly(self.carrier, Carriage))
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
@@ -431,7 +432,7 @@ class StrategyBase:
         """
         refuse_in_replica("made")
         context.require_cross_replica(self, "distribute_datasets_from_function")
-        return DistributedFromFunction(dataset_fn, self.num_replicas_in_sync, options, self.carrier)
+        return DistributedFromFunction(dataset_fn, self.num_replicas_in_sync, options, weakly(self.carrier, Carriage))
 
     # --- the devices of one replica -----------------------------------------------------------------------------
 

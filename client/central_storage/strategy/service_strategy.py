@@ -8,12 +8,12 @@ import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
-from weakref import WeakValueDictionary, ref
+from weakref import WeakValueDictionary, finalize, ref
 
 from central_storage.core import context, devices, logical_devices, opening
 from central_storage.core.backends import Carriage, ControllerBackend, ReplicaBackend
 from central_storage.core.composites import Composite
-from central_storage.core.handles import Handle, HandleTable, handle_id
+from central_storage.core.handles import Handle, HandleTable, handle_id, weakly
 from central_storage.core.options import ValueContext
 from central_storage.core.pipeline import Series
 from central_storage.core.recovery_options import Recovery
@@ -24,6 +24,7 @@ from cs_proto import messages
 from cs_proto.errors import ConfigurationError, ContextError, ShutdownError
 from cs_proto.messages import Counters
 
+from . import running
 from .base import StrategyBase
 from .run_steps import LocalSeries
 
@@ -37,7 +38,8 @@ class CentralStorageStrategy(StrategyBase, Handle):
     """Synchronous data-parallel training on one machine; every variable exists once, in the parameter process.
 
     Without a launcher the constructor starts the service. ``shutdown()``, the end of the ``with`` block, or the end or
-    death of the script stops it.
+    death of the script stops it; so does the loss of the last reference to the strategy. Its variables and optimizers
+    refer to it.
 
     A worker that dies is started again, and the run goes on with the same bits. The server is started again in the same
     way, unless ``server_recovery`` is False. If a replica function prints or writes files before its worker dies, it
@@ -122,7 +124,10 @@ class CentralStorageStrategy(StrategyBase, Handle):
             recovery=recovery,
         )
         self._init(backend, backend.compute_devices, backend.parameter_device)
-        backend.resolve_handles(self.object_for, self.adopt, self._handles.get)
+        backend.resolve_handles(weakly(self.object_for), weakly(self.adopt), self._handles.get)
+        finalize(self, backend.abandon).atexit = False  # at exit every service is closed in turn
+        self._has_run = False
+        running.note(self)
 
     @classmethod
     def from_backend(
@@ -142,11 +147,14 @@ class CentralStorageStrategy(StrategyBase, Handle):
         self._averages: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self._claimed: set[str] = set()
         self._variable_sets = VariableSets()
-        self._handles = HandleTable(
+        self._has_run = True  # as far as it matters: in a worker
+        #: Whether it was not said yet that its service still runs.
+        self.may_be_named = True
+        self._handles: HandleTable = HandleTable(
             {
-                "strategy": lambda number: self,
-                "variable": lambda number: Variable.from_record(self, self._catalogue.variable(number)),
-                "optimizer": lambda number: optimizer_of(self, self._catalogue.optimizer(number)),
+                "strategy": weakly(self._itself),
+                "variable": weakly(self._variable_of),
+                "optimizer": weakly(self._optimizer_of),
             }
         )
 
@@ -174,12 +182,19 @@ class CentralStorageStrategy(StrategyBase, Handle):
         self, function: Callable[..., Any], arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
     ) -> list[Any]:
         """Call ``function`` once per replica, in their processes; the results in replica order."""
+        self._begin_run()
         self.evaluate_schedules()
         return self._backend.run(function, arguments)
 
     def series(self, lookahead: int) -> Series:
         """What carries out steps that are sent ahead."""
+        self._begin_run()
         return self._backend.series(lookahead)
+
+    def _begin_run(self) -> None:
+        if not self._has_run:
+            self._has_run = True
+            running.name_earlier(self)
 
     def carrier(self) -> Carriage:
         """What copies an array to where the replicas read it."""
@@ -228,6 +243,15 @@ class CentralStorageStrategy(StrategyBase, Handle):
         self._averages[free] = average
         return free
 
+    def _itself(self, number: int) -> CentralStorageStrategy:
+        return self
+
+    def _variable_of(self, number: int) -> Variable:
+        return Variable.from_record(self, self._catalogue.variable(number))
+
+    def _optimizer_of(self, number: int) -> Optimizer:
+        return optimizer_of(self, self._catalogue.optimizer(number))
+
     def _handle_of(self, record: messages.Variable) -> Variable:
         found = self._handles.get("variable", record.number)
         return found if isinstance(found, Variable) else Variable.from_record(self, record)
@@ -256,6 +280,11 @@ class CentralStorageStrategy(StrategyBase, Handle):
     def address(self) -> str:
         """The run directory of the service: what ``connect`` takes, in any process of the same user."""
         return self._backend.address
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the service runs, as far as this process has heard."""
+        return self._backend.is_running
 
     @property
     def variables(self) -> tuple[Variable, ...]:
@@ -367,7 +396,8 @@ class CentralStorageStrategy(StrategyBase, Handle):
         return self._backend.statistics()
 
     def shutdown(self) -> None:
-        """Stop the service that this strategy started, or leave the launcher's. Idempotent; also done at exit.
+        """Stop the service that this strategy started, or leave the launcher's. Idempotent; also done at exit, and when
+        nothing holds the strategy any more.
 
         Examples:
             >>> import central_storage as cs

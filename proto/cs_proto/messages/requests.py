@@ -85,12 +85,14 @@ class Statistics(Record):
 
 @record(37)
 class Free(Record):
-    """The controller holds these variables no more. Those that no optimizer has taken up are forgotten and their
-    places given to others; numbers that stand for nothing any more are left out."""
+    """The controller holds these variables and optimizers no more. They are forgotten, with the slots of these
+    optimizers and beside these variables, and their places given to others; numbers that stand for nothing any more
+    are left out."""
 
     client: str
     sequence: Count
     variables: tuple[Number, ...]
+    optimizers: tuple[Number, ...] = ()
 
 
 @record(38)
@@ -165,11 +167,12 @@ class Locate(Record):
 @record(70)
 class Done(Record):
     """Reply to Assign, AssignSlot, Configure: the number of the thing written, and its version or iterations; to Free:
-    how many variables are gone, and 0; to Put: 0 and 0."""
+    how many variables are gone, 0, and the variables that are called otherwise now, by number; to Put: 0 and 0."""
 
     sequence: Count
     number: Count
     version: Count
+    renamed: tuple[tuple[Number, str], ...] = ()
 
 
 @record(71)

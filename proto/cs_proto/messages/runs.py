@@ -86,10 +86,12 @@ class Run(OfStep):
 
 @record(95)
 class Forget(Record):
-    """The server has been told to free these variables. A worker forgets where they lie: what it has kept of one is no
-    handle of whatever lies there next."""
+    """The server has freed these variables and optimizers. A worker forgets where they lie: what it has kept of one is
+    no handle of whatever lies there next. ``renamed``: the variables that are called otherwise now, by number."""
 
     variables: tuple[Number, ...]
+    optimizers: tuple[Number, ...] = ()
+    renamed: tuple[tuple[Number, str], ...] = ()
 
 
 # --- replica to server ----------------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ so before it changes anything.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Set
 
 import numpy as np
 
@@ -18,8 +19,8 @@ from cs_proto.errors import InvalidArgumentError
 from cs_proto.messages import Optimizer
 from cs_proto.records import replace
 from cs_server.engine.store.state import State
-from cs_server.engine.store.tables import SlotFill, SlotNames, Steps, VariableSet
-from cs_server.events import Allocate, LoadKernel, Write
+from cs_server.engine.store.tables import Seat, SlotFill, SlotNames, Steps, VariableSet
+from cs_server.events import Allocate, Discard, LoadKernel, Write
 from cs_server.rules import RULES
 
 from . import slabs, variables
@@ -61,6 +62,8 @@ def configure(
         server.tables.tally.optimizers += 1
         number = server.tables.tally.optimizers
         made = Optimizer(number, kind, rule, tuple(hyperparameters.items()), schedule, 0)
+        taken = {seat.number for seat in server.tables.seats.values()}
+        server.tables.seats[number] = Seat(next(seat for seat in itertools.count(1) if seat not in taken))
     server.tables.optimizers[number] = made = replace(
         made, iterations=made.iterations if iterations < 0 else iterations
     )
@@ -114,9 +117,49 @@ def variable_set(
     return made, fills
 
 
-def slot_segments(optimizer: Optimizer, dtype: str) -> tuple[str, ...]:
+def slot_segments(server: State, optimizer: Optimizer, dtype: str) -> tuple[str, ...]:
     """The segments of the slots of an optimizer beside variables of ``dtype``."""
-    return tuple(segment_names.slots(optimizer.number, slot, dtype) for slot in SLOTS[optimizer.rule])
+    seat = server.tables.seats[optimizer.number].number
+    return tuple(segment_names.slots(seat, slot, dtype) for slot in SLOTS[optimizer.rule])
+
+
+def free(server: State, numbers: Set[int], of_variables: Set[int]) -> set[int]:
+    """Forget these optimizers, and of every optimizer all that it has beside the variables ``of_variables``, which are
+    about to be freed. Return the variables that an optimizer has touched."""
+    tables = server.tables
+    touched = {variable for _, variable in tables.slots}
+    for number, variable_set in tables.sets.items():
+        if variable_set.optimizer in numbers or not of_variables.isdisjoint(variable_set.variables):
+            _drop_set(server, number, variable_set)
+    for (optimizer, number), slots in tables.slots.items():
+        if optimizer in numbers or number in of_variables:
+            _drop_slots(server, optimizer, number, slots)
+            if number not in of_variables:  # its gradient buffers stay present
+                tables.slots[0, number] = SlotNames(())
+    for number in numbers:
+        del tables.optimizers[number]
+        del tables.seats[number]
+    return touched
+
+
+def _drop_set(server: State, number: int, variable_set: VariableSet) -> None:
+    """Forget a variable set; its steps count in the versions of its variables as before."""
+    tables = server.tables
+    for member in variable_set.variables:
+        variable = tables.variables[member]
+        tables.variables[member] = replace(variable, version=variable.version + tables.steps[number].count)
+    server.index.drop_set(number, variable_set)
+    del tables.sets[number]
+    del tables.steps[number]
+
+
+def _drop_slots(server: State, optimizer: int, number: int, slots: SlotNames) -> None:
+    tables, variable = server.tables, server.tables.variables[number]
+    first, last = variable.place.offset, variable.place.offset + variable.array.nbytes
+    for slot in slots.names if last > first else ():
+        segment = segment_names.slots(tables.seats[optimizer].number, slot, variable.spec.dtype)
+        server.out.append(Discard(segment, first, last))
+    del tables.slots[optimizer, number]
 
 
 def applied(server: State, number: int, count: int = 1) -> None:
@@ -145,7 +188,7 @@ def slots(server: State, optimizer: int, variable: int) -> tuple[tuple[tuple[str
     record, (number,) = get(server, optimizer), members(server, optimizer, (variable,))
     fills = _add_slots(server, record, (number,), ())
     found = variables.row(server, number)
-    places = (Location(name, found.place.offset) for name in slot_segments(record, found.spec.dtype))
+    places = (Location(name, found.place.offset) for name in slot_segments(server, record, found.spec.dtype))
     arrays = (Array(found.spec.dtype, found.spec.shape, place) for place in places)
     return tuple(zip(SLOTS[record.rule], arrays, strict=True)), fills
 
@@ -189,8 +232,7 @@ def _add_slots(
     for variable in missing:
         dtype, nbytes, offset = variable.spec.dtype, variable.array.nbytes, variable.place.offset
         reservation = server.tables.slabs[dtype].reservation
-        for slot, value in zip(names, initial, strict=True):
-            segment = segment_names.slots(optimizer.number, slot, dtype)
+        for segment, value in zip(slot_segments(server, optimizer, dtype), initial, strict=True):
             is_lazy = variable.number in sparse and value == 0
             needed.append(Allocate(segment, reservation, "", offset, offset + nbytes, is_lazy))
             if nbytes:
