@@ -77,8 +77,11 @@ class Backend:
         """Nothing was handed out."""
         return False
 
-    def forget(self, number: int) -> None:
-        """Nobody holds a handle of the variable any more."""
+    def forget(self, kind: str, number: int) -> None:
+        """Nobody holds a handle any more."""
+
+    def settle_names(self) -> None:
+        """No name changes."""
 
     def run(self, function: Callable[..., Any], arguments: Any) -> list[Any]:
         self.runs += 1

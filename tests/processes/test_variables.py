@@ -349,7 +349,7 @@ def test_what_nobody_holds_is_freed_before_the_next_operation(own: cs.CentralSto
     held["trained"] = made(own, np.ones(3, F32))
     own.run(lambda: optimizer.apply_gradients([(np.ones(3, F32), held["trained"])]))
     del held["trained"]
-    assert own.statistics().variables == 3  # the optimizer names it
+    assert own.statistics().variables == 2
 
 
 def test_functions_and_results_keep_variables(own: cs.CentralStorageStrategy) -> None:

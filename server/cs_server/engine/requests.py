@@ -135,7 +135,8 @@ def _act(
         optimizers.write_slot(server, record.optimizer, record.variable, record.slot, record.value)
         number = record.variable
     elif isinstance(record, Free):
-        return _free(server, record)
+        count, renamed = optimizers.free(server, record.variables, record.optimizers)
+        return Done(record.sequence, count, 0, renamed)
     else:
         optimizer = optimizers.configure(
             server, record.optimizer, record.kind, dict(record.hyperparameters), record.schedule, record.iterations
@@ -143,12 +144,6 @@ def _act(
         return Done(record.sequence, optimizer.number, optimizer.iterations)
     commits.submit(server, Job("request", (), 0, number, key[0], key[1], ()))
     return None
-
-
-def _free(server: State, record: Free) -> Done:
-    gone = server.tables.variables.keys() & record.variables
-    touched = optimizers.free(server, server.tables.optimizers.keys() & record.optimizers, gone)
-    return Done(record.sequence, len(gone), 0, variables.free(server, gone, touched))
 
 
 def _is_token_of(server: State, peer: bytes, record: Create | Assign | AssignSlot | Configure | Free) -> bool:

@@ -71,8 +71,11 @@ class Store:
         view.flags.writeable = False
         return view
 
-    def forget(self, number: int) -> None:
+    def forget(self, kind: str, number: int) -> None:
         self.forgotten.append(number)
+
+    def settle_names(self) -> None:
+        """No name changes."""
 
     def array_module(self) -> Any:
         return np

@@ -7,7 +7,7 @@ so before it changes anything.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
@@ -123,23 +123,27 @@ def slot_segments(server: State, optimizer: Optimizer, dtype: str) -> tuple[str,
     return tuple(segment_names.slots(seat, slot, dtype) for slot in SLOTS[optimizer.rule])
 
 
-def free(server: State, numbers: Set[int], of_variables: Set[int]) -> set[int]:
-    """Forget these optimizers, and of every optimizer all that it has beside the variables ``of_variables``, which are
-    about to be freed. Return the variables that an optimizer has touched."""
+def free(
+    server: State, numbers: Iterable[int], optimizers: Iterable[int] = ()
+) -> tuple[int, tuple[tuple[int, str], ...]]:
+    """Forget the variables ``numbers`` and these optimizers, with the slots that they have, and give their memory back;
+    numbers that stand for nothing are left out. Return how many variables they were, and the variables that are called
+    otherwise now, with their names."""
     tables = server.tables
+    gone, gone_optimizers = set(numbers) & tables.variables.keys(), set(optimizers) & tables.optimizers.keys()
     touched = {variable for _, variable in tables.slots}
     for number, variable_set in tables.sets.items():
-        if variable_set.optimizer in numbers or not of_variables.isdisjoint(variable_set.variables):
+        if variable_set.optimizer in gone_optimizers or not gone.isdisjoint(variable_set.variables):
             _drop_set(server, number, variable_set)
     for (optimizer, number), slots in tables.slots.items():
-        if optimizer in numbers or number in of_variables:
+        if optimizer in gone_optimizers or number in gone:
             _drop_slots(server, optimizer, number, slots)
-            if number not in of_variables:  # its gradient buffers stay present
+            if number not in gone:  # its gradient buffers stay present
                 tables.slots[0, number] = SlotNames(())
-    for number in numbers:
-        del tables.optimizers[number]
-        del tables.seats[number]
-    return touched
+    for optimizer in gone_optimizers:
+        del tables.optimizers[optimizer]
+        del tables.seats[optimizer]
+    return len(gone), variables.free(server, gone, touched)
 
 
 def _drop_set(server: State, number: int, variable_set: VariableSet) -> None:
