@@ -29,7 +29,7 @@ def holders(target: object, namespace: Mapping[str, Any]) -> list[str]:
     >>> holders(held, {"model": {"layer": [held]}, "other": 1, "Out": {3: held}})
     ['model', 'Out[3]']
     """
-    search = _Search(target)
+    search = _Search(target, namespace)
     found = [name for name, value in _named(namespace) if search.reaches(value)]
     errors = [getattr(sys, name, None) for name in ("last_exc", "last_value", "last_traceback")]
     if any(error is not None and search.reaches(error) for error in errors):
@@ -46,11 +46,13 @@ def _named(namespace: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 class _Search:
-    """Looks for one object. What did not lead to it is not looked at again."""
+    """Looks for one object. What did not lead to it is not looked at again. Another object of its class, which has the
+    same parts, leads nowhere, and neither does the whole namespace."""
 
-    def __init__(self, target: object) -> None:
+    def __init__(self, target: object, namespace: Mapping[str, Any]) -> None:
         self._target = target
-        self._seen: dict[int, object] = {}  # with the object, so that its id() stays its own
+        self._seen: dict[int, object] = {id(namespace): namespace}  # with the object, so that its id() stays its own
+        self._leaves = (*_LEAVES, type(target)) if type(target) is not object else _LEAVES
 
     def reaches(self, start: object) -> bool:
         """Whether the target is ``start`` or is reached from it."""
@@ -59,7 +61,7 @@ class _Search:
             each = waiting.pop()
             if each is self._target:
                 return True
-            if isinstance(each, _LEAVES) or id(each) in self._seen:
+            if isinstance(each, self._leaves) or id(each) in self._seen:
                 continue
             self._seen[id(each)] = each
             waiting += _parts(each)

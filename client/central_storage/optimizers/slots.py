@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from central_storage.core.context import current_replica
+from central_storage.core.faces import presented
 from central_storage.core.handles import Handle, handle_id
 from central_storage.variables.variable import Variable
 from cs_proto.errors import ContextError, InvalidArgumentError
@@ -14,6 +15,7 @@ from cs_proto.errors import ContextError, InvalidArgumentError
 __all__ = ["Slot"]
 
 
+@presented
 class Slot(np.lib.mixins.NDArrayOperatorsMixin):
     """One slot of one variable: an array of its shape and dtype, held by the server. Every read is a copy, also
     in operators."""

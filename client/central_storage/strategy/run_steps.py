@@ -13,6 +13,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from central_storage.core.faces import presented
 from central_storage.core.pipeline import Arguments
 from central_storage.core.values import regroup
 from central_storage.data.distributed import DistributedDataset, DistributedFromFunction, DistributedIterator
@@ -49,6 +50,7 @@ class StepSeries(Protocol):
         """Wait for all that were sent, or ``cancel`` them."""
 
 
+@presented
 class Steps:
     """What ``run_steps`` returns: an iterator over the results, in order.
 
