@@ -58,8 +58,8 @@ if TYPE_CHECKING:
     from .observer.blocking import connect as connect
     from .pickling.function import function as function
     from .strategy.extended import StrategyExtended as StrategyExtended
-    from .strategy.running import running_strategies as running_strategies
     from .strategy.service_strategy import CentralStorageStrategy as CentralStorageStrategy
+    from .strategy.service_strategy import running_strategies as running_strategies
     from .variables.gradient_buffers import gradient_buffers as gradient_buffers
     from .variables.variable import Variable as Variable
 

@@ -38,7 +38,8 @@ _FREED_AT_ONCE = 10_000
 
 
 class ServiceLink:
-    """One controller session. Operations of several threads come one after the other."""
+    """One controller session: a facade of all that the strategy, its variables and its optimizers ask. Operations of
+    several threads come one after the other."""
 
     def __init__(
         self,

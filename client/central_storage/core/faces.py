@@ -22,9 +22,8 @@ C = TypeVar("C", bound=type)
 INTERNAL = {
     "StrategyBase": """controller devices_by_replica call series carrier variable_sets extended_parameter_device claim
         remember evaluate_schedules logical_devices_here""",
-    "CentralStorageStrategy": "from_backend handles object_for adopt is_running may_be_named",
-    "DefaultStrategy": "replica_context",
-    "Record": "wire_of values_of to_wire check refuse is_checked",
+    "CentralStorageStrategy": "from_backend handles object_for adopt is_running",
+    "Counters": "wire_of values_of to_wire check refuse is_checked",
     "DistributedDataset": "place go_to is_iterated_by is_elsewhere orders set_orders fault",
     "DistributedIterator": "give_back lend end_lending is_over place is_at go_to fault orders",
     "ReplicaContext": "backend end is_local",

@@ -51,7 +51,9 @@ class _Search:
 
     def __init__(self, target: object, namespace: Mapping[str, Any]) -> None:
         self._target = target
-        self._seen: dict[int, object] = {id(namespace): namespace}  # with the object, so that its id() stays its own
+        shell = getattr(namespace.get("get_ipython"), "__self__", None)  # frames of IPython refer to it, and it to all
+        # With the object, so that its id() stays its own.
+        self._seen: dict[int, object] = {id(each): each for each in (namespace, shell)}
         self._leaves = (*_LEAVES, type(target)) if type(target) is not object else _LEAVES
 
     def reaches(self, start: object) -> bool:

@@ -39,7 +39,7 @@ def shortened(function: F) -> F:
     ...     shortened(nest.map_structure)(lambda each: 1 / each, [0])
     ... except ZeroDivisionError as error:
     ...     [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-    ['<lambda>']
+    ['<module>', '<lambda>']
     """
     if inspect.isgeneratorfunction(function):
 

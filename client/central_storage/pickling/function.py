@@ -22,16 +22,51 @@ class Pickled(NamedTuple):
     holds: set[Hold]
 
 
+class _Bound:
+    """The method of one object. It does not hold the object, so the object needs no garbage collector to go, and what
+    it holds in the server goes with it."""
+
+    def __init__(self, instance: object = None, python_function: Callable[..., Any] | None = None) -> None:
+        self._instance = None if instance is None else weakref.ref(instance)
+        self._python_function = python_function
+        self._bound: Callable[[], Function | None] = _gone
+        self._pickles: weakref.WeakKeyDictionary[object, Pickled] = weakref.WeakKeyDictionary()
+
+    def is_of(self, instance: object, python_function: Callable[..., Any]) -> bool:
+        """Whether it belongs to this object: a copied object has that of the original."""
+        return self._instance is not None and self._instance() is instance and self._python_function is python_function
+
+    def function(self, instance: object) -> Function:
+        """The function that calls the method of ``instance``."""
+        found = self._bound()
+        if found is None:
+            assert self._python_function is not None
+            found = Function(MethodType(self._python_function, instance), self._pickles)
+            self._bound = weakref.ref(found)
+        return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Bound, ()
+
+
+def _gone() -> None:
+    return None
+
+
 class Function:
     """A replica function that is sent once. A call outside ``run`` simply calls the function."""
 
-    def __init__(self, python_function: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        python_function: Callable[..., Any],
+        pickles: weakref.WeakKeyDictionary[object, Pickled] | None = None,
+    ) -> None:
         if not callable(python_function):
             raise TypeError(f"cs.function takes a function, not {python_function!r}")
         self.python_function = python_function
         functools.update_wrapper(self, python_function)
         self._key = f"cs.function {getattr(python_function, '__qualname__', '')}"
-        self._pickles: weakref.WeakKeyDictionary[object, Pickled] = weakref.WeakKeyDictionary()
+        self._pickles = weakref.WeakKeyDictionary() if pickles is None else pickles
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.python_function(*args, **kwargs)
@@ -40,17 +75,13 @@ class Function:
         self._key = f"cs.function {owner.__module__}.{owner.__qualname__}.{name}"
 
     def __get__(self, instance: object, owner: type | None = None) -> Function:
-        """As a method: one function for each object, stored in its ``__dict__`` so that it lives as long as the
-        object."""
+        """As a method: one function for each object. The ``__dict__`` of the object has what was sent of it."""
         if instance is None:
             return self
-        method = MethodType(self.python_function, instance)
-        bound = vars(instance).get(self._key)
-        if (
-            not isinstance(bound, Function) or bound.python_function != method
-        ):  # a copied object has the function of the original
-            bound = vars(instance)[self._key] = Function(method)
-        return bound
+        known = vars(instance).get(self._key)
+        if not isinstance(known, _Bound) or not known.is_of(instance, self.python_function):
+            known = vars(instance)[self._key] = _Bound(instance, self.python_function)
+        return known.function(instance)
 
     def pickle_for(self, owner: object, dump: Callable[[Callable[..., Any]], Pickled]) -> Pickled:
         """The pickle that ``owner`` (a service) sends: made at its first call, and the same from then on."""

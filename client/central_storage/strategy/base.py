@@ -114,8 +114,7 @@ class StrategyBase:
     @property
     def extended(self) -> StrategyExtended:
         """The operations for those who write optimizers, metrics and the like."""
-        found = self._extended() or StrategyExtended(self)
-        self._extended = ref(found)  # not the object itself, which holds this strategy
+        self._extended = ref(found := self._extended() or StrategyExtended(self))  # which holds this strategy
         return found
 
     def scope(self) -> AbstractContextManager[Self]:

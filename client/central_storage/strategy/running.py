@@ -8,58 +8,44 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from typing import TYPE_CHECKING
-from weakref import ref
+from typing import Any
+from weakref import WeakSet, ref
 
+from central_storage.core.handles import Handle
 from central_storage.diagnostics.holders import holders
 
-if TYPE_CHECKING:
-    from .service_strategy import CentralStorageStrategy
-
-__all__ = ["name_earlier", "note", "running_strategies"]
+__all__ = ["name_earlier", "note", "running"]
 
 _log = logging.getLogger("central_storage")
 
-_made: list[ref[CentralStorageStrategy]] = []
+_made: list[ref[Any]] = []
+_named: WeakSet[Any] = WeakSet()
 
 
-def note(strategy: CentralStorageStrategy) -> None:
+def note(strategy: Handle) -> None:
     """Remember a strategy that was just made, and forget those that are gone."""
     _made[:] = [*(each for each in _made if each() is not None), ref(strategy)]
 
 
-def running_strategies() -> tuple[CentralStorageStrategy, ...]:
-    """The strategies of this process whose services run, in the order in which they were made.
-
-    A service ends when nothing holds its strategy any more. With this function a notebook finds one whose name it has
-    overwritten, and ends it with :meth:`CentralStorageStrategy.shutdown`.
-
-    Examples:
-        >>> import central_storage as cs
-        >>> before = cs.running_strategies()
-        >>> strategy = cs.CentralStorageStrategy(in_process=True)
-        >>> cs.running_strategies()[len(before):] == (strategy,)
-        True
-        >>> strategy.shutdown()
-        >>> cs.running_strategies() == before
-        True
-    """
-    return tuple(strategy for each in list(_made) if (strategy := each()) is not None and strategy.is_running)
+def running() -> list[Any]:
+    """The strategies of this process whose services run, in the order in which they were made."""
+    return [strategy for each in list(_made) if (strategy := each()) is not None and strategy.is_running]
 
 
-def name_earlier(strategy: CentralStorageStrategy) -> None:
+def name_earlier(strategy: Handle) -> None:
     """In a notebook or at a prompt, where cells are run again: say which earlier strategies still run, and why.
 
     Called when ``strategy`` first runs a function: by then the cells that make the model have been run again, too.
     """
-    if not hasattr(sys, "ps1") or len(running_strategies()) < 2:
+    if not hasattr(sys, "ps1") or len(running()) < 2:
         return
     gc.collect()  # an old model often is a cycle
-    running = running_strategies()
-    for number, earlier in enumerate(running[: running.index(strategy)]):
-        if not earlier.may_be_named:
+    for number, earlier in enumerate(running()):
+        if earlier is strategy:
+            return
+        if earlier in _named:
             continue
-        earlier.may_be_named = False  # once
+        _named.add(earlier)
         names = holders(earlier, vars(sys.modules["__main__"]))
         _log.warning(
             "the service of an earlier strategy still runs, with %d processes, because %s. Run the cells that made "

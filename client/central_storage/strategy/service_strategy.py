@@ -31,7 +31,7 @@ from .run_steps import LocalSeries
 if TYPE_CHECKING:
     from central_storage.checkpoint import graph
 
-__all__ = ["CentralStorageStrategy", "DefaultStrategy"]
+__all__ = ["CentralStorageStrategy", "DefaultStrategy", "running_strategies"]
 
 
 class CentralStorageStrategy(StrategyBase, Handle):
@@ -148,8 +148,6 @@ class CentralStorageStrategy(StrategyBase, Handle):
         self._claimed: set[str] = set()
         self._variable_sets = VariableSets()
         self._has_run = True  # as far as it matters: in a worker
-        #: Whether it was not said yet that its service still runs.
-        self.may_be_named = True
         self._handles: HandleTable = HandleTable(
             {
                 "strategy": weakly(self._itself),
@@ -419,6 +417,25 @@ class CentralStorageStrategy(StrategyBase, Handle):
             f"<CentralStorageStrategy of {self.num_replicas_in_sync} replicas ({', '.join(self._compute_devices)}), "
             f"parameters on {self._parameter_device}>"
         )
+
+
+def running_strategies() -> tuple[CentralStorageStrategy, ...]:
+    """The strategies of this process whose services run, in the order in which they were made.
+
+    A service ends when nothing holds its strategy any more. With this function a notebook finds one whose name it has
+    overwritten, and ends it with :meth:`CentralStorageStrategy.shutdown`.
+
+    Examples:
+        >>> import central_storage as cs
+        >>> before = cs.running_strategies()
+        >>> strategy = cs.CentralStorageStrategy(in_process=True)
+        >>> cs.running_strategies()[len(before):] == (strategy,)
+        True
+        >>> strategy.shutdown()
+        >>> cs.running_strategies() == before
+        True
+    """
+    return tuple(running.running())
 
 
 class DefaultStrategy(StrategyBase):
