@@ -120,6 +120,11 @@ class ControllerCore:
             self._waits.append(question)
         return question
 
+    def forget_functions(self, digests: Sequence[bytes]) -> list[Command]:
+        """Nobody runs these frozen functions again, and no run is unanswered: the workers forget them."""
+        self._held = [held.without(digests) for held in self._held]
+        return self._to_workers(messages.Forget((), functions=tuple(digests)))
+
     def forget_write(self) -> None:
         """Do not wait for the answer to a write that Ctrl-C has left."""
         self._left_off = None

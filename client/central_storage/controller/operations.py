@@ -56,10 +56,10 @@ class ServiceLink:
         self._core = self._session.core
         self._ask, self._number = self._session.ask, self._core.next_sequence
         self._client = lifeline.client
-        self._runs = Runs(self._session, seed)
+        self._runs = Runs(self._session, seed, self.forget)
         self._is_held: Callable[[str, int], Any] = _nothing_held
         # A thread may add to it at any time, in the midst of an operation too.
-        self._forgotten: deque[tuple[str, int]] = deque()
+        self._forgotten: deque[tuple[str, Any]] = deque()
         self.address = serving.run_directory
         self.replicas = 0
         self.parameter_device = ""
@@ -201,8 +201,9 @@ class ServiceLink:
             array = self._place(number)
             return self._session.lifeline.segment_of(array).rows(array, rows)
 
-    def forget(self, kind: str, number: int) -> None:
-        """Free a variable or optimizer before the next operation, unless somebody got a handle of it again."""
+    def forget(self, kind: str, number: Any) -> None:
+        """Free a variable or optimizer before the next operation, unless somebody got a handle of it again. Of a
+        function that nobody has any more, ``number`` is the digest."""
         self._forgotten.append((kind, number))
 
     def settle_names(self) -> None:
@@ -328,14 +329,16 @@ class ServiceLink:
             self._session.arena.release(mark)
 
     def _free_forgotten(self) -> None:
-        freed: dict[str, list[int]] = {"variable": [], "optimizer": []}
+        freed: dict[str, list[Any]] = {"variable": [], "optimizer": [], "function": []}
         for kind, number in [self._forgotten.popleft() for _ in range(min(len(self._forgotten), _FREED_AT_ONCE))]:
-            handle = self._is_held(kind, number)
+            handle = None if kind == "function" else self._is_held(kind, number)
             if handle is None:
                 freed[kind].append(number)
             else:  # it came back, as the result of a run
                 handle._cs_keep(self.forget)  # noqa: SLF001
-        variables, optimizers = map(tuple, freed.values())
+        if functions := self._runs.drop(freed["function"]):
+            self._session.carry_out(self._core.forget_functions(functions))
+        variables, optimizers = tuple(freed["variable"]), tuple(freed["optimizer"])
         if variables or optimizers:
             asked = messages.Free(self._client, self._number(), variables, optimizers)
             for number, name in self._ask(asked, messages.Done).renamed:

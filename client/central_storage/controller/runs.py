@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 from central_storage.core.composites import Composite
-from central_storage.core.handles import Handle, Hold
+from central_storage.core.handles import Forget, Handle, Hold
 from central_storage.core.pipeline import Arguments, Series
 from central_storage.pickling.function import Function, Pickled
 from central_storage.pickling.pickler import Adopt, digest, dump_arguments, dump_function
@@ -33,9 +34,12 @@ _SMALL_NBYTES = 4096
 class Runs:
     """What it takes to send runs over a session and to wait for their end."""
 
-    def __init__(self, session: Session, seed: int) -> None:
+    def __init__(self, session: Session, seed: int, forget: Forget) -> None:
+        """``forget`` is told when nobody needs a frozen function any more, in any thread and at any time."""
         self._session = session
         self.seed = seed
+        self._forget = forget
+        self._frozen: Counter[bytes] = Counter()  # how many functions have a digest
         #: How handles become numbers; said once by the strategy over this session.
         self.adopt: Adopt = _nothing_adopted
 
@@ -93,9 +97,23 @@ class Runs:
                 raise
             session.carry_out(commands)
 
+    def drop(self, digests: Iterable[bytes]) -> list[bytes]:
+        """A function with each of these digests is gone; those that no other function has."""
+        self._frozen.subtract(digests)
+        gone = [each for each, count in self._frozen.items() if not count]
+        for each in gone:
+            del self._frozen[each]
+        return gone
+
+    def _freeze(self, function: Callable[..., Any]) -> Pickled:
+        made = self._pickle(function)
+        self._frozen[made.digest] += 1
+        made.holds.add(Hold(self._forget, "function", made.digest))
+        return made
+
     def _pickle(self, function: Callable[..., Any]) -> Pickled:
         if isinstance(function, Function):
-            return function.pickle_for(self, self._pickle)
+            return function.pickle_for(self, self._freeze)
         holds: set[Hold] = set()
         data = dump_function(function, partial(self._adopt_into, holds))
         return Pickled(data, digest(data), holds)

@@ -14,7 +14,10 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from cs_proto.errors import PeerProtocolError, ShutdownError
 
-__all__ = ["Handle", "HandleTable", "Hold", "handle_id", "weakly"]
+__all__ = ["Forget", "Handle", "HandleTable", "Hold", "handle_id", "weakly"]
+
+#: Told the kind and the number of what nobody needs any more; of a function its digest.
+Forget = Callable[[str, Any], object]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -24,7 +27,7 @@ class Hold:
     """Keeps something in the server: when nobody refers to this object any more, ``forget`` is called with the kind and
     the number. A handle has one. Whoever needs what is in the server, and not the handle, refers to this alone."""
 
-    def __init__(self, forget: Callable[[str, int], object], kind: str, number: int) -> None:
+    def __init__(self, forget: Forget, kind: str, number: int | bytes) -> None:
         weakref.finalize(self, forget, kind, number).atexit = False
 
 
@@ -39,7 +42,7 @@ class Handle:
     #: Keeps what it stands for in the server; None where other processes do.
     _cs_hold: Hold | None = None
 
-    def _cs_keep(self, forget: Callable[[str, int], object]) -> None:
+    def _cs_keep(self, forget: Forget) -> None:
         """Have ``forget`` called when nobody needs it any more."""
         self._cs_hold = Hold(forget, *self._cs_handle())
 

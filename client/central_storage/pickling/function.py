@@ -6,9 +6,11 @@ import functools
 import weakref
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from central_storage.core.handles import Hold
+
+from .captures import Captures
 
 __all__ = ["Function", "Pickled", "function"]
 
@@ -22,6 +24,10 @@ class Pickled(NamedTuple):
     holds: set[Hold]
 
 
+#: By service, what was sent of a function, and by which names it captured what is in there.
+_Pickles: TypeAlias = "weakref.WeakKeyDictionary[object, tuple[Pickled, Captures]]"
+
+
 class _Bound:
     """The method of one object. It does not hold the object, so the object needs no garbage collector to go, and what
     it holds in the server goes with it."""
@@ -30,7 +36,7 @@ class _Bound:
         self._instance = None if instance is None else weakref.ref(instance)
         self._python_function = python_function
         self._bound: Callable[[], Function | None] = _gone
-        self._pickles: weakref.WeakKeyDictionary[object, Pickled] = weakref.WeakKeyDictionary()
+        self._pickles: _Pickles = weakref.WeakKeyDictionary()
 
     def is_of(self, instance: object, python_function: Callable[..., Any]) -> bool:
         """Whether it belongs to this object: a copied object has that of the original."""
@@ -59,14 +65,14 @@ class Function:
     def __init__(
         self,
         python_function: Callable[..., Any],
-        pickles: weakref.WeakKeyDictionary[object, Pickled] | None = None,
+        pickles: _Pickles | None = None,
     ) -> None:
         if not callable(python_function):
             raise TypeError(f"cs.function takes a function, not {python_function!r}")
         self.python_function = python_function
         functools.update_wrapper(self, python_function)
         self._key = f"cs.function {getattr(python_function, '__qualname__', '')}"
-        self._pickles = weakref.WeakKeyDictionary() if pickles is None else pickles
+        self._pickles: _Pickles = weakref.WeakKeyDictionary() if pickles is None else pickles
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.python_function(*args, **kwargs)
@@ -84,10 +90,13 @@ class Function:
         return known.function(instance)
 
     def pickle_for(self, owner: object, dump: Callable[[Callable[..., Any]], Pickled]) -> Pickled:
-        """The pickle that ``owner`` (a service) sends: made at its first call, and the same from then on."""
-        if owner not in self._pickles:
-            self._pickles[owner] = dump(self.python_function)
-        return self._pickles[owner]
+        """The pickle that ``owner`` (a service) sends: made at its first call, and the same from then on, unless a name
+        that the function reads stands for another variable, optimizer or function."""
+        pickled, captures = self._pickles.get(owner, (None, None))
+        if pickled is None or captures is None or not captures.hold():
+            pickled = dump(self.python_function)
+            self._pickles[owner] = pickled, Captures(self.python_function)
+        return pickled
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Function, (self.python_function,))
@@ -97,8 +106,9 @@ def function(fn: Callable[..., Any]) -> Function:
     """Decorate a replica function, so that it is sent once.
 
     Its captured values are those of the first ``run`` of each strategy, and what it mutates lives in each worker until
-    that worker is restarted. A method is one function for each object, and ``self`` is a captured value. It takes the
-    place of ``tf.function`` in TensorFlow's examples; nothing is traced.
+    that worker is restarted. If a name that it reads gets another variable, optimizer, model or function, as when a
+    notebook's cell is run again, it is sent anew. A method is one function for each object, and ``self`` is a captured
+    value. It takes the place of ``tf.function`` in TensorFlow's examples; nothing is traced.
 
     Args:
         fn: The function.

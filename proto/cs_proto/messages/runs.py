@@ -87,11 +87,13 @@ class Run(OfStep):
 @record(95)
 class Forget(Record):
     """The server has freed these variables and optimizers. A worker forgets where they lie: what it has kept of one is
-    no handle of whatever lies there next. ``renamed``: the variables that are called otherwise now, by number."""
+    no handle of whatever lies there next. ``renamed``: the variables that are called otherwise now, by number.
+    ``functions``: the digests of frozen functions that the sender does not run again."""
 
     variables: tuple[Number, ...]
     optimizers: tuple[Number, ...] = ()
     renamed: tuple[tuple[Number, str], ...] = ()
+    functions: tuple[bytes, ...] = ()
 
 
 # --- replica to server ----------------------------------------------------------------------------------------------
