@@ -330,7 +330,11 @@ class ServiceLink:
 
     def _free_forgotten(self) -> None:
         freed: dict[str, list[Any]] = {"variable": [], "optimizer": [], "function": []}
-        for kind, number in [self._forgotten.popleft() for _ in range(min(len(self._forgotten), _FREED_AT_ONCE))]:
+        while self._forgotten and sum(map(len, freed.values())) < _FREED_AT_ONCE:
+            kind, number = self._forgotten.popleft()
+            if kind == "handle":
+                self._runs.drop_stale()  # which may add to what is forgotten
+                continue
             handle = None if kind == "function" else self._is_held(kind, number)
             if handle is None:
                 freed[kind].append(number)

@@ -12,11 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 from central_storage.core.composites import Composite
 from central_storage.core.handles import Forget, Handle, Hold
 from central_storage.core.pipeline import Arguments, Series
-from central_storage.pickling.function import Function, Pickled
+from central_storage.pickling.function import Function, Pickled, Pickles, drop_stale
 from central_storage.pickling.pickler import Adopt, digest, dump_arguments, dump_function
 from cs_proto.arrays import INLINE_NBYTES, Array
 from cs_proto.errors import ContextError
@@ -39,6 +40,7 @@ class Runs:
         self._session = session
         self.seed = seed
         self._forget = forget
+        self._pickles: WeakValueDictionary[int, Pickles] = WeakValueDictionary()
         self._frozen: Counter[bytes] = Counter()  # how many functions have a digest
         #: How handles become numbers; said once by the strategy over this session.
         self.adopt: Adopt = _nothing_adopted
@@ -105,6 +107,11 @@ class Runs:
             del self._frozen[each]
         return gone
 
+    def drop_stale(self) -> None:
+        """Drop frozen functions whose names stand for something else now, with what they hold."""
+        for pickles in list(self._pickles.values()):
+            drop_stale(pickles, self)
+
     def _freeze(self, function: Callable[..., Any]) -> Pickled:
         made = self._pickle(function)
         self._frozen[made.digest] += 1
@@ -113,6 +120,9 @@ class Runs:
 
     def _pickle(self, function: Callable[..., Any]) -> Pickled:
         if isinstance(function, Function):
+            pickles = function.pickles
+            if id(pickles) not in self._pickles:
+                self._pickles[id(pickles)] = pickles
             return function.pickle_for(self, self._freeze)
         holds: set[Hold] = set()
         data = dump_function(function, partial(self._adopt_into, holds))

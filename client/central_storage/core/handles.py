@@ -16,7 +16,8 @@ from cs_proto.errors import PeerProtocolError, ShutdownError
 
 __all__ = ["Forget", "Handle", "HandleTable", "Hold", "handle_id", "weakly"]
 
-#: Told the kind and the number of what nobody needs any more; of a function its digest.
+#: Told the kind and the number of what nobody needs any more; of a function its digest. ``handle``: a handle is gone,
+#: and what it stands for may have become needless, too.
 Forget = Callable[[str, Any], object]
 
 P = ParamSpec("P")
@@ -43,8 +44,9 @@ class Handle:
     _cs_hold: Hold | None = None
 
     def _cs_keep(self, forget: Forget) -> None:
-        """Have ``forget`` called when nobody needs it any more."""
+        """Have ``forget`` called when nobody needs it any more, and with ``handle`` when this object is gone."""
         self._cs_hold = Hold(forget, *self._cs_handle())
+        weakref.finalize(self, forget, "handle", 0).atexit = False
 
     def _cs_handle(self) -> tuple[str, int]:
         """(kind, number), e.g. ``("variable", 7)``. Numbers in the server begin at 1; the strategy,

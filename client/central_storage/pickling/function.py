@@ -12,7 +12,7 @@ from central_storage.core.handles import Hold
 
 from .captures import Captures
 
-__all__ = ["Function", "Pickled", "function"]
+__all__ = ["Function", "Pickled", "Pickles", "drop_stale", "function"]
 
 
 class Pickled(NamedTuple):
@@ -25,7 +25,14 @@ class Pickled(NamedTuple):
 
 
 #: By service, what was sent of a function, and by which names it captured what is in there.
-_Pickles: TypeAlias = "weakref.WeakKeyDictionary[object, tuple[Pickled, Captures]]"
+Pickles: TypeAlias = "weakref.WeakKeyDictionary[object, tuple[Pickled, Captures]]"
+
+
+def drop_stale(pickles: Pickles, owner: object) -> None:
+    """Drop what ``owner`` would send anew anyway: it holds what nobody can reach any more."""
+    known = pickles.get(owner)
+    if known is not None and not known[1].hold():
+        del pickles[owner]
 
 
 class _Bound:
@@ -36,7 +43,7 @@ class _Bound:
         self._instance = None if instance is None else weakref.ref(instance)
         self._python_function = python_function
         self._bound: Callable[[], Function | None] = _gone
-        self._pickles: _Pickles = weakref.WeakKeyDictionary()
+        self._pickles: Pickles = weakref.WeakKeyDictionary()
 
     def is_of(self, instance: object, python_function: Callable[..., Any]) -> bool:
         """Whether it belongs to this object: a copied object has that of the original."""
@@ -65,14 +72,14 @@ class Function:
     def __init__(
         self,
         python_function: Callable[..., Any],
-        pickles: _Pickles | None = None,
+        pickles: Pickles | None = None,
     ) -> None:
         if not callable(python_function):
             raise TypeError(f"cs.function takes a function, not {python_function!r}")
         self.python_function = python_function
         functools.update_wrapper(self, python_function)
         self._key = f"cs.function {getattr(python_function, '__qualname__', '')}"
-        self._pickles: _Pickles = weakref.WeakKeyDictionary() if pickles is None else pickles
+        self._pickles: Pickles = weakref.WeakKeyDictionary() if pickles is None else pickles
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.python_function(*args, **kwargs)
@@ -88,6 +95,11 @@ class Function:
         if not isinstance(known, _Bound) or not known.is_of(instance, self.python_function):
             known = vars(instance)[self._key] = _Bound(instance, self.python_function)
         return known.function(instance)
+
+    @property
+    def pickles(self) -> Pickles:
+        """What was sent of it."""
+        return self._pickles
 
     def pickle_for(self, owner: object, dump: Callable[[Callable[..., Any]], Pickled]) -> Pickled:
         """The pickle that ``owner`` (a service) sends: made at its first call, and the same from then on, unless a name

@@ -49,7 +49,7 @@ def name_earlier(strategy: Handle) -> None:
         names = holders(earlier, vars(sys.modules["__main__"]))
         _log.warning(
             "the service of an earlier strategy still runs, with %d processes, because %s. Run the cells that made "
-            "these again, or end it: central_storage.running_strategies()[%d].shutdown()",
+            "these again, or end it: cs.running_strategies()[%d].shutdown()",
             earlier.num_replicas_in_sync + 2,
             f"it is held by {', '.join(names)}" if names else "something outside the notebook's names holds it",
             number,

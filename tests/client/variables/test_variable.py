@@ -72,7 +72,8 @@ class Store:
         return view
 
     def forget(self, kind: str, number: int) -> None:
-        self.forgotten.append(number)
+        if kind != "handle":
+            self.forgotten.append(number)
 
     def settle_names(self) -> None:
         """No name changes."""
