@@ -9,11 +9,18 @@ import numpy as np
 from cs_proto.arithmetic.reduction import mean_dtype
 from cs_proto.errors import ContextError, InvalidArgumentError
 
-from .core.context import get_array_module, get_strategy, in_cross_replica_context
-from .core.values import convert_to_tensor
+from .core.context import (
+    get_array_module,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
+from .core.values import DistributedValues, ReduceOp, convert_to_tensor
+from .nest import flatten
 from .variables.variable import Variable
 
-__all__ = ["compute_average_loss", "embedding_lookup", "scale_regularization_loss"]
+__all__ = ["compute_average_loss", "embedding_lookup", "global_batch_size", "scale_regularization_loss"]
 
 
 def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None) -> Any:
@@ -26,7 +33,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
         per_example_loss: Numbers of shape ``[rows, …]``.
         sample_weight: A scalar, or weights of a shape that fits. They do not enter the denominator.
         global_batch_size: The number of rows of all replicas together. None: this replica's rows times the number of
-            replicas, which is right for even shares only.
+            replicas, which is right for even shares only. :func:`global_batch_size` counts them.
 
     Returns:
         A scalar of the dtype of the losses; of integers float32 (8 and 16 bits) or float64.
@@ -58,6 +65,50 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     size = _rows(loss) if global_batch_size is None else _size(global_batch_size)
     total = loss.sum(dtype=dtype)
     return (total / (size or 1)).astype(mean_dtype(dtype)) * bool(size)
+
+
+def global_batch_size(batch: Any) -> int:
+    """The number of rows of all replicas together in one element of a distributed data set.
+
+    The last batch of a data set is often smaller than the others, and replicas may get different numbers of rows. A
+    loss that is divided by this number has the gradient of the whole batch in every step. Count in the script and pass
+    the number to the replica function. In a replica all replicas must call it: they add their numbers, which takes a
+    message each.
+
+    Args:
+        batch: A nest of arrays or of :class:`PerReplica` values, whose first axis is the rows.
+
+    Raises:
+        InvalidArgumentError: The nest is empty, a part is a scalar, or parts have different numbers of rows (a
+            ValueError).
+
+    Examples:
+        >>> import numpy as np
+        >>> import central_storage as cs
+        >>> with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as strategy:
+        ...     data = cs.data.Dataset.from_tensor_slices(np.zeros((5, 2))).batch(3)
+        ...     for batch in strategy.experimental_distribute_dataset(data):
+        ...         print(cs.nn.global_batch_size(batch))
+        3
+        2
+    """
+    counts = [
+        tuple(_leading(part) for part in (leaf.values if isinstance(leaf, DistributedValues) else (leaf,)))
+        for leaf in flatten(batch)
+    ]
+    if not counts or any(count != counts[0] for count in counts):
+        raise InvalidArgumentError(f"batch must have parts with the same number of rows; the numbers are {counts}")
+    context = get_replica_context()
+    if context is None or not has_strategy():
+        return sum(counts[0])
+    return int(context.all_reduce(ReduceOp.SUM, np.asarray(sum(counts[0]))))
+
+
+def _leading(part: Any) -> int:
+    shape = np.shape(part)
+    if not shape:
+        raise InvalidArgumentError("batch has a part that is a scalar; every part must have rows as its first axis")
+    return int(shape[0])
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Any:

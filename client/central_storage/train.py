@@ -16,9 +16,51 @@ from .checkpoint.file_format import SUFFIX
 from .checkpoint.graph import Status, Walked, find_file, require_trackable, restore, save, save_next
 from .variables.moving_averages import ExponentialMovingAverage
 
-__all__ = ["Checkpoint", "CheckpointManager", "ExponentialMovingAverage"]
+__all__ = ["Checkpoint", "CheckpointManager", "ExponentialMovingAverage", "latest_checkpoint"]
 
 _log = logging.getLogger("central_storage.train")
+
+# Beside a checkpoint that a manager keeps for good lies an empty file of its name with this at the end.
+_KEPT = ".kept"
+
+
+def latest_checkpoint(checkpoint_dir: str | os.PathLike[str], latest_filename: None = None) -> str | None:
+    """The newest checkpoint in a directory, which :meth:`Checkpoint.save` or a :class:`CheckpointManager` has written.
+
+    Of the files that begin alike the one with the highest number is the newest. Where files begin differently, the time
+    of their last change decides.
+
+    Args:
+        checkpoint_dir: The directory. It need not exist.
+        latest_filename: None. TensorFlow keeps a file of this name; here the directory is the only state.
+
+    Returns:
+        The path, for :meth:`Checkpoint.restore`; None where there is no checkpoint.
+
+    Raises:
+        InvalidArgumentError: ``latest_filename`` is not None (a ValueError).
+        OSError: The file system refuses.
+
+    Examples:
+        >>> import tempfile
+        >>> import central_storage as cs
+        >>> checkpoint = cs.train.Checkpoint(w=cs.Variable(1.0))
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     paths = [checkpoint.save(f"{directory}/ckpt") for _ in range(2)]
+        ...     cs.train.latest_checkpoint(directory) == paths[-1]
+        True
+    """
+    if latest_filename is not None:
+        raise InvalidArgumentError(
+            f"latest_filename must be None, not {latest_filename!r}: no file lists the checkpoints of a directory"
+        )
+    directory = os.fspath(checkpoint_dir)
+    newest: dict[str, tuple[int, str]] = {}
+    for name in _names(directory):
+        if match := re.fullmatch(rf"(.+)-(\d+){re.escape(SUFFIX)}", name):
+            path = os.path.join(directory, name)
+            newest[match[1]] = max(newest.get(match[1], (-1, "")), (int(match[2]), path))
+    return max((path for _, path in newest.values()), key=_changed, default=None)
 
 
 class Checkpoint(Walked):
@@ -85,6 +127,62 @@ class Checkpoint(Walked):
         """
         return self._save(f"{os.fspath(file_prefix)}-{self._count + 1}{SUFFIX}", self._count + 1)
 
+    def write(self, file_prefix: str | os.PathLike[str]) -> str:
+        """Write ``<file_prefix>.safetensors``, without a number and without counting it.
+
+        Args:
+            file_prefix: The path, which may lack the suffix. A file of that name is replaced.
+
+        Returns:
+            The path, for :meth:`read`.
+
+        Raises:
+            InvalidArgumentError: The path ends in ``-`` and a number, as those of :meth:`save` do (a ValueError).
+            OSError: The file system refuses; the error says the path and the bytes that were needed and are free.
+            ContextError: Called in a replica (a RuntimeError).
+
+        Examples:
+            >>> import tempfile
+            >>> import central_storage as cs
+            >>> checkpoint = cs.train.Checkpoint(w=cs.Variable(1.0))
+            >>> with tempfile.TemporaryDirectory() as directory:
+            ...     checkpoint.read(checkpoint.write(f"{directory}/best")).matched
+            1
+        """
+        path = find_file(file_prefix)
+        if re.search(rf"-\d+{re.escape(SUFFIX)}$", path):
+            raise InvalidArgumentError(
+                f"{path} is the name of a numbered checkpoint; choose a name that does not end in a number, or use "
+                "save(), which adds the number"
+            )
+        save(path, self._objects(), {})
+        return path
+
+    def read(self, save_path: str | os.PathLike[str]) -> Status:
+        """Set the objects to the content of a file, as :meth:`restore` does, and leave ``save_counter`` as it is.
+
+        Args:
+            save_path: A path that :meth:`write` or :meth:`save` returned.
+
+        Raises:
+            CheckpointError: As for :meth:`restore` (a ValueError).
+            CheckpointDamagedError: The file is damaged, incomplete or renamed.
+            ContextError: Called in a replica (a RuntimeError).
+
+        Examples:
+            >>> import tempfile
+            >>> import central_storage as cs
+            >>> w = cs.Variable(1.0)
+            >>> checkpoint = cs.train.Checkpoint(w=w)
+            >>> with tempfile.TemporaryDirectory() as directory:
+            ...     path = checkpoint.write(f"{directory}/best")
+            ...     _ = w.assign(2.0)
+            ...     _ = checkpoint.read(path).assert_consumed()
+            >>> float(w.numpy())
+            1.0
+        """
+        return restore(find_file(save_path), self._objects(), strict=False)[0]
+
     def restore(self, save_path: str | os.PathLike[str] | None) -> Status:
         """Set the objects to the content of the file ``save_path``.
 
@@ -139,11 +237,19 @@ class CheckpointManager:
         checkpoint: The checkpoint to save and restore.
         directory: The directory of the files.
         max_to_keep: The number of checkpoints to keep, from 1; None: all.
+        keep_checkpoint_every_n_hours: A checkpoint that ``max_to_keep`` would delete is kept for good if it was saved
+            at least this many hours after the last one that was kept, or after the first checkpoint. An empty file
+            ``<checkpoint>.kept`` marks it; delete the mark, and the manager counts and deletes the checkpoint again.
+            None: none is kept.
         checkpoint_name: The beginning of the names of the files.
+        step_counter: A variable, or ``optimizer.iterations``: the number of steps so far.
+        checkpoint_interval: :meth:`save` does nothing until ``step_counter`` has advanced by this many steps since the
+            last checkpoint that was saved or restored. None: it always saves.
         init_fn: Called by :meth:`restore_or_initialize` where there is no checkpoint.
 
     Raises:
-        InvalidArgumentError: ``max_to_keep`` is no number from 1, or ``checkpoint_name`` is no name of a file (a
+        InvalidArgumentError: A number is out of its range, ``checkpoint_name`` is no name of a file,
+            ``checkpoint_interval`` comes without ``step_counter``, or that is an int, which never advances (a
             ValueError).
 
     Examples:
@@ -164,7 +270,10 @@ class CheckpointManager:
         checkpoint: Checkpoint,
         directory: str | os.PathLike[str],
         max_to_keep: int | None,
+        keep_checkpoint_every_n_hours: float | None = None,
         checkpoint_name: str = "ckpt",
+        step_counter: Any = None,
+        checkpoint_interval: int | None = None,
         init_fn: Callable[[], object] | None = None,
     ) -> None:
         is_number = isinstance(max_to_keep, int) and not isinstance(max_to_keep, bool)
@@ -175,12 +284,24 @@ class CheckpointManager:
                 f"checkpoint_name must be the beginning of a file name, not {checkpoint_name!r}; pass the directory "
                 "as directory"
             )
+        hours = keep_checkpoint_every_n_hours
+        if hours is not None and not (isinstance(hours, int | float) and hours > 0):
+            raise InvalidArgumentError(
+                f"keep_checkpoint_every_n_hours must be a number of hours above 0, or None, not {hours!r}"
+            )
+        _check_interval(checkpoint_interval, step_counter)
         self._checkpoint = checkpoint
         self._directory = os.fspath(directory)
         self._max_to_keep = max_to_keep
+        self._keep_every = None if hours is None else hours * 3600
         self._name = checkpoint_name
+        self._step_counter = step_counter
+        self._interval = checkpoint_interval
+        self._last_step: int | None = None
         self._init_fn = init_fn
         self._skipped: dict[str, str] = {}
+        # The clock of the files, as that of what is compared with it: the time of the first checkpoint that is left.
+        self._begun = min(map(_changed, self._paths()), default=None)
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -193,9 +314,14 @@ class CheckpointManager:
         return self._directory
 
     @property
+    def checkpoint_interval(self) -> int | None:
+        """The number of steps between checkpoints."""
+        return self._interval
+
+    @property
     def checkpoints(self) -> list[str]:
-        """The paths of the checkpoints that are there, oldest first."""
-        return [os.path.join(self._directory, name) for _, name in self._found()]
+        """The paths of the checkpoints that are there, oldest first, but for those that are kept for good."""
+        return [path for path in self._paths() if not os.path.lexists(path + _KEPT)]
 
     @property
     def latest_checkpoint(self) -> str | None:
@@ -208,7 +334,7 @@ class CheckpointManager:
         what was found."""
         return dict(self._skipped)
 
-    def save(self, checkpoint_number: int | None = None) -> str:
+    def save(self, checkpoint_number: int | None = None, check_interval: bool = True) -> str | None:
         """Write a checkpoint, then delete the oldest beyond ``max_to_keep``.
 
         ``skipped_checkpoints`` do not count; each is deleted with the next newer one that is whole.
@@ -216,15 +342,21 @@ class CheckpointManager:
         Args:
             checkpoint_number: The number of the checkpoint, which replaces the one of that number. None: the next
                 number that no process has taken.
+            check_interval: False: save also within ``checkpoint_interval`` steps of the last checkpoint.
 
         Returns:
-            The path of the file.
+            The path of the file; None where ``checkpoint_interval`` steps have not passed.
 
         Raises:
             InvalidArgumentError: ``checkpoint_number`` is no whole number from 0 (a ValueError).
             OSError: The file system refuses.
             ContextError: Called in a replica (a RuntimeError).
         """
+        step = self._step()
+        if step is not None and check_interval and self._last_step is not None:
+            assert self._interval is not None
+            if step - self._last_step < self._interval:
+                return None
         if checkpoint_number is None:
             path = self._checkpoint._save_next(self._path_of, self._next_number)  # noqa: SLF001  (they are one thing)
             self._delete_beyond(self._max_to_keep)
@@ -234,6 +366,7 @@ class CheckpointManager:
             self._skipped.pop(path, None)
             # It stays, however old its number.
             self._delete_beyond(None if self._max_to_keep is None else self._max_to_keep - 1, but=path)
+        self._last_step = step
         return path
 
     def restore_or_initialize(self) -> str | None:
@@ -249,10 +382,11 @@ class CheckpointManager:
             CheckpointError: Something else is wrong with the newest that is whole, as for :meth:`Checkpoint.restore`.
         """
         self._skipped = {}
-        while left := [path for path in self.checkpoints if path not in self._skipped]:
+        while left := [path for path in self._paths() if path not in self._skipped]:
             newest = left[-1]
             try:
                 self._checkpoint.restore(newest)
+                self._last_step = self._step()
                 return newest
             except CheckpointDamagedError as error:
                 _log.warning("skipped a checkpoint: %s", error)
@@ -279,24 +413,67 @@ class CheckpointManager:
         last = whole[len(whole) - count - 1]
         for path in found[: found.index(last) + 1]:
             with contextlib.suppress(FileNotFoundError):  # another manager has deleted it
-                os.unlink(path)
+                if path in self._skipped or not self._keeps(path):
+                    os.unlink(path)
+
+    def _keeps(self, path: str) -> bool:
+        """Whether a checkpoint that is to be deleted is kept for good; if so, it is marked."""
+        if self._keep_every is None:
+            return False
+        changed = _changed(path)
+        if self._begun is None:
+            self._begun = changed
+        kept = [_changed(each) for each in self._paths() if os.path.lexists(each + _KEPT)]
+        if changed - max(kept, default=self._begun) < self._keep_every:
+            return False
+        with open(path + _KEPT, "wb"):
+            return True
+
+    def _step(self) -> int | None:
+        return None if self._interval is None else int(self._step_counter)
 
     def _next_number(self) -> int:
         return max([self._checkpoint.save_counter, *(number for number, _ in self._found())]) + 1
+
+    def _paths(self) -> list[str]:
+        return [os.path.join(self._directory, name) for _, name in self._found()]
 
     def _path_of(self, number: int) -> str:
         return os.path.join(self._directory, f"{self._name}-{number}{SUFFIX}")
 
     def _found(self) -> list[tuple[int, str]]:
         pattern = re.compile(rf"{re.escape(self._name)}-(\d+){re.escape(SUFFIX)}")
-        try:
-            names = os.listdir(self._directory)
-        except FileNotFoundError:
-            return []
-        return sorted((int(match[1]), name) for name in names if (match := pattern.fullmatch(name)))
+        return sorted((int(match[1]), name) for name in _names(self._directory) if (match := pattern.fullmatch(name)))
 
     def __repr__(self) -> str:
         return f"<CheckpointManager of {self._directory}>"
+
+
+def _names(directory: str) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except FileNotFoundError:
+        return []
+
+
+def _changed(path: str) -> float:
+    """The time of the last change of a file, in seconds; of one that is gone 0."""
+    try:
+        return os.stat(path).st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _check_interval(interval: Any, step_counter: Any) -> None:
+    if interval is None:
+        return
+    if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+        raise InvalidArgumentError(f"checkpoint_interval must be a number of steps from 1, or None, not {interval!r}")
+    if step_counter is None or type(step_counter) is int:
+        raise InvalidArgumentError(
+            "checkpoint_interval needs step_counter, a variable or optimizer.iterations, whose value says how many "
+            f"steps have passed; it is {step_counter!r}"
+        )
 
 
 def _whole_number(value: Any) -> int:

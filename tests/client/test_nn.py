@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+import central_storage as cs
 from central_storage import nn
 from central_storage.core.context import enter_cross_replica, enter_replica
 from cs_proto.errors import ContextError, InvalidArgumentError
@@ -130,3 +131,29 @@ def test_ids_that_are_none(ids: Any, says: str) -> None:
 def test_a_table_has_rows() -> None:
     with pytest.raises(InvalidArgumentError, match="at least one axis"):
         nn.embedding_lookup(np.array(1.0), [0])
+
+
+def test_rows_are_counted_over_all_replicas() -> None:
+    shares = cs.PerReplica([np.zeros((3, 2)), np.zeros((1, 2))]), cs.PerReplica([np.zeros(3), np.zeros(1)])
+    assert nn.global_batch_size(shares) == 4
+    assert nn.global_batch_size({"x": np.zeros((3, 2)), "y": np.zeros(3)}) == 3
+    with pytest.raises(InvalidArgumentError, match="same number of rows"):
+        nn.global_batch_size((np.zeros(3), np.zeros(4)))
+    with pytest.raises(InvalidArgumentError, match="same number of rows"):
+        nn.global_batch_size(())
+    with pytest.raises(InvalidArgumentError, match="scalar"):
+        nn.global_batch_size(np.float32(3))
+
+
+def test_replicas_add_their_rows_and_the_loss_is_that_of_the_batch() -> None:
+    rows = np.arange(7, dtype=np.float32)
+
+    def loss(batch: Any, size: int) -> Any:
+        assert nn.global_batch_size(batch) == size
+        return nn.compute_average_loss(batch, global_batch_size=size)
+
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as strategy:
+        data = strategy.experimental_distribute_dataset(cs.data.Dataset.from_tensor_slices(rows).batch(4))
+        for batch, mean in zip(data, (1.5, 5.0), strict=True):
+            size = nn.global_batch_size(batch)
+            assert float(strategy.reduce("SUM", strategy.run(loss, args=(batch, size)), axis=None)) == mean

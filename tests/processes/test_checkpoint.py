@@ -11,20 +11,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from tests.harness.processes import start
-from tests.harness.services import connected
 
 import central_storage as cs
 from central_storage import errors
 
 FORMAT_1 = Path(__file__).parents[1] / "data" / "format-1"
 SUM = cs.VariableAggregation.SUM
-
-
-@pytest.fixture(scope="module")
-def three() -> Any:
-    """A strategy of another number of replicas than ``two``."""
-    with cs.CentralStorageStrategy(["cpu:0", "cpu:1", "cpu:2"], parameter_device="cpu:1") as strategy:
-        yield connected(strategy)
 
 
 class Training:
@@ -124,6 +116,17 @@ def test_it_restores_into_variables_that_are_taken_along_later(
     np.testing.assert_equal(fresh.facts(), trained.facts())
 
 
+def test_it_restores_outside_every_strategy_and_goes_on_in_one(
+    trained: Training, tmp_path: Path, three: cs.CentralStorageStrategy
+) -> None:
+    path = checkpoint(trained).save(tmp_path / "ckpt")
+    fresh = Training(None)
+    checkpoint(fresh).restore(path).assert_consumed()
+    assert int(fresh.optimizer.iterations) == int(trained.optimizer.iterations)
+    three.run(lambda made: None, args=(vars(fresh),))  # it takes all of them along
+    np.testing.assert_equal(fresh.facts(), trained.facts())
+
+
 def test_slots_are_those_of_the_variables_that_were_updated(two: cs.CentralStorageStrategy, tmp_path: Path) -> None:
     training = Training(two)
     optimizer, (w, _) = training.optimizer, training.weights
@@ -137,7 +140,7 @@ def test_slots_are_those_of_the_variables_that_were_updated(two: cs.CentralStora
         f"optimizer/m/({w.name})",
         f"optimizer/v/({w.name})",
         "(strategy)/seed",
-        "(strategy)/draws",
+        "(strategy)/steps",
     }
 
 
@@ -152,10 +155,10 @@ def test_a_training_that_was_saved_in_format_1_goes_on(three: cs.CentralStorageS
     path = FORMAT_1 / "training-1.safetensors"
     stored, fresh = load_file(path), Training(three)
     three.run(fresh.step)
-    draws = three.controller.draws()
-    assert draws > 0
+    steps = three.controller.steps()
+    assert steps
     checkpoint(fresh).restore(path).assert_consumed()
-    assert three.controller.draws() == draws  # the file has no count
+    assert three.controller.steps() == steps  # the file has no counts
     facts = fresh.facts()
     assert (facts["iterations"], facts["learning_rate"], float(facts["steps"])) == (3, 0.25, 6)
     for name in ("weights/0", "weights/1"):

@@ -16,8 +16,11 @@ from central_storage import errors
 
 @pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 3], ids="replicas={}".format)
 def strategy(request: pytest.FixtureRequest) -> Any:
-    with cs.CentralStorageStrategy([f"cpu:{k}" for k in range(request.param)]) as strategy:
-        yield connected(strategy)
+    if request.param == 3:
+        yield request.getfixturevalue("three")
+    else:
+        with cs.CentralStorageStrategy(["cpu:0"]) as strategy:
+            yield connected(strategy)
 
 
 def rid() -> int:
@@ -230,3 +233,22 @@ def test_rows_of_a_table(strategy: cs.CentralStorageStrategy) -> None:
         np.testing.assert_array_equal(each, table.numpy()[ids])
     with pytest.raises(errors.InvalidArgumentError, match=r"embedding_lookup: row 4 is outside \[0, 4\)"):
         strategy.run(lambda: cs.nn.embedding_lookup(table, [4]))
+
+
+def test_an_area_is_that_of_all_rows(strategy: cs.CentralStorageStrategy) -> None:
+    with strategy.scope():
+        area, precision = cs.metrics.AUC(20), cs.metrics.Precision()
+    labels = np.arange(23) % 3 == 0
+    chances = (np.arange(23) * 7 % 23 / 22).astype(np.float32)
+
+    def feed(batch: Any) -> Any:
+        area.update_state(*batch)
+        return precision(*batch)
+
+    whole = cs.data.Dataset.from_tensor_slices((labels, chances)).batch(9)
+    for batch in strategy.experimental_distribute_dataset(whole):
+        last = strategy.run(feed, args=(batch,))
+    here = cs.metrics.AUC(20), cs.metrics.Precision()
+    assert float(area.result()) == float(here[0](labels, chances))
+    assert float(precision.result()) == float(here[1](labels, chances))
+    assert {float(x) for x in strategy.experimental_local_results(last)} == {float(precision.result())}

@@ -85,8 +85,10 @@ def save(strategy: cs.CentralStorageStrategy, directory: str) -> None:
     variables: tuple[cs.Variable, ...] = tuple(strategy.variables)
     checkpoint = cs.train.Checkpoint(**{variable.name: variable for variable in variables})
     manager = cs.train.CheckpointManager(checkpoint, directory, max_to_keep=2)
-    path: str = manager.save()
+    path: str | None = manager.save()
     checkpoint.restore(path)
+    written: str = checkpoint.write(directory)
+    checkpoint.read(written).assert_consumed()
     strategy.save(directory)
     strategy.restore(directory)
 

@@ -8,6 +8,7 @@ value is saved, so a file depends on neither replicas nor devices. ``train`` and
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 from collections import deque
@@ -25,6 +26,7 @@ from central_storage.core.context import get_replica_context, has_strategy, requ
 from central_storage.core.handles import Handle
 from central_storage.data.dataset import Dataset
 from central_storage.data.distributed import DistributedDataset, DistributedFromFunction, DistributedIterator, Place
+from central_storage.data.libraries import packed_state, unpacked_state
 from central_storage.optimizers import Optimizer
 from central_storage.pickling.code_analysis import is_users
 from central_storage.variables.moving_averages import ExponentialMovingAverage
@@ -57,12 +59,14 @@ class Walked:
 class Status:
     """The result of a restore. Objects and checkpoint may differ; call a method to say what you expect.
 
-    ``missing`` names the values that objects need and the checkpoint lacks, ``unused`` the values that the checkpoint
-    holds and no object uses. If no method is called, differences are logged when this object is deleted.
+    ``matched`` is the number of values that were restored. ``missing`` names the values that objects need and the
+    checkpoint lacks, ``unused`` the values that the checkpoint holds and no object uses. If no method is called,
+    differences are logged when this object is deleted.
     """
 
-    def __init__(self, path: str | None, missing: Iterable[str], unused: Iterable[str]) -> None:
+    def __init__(self, path: str | None, missing: Iterable[str], unused: Iterable[str], matched: int = 0) -> None:
         self.path = path
+        self.matched = matched
         self.missing = tuple(sorted(missing))
         self.unused = tuple(sorted(unused))
         self._expected = False
@@ -86,6 +90,18 @@ class Status:
             raise CheckpointMismatchError(
                 f"{self.path} does not hold {_listed(self.missing)}; give the Checkpoint the objects that were saved, "
                 "under their names, or call expect_partial()"
+            )
+        return self
+
+    def assert_nontrivial_match(self) -> Self:
+        """Raise CheckpointMismatchError (an AssertionError) if no value was restored. Accepts other differences."""
+        self._expected = True
+        if not self.matched:
+            raise CheckpointMismatchError(
+                f"{self.path} holds no value of the objects: {_difference(self.missing, self.unused)}; give the "
+                "Checkpoint the objects that were saved, under their names"
+                if self.path is not None
+                else "there was no checkpoint to restore"
             )
         return self
 
@@ -114,6 +130,8 @@ class _Entry:
     write: Callable[[np.ndarray], object]
     #: Why a value of the right shape and dtype cannot be set, or None.
     fault: Callable[[np.ndarray], str | None] | None = None
+    #: Whether it may have another length in the checkpoint, or be missing there.
+    varies: bool = False
 
 
 @dataclass
@@ -150,9 +168,8 @@ class _Found:
         found = {ways[0]: _of_variable(variable) for variable, ways in self.variables.items()}
         for optimizer, way in self.optimizers.items():
             found |= _of_optimizer(optimizer, way)
-            for variable in optimizer.slotted_variables():
-                for slot in optimizer.slot_names:
-                    found[f"{way}/{slot}/{self.label(variable)}"] = _of_slot(optimizer, variable, slot)
+            for variable, slot in optimizer.slots():
+                found[f"{way}/{slot}/{self.label(variable)}"] = _of_slot(optimizer, variable, slot)
         for average, way in self.averages.items():
             for variable, shadow in average.averages():
                 found[f"{way}/{self.label(variable)}"] = _of_variable(shadow)
@@ -232,15 +249,25 @@ def restore(path: str, objects: Mapping[str, Any], *, strict: bool) -> tuple[Sta
             keys = [also.get(way, way) for way in ways.get(name, [name])]
             there = next((key for key in keys if key in stored.keys), None)
             if there is None:
-                if not name.startswith(_STRATEGY):
+                if not name.startswith(_STRATEGY) and not entry.varies:
                     missing.append(name)
+                elif name.endswith("/steps") and f"{_STRATEGY}/seed" in stored.keys:
+                    _log.warning(
+                        "an older version saved %s, which did not count the runs of each function; random numbers "
+                        "continue from the runs that this strategy has counted",
+                        path,
+                    )
             else:
                 planned.append((there, entry))
         taken = {key for key, _ in planned}
         # First the entries that take memory, because there may be too little.
         planned = [*found.to_be_made(stored.keys - taken).items(), *planned]
         unused = {key for key in stored.keys - {key for key, _ in planned} if not key.startswith(_STRATEGY)}
-        wrong = [fault for key, entry in planned if (fault := stored.fault(key, entry.dtype, entry.shape))]
+        wrong = [
+            fault
+            for key, entry in planned
+            if not entry.varies and (fault := stored.fault(key, entry.dtype, entry.shape))
+        ]
         if wrong:
             raise CheckpointError(f"{path} does not fit: {'; '.join(wrong)}. Nothing was restored")
         if strict and (missing or unused):
@@ -258,7 +285,8 @@ def restore(path: str, objects: Mapping[str, Any], *, strict: bool) -> tuple[Sta
                     "another checkpoint to set all of them"
                 ) from error
             entry.write(array)
-    return Status(path, missing, unused), stored.index
+    matched = sum(not key.startswith(_STRATEGY) for key, _ in planned)
+    return Status(path, missing, unused, matched), stored.index
 
 
 # --- the content of objects ---------------------------------------------------------------------------------------
@@ -338,12 +366,18 @@ def _of_variable(variable: Variable) -> _Entry:
 
 def _of_slot(optimizer: Optimizer, variable: Variable, slot: str) -> _Entry:
     def read() -> np.ndarray:
-        return optimizer.get_slot(variable, slot).numpy()
+        return optimizer.slot_value(variable, slot)
 
     def write(value: np.ndarray) -> None:
-        optimizer.get_slot(variable, slot).assign(value)
+        optimizer.set_slot(variable, slot, value)
 
-    return _Entry(variable.dtype, variable.shape, read, write)
+    def fault(value: np.ndarray) -> str | None:
+        owners = optimizer.strategy, variable.strategy
+        if None in owners or owners[0] is owners[1]:
+            return None
+        return f"optimizer {optimizer.name} and variable {variable.name} belong to different strategies"
+
+    return _Entry(variable.dtype, variable.shape, read, write, fault)
 
 
 def _of_average(average: ExponentialMovingAverage, variable: Variable) -> _Entry:
@@ -373,14 +407,16 @@ def _of_data(data: DistributedDataset | DistributedFromFunction | DistributedIte
 
     def place() -> Place:
         orders = [(int(seed), int(begun), bool(is_kept)) for seed, begun, is_kept in parts["shuffles"]]
-        return Place(int(parts["epoch"]), int(parts["position"]), tuple(orders))
+        states = unpacked_state(parts["source"].tobytes()) if "source" in parts else None
+        return Place(int(parts["epoch"]), int(parts["position"]), tuple(orders), states)
 
     def entry(name: str, shape: tuple[int, ...], read: Callable[[], Any]) -> _Entry:
         def fault(value: np.ndarray) -> str | None:
             parts[name] = value
             if name != "shuffles":
                 return None
-            return data.fault(place()) if len(parts) == 3 else "its epoch or its position is missing"
+            is_whole = {"epoch", "position"} <= parts.keys()
+            return data.fault(place()) if is_whole else "its epoch or its position is missing"
 
         def write(value: np.ndarray) -> None:
             if name == "shuffles":
@@ -388,8 +424,20 @@ def _of_data(data: DistributedDataset | DistributedFromFunction | DistributedIte
 
         return _Entry(np.dtype(np.int64), shape, read, write, fault)
 
+    def state_fault(value: np.ndarray) -> str | None:
+        parts["source"] = value
+        try:
+            unpacked_state(value.tobytes())
+        except Exception as error:  # noqa: BLE001  (whatever a wrong file makes the reader raise)
+            return f"it is no position of a source: {error}"
+        return None
+
     count = len(data.orders())
-    return {
+    sources = {}
+    if data.has_states:
+        state = np.frombuffer(packed_state(data.place().states), np.uint8)
+        sources[f"{way}/source"] = _Entry(state.dtype, state.shape, lambda: state, lambda _: None, state_fault, True)
+    return sources | {
         f"{way}/epoch": entry("epoch", (), lambda: data.place().epoch),
         f"{way}/position": entry("position", (), lambda: data.place().position),
         f"{way}/shuffles": entry("shuffles", (count, 3), lambda: np.reshape(data.place().orders, (count, 3))),
@@ -409,14 +457,27 @@ def _of_strategy(strategy: Strategy, way: str) -> dict[str, _Entry]:
                 controller.seed,
             )
 
-    def fault(value: np.ndarray) -> str | None:
-        return f"{value} is not a possible number of runs" if not 0 <= value < 1 << 62 else None
-
-    int64 = np.dtype(np.int64)
+    steps = np.frombuffer(json.dumps(controller.steps(), sort_keys=True).encode(), np.uint8)
     return {
-        f"{way}/seed": _Entry(int64, (), lambda: controller.seed, compare_seeds),
-        f"{way}/draws": _Entry(int64, (), controller.draws, lambda value: controller.set_draws(int(value)), fault),
+        f"{way}/seed": _Entry(np.dtype(np.int64), (), lambda: controller.seed, compare_seeds),
+        f"{way}/steps": _Entry(
+            steps.dtype,
+            steps.shape,
+            lambda: steps,
+            lambda value: controller.set_steps(json.loads(value.tobytes())),
+            _fault_of_steps,
+            varies=True,
+        ),
     }
+
+
+def _fault_of_steps(value: np.ndarray) -> str | None:
+    """Why the text ``value``, uint8, is no table of the runs of functions."""
+    with contextlib.suppress(ValueError, RecursionError):
+        steps = json.loads(value.tobytes())
+        if isinstance(steps, dict) and all(type(step) is int and 0 <= step < 1 << 62 for step in steps.values()):
+            return None
+    return "it is not the text of a JSON object of numbers of runs by function"
 
 
 # --- names, texts and conditions ----------------------------------------------------------------------------------

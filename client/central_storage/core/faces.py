@@ -24,14 +24,14 @@ INTERNAL = {
         remember evaluate_schedules logical_devices_here""",
     "CentralStorageStrategy": "from_backend handles object_for adopt is_running",
     "Counters": "wire_of values_of to_wire check refuse is_checked",
-    "DistributedDataset": "place go_to is_iterated_by is_elsewhere orders set_orders fault",
+    "DistributedDataset": "place go_to is_iterated_by is_elsewhere orders set_orders fault has_states",
     "DistributedIterator": "give_back lend end_lending is_over place is_at go_to fault orders",
     "ReplicaContext": "backend end is_local",
     "Variable": "from_record adopt is_ordinary number current forget_view rename",
     "Observer": "open",
     "TensorSpec": "admits",
     "Metric": "adopt",
-    "Optimizer": "from_record adopt slotted_variables evaluate_schedule",
+    "Optimizer": "from_record adopt slots slot_value set_slot evaluate_schedule",
     "ExponentialMovingAverage": "start adopt",
 }
 #: The same for every class: the name of a rule or schedule in the tables of the protocol, and its record.

@@ -103,6 +103,8 @@ class Optimizer(Handle):
         self._strategy: Strategy | None = None
         self._number = 0
         self._iterations = 0
+        #: The slots that a checkpoint brought before there was a strategy to hold them.
+        self._kept: dict[tuple[Variable, str], np.ndarray] = {}
         self._rate = learning_rate if callable(learning_rate) else None
         rate = self._rate_at(0) if self._rate is not None else learning_rate
         self._hyperparameters = {
@@ -133,6 +135,7 @@ class Optimizer(Handle):
         self._strategy = strategy
         self._number = record.number
         self._iterations = 0
+        self._kept = {}
         self._rate = None if record.schedule is None else schedule_of(record.schedule)
         self._hyperparameters = dict(record.hyperparameters)
         self._rule = record.rule
@@ -150,6 +153,10 @@ class Optimizer(Handle):
         self._strategy = strategy
         strategy.remember(self)
         self._cs_keep(strategy.controller.forget)
+        kept, self._kept = self._kept, {}
+        for (variable, slot), value in kept.items():
+            variable.adopt(strategy, shared=True)
+            self.set_slot(variable, slot, value)
 
     def _cs_handle(self) -> tuple[str, int]:
         return ("optimizer", self._number)
@@ -205,12 +212,14 @@ class Optimizer(Handle):
         """The names of what the rule keeps beside every variable."""
         return list(SLOTS[self._rule])
 
-    def slotted_variables(self) -> list[Variable]:
-        """The variables beside which there are slots by now, in the order in which the variables were made."""
+    def slots(self) -> list[tuple[Variable, str]]:
+        """The variable and the name of each slot that there is by now, in the order in which the variables were
+        made."""
         if self._strategy is None:
-            return []
+            return list(self._kept)
         numbers = set(self._strategy.controller.slotted(self._number))
-        return [variable for variable in self._strategy.variables if variable.number in numbers]
+        slotted = [variable for variable in self._strategy.variables if variable.number in numbers]
+        return [(variable, slot) for variable in slotted for slot in self.slot_names]
 
     def get_slot(self, var: Variable, slot_name: str) -> Slot:
         """The array that the rule keeps beside a variable. It is made now if no update has made it yet.
@@ -238,6 +247,21 @@ class Optimizer(Handle):
             has = ", ".join(SLOTS[self._rule]) or "none"
             raise InvalidArgumentError(f"{self.name} has no slot {slot_name!r}; its slots: {has}")
         return Slot(self, var, slot_name)
+
+    def slot_value(self, variable: Variable, slot: str) -> np.ndarray:
+        """A copy of a slot, also of an optimizer that belongs to no strategy yet."""
+        kept = self._kept.get((variable, slot))
+        return self.get_slot(variable, slot).numpy() if kept is None else kept.copy()
+
+    def set_slot(self, variable: Variable, slot: str, value: np.ndarray) -> None:
+        """Set a slot. Where neither the optimizer nor the variable belongs to a strategy yet, the value is kept until
+        the optimizer does."""
+        if self._strategy is None and variable.strategy is None:
+            self._kept[variable, slot] = np.array(value)
+            return
+        if self._strategy is not None:
+            variable.adopt(self._strategy, shared=True)
+        self.get_slot(variable, slot).assign(value)
 
     def get_config(self) -> dict[str, Any]:
         """The name and the hyperparameters as :meth:`from_config` takes them.

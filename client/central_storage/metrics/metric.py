@@ -1,27 +1,24 @@
-"""Metrics: running sums and means whose state lies in variables, fed in replicas and read anywhere.
-
-Each replica adds its own totals, so a mean is that of all examples however unevenly they were shared out.
-"""
+"""The base of the metrics, and sums and means of values."""
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from central_storage.core.composites import Composite
+from central_storage.core.values import VariableAggregation, convert_to_tensor
+from central_storage.nn import fit_weights
+from central_storage.variables.variable import Variable
 from cs_proto.errors import ContextError, InvalidArgumentError
 
-from .core.composites import Composite
-from .core.values import VariableAggregation, convert_to_tensor
-from .nn import fit_weights
-from .variables.variable import Variable
-
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Iterable
 
-    from .core.backends import Strategy
+    from central_storage.core.backends import Strategy
 
-__all__ = ["Accuracy", "Mean", "Metric", "SparseCategoricalAccuracy", "Sum"]
+__all__ = ["Mean", "MeanOf", "Metric", "Sum", "aligned", "scalar", "weighted"]
 
 
 class Metric(Composite):
@@ -31,11 +28,11 @@ class Metric(Composite):
     belongs to the first whose ``run`` takes it along; using it in a second one is a ContextError (a RuntimeError).
 
     Args:
-        name: The name; None: that of the class.
-        dtype: The dtype of the state; None: float32.
+        name: The name; None for the name of the class.
+        dtype: The dtype of the state; None for float32.
 
     Raises:
-        InvalidArgumentError: ``dtype`` is no floating-point dtype (a ValueError).
+        InvalidArgumentError: ``dtype`` is not a floating-point dtype (a ValueError).
 
     Examples:
         >>> import central_storage as cs
@@ -98,13 +95,62 @@ class Metric(Composite):
         """The value so far, over all replicas."""
         raise NotImplementedError(f"{type(self).__name__} does not define result")
 
+    def __call__(self, *args: Any, **kwargs: Any) -> np.ndarray:
+        """Take examples in, then return the value so far, over all replicas.
+
+        Args:
+            *args: As for :meth:`update_state`.
+            **kwargs: As for :meth:`update_state`.
+
+        Raises:
+            InvalidArgumentError: As for :meth:`update_state` (a ValueError).
+        """
+        self.update_state(*args, **kwargs)
+        return self.result()
+
     def reset_state(self) -> None:
-        """Begin anew. In a replica all replicas must do it."""
+        """Set the state to zero. If one replica calls this, all must."""
         for variable in self.variables:
             variable.assign(np.zeros(variable.shape, variable.dtype))
 
+    def reset_states(self) -> None:
+        """:meth:`reset_state`, under its name before TensorFlow 2.5.
+
+        Examples:
+            >>> import central_storage as cs
+            >>> total = cs.metrics.Sum()
+            >>> float(total(3.0)), total.reset_states(), float(total.result())
+            (3.0, None, 0.0)
+        """
+        self.reset_state()
+
+    def merge_state(self, metrics: Iterable[Metric]) -> None:
+        """Add what other metrics of this class have taken in.
+
+        Args:
+            metrics: Metrics that were made with the same arguments.
+
+        Raises:
+            InvalidArgumentError: One is of another class, or its state has other shapes (a ValueError).
+
+        Examples:
+            >>> import central_storage as cs
+            >>> one, other = cs.metrics.Mean(), cs.metrics.Mean()
+            >>> float(one([1.0, 2.0])), float(other(6.0))
+            (1.5, 6.0)
+            >>> one.merge_state([other])
+            >>> float(one.result())
+            3.0
+        """
+        for metric in metrics:
+            shapes = [variable.shape for variable in self.variables]
+            if type(metric) is not type(self) or [variable.shape for variable in metric.variables] != shapes:
+                raise InvalidArgumentError(f"{metric!r} has another state than {self!r}, so they cannot be merged")
+            for mine, other in zip(self.variables, metric.variables, strict=True):
+                mine.assign_add(other.numpy())
+
     def adopt(self, strategy: Strategy) -> None:
-        """Let the variables become those of ``strategy``. Raises ContextError where they are another's."""
+        """Give the variables to ``strategy``. Raises ContextError if they belong to another one."""
         for variable in self.variables:
             variable.adopt(strategy, shared=True)
             if variable.strategy is not strategy:
@@ -121,11 +167,11 @@ class Sum(Metric):
     """The sum of values, weighted.
 
     Args:
-        name: The name; None: that of the class.
-        dtype: The dtype of the state; None: float32.
+        name: The name; None for the name of the class.
+        dtype: The dtype of the state; None for float32.
 
     Raises:
-        InvalidArgumentError: ``dtype`` is no floating-point dtype (a ValueError).
+        InvalidArgumentError: ``dtype`` is not a floating-point dtype (a ValueError).
 
     Examples:
         >>> import central_storage as cs
@@ -149,16 +195,16 @@ class Sum(Metric):
         Raises:
             InvalidArgumentError: The weights have another shape (a ValueError).
         """
-        values, _ = _weighted(self, values, sample_weight, np.sum)
-        self.total.assign_add(_scalar(self, values.sum()))
+        values, _ = weighted(self, values, sample_weight, np.sum)
+        self.total.assign_add(scalar(self, values.sum()))
 
     def result(self) -> np.ndarray:
         """The sum: a scalar of the metric's dtype."""
         return self.total.numpy()
 
 
-class _MeanOf(Metric):
-    """The mean of something for each example; 0 before the first."""
+class MeanOf(Metric):
+    """The mean over examples; 0 before the first."""
 
     def __init__(self, name: str | None = None, dtype: Any = None) -> None:
         super().__init__(name, dtype)
@@ -172,20 +218,20 @@ class _MeanOf(Metric):
         return mean
 
     def _take(self, values: Any, sample_weight: Any) -> None:
-        values, weights = _weighted(self, values, sample_weight, np.mean)
-        self.total.assign_add(_scalar(self, values.sum()))
-        self.count.assign_add(_scalar(self, values.size if weights is None else weights.sum()))
+        values, weights = weighted(self, values, sample_weight, np.mean)
+        self.total.assign_add(scalar(self, values.sum()))
+        self.count.assign_add(scalar(self, values.size if weights is None else weights.sum()))
 
 
-class Mean(_MeanOf):
+class Mean(MeanOf):
     """The mean of values, weighted; 0 before the first.
 
     Args:
-        name: The name; None: that of the class.
-        dtype: The dtype of the state; None: float32.
+        name: The name; None for the name of the class.
+        dtype: The dtype of the state; None for float32.
 
     Raises:
-        InvalidArgumentError: ``dtype`` is no floating-point dtype (a ValueError).
+        InvalidArgumentError: ``dtype`` is not a floating-point dtype (a ValueError).
 
     Examples:
         >>> import central_storage as cs
@@ -209,88 +255,23 @@ class Mean(_MeanOf):
         self._take(values, sample_weight)
 
 
-class Accuracy(_MeanOf):
-    """How often predictions equal labels.
-
-    Args:
-        name: The name; None: that of the class.
-        dtype: The dtype of the state; None: float32.
-
-    Raises:
-        InvalidArgumentError: ``dtype`` is no floating-point dtype (a ValueError).
-
-    Examples:
-        >>> import central_storage as cs
-        >>> accuracy = cs.metrics.Accuracy()
-        >>> accuracy.update_state([1, 2, 3, 4], [0, 2, 3, 4])
-        >>> float(accuracy.result())
-        0.75
-    """
-
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        """Compare labels with predictions.
-
-        Args:
-            y_true: Labels of any shape.
-            y_pred: Predictions of that shape (a last axis of one element apart).
-            sample_weight: One number, or one for each label.
-
-        Raises:
-            InvalidArgumentError: The shapes do not fit (a ValueError).
-        """
-        y_true, y_pred = convert_to_tensor(y_true), convert_to_tensor(y_pred)
-        if y_true.ndim != y_pred.ndim:
-            y_true = fit_weights(y_pred, y_true)
-        if y_true.shape != y_pred.shape:
-            raise InvalidArgumentError(
-                f"labels {list(y_true.shape)} and predictions {list(y_pred.shape)} must have the same shape"
-            )
-        self._take((y_true == y_pred).astype(self.dtype), sample_weight)
+def aligned(metric: Metric, y_true: Any, y_pred: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Labels and predictions of one shape, in the metric's dtype. If one has an axis more, of length 1, it goes."""
+    labels = convert_to_tensor(y_true).astype(metric.dtype, copy=False)
+    predictions = convert_to_tensor(y_pred).astype(metric.dtype, copy=False)
+    if labels.ndim == predictions.ndim + 1 and labels.shape[-1] == 1:
+        labels = labels[..., 0]
+    elif predictions.ndim == labels.ndim + 1 and predictions.shape[-1] == 1:
+        predictions = predictions[..., 0]
+    if labels.shape != predictions.shape:
+        raise InvalidArgumentError(
+            f"metric {metric.name}: labels {list(labels.shape)} and predictions {list(predictions.shape)} must have "
+            "the same shape"
+        )
+    return labels, predictions
 
 
-class SparseCategoricalAccuracy(_MeanOf):
-    """How often the largest of the predicted numbers is that of the label.
-
-    Args:
-        name: The name; None: that of the class.
-        dtype: The dtype of the state; None: float32.
-
-    Raises:
-        InvalidArgumentError: ``dtype`` is no floating-point dtype (a ValueError).
-
-    Examples:
-        >>> import central_storage as cs
-        >>> accuracy = cs.metrics.SparseCategoricalAccuracy()
-        >>> accuracy.update_state([2, 1], [[0.1, 0.6, 0.3], [0.05, 0.95, 0]])
-        >>> float(accuracy.result())
-        0.5
-    """
-
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        """Compare labels with the largest of the predicted numbers.
-
-        Args:
-            y_true: Labels of shape ``[…]`` or ``[…, 1]``.
-            y_pred: Numbers of shape ``[…, classes]``.
-            sample_weight: One number, or one for each label.
-
-        Raises:
-            InvalidArgumentError: The shapes do not fit (a ValueError).
-        """
-        y_true, y_pred = convert_to_tensor(y_true), convert_to_tensor(y_pred)
-        if y_true.ndim == y_pred.ndim and y_true.shape[-1:] == (1,):
-            y_true = y_true[..., 0]
-        if y_pred.ndim == 0 or y_true.shape != y_pred.shape[:-1]:
-            raise InvalidArgumentError(
-                f"labels {list(y_true.shape)} need predictions of that shape with one more axis, the classes, not "
-                f"{list(y_pred.shape)}"
-            )
-        if not y_pred.shape[-1]:
-            raise InvalidArgumentError("predictions need at least one class")
-        self._take((y_pred.argmax(-1) == y_true).astype(self.dtype), sample_weight)
-
-
-def _weighted(
+def weighted(
     metric: Metric, values: Any, sample_weight: Any, combine: Any
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any] | None]:
     """``values`` times their weights, and the weights, of one shape. A weight for a whole row is one for what
@@ -317,10 +298,10 @@ def _fits(weights: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> bool:
     return weights.ndim == values.ndim and all(one in (1, other) for one, other in pairs)
 
 
-def _scalar(metric: Metric, number: Any) -> np.ndarray[Any, Any]:
+def scalar(metric: Metric, number: Any) -> np.ndarray[Any, Any]:
     # An array, not a Python number: those of several replicas that happen to be equal would be refused.
     return np.asarray(number, metric.dtype)
 
 
 def _snake(name: str) -> str:
-    return "".join(f"_{c.lower()}" if c.isupper() and k else c.lower() for k, c in enumerate(name))
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()

@@ -1,0 +1,34 @@
+"""Metrics: running totals whose state lies in variables, fed in replicas and read anywhere.
+
+Each replica adds its own totals, so a mean is that of all examples however unevenly they were shared out.
+"""
+
+from .accuracy import Accuracy as Accuracy
+from .accuracy import BinaryAccuracy as BinaryAccuracy
+from .accuracy import CategoricalAccuracy as CategoricalAccuracy
+from .accuracy import SparseCategoricalAccuracy as SparseCategoricalAccuracy
+from .confusion import AUC as AUC
+from .confusion import Precision as Precision
+from .confusion import Recall as Recall
+from .metric import Mean as Mean
+from .metric import Metric as Metric
+from .metric import Sum as Sum
+from .regression import MeanAbsoluteError as MeanAbsoluteError
+from .regression import MeanSquaredError as MeanSquaredError
+from .regression import RootMeanSquaredError as RootMeanSquaredError
+
+__all__ = [
+    "AUC",
+    "Accuracy",
+    "BinaryAccuracy",
+    "CategoricalAccuracy",
+    "Mean",
+    "MeanAbsoluteError",
+    "MeanSquaredError",
+    "Metric",
+    "Precision",
+    "Recall",
+    "RootMeanSquaredError",
+    "SparseCategoricalAccuracy",
+    "Sum",
+]
