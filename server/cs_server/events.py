@@ -317,6 +317,11 @@ class Load:
 
 
 @frozen
+class Renamed:
+    """Variables have other names now: who has looked one up by its name asks again."""
+
+
+@frozen
 class FreeResults:
     """What :class:`Compute` commands before this one brought is not needed any more."""
 
@@ -330,6 +335,7 @@ Command = (
     | Compute
     | Fingerprint
     | Discard
+    | Renamed
     | FreeResults
     | Commit
     | EndWorker

@@ -93,8 +93,11 @@ class Backend:
     def variables(self) -> tuple[Variable, ...]:
         return tuple(self.variable(number) for number in range(1, len(self.specs) + 1))
 
-    def forget(self, number: int) -> None:
-        """Nobody holds a handle of the variable any more."""
+    def forget(self, kind: str, number: int) -> None:
+        """Nobody holds a handle any more."""
+
+    def settle_names(self) -> None:
+        """No name changes."""
 
     def run(self, function: Callable[..., Any], arguments: Any) -> list[Any]:
         self.runs += 1

@@ -368,7 +368,7 @@ def test_what_nobody_holds_is_freed_before_the_next_operation(quiet: cs.CentralS
     held["trained"] = made(quiet, np.ones(3, F32))
     quiet.run(lambda: optimizer.apply_gradients([(np.ones(3, F32), held["trained"])]))
     del held["trained"]
-    assert quiet.statistics().variables == others + 3  # the optimizer names it
+    assert quiet.statistics().variables == others + 2
 
 
 def test_functions_and_results_keep_variables(quiet: cs.CentralStorageStrategy) -> None:

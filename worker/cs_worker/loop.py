@@ -106,7 +106,8 @@ class Loop:
         if isinstance(work, Prepare):
             self._prepare(work)
         elif isinstance(work, Forget):
-            self._shop.catalogue.forget(work.variables)
+            self._programs.forget(controller, work.functions)
+            self._shop.forget(work)
         else:
             self._shop.interrupts.install()  # the user's code may have put other handlers in their place
             self._shop.conversation.begin_run(controller, work)

@@ -190,9 +190,16 @@ class ControllerBackend(_Catalogue, Protocol):
     def read(self, number: int) -> np.ndarray:
         """A copy of the variable's current value."""
 
-    def forget(self, number: int) -> None:
-        """Nobody holds the handle any more that this process made of a variable: the server may free it. Called by the
+    def forget(self, kind: str, number: int) -> None:
+        """Nobody holds a variable or optimizer any more that this process made: the server may free it. Called by the
         garbage collector in any thread, so it only makes a note."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the service runs, as far as is known."""
+
+    def settle_names(self) -> None:
+        """Free what nobody holds, so that the names that this process knows are those of the server."""
 
     def configure(
         self,
@@ -250,6 +257,9 @@ class ServiceBackend(ControllerBackend, Protocol):
     ) -> None:
         """How handles become objects, how handles and composites are named, and which object somebody holds.
         The strategy over this link says it once."""
+
+    def abandon(self) -> None:
+        """Nobody holds the strategy any more. Called by the garbage collector in any thread and at any time."""
 
 
 def service_of(strategy: Strategy, what: str) -> ControllerBackend:

@@ -170,6 +170,7 @@ class Optimizer(Weights):
         )
         self._strategy = strategy
         strategy.remember(self)
+        self._cs_keep(strategy.controller.forget)
         kept, self._kept = self._kept, {}
         for (variable, slot), value in kept.items():
             variable.adopt(strategy, shared=True)
@@ -279,7 +280,7 @@ class Optimizer(Weights):
         if slot_name not in SLOTS[self._rule]:
             has = ", ".join(SLOTS[self._rule]) or "none"
             raise InvalidArgumentError(f"{self.name} has no slot {slot_name!r}; its slots: {has}")
-        return Slot(self._number, var, slot_name)
+        return Slot(self, var, slot_name)
 
     def slot_value(self, variable: Variable, slot: str) -> np.ndarray:
         """A copy of a slot, also of an optimizer that belongs to no strategy yet."""

@@ -9,6 +9,8 @@ import numpy as np
 from central_storage.core.backends import service_of
 from central_storage.core.closed import Closed
 from central_storage.core.context import current_replica
+from central_storage.core.faces import presented
+from central_storage.core.handles import Handle, handle_id
 from central_storage.variables.variable import Variable
 from cs_proto.errors import ContextError, InvalidArgumentError
 
@@ -18,14 +20,16 @@ if TYPE_CHECKING:
 __all__ = ["Slot"]
 
 
+@presented
 class Slot(Closed, np.lib.mixins.NDArrayOperatorsMixin):
     """One slot of one variable: an array of its shape and dtype, held by the server. Every read is a copy, also
     in operators."""
 
-    def __init__(self, optimizer: int, variable: Variable, slot: str) -> None:
+    def __init__(self, optimizer: Handle, variable: Variable, slot: str) -> None:
         assert variable.strategy is not None
         self._strategy = variable.strategy
-        self._optimizer = optimizer
+        self._held = optimizer  # so that the server does not free it
+        self._optimizer = handle_id(optimizer)[1]
         self._variable = variable
         self._slot = slot
 

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from central_storage.core.closed import Closed
+from central_storage.core.faces import presented
 from central_storage.core.options import RunOptions
 from central_storage.core.pipeline import Arguments
 from central_storage.core.values import regroup
@@ -51,6 +52,7 @@ class StepSeries(Protocol):
         """Wait for all that were sent, or ``cancel`` them."""
 
 
+@presented
 class Steps(Closed):
     """What ``run_steps`` returns: an iterator over the results, in order.
 

@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
-from weakref import WeakValueDictionary, ref
+from weakref import WeakValueDictionary, finalize, ref
 
 from central_storage.core import context, devices, logical_devices, opening
 from central_storage.core.backends import Carriage, ControllerBackend, ReplicaBackend
 from central_storage.core.composites import Composite
-from central_storage.core.handles import Handle, HandleTable, handle_id
+from central_storage.core.handles import Handle, HandleTable, handle_id, weakly
 from central_storage.core.options import ValueContext
 from central_storage.core.pipeline import Series
 from central_storage.core.random_streams import Streams, function_name
@@ -28,20 +28,22 @@ from cs_proto import messages
 from cs_proto.errors import ConfigurationError, ContextError, ShutdownError
 from cs_proto.messages import Counters
 
+from . import running
 from .base import StrategyBase
 from .run_steps import LocalSeries
 
 if TYPE_CHECKING:
     from central_storage.checkpoint import graph
 
-__all__ = ["CentralStorageStrategy", "DefaultStrategy"]
+__all__ = ["CentralStorageStrategy", "DefaultStrategy", "running_strategies"]
 
 
 class CentralStorageStrategy(StrategyBase, Handle):
     """Synchronous data-parallel training on one machine; every variable exists once, in the parameter process.
 
     Without a launcher the constructor starts the service. ``shutdown()``, the end of the ``with`` block, or the end or
-    death of the script stops it.
+    death of the script stops it; so does the loss of the last reference to the strategy. Its variables and optimizers
+    refer to it.
 
     A worker that dies is started again, and the run goes on with the same bits. The server is started again in the same
     way, unless ``server_recovery`` is False. If a replica function prints or writes files before its worker dies, it
@@ -126,7 +128,10 @@ class CentralStorageStrategy(StrategyBase, Handle):
             recovery=recovery,
         )
         self._init(backend, backend.compute_devices, backend.parameter_device)
-        backend.resolve_handles(self.object_for, self.adopt, self._handles.get)
+        backend.resolve_handles(weakly(self.object_for), weakly(self.adopt), self._handles.get)
+        finalize(self, backend.abandon).atexit = False  # at exit every service is closed in turn
+        self._has_run = False
+        running.note(self)
 
     @classmethod
     def from_backend(
@@ -146,11 +151,12 @@ class CentralStorageStrategy(StrategyBase, Handle):
         self._averages: WeakValueDictionary[str, ExponentialMovingAverage] = WeakValueDictionary()
         self._claimed: set[str] = set()
         self._variable_sets = VariableSets()
-        self._handles = HandleTable(
+        self._has_run = True  # as far as it matters: in a worker
+        self._handles: HandleTable = HandleTable(
             {
-                "strategy": lambda number: self,
-                "variable": lambda number: Variable.from_record(self, self._catalogue.variable(number)),
-                "optimizer": lambda number: optimizer_of(self, self._catalogue.optimizer(number)),
+                "strategy": weakly(self._itself),
+                "variable": weakly(self._variable_of),
+                "optimizer": weakly(self._optimizer_of),
             }
         )
 
@@ -178,12 +184,19 @@ class CentralStorageStrategy(StrategyBase, Handle):
         self, function: Callable[..., Any], arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
     ) -> list[Any]:
         """Call ``function`` once per replica, in their processes; the results in replica order."""
+        self._begin_run()
         self.evaluate_schedules()
         return self._backend.run(function, arguments)
 
     def series(self, lookahead: int) -> Series:
         """What carries out steps that are sent ahead."""
+        self._begin_run()
         return self._backend.series(lookahead)
+
+    def _begin_run(self) -> None:
+        if not self._has_run:
+            self._has_run = True
+            running.name_earlier(self)
 
     def carrier(self) -> Carriage:
         """What copies an array to where the replicas read it."""
@@ -233,6 +246,15 @@ class CentralStorageStrategy(StrategyBase, Handle):
             self._averages[free] = owner
         return free
 
+    def _itself(self, number: int) -> CentralStorageStrategy:
+        return self
+
+    def _variable_of(self, number: int) -> Variable:
+        return Variable.from_record(self, self._catalogue.variable(number))
+
+    def _optimizer_of(self, number: int) -> Optimizer:
+        return optimizer_of(self, self._catalogue.optimizer(number))
+
     def _handle_of(self, record: messages.Variable) -> Variable:
         found = self._handles.get("variable", record.number)
         return found if isinstance(found, Variable) else Variable.from_record(self, record)
@@ -261,6 +283,11 @@ class CentralStorageStrategy(StrategyBase, Handle):
     def address(self) -> str:
         """The run directory of the service: what ``connect`` takes, in any process of the same user."""
         return self._backend.address
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the service runs, as far as this process has heard."""
+        return self._backend.is_running
 
     @property
     def variables(self) -> tuple[Variable, ...]:
@@ -372,7 +399,8 @@ class CentralStorageStrategy(StrategyBase, Handle):
         return self._backend.statistics()
 
     def shutdown(self) -> None:
-        """Stop the service that this strategy started, or leave the launcher's. Idempotent; also done at exit.
+        """Stop the service that this strategy started, or leave the launcher's. Idempotent; also done at exit, and when
+        nothing holds the strategy any more.
 
         Examples:
             >>> import central_storage as cs
@@ -394,6 +422,25 @@ class CentralStorageStrategy(StrategyBase, Handle):
             f"<CentralStorageStrategy of {self.num_replicas_in_sync} replicas ({', '.join(self._compute_devices)}), "
             f"parameters on {self._parameter_device}>"
         )
+
+
+def running_strategies() -> tuple[CentralStorageStrategy, ...]:
+    """The strategies of this process whose services run, in the order in which they were made.
+
+    A service ends when nothing holds its strategy any more. With this function a notebook finds one whose name it has
+    overwritten, and ends it with :meth:`CentralStorageStrategy.shutdown`.
+
+    Examples:
+        >>> import central_storage as cs
+        >>> before = cs.running_strategies()
+        >>> strategy = cs.CentralStorageStrategy(in_process=True)
+        >>> cs.running_strategies()[len(before):] == (strategy,)
+        True
+        >>> strategy.shutdown()
+        >>> cs.running_strategies() == before
+        True
+    """
+    return tuple(running.running())
 
 
 class DefaultStrategy(StrategyBase):

@@ -8,7 +8,6 @@ keeps its bits until the replica function returns, also through updates. Everywh
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -78,14 +77,15 @@ class Variable(Handle, ArrayProtocols):
     variable, as it was when the function was sent, but may not write it.
 
     This class is a facade: it checks what it is given, and the server does the rest. When the script holds a variable
-    no longer, the server frees it before the strategy's next operation. A variable
-    that an optimizer has updated, or that was made inside a replica, stays.
+    no longer, the server frees it, and what optimizers keep beside it, before the strategy's next operation. A variable
+    that was made inside a replica stays.
 
     Args:
         initial_value: An array, a number, a nest of numbers, or a callable that returns one. Python numbers become
             float32, int32, bool or complex128.
         trainable: Whether the variable is trained. None: yes, but for the synchronization ON_READ.
-        name: The name; a name that the strategy has already gets a number.
+        name: The name; a name that the strategy has already gets a number. When a variable is freed, those that asked
+            for the same name after it get the names that they would have without it.
         dtype: Converts the value, integers to floating point too, but not the reverse.
         shape: The shape that the value must have; None: any.
         synchronization: Stored, and without effect on values: there is one value, not one per replica. A variable with
@@ -171,8 +171,8 @@ class Variable(Handle, ArrayProtocols):
             replica = current_replica(strategy)
             self._become(strategy, (replica or strategy.controller).create(spec, value, call_site()))
             if replica is None:
-                self._forget_at_the_end()
-            return
+                self._cs_keep(strategy.controller.forget)
+            return  # one made in a replica has handles in other replicas, and in what functions keep in them
         self._strategy = None
         self._number = 0
         self._local: _Local | None = _Local(value, is_foreign)
@@ -192,7 +192,7 @@ class Variable(Handle, ArrayProtocols):
         if self._local is not None and not self._local.is_foreign:
             spec = replace(self._spec, ordinary=False) if shared else self._spec
             self._become(strategy, strategy.controller.create(spec, self._local.value, call_site()))
-            self._forget_at_the_end()
+            self._cs_keep(strategy.controller.forget)
 
     def _cs_parts(self) -> tuple[Callable[..., Variable], tuple[VariableSpec, np.ndarray]]:
         if not self._is_said_to_be_foreign:
@@ -206,11 +206,6 @@ class Variable(Handle, ArrayProtocols):
         self._local = None
         self._describe(record.spec)
         strategy.remember(self)
-
-    def _forget_at_the_end(self) -> None:
-        """Have the server free it when nobody holds this handle. Not for one made in a replica: other replicas, and
-        what functions keep in them, have handles of it too."""
-        weakref.finalize(self, self._controller.forget, self._number).atexit = False
 
     def _describe(self, spec: VariableSpec) -> None:
         self._spec = spec
@@ -254,8 +249,14 @@ class Variable(Handle, ArrayProtocols):
 
     @property
     def name(self) -> str:
-        """Unique in its strategy: a second ``w`` is ``w_1``."""
+        """Unique in its strategy: a second ``w`` is ``w_1``, and ``w`` when the first one is freed."""
+        if self._strategy is not None:
+            self._strategy.controller.settle_names()
         return self._spec.name
+
+    def rename(self, name: str) -> None:
+        """Take over the name that the server gives it now."""
+        self._spec = replace(self._spec, name=name)
 
     @property
     def shape(self) -> tuple[int, ...]:

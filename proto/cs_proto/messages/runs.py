@@ -84,10 +84,14 @@ class Run(OfStep):
 
 @record(95)
 class Forget(Record):
-    """Client to worker: the server has been told to free these variables. The worker forgets where they lie, so that it
-    never takes a later variable at the same place for one of them."""
+    """Client to worker: the server has been told to free these variables and optimizers. The worker forgets where they
+    lie, so that it never takes a later variable at the same place for one of them. ``renamed`` has the new names of
+    other variables, by number. ``functions`` has the digests of frozen functions that the sender never runs again."""
 
     variables: tuple[Number, ...]
+    optimizers: tuple[Number, ...] = ()
+    renamed: tuple[tuple[Number, str], ...] = ()
+    functions: tuple[bytes, ...] = ()
 
 
 # --- replica to server ----------------------------------------------------------------------------------------------

@@ -135,7 +135,8 @@ def _act(
         optimizers.write_slot(server, record.optimizer, record.variable, record.slot, record.value)
         number = record.variable
     elif isinstance(record, Free):
-        return Done(record.sequence, variables.free(server, record.variables), 0)
+        count, renamed = optimizers.free(server, record.variables, record.optimizers)
+        return Done(record.sequence, count, 0, renamed)
     else:
         optimizer = optimizers.configure(
             server,

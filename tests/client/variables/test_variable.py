@@ -72,8 +72,12 @@ class Store:
         view.flags.writeable = False
         return view
 
-    def forget(self, number: int) -> None:
-        self.forgotten.append(number)
+    def forget(self, kind: str, number: int) -> None:
+        if kind != "handle":
+            self.forgotten.append(number)
+
+    def settle_names(self) -> None:
+        """No name changes."""
 
     def array_module(self) -> Any:
         return np

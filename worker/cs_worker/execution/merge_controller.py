@@ -180,8 +180,16 @@ class MergeController:
             # Everything before this merge point is committed, and nobody but the holder of the token can go on.
             return np.array(self._catalogue.view(number))
 
-    def forget(self, number: int) -> None:
-        """Nothing: other workers and the script may hold the variable."""
+    def forget(self, kind: str, number: int) -> None:
+        """Nothing: other workers and the script may hold it."""
+
+    @property
+    def is_running(self) -> bool:
+        """True: this worker is part of it."""
+        return True
+
+    def settle_names(self) -> None:
+        """Nothing: names change only between runs."""
 
     def configure(
         self,
@@ -288,7 +296,7 @@ class MergeController:
         if isinstance(function, Function):
             return function.pickle_for(self, self._pickle)
         data = dump_function(function, self._strategy.adopt)
-        return Pickled(data, digest(data), {})
+        return Pickled(data, digest(data), set())
 
     def _run(
         self, token: _HeldToken, pickled: Pickled, frozen: bool, pickles: Sequence[tuple[bytes, tuple[Array, ...]]]

@@ -67,7 +67,7 @@ def apply(server: State, number: int, points: Sequence[ApplyPoint], steps_before
                 dtype=dtype,
                 ranges=ranges,
                 parameters=segment_names.parameters(dtype),
-                slots=optimizers.slot_segments(optimizer, dtype),
+                slots=optimizers.slot_segments(server, optimizer, dtype),
                 gradients=tuple(_gradients(server, r, each, dtype) for r, each in enumerate(buffers)),
                 rule=rule,
             )
@@ -84,7 +84,7 @@ def apply(server: State, number: int, points: Sequence[ApplyPoint], steps_before
                 first=slabs.elements(variable)[0],
                 shape=(spec.shape[0], math.prod(spec.shape[1:])),
                 parameters=variable.place.segment,
-                slots=optimizers.slot_segments(optimizer, spec.dtype),
+                slots=optimizers.slot_segments(server, optimizer, spec.dtype),
                 gradients=gradients,
                 rule=_rule_of(optimizer, spec.name),
             )
