@@ -7,17 +7,16 @@ The state is a stack per thread. ``ReplicaContext`` is the public object of a re
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
 from central_storage import nest
+from central_storage.diagnostics.callers import call_site
 from cs_proto.arithmetic import reduction
 from cs_proto.errors import ContextError, InvalidArgumentError, NotATensorError, UsedScopeError
 
@@ -39,7 +38,6 @@ __all__ = [
     "ReplicaContext",
     "Scope",
     "become_worker",
-    "call_site",
     "current_replica",
     "enter_cross_replica",
     "enter_replica",
@@ -55,8 +53,6 @@ __all__ = [
     "require_cross_replica",
     "streams_here",
 ]
-
-_PACKAGE = str(Path(__file__).parents[1])
 
 
 class _Stack(threading.local):
@@ -554,11 +550,3 @@ def get_array_module() -> ModuleType:
     """
     replica = replica_here()
     return np if replica is None else replica.array_module()
-
-
-def call_site() -> str:
-    """``file:line`` of the nearest caller outside this package, for messages."""
-    frame = sys._getframe(1)  # noqa: SLF001  (the one way to a caller's line without building a whole stack)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

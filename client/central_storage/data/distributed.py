@@ -586,8 +586,7 @@ class _Elsewhere:
 
 
 def elsewhere(kind: type) -> DistributedDataset | DistributedIterator:
-    """What stands for a distributed data set or its iterator (``kind``) in a process it was sent to: to read it is the
-    error, not to hold it."""
+    """What stands for a distributed data set or its iterator (``kind``) where it was sent; only reading it raises."""
     distributed = DistributedDataset(_Elsewhere(), 1)
     if kind is not DistributedIterator:
         return distributed

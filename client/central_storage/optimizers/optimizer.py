@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import inspect
 import operator
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsIndex, TypeAlias, TypedDict
 
 import numpy as np
 
 from central_storage.core.backends import service_of
-from central_storage.core.context import (
-    call_site,
-    current_replica,
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-)
+from central_storage.core.context import current_replica, get_replica_context, get_strategy, has_strategy
 from central_storage.core.deprecated import warn_deprecated
 from central_storage.core.live_number import LiveNumber
 from central_storage.core.values import IndexedSlices
+from central_storage.diagnostics.callers import call_site, warn
 from central_storage.variables.constraints import constraints_after
 from central_storage.variables.variable import Variable
 from cs_proto.arithmetic.optimizers import CLIPS, SLOTS, check_change, check_exempt, is_flag, rule_of
@@ -407,9 +401,7 @@ class Optimizer(Weights):
             raise ValueError(f"{self.name}.apply_gradients: a variable appears twice; add its gradients first")
         missing = [self._own(variable).name for gradient, variable in given if gradient is None]
         if missing:
-            warnings.warn(
-                f"{self.name}.apply_gradients: no gradient for {', '.join(missing)}; skipped", UserWarning, stacklevel=3
-            )
+            warn(f"{self.name}.apply_gradients: no gradient for {', '.join(missing)}; skipped", UserWarning)
         dense, sparse = [], []
         for gradient, variable in pairs:
             if isinstance(gradient, IndexedSlices):

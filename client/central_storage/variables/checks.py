@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from typing import Any
 
 import numpy as np
 
 from central_storage.core.values import DistributedValues, VariableAggregation, convert_to_tensor
+from central_storage.diagnostics.callers import warn
 from cs_proto.arrays import dtype_name, is_wire_dtype
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.messages import VariableSpec
@@ -75,13 +75,12 @@ def row_numbers(spec: VariableSpec, what: str, indices: Any) -> np.ndarray:
 def warn_on_read(replicas: int, aggregation: VariableAggregation) -> None:
     """What TensorFlow's central strategy does in silence: with ON_READ a replica has no value of its own."""
     if replicas > 1:
-        warnings.warn(
+        warn(
             "synchronization=ON_READ has no effect here, as in TensorFlow's CentralStorageStrategy: the variable has "
             f"one value, and aggregation={aggregation.name} makes one value of what the replicas assign in a step, so "
             "contributions may be dropped. To add up those of all replicas, use aggregation=SUM with assign_add and "
             "arrays, or cs.metrics; to keep one value per replica, return it from strategy.run",
             UserWarning,
-            stacklevel=3,
         )
 
 

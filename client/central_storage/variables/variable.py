@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from central_storage.core.backends import service_of
-from central_storage.core.context import (
-    call_site,
-    current_replica,
-    get_strategy,
-    has_strategy,
-    reading,
-)
+from central_storage.core.context import current_replica, get_strategy, has_strategy, reading
 from central_storage.core.devices import full_name
 from central_storage.core.handles import Handle
 from central_storage.core.values import (
@@ -30,6 +24,7 @@ from central_storage.core.values import (
     VariableSynchronization,
     convert_to_tensor,
 )
+from central_storage.diagnostics.callers import call_site
 from cs_proto.arrays import dtype_name
 from cs_proto.errors import ContextError, InvalidArgumentError
 from cs_proto.messages import AssignOp, VariableSpec, WriteOp

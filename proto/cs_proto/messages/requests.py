@@ -44,8 +44,8 @@ class Assign(Record):
 
 @record(32)
 class Configure(Record):
-    """Make an optimizer (``optimizer`` 0) or change some of its hyperparameters, its ``schedule``, ``iterations`` (-1:
-    keep) or ``exempt`` names (None: keep). A learning rate without a schedule ends an earlier schedule."""
+    """Make an optimizer (``optimizer`` 0) or change one: some hyperparameters, ``schedule``, ``iterations`` (-1: keep),
+    ``exempt`` names (None: keep). A learning rate without a schedule ends the schedule."""
 
     client: str
     sequence: Count

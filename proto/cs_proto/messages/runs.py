@@ -84,9 +84,8 @@ class Run(OfStep):
 
 @record(95)
 class Forget(Record):
-    """Client to worker: the server has been told to free these variables and optimizers. The worker forgets where they
-    lie, so that it never takes a later variable at the same place for one of them. ``renamed`` has the new names of
-    other variables, by number. ``functions`` has the digests of frozen functions that the sender never runs again."""
+    """Client to worker: the server frees these variables and optimizers, so the worker forgets where they lie. Other
+    variables have new names, by number (``renamed``). Frozen functions with these digests never run again."""
 
     variables: tuple[Number, ...]
     optimizers: tuple[Number, ...] = ()
