@@ -29,7 +29,7 @@ ROLES = tuple(PACKAGES)
 PUBLIC = """
     CentralStorageStrategy CommunicationImplementation CommunicationOptions Counters DistributedDataset
     DistributedIterator DistributedValues IndexedSlices InputContext InputOptions InputReplicationMode Mirrored
-    PerReplica ReduceOp ReplicaContext RunOptions StrategyExtended ValueContext Variable VariableAggregation
+    PerReplica ReduceOp ReplicaContext RunOptions StrategyExtended Tensor ValueContext Variable VariableAggregation
     VariableSynchronization aio connect convert_to_tensor data device errors experimental_set_strategy function
     get_array_module get_replica_context get_strategy gradient_buffers has_strategy in_cross_replica_context metrics
     nest nn optimizers random train

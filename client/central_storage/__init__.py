@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from .core.options import ValueContext as ValueContext
     from .core.placement import convert_to_tensor as convert_to_tensor
     from .core.placement import device as device
+    from .core.tensor import Tensor as Tensor
     from .core.values import DistributedValues as DistributedValues
     from .core.values import IndexedSlices as IndexedSlices
     from .core.values import Mirrored as Mirrored

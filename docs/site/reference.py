@@ -38,9 +38,11 @@ MADE = {
     "DistributedIterator",
     "ReplicaContext",
     "StrategyExtended",
+    "Tensor",
     "aio.Connecting",
     "aio.Observer",
     "data.Dataset",
+    "data.DatasetIterator",
     "optimizers.Optimizer",
 }
 #: Callables that take arguments and never raise.

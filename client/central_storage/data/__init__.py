@@ -6,12 +6,14 @@ from . import experimental
 from .dataset import AUTOTUNE, INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset
 from .element_spec import TensorSpec
 from .options import Options, ThreadingOptions
+from .plan import DatasetIterator
 
 __all__ = [
     "AUTOTUNE",
     "INFINITE_CARDINALITY",
     "UNKNOWN_CARDINALITY",
     "Dataset",
+    "DatasetIterator",
     "Options",
     "TensorSpec",
     "ThreadingOptions",

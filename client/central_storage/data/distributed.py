@@ -22,10 +22,12 @@ import optree
 from central_storage.core.backends import Carriage
 from central_storage.core.context import has_strategy, in_cross_replica_context
 from central_storage.core.options import InputOptions, InputReplicationMode
+from central_storage.core.tensor import tensors_in
 from central_storage.core.values import regroup
 from cs_proto.errors import (
     CheckpointError,
     DatasetContextError,
+    EndOfIterationError,
     InvalidArgumentError,
     NotADatasetError,
     OutOfRangeError,
@@ -37,7 +39,7 @@ from .element_spec import PerReplicaSpec, TensorSpec, observed
 from .input_context import InputContext
 from .libraries import Reading, has_state
 from .prefetch import ReadAhead
-from .sources import cardinality_of, checked, first_of
+from .sources import cardinality_of, checked, elements_of, first_of
 from .splitting import Carry, arrays_in, empty_like, is_small, split
 from .transforms import Order, orders_of, set_orders
 
@@ -166,7 +168,8 @@ class _Distributed:
 
     def _readings(self, states: Any) -> list[Reading]:
         """The sources, begun at ``states``."""
-        return [Reading(*each) for each in zip(self._sources, states or [None] * len(self._sources), strict=True)]
+        elements = map(elements_of, self._sources)
+        return [Reading(*each) for each in zip(elements, states or [None] * len(self._sources), strict=True)]
 
     def _states(self, readings: Sequence[Reading]) -> Any:
         return [reading.state() for reading in readings] if self.has_states else None
@@ -296,7 +299,7 @@ class DistributedFromFunction(_Distributed):
         turns = iterators * (self._n // len(iterators))  # whose element each replica takes
         while True:
             together = [next(turn, _END) for turn in turns]
-            elements = [carry.element(arrays_in(element)) for element in together if element is not _END]
+            elements = [tensors_in(carry.element(arrays_in(each))) for each in together if each is not _END]
             if not elements:
                 return
             empty = optree.tree_map(empty_like, elements[0], none_is_leaf=True)
@@ -371,7 +374,7 @@ class DistributedIterator:
     def __next__(self) -> Any:
         element = self._next(incomplete=False)
         if element is _END:
-            raise StopIteration
+            raise EndOfIterationError(self._ended)
         return element
 
     def get_next(self) -> Any:
@@ -382,8 +385,12 @@ class DistributedIterator:
         """
         element = self._next(incomplete=False)
         if element is _END:
-            raise OutOfRangeError(f"the data set has ended after {self.position} elements; iterate it again for more")
+            raise OutOfRangeError(self._ended)
         return element
+
+    @property
+    def _ended(self) -> str:
+        return f"the data set has ended after {self.position} elements; iterate it again for more"
 
     def get_next_as_optional(self) -> OptionalElement:
         """The next element, or word that there is none, without an exception; includes an incomplete last round."""

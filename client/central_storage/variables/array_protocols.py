@@ -9,6 +9,7 @@ import numpy as np
 
 from central_storage import nest
 from central_storage.core.context import current_replica, get_array_module, reading
+from central_storage.core.tensor import as_tensor
 from central_storage.core.values import DistributedValues, convert_to_tensor
 from cs_runtime.shared_memory.remote_segment import aligned_copy
 
@@ -128,7 +129,7 @@ class ArrayProtocols(np.lib.mixins.NDArrayOperatorsMixin):
         return interface
 
     def __getitem__(self, key: Any) -> Any:
-        return self.current()[key]
+        return as_tensor(self.current()[key])
 
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
         raise TypeError(
