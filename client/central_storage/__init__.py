@@ -45,6 +45,11 @@ if TYPE_CHECKING:
     from .core.placement import convert_to_tensor as convert_to_tensor
     from .core.placement import device as device
     from .core.tensor import Tensor as Tensor
+    from .core.tensor_operations import add as add
+    from .core.tensor_operations import constant as constant
+    from .core.tensor_operations import identity as identity
+    from .core.tensor_operations import range as range
+    from .core.tensor_operations import reshape as reshape
     from .core.values import DistributedValues as DistributedValues
     from .core.values import IndexedSlices as IndexedSlices
     from .core.values import Mirrored as Mirrored
@@ -54,6 +59,7 @@ if TYPE_CHECKING:
     from .core.values import VariableSynchronization as VariableSynchronization
     from .data.distributed import DistributedDataset as DistributedDataset
     from .data.distributed import DistributedIterator as DistributedIterator
+    from .data.element_spec import TensorSpec as TensorSpec
     from .data.input_context import InputContext as InputContext
     from .observer.blocking import connect as connect
     from .pickling.function import function as function
