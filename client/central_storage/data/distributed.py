@@ -38,6 +38,7 @@ from .dataset import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset
 from .element_spec import PerReplicaSpec, TensorSpec, observed
 from .input_context import InputContext
 from .libraries import Reading, has_state
+from .plan import END, OptionalElement
 from .prefetch import ReadAhead
 from .sources import cardinality_of, checked, elements_of, first_of
 from .splitting import Carry, arrays_in, empty_like, is_small, split
@@ -47,7 +48,6 @@ __all__ = [
     "DistributedDataset",
     "DistributedFromFunction",
     "DistributedIterator",
-    "OptionalElement",
     "split",
 ]
 
@@ -298,13 +298,13 @@ class DistributedFromFunction(_Distributed):
         iterators = self._readings(states)
         turns = iterators * (self._n // len(iterators))  # whose element each replica takes
         while True:
-            together = [next(turn, _END) for turn in turns]
-            elements = [tensors_in(carry.element(arrays_in(each))) for each in together if each is not _END]
+            together = [next(turn, END) for turn in turns]
+            elements = [tensors_in(carry.element(arrays_in(each))) for each in together if each is not END]
             if not elements:
                 return
             empty = optree.tree_map(empty_like, elements[0], none_is_leaf=True)
             given = iter(elements)
-            whole = regroup([empty if element is _END else next(given) for element in together])
+            whole = regroup([empty if element is END else next(given) for element in together])
             yield whole, len(elements) == self._n, self._states(iterators)
 
     def _replica_spec(self, spec: TensorSpec | None) -> PerReplicaSpec | None:
@@ -373,7 +373,7 @@ class DistributedIterator:
 
     def __next__(self) -> Any:
         element = self._next(incomplete=False)
-        if element is _END:
+        if element is END:
             raise EndOfIterationError(self._ended)
         return element
 
@@ -384,7 +384,7 @@ class DistributedIterator:
             OutOfRangeError: There is none.
         """
         element = self._next(incomplete=False)
-        if element is _END:
+        if element is END:
             raise OutOfRangeError(self._ended)
         return element
 
@@ -479,9 +479,9 @@ class DistributedIterator:
             element = self._given_back.popleft()
         else:
             element, complete, *states = self._read()
-            if element is _END or not (complete or incomplete):
+            if element is END or not (complete or incomplete):
                 self.close()
-                return _END
+                return END
             if states and states[0] is not None:
                 self._states[self.position + 1] = states[0]
                 self._states.pop(self.position - MOST_AHEAD, None)
@@ -543,23 +543,6 @@ class DistributedIterator:
         self._skip = 0
 
 
-class OptionalElement:
-    """The answer of ``get_next_as_optional``: an element or none."""
-
-    def __init__(self, element: Any) -> None:
-        self._element = element
-
-    def has_value(self) -> bool:
-        """Whether there is an element."""
-        return self._element is not _END
-
-    def get_value(self) -> Any:
-        """The element; ``InvalidArgumentError`` where there is none."""
-        if self._element is _END:
-            raise InvalidArgumentError("the data set has ended; ask has_value() first")
-        return self._element
-
-
 def _nobody() -> None:
     return None
 
@@ -568,8 +551,7 @@ def _is_alive(reference: Callable[[], object]) -> bool:
     return reference() is not None
 
 
-_END: Any = object()
-_LAST = (_END, True)
+_LAST = (END, True)
 
 
 def refuse_in_replica(what: str) -> None:

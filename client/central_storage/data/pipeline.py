@@ -237,7 +237,9 @@ class Pipeline:
         """
         check_unused("prefetch", name=name)
         size = at_least(-1, buffer_size, "prefetch: buffer_size")
-        return self._derive(transforms.Prefetched(self.plan, 2 if size < 0 else size), self.plan.count) if size else self
+        return (
+            self._derive(transforms.Prefetched(self.plan, 2 if size < 0 else size), self.plan.count) if size else self
+        )
 
     def concatenate(self, dataset: Self, name: str | None = None) -> Self:
         """The elements of this data set, then those of another.

@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from central_storage.core.tensor import tensors_in
-from cs_proto.errors import EndOfIterationError, OutOfRangeError
+from cs_proto.errors import EndOfIterationError, InvalidArgumentError, OutOfRangeError
 from cs_proto.frozen import frozen
 
 from . import transforms
 from .options import Options
 
-__all__ = ["DatasetIterator", "Plan"]
+__all__ = ["END", "DatasetIterator", "OptionalElement", "Plan"]
+
+#: In the place of an element, where there is none.
+END: Any = object()
 
 
 @frozen
@@ -46,6 +49,8 @@ class DatasetIterator:
         ... except cs.errors.OutOfRangeError as error:
         ...     print(error)
         the data set has ended; iterate it again for more
+        >>> numbers.get_next_as_optional().has_value()
+        False
         >>> numbers.close()
     """
 
@@ -71,6 +76,10 @@ class DatasetIterator:
             return tensors_in(element)
         raise OutOfRangeError(_ENDED)
 
+    def get_next_as_optional(self) -> OptionalElement:
+        """The next element, or word that there is none, without an exception."""
+        return OptionalElement(next(self, END))
+
     def close(self) -> None:
         """End the iteration, and the threads of its ``prefetch``."""
         elements, self._elements = self._elements, iter(())
@@ -81,6 +90,23 @@ class DatasetIterator:
     def element_spec(self) -> Any:
         """As the data set's."""
         return self._plan.spec()
+
+
+class OptionalElement:
+    """The answer of ``get_next_as_optional``: an element or none."""
+
+    def __init__(self, element: Any) -> None:
+        self._element = element
+
+    def has_value(self) -> bool:
+        """Whether there is an element."""
+        return self._element is not END
+
+    def get_value(self) -> Any:
+        """The element; ``InvalidArgumentError`` where there is none."""
+        if self._element is END:
+            raise InvalidArgumentError("the data set has ended; ask has_value() first")
+        return self._element
 
 
 _ENDED = "the data set has ended; iterate it again for more"

@@ -63,7 +63,7 @@ class Function:
 #: Keywords of tf.function in older and newer versions, which change nothing here.
 _EXPERIMENTAL = frozenset(
     f"experimental_{name}"
-    for name in "attributes autograph_options compile follow_type_hints implements relax_shapes".split()
+    for name in ["attributes", "autograph_options", "compile", "follow_type_hints", "implements", "relax_shapes"]
 )
 
 
