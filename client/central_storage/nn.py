@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,10 +18,14 @@ from .core.context import (
 )
 from .core.tensor import as_tensor
 from .core.values import DistributedValues, ReduceOp, convert_to_tensor
+from .diagnostics.tensorflow_names import attributes
 from .nest import flatten
 from .variables.variable import Variable
 
 __all__ = ["compute_average_loss", "embedding_lookup", "global_batch_size", "scale_regularization_loss"]
+
+if not TYPE_CHECKING:
+    __getattr__ = attributes(__name__, "tf.nn")
 
 
 def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None) -> Any:

@@ -22,6 +22,7 @@ INTERNAL = {
     "DistributedDataset": "place go_to is_iterated_by is_elsewhere orders set_orders fault has_states",
     "DistributedIterator": "give_back lend end_lending is_over place is_at go_to fault orders",
     "ReplicaContext": "backend end is_local",
+    "TensorSpec": "admits",
     "Variable": "from_record adopt is_ordinary number current forget_view",
     "aio.Observer": "open",
     "data.TensorSpec": "admits",
@@ -45,6 +46,8 @@ MADE = {
     "data.DatasetIterator",
     "optimizers.Optimizer",
 }
+#: Modules whose names are those of ``cs`` itself: their pages show none.
+ALIASES = {"compat", "distribute"}
 #: Callables that take arguments and never raise.
 HARMLESS = {
     "InputContext",
@@ -66,7 +69,7 @@ def pages() -> dict[str, list[tuple[str, object]]]:
 
 
 def _names_of(prefix: str, module: ModuleType) -> Iterator[tuple[str, object]]:
-    for name in module.__all__:
+    for name in () if prefix in ALIASES else module.__all__:
         value = getattr(module, name)
         if inspect.ismodule(value):
             yield from _names_of(f"{prefix}.{name}", value)

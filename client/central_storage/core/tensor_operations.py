@@ -115,7 +115,9 @@ def range(start: Any, limit: Any = None, delta: Any = 1, dtype: Any = None, name
             f"range needs one number each, and a delta that is not 0, not start={first!r:.100}, limit={last!r:.100}, "
             f"delta={delta!r:.100}"
         )
-    kind = np.result_type(*(number.dtype for number in numbers)) if dtype is None else np.dtype(dtype)
+    dtypes = [number.dtype for number in numbers]
+    floats = [each for each in dtypes if each.kind == "f"]
+    kind = np.result_type(*(floats or dtypes)) if dtype is None else np.dtype(dtype)
     for number in numbers:
         convert_to_tensor(number, kind)
     return convert_to_tensor(np.arange(*(number.item() for number in numbers), dtype=kind))

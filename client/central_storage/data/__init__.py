@@ -1,6 +1,8 @@
 """``cs.data``: data sets."""
 
-from typing import NoReturn
+from typing import TYPE_CHECKING
+
+from central_storage.diagnostics.tensorflow_names import attributes
 
 from . import experimental
 from .dataset import AUTOTUNE, INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset
@@ -20,9 +22,5 @@ __all__ = [
     "experimental",
 ]
 
-_READERS = ("CsvDataset", "FixedLengthRecordDataset", "SqlDataset", "TFRecordDataset", "TextLineDataset")
-
-
-def __getattr__(name: str) -> NoReturn:
-    instead = "; grain reads files, and a strategy takes its data sets as they are (docs/guide/data.md)"
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead if name in _READERS else ''}")
+if not TYPE_CHECKING:
+    __getattr__ = attributes(__name__, "tf.data")

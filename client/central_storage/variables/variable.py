@@ -382,10 +382,6 @@ class Variable(Handle, ArrayProtocols):
             copied = (self._replica or self._controller).read_rows(self._number, rows)
         return as_tensor(copied)  # type: ignore[no-any-return]
 
-    def __repr__(self) -> str:
-        shape = ", ".join(map(str, self.shape))
-        return f"<Variable {self.name!r} {self._spec.dtype}[{shape}] on {self.device}>"
-
     # --- writing ----------------------------------------------------------------------------------------------
 
     def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
