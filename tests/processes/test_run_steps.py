@@ -540,7 +540,8 @@ def watch(name):
             frame = frame.f_back
         if taken > said and "settle" in names and taken == results:
             said = taken
-            print(name, "waits after", said, flush=True)
+            # One write, so that no line of the main thread comes between.
+            print(f"{name} waits after {said}\\n", end="", flush=True)
         time.sleep(0.01)
 
 def loop(name, k, body):
