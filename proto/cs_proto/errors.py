@@ -147,6 +147,12 @@ class EndOfIterationError(OutOfRangeError, StopIteration):
     ``get_next`` raises the base class: inside a generator Python turns every StopIteration into a RuntimeError.
     """
 
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        # What `yield from` gives. IndexError's constructor does not pass on to StopIteration's, which would set it, and
+        # Python 3.11 crashes where nothing has.
+        self.value = None
+
 
 class MergeMismatchError(CentralStorageError, RuntimeError):
     """Replicas of one run disagree about the next merge point, or one returned while others wait."""
