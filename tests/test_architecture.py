@@ -29,10 +29,11 @@ ROLES = tuple(PACKAGES)
 PUBLIC = """
     CentralStorageStrategy CommunicationImplementation CommunicationOptions Counters DistributedDataset
     DistributedIterator DistributedValues IndexedSlices InputContext InputOptions InputReplicationMode Mirrored
-    PerReplica ReduceOp ReplicaContext RunOptions StrategyExtended ValueContext Variable VariableAggregation
-    VariableSynchronization aio connect convert_to_tensor data device errors experimental_set_strategy function
-    get_array_module get_replica_context get_strategy gradient_buffers has_strategy in_cross_replica_context metrics
-    nest nn optimizers random running_strategies train
+    PerReplica ReduceOp ReplicaContext RunOptions StrategyExtended Tensor TensorSpec ValueContext Variable
+    VariableAggregation VariableSynchronization add aio compat connect constant convert_to_tensor data device
+    distribute errors experimental_set_strategy function get_array_module get_replica_context get_strategy
+    gradient_buffers has_strategy identity in_cross_replica_context metrics nest nn optimizers random range reshape
+    running_strategies train
 """
 
 #: Contract -> (file that exists, line that breaks it).

@@ -14,6 +14,8 @@ from sys import modules as _modules
 from typing import TYPE_CHECKING
 from typing import Any as _Any
 
+from cs_proto.version import __version__ as __version__
+
 from .core import opening as _opening
 
 # The public names. Type checkers read this block, and so does ``_imports``: each name is imported when it is first
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
     from cs_proto.messages import Counters as Counters
 
     from . import aio as aio
+    from . import compat as compat
     from . import data as data
+    from . import distribute as distribute
     from . import errors as errors
     from . import metrics as metrics
     from . import nest as nest
@@ -46,6 +50,12 @@ if TYPE_CHECKING:
     from .core.options import ValueContext as ValueContext
     from .core.placement import convert_to_tensor as convert_to_tensor
     from .core.placement import device as device
+    from .core.tensor import Tensor as Tensor
+    from .core.tensor_operations import add as add
+    from .core.tensor_operations import constant as constant
+    from .core.tensor_operations import identity as identity
+    from .core.tensor_operations import range as range  # noqa: A004  (TensorFlow's name)
+    from .core.tensor_operations import reshape as reshape
     from .core.values import DistributedValues as DistributedValues
     from .core.values import IndexedSlices as IndexedSlices
     from .core.values import Mirrored as Mirrored
@@ -55,6 +65,7 @@ if TYPE_CHECKING:
     from .core.values import VariableSynchronization as VariableSynchronization
     from .data.distributed import DistributedDataset as DistributedDataset
     from .data.distributed import DistributedIterator as DistributedIterator
+    from .data.element_spec import TensorSpec as TensorSpec
     from .data.input_context import InputContext as InputContext
     from .observer.blocking import connect as connect
     from .pickling.function import function as function
@@ -85,7 +96,9 @@ def __getattr__(name: str) -> _Any:
     if name == "__all__":
         return sorted(_imports())
     if name.startswith("_") or name not in _imports():
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from .diagnostics.tensorflow_names import refuse  # late, as everything here
+
+        refuse(__name__, "tf", name, _imports())
     module, _ = _imports()[name]
     collects = _gc.isenabled()
     _gc.disable()  # what is imported stays: to look through it for garbage is a fifth of what the imports take

@@ -8,16 +8,20 @@ import operator
 import os
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cs_proto.errors import CheckpointDamagedError, CheckpointError, InvalidArgumentError
 
 from .checkpoint.file_format import SUFFIX
 from .checkpoint.graph import Status, Walked, find_file, require_trackable, restore, save, save_next
 from .core.closed import Closed
+from .diagnostics.tensorflow_names import attributes
 from .variables.moving_averages import ExponentialMovingAverage
 
 __all__ = ["Checkpoint", "CheckpointManager", "ExponentialMovingAverage", "latest_checkpoint"]
+
+if not TYPE_CHECKING:
+    __getattr__ = attributes(__name__, "tf.train")
 
 _log = logging.getLogger("central_storage.train")
 

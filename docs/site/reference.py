@@ -22,11 +22,15 @@ MADE = {
     "DistributedIterator",
     "ReplicaContext",
     "StrategyExtended",
+    "Tensor",
     "aio.Connecting",
     "aio.Observer",
     "data.Dataset",
+    "data.DatasetIterator",
     "optimizers.Optimizer",
 }
+#: Modules whose names are those of ``cs`` itself: their pages show none.
+ALIASES = {"compat", "distribute"}
 #: Callables that take arguments and never raise.
 HARMLESS = {
     "InputContext",
@@ -48,7 +52,7 @@ def pages() -> dict[str, list[tuple[str, object]]]:
 
 
 def _names_of(prefix: str, module: ModuleType) -> Iterator[tuple[str, object]]:
-    for name in module.__all__:
+    for name in () if prefix in ALIASES else module.__all__:
         value = getattr(module, name)
         if inspect.ismodule(value):
             yield from _names_of(f"{prefix}.{name}", value)

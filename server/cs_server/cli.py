@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from cs_proto.errors import ConfigurationError, DeviceError, LaunchError, MemoryPlanError
+from cs_proto.version import __version__
 from cs_runtime import machine, open_files
 
 from .config import ServerConfig
@@ -63,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         "cs-server",
         description="The server of a Central Storage service, which holds its variables. cs-launch starts it.",
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--run-directory", required=True, help="directory of the service's sockets")
     parser.add_argument("--parameter-device", required=True, help="device that holds the variables, such as cpu:0")
     parser.add_argument("--replicas", required=True, type=int, help="number of workers")

@@ -30,7 +30,9 @@ class Closed:
         if name in getattr(self, "__dict__", ()) or caller.f_code.co_filename.startswith(_PACKAGE):
             return True
         cls = type(self)
-        is_ours = cls.__module__.partition(".")[0] == __name__.partition(".")[0]
+        is_ours = cls.__module__.partition(".")[0] == __name__.partition(".")[0] and (
+            getattr(sys.modules[cls.__module__], cls.__name__, None) is cls  # not so where a docstring defines it
+        )
         return not is_ours and all(_bare(name) != _bare(known) for known in settable(cls))
 
 

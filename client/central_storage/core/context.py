@@ -24,6 +24,7 @@ from . import opening
 from .closed import Closed
 from .deprecated import warn_deprecated
 from .devices import full_name
+from .tensor import Tensor, as_tensor
 from .values import IndexedSlices, ReduceOp, as_reduce_op, convert_to_tensor
 
 if TYPE_CHECKING:
@@ -341,12 +342,12 @@ class ReplicaContext(Closed):
         return self._backend is None
 
     @property
-    def replica_id_in_sync_group(self) -> np.ndarray | int:
-        """0 … num_replicas_in_sync - 1: a read-only int32 array without axes; the int 0 in the default context."""
+    def replica_id_in_sync_group(self) -> Tensor | int:
+        """0 … num_replicas_in_sync - 1: a read-only int32 tensor without axes, which can be an index or the key of a
+        dict; the int 0 in the default context."""
         if self._backend is None:
             return 0
-        number = np.array(self.backend.replica, np.int32)
-        number.flags.writeable = False
+        number: Tensor = as_tensor(np.int32(self.backend.replica))
         return number
 
     @property
@@ -451,8 +452,8 @@ class ReplicaContext(Closed):
         sparse = [leaf for leaf in leaves if isinstance(leaf, IndexedSlices)]
         dense = [_tensor(leaf, "all_reduce") for leaf in leaves if not isinstance(leaf, IndexedSlices)]
         if self.num_replicas_in_sync == 1:
-            return value
-        arrays = iter(self.backend.all_reduce(op.value, dense, call_site()) if dense else ())
+            return nest.map_structure(as_tensor, value)
+        arrays = map(as_tensor, self.backend.all_reduce(op.value, dense, call_site()) if dense else ())
         slices = iter(self._all_reduce_sparse(op, sparse) if sparse else ())
         return nest.pack_sequence_as(value, [next(slices) if is_sparse else next(arrays) for is_sparse in places])
 
@@ -509,14 +510,14 @@ class ReplicaContext(Closed):
             raise NotImplementedError("all_gather does not take IndexedSlices; gather their values and indices")
         arrays = [_tensor(leaf, "all_gather") for leaf in leaves]
         if self.num_replicas_in_sync == 1 or not arrays:
-            return value
+            return nest.map_structure(as_tensor, value)
         number = reduction.gather_axis(axis)
         for array in arrays:
             if not -array.ndim <= number < array.ndim:
                 raise InvalidArgumentError(
                     f"all_gather cannot join along axis {number}: the array has {array.ndim} axes"
                 )
-        return nest.pack_sequence_as(value, self.backend.all_gather(number, arrays, call_site()))
+        return nest.pack_sequence_as(value, list(map(as_tensor, self.backend.all_gather(number, arrays, call_site()))))
 
     def _check_current(self, what: str) -> None:
         if self._ended:

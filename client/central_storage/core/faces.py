@@ -53,7 +53,7 @@ def hidden(cls: type) -> frozenset[str]:
 
 def present(thing: Any) -> Any:
     """``thing``, a public module, class or function, ready for users; a function comes back as another object."""
-    if isinstance(thing, ModuleType):
+    if isinstance(thing, ModuleType) and "__dir__" not in vars(thing):  # not yet: some modules have each other
         names: list[str] = thing.__all__
         vars(thing)["__dir__"] = lambda: sorted(names)
         for name in names:

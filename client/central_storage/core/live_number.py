@@ -10,6 +10,7 @@ from typing import Any, NoReturn, Protocol, Self
 import numpy as np
 
 from .closed import Closed
+from .tensor import Tensor
 
 __all__ = ["Change", "LiveNumber"]
 
@@ -97,8 +98,8 @@ class LiveNumber(Closed):
         return False
 
     def value(self) -> np.ndarray:
-        """The present value as an array without axes."""
-        return np.array(self.number, self.dtype)
+        """The present value as a tensor without axes."""
+        return np.array(self.number, self.dtype).view(Tensor)
 
     read_value = value
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from central_storage.diagnostics.tensorflow_names import attributes
 
 from .dataset import AUTOTUNE, INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset
 from .options import AutoShardPolicy, AutotuneOptions, DistributeOptions, OptimizationOptions, ThreadingOptions
@@ -23,6 +25,9 @@ __all__ = [
     "take_while",
     "unbatch",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = attributes(__name__, "tf.data.experimental")
 
 
 def cardinality(dataset: Dataset) -> int:

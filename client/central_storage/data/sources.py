@@ -12,7 +12,7 @@ from .dataset import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset
 from .libraries import Reading, is_hugging_face
 from .splitting import holds_arrays
 
-__all__ = ["cardinality_of", "checked", "first_of"]
+__all__ = ["cardinality_of", "checked", "elements_of", "first_of"]
 
 
 def checked(dataset: Any) -> Any:
@@ -53,6 +53,11 @@ def checked(dataset: Any) -> Any:
             "per batch"
         )
     return dataset
+
+
+def elements_of(source: Any) -> Iterable[Any]:
+    """The elements, not yet as tensors: those of a data set come straight from its pipeline."""
+    return source.plan if isinstance(source, Dataset) else source
 
 
 def first_of(source: Iterable[Any]) -> Any:

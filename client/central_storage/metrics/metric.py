@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from central_storage.core.composites import Composite
+from central_storage.core.tensor import tensors_in
 from central_storage.core.values import VariableAggregation, convert_to_tensor
 from central_storage.nn import fit_weights
 from central_storage.variables.variable import Variable
 from cs_proto.errors import ContextError, InvalidArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable
+    from collections.abc import Callable, Hashable, Iterable
 
     from central_storage.core.backends import Strategy
 
 __all__ = ["Mean", "MeanOf", "Metric", "Sum", "aligned", "scalar", "weighted"]
+
+
+def _giving_tensors(result: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(result)
+    def tensor_result(*args: Any, **kwargs: Any) -> Any:
+        return tensors_in(result(*args, **kwargs))
+
+    return tensor_result
 
 
 class Metric(Composite):
@@ -26,6 +36,8 @@ class Metric(Composite):
 
     A metric that is made under ``strategy.scope()`` belongs to that strategy. One that is made outside every scope
     belongs to the first strategy whose ``run`` uses it; using it in another one is a ContextError (a RuntimeError).
+
+    Arrays and NumPy numbers that ``result`` returns are given as tensors, those of a class of yours, too.
 
     Args:
         name: The name; None for the name of the class.
@@ -60,6 +72,11 @@ class Metric(Composite):
             raise InvalidArgumentError(
                 f"metric {self.name}: the state must have a floating-point dtype, not {self.dtype}"
             )
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "result" in vars(cls):
+            cls.result = _giving_tensors(cls.result)  # type: ignore[method-assign]
 
     @property
     def variables(self) -> list[Variable]:

@@ -1,5 +1,9 @@
 """Optimizers: objects in the client that name an update rule, its numbers and its slots in the server."""
 
+from typing import TYPE_CHECKING
+
+from central_storage.diagnostics.tensorflow_names import attributes
+
 from . import schedules
 from .accumulator import GradientAccumulator
 from .adagrad import Adadelta, Adagrad
@@ -25,3 +29,6 @@ __all__ = [
     "optimizer_of",
     "schedules",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = attributes(__name__, "tf.keras.optimizers")

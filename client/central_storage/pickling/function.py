@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, overload
 
 from central_storage.core.handles import Hold
 
@@ -114,19 +114,62 @@ class Function:
         return (Function, (self.python_function,))
 
 
-def function(fn: Callable[..., Any]) -> Function:
-    """Decorate a replica function, so that it is sent once.
+#: Keywords of tf.function in older and newer versions, which change nothing here.
+_EXPERIMENTAL = frozenset(
+    f"experimental_{name}"
+    for name in ["attributes", "autograph_options", "compile", "follow_type_hints", "implements", "relax_shapes"]
+)
+
+
+@overload
+def function(fn: Callable[..., Any]) -> Function: ...
+@overload
+def function(
+    fn: None = None,
+    *,
+    input_signature: object = None,
+    jit_compile: bool | None = None,
+    autograph: bool = True,
+    reduce_retracing: bool = False,
+    **experimental: object,
+) -> Callable[[Callable[..., Any]], Function]: ...
+@overload
+def function(
+    fn: Callable[..., Any] | None,
+    *,
+    input_signature: object = None,
+    jit_compile: bool | None = None,
+    autograph: bool = True,
+    reduce_retracing: bool = False,
+    **experimental: object,
+) -> Any: ...
+def function(
+    fn: Callable[..., Any] | None = None,
+    *,
+    input_signature: object = None,
+    jit_compile: bool | None = None,
+    autograph: bool = True,
+    reduce_retracing: bool = False,
+    **experimental: object,
+) -> Any:
+    """Decorate a replica function, so that it is sent once: ``@cs.function`` or ``@cs.function()``.
 
     Its captured values are those of the first ``run`` of each strategy, and what it mutates lives in each worker until
     that worker is restarted. If a name that it reads gets another variable, optimizer, model or function, as when a
     notebook's cell is run again, it is sent anew. A method is one function for each object, and ``self`` is a captured
-    value. It takes the place of ``tf.function`` in TensorFlow's examples; nothing is traced.
+    value. It takes the place of ``tf.function`` in TensorFlow's examples. Nothing is traced or compiled, so the
+    keywords of ``tf.function`` are accepted and change nothing.
 
     Args:
-        fn: The function.
+        fn: The function. None: what is returned is the decorator.
+        input_signature: Accepted, such as the ``element_spec`` of a data set.
+        jit_compile: Accepted.
+        autograph: Accepted.
+        reduce_retracing: Accepted.
+        **experimental: Accepted, where ``tf.function`` has such a keyword, for example ``experimental_relax_shapes``.
 
     Raises:
-        TypeError: ``fn`` cannot be called.
+        TypeError: ``fn`` cannot be called, or ``tf.function`` has no such keyword.
 
     Examples:
         >>> import central_storage as cs
@@ -137,4 +180,8 @@ def function(fn: Callable[..., Any]) -> Function:
         ...     strategy.run(step, (1,))
         2
     """
+    for keyword in experimental.keys() - _EXPERIMENTAL:
+        raise TypeError(f"cs.function() got an unexpected keyword argument {keyword!r}")
+    if fn is None:
+        return function
     return fn if isinstance(fn, Function) else Function(fn)

@@ -27,6 +27,7 @@ from cloudpickle import cloudpickle as by_value
 
 from central_storage.core.composites import Composite
 from central_storage.core.handles import Handle
+from central_storage.core.tensor import Tensor
 from central_storage.data.distributed import DistributedDataset, DistributedFromFunction, DistributedIterator, elsewhere
 from cs_proto.arrays import INLINE_NBYTES
 from cs_proto.errors import CentralStorageError, ShippingError, ShutdownError
@@ -356,7 +357,7 @@ class _PlainPickler(pickle.Pickler):
     cloudpickle calls back for every object. For anything else it raises _NotPlain."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is not np.ndarray:
+        if type(obj) is not np.ndarray and type(obj) is not Tensor:
             if obj is reconstruct.array_over:
                 return NotImplemented
             raise _NotPlain
@@ -376,7 +377,7 @@ class _NotPlain(Exception):
 #: The text of each dtype that has only one object, by the ``id()`` of that.
 _NUMBERS = {id(np.dtype(code)): np.dtype(code).str for code in "?bBhHiIlLqQefdFD"}
 #: Types that are neither handles nor composites, and the functions that rebuild arrays.
-_PARTS = frozenset({tuple, list, dict, str, bytes, int, float, bool, type(None), np.ndarray})
+_PARTS = frozenset({tuple, list, dict, str, bytes, int, float, bool, type(None), np.ndarray, Tensor})
 _ARRIVALS = frozenset({reconstruct.array_over, reconstruct.read_only_array})
 
 _FUNCTION_ATTRIBUTES = (
@@ -422,7 +423,7 @@ def _array_parts(array: np.ndarray) -> tuple[Any, ...]:
     """The pickled form of an array argument, which arrives read-only: plain arrays as a buffer, others in their own
     way."""
     dtype = array.dtype
-    if type(array) not in (np.ndarray, np.memmap) or dtype.hasobject or not dtype.itemsize:
+    if type(array) not in (np.ndarray, Tensor, np.memmap) or dtype.hasobject or not dtype.itemsize:
         reduced: Any = array.__reduce__()
         return reconstruct.read_only_array, tuple(reduced[:3])
     order: Literal["C", "F"] = "F" if array.flags.fnc else "C"

@@ -19,6 +19,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from central_storage.core.tensor import Tensor
+
 __all__ = [
     "Empty",
     "ShippedModule",
@@ -177,9 +179,9 @@ def class_named(origin: str) -> type | None:
     return found if isinstance(found, type) else None
 
 
-def array_over(buffer: Any, dtype: Any, shape: tuple[int, ...], order: Literal["C", "F"]) -> np.ndarray:
+def array_over(buffer: Any, dtype: Any, shape: tuple[int, ...], order: Literal["C", "F"]) -> Tensor:
     """The read-only array over ``buffer``."""
-    array: np.ndarray = np.ndarray(shape, dtype, buffer, order=order)
+    array: Tensor = Tensor(shape, dtype, buffer, order=order)
     array.flags.writeable = False
     return array
 

@@ -17,6 +17,7 @@ from central_storage.core.backends import service_of
 from central_storage.core.context import current_replica, get_strategy, has_strategy, reading
 from central_storage.core.devices import full_name
 from central_storage.core.handles import Handle
+from central_storage.core.tensor import as_tensor
 from central_storage.core.values import (
     IndexedSlices,
     PerReplica,
@@ -322,7 +323,7 @@ class Variable(Handle, ArrayProtocols):
             True
         """
         value = self.current()
-        return value if self._replica is None else value.copy()
+        return as_tensor(value if self._replica is None else value.copy())  # type: ignore[no-any-return]
 
     read_value = value
 
@@ -380,13 +381,10 @@ class Variable(Handle, ArrayProtocols):
         """As :meth:`sparse_read`; errors speak of ``what``."""
         rows = row_numbers(self._spec, what, indices)
         if self._local is not None:
-            copied: np.ndarray = self._local.value[rows]
-            return copied
-        return (self._replica or self._controller).read_rows(self._number, rows)
-
-    def __repr__(self) -> str:
-        shape = ", ".join(map(str, self.shape))
-        return f"<Variable {self.name!r} {self._spec.dtype}[{shape}] on {self.device}>"
+            copied = self._local.value[rows]
+        else:
+            copied = (self._replica or self._controller).read_rows(self._number, rows)
+        return as_tensor(copied)  # type: ignore[no-any-return]
 
     # --- writing ----------------------------------------------------------------------------------------------
 
