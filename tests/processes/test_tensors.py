@@ -156,14 +156,10 @@ def test_the_text_of_a_variable_never_raises() -> None:
 def test_the_end_of_the_data_is_one_class(more: Callable[[Any], Any], distributed: bool, two: Any) -> None:
     data: Any = cs.data.Dataset.range(4).batch(2)
     iterator = iter(two.experimental_distribute_dataset(data) if distributed else data)
-    steps = 0
-    try:
-        while True:
-            more(iterator)
-            steps += 1
-    except cs.errors.OutOfRangeError as error:
-        assert "ended" in str(error)
-    assert steps == 2
+    for _ in range(2):
+        more(iterator)
+    with pytest.raises(cs.errors.OutOfRangeError, match="ended"):
+        more(iterator)
     assert not iterator.get_next_as_optional().has_value()
     assert list(iterator) == []
 
