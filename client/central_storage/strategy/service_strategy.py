@@ -19,6 +19,7 @@ from central_storage.core.options import ValueContext
 from central_storage.core.pipeline import Series
 from central_storage.core.random_streams import Streams, function_name
 from central_storage.core.recovery_options import Recovery
+from central_storage.core.tensor import tensors_in
 from central_storage.core.variable_sets import VariableSets
 from central_storage.optimizers import Optimizer, optimizer_of
 from central_storage.variables.variable import Variable
@@ -435,7 +436,7 @@ class DefaultStrategy(StrategyBase):
             step = self._steps[name]
             self._steps[name] += 1
         with context.enter_replica(self, None, Streams(0, name, step, 0)):
-            return [function(*args, **kwargs)]
+            return [tensors_in(function(*args, **kwargs))]
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """``value_fn(ValueContext())`` as it is: there is one replica, and it is here."""
