@@ -26,11 +26,11 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until told to end. Exit codes: 0 ended when told, 1 failed, 2 an invalid command line."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     open_files.raise_limit()
     _configure_logging()
-    parser = _parser()
-    options = parser.parse_args(arguments)
     try:
         config = ServerConfig(
             run_directory=options.run_directory,

@@ -75,27 +75,22 @@ def test_experimental_distribute_dataset(two: cs.CentralStorageStrategy) -> None
     assert elements == [[[0], [1]], [[2], [3]], [[4], [5]], [[6], [7]], [[8], [9]]]
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        "distribute_datasets_from_function",
-        pytest.param(
-            "experimental_distribute_datasets_from_function",
-            marks=pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-        ),
-    ],
-)
-def test_distribute_datasets_from_function(way: str, two: cs.CentralStorageStrategy) -> None:
-    def dataset_fn(input_context: cs.InputContext) -> cs.data.Dataset:
-        batch_size = input_context.get_per_replica_batch_size(4)
-        d = cs.data.Dataset.from_tensors([[1.0]]).repeat().batch(batch_size)
-        return d.shard(input_context.num_input_pipelines, input_context.input_pipeline_id)
+def test_the_spec_of_the_elements_is_a_signature(two: cs.CentralStorageStrategy) -> None:
+    dataset = cs.data.Dataset.from_tensors(([1.0], [2])).repeat(100).batch(16)
+    with iter(two.experimental_distribute_dataset(dataset)) as iterator:
 
-    for _, batch in zip(range(3), getattr(two, way)(dataset_fn), strict=False):
-        assert [share.shape for share in two.experimental_local_results(batch)] == [(2, 1, 1), (2, 1, 1)]
-        assert shares(two, two.run(lambda share: share.numpy().sum(), (batch,))) == [2.0, 2.0]
-    distributed = two.distribute_datasets_from_function(lambda context: cs.data.Dataset.range(4), options=None)
-    assert len(distributed.element_spec.values) == 2
+        @cs.function(input_signature=[iterator.element_spec])
+        def train_step(distributed_inputs: Any) -> Any:
+            return two.run(lambda inputs: inputs[0].numpy().sum(), (distributed_inputs,))
+
+        floats = "TensorSpec(shape=(None, 1), dtype=np.float32, name=None)"
+        assert repr(iterator.element_spec[0]) == f"PerReplicaSpec({floats}, {floats})"
+        assert repr(train_step(next(iterator))) == (
+            "PerReplica:{\n"
+            "  0: <cs.Tensor: shape=(), dtype=float32, numpy=8.0>,\n"
+            "  1: <cs.Tensor: shape=(), dtype=float32, numpy=8.0>\n"
+            "}"
+        )
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -172,40 +167,6 @@ def test_experimental_split_to_logical_devices(eight_logical_devices: cs.Central
     ):
         with pytest.raises(ValueError, match=word):
             strategy.run(lambda: strategy.experimental_split_to_logical_devices(images, partition))  # noqa: B023
-
-
-# --- reduce ---------------------------------------------------------------------------------------------------------
-
-
-def test_reduce(two: cs.CentralStorageStrategy) -> None:
-    # The page leaves out the batch, which TensorFlow refuses; its results are those of one batch of eight.
-    ds = cs.data.Dataset.range(8).batch(8)
-    dist_dataset = two.experimental_distribute_dataset(ds)
-    with two.scope():
-
-        @cs.function
-        def train_step(val: Any) -> Any:
-            return val
-
-        for x in dist_dataset:
-            result = two.run(train_step, (x,))
-
-    assert two.reduce(cs.ReduceOp.SUM, result, axis=None).tolist() == [4, 6, 8, 10]
-    # The page reduces the first result again, which is one value, and would count it once a replica (56).
-    assert two.reduce(cs.ReduceOp.SUM, result, axis=0) == 28
-
-
-def test_reduce_last_partial_batch(two: cs.CentralStorageStrategy) -> None:
-    value = two.experimental_distribute_values_from_function(
-        lambda ctx: (
-            np.array([[0, 1, 2, 3], [4, 5]][ctx.replica_id_in_sync_group], np.float32)
-            if ctx.replica_id_in_sync_group == 0
-            else np.array([4, 5], np.float32)
-        )
-    )
-    with pytest.raises(cs.errors.InvalidArgumentError):
-        two.reduce(cs.ReduceOp.MEAN, value, axis=None)
-    assert two.reduce(cs.ReduceOp.MEAN, value, axis=0) == np.float32(15 / 6)
 
 
 # --- scope ----------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from central_storage.core.backends import Carriage
 from central_storage.core.closed import Closed
 from central_storage.core.context import has_strategy, in_cross_replica_context
 from central_storage.core.options import InputOptions, InputReplicationMode
-from central_storage.core.tensor import tensors_in
+from central_storage.core.tensor import as_tensor, tensors_in
 from central_storage.core.values import regroup
 from cs_proto.errors import (
     CheckpointError,
@@ -239,9 +239,9 @@ class DistributedDataset(_Distributed):
         self._sources = [_source(dataset)]
 
     @property
-    def cardinality(self) -> int:
-        """The number of global batches, or INFINITE_CARDINALITY (-1) or UNKNOWN_CARDINALITY (-2)."""
-        return cardinality_of(self._sources[0])
+    def cardinality(self) -> Any:
+        """The number of global batches as int64, INFINITE_CARDINALITY (-1) or UNKNOWN_CARDINALITY (-2)."""
+        return as_tensor(np.int64(cardinality_of(self._sources[0])))
 
     def _rounds(self, carry: Carry, states: Any = None) -> Iterator[Round]:
         (reading,) = readings = self._readings(states)
@@ -287,13 +287,12 @@ class DistributedFromFunction(_Distributed):
         self._sources = [_source(dataset_fn(InputContext(pipelines, number, n))) for number in range(pipelines)]
 
     @property
-    def cardinality(self) -> int:
-        """The number of complete rounds, or INFINITE_CARDINALITY (-1) or UNKNOWN_CARDINALITY (-2)."""
+    def cardinality(self) -> Any:
+        """The number of complete rounds as int64, INFINITE_CARDINALITY (-1) or UNKNOWN_CARDINALITY (-2)."""
         share = self._n // len(self._sources)
         counts = [cardinality_of(source) for source in self._sources]
-        if UNKNOWN_CARDINALITY in counts:
-            return UNKNOWN_CARDINALITY
-        return min((count // share for count in counts if count >= 0), default=INFINITE_CARDINALITY)
+        rounds = min((count // share for count in counts if count >= 0), default=INFINITE_CARDINALITY)
+        return as_tensor(np.int64(UNKNOWN_CARDINALITY if UNKNOWN_CARDINALITY in counts else rounds))
 
     def _rounds(self, carry: Carry, states: Any = None) -> Iterator[Round]:
         iterators = self._readings(states)

@@ -30,7 +30,7 @@ if not TYPE_CHECKING:
     __getattr__ = attributes(__name__, "tf.data.experimental")
 
 
-def cardinality(dataset: Dataset) -> int:
+def cardinality(dataset: Dataset) -> Any:
     """``dataset.cardinality()``.
 
     Args:
@@ -41,7 +41,7 @@ def cardinality(dataset: Dataset) -> int:
 
     Examples:
         >>> import central_storage as cs
-        >>> cs.data.experimental.cardinality(cs.data.Dataset.range(3))
+        >>> int(cs.data.experimental.cardinality(cs.data.Dataset.range(3)))
         3
     """
     return _checked(dataset, "cardinality").cardinality()

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Self
 import numpy as np
 
 from central_storage.core.closed import Closed
-from central_storage.core.tensor import tensors_in
+from central_storage.core.tensor import as_tensor, tensors_in
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.frozen import with_changes
 
@@ -361,8 +361,8 @@ class Pipeline(Closed):
         """True: a data set is something, however many elements it has."""
         return True
 
-    def cardinality(self, name: str | None = None) -> int:
-        """The number of elements; INFINITE_CARDINALITY (-1) or UNKNOWN_CARDINALITY (-2) where there is none.
+    def cardinality(self, name: str | None = None) -> Any:
+        """The number of elements as int64; INFINITE_CARDINALITY (-1) or UNKNOWN_CARDINALITY (-2) if there is none.
 
         Args:
             name: Accepted, without effect.
@@ -372,11 +372,11 @@ class Pipeline(Closed):
 
         Examples:
             >>> from central_storage.data import Dataset
-            >>> Dataset.range(3).cardinality(), Dataset.range(3).repeat().cardinality()
-            (3, -1)
+            >>> Dataset.range(3).cardinality().numpy(), int(Dataset.range(3).repeat().cardinality())
+            (np.int64(3), -1)
         """
         check_unused("cardinality", name=name)
-        return self.plan.count
+        return as_tensor(np.int64(self.plan.count))
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any], name: str | None = None) -> Any:
         """``reduce_func(state, element)`` of all elements, one after the other.

@@ -70,7 +70,7 @@ def first_of(source: Iterable[Any]) -> Any:
 def cardinality_of(source: Any) -> int:
     """How many elements there are, or one of the negative constants of :mod:`~.dataset`."""
     if isinstance(source, Dataset):
-        return source.cardinality()
+        return source.plan.count
     try:
         count = len(source)
         return INFINITE_CARDINALITY if count == sys.maxsize else count  # grain's word for a repeated data set

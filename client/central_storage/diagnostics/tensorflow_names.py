@@ -75,7 +75,10 @@ INSTEAD: tuple[tuple[str, str], ...] = (
         "`print` and `assert`; what a replica prints appears behind its name, such as `[w0]`",
     ),
     ("tf.summary, tf.summary.*, tf.profiler", "TensorBoard's own writer, for example that of torch, in the script"),
-    ("tf.data.TFRecordDataset, tf.data.TextLineDataset, tf.data.*Dataset", _GRAIN),
+    (
+        "tf.data.TFRecordDataset, tf.data.TextLineDataset, tf.data.*Dataset",
+        f"grain reads files, or {_GRAIN.removeprefix('grain or ')}",
+    ),
     ("tf.data.*", f"the methods of `cs.data.Dataset`; {_GRAIN}"),
     ("tf.io, tf.io.*, tf.gfile, tf.image, tf.audio, tf.strings, tf.lookup, tf.ragged", "Python, NumPy and " + _GRAIN),
     ("tf.RaggedTensor, tf.SparseTensor, tf.sparse, tf.TensorArray, tf.sets", "NumPy arrays, lists, `cs.IndexedSlices`"),

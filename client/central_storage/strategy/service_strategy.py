@@ -20,6 +20,7 @@ from central_storage.core.pipeline import Series
 from central_storage.core.random_streams import Streams, function_name
 from central_storage.core.read_only import explain
 from central_storage.core.recovery_options import Recovery
+from central_storage.core.tensor import tensors_in
 from central_storage.core.variable_sets import VariableSets
 from central_storage.optimizers import Optimizer, optimizer_of
 from central_storage.variables.moving_averages import ExponentialMovingAverage
@@ -486,7 +487,7 @@ class DefaultStrategy(StrategyBase):
             self._steps[name] += 1
         with context.enter_replica(self, None, Streams(0, name, step, 0)):
             try:
-                return [function(*args, **kwargs)]
+                return [tensors_in(function(*args, **kwargs))]
             except Exception as error:
                 explain(error)
                 raise
