@@ -14,7 +14,7 @@ from cs_proto.errors import CheckpointDamagedError, CheckpointError, InvalidArgu
 
 from .checkpoint.file_format import SUFFIX
 from .checkpoint.graph import Status, Walked, find_file, require_trackable, restore, save, save_next
-from .core.closed import Closed
+from .core.public_objects import Closed
 from .diagnostics.tensorflow_names import attributes
 from .variables.moving_averages import ExponentialMovingAverage
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
-from central_storage.core.closed import Closed
+from central_storage.core.public_objects import Closed
 from cs_proto.arithmetic.schedules import FIELDS, Kind, rate
 from cs_proto.arithmetic.schedules import Schedule as ScheduleRecord
 from cs_proto.errors import InvalidArgumentError, LocalProtocolError

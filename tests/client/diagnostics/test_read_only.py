@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import central_storage as cs
-from central_storage.core.read_only import READ_ONLY, explain
+from central_storage.diagnostics.read_only import READ_ONLY, explain
 
 
 @pytest.fixture(scope="module")
