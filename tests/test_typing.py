@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.harness import processes
+from tests.harness.timing import unit
 
 _USER_FILE = Path(__file__).parent / "typing" / "user_file.py"
 
@@ -24,5 +25,5 @@ def test_a_typed_file_passes(command, tmp_path):
     copy = tmp_path / "user_file.py"
     copy.write_text(_USER_FILE.read_text())
     checker, *options = command
-    ended = processes.run(sys.executable, "-m", checker, *options, str(copy), directory=tmp_path)
+    ended = processes.run(sys.executable, "-m", checker, *options, str(copy), directory=tmp_path, timeout=unit(200))
     assert ended.code == 0, str(ended)
