@@ -14,7 +14,7 @@ _PYRIGHT = ("pyright", "--pythonpath", sys.executable)
 _MYPY = ("mypy", "--strict", f"--cache-dir={processes.ROOT / '.mypy_cache' / 'user'}")
 #: `make lint` has mypy check the file, as strictly, together with the packages.
 _COMMANDS = [
-    pytest.param(_PYRIGHT, marks=pytest.mark.slow),
+    pytest.param(_PYRIGHT, marks=[pytest.mark.slow, pytest.mark.timeout(300)]),
     pytest.param(_MYPY, marks=[pytest.mark.slow, pytest.mark.timeout(300)]),
 ]
 
