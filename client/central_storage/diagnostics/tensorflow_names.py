@@ -42,10 +42,8 @@ INSTEAD: tuple[tuple[str, str], ...] = (
     ("tf.GradientTape, tf.gradients, tf.hessians, tf.autodiff, tf.stop_gradient, tf.custom_gradient", _GRADIENT),
     ("tf.saved_model, tf.saved_model.*, tf.io.write_graph, tf.train.Saver", _CHECKPOINT),
     (
-        "tf.distribute.MirroredStrategy, tf.distribute.OneDeviceStrategy, tf.distribute.Strategy, "
-        "tf.distribute.TPUStrategy, tf.distribute.*.TPUStrategy, tf.distribute.MultiWorkerMirroredStrategy, "
-        "tf.distribute.*.MultiWorkerMirroredStrategy, tf.distribute.ParameterServerStrategy, "
-        "tf.distribute.*.ParameterServerStrategy",
+        "tf.distribute.MirroredStrategy, tf.distribute.OneDeviceStrategy, tf.distribute.TPUStrategy, "
+        "tf.distribute.MultiWorkerMirroredStrategy, tf.distribute.ParameterServerStrategy, tf.distribute.*Strategy",
         _SERVICE,
     ),
     (
@@ -60,8 +58,12 @@ INSTEAD: tuple[tuple[str, str], ...] = (
     ("tf.compat.v1, tf.compat.*, tf.contrib", "the names of TensorFlow 2: `cs.compat.v2` is `cs` itself"),
     (
         "tf.Graph, tf.Session, tf.placeholder, tf.get_variable, tf.variable_scope, tf.name_scope, tf.Operation, "
-        "tf.control_dependencies, tf.group, tf.no_op, tf.graph_util, tf.init_scope, tf.global_variables_initializer, "
-        "tf.no_gradient, tf.raw_ops, tf.autograph",
+        "tf.control_dependencies",
+        _PYTHON,
+    ),
+    (
+        "tf.group, tf.no_op, tf.graph_util, tf.init_scope, tf.global_variables_initializer, tf.no_gradient, "
+        "tf.raw_ops, tf.autograph",
         _PYTHON,
     ),
     ("tf.variable_creator_scope, tf.create_partitioned_variables", "`cs.Variable`"),
