@@ -89,7 +89,7 @@ manager = cs.train.CheckpointManager(checkpoint, directory, max_to_keep=3)
     "Errors": "error = cs.errors.OutOfRangeError()",
     "Only here": "",
     "Names that are not here": """
-import itertools, types
+import itertools, logging, types
 a, text, loss, step, labels, records, error = 2, "a b", 0.5, 3, [1, 2], [x], cs.errors.ReplicaLostError()
 update_w, update_v = lambda: w.assign_add(w), lambda: v.assign_add(v)
 writer = types.SimpleNamespace(add_scalar=print)
