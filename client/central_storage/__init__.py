@@ -9,6 +9,8 @@ variables, one worker process per device runs the replica function.
 import functools as _functools
 import gc as _gc
 from importlib import import_module as _import_module
+from importlib.util import resolve_name as _resolve_name
+from sys import modules as _modules
 from typing import TYPE_CHECKING
 from typing import Any as _Any
 
@@ -69,6 +71,7 @@ if TYPE_CHECKING:
     from .pickling.function import function as function
     from .strategy.extended import StrategyExtended as StrategyExtended
     from .strategy.service_strategy import CentralStorageStrategy as CentralStorageStrategy
+    from .strategy.service_strategy import running_strategies as running_strategies
     from .variables.gradient_buffers import gradient_buffers as gradient_buffers
     from .variables.variable import Variable as Variable
 
@@ -96,16 +99,31 @@ def __getattr__(name: str) -> _Any:
         from .diagnostics.tensorflow_names import refuse  # late, as everything here
 
         refuse(__name__, "tf", name, _imports())
-    module, is_in_module = _imports()[name]
+    module, _ = _imports()[name]
     collects = _gc.isenabled()
     _gc.disable()  # what is imported stays: to look through it for garbage is a fifth of what the imports take
     try:
-        imported = _import_module(module, __name__)
+        _import_module(module, __name__)
     finally:
         if collects:
             _gc.enable()
-    globals()[name] = found = getattr(imported, name) if is_in_module else imported
-    return found
+    _present()
+    return globals()[name]
+
+
+def _present() -> None:
+    """Make every public name that was imported ready for users, whoever imported it."""
+    from .core.faces import present  # late, as everything here
+
+    for name, (module, is_in_module) in _imports().items():
+        imported = _modules.get(_resolve_name(module, __name__))
+        found = vars(imported).get(name) if is_in_module and imported is not None else imported
+        if found is not None and name not in _presented:
+            _presented.add(name)
+            globals()[name] = present(found)
+
+
+_presented: set[str] = set()
 
 
 def _open_service(*args: _Any, **kwargs: _Any) -> _Any:
@@ -125,4 +143,4 @@ _opening.default_replica = _default_replica
 
 
 def __dir__() -> list[str]:
-    return sorted([*_imports(), *(name for name in globals() if name.startswith("__"))])
+    return sorted(_imports())

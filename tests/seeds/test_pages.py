@@ -59,7 +59,7 @@ DIFFERENCES = (
         "`ctx.replica_id`",
         (("ctx.replica_id]", "ctx.replica_id_in_sync_group]"),),
     ),
-    Difference(("cluster_resolver.task_type", "},\n'task'"), AttributeError, "task_type", "`strategy.cluster_resolver"),
+    Difference(("cluster_resolver.task_type", "},\n'task'"), AttributeError, "task_type", "of `cluster_resolver`"),
     Difference(
         ("num_replicas=4", "split_to_logical_devices"),
         cs.errors.InvalidArgumentError,

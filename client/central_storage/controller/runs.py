@@ -8,15 +8,17 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 from central_storage.core.composites import Composite
-from central_storage.core.handles import Handle
+from central_storage.core.handles import Forget, Handle, Hold
 from central_storage.core.pipeline import Arguments, Series
 from central_storage.core.random_streams import function_name
-from central_storage.pickling.function import Function, Pickled
+from central_storage.pickling.function import Function, Pickled, Pickles, drop_stale
 from central_storage.pickling.pickler import Adopt, digest, dump_arguments, dump_function
 from cs_proto.arrays import INLINE_NBYTES, Array
 from cs_proto.errors import ContextError
@@ -34,9 +36,13 @@ _SMALL_NBYTES = 4096
 class Runs:
     """What it takes to send runs over a session and to wait for their end."""
 
-    def __init__(self, session: Session, seed: int) -> None:
+    def __init__(self, session: Session, seed: int, forget: Forget) -> None:
+        """``forget`` is told when nobody needs a frozen function any more, in any thread and at any time."""
         self._session = session
         self.seed = seed
+        self._forget = forget
+        self._pickles: WeakValueDictionary[int, Pickles] = WeakValueDictionary()
+        self._frozen: Counter[bytes] = Counter()  # how many functions have a digest
         #: How handles become numbers; said once by the strategy over this session.
         self.adopt: Adopt = _nothing_adopted
 
@@ -45,10 +51,10 @@ class Runs:
         session, core = self._session, self._session.core
         core.refuse_lost()
         moment("begun")
-        data, hashed, handles = self._pickle(function)
+        data, hashed, holds = self._pickle(function)
         frozen = isinstance(function, Function)
         # A frozen function lives on in the workers, where it may keep what it is given.
-        adopt = partial(self._adopt_into, handles) if frozen else self.adopt
+        adopt = partial(self._adopt_into, holds) if frozen else self.adopt
         # Placed when all is pickled: what is adopted meanwhile may be brought by way of the arena, too.
         pickles = [dump_arguments(args, kwargs, adopt, _in_place) for args, kwargs in arguments]
         moment("pickled")
@@ -95,16 +101,40 @@ class Runs:
                 raise
             session.carry_out(commands)
 
+    def drop(self, digests: Iterable[bytes]) -> list[bytes]:
+        """A function with each of these digests is gone; those that no other function has."""
+        self._frozen.subtract(digests)
+        gone = [each for each, count in self._frozen.items() if not count]
+        for each in gone:
+            del self._frozen[each]
+        return gone
+
+    def drop_stale(self) -> None:
+        """Drop frozen functions whose names stand for something else now, with what they hold."""
+        for pickles in list(self._pickles.values()):
+            drop_stale(pickles, self)
+
+    def _freeze(self, function: Callable[..., Any]) -> Pickled:
+        made = self._pickle(function)
+        self._frozen[made.digest] += 1
+        made.holds.add(Hold(self._forget, "function", made.digest))
+        return made
+
     def _pickle(self, function: Callable[..., Any]) -> Pickled:
         if isinstance(function, Function):
-            return function.pickle_for(self, self._pickle)
-        handles: dict[int, object] = {}
-        data = dump_function(function, partial(self._adopt_into, handles))
-        return Pickled(data, digest(data), handles)
+            pickles = function.pickles
+            if id(pickles) not in self._pickles:
+                self._pickles[id(pickles)] = pickles
+            return function.pickle_for(self, self._freeze)
+        holds: set[Hold] = set()
+        data = dump_function(function, partial(self._adopt_into, holds))
+        return Pickled(data, digest(data), holds)
 
-    def _adopt_into(self, handles: dict[int, object], handle: Handle | Composite) -> tuple[str, int]:
-        handles[id(handle)] = handle
-        return self.adopt(handle)
+    def _adopt_into(self, holds: set[Hold], handle: Handle | Composite) -> tuple[str, int]:
+        number = self.adopt(handle)
+        if isinstance(handle, Handle) and (hold := handle._cs_hold) is not None:  # noqa: SLF001  (not the handle itself, which holds its strategy)
+            holds.add(hold)
+        return number
 
 
 def _in_place(data: memoryview) -> memoryview:

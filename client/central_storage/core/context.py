@@ -7,21 +7,21 @@ The state is a stack per thread. ``ReplicaContext`` is the public object of a re
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
 from central_storage import nest
+from central_storage.diagnostics.callers import call_site
 from cs_proto.arithmetic import reduction
 from cs_proto.errors import ContextError, InvalidArgumentError, NotATensorError, UsedScopeError
 
 from . import opening
+from .closed import Closed
 from .deprecated import warn_deprecated
 from .devices import full_name
 from .tensor import Tensor, as_tensor
@@ -39,7 +39,6 @@ __all__ = [
     "ReplicaContext",
     "Scope",
     "become_worker",
-    "call_site",
     "current_replica",
     "enter_cross_replica",
     "enter_replica",
@@ -55,8 +54,6 @@ __all__ = [
     "require_cross_replica",
     "streams_here",
 ]
-
-_PACKAGE = str(Path(__file__).parents[1])
 
 
 class _Stack(threading.local):
@@ -217,7 +214,7 @@ class enter_cross_replica:  # noqa: N801  (a function to its callers; entered at
         _stack.pop()
 
 
-class Scope(AbstractContextManager[S], Generic[S]):
+class Scope(Closed, AbstractContextManager[S], Generic[S]):
     """The result of ``strategy.scope()``: the cross-replica context, refused where it is not allowed. For the default
     strategy it is the default context, as outside every scope.
 
@@ -299,7 +296,7 @@ class enter_replica:  # noqa: N801  (as above)
         self._context.end()
 
 
-class ReplicaContext:
+class ReplicaContext(Closed):
     """What a replica function can ask and do as one of ``num_replicas_in_sync`` replicas.
 
     ``get_replica_context()`` gives it. Using one after its run has ended is a :class:`ContextError`.
@@ -554,11 +551,3 @@ def get_array_module() -> ModuleType:
     """
     replica = replica_here()
     return np if replica is None else replica.array_module()
-
-
-def call_site() -> str:
-    """``file:line`` of the nearest caller outside this package, for messages."""
-    frame = sys._getframe(1)  # noqa: SLF001  (the one way to a caller's line without building a whole stack)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -19,6 +19,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.frozen import frozen
 
+from .closed import Closed
 from .tensor import as_tensor
 from .values import convert_to_tensor
 
@@ -37,7 +38,7 @@ class Piece:
     value: Any
 
 
-class LogicalTensor(NDArrayOperatorsMixin):
+class LogicalTensor(Closed, NDArrayOperatorsMixin):
     """An array whose ``pieces`` lie on the logical devices of a replica.
 
     Operators, NumPy functions and indexing act on the whole array, which is assembled on the replica's first device.

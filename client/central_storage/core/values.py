@@ -23,6 +23,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from cs_proto.arithmetic import reduction
 from cs_proto.errors import InvalidArgumentError
 
+from .closed import Closed
 from .handles import Handle
 from .tensor import Tensor, as_tensor
 
@@ -54,14 +55,14 @@ _ARRAYS = (np.ndarray, Tensor)
 _LEAVES = frozenset({type(None), bool, int, float, str, bytes, np.ndarray, Tensor})
 
 
-class ReduceOp(enum.Enum):
+class ReduceOp(Closed, enum.Enum):
     """How values of replicas are combined."""
 
     SUM = "SUM"
     MEAN = "MEAN"
 
 
-class VariableAggregation(enum.Enum):
+class VariableAggregation(Closed, enum.Enum):
     """How the values that replicas assign to one variable become one."""
 
     NONE = 0
@@ -70,7 +71,7 @@ class VariableAggregation(enum.Enum):
     ONLY_FIRST_REPLICA = 3
 
 
-class VariableSynchronization(enum.Enum):
+class VariableSynchronization(Closed, enum.Enum):
     """Stored with a variable; without effect here, where every variable is held once."""
 
     AUTO = 0
@@ -79,7 +80,7 @@ class VariableSynchronization(enum.Enum):
     ON_READ = 3
 
 
-class DistributedValues:
+class DistributedValues(Closed):
     """A value with one component per replica, in replica order: :class:`PerReplica` or :class:`Mirrored`.
 
     Args:

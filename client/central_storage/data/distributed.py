@@ -20,6 +20,7 @@ import numpy as np
 import optree
 
 from central_storage.core.backends import Carriage
+from central_storage.core.closed import Closed
 from central_storage.core.context import has_strategy, in_cross_replica_context
 from central_storage.core.options import InputOptions, InputReplicationMode
 from central_storage.core.tensor import as_tensor, tensors_in
@@ -68,7 +69,7 @@ class Place(NamedTuple):
     states: Any = None
 
 
-class _Distributed:
+class _Distributed(Closed):
     """What both kinds of distributed data set have in common."""
 
     _sources: list[Any]  # which all look alike
@@ -310,7 +311,7 @@ class DistributedFromFunction(_Distributed):
         return None if spec is None else PerReplicaSpec((spec,) * self._n)
 
 
-class DistributedIterator:
+class DistributedIterator(Closed):
     """The elements of a distributed data set, once. ``iter`` of a distributed data set makes one.
 
     The first element is read when it is asked for. When the second is, a thread begins to read, and stays as many
@@ -573,8 +574,7 @@ class _Elsewhere:
 
 
 def elsewhere(kind: type) -> DistributedDataset | DistributedIterator:
-    """What stands for a distributed data set or its iterator (``kind``) in a process it was sent to: to read it is the
-    error, not to hold it."""
+    """What stands for a distributed data set or its iterator (``kind``) where it was sent; only reading it raises."""
     distributed = DistributedDataset(_Elsewhere(), 1)
     if kind is not DistributedIterator:
         return distributed

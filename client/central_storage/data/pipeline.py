@@ -12,6 +12,7 @@ from typing import Any, NoReturn, Self
 
 import numpy as np
 
+from central_storage.core.closed import Closed
 from central_storage.core.tensor import as_tensor, tensors_in
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.frozen import with_changes
@@ -39,7 +40,7 @@ _NOT_HERE = re.compile(
 )
 
 
-class Pipeline:
+class Pipeline(Closed):
     """A sequence of elements that may be iterated again and again."""
 
     __slots__ = ("__weakref__", "plan")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from central_storage.core.closed import Closed
 from central_storage.core.tensor import tensors_in
 from cs_proto.errors import EndOfIterationError, InvalidArgumentError, OutOfRangeError
 from cs_proto.frozen import frozen
@@ -36,7 +37,7 @@ class Plan:
         return iter(self.stream) if self.table is None else transforms.rows(self.table, self.stream)
 
 
-class DatasetIterator:
+class DatasetIterator(Closed):
     """The elements of a data set, once, as nests of tensors. ``iter`` of a data set makes one.
 
     Examples:
@@ -92,7 +93,7 @@ class DatasetIterator:
         return self._plan.spec()
 
 
-class OptionalElement:
+class OptionalElement(Closed):
     """The answer of ``get_next_as_optional``: an element or none."""
 
     def __init__(self, element: Any) -> None:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from central_storage.diagnostics.tensorflow_names import attributes
 
 from . import schedules
+from .accumulator import GradientAccumulator
 from .adagrad import Adadelta, Adagrad
 from .adam import Adam, Adamax, AdamW, Nadam
 from .ftrl import Ftrl
@@ -21,6 +22,7 @@ __all__ = [
     "AdamW",
     "Adamax",
     "Ftrl",
+    "GradientAccumulator",
     "Nadam",
     "Optimizer",
     "RMSprop",

@@ -13,11 +13,12 @@ import dataclasses
 import functools
 import hashlib
 import io
+import linecache
 import pickle
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from types import CellType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, Literal, TypeVar
 
 import cloudpickle
@@ -315,7 +316,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         needed = [name for package in packages for name in submodules(package, reads.names)]
         attributes = {name: getattr(function, name) for name in _FUNCTION_ATTRIBUTES}
         stand_ins = tuple(self._cells.setdefault(id(cell), _Cell()) for cell in cells)
-        state = (attributes, dict(function.__dict__), found, contents, needed)
+        state = (attributes, dict(function.__dict__), found, contents, needed, _source(function.__code__, reads))
         return (
             reconstruct.new_function,
             (function.__code__, module, stand_ins),
@@ -388,6 +389,16 @@ _FUNCTION_ATTRIBUTES = (
     "__kwdefaults__",
     "__annotations__",
 )
+
+
+def _source(code: CodeType, reads: Reads) -> tuple[str, int, list[str]] | None:
+    """The lines of a function that is in no file, such as one of a notebook's cell: the name under which this process
+    knows them, the number of the first one, and the lines. A worker shows them in its tracebacks."""
+    known: tuple[Any, ...] = linecache.cache.get(code.co_filename, ())
+    if len(known) != 4 or known[1] is not None:  # a file has a time
+        return None
+    first = code.co_firstlineno
+    return code.co_filename, first, list(known[2][first - 1 : reads.last_line])
 
 
 def _content(cell: CellType) -> Any:

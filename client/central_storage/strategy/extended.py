@@ -15,6 +15,7 @@ import numpy as np
 from central_storage import nest
 from central_storage.core import context
 from central_storage.core.backends import Strategy
+from central_storage.core.closed import Closed
 from central_storage.core.deprecated import warn_deprecated
 from central_storage.core.devices import existing
 from central_storage.core.tensor import as_tensor
@@ -35,7 +36,7 @@ from cs_proto.errors import ContextError, InvalidArgumentError
 __all__ = ["StrategyExtended"]
 
 
-class StrategyExtended:
+class StrategyExtended(Closed):
     """The less common operations of a strategy, as ``strategy.extended``.
 
     Examples:

@@ -20,6 +20,7 @@ import numpy as np
 
 from central_storage.core.composites import Composite, rebuild
 from central_storage.core.handles import Handle, handle_id
+from central_storage.core.live_number import LiveNumber
 from central_storage.core.tensor import Tensor, as_tensor
 from central_storage.core.values import (
     IndexedSlices,
@@ -178,6 +179,8 @@ class _Writer:
             return _write_dtype(obj)
         if isinstance(obj, Handle):
             return _write_handle(obj)
+        if isinstance(obj, LiveNumber):
+            return self._write(obj.number, depth)
         parts = _parts(obj, kind)
         return self._array(_as_array(obj)) if parts is None else self._container(obj, *parts, depth)
 
@@ -249,8 +252,9 @@ def _pairs(mapping: dict[Any, Any]) -> Iterator[tuple[Label, Any]]:
 
 def _attributes(state: dict[str, Any]) -> Iterator[tuple[Label, Any]]:
     for name, value in state.items():
-        yield f".{name}", name
-        yield f".{name}", value
+        if not isinstance(value, LiveNumber):  # the receiver's follows its optimizer
+            yield f".{name}", name
+            yield f".{name}", value
 
 
 def _write_dtype(dtype: np.dtype[Any]) -> list[Any]:

@@ -602,7 +602,7 @@ def raised(exc: BaseException) -> BaseException:
     """``exc`` with a traceback that begins in a module of the project."""
     code = compile("raiser()", sys.modules["central_storage"].__file__ or "", "exec")
     with pytest.raises(BaseException) as caught:
-        exec(code, {"raiser": lambda: _raise(exc)})
+        exec(code, {"raiser": lambda: _raise(exc), "__name__": "central_storage"})
     return caught.value.with_traceback(caught.tb.tb_next)
 
 
@@ -875,7 +875,7 @@ def test_the_traceback_is_a_note_and_begins_with_the_users_code() -> None:
 def test_a_traceback_of_the_project_alone_is_kept() -> None:
     file = sys.modules["central_storage"].__file__ or ""
     with pytest.raises(ZeroDivisionError) as caught:
-        exec(compile("1 / 0", file, "exec"))
+        exec(compile("1 / 0", file, "exec"), {"__name__": "central_storage"})
     error = to_error(caught.value.with_traceback(caught.tb.tb_next), 0, 0, array_of)
     assert file in error.traceback
 
