@@ -151,6 +151,8 @@ def is_expression(source: str) -> bool:
 
 
 def _is_literal(source: str) -> bool:
+    if source.startswith("array("):
+        return True
     try:
         ast.literal_eval(source)
     except (ValueError, SyntaxError):
