@@ -75,7 +75,7 @@ def pack_sequence_as(structure: Any, flat_sequence: Sequence[Any]) -> Any:
         flat_sequence: As many values as ``structure`` has leaves.
 
     Raises:
-        TypeError: ``flat_sequence`` is no sequence.
+        TypeError: ``flat_sequence`` is not a sequence.
         ValueError: It has more or fewer values than ``structure`` has leaves.
 
     Examples:

@@ -44,8 +44,8 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
         A scalar of the dtype of the losses; of integers float32 (8 and 16 bits) or float64.
 
     Raises:
-        ValueError: The loss is a scalar or no number, the weights do not fit, or the size is no scalar or negative.
-        TypeError: The size is no integer.
+        ValueError: The loss is a scalar or no number, the weights do not fit, or the size is not a scalar or negative.
+        TypeError: The size is not an integer.
         RuntimeError: Called in a cross-replica context without ``global_batch_size``.
 
     Examples:

@@ -47,7 +47,7 @@ def generator(step: int | None = None) -> np.random.Generator:
     Raises:
         ContextError: Called outside a function that a strategy runs (a RuntimeError). In the script, use
             ``numpy.random.default_rng(seed)``.
-        TypeError: ``step`` is no integer.
+        TypeError: ``step`` is not an integer.
         InvalidArgumentError: ``step`` is out of range (a ValueError).
 
     Examples:
@@ -81,7 +81,7 @@ def jax_key(step: int | None = None) -> Any:
     Raises:
         ModuleNotFoundError: JAX is not installed.
         ContextError: Called outside a function that a strategy runs (a RuntimeError).
-        TypeError: ``step`` is no integer.
+        TypeError: ``step`` is not an integer.
         InvalidArgumentError: ``step`` is out of range (a ValueError).
 
     Examples:

@@ -267,7 +267,7 @@ class CheckpointManager(Closed):
         init_fn: Called by :meth:`restore_or_initialize` where there is no checkpoint.
 
     Raises:
-        InvalidArgumentError: A number is out of its range, ``checkpoint_name`` is no name of a file,
+        InvalidArgumentError: A number is out of its range, ``checkpoint_name`` is not a name of a file,
             ``checkpoint_interval`` comes without ``step_counter``, or that is an int, which never advances (a
             ValueError).
 

@@ -349,7 +349,7 @@ def code_of(error: type[BaseException]) -> str:
         error: The class of the error.
 
     Raises:
-        AttributeError: ``error`` is no class.
+        AttributeError: ``error`` is not a class.
 
     Examples:
         >>> code_of(KeyError)

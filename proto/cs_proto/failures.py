@@ -7,9 +7,9 @@ vocabulary of values, and the receiver can raise every such code from the messag
 from __future__ import annotations
 
 from .errors import code_of
-from .messages import Error
+from .messages import Died, Error
 
-__all__ = ["TEXT_LENGTH", "error_of"]
+__all__ = ["TEXT_LENGTH", "error_of", "last_lines"]
 
 #: Longest message and longest traceback, in characters. A long traceback keeps its end, which names the failure.
 TEXT_LENGTH = 64 * 1024
@@ -31,6 +31,11 @@ def error_of(exception: BaseException, replica: int = -1, merge_index: int = 0, 
         merge_index=merge_index,
         traceback=_unicode(traceback[-TEXT_LENGTH:]),
     )
+
+
+def last_lines(died: Died) -> str:
+    """The last output of a process that died, as the end of an error message."""
+    return f". Its last lines:\n{died.log}" if died.log else ""
 
 
 def _message(exception: BaseException) -> str:

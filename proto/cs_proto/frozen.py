@@ -14,7 +14,16 @@ import typing
 from collections.abc import Callable
 from typing import Any, TypeVar, dataclass_transform, overload
 
-__all__ = ["fields_of", "frozen", "name_fields", "refuse_change", "refuse_deletion", "with_changes"]
+__all__ = [
+    "fields_of",
+    "frozen",
+    "hash_of",
+    "name_fields",
+    "refuse_change",
+    "refuse_deletion",
+    "repr_of",
+    "with_changes",
+]
 
 T = TypeVar("T")
 
@@ -40,9 +49,9 @@ def frozen(cls: type[T] | None = None, /, *, eq: bool = True) -> Any:
 def _made(cls: type[T], eq: bool) -> type[T]:
     name_fields(cls)
     own = cls.__dict__
-    methods: dict[str, Any] = {"__setattr__": refuse_change, "__delattr__": refuse_deletion, "__repr__": _shown}
+    methods: dict[str, Any] = {"__setattr__": refuse_change, "__delattr__": refuse_deletion, "__repr__": repr_of}
     if eq and "__eq__" not in own:
-        methods |= {"__eq__": _is_equal, "__hash__": _hashed}
+        methods |= {"__eq__": _is_equal, "__hash__": hash_of}
     for name, method in methods.items():
         if name not in own:
             setattr(cls, name, method)
@@ -122,9 +131,11 @@ def _is_equal(self: object, other: object) -> bool:
     return self.__dict__ == other.__dict__ if type(other) is type(self) else NotImplemented
 
 
-def _hashed(self: object) -> int:
+def hash_of(self: object) -> int:
+    """The ``__hash__`` of every frozen class."""
     return hash(tuple(self.__dict__.values()))
 
 
-def _shown(self: object) -> str:
+def repr_of(self: object) -> str:
+    """The ``__repr__`` of every frozen class."""
     return f"{type(self).__qualname__}({', '.join(f'{name}={value!r}' for name, value in self.__dict__.items())})"

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, Union, dataclass_transform
 
 from .errors import LocalProtocolError
-from .frozen import fields_of, frozen, name_fields, refuse_change, refuse_deletion
+from .frozen import fields_of, frozen, hash_of, name_fields, refuse_change, refuse_deletion, repr_of
 
 __all__ = [
     "RECORDS",
@@ -121,8 +121,7 @@ class Record:
 
     def to_wire(self, frames: list[Buffer]) -> object:
         """The value for msgpack: a list that begins with the code. Records inside it have the same form. A frame
-        becomes
-        ``{"frame": number}``, and its bytes are appended to ``frames``."""
+        becomes ``{"frame": number}``, and its bytes are appended to ``frames``."""
         raise NotImplementedError
 
     __setattr__ = refuse_change
@@ -131,11 +130,8 @@ class Record:
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and self.__dict__ == other.__dict__
 
-    def __hash__(self) -> int:
-        return hash(tuple(self.__dict__.values()))
-
-    def __repr__(self) -> str:
-        return f"{type(self).__qualname__}({', '.join(f'{name}={value!r}' for name, value in self.__dict__.items())})"
+    __hash__ = hash_of
+    __repr__ = repr_of
 
     def check(self) -> None:
         """Raise :class:`LocalProtocolError` if the fields do not fit each other."""

@@ -67,7 +67,7 @@ class _Item:
 def failpoints_of(spec: str, directory: str = "", rank: str = "") -> Callable[[str], None]:
     """The function that :func:`failpoint` is if ``CS_FAILPOINTS`` is ``spec``.
 
-    ``directory`` is the value of ``CS_FAILPOINTS_DIR``, ``rank`` that of ``RANK`` ("" if this process is no worker).
+    ``directory`` is the value of ``CS_FAILPOINTS_DIR``, ``rank`` that of ``RANK`` ("" if this process is not a worker).
     Raises ValueError if ``spec`` is malformed or names a place or an action that does not exist.
     """
     items: dict[str, list[_Item]] = {}

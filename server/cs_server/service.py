@@ -173,7 +173,7 @@ class Service:
 
     def _next_events(self) -> Iterator[Event]:
         """What comes next, whatever carried it, and the tick where one is due. What a peer sent wrongly is refused
-        here and now, and is no event."""
+        here and now, and is not an event."""
         self._ring()
         yield from self._tried_again()
         due = min(self._next_tick, self._retry_at) if self._unsent or self._later else self._next_tick

@@ -321,7 +321,7 @@ def test_names_are_excluded_from_weight_decay(s: CentralStorageStrategy, backend
     assert again.get_config()["exclude_from_weight_decay"] == ["bias", "LayerNorm"]
     second.exclude_from_weight_decay()
     assert backend.optimizer(2).exempt == ()
-    with pytest.raises(InvalidArgumentError, match=r"AdamW: 'bias\(' is no regular expression"):
+    with pytest.raises(InvalidArgumentError, match=r"AdamW: 'bias\(' is not a regular expression"):
         cs.optimizers.AdamW(exclude_from_weight_decay=["bias("])
     with pytest.raises(TypeError, match=r"takes a list of patterns, not the text 'bias': pass \['bias'\]"):
         second.exclude_from_weight_decay(var_names="bias")

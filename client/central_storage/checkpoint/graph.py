@@ -473,7 +473,7 @@ def _of_strategy(strategy: Strategy, way: str) -> dict[str, _Entry]:
 
 
 def _fault_of_steps(value: np.ndarray) -> str | None:
-    """Why the text ``value``, uint8, is no table of the runs of functions."""
+    """Why the text ``value``, uint8, is not a table of the runs of functions."""
     with contextlib.suppress(ValueError, RecursionError):
         steps = json.loads(value.tobytes())
         if isinstance(steps, dict) and all(type(step) is int and 0 <= step < 1 << 62 for step in steps.values()):

@@ -18,6 +18,7 @@ from central_storage.core.pipeline import Sent, Series
 from cs_proto import messages
 from cs_proto.codec import encode_values
 from cs_proto.errors import ReplicaLostError
+from cs_proto.failures import last_lines
 from cs_proto.function_cache import HeldFunctions
 from cs_proto.messages import Counters, Died, Refused, RunFinished, RunId, Worker
 from cs_proto.peers import SERVER
@@ -36,7 +37,7 @@ from .commands import (
     Refuse,
     worker_name,
 )
-from .liveness import Liveness, last_lines
+from .liveness import Liveness
 from .waits import Question, Settling, Wait, number_of
 
 __all__ = ["Beginning", "ControllerCore"]

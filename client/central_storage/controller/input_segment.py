@@ -14,7 +14,7 @@ import numpy as np
 
 from cs_proto.arrays import INLINE_NBYTES, Array, Location
 from cs_proto.errors import MemoryPlanError
-from cs_runtime.shared_memory.mapping import Mapping
+from cs_runtime.shared_memory.mapping import Mapping, address_of
 
 __all__ = ["InputSegment"]
 
@@ -29,7 +29,7 @@ class InputSegment:
     def __init__(self, mapping: Mapping) -> None:
         self._mapping = mapping
         self._bytes = np.frombuffer(mapping.memory, np.uint8)
-        self._address = _address(self._bytes)
+        self._address = address_of(self._bytes)
         self._lock = threading.Lock()
         self._used: list[tuple[int, int]] = []  # (start, end), ascending
         self._touched = 0
@@ -51,7 +51,7 @@ class InputSegment:
     def find(self, data: np.ndarray) -> Array | None:
         """The place of ``data`` (uint8[n]) where it lies in the segment. Whoever tells others of it keeps ``data``
         until they are done."""
-        offset = _address(data) - self._address
+        offset = address_of(data) - self._address
         if not 0 <= offset < len(self._bytes):
             return None
         return Array("uint8", data.shape, Location(self._mapping.name, offset))
@@ -93,7 +93,3 @@ class _Block:
             "shape": like.shape,
             "typestr": like.dtype.str,
         }
-
-
-def _address(array: np.ndarray) -> int:
-    return int(array.__array_interface__["data"][0])

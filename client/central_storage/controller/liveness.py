@@ -9,9 +9,10 @@ import math
 from collections.abc import Sequence
 
 from cs_proto.errors import ReplicaLostError
+from cs_proto.failures import last_lines
 from cs_proto.messages import Died, Worker
 
-__all__ = ["Liveness", "last_lines"]
+__all__ = ["Liveness"]
 
 # After a worker's death the living replicas get this long to notice before the run is given up without them.
 _LOST_TIMEOUT = 2.5
@@ -82,8 +83,3 @@ class Liveness:
         if self._server is not None:
             dead.append(("the server", self._server))
         return "".join(f"; {who} (pid {d.pid}) ended by {d.cause} and is being started again" for who, d in dead)
-
-
-def last_lines(died: Died) -> str:
-    """What a process printed last, to end a message with."""
-    return f". Its last lines:\n{died.log}" if died.log else ""

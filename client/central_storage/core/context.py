@@ -49,6 +49,7 @@ __all__ = [
     "in_cross_replica_context",
     "is_worker",
     "reading",
+    "refuse_in_replica",
     "replica_here",
     "require_cross_replica",
     "streams_here",
@@ -176,6 +177,12 @@ def streams_here() -> Streams | None:
     return None if replica is None else replica._streams  # noqa: SLF001  (one on the stack has not ended)
 
 
+def refuse_in_replica(what: str) -> None:
+    """Raise :class:`ContextError` inside a replica function, where no object like ``what`` can be made."""
+    if has_strategy() and get_replica_context() is not None:
+        raise ContextError(f"{what} cannot be made in a replica; make it in the script and let the function capture it")
+
+
 def require_cross_replica(strategy: Strategy, what: str) -> None:
     """Raise :class:`ContextError` unless ``strategy`` may do ``what`` here: in its own cross-replica context, or
     outside every context."""
@@ -257,7 +264,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
 
     Raises:
         ContextError: Called inside a scope or a replica (a RuntimeError).
-        TypeError: ``strategy`` is no strategy.
+        TypeError: ``strategy`` is not a strategy.
 
     Examples:
         >>> import central_storage as cs
@@ -385,7 +392,7 @@ class ReplicaContext(Closed):
         Raises:
             MergeMismatchError: Replicas make different numbers of calls.
             ContextError: This context is not the current one of this thread (a RuntimeError).
-            TypeError: ``merge_fn`` cannot be called, or ``args`` is no list or tuple.
+            TypeError: ``merge_fn`` cannot be called, or ``args`` is not a list or tuple.
 
         Examples:
             >>> import numpy as np

@@ -115,8 +115,8 @@ class InputOptions(_InputFields):
         experimental_prefetch_to_device: The older name of ``experimental_fetch_to_device``.
 
     Raises:
-        TypeError: The mode is no InputReplicationMode, or both names of one option are given.
-        InvalidArgumentError: The buffer size is no int of at least 0 (a ValueError).
+        TypeError: The mode is not an InputReplicationMode, or both names of one option are given.
+        InvalidArgumentError: The buffer size is not an int of at least 0 (a ValueError).
 
     Examples:
         >>> import central_storage as cs

@@ -107,7 +107,7 @@ class Dataset(Pipeline):
         Raises:
             InvalidArgumentError: The step is 0, there are more numbers than int64 counts, or ``output_type`` cannot
                 hold them (a ValueError).
-            TypeError: An argument is no int, or ``output_type`` is no dtype of numbers.
+            TypeError: An argument is not an int, or ``output_type`` is not a dtype of numbers.
 
         Examples:
             >>> from central_storage.data import Dataset
@@ -193,7 +193,7 @@ class Dataset(Pipeline):
             name: Accepted, without effect.
 
         Raises:
-            TypeError: An argument is no data set, or a list of them.
+            TypeError: An argument is not a data set, or a list of them.
 
         Examples:
             >>> from central_storage.data import Dataset
@@ -288,7 +288,7 @@ class Dataset(Pipeline):
             name: Accepted, without effect.
 
         Raises:
-            TypeError: ``start`` is no int.
+            TypeError: ``start`` is not an int.
 
         Examples:
             >>> from central_storage.data import Dataset
@@ -403,7 +403,7 @@ class Dataset(Pipeline):
 def numpy_dataset(numpy_input: Any) -> Dataset:
     """The rows of the NumPy arrays in a nest, as :meth:`Dataset.from_tensor_slices` gives them; a list is stacked.
 
-    What is no array is a ``NotADatasetError`` (an AttributeError), numbers of Python included.
+    What is not an array is a ``NotADatasetError`` (an AttributeError), numbers of Python included.
     """
     for leaf in optree.tree_leaves(numpy_input, none_is_leaf=True):
         if not hasattr(leaf, "shape"):

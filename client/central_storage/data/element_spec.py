@@ -22,7 +22,7 @@ class TensorSpec:
         name: Kept for whoever reads it; nothing here does.
 
     Raises:
-        TypeError: ``shape`` is no sequence, or ``dtype`` no dtype.
+        TypeError: ``shape`` is not a sequence, or ``dtype`` is not a dtype.
 
     Examples:
         >>> import numpy as np

@@ -55,7 +55,7 @@ def get_single_element(dataset: Dataset) -> Any:
 
     Raises:
         InvalidArgumentError: There is no element, or more than one (a ValueError).
-        TypeError: ``dataset`` is no data set.
+        TypeError: ``dataset`` is not a data set.
 
     Examples:
         >>> import central_storage as cs
@@ -72,7 +72,7 @@ def enumerate_dataset(start: int = 0) -> Callable[[Dataset], Dataset]:
         start: The first number.
 
     Raises:
-        TypeError: When it is applied: ``start`` is no int.
+        TypeError: When it is applied: ``start`` is not an int.
 
     Examples:
         >>> import central_storage as cs

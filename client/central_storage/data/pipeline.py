@@ -70,7 +70,7 @@ class Pipeline(Closed):
 
         Raises:
             InvalidArgumentError: ``count`` is less than -1 (a ValueError).
-            TypeError: ``count`` is no int.
+            TypeError: ``count`` is not an int.
 
         Examples:
             >>> from central_storage.data import Dataset
@@ -93,7 +93,7 @@ class Pipeline(Closed):
 
         Raises:
             InvalidArgumentError: ``count`` is less than -1 (a ValueError).
-            TypeError: ``count`` is no int.
+            TypeError: ``count`` is not an int.
 
         Examples:
             >>> from central_storage.data import Dataset
@@ -116,7 +116,7 @@ class Pipeline(Closed):
 
         Raises:
             InvalidArgumentError: ``index`` is outside [0, num_shards) (a ValueError).
-            TypeError: An argument is no int.
+            TypeError: An argument is not an int.
 
         Examples:
             >>> from central_storage.data import Dataset
@@ -139,7 +139,7 @@ class Pipeline(Closed):
 
         Raises:
             InvalidArgumentError: ``count`` is less than -1 (a ValueError).
-            TypeError: ``count`` is no int.
+            TypeError: ``count`` is not an int.
 
         Examples:
             >>> from central_storage.data import Dataset
@@ -175,7 +175,7 @@ class Pipeline(Closed):
 
         Raises:
             InvalidArgumentError: ``buffer_size`` or ``seed`` is out of range (a ValueError).
-            TypeError: ``buffer_size`` or ``seed`` is no int.
+            TypeError: ``buffer_size`` or ``seed`` is not an int.
 
         Examples:
             >>> from central_storage.data import Dataset
@@ -203,7 +203,7 @@ class Pipeline(Closed):
 
         Raises:
             InvalidArgumentError: A file is named (a ValueError).
-            TypeError: ``filename`` is no str.
+            TypeError: ``filename`` is not a str.
 
         Examples:
             >>> from central_storage.data import Dataset
@@ -229,7 +229,7 @@ class Pipeline(Closed):
 
         Raises:
             InvalidArgumentError: ``buffer_size`` is less than -1 (a ValueError).
-            TypeError: ``buffer_size`` is no int.
+            TypeError: ``buffer_size`` is not an int.
 
         Examples:
             >>> from central_storage.data import Dataset
@@ -250,7 +250,7 @@ class Pipeline(Closed):
             name: Accepted, without effect.
 
         Raises:
-            TypeError: ``dataset`` is no data set, or has another structure or dtypes.
+            TypeError: ``dataset`` is not a data set, or has another structure or dtypes.
 
         Examples:
             >>> from central_storage.data import Dataset
@@ -310,7 +310,7 @@ class Pipeline(Closed):
             name: Accepted, without effect.
 
         Raises:
-            TypeError: ``options`` is no ``cs.data.Options``.
+            TypeError: ``options`` is not a ``cs.data.Options``.
 
         Examples:
             >>> from central_storage.data import Dataset, Options
@@ -368,7 +368,7 @@ class Pipeline(Closed):
             name: Accepted, without effect.
 
         Raises:
-            TypeError: ``name`` is no str.
+            TypeError: ``name`` is not a str.
 
         Examples:
             >>> from central_storage.data import Dataset

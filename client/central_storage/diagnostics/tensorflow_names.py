@@ -160,7 +160,7 @@ def _rows() -> list[tuple[list[str], str]]:
 
 
 def instead_of(name: str) -> str | None:
-    """What to use instead of a name of TensorFlow, such as ``tf.keras``; None for what is no name of TensorFlow's."""
+    """What to use instead of a name of TensorFlow, such as ``tf.keras``; None if it is no such name."""
     for names, instead in _rows():
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in names):
             return instead

@@ -79,7 +79,7 @@ class Precision(_AboveThresholds):
 
     Raises:
         InvalidArgumentError: A threshold is outside [0, 1], ``top_k`` or ``class_id`` is no such number, or ``dtype``
-            is no floating-point dtype (a ValueError).
+            is not a floating-point dtype (a ValueError).
 
     Examples:
         >>> import central_storage as cs
@@ -135,7 +135,7 @@ class Recall(_AboveThresholds):
 
     Raises:
         InvalidArgumentError: A threshold is outside [0, 1], ``top_k`` or ``class_id`` is no such number, or ``dtype``
-            is no floating-point dtype (a ValueError).
+            is not a floating-point dtype (a ValueError).
 
     Examples:
         >>> import central_storage as cs

@@ -16,6 +16,7 @@ from central_storage.core.context import (
     get_replica_context,
     get_strategy,
     has_strategy,
+    refuse_in_replica,
 )
 from central_storage.core.tensors.tensor import as_tensor
 from central_storage.core.values import IndexedSlices, convert_to_tensor
@@ -66,10 +67,7 @@ class GradientAccumulator(Composite):
     """
 
     def __init__(self, name: str = "GradientAccumulator") -> None:
-        if has_strategy() and get_replica_context() is not None:
-            raise ContextError(
-                "an accumulator cannot be made in a replica; make it in the script and let the function capture it"
-            )
+        refuse_in_replica("an accumulator")
         self._name = name
         self._strategy: Strategy | None = None
         # By position: the sums, a row for each replica. At -1: steps and positions of each replica.

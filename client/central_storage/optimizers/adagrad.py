@@ -20,7 +20,7 @@ class Adagrad(Optimizer):
         **shared: ``clipvalue``, ``clipnorm``, ``global_clipnorm`` and ``lazy``, as for :class:`Optimizer`.
 
     Raises:
-        InvalidArgumentError: A hyperparameter is out of its range, or ``clipnorm`` stands beside ``global_clipnorm`` (a
+        InvalidArgumentError: A hyperparameter is out of its range, or ``clipnorm`` and ``global_clipnorm`` are given (a
             ValueError).
         TypeError: The optimizer has no argument of that name.
         ContextError: Made inside a replica (a RuntimeError).
@@ -62,7 +62,7 @@ class Adadelta(Optimizer):
         **shared: ``clipvalue``, ``clipnorm``, ``global_clipnorm`` and ``lazy``, as for :class:`Optimizer`.
 
     Raises:
-        InvalidArgumentError: A hyperparameter is out of its range, or ``clipnorm`` stands beside ``global_clipnorm`` (a
+        InvalidArgumentError: A hyperparameter is out of its range, or ``clipnorm`` and ``global_clipnorm`` are given (a
             ValueError).
         TypeError: The optimizer has no argument of that name.
         ContextError: Made inside a replica (a RuntimeError).

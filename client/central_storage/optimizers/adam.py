@@ -29,7 +29,7 @@ class Adam(Optimizer):
         **shared: ``clipvalue``, ``clipnorm``, ``global_clipnorm`` and ``lazy``, as for :class:`Optimizer`.
 
     Raises:
-        InvalidArgumentError: A hyperparameter is out of its range, or ``clipnorm`` stands beside ``global_clipnorm`` (a
+        InvalidArgumentError: A hyperparameter is out of its range, or ``clipnorm`` and ``global_clipnorm`` are given (a
             ValueError).
         TypeError: The optimizer has no argument of that name.
         ContextError: Made inside a replica (a RuntimeError).
@@ -78,8 +78,8 @@ class AdamW(Optimizer):
         **shared: ``clipvalue``, ``clipnorm``, ``global_clipnorm`` and ``lazy``, as for :class:`Optimizer`.
 
     Raises:
-        InvalidArgumentError: A hyperparameter is out of its range, a pattern is no regular expression, or ``clipnorm``
-            stands beside ``global_clipnorm`` (a ValueError).
+        InvalidArgumentError: A hyperparameter is out of its range, a pattern is not a regular expression, or
+            ``clipnorm`` and ``global_clipnorm`` are both given (a ValueError).
         TypeError: The optimizer has no argument of that name.
         ContextError: Made inside a replica (a RuntimeError).
 
@@ -127,7 +127,8 @@ class AdamW(Optimizer):
             var_names: Regular expressions, which are searched in the names of variables.
 
         Raises:
-            InvalidArgumentError: A pattern is no regular expression, or the optimizer has made updates (a ValueError).
+            InvalidArgumentError: A pattern is not a regular expression, or the optimizer has made updates (a
+                ValueError).
             ContextError: Called in a replica, or a variable belongs to no strategy yet (a RuntimeError).
 
         Examples:
@@ -193,7 +194,7 @@ class Adamax(Optimizer):
         **shared: ``clipvalue``, ``clipnorm``, ``global_clipnorm`` and ``lazy``, as for :class:`Optimizer`.
 
     Raises:
-        InvalidArgumentError: A hyperparameter is out of its range, or ``clipnorm`` stands beside ``global_clipnorm`` (a
+        InvalidArgumentError: A hyperparameter is out of its range, or ``clipnorm`` and ``global_clipnorm`` are given (a
             ValueError).
         TypeError: The optimizer has no argument of that name.
         ContextError: Made inside a replica (a RuntimeError).
@@ -238,7 +239,7 @@ class Nadam(Optimizer):
         **shared: ``clipvalue``, ``clipnorm``, ``global_clipnorm`` and ``lazy``, as for :class:`Optimizer`.
 
     Raises:
-        InvalidArgumentError: A hyperparameter is out of its range, or ``clipnorm`` stands beside ``global_clipnorm`` (a
+        InvalidArgumentError: A hyperparameter is out of its range, or ``clipnorm`` and ``global_clipnorm`` are given (a
             ValueError).
         TypeError: The optimizer has no argument of that name.
         ContextError: Made inside a replica (a RuntimeError).

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsIndex, TypeAlias,
 import numpy as np
 
 from central_storage.core.backends import service_of
-from central_storage.core.context import current_replica, get_replica_context, get_strategy, has_strategy
+from central_storage.core.context import (
+    current_replica,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    refuse_in_replica,
+)
 from central_storage.core.tensors.live_number import LiveNumber
 from central_storage.core.values import IndexedSlices
 from central_storage.diagnostics.callers import call_site, warn, warn_deprecated
@@ -123,10 +129,7 @@ class Optimizer(Weights):
         self._rule = rule_of(self.kind, self._hyperparameters)
         check_exempt(self.kind, self._rule, exempt)
         if has_strategy():
-            if get_replica_context() is not None:
-                raise ContextError(
-                    "an optimizer cannot be made in a replica; make it in the script and let the function capture it"
-                )
+            refuse_in_replica("an optimizer")
             self.adopt(get_strategy())
 
     def _unknown(self, name: str) -> str:
@@ -256,7 +259,7 @@ class Optimizer(Weights):
             slot_name: One of :attr:`slot_names`.
 
         Raises:
-            InvalidArgumentError: The rule has no such slot, or ``var`` is no variable (a ValueError).
+            InvalidArgumentError: The rule has no such slot, or ``var`` is not a variable (a ValueError).
             ContextError: The variable belongs to no strategy yet, or the optimizer to another one (a RuntimeError).
 
         Examples:

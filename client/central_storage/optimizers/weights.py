@@ -185,8 +185,8 @@ class Weights(Handle):
             >>> try:
             ...     cs.optimizers.SGD().get_gradients(None, [])
             ... except NotImplementedError as error:
-            ...     print(str(error)[:43])
-            SGD.get_gradients needs a gradient tape, wh
+            ...     print(str(error)[:39])
+            SGD.get_gradients needs a gradient tape
         """
         self._refuse("get_gradients")
 

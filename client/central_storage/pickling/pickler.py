@@ -195,8 +195,8 @@ class _Plan:
         self.space(module.__dict__).escapes = True
 
     def keep(self, buffer: pickle.PickleBuffer) -> bool:
-        """Whether ``buffer`` goes into the pickle; a large one is sent separately. (This is no method of the pickler:
-        the sent objects would then live until the garbage collector finds the cycle.)"""
+        """Whether ``buffer`` goes into the pickle; a large one is sent separately. (This is not a method of the
+        pickler: the sent objects would then live until the garbage collector finds the cycle.)"""
         if memoryview(buffer).nbytes <= INLINE_NBYTES:
             return True
         assert self.buffers is not None

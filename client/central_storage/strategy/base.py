@@ -382,7 +382,7 @@ class StrategyBase(ReplicaDevices):
             A data set of PerReplica elements.
 
         Raises:
-            NotADatasetError: ``dataset`` is no data set (a TypeError and AttributeError).
+            NotADatasetError: ``dataset`` is not a data set (a TypeError and AttributeError).
             DatasetContextError: Called inside a replica (a RuntimeError and ValueError).
             ContextError: Called inside another strategy's scope (a RuntimeError).
             UnbatchedDatasetError: At the first element: the elements are scalars (a ValueError and IndexError).

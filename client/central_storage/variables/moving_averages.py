@@ -13,9 +13,9 @@ from central_storage.core.composites import Composite
 from central_storage.core.context import (
     current_replica,
     enter_cross_replica,
-    get_replica_context,
     get_strategy,
     has_strategy,
+    refuse_in_replica,
 )
 from central_storage.core.values import VariableAggregation
 from cs_proto.errors import ContextError, InvalidArgumentError
@@ -60,10 +60,7 @@ class ExponentialMovingAverage(Composite):
     """
 
     def __init__(self, decay: float, num_updates: Any = None, name: str = "ExponentialMovingAverage") -> None:
-        if has_strategy() and get_replica_context() is not None:
-            raise ContextError(
-                "a moving average cannot be made in a replica; make it in the script and let the function capture it"
-            )
+        refuse_in_replica("a moving average")
         if not 0 <= decay <= 1:
             raise InvalidArgumentError(f"decay must be a number from 0 to 1, not {decay!r}")
         self._decay = float(decay)
@@ -97,7 +94,7 @@ class ExponentialMovingAverage(Composite):
             var_list: The variables.
 
         Raises:
-            TypeError: One is no variable of a floating-point dtype.
+            TypeError: One is not a variable of a floating-point dtype.
         """
         variables = list(var_list)
         for variable in variables:
@@ -131,7 +128,7 @@ class ExponentialMovingAverage(Composite):
             var: A variable.
 
         Raises:
-            AttributeError: ``var`` is no variable.
+            AttributeError: ``var`` is not a variable.
         """
         return f"{var.name}/{self._name}"
 

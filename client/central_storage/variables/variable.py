@@ -477,7 +477,7 @@ class Variable(Handle, ArrayProtocols):
             The variable.
 
         Raises:
-            TypeError: ``sparse_delta`` is no IndexedSlices.
+            TypeError: ``sparse_delta`` is not an IndexedSlices.
             InvalidArgumentError: The dtype or the shape of the rows differs, or a row does not exist (a ValueError).
 
         Examples:

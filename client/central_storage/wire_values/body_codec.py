@@ -220,7 +220,7 @@ class _Writer:
 
 
 def _parts(obj: Any, kind: type) -> tuple[list[Any], Iterable[tuple[Label, Any]]] | None:
-    """The beginning of a container's list, and its parts with their labels; None if ``obj`` is no container."""
+    """The beginning of a container's list, and its parts with their labels; None if ``obj`` is not a container."""
     if kind is list or kind is tuple:
         return [Tag.LIST if kind is list else Tag.TUPLE], (((n,), item) for n, item in enumerate(obj))
     if kind in _MAPPINGS:

@@ -202,14 +202,14 @@ def check(kind: str, hyperparameters: Hyperparameters) -> None:
 
 def check_exempt(kind: str, rule: str, patterns: Iterable[str]) -> None:
     """Check the patterns of the names that are exempt from weight decay. Raises InvalidArgumentError for a pattern that
-    is no regular expression, and for an optimizer that has no weight decay."""
+    is not a regular expression, and for an optimizer that has no weight decay."""
     for pattern in patterns:
         if rule not in WITHOUT_DECAY:
             raise InvalidArgumentError(f"{kind} has no weight decay, so no variable can be exempt from it")
         try:
             re.compile(pattern)
         except re.error as error:
-            raise InvalidArgumentError(f"{kind}: {pattern!r:.200} is no regular expression: {error}") from None
+            raise InvalidArgumentError(f"{kind}: {pattern!r:.200} is not a regular expression: {error}") from None
 
 
 def is_flag(kind: str, name: str) -> bool:

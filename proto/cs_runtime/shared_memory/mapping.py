@@ -24,7 +24,7 @@ from cs_proto.errors import LocalProtocolError, MemoryPlanError
 from cs_proto.ranges import merged
 from cs_proto.sizes import in_units
 
-__all__ = ["Mapping", "read_only_at"]
+__all__ = ["Mapping", "address_of", "read_only_at"]
 
 # Linux 5.14: populate page tables for writing; older kernels answer EINVAL and pages come at first touch.
 _MADV_POPULATE_WRITE = 23
@@ -54,6 +54,11 @@ def read_only_at(address: int) -> tuple[str, int] | None:
     return None
 
 
+def address_of(array: np.ndarray) -> int:
+    """The address of the first byte of ``array``."""
+    return int(array.__array_interface__["data"][0])
+
+
 class Mapping:
     """A segment mapped into this process. Closing does not wait: views keep the pages until they are dropped."""
 
@@ -75,7 +80,7 @@ class Mapping:
             os.close(descriptor)
             raise
         self.memory = memoryview(self._map)[self._first : self._first + nbytes]
-        self._address: int = np.frombuffer(self.memory, np.uint8).__array_interface__["data"][0]
+        self._address: int = address_of(np.frombuffer(self.memory, np.uint8))
         self._descriptor = descriptor
         status = os.fstatvfs(descriptor)
         # On a file system of limited size, space must be reserved before the first touch; a memfd has no such limit.

@@ -146,7 +146,7 @@ class Admission:
         be another container's."""
         names: set[object] = set()
         for descriptor in map(int, os.listdir("/proc/self/fd")):
-            with suppress(OSError):  # it is no socket, or is closed by now
+            with suppress(OSError):  # it is not a socket, or is closed by now
                 found = socket.socket(fileno=descriptor)
                 try:
                     if not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):

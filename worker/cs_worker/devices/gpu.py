@@ -20,6 +20,7 @@ import numpy as np
 from cs_proto.arrays import Array
 from cs_proto.errors import DeviceMemoryError
 from cs_proto.messages import DevicePlace
+from cs_runtime.shared_memory.mapping import address_of
 from cs_runtime.shared_memory.page_locks import PageLocks
 
 __all__ = ["Gpu", "Parameters", "can_be_on", "place"]
@@ -163,7 +164,7 @@ class Gpu:
                 host = parameters.view(number)
                 if not self._reads_host or not self._locks.covers(*_bounds(host)):
                     return self.bring(host[rows])
-                memory = cupy.cuda.UnownedMemory(_address(host), host.nbytes, host, self._home.id)
+                memory = cupy.cuda.UnownedMemory(address_of(host), host.nbytes, host, self._home.id)
                 table = cupy.ndarray(host.shape, host.dtype, cupy.cuda.MemoryPointer(memory, 0))
             nbytes = rows.size * table.nbytes // max(len(table), 1)
             with self._memory(nbytes, f"{rows.size} rows of variable {parameters.name(number)}"):
@@ -234,7 +235,7 @@ class Gpu:
         """Whether the memory at this device address holds these bytes, uint8 [n]."""
         runtime, seen = self.array_module.cuda.runtime, np.empty_like(expected)
         with self._home:
-            runtime.memcpy(_address(seen), address, seen.nbytes, runtime.memcpyDeviceToHost)
+            runtime.memcpy(address_of(seen), address, seen.nbytes, runtime.memcpyDeviceToHost)
         return bool(np.array_equal(seen, expected))
 
     def _say_other_bytes(self) -> None:
@@ -273,7 +274,7 @@ class Gpu:
                 # The memory may have belonged to an array that kernels of this stream still use.
                 self._copying.wait_event(self.array_module.cuda.get_current_stream().record())
                 kind = self.array_module.cuda.runtime.memcpyHostToDevice
-                self._copy(array.data.ptr, _address(host), host, kind)
+                self._copy(array.data.ptr, address_of(host), host, kind)
                 event = self._copying.record()
                 self._in_flight.append(array)
         copy = self._copies[number] = _Copy(version, array, event, imported is None)
@@ -281,7 +282,7 @@ class Gpu:
 
     def _copy(self, target: int, source: int, host: np.ndarray, kind: int) -> None:
         """Enqueue a copy between two addresses, one of which is that of ``host``."""
-        for start, stop in self._locks.parts(_address(host), host.nbytes):
+        for start, stop in self._locks.parts(address_of(host), host.nbytes):
             self.array_module.cuda.runtime.memcpyAsync(
                 target + start, source + start, stop - start, kind, self._copying.ptr
             )
@@ -338,7 +339,7 @@ class Gpu:
             current = cupy.cuda.get_current_stream()
             self._copying.wait_event(current.record())
             for array, target in found:
-                self._copy(_address(target), array.data.ptr, target, cupy.cuda.runtime.memcpyDeviceToHost)
+                self._copy(address_of(target), array.data.ptr, target, cupy.cuda.runtime.memcpyDeviceToHost)
             if may_change:
                 current.wait_event(self._copying.record())
             self._in_flight += [array for array, _ in found]
@@ -441,9 +442,5 @@ def _too_small(cupy: Any, name: str, nbytes: int, what: str, plan: str) -> Devic
     )
 
 
-def _address(array: np.ndarray) -> int:
-    return int(array.__array_interface__["data"][0])
-
-
 def _bounds(array: np.ndarray) -> tuple[int, int]:
-    return _address(array), _address(array) + array.nbytes
+    return address_of(array), address_of(array) + array.nbytes

@@ -16,6 +16,7 @@ import numpy as np
 
 from central_storage.core.variable_sets import Numbers
 from cs_proto.errors import ContextError, InvalidArgumentError
+from cs_runtime.shared_memory.mapping import address_of
 from cs_worker.devices.device import Device
 
 from .catalogue import Catalogue
@@ -174,23 +175,19 @@ class GradientBuffers:
 
 
 def _is_same_memory(array: np.ndarray, target: np.ndarray) -> bool:
-    return _address(array) == _address(target) and array.strides == target.strides
+    return address_of(array) == address_of(target) and array.strides == target.strides
 
 
 def _untangled(moved: Sequence[_Pair], places: Sequence[np.ndarray]) -> Sequence[_Pair]:
     """The pairs to copy, where a gradient that was computed into the buffer of another variable is saved first."""
     bounds: dict[np.dtype[Any], tuple[int, int]] = {}
     for place in places if moved else ():
-        first, last = _address(place), _address(place) + place.nbytes
+        first, last = address_of(place), address_of(place) + place.nbytes
         low, high = bounds.get(place.dtype, (first, last))
         bounds[place.dtype] = min(low, first), max(high, last)
 
     def is_tangled(source: np.ndarray) -> bool:
         low, high = bounds[source.dtype]
-        return low <= _address(source) < high
+        return low <= address_of(source) < high
 
     return [(np.array(source) if is_tangled(source) else source, target) for source, target in moved]
-
-
-def _address(array: np.ndarray) -> int:
-    return int(array.__array_interface__["data"][0])

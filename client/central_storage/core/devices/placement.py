@@ -63,7 +63,7 @@ def convert_to_tensor(value: Any, dtype: Any = None) -> Any:
         dtype: The dtype of the result. An int may become a float but not the reverse.
 
     Raises:
-        InvalidArgumentError: ``value`` is no array of numbers, bools or strings (None, dicts, uneven lists, a
+        InvalidArgumentError: ``value`` is not an array of numbers, bools or strings (None, dicts, uneven lists, a
             PerReplica), or an integer does not fit (a ValueError).
         TypeError: A float would become an int.
         DeviceError: The device is a GPU, outside a replica (a ValueError).

@@ -135,43 +135,13 @@ class LiveNumber(Closed):
     def assign_add(
         self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
     ) -> Self:
-        """Add to the number of the optimizer: as :meth:`assign`.
-
-        Args:
-            delta: A number.
-            use_locking: Accepted; it changes nothing.
-            name: Accepted; it changes nothing.
-            read_value: Accepted; it changes nothing.
-
-        Raises:
-            Exception: As :meth:`assign`.
-
-        Examples:
-            >>> import central_storage as cs
-            >>> int(cs.optimizers.SGD(0.5).iterations.assign_add(2))
-            2
-        """
+        """Add to the number of the optimizer, as :meth:`assign` sets it."""
         return self.assign(self.number + delta)
 
     def assign_sub(
         self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
     ) -> Self:
-        """Subtract from the number of the optimizer: as :meth:`assign`.
-
-        Args:
-            delta: A number.
-            use_locking: Accepted; it changes nothing.
-            name: Accepted; it changes nothing.
-            read_value: Accepted; it changes nothing.
-
-        Raises:
-            Exception: As :meth:`assign`.
-
-        Examples:
-            >>> import central_storage as cs
-            >>> float(cs.optimizers.SGD(0.5).learning_rate.assign_sub(0.25))
-            0.25
-        """
+        """Subtract from the number of the optimizer, as :meth:`assign` sets it."""
         return self.assign(self.number - delta)
 
     # --- as a number ------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def constant(value: Any, dtype: Any = None, shape: int | Sequence[int] | None = 
         name: Accepted; it changes nothing.
 
     Raises:
-        InvalidArgumentError: ``value`` is no array of numbers, bools or strings, or does not fit ``shape`` (a
+        InvalidArgumentError: ``value`` is not an array of numbers, bools or strings, or does not fit ``shape`` (a
             ValueError).
         TypeError: A float would become an int.
 
@@ -60,7 +60,7 @@ def identity(input: Any, name: str | None = None) -> Any:  # noqa: A002  (Tensor
         name: Accepted; it changes nothing.
 
     Raises:
-        InvalidArgumentError: ``input`` is no array of numbers, bools or strings (a ValueError).
+        InvalidArgumentError: ``input`` is not an array of numbers, bools or strings (a ValueError).
 
     Examples:
         >>> import central_storage as cs

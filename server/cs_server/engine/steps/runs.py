@@ -10,13 +10,12 @@ from operator import itemgetter
 
 from cs_proto.arrays import Location
 from cs_proto.errors import ContextError, PeerProtocolError, ReplicaLostError
-from cs_proto.failures import error_of
+from cs_proto.failures import error_of, last_lines
 from cs_proto.messages import (
     MOST_AHEAD,
     Accepted,
     ApplyPoint,
     Committed,
-    Died,
     Error,
     MergeCallPoint,
     MergeCallReturn,
@@ -312,8 +311,3 @@ def lies_in_arena(outcome: object) -> bool:
 def name(run: RunId) -> str:
     """``run 5``, or ``run 5.2.0`` for one nested in merge point 2 of run 5."""
     return f"run {'.'.join(map(str, run))}"
-
-
-def last_lines(died: Died) -> str:
-    """The last output of a worker that died, as the end of an error message."""
-    return f". Its last lines:\n{died.log}" if died.log else ""
