@@ -103,13 +103,13 @@ def encode(record: Record, limits: Limits = LIMITS) -> list[Buffer]:
     return _parts(type(record), partial(record.to_wire, frames), frames, limits)
 
 
-def encode_values(kind: type[Record], values: Sequence[Any], limits: Limits = LIMITS) -> list[Buffer]:
+def encode_values(kind: type[Record], values: Sequence[Any]) -> list[Buffer]:
     """The same as ``encode(kind(*values))`` without building the record, so its fields are not checked.
 
     For senders that send such a record in every step and know that its values are valid.
     """
     frames: list[Buffer] = []
-    return _parts(kind, partial(kind.wire_of, frames, *values), frames, limits)
+    return _parts(kind, partial(kind.wire_of, frames, *values), frames, LIMITS)
 
 
 def _parts(kind: type[Record], wire: Callable[[], object], frames: list[Buffer], limits: Limits) -> list[Buffer]:

@@ -57,10 +57,10 @@ def addresses_left() -> str:
     return f"{free} bytes of addresses{in_units(free)} are available under a limit of {limit} bytes{in_units(limit)}"
 
 
-def _kernel_nbytes(name: str, meminfo: Path = Path("/proc/meminfo")) -> int:
+def _kernel_nbytes(name: str) -> int:
     """The entry ``name`` of /proc/meminfo, in bytes. psutil could read it, but importing psutil would slow down every
     start of a server."""
-    line = next(line for line in meminfo.read_text().splitlines() if line.startswith(f"{name}:"))
+    line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith(f"{name}:"))
     return int(line.split()[1]) * 1024  # "MemTotal:       16384 kB"
 
 

@@ -93,7 +93,7 @@ _moment = moments("server", time.perf_counter_ns)
 _TICK = 1.0
 # The server looks for mail this long before it sleeps, in seconds.
 _PATIENCE = 50e-6
-# While mail comes without a pause, it looks this often at what comes over ZeroMQ, as from observers, in seconds.
+# Seconds between two looks at ZeroMQ (as from observers) while mail comes without a pause.
 _LOOK_EVERY = 1e-3
 # Answers that are being sent when the process ends get this long to leave, in milliseconds.
 _LINGER = 200
@@ -134,7 +134,7 @@ class Service:
         self._next_tick = time.monotonic() + _TICK
         self._decoder = Decoder()
         self._channel = _channel(config, supervisor, wake, self._heard, self._woken)
-        # What was sent last, and may be for others too: who is to be woken by it is not woken before all have it.
+        # The message that was sent last. Its receivers are woken when all of them have it.
         self._sent: tuple[Record, list[Buffer]] | None = None
         self._unsent = Unsent(self._put)
         # The last question of each peer that has not taken earlier messages. It is handled at the next try to send.
@@ -145,7 +145,7 @@ class Service:
         self._answered: dict[bytes, tuple[Get, float]] = {}
 
     def prepare(self) -> None:
-        """Make what every run needs, and take up what a server before this one left."""
+        """Make what every run needs, and continue the work of an earlier server."""
         self._segments.make(names.controller_arena(), self._arena_nbytes, "controller")
         self._segments.make(names.inputs(), self._arena_nbytes, "controller")
         for replica in range(self._config.replicas):
@@ -164,7 +164,7 @@ class Service:
         self._settle([Listening()])
 
     def turn(self) -> None:
-        """Wait for what comes next, and do all that follows from it. Raises ShutdownError where the supervisor is
+        """Wait for the next event, and carry out all that follows from it. Raises ShutdownError if the supervisor has
         gone."""
         for event in self._next_events():
             if isinstance(event, Received) and _may_plan_memory(event.record):
@@ -172,8 +172,8 @@ class Service:
             self._settle([event])
 
     def _next_events(self) -> Iterator[Event]:
-        """What comes next, whatever carried it, and the tick where one is due. What a peer sent wrongly is refused
-        here and now, and is not an event."""
+        """The next events: what arrived over any way, and the tick if it is due. A malformed message is refused at once
+        and is not an event."""
         self._ring()
         yield from self._tried_again()
         due = min(self._next_tick, self._retry_at) if self._unsent or self._later else self._next_tick
@@ -184,7 +184,7 @@ class Service:
             yield from self._events(received)
         if time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + _TICK
-            if self._listens:  # else whoever is silent may have spoken
+            if self._listens:  # otherwise a peer that seems silent may have sent something
                 yield Tick()
 
     def _woken(self) -> None:
@@ -192,7 +192,7 @@ class Service:
             self.is_told_to_end = True
 
     def _notices(self) -> Iterator[Event]:
-        """What the supervisor has said by now."""
+        """The notices of the supervisor so far."""
         while (record := self._supervisor.receive_nowait()) is not None:
             yield from self._notice(record)
 
@@ -201,12 +201,12 @@ class Service:
         if not isinstance(record, Died | ClientGone):
             return
         for peer in identities_of(record, self._channel.mailboxes.peers()):
-            for received in self._channel.forget(peer):  # what it had posted
+            for received in self._channel.forget(peer):  # mail that it posted before
                 yield from self._events(received)
         yield ProcessDied(record) if isinstance(record, Died) else ClientLeft(record.client)
 
     def _events(self, received: channel.Received) -> Iterator[Event]:
-        """What a message is to the engine, if anything."""
+        """The event of a message, if it is one."""
         peer, heard, parts = received
         if isinstance(heard, Offer):
             accepted = self._channel.open_mailbox(peer, heard)
@@ -257,7 +257,7 @@ class Service:
             yield Received(peer, question, parts)
 
     def _heard(self, peer: bytes, parts: Sequence[Buffer]) -> Record | None:
-        """The record in ``parts``; None where there is none, which the peer is told."""
+        """The record in ``parts``. None if there is none; the peer is then told."""
         try:
             record = self._decoder.decode(parts)
             self._check_places(peer, record)
@@ -302,7 +302,7 @@ class Service:
             pending.extend(self._carry_out(commands))
 
     def _carry_out(self, commands: Iterable[Command]) -> list[Event]:
-        """Carry out ``commands`` in order; what the engine is to be told of their outcome."""
+        """Carry out ``commands`` in order. Return the events about their outcomes."""
         outcomes: list[Event] = []
         for command in commands:
             if type(command) is not Send:
@@ -327,7 +327,7 @@ class Service:
         return outcomes
 
     def _say_progress(self) -> None:
-        """Tell the supervisor, once, that this server has done what it is for."""
+        """Tell the supervisor, once, that this server has made progress."""
         if not self._has_worked:
             self._has_worked = True
             self._supervisor.send(MadeProgress(self._config.incarnation))
@@ -356,7 +356,7 @@ class Service:
             is_sent = False if peer in self._unsent else self._put(peer, parts)
             if is_sent is False and self._unsent.add(peer, parts):
                 is_sent = True  # later
-                self._retry_at = 0.0  # its first try is due, whatever pause others have come to
+                self._retry_at = 0.0  # the first try is due, however long others pause
             if is_sent:
                 self._channel.mailboxes.sent(peer)
         _moment("sent")
@@ -406,7 +406,7 @@ def _channel(
         patience=_PATIENCE,
         look_every=_LOOK_EVERY,
         on_wake=on_wake,
-        messages_first=True,  # what a worker said before it died counts
+        messages_first=True,  # messages that a worker sent before its death count
         rings_late=True,
     )
     try:
@@ -438,7 +438,7 @@ def _open_engine(config: ServerConfig, segments: Segments, addresses: Addresses)
 
 
 def identities_of(gone: Died | ClientGone, peers: Iterable[bytes]) -> list[bytes]:
-    """The identities among ``peers`` of the process that is gone. A worker chose the end of its own at random.
+    """The identities in ``peers`` of the process that has gone. The end of a worker's identity is random.
 
     >>> identities_of(ClientGone("9"), [b"c9", b"c95", b"w0.1.8f"])
     [b'c9']

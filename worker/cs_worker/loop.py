@@ -1,7 +1,7 @@
-"""The worker's loop: takes the controller's work, carries out one run after the other, sends each Return.
+"""The worker's loop: accepts work from the controller, runs one function after the other, and sends each Return.
 
-It puts the pieces of the worker together and orders what happens around a user's function. The session core decides
-which records may arrive, the replica what the function may do.
+It connects the parts of the worker and orders the steps around a user's function. The session core decides which
+records may arrive, and the replica decides what the function may do.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Loop:
             controller.strategy,
             turns,
         )
-        #: What lies in a segment at an offset, as text for an error.
+        #: Describes the contents of a segment at an offset, for an error.
         self.what_lies_at = catalogue.what_lies_at
         self._programs = Functions(catalogue.map)
         self._seeds = Seeds(device.seed)
@@ -116,7 +116,7 @@ class Loop:
             self._shop.arena.reset(*work.part, work.held)
             with self._shop.turns.taken(work.run):
                 send_return = self._carry_out(controller, work)
-            send_return()  # after the turn: what the script does next does not belong to this replica's turn
+            send_return()  # after the turn, because the script's next work is not part of it
             self._seeds.expect(Streams(work.seed, work.name, work.step + 1, work.replica))
             self._say_carried()
             if not self._has_worked:
@@ -157,7 +157,7 @@ class Loop:
             _log.debug("run %s begins", path_text(run.run))
         try:
             value = self._call(sender, run, replica)
-        # Every exception of the user's code is an answer, SystemExit and KeyboardInterrupt too. The worker goes on.
+        # Every exception of the user's code is an answer, also SystemExit and KeyboardInterrupt. The worker continues.
         except BaseException as raised:
             if self._shop.interrupts.terminating:
                 raise
@@ -213,8 +213,8 @@ def _pickled(shop: WorkerContext, data: bytes | Frame | Array) -> Buffer:
 
 
 def _end_child(raised: BaseException | None) -> NoReturn:
-    """End a process that the function forked, as any program ends. If it went on, it would be a second worker that
-    nobody hears, and the function may wait for its end."""
+    """End a process that the function forked, as any program ends. Otherwise it would continue as a second worker
+    without connections, and the function may wait for its end."""
     code: object = 0
     if isinstance(raised, SystemExit):
         code = 0 if raised.code is None else raised.code

@@ -1,4 +1,4 @@
-"""What users see of public objects: names, attributes and tracebacks.
+"""The public side of objects: names, attributes and tracebacks.
 
 ``dir()`` and completion show public names only, an attribute that a class does not have is refused, and a traceback
 shows the user's own frames. ``central_storage/__init__.py`` makes public names ready with :func:`present`. A class that
@@ -142,7 +142,7 @@ def _is_of_project(thing: type | FunctionType) -> bool:
 
 
 def _is_worker() -> bool:
-    """Whether this process is a worker, which sends tracebacks as text: its steps shall cost nothing more."""
+    """Whether this process is a worker. It sends tracebacks as text, so wrappers would only slow its steps down."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     return spec is not None and spec.name == "cs_worker.__main__"
 

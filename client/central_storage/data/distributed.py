@@ -65,12 +65,12 @@ class Place(NamedTuple):
     epoch: int
     position: int
     orders: tuple[Order, ...]
-    #: What the sources of other libraries say of their places, in the order of the sources; None where they do not.
+    #: The states of the sources of other libraries, in the order of the sources; None if they have none.
     states: Any = None
 
 
 class _Distributed(Closed):
-    """What both kinds of distributed data set have in common."""
+    """The common part of both kinds of distributed data set."""
 
     _sources: list[Any]  # all of one structure and dtype
 
@@ -164,7 +164,7 @@ class _Distributed(Closed):
 
     @cached_property
     def has_states(self) -> bool:
-        """Whether the sources say where they are."""
+        """Whether the sources have states that can be saved."""
         return all(map(has_state, self._sources))
 
     def _readings(self, states: Any) -> list[Reading]:
@@ -343,8 +343,8 @@ class DistributedIterator(Closed):
         carry: Carry | None = None,
         data: _Distributed | None = None,
     ) -> None:
-        """``rounds`` begins the iteration, at the first element or at the states it is given. ``is_there``: the source
-        has its elements, and makes none. ``carry`` is what ``rounds`` does with arrays; ``data`` is iterated."""
+        """``rounds`` starts the iteration at the first element or at given states. ``is_there``: the source holds its
+        elements and computes none. ``carry`` is applied by ``rounds`` to arrays. ``data`` is the data set."""
         self.has_states = data is not None and data.has_states
         #: Over how many replicas the elements are split.
         self.replicas = replicas
@@ -457,7 +457,7 @@ class DistributedIterator(Closed):
         return self._spec()
 
     def close(self) -> None:
-        """End the iteration and free what it holds: generators are closed, threads of ``prefetch`` end."""
+        """End the iteration: generators are closed, and threads of ``prefetch`` end."""
         rounds, self._rounds = self._rounds, None
         self._has_ended = True
         self._given_back.clear()

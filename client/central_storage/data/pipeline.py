@@ -1,6 +1,6 @@
-"""What every data set has: its elements, and the ways to pick some of them or to bring them into another order.
+"""The common part of data sets: their elements, and the methods that select or reorder them.
 
-:class:`Pipeline` is the base of ``Dataset``, which adds where data sets begin and how their elements are changed.
+:class:`Pipeline` is the base of ``Dataset``, which adds sources and the methods that change elements.
 """
 
 from __future__ import annotations
@@ -350,7 +350,7 @@ class Pipeline(Closed):
         return iter(self.plan)
 
     def __len__(self) -> int:
-        """The number of elements. TypeError where there is no end or no telling; :meth:`cardinality` says which."""
+        """The number of elements. TypeError if it is infinite or unknown; :meth:`cardinality` tells which."""
         if self.plan.count == INFINITE_CARDINALITY:
             raise TypeError("The dataset is infinite. Use take(n) for its first n elements")
         if self.plan.count == UNKNOWN_CARDINALITY:

@@ -15,7 +15,7 @@ from .options import Options
 
 __all__ = ["END", "DatasetIterator", "OptionalElement", "Plan"]
 
-#: In the place of an element, where there is none.
+#: Takes the place of an element if there is none.
 END: Any = object()
 
 
@@ -104,7 +104,7 @@ class OptionalElement(Closed):
         return self._element is not END
 
     def get_value(self) -> Any:
-        """The element; ``InvalidArgumentError`` where there is none."""
+        """The element. Raises ``InvalidArgumentError`` if there is none."""
         if self._element is END:
             raise InvalidArgumentError("the data set has ended; check has_value() first")
         return self._element

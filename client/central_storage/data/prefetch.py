@@ -34,7 +34,7 @@ class ReadAhead:
     An exception of ``items`` is raised in the place of its item, and ends the iteration. ``close()``, the end of the
     items, the end of the script and the loss of the last reference end the thread, which frees ``items``. However the
     threads are scheduled, an abandoned iteration has read exactly ``size`` items more than were taken, so a source with
-    state (the epochs of a shuffle) continues alike in every run of a script.
+    state (the epochs of a shuffle) continues in the same way in every run of a script.
 
     A forked child cannot continue (ContextError), because the thread that reads ahead exists only in the parent.
     """

@@ -1,4 +1,4 @@
-"""What may be distributed: data sets, and other things that can be iterated again and again."""
+"""Sources that can be distributed: data sets, and other objects that can be iterated repeatedly."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def elements_of(source: Any) -> Iterable[Any]:
 
 
 def first_of(source: Iterable[Any]) -> Any:
-    """The first element. Raises InvalidArgumentError where there is none."""
+    """The first element. Raises InvalidArgumentError if there is none."""
     for element in Reading(source):
         return element
     raise InvalidArgumentError("the data set is empty, so it has no element to infer its element_spec from")

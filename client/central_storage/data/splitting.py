@@ -99,8 +99,8 @@ def empty_like(leaf: Any) -> Any:
 
 
 class Carry:
-    """Copies the arrays that are read. Without a ``copy`` function it does nothing; with one, the copies lie where the
-    replicas read them, and their source cannot change them any more."""
+    """Copies the arrays that are read. Without a ``copy`` function it does nothing. With one, the copies are in memory
+    that the replicas read, where their source can no longer change them."""
 
     copy: Callable[[np.ndarray], np.ndarray] | None = None
 

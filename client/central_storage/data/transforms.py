@@ -373,7 +373,7 @@ def _as_part(leaf: Any) -> Any:
 
 def as_result(nest: Any) -> Any:
     """What a function of :meth:`Dataset.map` returned, as an element. A list is a tuple of components, as in
-    TensorFlow: to stack them in silence would be a guess. A list further inside becomes an array."""
+    TensorFlow: stacking them silently would be a guess. A list further inside becomes an array."""
     return as_element(tuple(nest) if isinstance(nest, list) else nest)
 
 

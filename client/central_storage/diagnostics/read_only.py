@@ -1,4 +1,4 @@
-"""What an error says about a write to an array that may only be read."""
+"""The text of the error about a write to a read-only array."""
 
 from __future__ import annotations
 

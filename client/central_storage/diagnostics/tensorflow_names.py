@@ -1,4 +1,4 @@
-"""What to use instead of a name of TensorFlow that is not here.
+"""Replacements for names of TensorFlow that this package does not have.
 
 ``cs.<name>`` raises an AttributeError that says so. docs/from-tensorflow.md has the rows of :data:`INSTEAD`.
 """
@@ -160,7 +160,7 @@ def _rows() -> list[tuple[list[str], str]]:
 
 
 def instead_of(name: str) -> str | None:
-    """What to use instead of a name of TensorFlow, such as ``tf.keras``; None if it is no such name."""
+    """The replacement for a name of TensorFlow, such as ``tf.keras``; None if it is no such name."""
     for names, instead in _rows():
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in names):
             return instead

@@ -118,7 +118,7 @@ class Precision(_AboveThresholds):
         self.false_positives.assign_add(_above(self, predictions, weights * ~positive).astype(self.dtype))
 
     def result(self) -> np.ndarray:
-        """The share for each threshold; a scalar where there is one threshold. 0 where nothing was positive."""
+        """The share for each threshold; a scalar if there is one threshold. 0 if nothing was positive."""
         return self._share(self.true_positives.numpy(), self.false_positives.numpy())
 
 
@@ -175,7 +175,7 @@ class Recall(_AboveThresholds):
         self.false_negatives.assign_add((positives.sum(dtype=np.float64) - found).astype(self.dtype))
 
     def result(self) -> np.ndarray:
-        """The share for each threshold; a scalar where there is one threshold. 0 where no label was positive."""
+        """The share for each threshold; a scalar if there is one threshold. 0 if no label was positive."""
         return self._share(self.true_positives.numpy(), self.false_negatives.numpy())
 
 

@@ -142,7 +142,7 @@ class Metric(Composite):
         self.reset_state()
 
     def merge_state(self, metrics: Iterable[Metric]) -> None:
-        """Add what other metrics of this class have taken in.
+        """Add the state of other metrics of this class.
 
         Args:
             metrics: Metrics that were made with the same arguments.

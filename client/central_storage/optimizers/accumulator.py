@@ -34,7 +34,7 @@ _Sums = list[Any]
 class GradientAccumulator(Composite):
     """Adds up the gradients of several batches, of each replica on its own, until an optimizer applies them.
 
-    Call it in a replica function with a list of gradients, always as many, of the same shapes. ``gradients`` are the
+    Call it in a replica function with a list of gradients, always of the same number and shapes. ``gradients`` are the
     sums so far, for ``apply_gradients``, which adds them over the replicas; then call ``reset()``. To average, divide
     by ``step``.
 
@@ -77,7 +77,7 @@ class GradientAccumulator(Composite):
             self.adopt(get_strategy())
 
     def _begin(self) -> None:
-        #: What a replica has added up in its present run. Its own writes are not read back: a run that has read its own
+        #: The sums of a replica in its present run. Its own writes are not read back: a run that has read its own
         #: writes cannot be repeated.
         self._now: weakref.WeakKeyDictionary[ReplicaBackend, tuple[int, _Sums]] = weakref.WeakKeyDictionary()
 

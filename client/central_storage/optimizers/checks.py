@@ -1,4 +1,4 @@
-"""What optimizers check: hyperparameters as numbers, and gradients against their variables."""
+"""Checks of optimizers: hyperparameters are numbers, and gradients fit their variables."""
 
 from __future__ import annotations
 

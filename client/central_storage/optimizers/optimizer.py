@@ -1,4 +1,4 @@
-"""What all optimizers share: hyperparameters kept in the server, and ``apply_gradients`` in a replica."""
+"""The common part of all optimizers: hyperparameters kept in the server, and ``apply_gradients`` in a replica."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Optimizer(Weights):
         self._strategy: Strategy | None = None
         self._number = 0
         self._iterations = 0
-        #: The slots that a checkpoint brought before there was a strategy to hold them.
+        #: The slots of a checkpoint that was restored before there was a strategy to hold them.
         self._kept: dict[tuple[Variable, str], np.ndarray] = {}
         self._exempt = exempt
         self._rate = learning_rate if callable(learning_rate) else None
@@ -356,7 +356,7 @@ class Optimizer(Weights):
 
         Args:
             grads_and_vars: Pairs (gradient, variable). A gradient has its variable's shape and dtype, or is an
-                IndexedSlices of rows of it, on all replicas alike. Pairs whose gradient is None are dropped with a
+                IndexedSlices of rows of it, the same on all replicas. Pairs whose gradient is None are dropped with a
                 warning. No pairs at all is no step.
             name: Accepted; it changes nothing.
             experimental_aggregate_gradients: True.
@@ -416,7 +416,7 @@ class Optimizer(Weights):
             context.merge_call(constrain)
 
     def _why_not_here(self) -> str:
-        """Why there is no replica here of the strategy to which this optimizer belongs."""
+        """The reason why this is not in a replica of the optimizer's strategy."""
         if not has_strategy():
             return (
                 "the default strategy has no server to apply the update rule: call apply_gradients "
@@ -453,7 +453,7 @@ class Optimizer(Weights):
         return backend.apply_buffers(self._number, gradients, found.numbers, call_site())
 
     def evaluate_schedule(self) -> None:
-        """Before a run: bring the learning rate of a callable that is not ours up to the step."""
+        """Before a run: evaluate a learning rate that is the user's callable at the present step."""
         if self._has_own_schedule:
             rate = self._rate_at(self._count())
             if rate != self._hyperparameters["learning_rate"]:

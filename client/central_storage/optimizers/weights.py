@@ -28,7 +28,8 @@ class _List(list[Any]):
 
 
 class Weights(Handle):
-    """Base of :class:`~central_storage.optimizers.Optimizer`: what TensorFlow calls its weights or variables."""
+    """Base of :class:`~central_storage.optimizers.Optimizer`: the methods on what TensorFlow calls weights or
+    variables."""
 
     name: str
 

@@ -1,11 +1,11 @@
 """The engine: what the server does, as a function from one event to the commands that follow from it.
 
-Owns the transaction: an event is acted on whole or not at all, and written down before its commands are handed over.
+Owns the transaction: an event takes effect completely or not at all, and is logged before its commands are returned.
 The engine opens nothing, waits for nothing and computes no array. ``service`` turns sockets, clocks and finished
 arithmetic into events, and carries the commands out.
 
-An engine that is built again over the same store goes on where this one stopped, because commands that tell a peer
-something leave only after the store has it. Two kinds of changes may wait for the next write. A message that led to no
+An engine that is built again over the same store continues where this one stopped, because messages to peers leave
+only after the store has the change. Two kinds of changes may wait for the next write. A message that led to no
 command may be lost in a crash: its sender repeats it to the next server. The end of a commit may be lost: the next
 server ends the commit again, with the same answers. Decision 19 has the reasons.
 """
@@ -79,7 +79,7 @@ class Engine:
     """One service's state and what it does next."""
 
     def __init__(self, config: Config, control: Control) -> None:
-        """Take up what ``control`` holds, or begin where it is empty.
+        """Continue from ``control``, or start if it is empty.
 
         Raises :class:`~cs_server.engine.store.control_log.ControlDamaged` if it cannot be read.
         """
@@ -116,7 +116,7 @@ class Engine:
             return self._attempt(with_changes(asked, event=_refused(event, error)), now)
 
     def resume(self) -> list[Command]:
-        """What a restarted server does first: it opens its segments, and repeats what was under way."""
+        """The first commands of a restarted server: open its segments, and repeat what was under way."""
         server, tables = self._server, self._server.tables
         commands: list[Command] = [*slabs.allocations(server), *slabs.discards(server), *slabs.loads(server)]
         commands += optimizers.kernels(server)
@@ -168,7 +168,7 @@ class Engine:
                 server.tables.keep()
             else:
                 server.tables.flush()
-        except BaseException as error:  # whatever it is, half an event is not written down
+        except BaseException as error:  # after any exception, half an event must not be logged
             server.rollback()
             is_foreseen = isinstance(error, CentralStorageError) or not isinstance(error, Exception)
             if is_foreseen or not isinstance(asked.event, Received):
@@ -213,10 +213,10 @@ class Engine:
         )
 
     def _instead(self, event: Event, error: CentralStorageError) -> Event | _Refusal:
-        """What is heard in place of an event that is wrong, or too large for the store.
+        """The event that replaces one that is wrong, or too large for the store.
 
         A replica waits for the answer to its merge point, and a run for the returns of its replicas. So these messages
-        are counted as failed: after a mere refusal somebody would wait for ever.
+        count as failed: after a mere refusal, a peer would wait forever.
         """
         match event:
             case Computed(ticket, _, None):

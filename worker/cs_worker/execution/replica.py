@@ -8,20 +8,18 @@ user's function nor sockets.
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import optree
 
-from central_storage import nest
 from central_storage.core.context import reading
 from central_storage.core.values import Shared, unshared
 from central_storage.core.variable_sets import Numbers
+from central_storage.diagnostics.callers import call_site
 from central_storage.wire_values.value_codec import from_value, to_exception, to_value
 from cs_proto import messages
 from cs_proto.arrays import INLINE_NBYTES, Array
@@ -43,9 +41,6 @@ __all__ = ["Replica"]
 P = ParamSpec("P")
 T = TypeVar("T")
 R = TypeVar("R", bound=Record)
-
-# Frames of these are not the user's.
-_OURS = (str(Path(__file__).parent), str(Path(nest.__file__).parent))
 
 
 def _whole(method: Callable[Concatenate[Replica, P], T]) -> Callable[Concatenate[Replica, P], T]:
@@ -501,7 +496,7 @@ class Replica:
 
     def _commit(self) -> None:
         """Have everything committed that this replica has brought so far."""
-        self._ask(messages.ReadPoint(self.count, _user_site()), messages.Committed)
+        self._ask(messages.ReadPoint(self.count, call_site()), messages.Committed)
         self._all_committed()
 
     def _all_committed(self) -> None:
@@ -514,11 +509,3 @@ class Replica:
         """Raise again, without a question, what has ended the run as a whole."""
         if self._failed is not None:
             raise to_exception(self._failed, self._shop.catalogue.copy, self._shop.catalogue.resolve)
-
-
-def _user_site() -> str:
-    """``file:line`` of the nearest caller in the user's code."""
-    frame = sys._getframe(1)  # noqa: SLF001  (the one way to a caller's line without building a whole stack)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
