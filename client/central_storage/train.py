@@ -16,8 +16,8 @@ from cs_proto.errors import CheckpointDamagedError, CheckpointError, InvalidArgu
 
 from .checkpoint.file_format import SUFFIX
 from .checkpoint.graph import Status, Walked, find_file, require_trackable, restore, save, save_next
-from .core.closed import Closed
-from .core.tensor import as_tensor
+from .core.public_objects import Closed
+from .core.tensors.tensor import as_tensor
 from .diagnostics.tensorflow_names import attributes
 from .variables.moving_averages import ExponentialMovingAverage
 

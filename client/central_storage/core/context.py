@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from central_storage import nest
-from central_storage.diagnostics.callers import call_site
+from central_storage.diagnostics.callers import call_site, warn_deprecated
 from cs_proto.arithmetic import reduction
 from cs_proto.errors import ContextError, InvalidArgumentError, NotATensorError, UsedScopeError
 
 from . import opening
-from .closed import Closed
-from .deprecated import warn_deprecated
-from .devices import full_name
-from .tensor import Tensor, as_tensor
+from .devices.device_names import full_name
+from .public_objects import Closed
+from .tensors.tensor import Tensor, as_tensor
 from .values import IndexedSlices, ReduceOp, as_reduce_op, convert_to_tensor
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from cs_proto.errors import PeerProtocolError, ShutdownError
 
-from .closed import Closed
+from .public_objects import Closed
 
 __all__ = ["Forget", "Handle", "HandleTable", "Hold", "handle_id", "weakly"]
 

@@ -23,9 +23,9 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from cs_proto.arithmetic import reduction
 from cs_proto.errors import InvalidArgumentError
 
-from .closed import Closed
 from .handles import Handle
-from .tensor import Tensor, as_tensor
+from .public_objects import Closed
+from .tensors.tensor import Tensor, as_tensor
 
 __all__ = [
     "DistributedValues",

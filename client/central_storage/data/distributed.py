@@ -20,10 +20,10 @@ import numpy as np
 import optree
 
 from central_storage.core.backends import Carriage
-from central_storage.core.closed import Closed
 from central_storage.core.context import has_strategy, in_cross_replica_context
 from central_storage.core.options import InputOptions, InputReplicationMode
-from central_storage.core.tensor import as_tensor, tensors_in
+from central_storage.core.public_objects import Closed
+from central_storage.core.tensors.tensor import as_tensor, tensors_in
 from central_storage.core.values import regroup
 from cs_proto.errors import (
     CheckpointError,

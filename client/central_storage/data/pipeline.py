@@ -12,8 +12,8 @@ from typing import Any, NoReturn, Self
 
 import numpy as np
 
-from central_storage.core.closed import Closed
-from central_storage.core.tensor import as_tensor, tensors_in
+from central_storage.core.public_objects import Closed
+from central_storage.core.tensors.tensor import as_tensor, tensors_in
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.frozen import with_changes
 

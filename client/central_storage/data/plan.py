@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from central_storage.core.closed import Closed
-from central_storage.core.tensor import tensors_in
+from central_storage.core.public_objects import Closed
+from central_storage.core.tensors.tensor import tensors_in
 from cs_proto.errors import EndOfIterationError, InvalidArgumentError, OutOfRangeError
 from cs_proto.frozen import frozen
 

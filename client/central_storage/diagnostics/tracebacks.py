@@ -13,8 +13,10 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, TypeVar
+
+from .callers import is_ours, root_package
 
 __all__ = ["ENVIRONMENT", "shorten", "shortened"]
 
@@ -22,7 +24,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 #: The variable that keeps all frames, where it is ``full``.
 ENVIRONMENT = "CS_TRACEBACK"
-_OURS = frozenset({"central_storage", "cs_proto", "cs_runtime", "cs_server", "cs_worker"})
 _RAISE = dis.opmap["RAISE_VARARGS"]
 # In these, NumPy refuses what a user asks of a value.
 _ON_VALUES = frozenset({"__array__", "__array_ufunc__", "__array_function__", "__getitem__"})
@@ -66,7 +67,7 @@ def shortened(function: F) -> F:
 
 def _leaving(error: BaseException) -> None:
     """Shorten ``error`` where the caller of the wrapper that calls this is not this project."""
-    if not _is_ours(sys._getframe(2)):  # noqa: SLF001  (the one way to a caller)
+    if not is_ours(sys._getframe(2)):  # noqa: SLF001  (the one way to a caller)
         shorten(error)
 
 
@@ -90,7 +91,7 @@ def shorten(error: BaseException) -> BaseException:
 def _is_unforeseen(error: BaseException) -> bool:
     """Whether it is neither raised on purpose nor passed on, but happened to a line of this project."""
     entries = _entries(error.__traceback__)
-    if not entries or not _is_ours(entries[-1].tb_frame) or not isinstance(error, Exception):
+    if not entries or not is_ours(entries[-1].tb_frame) or not isinstance(error, Exception):
         return False
     innermost = entries[-1]
     if isinstance(error, AssertionError):
@@ -103,11 +104,11 @@ def _is_unforeseen(error: BaseException) -> bool:
 def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
     """Also without the frames of the standard library between two of ours."""
     entries = _entries(traceback)
-    ours = [place for place, entry in enumerate(entries) if _is_ours(entry.tb_frame)]
+    ours = [place for place, entry in enumerate(entries) if is_ours(entry.tb_frame)]
     kept: TracebackType | None = None
     for place, entry in reversed(list(enumerate(entries))):
         is_between = ours and ours[0] < place < ours[-1]
-        if not (place in ours or (is_between and _root(entry.tb_frame) in sys.stdlib_module_names)):
+        if not (place in ours or (is_between and root_package(entry.tb_frame) in sys.stdlib_module_names)):
             kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return kept
 
@@ -120,13 +121,3 @@ def _entries(traceback: TracebackType | None) -> list[TracebackType]:
             entry = entry.tb_next
 
     return list(entries())
-
-
-def _is_ours(frame: FrameType) -> bool:
-    """An example in a docstring has the globals of its module, and is a user's code all the same."""
-    return _root(frame) in _OURS and not frame.f_code.co_filename.startswith("<doctest")
-
-
-def _root(frame: FrameType) -> str:
-    """The package of the frame's module."""
-    return str(frame.f_globals.get("__name__")).partition(".")[0]

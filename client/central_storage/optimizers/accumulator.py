@@ -17,7 +17,7 @@ from central_storage.core.context import (
     get_strategy,
     has_strategy,
 )
-from central_storage.core.tensor import as_tensor
+from central_storage.core.tensors.tensor import as_tensor
 from central_storage.core.values import IndexedSlices, convert_to_tensor
 from central_storage.variables.variable import Variable
 from cs_proto.errors import ContextError, InvalidArgumentError

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from central_storage.core.context import get_array_module
-from central_storage.core.live_number import LiveNumber
+from central_storage.core.tensors.live_number import LiveNumber
 from central_storage.core.values import IndexedSlices, convert_to_tensor
 from central_storage.variables.variable import Variable
 from cs_proto.arithmetic.optimizers import is_flag

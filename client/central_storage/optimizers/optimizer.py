@@ -11,10 +11,9 @@ import numpy as np
 
 from central_storage.core.backends import service_of
 from central_storage.core.context import current_replica, get_replica_context, get_strategy, has_strategy
-from central_storage.core.deprecated import warn_deprecated
-from central_storage.core.live_number import LiveNumber
+from central_storage.core.tensors.live_number import LiveNumber
 from central_storage.core.values import IndexedSlices
-from central_storage.diagnostics.callers import call_site, warn
+from central_storage.diagnostics.callers import call_site, warn, warn_deprecated
 from central_storage.variables.constraints import constraints_after
 from central_storage.variables.variable import Variable
 from cs_proto.arithmetic.optimizers import CLIPS, SLOTS, check_change, check_exempt, is_flag, rule_of

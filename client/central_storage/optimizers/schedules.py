@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from central_storage.core.closed import Closed
-from central_storage.core.tensor import as_tensor
+from central_storage.core.public_objects import Closed
+from central_storage.core.tensors.tensor import as_tensor
 from cs_proto.arithmetic.schedules import FIELDS, Kind, rate
 from cs_proto.arithmetic.schedules import Schedule as ScheduleRecord
 from cs_proto.errors import InvalidArgumentError, LocalProtocolError

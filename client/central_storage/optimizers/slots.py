@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from central_storage.core.backends import service_of
-from central_storage.core.closed import Closed
 from central_storage.core.context import current_replica
-from central_storage.core.faces import presented
 from central_storage.core.handles import Handle, handle_id
-from central_storage.core.tensor import as_tensor
+from central_storage.core.public_objects import Closed, presented
+from central_storage.core.tensors.tensor import as_tensor
 from central_storage.variables.variable import Variable
 from cs_proto.errors import ContextError, InvalidArgumentError
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import numpy as np
 
 from central_storage.core.handles import Handle
-from central_storage.core.live_number import LiveNumber
+from central_storage.core.tensors.live_number import LiveNumber
 from central_storage.variables.variable import Variable
 from cs_proto.errors import InvalidArgumentError
 

@@ -13,7 +13,6 @@ from weakref import ref
 
 from central_storage.core import context
 from central_storage.core.backends import Carriage, ControllerBackend
-from central_storage.core.deprecated import warn_deprecated
 from central_storage.core.handles import Handle, weakly
 from central_storage.core.options import InputOptions, RunOptions, ValueContext
 from central_storage.core.values import ReduceOp, gather_values, local_results, reduce_values, regroup, select_replicas
@@ -26,6 +25,7 @@ from central_storage.data.distributed import (
     refuse_in_replica,
 )
 from central_storage.data.input_context import InputContext
+from central_storage.diagnostics.callers import warn_deprecated
 from central_storage.variables.variable import Variable
 from cs_proto.errors import ContextError
 

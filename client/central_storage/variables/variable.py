@@ -15,9 +15,9 @@ import numpy as np
 
 from central_storage.core.backends import service_of
 from central_storage.core.context import current_replica, get_strategy, has_strategy, reading
-from central_storage.core.devices import full_name
+from central_storage.core.devices.device_names import full_name
 from central_storage.core.handles import Handle
-from central_storage.core.tensor import as_tensor
+from central_storage.core.tensors.tensor import as_tensor
 from central_storage.core.values import (
     IndexedSlices,
     PerReplica,
