@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 __all__ = ["Closed"]
@@ -15,15 +16,20 @@ class Closed:
     """Base of every public class with attributes.
 
     Only this package adds public attributes to its objects. A class of the user's that derives from one of ours may add
-    its own, but none whose name differs only in case and underscores from one that can be set.
+    its own in its methods. From elsewhere it takes none whose name is near a public one, and nowhere one whose name
+    differs only in case and underscores from one that can be set. A method can be replaced by a function only.
     """
 
     __slots__ = ()
 
     def __setattr__(self, name: str, value: Any) -> None:
         cls = type(self)
-        if not name.startswith("_") and not hasattr(cls, name) and not self._may_add(name, sys._getframe(1)):  # noqa: SLF001  (the caller)
-            raise AttributeError(unknown(cls, name))
+        if not name.startswith("_"):
+            found = getattr(cls, name, None)
+            if found is None and not hasattr(cls, name) and not self._may_add(name, sys._getframe(1)):  # noqa: SLF001  (the caller)
+                raise AttributeError(unknown(cls, name))
+            if isinstance(found, FunctionType) and not callable(value) and _is_package(found):
+                raise AttributeError(f"{cls.__name__}.{name} is a method, not a value that can be set; call it")
         object.__setattr__(self, name, value)
 
     def _may_add(self, name: str, caller: Any) -> bool:
@@ -33,7 +39,11 @@ class Closed:
         is_ours = cls.__module__.partition(".")[0] == __name__.partition(".")[0] and (
             getattr(sys.modules[cls.__module__], cls.__name__, None) is cls  # not so where a docstring defines it
         )
-        return not is_ours and all(_bare(name) != _bare(known) for known in settable(cls))
+        if is_ours or any(_bare(name) == _bare(known) for known in settable(cls)):
+            return False
+        code = caller.f_code  # of a method if its first argument is this object
+        is_method = code.co_argcount > 0 and caller.f_locals.get(code.co_varnames[0]) is self
+        return is_method or not _near(cls, name)
 
 
 def settable(cls: type) -> list[str]:
@@ -43,14 +53,24 @@ def settable(cls: type) -> list[str]:
 
 def unknown(cls: type, name: str) -> str:
     """What an error says about an attribute that objects of ``cls`` do not have."""
+    known = settable(cls)
+    near = _near(cls, name, 0.6)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    can = f"; what can be set: {', '.join(known)}" if known else ""
+    return f"{cls.__name__} has no attribute {name!r}{hint}{can}"
+
+
+def _near(cls: type, name: str, likeness: float = 0.85) -> list[str]:
+    """The public name of ``cls`` that is most like ``name``, if one is."""
     import difflib  # late: only mistakes need it
 
     known = settable(cls)
     public = [*known, *(each for each in dir(cls) if each[0] != "_" and each not in known)]
-    near = difflib.get_close_matches(name, public, 1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    can = f"; what can be set: {', '.join(known)}" if known else ""
-    return f"{cls.__name__} has no attribute {name!r}{hint}{can}"
+    return difflib.get_close_matches(name, public, 1, likeness)
+
+
+def _is_package(function: FunctionType) -> bool:
+    return function.__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
 def _bare(name: str) -> str:

@@ -135,7 +135,7 @@ def test_a_number_is_rounded_and_says_why_it_is_no_sequence() -> None:
 
 def test_a_call_does_not_make_one() -> None:
     for arguments in ([[1.0, 2.0]], [(2, 2)], []):
-        with pytest.raises(TypeError, match="use cs.constant"):
+        with pytest.raises(TypeError, match=r"use cs\.constant"):
             Tensor(*arguments)
 
 
