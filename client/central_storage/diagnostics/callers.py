@@ -6,10 +6,15 @@ import sys
 import warnings
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 __all__ = ["call_site", "warn"]
 
 _PACKAGE = str(Path(__file__).parents[1])
+
+#: By file, what Python's filters know of the warnings shown. Globals hold it elsewhere, and a replica's function has
+#: new globals in every run.
+_shown: dict[str, dict[object, object]] = {}
 
 
 def call_site() -> str:
@@ -24,8 +29,9 @@ def warn(message: str, category: type[Warning]) -> None:
     A ``stacklevel`` would count this package's frames, whose number depends on how a public name was reached.
     """
     frame = _caller()
-    module, registry = frame.f_globals.get("__name__"), frame.f_globals.setdefault("__warningregistry__", {})
-    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, module, registry)
+    name = frame.f_code.co_filename
+    registry: dict[Any, Any] = _shown.setdefault(name, {})
+    warnings.warn_explicit(message, category, name, frame.f_lineno, frame.f_globals.get("__name__"), registry)
 
 
 def _caller() -> FrameType:
