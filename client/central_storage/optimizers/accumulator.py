@@ -17,6 +17,7 @@ from central_storage.core.context import (
     get_strategy,
     has_strategy,
 )
+from central_storage.core.tensor import as_tensor
 from central_storage.core.values import IndexedSlices, convert_to_tensor
 from central_storage.variables.variable import Variable
 from cs_proto.errors import ContextError, InvalidArgumentError
@@ -102,11 +103,10 @@ class GradientAccumulator(Composite):
         """The sums so far, read-only: in a replica its own, elsewhere those of all replicas together. None where every
         gradient was None."""
         if current_replica(self._strategy) is not None:
-            return list(self._here()[1])
+            return list(map(as_tensor, self._here()[1]))
         self._find()
-        return [
-            None if kept is None else kept.numpy().sum(axis=0) for kept in map(self._kept.get, range(self._count(0)))
-        ]
+        kept = map(self._kept.get, range(self._count(0)))
+        return [None if each is None else as_tensor(each.numpy().sum(axis=0)) for each in kept]
 
     def __call__(self, gradients: Iterable[Any]) -> None:
         """Add the gradients of one batch.

@@ -465,7 +465,7 @@ class Optimizer(Weights):
         rate: Any = self._rate
         assert rate is not None
         if isinstance(rate, Schedule):
-            return rate(step)
+            return float(rate(step))
         value = rate() if _takes_nothing(rate) else rate(step)
         try:
             return float(value)
