@@ -513,7 +513,7 @@ def test_what_an_ended_service_had_says_so_after_a_new_strategy_was_made() -> No
             for call in calls:
                 with pytest.raises(cs.errors.ShutdownError, match=f"{what} belongs to another service than a strategy"):
                     call()
-        with pytest.raises(cs.errors.ShippingError, match="belongs to another service than a strategy made since"):
+        with pytest.raises(cs.errors.ShippingError, match="belongs to a service that has ended"):
             new.run(lambda: w.numpy())
         with pytest.raises(cs.errors.ContextError, match="optimizer Adam belongs to another strategy"):
             new.run(lambda: adam.iterations)

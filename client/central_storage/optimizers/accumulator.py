@@ -145,7 +145,7 @@ class GradientAccumulator(Composite):
         self._write(steps + 1, [_sum(*pair) for pair in zip(totals, given, strict=True)])
 
     def reset(self) -> None:
-        """Begin anew: in a replica its own sums, elsewhere those of all replicas."""
+        """Set the sums to zero: in a replica its own sums, elsewhere those of all replicas."""
         if current_replica(self._strategy) is not None:
             module = get_array_module()
             self._write(0, [None if total is None else module.zeros_like(total) for total in self._here()[1]])
@@ -155,7 +155,7 @@ class GradientAccumulator(Composite):
             kept.assign(kept.numpy() * [0, 1] if position < 0 else np.zeros(kept.shape, kept.dtype))
 
     def adopt(self, strategy: Strategy) -> None:
-        """Become an accumulator of ``strategy``. Raises ContextError (a RuntimeError) where it is another's."""
+        """Become an accumulator of ``strategy``. Raises ContextError (a RuntimeError) if it belongs to another."""
         if self._strategy is None:
             self._strategy = strategy
             self._name = strategy.claim(self, self._name)

@@ -65,7 +65,7 @@ class Schedule(LearningRateSchedule):
         return as_tensor(np.float64(rate(self.kind, self._record.numbers, float(step))))
 
     def record(self) -> ScheduleRecord:
-        """The schedule as the server is told."""
+        """The schedule as a record for the server."""
         return self._record
 
     def get_config(self) -> dict[str, Any]:

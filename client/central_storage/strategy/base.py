@@ -259,7 +259,7 @@ class StrategyBase(ReplicaDevices):
         with context.enter_cross_replica(self):
             self.evaluate_schedules()
             if series.has_failed:  # a step failed meanwhile; the iterator raises that step's error instead of this one
-                raise ContextError("a step before this one has failed")
+                raise ContextError("an earlier step has failed")
             series.send(fn, arguments)
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | tuple[int, ...] | None) -> Any:
