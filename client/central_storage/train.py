@@ -15,7 +15,7 @@ import numpy as np
 from cs_proto.errors import CheckpointDamagedError, CheckpointError, InvalidArgumentError
 
 from .checkpoint.file_format import SUFFIX
-from .checkpoint.graph import Status, Walked, find_file, require_trackable, restore, save, save_next
+from .checkpoint.graph import Status, Walked, find_file, has_parts, parts, require_trackable, restore, save, save_next
 from .core.public_objects import Closed
 from .core.tensors.tensor import as_tensor
 from .diagnostics.tensorflow_names import attributes
@@ -84,10 +84,12 @@ class Checkpoint(Walked):
     every strategy.
 
     Args:
+        root: An object whose parts are saved under their own names, beside ``objects``.
         **objects: The objects by name.
 
     Raises:
-        InvalidArgumentError: An object can hold no variables, or its name is that of a method (a ValueError).
+        InvalidArgumentError: An object can hold no variables, its name is that of a method, or ``root`` is a variable
+            or has a part of that name (a ValueError).
 
     Examples:
         >>> import tempfile
@@ -102,13 +104,19 @@ class Checkpoint(Walked):
         [1.0, 2.0]
     """
 
-    def __init__(self, **objects: Any) -> None:
+    def __init__(self, root: Any = None, /, **objects: Any) -> None:
+        self._root = root
+        if root is not None:
+            require_trackable("root", root)
+            if not has_parts(root):
+                raise InvalidArgumentError(f"root is a {type(root).__name__}, which has no parts; give it a name: w=…")
+            if both := self._parts().keys() & objects:
+                raise InvalidArgumentError(f"root has a part {min(both)!r} of its own; give the object another name")
         for name, value in objects.items():
             require_trackable(name, value)
         taken = [name for name in objects if hasattr(type(self), name)]
         if taken:
             raise InvalidArgumentError(f"{taken[0]!r} is a method of a Checkpoint; give the object another name")
-        self._names = list(objects)
         self._count = 0
         vars(self).update(objects)
 
@@ -240,7 +248,10 @@ class Checkpoint(Walked):
 
     def _objects(self) -> dict[str, Any]:
         # An attribute that was set later is one of the objects, too.
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return self._parts() | {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+    def _parts(self) -> dict[str, Any]:
+        return {} if self._root is None else dict(parts(self._root))
 
     def __repr__(self) -> str:
         return f"<Checkpoint of {', '.join(self._objects())}>"

@@ -52,15 +52,20 @@ class Closed:
     """Base of every public class with attributes. A misspelt name is an error, not a value that nobody reads.
 
     Only this project adds public attributes to its objects. A user's class that derives from one of ours may add its
-    own. It may add none that differs only in case and underscores from an attribute that can be set.
+    own in its methods. Code elsewhere may add none to it whose name is near a public one, and no code may add one that
+    differs only in case and underscores from an attribute that can be set. Only a function can replace a method.
     """
 
     __slots__ = ()
 
     def __setattr__(self, name: str, value: Any) -> None:
         cls = type(self)
-        if not name.startswith("_") and not hasattr(cls, name) and not self._may_add(name, sys._getframe(1)):  # noqa: SLF001  (the caller)
-            raise AttributeError(unknown(cls, name))
+        if not name.startswith("_"):
+            found = getattr(cls, name, None)
+            if found is None and not hasattr(cls, name) and not self._may_add(name, sys._getframe(1)):  # noqa: SLF001  (the caller)
+                raise AttributeError(unknown(cls, name))
+            if isinstance(found, FunctionType) and not callable(value) and _is_of_project(found):
+                raise AttributeError(f"{cls.__name__}.{name} is a method, not a value that can be set; call it")
         object.__setattr__(self, name, value)
 
     def _may_add(self, name: str, caller: Any) -> bool:
@@ -69,7 +74,11 @@ class Closed:
         cls = type(self)
         in_docstring = getattr(sys.modules[cls.__module__], cls.__name__, None) is not cls
         is_users = in_docstring or not _is_of_project(cls)
-        return is_users and all(_bare(name) != _bare(known) for known in settable(cls))
+        if not is_users or any(_bare(name) == _bare(known) for known in settable(cls)):
+            return False
+        code = caller.f_code  # of a method if its first argument is this object
+        is_method = code.co_argcount > 0 and caller.f_locals.get(code.co_varnames[0]) is self
+        return is_method or not _near(cls, name, 0.85)
 
 
 def settable(cls: type) -> list[str]:
@@ -79,13 +88,20 @@ def settable(cls: type) -> list[str]:
 
 def unknown(cls: type, name: str) -> str:
     """The text of the error about an attribute that objects of ``cls`` do not have."""
-    import difflib  # late: only mistakes need it
-
     known = settable(cls)
-    near = difflib.get_close_matches(name, sorted(_public(cls, dir(cls)), key=lambda each: each not in known), 1)
+    near = _near(cls, name, 0.6)
     hint = f"; did you mean {near[0]}?" if near else ""
     can = f"; what can be set: {', '.join(known)}" if known else ""
     return f"{cls.__name__} has no attribute {name!r}{hint}{can}"
+
+
+def _near(cls: type, name: str, likeness: float) -> list[str]:
+    """The public name of ``cls`` that is most like ``name``, if one is as like as ``likeness`` (0 to 1)."""
+    import difflib  # late: only mistakes need it
+
+    known = settable(cls)
+    public = sorted(_public(cls, dir(cls)), key=lambda each: each not in known)
+    return difflib.get_close_matches(name, public, 1, likeness)
 
 
 def _bare(name: str) -> str:

@@ -21,7 +21,7 @@ import optree
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from cs_proto.arithmetic import reduction
-from cs_proto.errors import InvalidArgumentError
+from cs_proto.errors import InvalidArgumentError, StructureMismatchError
 
 from .handles import Handle
 from .public_objects import Closed
@@ -270,7 +270,8 @@ def regroup(values: Sequence[Any], always_wrap: bool = False) -> Any:
     These leaves stay bare: None, equal str, bytes, bool and int of one type, enum members, dtypes, handles of the same
     object, and parts that one merge function gave to all. Other floats and everything like an array become PerReplica
     even if they are equal. With one value everything is bare. With ``always_wrap`` every leaf is wrapped. Replica 0
-    decides what is a container; AssertionError if another replica has another kind, length or keys there.
+    decides what is a container; StructureMismatchError (an AssertionError) if another replica has another kind, length
+    or keys there.
     """
     if not values:
         raise InvalidArgumentError("regroup needs the value of at least one replica")
@@ -288,7 +289,10 @@ def regroup(values: Sequence[Any], always_wrap: bool = False) -> Any:
         try:
             columns.append(treespec.flatten_up_to(value))
         except ValueError as error:
-            raise AssertionError(f"replica {replica} does not have the structure of replica 0: {error}") from error
+            raise StructureMismatchError(
+                f"replica {replica} does not return the structure of replica 0: {error}; return the same keys and "
+                "lengths from every replica, or put what differs into an array"
+            ) from None
     together = zip(*columns, strict=True)
     return treespec.unflatten(PerReplica(map(unshared, leaf)) if always_wrap else _merged(leaf) for leaf in together)
 

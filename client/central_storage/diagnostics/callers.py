@@ -6,6 +6,7 @@ import sys
 import warnings
 import weakref
 from types import FrameType
+from typing import Any
 
 __all__ = ["OURS", "call_site", "is_ours", "root_package", "warn", "warn_deprecated"]
 
@@ -25,6 +26,11 @@ def root_package(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
+#: By file, what Python's filters know of the warnings shown. Globals hold it elsewhere, and a replica's function has
+#: new globals in every run.
+_shown: dict[str, dict[object, object]] = {}
+
+
 def call_site() -> str:
     """``file:line`` of the nearest caller outside this project."""
     frame = _caller()
@@ -37,8 +43,9 @@ def warn(message: str, category: type[Warning]) -> None:
     A ``stacklevel`` would count this project's frames, whose number depends on how a public name was reached.
     """
     frame = _caller()
-    module, registry = frame.f_globals.get("__name__"), frame.f_globals.setdefault("__warningregistry__", {})
-    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, module, registry)
+    name = frame.f_code.co_filename
+    registry: dict[Any, Any] = _shown.setdefault(name, {})
+    warnings.warn_explicit(message, category, name, frame.f_lineno, frame.f_globals.get("__name__"), registry)
 
 
 def warn_deprecated(owner: object, name: str, instead: str) -> None:
