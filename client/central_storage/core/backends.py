@@ -269,8 +269,8 @@ def service_of(strategy: Strategy, what: str) -> ControllerBackend:
     backend = strategy.controller
     if backend.ended is not None:
         raise ShutdownError(
-            f"{what} belongs to a service that has ended ({backend.ended}), and not to that of a newer strategy: make "
-            f"a new CentralStorageStrategy if there is none yet, make {what} again under its scope, and restore the "
-            "value from a checkpoint"
+            f"{what} belongs to another service, which has ended ({backend.ended}); make a new "
+            f"CentralStorageStrategy if there is none yet, make {what} again under its scope, and restore the value "
+            "from a checkpoint"
         )
     return backend
