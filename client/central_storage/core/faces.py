@@ -31,7 +31,7 @@ INTERNAL = {
     "Observer": "open",
     "TensorSpec": "admits",
     "Metric": "adopt",
-    "GradientAccumulator": "adopt rename names_of_variables",
+    "GradientAccumulator": "adopt rename names_of_variables sums is_name start",
     "Optimizer": "from_record adopt slots slot_value set_slot evaluate_schedule number_of",
     "ExponentialMovingAverage": "start adopt rename learn names_of_variables",
 }

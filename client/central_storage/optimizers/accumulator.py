@@ -6,6 +6,7 @@ import re
 import uuid
 import weakref
 from collections.abc import Hashable, Iterable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from central_storage.core.composites import Composite
 from central_storage.core.context import (
     current_replica,
+    enter_cross_replica,
     get_array_module,
     get_replica_context,
     get_strategy,
@@ -172,6 +174,22 @@ class GradientAccumulator(Composite):
         elif self._strategy is not strategy:
             raise ContextError(f"accumulator {self.name} belongs to another strategy; make one for each")
 
+    def sums(self) -> list[tuple[str, Variable]]:
+        """The variables that there are by now, a row for each replica, by their names after the slash."""
+        self._find()
+        return [(_name_of(position), kept) for position, kept in sorted(self._kept.items())]
+
+    def is_name(self, name: str) -> bool:
+        """Whether one of the variables may have that name after the slash."""
+        return self.names_of_variables(self.name).fullmatch(f"{self.name}/{name}") is not None
+
+    def start(self, name: str, value: np.ndarray) -> None:
+        """Make the variable of that name after the slash, with that value, outside replicas."""
+        strategy = self._strategy
+        with nullcontext() if strategy is None else enter_cross_replica(strategy):
+            made = Variable(value, trainable=False, name=f"{self.name}/{name}")
+        self._kept[_position_of(name)] = made
+
     # --- what is kept -----------------------------------------------------------------------------------------
 
     def _here(self) -> tuple[int, _Sums]:
@@ -209,7 +227,7 @@ class GradientAccumulator(Composite):
         for position, like in {-1: np.zeros(2, np.int64), **gradients}.items():
             if position not in self._kept:
                 zeros = np.zeros((rows, *like.shape), like.dtype)
-                name = f"{self.name}/{'steps' if position < 0 else position}"
+                name = f"{self.name}/{_name_of(position)}"
                 self._kept[position] = Variable(zeros, trainable=False, name=name)
 
     def _steps(self, rank: int) -> int:
@@ -226,8 +244,7 @@ class GradientAccumulator(Composite):
         pattern = self.names_of_variables(self.name)
         for variable in self._strategy.variables:
             if pattern.fullmatch(variable.name):
-                last = variable.name.rpartition("/")[2]
-                self._kept.setdefault(-1 if last == "steps" else int(last), variable)
+                self._kept.setdefault(_position_of(variable.name.rpartition("/")[2]), variable)
 
     @staticmethod
     def names_of_variables(name: str) -> re.Pattern[str]:
@@ -252,6 +269,14 @@ class GradientAccumulator(Composite):
 
     def __repr__(self) -> str:
         return f"<GradientAccumulator {self.name!r}>"
+
+
+def _name_of(position: int) -> str:
+    return "steps" if position < 0 else str(position)
+
+
+def _position_of(name: str) -> int:
+    return -1 if name == "steps" else int(name)
 
 
 def _array(gradient: Any) -> Any:

@@ -22,7 +22,7 @@ from central_storage.core.read_only import explain
 from central_storage.core.recovery_options import Recovery
 from central_storage.core.tensor import tensors_in
 from central_storage.core.variable_sets import VariableSets
-from central_storage.optimizers import Optimizer, optimizer_of
+from central_storage.optimizers import GradientAccumulator, Optimizer, optimizer_of
 from central_storage.variables.moving_averages import ExponentialMovingAverage
 from central_storage.variables.variable import Variable
 from cs_proto import messages
@@ -376,11 +376,14 @@ class CentralStorageStrategy(StrategyBase, Handle):
             graph.require_trackable("data", data)
         self.settle_owners()
         averages = self._made_in_replicas.owners(ExponentialMovingAverage)
-        shadows = {shadow for average in averages.values() for _, shadow in average.averages()}
+        accumulators = self._made_in_replicas.owners(GradientAccumulator)
+        theirs = {shadow for average in averages.values() for _, shadow in average.averages()}
+        theirs |= {kept for accumulator in accumulators.values() for _, kept in accumulator.sums()}
         return {
-            "variables": {variable.name: variable for variable in self.variables if variable not in shadows},
+            "variables": {variable.name: variable for variable in self.variables if variable not in theirs},
             "optimizers": self._handles.of_kind("optimizer"),
             "moving_averages": averages,
+            "accumulators": accumulators,
             "data": data,
         }
 
