@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.harness.services import connected
 
 import central_storage as cs
 from cs_proto.errors import CheckpointError, ContextError, InvalidArgumentError
@@ -18,7 +19,7 @@ F32 = np.float32
 @pytest.fixture(scope="module")
 def service() -> Iterator[cs.CentralStorageStrategy]:
     with cs.CentralStorageStrategy(["cpu:0", "cpu:1"]) as made:
-        yield made
+        yield connected(made)
 
 
 class Model:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.harness.services import connected
 
 import central_storage as cs
 from central_storage.core.read_only import READ_ONLY, explain
@@ -16,7 +17,7 @@ from central_storage.core.read_only import READ_ONLY, explain
 @pytest.fixture(scope="module")
 def strategy() -> Iterator[cs.CentralStorageStrategy]:
     with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as made:
-        yield made
+        yield connected(made)
 
 
 def add(x: Any) -> None:
