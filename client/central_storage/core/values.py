@@ -354,7 +354,9 @@ def convert_to_tensor(value: Any, dtype: Any = None) -> np.ndarray:
     if array.dtype.kind in "US" and isinstance(value, list | tuple) and not _is_text(value):
         raise InvalidArgumentError(f"{value!r:.200} mixes strings and numbers, which no array holds")
     if array.dtype.kind not in "biufcUS":
-        hint = "; if its objects are texts, use astype(str)" if isinstance(value, np.ndarray) else ""
+        hint = (
+            "; if its objects are texts, use astype(str)" if array.dtype.kind == "O" and hasattr(value, "dtype") else ""
+        )
         raise InvalidArgumentError(f"{value!r:.200} cannot become an array of numbers, bools or strings{hint}")
     untyped = _is_untyped(value)
     if dtype is not None:
