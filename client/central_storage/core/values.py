@@ -289,9 +289,10 @@ def regroup(values: Sequence[Any], always_wrap: bool = False) -> Any:
         try:
             columns.append(treespec.flatten_up_to(value))
         except ValueError as error:
+            what = str(error).rstrip(".")
             raise StructureMismatchError(
-                f"replica {replica} does not return the structure of replica 0: {error}; return the same keys and "
-                "lengths from every replica, or put what differs into an array"
+                f"replica {replica} does not have the structure of replica 0: {what}; give the same keys and lengths on "
+                "every replica, or put what differs into an array"
             ) from None
     together = zip(*columns, strict=True)
     return treespec.unflatten(PerReplica(map(unshared, leaf)) if always_wrap else _merged(leaf) for leaf in together)
