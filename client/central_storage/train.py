@@ -10,11 +10,14 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from cs_proto.errors import CheckpointDamagedError, CheckpointError, InvalidArgumentError
 
 from .checkpoint.file_format import SUFFIX
 from .checkpoint.graph import Status, Walked, find_file, has_parts, parts, require_trackable, restore, save, save_next
-from .core.closed import Closed
+from .core.public_objects import Closed
+from .core.tensors.tensor import as_tensor
 from .diagnostics.tensorflow_names import attributes
 from .variables.moving_averages import ExponentialMovingAverage
 
@@ -129,9 +132,9 @@ class Checkpoint(Walked):
         object.__setattr__(self, name, value)
 
     @property
-    def save_counter(self) -> int:
-        """How many checkpoints :meth:`save` has made, also before those that were restored."""
-        return self._count
+    def save_counter(self) -> Any:
+        """How many checkpoints :meth:`save` has made by now, also before those that were restored; int64."""
+        return as_tensor(np.int64(self._count))
 
     def save(self, file_prefix: str | os.PathLike[str]) -> str:
         """Write ``<file_prefix>-<n>.safetensors``, with n counting from 1.
@@ -460,7 +463,7 @@ class CheckpointManager(Closed):
         return None if self._interval is None else int(self._step_counter)
 
     def _next_number(self) -> int:
-        return max([self._checkpoint.save_counter, *(number for number, _ in self._found())]) + 1
+        return max([int(self._checkpoint.save_counter), *(number for number, _ in self._found())]) + 1
 
     def _paths(self) -> list[str]:
         return [os.path.join(self._directory, name) for _, name in self._found()]

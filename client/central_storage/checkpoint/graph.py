@@ -21,10 +21,10 @@ from typing import Any, Self
 import numpy as np
 
 from central_storage.core.backends import Strategy
-from central_storage.core.closed import Closed
 from central_storage.core.composites import Composite
 from central_storage.core.context import get_replica_context, has_strategy, require_cross_replica
 from central_storage.core.handles import Handle
+from central_storage.core.public_objects import Closed
 from central_storage.data.dataset import Dataset
 from central_storage.data.distributed import DistributedDataset, DistributedFromFunction, DistributedIterator, Place
 from central_storage.data.libraries import packed_state, unpacked_state

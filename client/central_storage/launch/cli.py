@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import NoReturn
 
-from central_storage.core import devices
+from central_storage.core.devices import device_names
 from central_storage.core.recovery_options import Recovery
 from central_storage.diagnostics.error_report import ENVIRONMENT, Failure, Kind, write
 from central_storage.diagnostics.logging_setup import configure_logging, dump_stacks_on_signal
@@ -119,8 +119,8 @@ def _failed(kind: Kind, error: Exception, code: int, error_path: str | None) -> 
 
 def _launch(options: argparse.Namespace) -> int:
     arguments = _script_arguments(options)
-    compute = devices.compute_devices(_written_out(options.devices, core_count()))
-    parameters = devices.parameter_device(options.parameter_device, compute)
+    compute = device_names.compute_devices(_written_out(options.devices, core_count()))
+    parameters = device_names.parameter_device(options.parameter_device, compute)
     require_cupy([*compute, parameters])
     here = machine()
     run_directory = RunDirectory(options.run_directory, keep=options.keep_run_directory)
@@ -149,7 +149,7 @@ def _launch(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    parameters = devices.parameter_device(options.parameter_device, ["cpu:0"])
+    parameters = device_names.parameter_device(options.parameter_device, ["cpu:0"])
     require_cupy([parameters])
     here = machine()
     # If the memory outlives this process, the next one may take up the run.
@@ -213,7 +213,7 @@ def _goes_on(directory: str, begun: RunFile) -> bool:
 def _join(options: argparse.Namespace) -> int:
     run_directory = options.run_directory or _address()
     is_any = options.devices is None or [name.lower() for name in options.devices] == ["auto"]
-    chosen = devices.compute_devices(_written_out(options.devices, 1))
+    chosen = device_names.compute_devices(_written_out(options.devices, 1))
     if len(chosen) > 1:
         raise ConfigurationError(
             f"--join runs one worker, but --devices names {len(chosen)} devices: {', '.join(chosen)}; give "
@@ -293,7 +293,7 @@ def _commands(plan: Options, here: Machine) -> list[Command]:
 
 
 def _written_out(chosen: list[str] | None, cores: int) -> list[str] | None:
-    return None if chosen is None else devices.expanded(chosen, cores)
+    return None if chosen is None else device_names.expanded(chosen, cores)
 
 
 def _warn(used: list[str], here: Machine) -> None:

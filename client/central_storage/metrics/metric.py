@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from central_storage.core.composites import Composite
-from central_storage.core.tensor import tensors_in
+from central_storage.core.tensors.tensor import tensors_in
 from central_storage.core.values import VariableAggregation, VariableSynchronization, convert_to_tensor
 from central_storage.nn import fit_weights
 from central_storage.variables.variable import Variable

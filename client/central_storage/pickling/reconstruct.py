@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from central_storage.core.tensor import Tensor
+from central_storage.core.tensors.tensor import Tensor
 
 __all__ = [
     "Empty",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from central_storage.core import devices
+from central_storage.core.devices import device_names
 from central_storage.core.recovery_options import Recovery
 from central_storage.diagnostics.error_report import note_uncaught
 from central_storage.diagnostics.gpu_inventory import visible_gpus
@@ -78,8 +78,10 @@ def _attach(
 ) -> ServiceLink:
     from central_storage.controller.operations import ServiceLink, wait_until_serving
 
-    asked = None if compute_devices is None else [devices.of_replica(d) for d in devices.as_list(compute_devices)]
-    asked_owner = None if parameter_device is None else devices.canonical(parameter_device)
+    asked = (
+        None if compute_devices is None else [device_names.of_replica(d) for d in device_names.as_list(compute_devices)]
+    )
+    asked_owner = None if parameter_device is None else device_names.canonical(parameter_device)
     with ExitStack() as undo:
         connection = SupervisorLink(supervisor_link.connect(address), "controller", run_directory=address)
         undo.callback(connection.close)
@@ -120,8 +122,8 @@ def _start(
         compute_devices = os.environ["CS_DEVICES"].split(",")
         if parameter_device is None:
             parameter_device = os.environ.get("CS_PARAMETER_DEVICE")
-    chosen = devices.compute_devices(compute_devices)
-    owner = devices.parameter_device(parameter_device, chosen)
+    chosen = device_names.compute_devices(compute_devices)
+    owner = device_names.parameter_device(parameter_device, chosen)
     require_cupy([*chosen, owner])
     for line in busy([*chosen, owner], visible_gpus()):
         _log.warning("%s", line)

@@ -20,8 +20,8 @@ import numpy as np
 
 from central_storage.core.composites import Composite, rebuild
 from central_storage.core.handles import Handle, handle_id
-from central_storage.core.live_number import LiveNumber
-from central_storage.core.tensor import Tensor, as_tensor
+from central_storage.core.tensors.live_number import LiveNumber
+from central_storage.core.tensors.tensor import Tensor, as_tensor
 from central_storage.core.values import (
     IndexedSlices,
     Mirrored,

@@ -13,7 +13,7 @@ import pytest
 
 import central_storage as cs
 from central_storage.checkpoint.graph import Status
-from central_storage.core.closed import Closed, settable
+from central_storage.core.public_objects import Closed, settable
 
 MODULES = ("", ".aio", ".data", ".metrics", ".nest", ".nn", ".optimizers", ".optimizers.schedules", ".train")
 #: Classes of objects that public calls return.
@@ -21,8 +21,8 @@ RETURNED = (
     "aio.Connecting",
     "checkpoint.graph.Status",
     "core.context.Scope",
-    "core.live_number.LiveNumber",
-    "core.logical_devices.LogicalTensor",
+    "core.tensors.live_number.LiveNumber",
+    "core.devices.logical_devices.LogicalTensor",
     "data.distributed.DistributedFromFunction",
     "data.distributed.OptionalElement",
     "data.element_spec.PerReplicaSpec",

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from central_storage.core.tensor import Tensor, as_tensor, tensors_in
+from central_storage.core.tensors.tensor import Tensor, as_tensor, tensors_in
 
 VECTOR = as_tensor(np.float32([1, 2, 3]))
 NUMBER = as_tensor(np.float32(2.5))

@@ -1,4 +1,4 @@
-"""``cs.Tensor``: the NumPy array that stands where TensorFlow gives a tensor.
+"""``cs.Tensor``: the NumPy array that is used where TensorFlow has a tensor.
 
 Results of the service, elements of data sets and arguments of replica functions are of this class. Every decision about
 the type is in this module: the other modules call :func:`as_tensor` where they hand an array to the user.
@@ -47,7 +47,7 @@ class Tensor(np.ndarray):
     """
 
     __slots__ = ()
-    # Below that of a plain array (0): of a tensor and an array NumPy makes a plain array, and asks us nothing.
+    # Below that of a plain array (0), so that NumPy makes a plain array of a tensor and an array without asking us.
     __array_priority__ = -1.0
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
