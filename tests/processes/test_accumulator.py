@@ -11,7 +11,7 @@ import pytest
 from tests.harness.services import connected
 
 import central_storage as cs
-from cs_proto.errors import ContextError, InvalidArgumentError
+from cs_proto.errors import CheckpointError, ContextError, InvalidArgumentError
 
 F32 = np.float32
 
@@ -111,6 +111,39 @@ def test_one_belongs_to_one_strategy_and_names_are_its_own(service: cs.CentralSt
         pytest.raises(ContextError, match="belongs to another strategy; make one for each"),
     ):
         other.run(lambda: first.accumulator.step)
+
+
+def test_a_checkpoint_holds_the_sums_that_only_replicas_know(service: cs.CentralStorageStrategy, tmp_path: Any) -> None:
+    model, fresh = Model(service), Model(service)
+    service.run(model.add, (1.0,))
+    path = cs.train.Checkpoint(sums=model.accumulator).save(tmp_path / "ckpt")
+    cs.train.Checkpoint(sums=fresh.accumulator).restore(path).assert_consumed()
+    assert (fresh.accumulator.step, lists(fresh.accumulator.gradients)) == (1, [[3, 5], 2])
+    assert service.run(fresh.add, (10.0,)) == 2
+    cs.train.Checkpoint(sums=model.accumulator).restore(path).assert_consumed()
+    for each, sums in ((model, [-3, -5]), (fresh, [-24, -46])):
+        service.run(each.apply)
+        assert each.w.numpy().tolist() == sums
+
+
+def test_a_strategy_is_restored_before_its_first_run(tmp_path: Any) -> None:
+    def made(replicas: int = 2) -> tuple[cs.CentralStorageStrategy, Model]:
+        strategy = cs.CentralStorageStrategy([f"cpu:{n}" for n in range(replicas)], in_process=True)
+        return strategy, Model(strategy)
+
+    strategy, model = made()
+    with strategy:
+        strategy.run(model.add, (1.0,))
+        strategy.save(tmp_path)
+    strategy, model = made()
+    with strategy:
+        strategy.restore(tmp_path)
+        assert (model.accumulator.step, lists(model.accumulator.gradients)) == (1, [[3, 5], 2])
+        assert strategy.run(model.add, (10.0,)) == 2
+        assert lists(model.accumulator.gradients) == [[24, 46], 22]
+    strategy, model = made(3)
+    with strategy, pytest.raises(CheckpointError, match="sums of 2 replicas do not fit 3; apply the gradients"):
+        strategy.restore(tmp_path)
 
 
 def test_a_repeated_run_adds_nothing_twice(service: cs.CentralStorageStrategy, tmp_path: Any) -> None:

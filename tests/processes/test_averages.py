@@ -28,6 +28,11 @@ def variable(strategy: cs.CentralStorageStrategy, value: Any) -> cs.Variable:
         return cs.Variable(value, name="w", aggregation=cs.VariableAggregation.ONLY_FIRST_REPLICA)
 
 
+def named(strategy: cs.CentralStorageStrategy, name: str, value: float) -> cs.Variable:
+    with strategy.scope():
+        return cs.Variable(value, name=name, aggregation=cs.VariableAggregation.ONLY_FIRST_REPLICA)
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("outside", [False, True])
 def test_each_call_updates_once(strategy: cs.CentralStorageStrategy, frozen: bool, outside: bool) -> None:
@@ -151,6 +156,78 @@ def test_a_new_variable_of_an_old_name_has_an_average_of_its_own(strategy: cs.Ce
     found = average.average(second)
     assert found is not None
     assert float(found) == 7.0
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_average_stays_that_of_its_variable_when_names_come_back(
+    strategy: cs.CentralStorageStrategy, frozen: bool
+) -> None:
+    first, second = (named(strategy, "moved", 0.0) for _ in range(2))
+    average = ExponentialMovingAverage(0.5)
+
+    def step() -> None:
+        average.apply([second])
+
+    send = cs.function(step) if frozen else step
+    strategy.run(send)
+    name = first.name
+    del first
+    gc.collect()
+    assert second.name == name
+    named(strategy, "moved", 5.0)  # takes the name that the second had
+    for value in (8.0, 0.0):
+        second.assign(value)
+        strategy.run(send)
+    found = average.average(second)
+    assert found is not None
+    assert float(found) == 2.0
+
+
+def test_what_replicas_made_goes_with_its_owner_and_the_names_come_back(strategy: cs.CentralStorageStrategy) -> None:
+    def cell() -> tuple[Any, ...]:
+        w = named(strategy, "again", 1.0)
+        with strategy.scope():
+            average, sums = ExponentialMovingAverage(0.5), cs.optimizers.GradientAccumulator("again_sums")
+        return w, average, sums
+
+    def step() -> None:
+        average.apply([w])
+        sums([np.float32(1)])
+
+    def names() -> list[str]:
+        return sorted(each.name for each in strategy.variables if each.name.startswith("again"))
+
+    w: Any = None
+    average: Any = None
+    sums: Any = None
+    seen = []
+    for _ in range(3):
+        w, average, sums = cell()  # the old ones are there until the new ones are
+        strategy.run(step)
+        seen.append((names(), sums.step, float(average.average(w)), average.name))
+    assert seen == [seen[0]] * 3
+    assert "again_sums/steps" in seen[0][0]
+    w = average = sums = None
+    gc.collect()
+    assert names() == []
+
+
+def test_an_average_goes_with_its_variable_unless_the_script_holds_it(strategy: cs.CentralStorageStrategy) -> None:
+    average: Any = ExponentialMovingAverage(0.5, name="kept_average")
+    w: Any
+    v: Any
+    w, v = (named(strategy, name, 1.0) for name in ("gone", "held"))
+    strategy.run(lambda: average.apply([w, v]))
+    held = next(each for each in strategy.variables if each.name == "held/kept_average")
+    w = v = None
+    gc.collect()
+    assert [each.name for each in strategy.variables if each.name.endswith("kept_average")] == ["held/kept_average"]
+    assert float(held) == 1.0
+    average = None
+    gc.collect()
+    with strategy.scope():
+        assert ExponentialMovingAverage(0.5, name="kept_average").name == "kept_average.1"
+    assert float(held) == 1.0
 
 
 def test_it_belongs_to_one_strategy(strategy: cs.CentralStorageStrategy) -> None:

@@ -281,6 +281,9 @@ def test_slots_can_be_read_before_the_first_step_written_and_read_in_a_replica(t
     slot = optimizer.get_slot(w, "accumulator")
     assert (slot.name, slot.shape) == ("slotted/accumulator", (2, 2))
     np.testing.assert_array_equal(slot, np.full((2, 2), 0.1, F32))
+    for writes in (lambda: np.add.at(slot, 0, F32(1)), lambda: np.add(slot, F32(1), out=slot)):
+        with pytest.raises(TypeError, match=r"slot slotted/accumulator is not changed in place; .*slot\.assign"):
+            writes()
     slot.assign(np.full((2, 2), 5, F32))
 
     def step() -> list[Any]:

@@ -28,7 +28,7 @@ from central_storage.core.public_objects import Closed
 from central_storage.data.dataset import Dataset
 from central_storage.data.distributed import DistributedDataset, DistributedFromFunction, DistributedIterator, Place
 from central_storage.data.libraries import packed_state, unpacked_state
-from central_storage.optimizers import Optimizer
+from central_storage.optimizers import GradientAccumulator, Optimizer
 from central_storage.pickling.code_analysis import is_users
 from central_storage.variables.moving_averages import ExponentialMovingAverage
 from central_storage.variables.variable import Variable
@@ -153,6 +153,7 @@ class _Found:
     variables: dict[Variable, list[str]] = field(default_factory=dict)
     optimizers: dict[Optimizer, str] = field(default_factory=dict)
     averages: dict[ExponentialMovingAverage, str] = field(default_factory=dict)
+    accumulators: dict[GradientAccumulator, str] = field(default_factory=dict)
     iterators: dict[DistributedIterator, str] = field(default_factory=dict)
     data: dict[DistributedDataset | DistributedFromFunction, str] = field(default_factory=dict)
 
@@ -172,7 +173,7 @@ class _Found:
         return others | {ways[0]: variable for variable, ways in self.variables.items()}
 
     def strategies(self) -> list[Strategy]:
-        owners: list[Any] = [*self.variables, *self.optimizers, *self.averages]
+        owners: list[Any] = [*self.variables, *self.optimizers, *self.averages, *self.accumulators]
         return list(dict.fromkeys(owner.strategy for owner in owners if owner.strategy is not None))
 
     def entries(self) -> dict[str, _Entry]:
@@ -185,6 +186,8 @@ class _Found:
         for average, way in self.averages.items():
             for variable, shadow in average.averages():
                 found[f"{way}/{self.label(variable)}"] = _of_variable(shadow)
+        for accumulator, way in self.accumulators.items():
+            found |= {f"{way}/{name}": _of_variable(variable) for name, variable in accumulator.sums()}
         # Iterators come first: if the iterator of a data set is given, too, the data set has the position of the
         # iterator.
         for data, way in (*self.iterators.items(), *self.data.items()):
@@ -194,7 +197,8 @@ class _Found:
         return found
 
     def to_be_made(self, keys: Iterable[str]) -> dict[str, _Entry]:
-        """The entries among ``keys`` that do not exist yet and are made by setting them: slots and averages."""
+        """The entries among ``keys`` that do not exist yet and are made by setting them: slots, averages and sums of
+        gradients."""
         labels = self.labels()
         found = {}
         for key in keys:
@@ -205,6 +209,10 @@ class _Found:
             for average, way in self.averages.items():
                 if (variable := _behind(f"{way}/", key, labels)) is not None:
                     found[key] = _of_average(average, variable)
+            for accumulator, way in self.accumulators.items():
+                name = key.removeprefix(f"{way}/")
+                if name != key and accumulator.is_name(name):
+                    found[key] = _of_sum(accumulator, name)
         return found
 
 
@@ -333,6 +341,8 @@ def _find(objects: Mapping[str, Any]) -> _Found:
             found.optimizers.setdefault(value, way)
         elif isinstance(value, ExponentialMovingAverage):
             found.averages.setdefault(value, way)
+        elif isinstance(value, GradientAccumulator):
+            found.accumulators.setdefault(value, way)
         elif isinstance(value, DistributedIterator):
             found.iterators.setdefault(value, way)
         elif isinstance(value, _DATA):
@@ -404,6 +414,19 @@ def _of_average(average: ExponentialMovingAverage, variable: Variable) -> _Entry
         average.start(variable, value)
 
     return _Entry(variable.dtype, variable.shape, lambda: None, write)
+
+
+def _of_sum(accumulator: GradientAccumulator, name: str) -> _Entry:
+    def write(value: np.ndarray) -> None:
+        accumulator.start(name, value)
+
+    def fault(value: np.ndarray) -> str | None:
+        rows = 1 if accumulator.strategy is None else accumulator.strategy.num_replicas_in_sync
+        if len(value) == rows:
+            return None
+        return f"sums of {len(value)} replicas do not fit {rows}; apply the gradients and reset before you save"
+
+    return _Entry(np.dtype(np.float32), (), lambda: None, write, fault, varies=True)
 
 
 def _of_optimizer(optimizer: Optimizer, way: str) -> dict[str, _Entry]:

@@ -9,11 +9,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
 
 from central_storage.core.backends import Carriage
+from central_storage.core.made_in_replicas import MadeInReplicas
 from central_storage.core.pipeline import Arguments, Series
 from central_storage.pickling.pickler import Adopt
 from cs_proto import messages, segment_names
@@ -58,6 +60,7 @@ class ServiceLink:
         self._client = lifeline.client
         self._runs = Runs(self._session, seed, self.forget)
         self._is_held: Callable[[str, int], Any] = _nothing_held
+        self._made_in_replicas: MadeInReplicas | None = None
         # A thread may add to it at any time, in the midst of an operation too.
         self._forgotten: deque[tuple[str, Any]] = deque()
         self.address = serving.run_directory
@@ -114,13 +117,18 @@ class ServiceLink:
         self._session.forget_in_child()
 
     def resolve_handles(
-        self, resolve: Callable[[str, int], object], adopt: Adopt, is_held: Callable[[str, int], object]
+        self,
+        resolve: Callable[[str, int], object],
+        adopt: Adopt,
+        is_held: Callable[[str, int], object],
+        made_in_replicas: MadeInReplicas,
     ) -> None:
-        """How handles become objects and back, and which object somebody holds; said once by the strategy over this
-        link."""
+        """How handles become objects and back, which object somebody holds, and which variables of replicas somebody
+        needs; said once by the strategy over this link."""
         self._session.resolve = resolve
         self._runs.adopt = adopt
         self._is_held = is_held
+        self._made_in_replicas = made_in_replicas
 
     # --- ControllerBackend --------------------------------------------------------------------------------------
 
@@ -337,19 +345,23 @@ class ServiceLink:
             self._session.arena.release(mark)
 
     def _free_forgotten(self) -> None:
-        freed: dict[str, list[Any]] = {"variable": [], "optimizer": [], "function": []}
+        freed: dict[str, list[Any]] = {"variable": [], "optimizer": [], "function": [], "owner": []}
         while self._forgotten and sum(map(len, freed.values())) < _FREED_AT_ONCE:
             kind, number = self._forgotten.popleft()
             if kind == "handle":
                 self._runs.drop_stale()  # which may add to what is forgotten
                 continue
-            handle = None if kind == "function" else self._is_held(kind, number)
+            handle = None if kind in ("function", "owner") else self._is_held(kind, number)
             if handle is None:
                 freed[kind].append(number)
             else:  # it came back, as the result of a run
                 handle._cs_keep(self.forget)  # noqa: SLF001
         if functions := self._runs.drop(freed["function"]):
             self._session.carry_out(self._core.forget_functions(functions))
+        if (freed["variable"] or freed["owner"]) and self._made_in_replicas and not self._made_in_replicas.is_empty:
+            made = self._ask(messages.Get(self._number(), (), (), False), messages.Got).variables
+            is_held = partial(self._is_held, "variable")
+            freed["variable"] += self._made_in_replicas.unneeded(made, set(freed["variable"]), is_held)
         variables, optimizers = tuple(freed["variable"]), tuple(freed["optimizer"])
         if variables or optimizers:
             asked = messages.Free(self._client, self._number(), variables, optimizers)

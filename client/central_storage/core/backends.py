@@ -20,6 +20,7 @@ from cs_proto.errors import ShutdownError
 from cs_proto.messages import AssignOp, Counters, Optimizer, ReduceOpName, Variable, VariableSpec, WriteOp
 
 from .handles import Handle
+from .made_in_replicas import MadeInReplicas
 from .pipeline import Series
 from .variable_sets import Numbers, VariableSets
 
@@ -63,8 +64,11 @@ class Strategy(Protocol):
     def remember(self, handle: Handle) -> None:
         """Let ``handle`` be the one object for its number in this process."""
 
-    def claim(self, owner: object, name: str) -> str:
-        """A name that no other moving average and no other accumulator has or had."""
+    def claim(self, owner: object, name: str) -> None:
+        """Have :meth:`settle_owners` give a name to a moving average or an accumulator."""
+
+    def settle_owners(self) -> None:
+        """Give names to those that have claimed one."""
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Call ``fn`` once per replica."""
@@ -190,7 +194,7 @@ class ControllerBackend(_Catalogue, Protocol):
     def read(self, number: int) -> np.ndarray:
         """A copy of the variable's current value."""
 
-    def forget(self, kind: str, number: int) -> None:
+    def forget(self, kind: str, number: Any) -> None:
         """Note that a variable or optimizer of this process is no longer referenced, so that the server may free it.
         Called by the garbage collector in any thread."""
 
@@ -254,9 +258,10 @@ class ServiceBackend(ControllerBackend, Protocol):
         resolve: Callable[[str, int], object],
         adopt: Callable[[Any], tuple[str, int]],
         is_held: Callable[[str, int], object],
+        made_in_replicas: MadeInReplicas,
     ) -> None:
-        """How handles become objects, how handles and composites are named, and which object somebody holds.
-        The strategy over this link says it once."""
+        """How handles become objects, how handles and composites are named, which object somebody holds, and which
+        variables of replicas somebody needs. The strategy over this link says it once."""
 
     def abandon(self) -> None:
         """Note that the strategy is no longer referenced. Called by the garbage collector in any thread, at any

@@ -289,9 +289,10 @@ def regroup(values: Sequence[Any], always_wrap: bool = False) -> Any:
         try:
             columns.append(treespec.flatten_up_to(value))
         except ValueError as error:
+            what = str(error).rstrip(".")
             raise StructureMismatchError(
-                f"replica {replica} does not return the structure of replica 0: {error}; return the same keys and "
-                "lengths from every replica, or put what differs into an array"
+                f"replica {replica} does not have the structure of replica 0: {what}; give the same keys and lengths "
+                "on every replica, or put what differs into an array"
             ) from None
     together = zip(*columns, strict=True)
     return treespec.unflatten(PerReplica(map(unshared, leaf)) if always_wrap else _merged(leaf) for leaf in together)
@@ -354,7 +355,9 @@ def convert_to_tensor(value: Any, dtype: Any = None) -> np.ndarray:
     if array.dtype.kind in "US" and isinstance(value, list | tuple) and not _is_text(value):
         raise InvalidArgumentError(f"{value!r:.200} mixes strings and numbers, which no array holds")
     if array.dtype.kind not in "biufcUS":
-        hint = "; if its objects are texts, use astype(str)" if isinstance(value, np.ndarray) else ""
+        hint = (
+            "; if its objects are texts, use astype(str)" if array.dtype.kind == "O" and hasattr(value, "dtype") else ""
+        )
         raise InvalidArgumentError(f"{value!r:.200} cannot become an array of numbers, bools or strings{hint}")
     untyped = _is_untyped(value)
     if dtype is not None:

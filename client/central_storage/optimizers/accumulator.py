@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import uuid
 import weakref
 from collections.abc import Hashable, Iterable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import numpy as np
 from central_storage.core.composites import Composite
 from central_storage.core.context import (
     current_replica,
+    enter_cross_replica,
     get_array_module,
     get_replica_context,
     get_strategy,
@@ -72,6 +75,7 @@ class GradientAccumulator(Composite):
         self._strategy: Strategy | None = None
         # By position: the sums, a row for each replica. At -1: steps and positions of each replica.
         self._kept: dict[int, Variable] = {}
+        self._identity = uuid.uuid4().hex
         self._begin()
         if has_strategy():
             self.adopt(get_strategy())
@@ -84,7 +88,13 @@ class GradientAccumulator(Composite):
     @property
     def name(self) -> str:
         """The beginning of the names of its variables, unique in its strategy."""
+        if self._strategy is not None:
+            self._strategy.settle_owners()
         return self._name
+
+    def rename(self, name: str) -> None:
+        """Take the name that the strategy gives."""
+        self._name = name
 
     @property
     def strategy(self) -> Strategy | None:
@@ -126,17 +136,17 @@ class GradientAccumulator(Composite):
             [[2.0, 4.0], None]
         """
         if get_replica_context() is None or (self._strategy is not None and current_replica(self._strategy) is None):
-            raise ContextError(f"{self._name} adds up gradients inside a replica function only (strategy.run)")
+            raise ContextError(f"{self.name} adds up gradients inside a replica function only (strategy.run)")
         steps, sums = self._here()
         given = [_array(gradient) for gradient in gradients]
         if sums and len(given) != len(sums):
-            raise InvalidArgumentError(f"{self._name} adds up {len(sums)} gradients, not {len(given)}")
+            raise InvalidArgumentError(f"{self.name} adds up {len(sums)} gradients, not {len(given)}")
         totals = sums or [None] * len(given)
         for position, (total, gradient) in enumerate(zip(totals, given, strict=True)):
             fits = total is None or gradient is None
             if not fits and (total.shape != gradient.shape or total.dtype != gradient.dtype):
                 raise InvalidArgumentError(
-                    f"{self._name}: gradient {position} was {total.dtype}{list(total.shape)}, and is now "
+                    f"{self.name}: gradient {position} was {total.dtype}{list(total.shape)}, and is now "
                     f"{gradient.dtype}{list(gradient.shape)}; an accumulator keeps to one set of variables"
                 )
         self._make({position: gradient for position, gradient in enumerate(given) if gradient is not None})
@@ -156,11 +166,27 @@ class GradientAccumulator(Composite):
         """Become an accumulator of ``strategy``. Raises ContextError (a RuntimeError) if it belongs to another."""
         if self._strategy is None:
             self._strategy = strategy
-            self._name = strategy.claim(self, self._name)
+            strategy.claim(self, self._name)
             for kept in self._kept.values():
                 kept.adopt(strategy, shared=True)
         elif self._strategy is not strategy:
-            raise ContextError(f"accumulator {self._name} belongs to another strategy; make one for each")
+            raise ContextError(f"accumulator {self.name} belongs to another strategy; make one for each")
+
+    def sums(self) -> list[tuple[str, Variable]]:
+        """The variables that there are by now, a row for each replica, by their names after the slash."""
+        self._find()
+        return [(_name_of(position), kept) for position, kept in sorted(self._kept.items())]
+
+    def is_name(self, name: str) -> bool:
+        """Whether one of the variables may have that name after the slash."""
+        return self.names_of_variables(self.name).fullmatch(f"{self.name}/{name}") is not None
+
+    def start(self, name: str, value: np.ndarray) -> None:
+        """Make the variable of that name after the slash, with that value, outside replicas."""
+        strategy = self._strategy
+        with nullcontext() if strategy is None else enter_cross_replica(strategy):
+            made = Variable(value, trainable=False, name=f"{self.name}/{name}")
+        self._kept[_position_of(name)] = made
 
     # --- what is kept -----------------------------------------------------------------------------------------
 
@@ -199,7 +225,7 @@ class GradientAccumulator(Composite):
         for position, like in {-1: np.zeros(2, np.int64), **gradients}.items():
             if position not in self._kept:
                 zeros = np.zeros((rows, *like.shape), like.dtype)
-                name = f"{self._name}/{'steps' if position < 0 else position}"
+                name = f"{self.name}/{_name_of(position)}"
                 self._kept[position] = Variable(zeros, trainable=False, name=name)
 
     def _steps(self, rank: int) -> int:
@@ -213,19 +239,25 @@ class GradientAccumulator(Composite):
         """Learn of the variables that replicas have made: they have no way to tell, but the names say it."""
         if self._strategy is None or (-1 in self._kept and not anew):
             return
-        pattern = re.compile(rf"{re.escape(self._name)}/(steps|\d+)")
+        pattern = self.names_of_variables(self.name)
         for variable in self._strategy.variables:
-            if match := pattern.fullmatch(variable.name):
-                self._kept.setdefault(-1 if match[1] == "steps" else int(match[1]), variable)
+            if pattern.fullmatch(variable.name):
+                self._kept.setdefault(_position_of(variable.name.rpartition("/")[2]), variable)
+
+    @staticmethod
+    def names_of_variables(name: str) -> re.Pattern[str]:
+        """The names of the variables of one of this ``name``."""
+        return re.compile(rf"{re.escape(name)}/(?:steps|\d+)")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientAccumulator:
         return self  # its sums are known by its name
 
     def _cs_key(self) -> tuple[Hashable, ...]:
-        return () if self._strategy is None else (id(self._strategy), self._name)
+        return () if self._strategy is None else (id(self._strategy), self._identity)
 
     def _cs_state(self) -> dict[str, Any]:
-        return {"_name": self._name, "_strategy": self._strategy, "_kept": list(self._kept.items())}
+        own = {"_name": self.name, "_strategy": self._strategy, "_identity": self._identity}
+        return {**own, "_kept": list(self._kept.items())}
 
     def _cs_update(self, state: dict[str, Any]) -> None:
         known = vars(self).get("_kept", {})  # also those that were found here
@@ -234,7 +266,15 @@ class GradientAccumulator(Composite):
             self._begin()
 
     def __repr__(self) -> str:
-        return f"<GradientAccumulator {self._name!r}>"
+        return f"<GradientAccumulator {self.name!r}>"
+
+
+def _name_of(position: int) -> str:
+    return "steps" if position < 0 else str(position)
+
+
+def _position_of(name: str) -> int:
+    return -1 if name == "steps" else int(name)
 
 
 def _array(gradient: Any) -> Any:

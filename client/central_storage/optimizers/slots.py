@@ -84,7 +84,10 @@ class Slot(Closed, np.lib.mixins.NDArrayOperatorsMixin):
         return np.asarray(self.numpy(), dtype)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        """NumPy's operators and ufuncs act on the value."""
+        """NumPy's operators and ufuncs act on the value; a slot is never their output."""
+        written = inputs[:1] if method == "at" else kwargs.get("out", ())
+        if any(isinstance(each, Slot) for each in written):
+            raise TypeError(f"slot {self.name} is not changed in place; assign the whole value: slot.assign(array)")
         return getattr(ufunc, method)(*[x.numpy() if isinstance(x, Slot) else x for x in inputs], **kwargs)
 
     __hash__ = object.__hash__  # the operators compare values

@@ -68,9 +68,13 @@ class StrategyBase(ReplicaDevices):
         """Every variable of the strategy; the default strategy has none."""
         return ()
 
-    def claim(self, owner: object, name: str) -> str:
-        """A name that no other moving average and no other accumulator of this strategy has or had."""
-        return name
+    def claim(self, owner: object, name: str) -> None:
+        """Have :meth:`settle_owners` give the owner, by its ``rename``, a name that no other moving average and no
+        other accumulator of this strategy has: ``name``, or one like it."""
+
+    def settle_owners(self) -> None:
+        """Give names to those that have claimed one. They get it late: in a notebook, the name that a cell binds anew
+        holds the old object until the new one is made."""
 
     def remember(self, handle: Handle) -> None:
         """Keep ``handle`` as the only object for its number in this process."""

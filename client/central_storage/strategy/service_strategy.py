@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
-from weakref import WeakValueDictionary, finalize, ref
+from weakref import finalize, ref
 
 from central_storage.core import context, opening
 from central_storage.core.backends import Carriage, ControllerBackend, ReplicaBackend
 from central_storage.core.composites import Composite
 from central_storage.core.devices import device_names, logical_devices
 from central_storage.core.handles import Handle, HandleTable, handle_id, weakly
+from central_storage.core.made_in_replicas import MadeInReplicas
 from central_storage.core.options import ValueContext
 from central_storage.core.pipeline import Series
 from central_storage.core.random_streams import Streams, function_name
@@ -23,7 +23,7 @@ from central_storage.core.recovery_options import Recovery
 from central_storage.core.tensors.tensor import tensors_in
 from central_storage.core.variable_sets import VariableSets
 from central_storage.diagnostics.read_only import explain
-from central_storage.optimizers import Optimizer, optimizer_of
+from central_storage.optimizers import GradientAccumulator, Optimizer, optimizer_of
 from central_storage.variables.moving_averages import ExponentialMovingAverage
 from central_storage.variables.variable import Variable
 from cs_proto import messages
@@ -130,7 +130,7 @@ class CentralStorageStrategy(StrategyBase, Handle):
             recovery=recovery,
         )
         self._init(backend, backend.compute_devices, backend.parameter_device)
-        backend.resolve_handles(weakly(self.object_for), weakly(self.adopt), self._handles.get)
+        backend.resolve_handles(weakly(self.object_for), weakly(self.adopt), self._handles.get, self._made_in_replicas)
         finalize(self, backend.abandon).atexit = False  # at exit every service is closed in turn
         self._has_run = False
         running.note(self)
@@ -150,8 +150,7 @@ class CentralStorageStrategy(StrategyBase, Handle):
         self._parameter_device = parameter_device
         self._optimizers: list[ref[Optimizer]] = []  # gone through at every run
         self._lock = threading.Lock()  # replicas of one process make optimizers, too
-        self._averages: WeakValueDictionary[str, ExponentialMovingAverage] = WeakValueDictionary()
-        self._claimed: set[str] = set()
+        self._made_in_replicas = MadeInReplicas(lambda kind, name: backend.forget(kind, name))
         self._variable_sets = VariableSets()
         self._has_run = True  # as far as it matters: in a worker
         self._handles: HandleTable = HandleTable(
@@ -242,14 +241,15 @@ class CentralStorageStrategy(StrategyBase, Handle):
             raise ContextError(f"{handle!r} belongs to another strategy and cannot be used in a replica of this one")
         return handle_id(handle)
 
-    def claim(self, owner: object, name: str) -> str:
-        """A name that no other moving average and no other accumulator of this strategy has or had."""
-        names = itertools.chain([name], (f"{name}.{n}" for n in itertools.count(1)))
-        free = next(each for each in names if each not in self._claimed)
-        self._claimed.add(free)
-        if isinstance(owner, ExponentialMovingAverage):
-            self._averages[free] = owner
-        return free
+    def claim(self, owner: object, name: str) -> None:
+        """Have :meth:`settle_owners` give a name to a moving average or an accumulator."""
+        self._made_in_replicas.claim(owner, name)
+
+    def settle_owners(self) -> None:
+        """Free what belongs to moving averages and accumulators that are gone, and give names to the new ones."""
+        if not self._made_in_replicas.is_settled:
+            self.controller.settle_names()
+            self._made_in_replicas.settle()
 
     def _itself(self, number: int) -> CentralStorageStrategy:
         return self
@@ -378,12 +378,16 @@ class CentralStorageStrategy(StrategyBase, Handle):
 
         if data is not None:
             graph.require_trackable("data", data)
-        averages = dict(sorted(self._averages.items()))
-        shadows = {shadow for average in averages.values() for _, shadow in average.averages()}
+        self.settle_owners()
+        averages = self._made_in_replicas.owners(ExponentialMovingAverage)
+        accumulators = self._made_in_replicas.owners(GradientAccumulator)
+        theirs = {shadow for average in averages.values() for _, shadow in average.averages()}
+        theirs |= {kept for accumulator in accumulators.values() for _, kept in accumulator.sums()}
         return {
-            "variables": {variable.name: variable for variable in self.variables if variable not in shadows},
+            "variables": {variable.name: variable for variable in self.variables if variable not in theirs},
             "optimizers": self._handles.of_kind("optimizer"),
             "moving_averages": averages,
+            "accumulators": accumulators,
             "data": data,
         }
 

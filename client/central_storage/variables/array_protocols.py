@@ -64,7 +64,8 @@ class ArrayProtocols(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """NumPy's operators and ufuncs act on the value; a variable is never their output."""
-        if kwargs and any(isinstance(out, ArrayProtocols) for out in kwargs.get("out", ())):
+        written = inputs[:1] if method == "at" else kwargs.get("out", ()) if kwargs else ()
+        if written and any(isinstance(each, ArrayProtocols) for each in written):
             _refuse_in_place()
         arrays = []
         for x in inputs:
@@ -195,6 +196,6 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
 
 def _refuse_in_place() -> NoReturn:
     raise RuntimeError(
-        "`variable += value` and `out=variable` look like updates, but would change only a copy; use "
-        "variable.assign_add(value)"
+        "`variable += value`, `out=variable` and `np.add.at(variable, …)` look like updates, but would change only a "
+        "copy; use variable.assign_add(value), and for rows scatter_add"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import uuid
 from collections.abc import Hashable, Iterable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -68,6 +69,9 @@ class ExponentialMovingAverage(Composite):
         self._name = name
         self._strategy: Strategy | None = None
         self._averages: dict[Variable, Variable] = {}
+        # Of averages that replicas have made, the number, with that of their variable. Its name may change.
+        self._numbers: dict[int, int] = {}
+        self._identity = uuid.uuid4().hex
         if has_strategy():
             self.adopt(get_strategy())
 
@@ -79,7 +83,13 @@ class ExponentialMovingAverage(Composite):
     @property
     def name(self) -> str:
         """Its name, which ends the names of its averages."""
+        if self._strategy is not None:
+            self._strategy.settle_owners()
         return self._name
+
+    def rename(self, name: str) -> None:
+        """Take the name that the strategy gives."""
+        self._name = name
 
     @property
     def strategy(self) -> Strategy | None:
@@ -130,7 +140,7 @@ class ExponentialMovingAverage(Composite):
         Raises:
             AttributeError: ``var`` is not a variable.
         """
-        return f"{var.name}/{self._name}"
+        return f"{var.name}/{self.name}"
 
     def averages(self) -> list[tuple[Variable, Variable]]:
         """Every variable that has an average, with it."""
@@ -150,11 +160,11 @@ class ExponentialMovingAverage(Composite):
         """Become a moving average of ``strategy``. Raises ContextError (a RuntimeError) where it is another's."""
         if self._strategy is None:
             self._strategy = strategy
-            self._name = strategy.claim(self, self._name)
+            strategy.claim(self, self._name)
             for average in self._averages.values():
                 average.adopt(strategy, shared=True)
         elif self._strategy is not strategy:
-            raise ContextError(f"moving average {self._name} belongs to another strategy; make one for each")
+            raise ContextError(f"moving average {self.name} belongs to another strategy; make one for each")
 
     def _make(self, variable: Variable, value: np.ndarray) -> None:
         strategy = variable.strategy
@@ -172,15 +182,31 @@ class ExponentialMovingAverage(Composite):
 
     def _find(self, variables: Iterable[Variable]) -> None:
         """Learn of averages that replicas have made: they have no way to tell, but the names say it."""
-        ours = (v for v in variables if v.strategy is self._strategy and v not in self._averages)
+        ours = [v for v in variables if v.strategy is self._strategy and v not in self._averages]
         unknown = {self.average_name(variable): variable for variable in ours}
+        by_number = {variable.number: variable for variable in ours}
         if unknown and self._strategy is not None:
             for found in self._strategy.variables:
                 # An earlier variable of that name, freed since, may have left an average, so that this one's name got a
                 # number; what is older than its variable is not its average.
-                variable = unknown.get(found.name, unknown.get(re.sub(r"_\d+$", "", found.name)))
+                if found.number in self._numbers:
+                    variable = by_number.get(self._numbers[found.number])
+                else:
+                    variable = unknown.get(found.name, unknown.get(re.sub(r"_\d+$", "", found.name)))
                 if variable is not None and found.number > variable.number:
                     self._averages.setdefault(variable, found)
+
+    @staticmethod
+    def names_of_variables(name: str) -> re.Pattern[str]:
+        """The names of the averages of one of this ``name``; the group is the name of the variable."""
+        return re.compile(rf"(.+)/{re.escape(name)}(?:_\d+)?")
+
+    def learn(self, average: int, variable: int | None) -> int | None:
+        """The number of the variable to which an average belongs: ``variable``, whose name says so now, if it is older
+        than the average and none was known yet."""
+        if variable is not None and variable < average:
+            self._numbers.setdefault(average, variable)
+        return self._numbers.get(average)
 
     def _decay_now(self) -> float:
         if self._num_updates is None:
@@ -192,14 +218,14 @@ class ExponentialMovingAverage(Composite):
         return self  # its averages are known by its name
 
     def _cs_key(self) -> tuple[Hashable, ...]:
-        return () if self._strategy is None else (id(self._strategy), self._name)
+        return () if self._strategy is None else (id(self._strategy), self._identity)
 
     def _cs_state(self) -> dict[str, Any]:
-        return {**vars(self), "_averages": list(self._averages.items())}
+        return {**vars(self), "_name": self.name, "_averages": list(self._averages.items())}
 
     def _cs_update(self, state: dict[str, Any]) -> None:
         known = vars(self).get("_averages", {})  # also those that were found here
         vars(self).update(state, _averages={**known, **dict(state["_averages"])})
 
     def __repr__(self) -> str:
-        return f"<ExponentialMovingAverage {self._name!r} decay={self._decay:g}>"
+        return f"<ExponentialMovingAverage {self.name!r} decay={self._decay:g}>"

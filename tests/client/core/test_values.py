@@ -28,6 +28,17 @@ from central_storage.diagnostics.tracebacks import shorten
 from cs_proto.errors import InvalidArgumentError, StructureMismatchError
 
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
+
+
+def test_only_an_array_of_objects_may_hold_texts():
+    with pytest.raises(InvalidArgumentError, match=r"use astype\(str\)"):
+        convert_to_tensor(np.array(["a", None], object))
+    for array in (np.array([(1, 2.0)], [("a", "i4"), ("b", "f4")]), np.array("2020-01-01", "M8[D]")):
+        with pytest.raises(InvalidArgumentError) as caught:
+            convert_to_tensor(array)
+        assert "astype" not in str(caught.value)
+
+
 Point = namedtuple("Point", ["x", "y"])
 
 

@@ -435,6 +435,8 @@ def test_arithmetic_is_that_of_the_value(s: CentralStorageStrategy) -> None:
             v += 1.0
         with pytest.raises(RuntimeError, match=r"use variable\.assign_add"):
             np.add(v, 1.0, out=v)
+        with pytest.raises(RuntimeError, match="for rows scatter_add"):
+            np.add.at(v, 0, 1.0)
         with pytest.raises(TypeError):
             v + cs.PerReplica([1, 2])
         assert not hasattr(v, "__cuda_array_interface__")
