@@ -17,12 +17,12 @@ from central_storage.diagnostics.error_report import ENVIRONMENT, Failure, Kind,
 from central_storage.diagnostics.logging_setup import configure_logging, dump_stacks_on_signal
 from cs_proto.errors import ConfigurationError, DeviceError, LaunchError, NoAnswerError, ShutdownError
 from cs_proto.frozen import with_changes
-from cs_proto.messages import MOST_REPLICAS, Joined
+from cs_proto.messages import MOST_REPLICAS, DeviceChoice, Joined
 from cs_runtime.gpus import require_cupy
 from cs_runtime.run_file import RunFile
 
 from .affinity import Machine, core_count, machine
-from .foreground import START_FAILED, run
+from .foreground import START_FAILED, Plan, run
 from .gpu_usage import busy
 from .memory import Files, Medium, Memfd, Unshared
 from .packages import python_path
@@ -50,7 +50,7 @@ no RANK, and it needs no change to run without cs-launch: it then starts the sam
 
 _EPILOG = """\
 examples:
-  cs-launch train.py --epochs 3                            every GPU, or one CPU where there is none
+  cs-launch train.py --epochs 3                            what the script names; else every GPU, or one CPU
   cs-launch --devices cpu:0,cpu:1 train.py                 two replicas share the processors
   cs-launch --devices gpu:0,gpu:1 --parameter-device cpu:0 -m project.train
   CUDA_VISIBLE_DEVICES=2,3 cs-launch --devices gpu:all train.py     gpu:0 and gpu:1 are the machine's third and fourth
@@ -64,8 +64,11 @@ in containers that share the run directory (docker-compose.yml):
   cs-launch --health --run-dir DIR                         prints one line; exit code 0 if the service is ready
 
 environment:
+  CS_DEVICES                     as --devices; also for a script that runs without cs-launch and names none
+  CS_PARAMETER_DEVICE            as --parameter-device, in the same way
   CS_ADDRESS                     the run directory for --serve, --join, --health
-  CS_LOG=debug                   print one line for every message
+  CS_LOG=debug                   print one line for every message; warning: not the line with the devices; error: no
+                                 warnings either
   CS_MESSAGES_DIR                write these lines to files in that directory, one for each process
   CS_LOG_DIR                     as --log-dir; also for a script that runs without cs-launch
   CS_ERROR_FILE                  as --error-file; also for a script that runs without cs-launch
@@ -118,28 +121,46 @@ def _failed(kind: Kind, error: Exception, code: int, error_path: str | None) -> 
 
 def _launch(options: argparse.Namespace) -> int:
     arguments = _script_arguments(options)
-    compute = devices.compute_devices(_written_out(options.devices, core_count()))
-    parameters = devices.parameter_device(options.parameter_device, compute)
-    require_cupy([*compute, parameters])
     here = machine()
+    compute = devices.compute_devices(options.devices, core_count())
+    parameters = devices.parameter_device(options.parameter_device, compute)
+    named = ",".join(compute) if options.devices else None, parameters if options.parameter_device else None
     run_directory = RunDirectory(options.run_directory, keep=options.keep_run_directory)
     try:
-        plan = Options(tuple(compute), parameters, run_directory.path, _recovery(options))
-        commands = _commands(plan, here)
         medium = _medium(options, run_directory)
-        workers = f"{len(compute)} worker{'s' if len(compute) > 1 else ''}"
-        _warn([*compute, parameters], here)
+
+        def planned(choice: DeviceChoice | None) -> Plan:
+            if choice is None:
+                chosen, owner = compute, parameters
+            else:
+                chosen = devices.compute_devices(choice.devices, core_count())
+                owner = devices.parameter_device(choice.parameter_device, chosen)
+            require_cupy([*chosen, owner])
+            commands = _commands(Options(tuple(chosen), owner, run_directory.path, _recovery(options)), here)
+            workers = f"{len(chosen)} worker{'s' if len(chosen) > 1 else ''}"
+            banner = (
+                f"run {run_directory.name}: 1 script, {workers} ({', '.join(chosen)}), parameters on {owner}, "
+                f"transport {_transport(options, medium)}, directory {run_directory.path}{_places(commands)}"
+            )
+            return Plan(commands, banner)
+
+        plan = None
+        try:
+            plan = planned(None)
+            _warn([*compute, parameters], here)
+        except DeviceError:
+            if options.devices:
+                raise  # otherwise the script may name others
         return run(
             run_directory,
-            commands,
-            script_command(plan, os.environ, arguments, python=sys.executable),
-            banner=f"run {run_directory.name}: 1 script, {workers} ({', '.join(compute)}), parameters on {parameters}, "
-            f"transport {_transport(options, medium)}, directory {run_directory.path}{_places(commands)}",
+            plan,
+            script_command(run_directory.path, named, os.environ, arguments, python=sys.executable),
+            choose=None if options.devices else planned,
             start_timeout=options.start_timeout,
             logs=_log_files(options, run_directory),
             keeps_logs=bool(options.log_directory or options.keep_run_directory),
             medium=medium,
-            recovery=plan.recovery,
+            recovery=_recovery(options),
             mailboxes=options.mailboxes == "on",
             error_path=options.error_file,
         )
@@ -211,8 +232,8 @@ def _goes_on(directory: str, begun: RunFile) -> bool:
 
 def _join(options: argparse.Namespace) -> int:
     run_directory = options.run_directory or _address()
-    is_any = options.devices is None or [name.lower() for name in options.devices] == ["auto"]
-    chosen = devices.compute_devices(_written_out(options.devices, 1))
+    is_any = options.devices is None or options.devices.strip().lower() == "auto"
+    chosen = devices.compute_devices(options.devices, 1)
     if len(chosen) > 1:
         raise ConfigurationError(
             f"--join runs one worker, but --devices names {len(chosen)} devices: {', '.join(chosen)}; give "
@@ -289,10 +310,6 @@ def _recovery(options: argparse.Namespace) -> Recovery:
 
 def _commands(plan: Options, here: Machine) -> list[Command]:
     return service_commands(plan, os.environ, python=sys.executable, machine=here, python_path=python_path(os.environ))
-
-
-def _written_out(chosen: list[str] | None, cores: int) -> list[str] | None:
-    return None if chosen is None else devices.expanded(chosen, cores)
 
 
 def _warn(used: list[str], here: Machine) -> None:
@@ -379,15 +396,18 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
     """The options of the devices, and of what is done when a process is late or dies."""
     parser.add_argument(
         "--devices",
-        type=_device_list,
         metavar="LIST",
+        default=os.environ.get("CS_DEVICES") or None,
         help="one device per worker, such as cpu:0,cpu:1 or gpu:0,gpu:1, or several, such as gpu:0+gpu:1,gpu:2+gpu:3; "
-        "gpu:all: every GPU; auto: every GPU, or one CPU for each core, at most 8 (default: every GPU, or cpu:0)",
+        "a number: as many GPUs, or CPUs where there is no GPU; gpu:all: every GPU; auto: every GPU, or one CPU for "
+        "each core, at most 8 (default: CS_DEVICES, or what the script names, or every GPU, or cpu:0)",
     )
     parser.add_argument(
         "--parameter-device",
         metavar="DEVICE",
-        help="the device that holds the variables (default: the only device, or cpu:0 if there are several)",
+        default=os.environ.get("CS_PARAMETER_DEVICE") or None,
+        help="the device that holds the variables (default: CS_PARAMETER_DEVICE, or what the script names, or the only "
+        "device, or cpu:0 if there are several)",
     )
     parser.add_argument(
         "--start-timeout",
@@ -451,10 +471,6 @@ def _add_places(parser: argparse.ArgumentParser) -> None:
         help="on: send the messages of a step through shared memory if possible; off: send them over ZeroMQ like all "
         "others (default: CS_MAILBOXES, or on)",
     )
-
-
-def _device_list(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 if __name__ == "__main__":

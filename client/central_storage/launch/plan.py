@@ -174,12 +174,19 @@ def _worker_arguments(options: Options, rank: int) -> tuple[str, ...]:
 
 
 def script_command(
-    options: Options, environment: Mapping[str, str], arguments: Sequence[str], *, python: str
+    run_directory: str,
+    named: tuple[str | None, str | None],
+    environment: Mapping[str, str],
+    arguments: Sequence[str],
+    *,
+    python: str,
 ) -> Command:
     """The user's script: told where its service is, and no rank, because it runs once.
 
-    ``arguments`` are the interpreter's: ``["train.py", "--rate", "0.1"]`` or ``["-m", "package"]``.
+    ``named`` are the devices and the parameter device of the command line, which the script gets instead of what it
+    names itself. ``arguments`` are the interpreter's: ``["train.py", "--rate", "0.1"]`` or ``["-m", "package"]``.
     """
+    own = {name: value for name, value in zip(("CS_DEVICES", "CS_PARAMETER_DEVICE"), named, strict=True) if value}
     return Command(
         "script",
         0,
@@ -187,11 +194,10 @@ def script_command(
         {
             **environment,
             "CS_ROLE": "script",
-            "CS_RUN_DIRECTORY": options.run_directory,
-            "CS_ADDRESS": options.run_directory,
-            "CS_DEVICES": ",".join(options.devices),
-            "CS_PARAMETER_DEVICE": options.parameter_device,
-            ENVIRONMENT: error_file(options.run_directory),
+            "CS_RUN_DIRECTORY": run_directory,
+            "CS_ADDRESS": run_directory,
+            **own,
+            ENVIRONMENT: error_file(run_directory),
         },
     )
 

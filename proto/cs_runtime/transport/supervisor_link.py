@@ -21,6 +21,7 @@ from cs_proto.arrays import Array, Location
 from cs_proto.codec import PACKET_NBYTES, decode, encode
 from cs_proto.errors import LaunchError, ShutdownError, replica_exception_class
 from cs_proto.messages import (
+    DeviceChoice,
     ExtendSegment,
     Introduce,
     Mailbox,
@@ -75,10 +76,16 @@ class SupervisorLink:
     """The connection, with the segments it has opened."""
 
     def __init__(
-        self, link: socket.socket, role: Role, rank: int = 0, incarnation: int = 1, run_directory: str | None = None
+        self,
+        link: socket.socket,
+        role: Role,
+        rank: int = 0,
+        incarnation: int = 1,
+        run_directory: str | None = None,
+        choice: DeviceChoice | None = None,
     ) -> None:
-        """Introduce this process over ``link``, which is owned from here on. With a ``run_directory`` the next
-        supervisor there is waited for when this one is killed, where there may be one."""
+        """Introduce this process over ``link``, which is owned from here on, after its ``choice``. With a
+        ``run_directory`` the next supervisor there is waited for when this one is killed, where there may be one."""
         self._link = link
         #: What a controller calls itself.
         self.client = os.urandom(4).hex() if role == "controller" else ""
@@ -103,6 +110,8 @@ class SupervisorLink:
         #: Whether read-only segments are mapped so that their bytes can be preserved.
         self.may_preserve = False
         try:
+            if choice is not None:
+                self._link.sendall(b"".join(encode(choice)))
             self._link.sendall(b"".join(encode(self._introduction)))
         except OSError as error:
             link.close()

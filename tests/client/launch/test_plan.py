@@ -49,7 +49,9 @@ def test_workers_know_their_rank_and_the_others_have_none() -> None:
     assert [w1.environment[name] for name in ranks] == ["1", "1", "2", "2"]
     assert w1.environment["CS_ROLE"] == "worker"
     assert w1.environment["CS_RUN_DIRECTORY"] == "/run/cs-1"
-    script = script_command(TWO, {"HOME": "/home"}, ["train.py", "--rate", "1"], python="/py")
+    script = script_command(
+        "/run/cs-1", ("cpu:0,cpu:1", "cpu:0"), {"HOME": "/home"}, ["train.py", "--rate", "1"], python="/py"
+    )
     assert not set(ranks) & (set(server.environment) | set(script.environment))
     assert script.argv == ("/py", "-u", "train.py", "--rate", "1")
     assert dict(script.environment) == {
@@ -64,7 +66,7 @@ def test_workers_know_their_rank_and_the_others_have_none() -> None:
 
 
 def test_a_service_inside_a_launched_script_is_not_told_of_the_outer_one() -> None:
-    outer = dict(script_command(TWO, {}, ["x.py"], python="/py").environment)
+    outer = dict(script_command("/run/cs-1", ("cpu:0,cpu:1", "cpu:0"), {}, ["x.py"], python="/py").environment)
     for command in plan(outer, options=Options(("cpu:0",), "cpu:0", "/run/cs-2")):
         assert command.environment["CS_RUN_DIRECTORY"] == "/run/cs-2"
         assert not {"CS_ADDRESS", "CS_DEVICES", "CS_PARAMETER_DEVICE"} & set(command.environment)

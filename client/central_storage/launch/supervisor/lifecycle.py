@@ -23,6 +23,7 @@ from cs_proto.errors import CentralStorageError, LaunchError
 from cs_proto.frozen import with_changes
 from cs_proto.messages import (
     ClientGone,
+    DeviceChoice,
     Died,
     ExtendSegment,
     Interrupt,
@@ -50,7 +51,7 @@ from .children import Child, Processes, Running, end_leftovers
 from .connections import Peer
 from .loop import Call, Loop, Timer
 from .mailboxes import Mailroom, why_no_mailboxes
-from .output import LogFiles, Sink, Stream, prefixed
+from .output import HeldSink, LogFiles, Sink, Stream, prefixed
 from .reception import Reception, as_record
 from .restarts import WORKED_SECONDS, Restarts
 from .seating import Seating
@@ -64,6 +65,9 @@ _log = logging.getLogger("central_storage.launch")
 STOP_GRACE = 3.0
 _PROCESSES = ("server", "worker")
 
+#: What a controller's choice of devices is started as; None stands for a controller that leaves the choice to others.
+#: Raises a CentralStorageError for a choice that cannot be started.
+Choose = Callable[[DeviceChoice | None], Sequence[Command]]
 State = Literal["starting", "serving", "recovering", "failed", "stopping"]
 
 
@@ -90,12 +94,14 @@ class Service:
         recovery: Recovery | None = None,
         run_file: RunFile | None = None,
         mailboxes: bool = True,
+        choose: Choose | None = None,
     ) -> None:
         """Nothing is started yet. ``start_timeout`` (seconds) limits the time until every process is ready; workers
         that come from elsewhere have no limit. ``start_child`` starts what a command stands for, with the arguments of
         :class:`~.children.Child`. Segments lie in ``medium`` (default: :class:`~central_storage.launch.memory.Memfd`).
         ``recovery`` says what is done when a process dies (default: Recovery()). Without ``mailboxes`` messages go over
-        ZeroMQ alone."""
+        ZeroMQ alone. ``choose`` says what the first controller wants to be started instead of ``commands``; until then
+        nothing is shown."""
         self.run_directory = run_directory
         #: The first process that ended unasked, unless another in its place has worked since; or None.
         self.first_failure: Died | None = None
@@ -105,7 +111,7 @@ class Service:
         self.start_failure: str | None = None
         self._loop = loop
         self._commands = commands
-        self._sink = sink
+        self._sink: Sink = sink if choose is None else HeldSink(sink)
         self._start_timeout = start_timeout
         self._logs = logs
         self._run_file = run_file
@@ -129,6 +135,9 @@ class Service:
         self._memory = Memory(medium)
         self._mailroom = Mailroom(run, why_no_mailboxes(medium, wanted=mailboxes))
         self._transport = transport_of(medium, mailboxes=mailboxes)
+        self._choose = choose
+        #: Processes in whose place others were started before anybody used them.
+        self._unused = Processes()
         self._seating = Seating(self._children, self._deaths, self._transport, self.say)
         self._reception = Reception(loop, self._record, self._peer_ended, self._seating.is_waiting)
         sink.on_room = self._children.listen
@@ -143,6 +152,9 @@ class Service:
         except OSError as error:
             self._fail_start(f"no socket can be made in {self.run_directory}: {error.strerror}")
             return
+        self._start_children()
+
+    def _start_children(self) -> None:
         self._call_later(self._start_timeout, self._start_deadline)
         for command in self._commands:
             try:
@@ -214,7 +226,8 @@ class Service:
     @property
     def stopped(self) -> bool:
         """Whether the end was asked for and every process has ended."""
-        return self._state == "stopping" and all(child.returncode is not None for child in self._children)
+        processes = [*self._children, *self._unused]
+        return self._state == "stopping" and all(child.returncode is not None for child in processes)
 
     @property
     def has_failed(self) -> bool:
@@ -229,7 +242,7 @@ class Service:
     @property
     def living_pids(self) -> set[int]:
         """The processes started here that have not ended."""
-        return self._children.living_pids
+        return self._children.living_pids | self._unused.living_pids
 
     def last_lines(self, role: str, rank: int | None) -> str:
         """What the server or a worker printed last; "" for others."""
@@ -238,6 +251,8 @@ class Service:
 
     def stop(self, grace: float = STOP_GRACE) -> None:
         """End every process: asked first, killed after ``grace`` seconds. May be said again with a smaller grace."""
+        if self._choose is not None:  # nobody has used it, so nobody has missed it
+            self._choose = self.start_failure = self.first_failure = None
         self._state = "stopping"
         self._end_children(grace)
 
@@ -258,7 +273,43 @@ class Service:
 
     # --- processes ------------------------------------------------------------------------------------------------
 
+    def _settle(self, choice: DeviceChoice | None) -> None:
+        """The first controller is there: start what it chooses, unless that runs already."""
+        choose, self._choose = self._choose, None
+        if choose is None:
+            return
+        assert isinstance(self._sink, HeldSink)
+        try:
+            commands = choose(choice)
+            if commands != self._commands or self._state == "failed":
+                self._sink.held.clear()
+                self._start_over(commands)
+        except CentralStorageError as error:
+            self._fail_start(str(error))
+        self._sink = self._sink.released()
+
+    def _start_over(self, commands: Sequence[Command]) -> None:
+        """Start these processes in the place of those that run, which nobody has used."""
+        for timer in self._timers:
+            timer.cancel()
+        for child in self._children:
+            child.asked = True
+        self._children.end_at_once()
+        self._unused += self._children
+        self._children.clear()
+        for peer in list(self._reception.peers):
+            if peer.introduction is not None:
+                self._reception.dismiss(peer)
+        self._deaths.clear()
+        self._restarts = Restarts(self._recovery.max_restarts)
+        self.start_failure, self.first_failure, self.has_lost = None, None, False
+        self._memory.clear()
+        self._state, self._commands = "starting", commands
+        self._start_children()
+
     def _lines(self, child: Running, stream: Stream, lines: list[str]) -> None:
+        if child in self._unused:
+            return
         if self._logs is not None:
             self._logs.write(child.command.label, lines)
         self._sink.write(stream, prefixed(child.command.label, lines))
@@ -368,6 +419,8 @@ class Service:
     def _record(self, peer: Peer, record: Record) -> None:
         if isinstance(record, Introduce):
             self._introduce(peer, record)
+        elif isinstance(record, DeviceChoice) and peer.introduction is None:
+            self._settle(record)
         elif isinstance(record, Join) and peer.introduction is None:
             self._join(peer, record)
         elif peer.introduction is None:
@@ -404,6 +457,8 @@ class Service:
     def _introduce(self, peer: Peer, who: Introduce) -> None:
         if peer.introduction is not None:
             self._reception.refuse(peer, f"{peer.label} introduced itself twice")
+        elif any(child.is_run_by(peer) for child in self._unused):
+            self._reception.dismiss(peer)
         elif who.role in _PROCESSES and self._children.of(peer, who) is None:
             self._reception.refuse(
                 peer, f"process {peer.pid} says it is {who.role} {who.rank}, but it was not started as that"
@@ -411,6 +466,8 @@ class Service:
         elif who.role == "observer" and not open_files.may_have_guests():
             self._reception.turn_away(peer)
         else:
+            if who.role == "controller":
+                self._settle(None)
             peer.introduction = who
             if who.client:
                 self._awaited.discard(who.client)

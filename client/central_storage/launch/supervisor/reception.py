@@ -105,6 +105,11 @@ class Reception:
         peer.close()
         self._ended(peer)
 
+    def dismiss(self, peer: Peer) -> None:
+        """End a connection that is needed no longer."""
+        peer.close()
+        self._ended(peer)
+
     def turn_away(self, peer: Peer) -> None:
         """Refuse an observer for which there is no descriptor, with the reason."""
         error = open_files.shortage(f"the supervisor (pid {os.getpid()})")
