@@ -5,14 +5,19 @@ Of all that a link does this is the hot path. Of a series several may be unanswe
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from central_storage.core.composites import Composite
+from central_storage.core.context import call_site
 from central_storage.core.handles import Handle
 from central_storage.core.pipeline import Arguments, Series
 from central_storage.pickling.function import Function, Pickled
@@ -28,6 +33,8 @@ __all__ = ["Runs"]
 
 # Pickled arguments of up to so many bytes go in the header of their Run.
 _SMALL_NBYTES = 4096
+# To pickle and send a function of more bytes takes longer than most steps (4 ms a megabyte on two cores).
+_LARGE_NBYTES = 1 << 20
 
 
 class Runs:
@@ -36,6 +43,7 @@ class Runs:
     def __init__(self, session: Session, seed: int) -> None:
         self._session = session
         self.seed = seed
+        self._warned: set[object] = set()
         #: How handles become numbers; said once by the strategy over this session.
         self.adopt: Adopt = _nothing_adopted
 
@@ -98,11 +106,41 @@ class Runs:
             return function.pickle_for(self, self._pickle)
         handles: dict[int, object] = {}
         data = dump_function(function, partial(self._adopt_into, handles))
+        if len(data) > _LARGE_NBYTES and not isinstance(function, Function):
+            self._warn_of_captures(function, len(data))
         return Pickled(data, digest(data), handles)
+
+    def _warn_of_captures(self, function: Callable[..., Any], nbytes: int) -> None:
+        """Warn, once for each function, that what it captures is sent at every run."""
+        code = getattr(inspect.unwrap(function), "__code__", type(function))
+        if code in self._warned:
+            return
+        self._warned.add(code)
+        file, _, line = call_site().rpartition(":")
+        warnings.warn_explicit(
+            f"{getattr(function, '__qualname__', repr(function))} captures {nbytes / 1e6:.1f} MB{_largest(function)}, "
+            "which is pickled and sent at every run; decorate the function with @cs.function, which sends it once, or "
+            "pass the array as an argument, or make it a cs.Variable",
+            UserWarning,
+            file,
+            int(line),
+        )
 
     def _adopt_into(self, handles: dict[int, object], handle: Handle | Composite) -> tuple[str, int]:
         handles[id(handle)] = handle
         return self.adopt(handle)
+
+
+def _largest(function: Callable[..., Any]) -> str:
+    """The largest captured array, in words; nothing where none is known."""
+    try:
+        captured = inspect.getclosurevars(inspect.unwrap(function))
+    except (TypeError, ValueError):  # no function of Python's, or one without its cells
+        return ""
+    values = {**captured.globals, **captured.nonlocals}
+    sizes = {name: value.nbytes for name, value in values.items() if isinstance(value, np.ndarray)}
+    largest = max(sizes, key=sizes.__getitem__, default="")
+    return f", the largest array as {largest!r}" * bool(largest)
 
 
 def _in_place(data: memoryview) -> memoryview:

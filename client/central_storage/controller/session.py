@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from central_storage.diagnostics.logging_setup import show
+from central_storage.diagnostics.logging_setup import name_waits_after, show
 from central_storage.wire_values.value_codec import from_value, to_exception
 from cs_proto import messages, segment_names
 from cs_proto.arrays import Array, Location, frame_view
@@ -103,7 +103,9 @@ class Session:
         Raises DescriptorLimitError if this process may open too few files.
         """
         open_files.check(_DESCRIPTORS, "a strategy")
-        self.core = ControllerCore(lifeline.client, os.getpid(), in_process=threads is not None)
+        self.core = ControllerCore(
+            lifeline.client, os.getpid(), in_process=threads is not None, name_after=name_waits_after()
+        )
         self.lifeline = lifeline
         self.threads = threads
         #: Adopting an optimizer while a function is pickled is an operation in another.
@@ -458,6 +460,8 @@ def wait_until_serving(lifeline: SupervisorLink, timeout: float) -> Serving:
             raise LaunchError("the supervisor ended before the service was up") from error
         if isinstance(record, Serving):
             return record
+        if isinstance(record, Output):  # a server that compiles says so
+            show(record.stream, record.text)
         if isinstance(record, messages.StartFailed):
             raise to_exception(record.error, frame_view, _nothing_known)
     raise LaunchError(f"the service was not up within {timeout:.0f} s; raise start_timeout, or see CS_LOG=debug")

@@ -14,6 +14,8 @@ __all__ = ["Question", "Settling", "Wait", "number_of"]
 
 # A server that is asked which replicas a run waits for gets this long to say so before the wait is named without it.
 _WHOM_WITHIN = 2.0
+# After Ctrl-C a wait is named so soon, if nobody says for whom it is sooner than that.
+_AFTER_CTRL_C = 1.0
 
 
 class Wait:
@@ -21,11 +23,15 @@ class Wait:
 
     is_run = False
 
-    #: When it began, and when it was named or would have been.
+    #: When it began, when it was named or would have been, and the seconds from then to when it is named next.
     started: float
     named: float
+    interval: float
+    #: Seconds after which it is named first.
+    first: float
 
-    def __init__(self) -> None:
+    def __init__(self, first: float) -> None:
+        self.first = first
         self.is_over = False
         #: What another server is asked again, as long as this is waited for.
         self.asked: Sequence[Record] = ()
@@ -33,6 +39,12 @@ class Wait:
     def restart(self, now: float) -> None:
         """Count its time from ``now`` on."""
         self.started = self.named = now
+        self.interval = self.first
+
+    def name(self, now: float) -> None:
+        """It is named now: the next time after twice as long."""
+        self.named = now
+        self.interval = 2 * max(self.interval, self.first)
 
     def what(self, server_pid: int) -> str:
         """What is waited for, in words."""
@@ -42,8 +54,8 @@ class Wait:
 class Question(Wait):
     """The answer of the server to ``request``: a ``kind`` with the ``number`` of the request, or a Refused."""
 
-    def __init__(self, request: Record, number: int, kind: type[Record], now: float) -> None:
-        super().__init__()
+    def __init__(self, request: Record, number: int, kind: type[Record], now: float, first: float) -> None:
+        super().__init__(first)
         self.restart(now)
         self.request = request
         self.number = number
@@ -68,17 +80,17 @@ class Settling(Wait):
 
     is_run = True
 
-    def __init__(self, series: Series, left: int, reports: bool, now: float) -> None:
+    def __init__(self, series: Series, left: int, reports: bool, now: float, first: float) -> None:
         """``reports``: the server is told of a wait that lasts."""
-        super().__init__()
+        super().__init__(first)
         self._reports = reports
+        #: The number of the question behind the Cancel; 0 before that. Its answer says that the server has heard.
+        self.cancelled = 0
         self.restart(now)
         self.series = series
         self.left = left
         #: Whether the results of the first unanswered run are being read.
         self.is_reading = False
-        #: The number of the question behind the Cancel; 0 before that. Its answer says that the server has heard.
-        self.cancelled = 0
         #: Whether the workers have been told of the Cancel, too.
         self.workers_know = False
         #: Whether Ctrl-C has to be raised when all is over.
@@ -87,13 +99,14 @@ class Settling(Wait):
     def restart(self, now: float) -> None:
         """As :meth:`Wait.restart`: the next run is waited for."""
         self.started = now
+        self.interval = min(self.first, _AFTER_CTRL_C) if self.cancelled else self.first
         #: Whether the server has yet to be told of this wait.
         self.is_unreported = self._reports
         self.named = now + _WHOM_WITHIN if self._reports else now
 
     def what(self, server_pid: int) -> str:
         """As :meth:`Wait.what`."""
-        return f"run {self.series.unanswered[0].run[0]}"
+        return f"run {self.series.unanswered[0].run[0]}" + " to end after Ctrl-C" * bool(self.cancelled)
 
     @property
     def cancel(self) -> messages.Cancel:

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from central_storage.core import devices
 from central_storage.core.recovery_options import Recovery
+from central_storage.diagnostics.doctor import report
 from central_storage.diagnostics.error_report import ENVIRONMENT, Failure, Kind, write
 from central_storage.diagnostics.logging_setup import configure_logging, dump_stacks_on_signal
 from cs_proto.errors import ConfigurationError, DeviceError, LaunchError, NoAnswerError, ShutdownError
@@ -70,6 +71,8 @@ environment:
   CS_LOG=debug                   print one line for every message; warning: not the line with the devices; error: no
                                  warnings either
   CS_MESSAGES_DIR                write these lines to files in that directory, one for each process
+  CS_NAME_WAITS=60               name a wait after so many seconds (default: 10), then at growing intervals; off: never
+  CS_CACHE_DIR                   the directory of the compiled kernels (default: ~/.cache/central-storage)
   CS_LOG_DIR                     as --log-dir; also for a script that runs without cs-launch
   CS_ERROR_FILE                  as --error-file; also for a script that runs without cs-launch
   CS_MAILBOXES                   as --mailboxes; also for a script that runs without cs-launch
@@ -99,6 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check(options)
         if options.health:
             return _health(options)
+        if options.doctor:
+            print(*report(), sep="\n")
+            return 0
         configure_logging("supervisor")
         dump_stacks_on_signal()
         if options.join:
@@ -267,10 +273,10 @@ def _health(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    modes = [name for name in ("serve", "join", "health") if getattr(options, name) not in (None, False)]
+    modes = [name for name in ("serve", "join", "health", "doctor") if getattr(options, name) not in (None, False)]
     if len(modes) > 1 or (modes and (options.command or options.module is not None)):
         raise ConfigurationError(
-            f"--{modes[0]} takes no script, and only one of --serve, --join, --health may be given"
+            f"--{modes[0]} takes no script, and only one of --serve, --join, --health, --doctor may be given"
         )
     if not 0 < options.start_timeout < 1e6:
         raise ConfigurationError(
@@ -361,7 +367,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         "cs-launch",
         usage="cs-launch [options] script.py [arguments]\n       cs-launch [options] -m module [arguments]\n"
-        "       cs-launch [options] --serve N | --join | --health",
+        "       cs-launch [options] --serve N | --join | --health | --doctor",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -382,6 +388,11 @@ def _parser() -> argparse.ArgumentParser:
         "--join", action="store_true", help="run no script: run one worker of a service that --serve has started"
     )
     parser.add_argument("--health", action="store_true", help="run no script: ask whether the service is ready")
+    parser.add_argument(
+        "--doctor",
+        action="store_true",
+        help="run no script: say what is found on this machine, and what is slower here",
+    )
     parser.add_argument(
         "--keep-run-directory", action="store_true", help="keep the run directory and its log files when the run ends"
     )

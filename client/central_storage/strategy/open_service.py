@@ -15,7 +15,12 @@ from central_storage.core import devices
 from central_storage.core.recovery_options import Recovery
 from central_storage.diagnostics.error_report import note_uncaught
 from central_storage.diagnostics.gpu_inventory import visible_gpus
-from central_storage.diagnostics.logging_setup import announce, configure_logging, dump_stacks_on_signal
+from central_storage.diagnostics.logging_setup import (
+    announce,
+    configure_logging,
+    dump_stacks_on_signal,
+    name_waits_after,
+)
 from cs_proto.errors import DeviceError
 from cs_proto.messages import DeviceChoice
 from cs_runtime.gpus import require_cupy
@@ -53,6 +58,7 @@ def open_service(
     Raises DeviceError for devices that do not exist, LaunchError if no service comes up.
     """
     configure_logging("script")
+    name_waits_after()  # a value that makes no sense is said before anything starts
     dump_stacks_on_signal()
     _note_uncaught()
     address = os.environ.get("CS_ADDRESS")

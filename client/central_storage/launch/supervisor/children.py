@@ -24,7 +24,7 @@ from cs_proto.messages import Introduce
 from cs_runtime import open_files
 
 from .connections import Peer
-from .loop import Loop
+from .loop import Loop, Timer
 from .output import Lines, Stream, Tail
 
 __all__ = ["Child", "Processes", "Running", "end_leftovers", "reap_adopted"]
@@ -34,6 +34,8 @@ _READ_NBYTES = 65536
 _DRAIN_NBYTES = 1 << 20
 # A process that is to be killed gets this long to print the stacks of its threads.
 _STACKS_SECONDS = 0.3
+# A line that has not ended after so long is shown as far as it has come.
+_FLUSH_SECONDS = 0.2
 _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
@@ -163,6 +165,7 @@ class Child:
         self.pid = self._process.pid
         self._pidfd = os.pidfd_open(self.pid)
         self._pipes: dict[int, tuple[Stream, Lines]] = {}
+        self._flushes: dict[int, Timer] = {}
         for stream, pipe in (("stdout", self._process.stdout), ("stderr", self._process.stderr)):
             if pipe is not None:
                 os.set_blocking(pipe.fileno(), False)
@@ -236,12 +239,21 @@ class Child:
             try:
                 data = os.read(descriptor, _READ_NBYTES)
             except BlockingIOError:
+                if lines.has_partial and descriptor not in self._flushes:
+                    self._flushes[descriptor] = self._loop.call_later(_FLUSH_SECONDS, partial(self._flush, descriptor))
                 return
             limit -= len(data)
             self._tell(stream, lines.feed(data) if data else lines.finish())
             if not data:
                 self._close_pipe(descriptor)
                 return
+
+    def _flush(self, descriptor: int) -> None:
+        """Show what has come of a line: a prompt, dots, a progress bar that ends no line."""
+        self._flushes.pop(descriptor, None)
+        if descriptor in self._pipes:
+            stream, lines = self._pipes[descriptor]
+            self._tell(stream, lines.flush())
 
     def _ended(self) -> None:
         # Not reaped yet, it still holds its process group's number: nobody else can be hit.
@@ -265,6 +277,8 @@ class Child:
 
     def _close_pipe(self, descriptor: int) -> None:
         self._loop.forget(descriptor)
+        if descriptor in self._flushes:
+            self._flushes.pop(descriptor).cancel()
         stream, _ = self._pipes.pop(descriptor)
         pipe = self._process.stdout if stream == "stdout" else self._process.stderr
         if pipe is not None:

@@ -57,6 +57,21 @@ class Lines:
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._partial = ""
+        self._is_cut = False  # in the middle of a line, the beginning of which was given out
+
+    @property
+    def has_partial(self) -> bool:
+        """Whether a line has begun and not ended."""
+        return bool(self._partial.rstrip("\r"))
+
+    def flush(self) -> list[str]:
+        """The line that has begun, as far as it has come; what follows of it comes as another line."""
+        rest = self._partial.rstrip("\r")
+        if not rest:
+            return []
+        self._is_cut = not self._partial.endswith("\r")
+        self._partial = ""
+        return [rest]
 
     def feed(self, data: bytes) -> list[str]:
         """The lines that ``data`` completes, without their ends."""
@@ -74,6 +89,10 @@ class Lines:
         held = "\r" if text.endswith("\r") else ""
         parts = text[: len(text) - len(held)].replace("\r\n", "\n").replace("\r", "\n").split("\n")
         rest = parts.pop()
+        if self._is_cut and (parts or rest):
+            self._is_cut = False
+            if parts and not parts[0]:
+                del parts[0]
         while len(rest) > _LINE_LIMIT:
             parts.append(rest[:_LINE_LIMIT])
             rest = rest[_LINE_LIMIT:]
