@@ -277,7 +277,7 @@ def test_after_shutdown_the_strategy_says_so() -> None:
 INTERRUPTED = """
 import os, sys, central_storage as cs
 import central_storage.controller.core
-central_storage.controller.core._NAME_WAIT_EVERY = 0.2
+os.environ["CS_NAME_WAITS"] = "0.2"
 def replica(): return int(cs.get_replica_context().replica_id_in_sync_group)
 strategy = cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True)
 pipe = os.pipe()[0]

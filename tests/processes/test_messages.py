@@ -37,9 +37,10 @@ cs.CentralStorageStrategy(["cpu"] * 2).run(step)
 """
 LONG = """
 import sys, central_storage as cs
+flag = sys.argv[1]
 def step():
     import os
-    os.close(os.open(sys.argv[1], os.O_RDONLY))
+    os.close(os.open(flag, os.O_RDONLY))
 cs.CentralStorageStrategy(["cpu:0"]).run(step)
 """
 

@@ -100,8 +100,8 @@ class Service:
         that come from elsewhere have no limit. ``start_child`` starts what a command stands for, with the arguments of
         :class:`~.children.Child`. Segments lie in ``medium`` (default: :class:`~central_storage.launch.memory.Memfd`).
         ``recovery`` says what is done when a process dies (default: Recovery()). Without ``mailboxes`` messages go over
-        ZeroMQ alone. ``choose`` says what the first controller wants to be started instead of ``commands``; until then
-        nothing is shown."""
+        ZeroMQ alone. ``choose`` says what the first controller wants instead of ``commands``; before, nothing is shown.
+        """
         self.run_directory = run_directory
         #: The first process that ended unasked, unless another in its place has worked since; or None.
         self.first_failure: Died | None = None
@@ -136,8 +136,7 @@ class Service:
         self._mailroom = Mailroom(run, why_no_mailboxes(medium, wanted=mailboxes))
         self._transport = transport_of(medium, mailboxes=mailboxes)
         self._choose = choose
-        #: Processes in whose place others were started before anybody used them.
-        self._unused = Processes()
+        self._unused = Processes()  # in whose place others were started before anybody used them
         self._seating = Seating(self._children, self._deaths, self._transport, self.say)
         self._reception = Reception(loop, self._record, self._peer_ended, self._seating.is_waiting)
         sink.on_room = self._children.listen
@@ -148,13 +147,11 @@ class Service:
         if self._takes_up:  # two servers must never write the same memory
             end_leftovers(self.run_directory, "server")
         try:
-            self._reception.open(os.path.join(self.run_directory, "supervisor"))
+            if not self._reception.is_open:
+                self._reception.open(os.path.join(self.run_directory, "supervisor"))
         except OSError as error:
             self._fail_start(f"no socket can be made in {self.run_directory}: {error.strerror}")
             return
-        self._start_children()
-
-    def _start_children(self) -> None:
         self._call_later(self._start_timeout, self._start_deadline)
         for command in self._commands:
             try:
@@ -279,17 +276,18 @@ class Service:
         if choose is None:
             return
         assert isinstance(self._sink, HeldSink)
+        held = self._sink
         try:
             commands = choose(choice)
-            if commands != self._commands or self._state == "failed":
-                self._sink.held.clear()
-                self._start_over(commands)
         except CentralStorageError as error:
+            self._sink = held.released()
             self._fail_start(str(error))
-        self._sink = self._sink.released()
-
-    def _start_over(self, commands: Sequence[Command]) -> None:
-        """Start these processes in the place of those that run, which nobody has used."""
+            return
+        if commands == self._commands and self._state != "failed":
+            self._sink = held.released()
+            return
+        held.held.clear()
+        self._sink = held.released()
         for timer in self._timers:
             timer.cancel()
         for child in self._children:
@@ -305,7 +303,7 @@ class Service:
         self.start_failure, self.first_failure, self.has_lost = None, None, False
         self._memory.clear()
         self._state, self._commands = "starting", commands
-        self._start_children()
+        self.start()
 
     def _lines(self, child: Running, stream: Stream, lines: list[str]) -> None:
         if child in self._unused:
@@ -442,10 +440,6 @@ class Service:
                 child.kill(request.reason)
             else:
                 child.show_stacks()
-
-    def _died_elsewhere(self, peer: Peer, died: Died) -> None:
-        if not self._seating.has_died(peer, died):
-            _drop(peer, died)
 
     def _shut_down(self, peer: Peer, request: Shutdown) -> None:
         if peer is not self._owner:
@@ -587,7 +581,7 @@ class Service:
         ShowStacks: ("server", _pass_on),
         ClientGone: ("server", _give_up),
         MadeProgress: (None, _has_worked),
-        Died: (None, _died_elsewhere),
+        Died: (None, lambda self, peer, died: None if self._seating.has_died(peer, died) else _drop(peer, died)),
         Shutdown: (None, _shut_down),
     }
 
