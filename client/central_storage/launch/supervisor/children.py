@@ -22,6 +22,7 @@ from typing import Protocol
 from central_storage.launch.plan import Command
 from cs_proto.messages import Introduce
 from cs_runtime import open_files
+from cs_runtime.transport.readiness import is_readable
 
 from .connections import Peer
 from .loop import Loop, Timer
@@ -250,10 +251,12 @@ class Child:
 
     def _flush(self, descriptor: int) -> None:
         """Show what has come of a line: a prompt, dots, a progress bar that ends no line."""
-        self._flushes.pop(descriptor, None)
-        if descriptor in self._pipes:
-            stream, lines = self._pipes[descriptor]
-            self._tell(stream, lines.flush())
+        if is_readable(descriptor, 0):  # the rest of the line may be there, and somebody reads slowly
+            self._flushes[descriptor] = self._loop.call_later(_FLUSH_SECONDS, partial(self._flush, descriptor))
+            return
+        del self._flushes[descriptor]
+        stream, lines = self._pipes[descriptor]
+        self._tell(stream, lines.flush())
 
     def _ended(self) -> None:
         # Not reaped yet, it still holds its process group's number: nobody else can be hit.
