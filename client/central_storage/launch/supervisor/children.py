@@ -167,6 +167,7 @@ class Child:
         self._pidfd = os.pidfd_open(self.pid)
         self._pipes: dict[int, tuple[Stream, Lines]] = {}
         self._flushes: dict[int, Timer] = {}
+        self._fresh: set[int] = set()  # read since the timer was set
         for stream, pipe in (("stdout", self._process.stdout), ("stderr", self._process.stderr)):
             if pipe is not None:
                 os.set_blocking(pipe.fileno(), False)
@@ -244,6 +245,7 @@ class Child:
                     self._flushes[descriptor] = self._loop.call_later(_FLUSH_SECONDS, partial(self._flush, descriptor))
                 return
             limit -= len(data)
+            self._fresh.add(descriptor)
             self._tell(stream, lines.feed(data) if data else lines.finish())
             if not data:
                 self._close_pipe(descriptor)
@@ -251,7 +253,9 @@ class Child:
 
     def _flush(self, descriptor: int) -> None:
         """Show what has come of a line: a prompt, dots, a progress bar that ends no line."""
-        if is_readable(descriptor, 0):  # the rest of the line may be there, and somebody reads slowly
+        # More may come of the line, or may be there where somebody reads slowly.
+        if descriptor in self._fresh or is_readable(descriptor, 0):
+            self._fresh.discard(descriptor)
             self._flushes[descriptor] = self._loop.call_later(_FLUSH_SECONDS, partial(self._flush, descriptor))
             return
         del self._flushes[descriptor]
