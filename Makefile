@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo setup check test test-slow test-properties test-zeromq test-containers test-interop test-tools test-soak test-pythons test-all \
-        lint pytest fmt docs docs-serve dist soak bench bench-quick clean
+        lint pytest fmt docs docs-serve dist soak bench bench-quick compare-tf clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -41,12 +41,12 @@ check: $(VENV)/.installed-dev  ## style, types, contracts, and the quick tests t
 	@$(MAKE) --no-print-directory -j2 lint pytest IGNORED="$(SYSTEM)" CHOSEN='$(CHECK)'
 
 test: $(VENV)/.installed-dev  ## check, the long tests, and those of the whole system: five minutes
-	@$(MAKE) --no-print-directory -j2 lint pytest IGNORED="interop soak"
+	@$(MAKE) --no-print-directory -j2 lint pytest IGNORED="interop soak" CHOSEN=--hypothesis-profile=sample
 
 test-slow: $(VENV)/.installed-dev  ## what test leaves out: programs in threads and on stand-ins for GPUs, deaths at every event, ...
 	@$(PYTEST) -m slow --ignore=tests/interop --ignore=tests/soak
 
-test-properties: $(VENV)/.installed-dev  ## ten times as many examples of every property as test tries
+test-properties: $(VENV)/.installed-dev  ## fifty times as many examples of every property as test tries
 	@$(PYTEST) -m hypothesis --hypothesis-profile=full --timeout=600 --ignore=tests/interop --ignore=tests/soak
 
 test-zeromq: $(VENV)/.installed-dev  ## the tests of whole services again, with every message over ZeroMQ
@@ -55,7 +55,7 @@ test-zeromq: $(VENV)/.installed-dev  ## the tests of whole services again, with 
 test-containers: $(VENV)/.installed-dev  ## docker-compose with a real engine, which is installed and started where that may be
 	@tests/containers/run $(BIN)/python $(if $(IF_POSSIBLE),--if-possible)
 
-test-interop: $(VENV)/.installed-interop  ## replica functions and data of torch, which is installed for it
+test-interop: $(VENV)/.installed-interop  ## replica functions of torch, and data of torch, grain and Hugging Face, which are installed for it
 	@$(BIN)/python -m pytest tests/interop
 
 test-tools: docs  ## a browser reads the documentation site; installed where that may be, else nothing is tested
@@ -105,6 +105,9 @@ bench: $(VENV)/.installed-dev  ## measure beside others, in environments of thei
 bench-quick: $(VENV)/.installed-dev  ## measure the service and the floors: about two minutes
 	@$(BIN)/python benchmarks/bench.py --quick
 
+compare-tf: $(VENV)/.installed-dev  ## run two programs in TensorFlow and here, and print the largest difference
+	@$(BIN)/python benchmarks/compare_tf.py
+
 clean:  ## remove all that was made here, the virtual environment too
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache benchmarks/results.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -121,8 +124,9 @@ $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	@touch $@ $(VENV)/.installed-demo
 
 $(VENV)/.installed-interop: $(VENV)/.installed-dev
-	@echo "installing torch into $(VENV), once"
+	@echo "installing torch, grain and datasets into $(VENV), once"
 	@$(INSTALL) torch==2.13.0
+	@$(INSTALL) -e '.[interop]'
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed-dev

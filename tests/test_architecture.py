@@ -32,7 +32,7 @@ PUBLIC = """
     PerReplica ReduceOp ReplicaContext RunOptions StrategyExtended ValueContext Variable VariableAggregation
     VariableSynchronization aio connect convert_to_tensor data device errors experimental_set_strategy function
     get_array_module get_replica_context get_strategy gradient_buffers has_strategy in_cross_replica_context metrics
-    nest nn optimizers train
+    nest nn optimizers random train
 """
 
 #: Contract -> (file that exists, line that breaks it).

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from . import nest as nest
     from . import nn as nn
     from . import optimizers as optimizers
+    from . import random as random
     from . import train as train
     from .core.context import ReplicaContext as ReplicaContext
     from .core.context import experimental_set_strategy as experimental_set_strategy

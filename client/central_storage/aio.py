@@ -3,7 +3,7 @@
     async with central_storage.aio.connect(address) as observer:
         value = await observer.get("w")
 
-Cancelling a question leaves the observer usable: the answer, when it comes, is dropped.
+After the cancellation of a question the observer is still usable; a late answer is dropped.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def connect(address: str | None = None, timeout: float = 10.0) -> Connecting:
 
 
 class Connecting:
-    """What :func:`connect` returns: an awaitable, and an asynchronous context manager, that gives an :class:`Observer`.
+    """The result of :func:`connect`: an awaitable, and an asynchronous context manager, for an :class:`Observer`.
 
     Examples:
         >>> import central_storage as cs
@@ -81,10 +81,10 @@ class Connecting:
 
 
 class Observer:
-    """A read-only session with a service, used in one event loop; questions of several tasks come one after the other.
+    """A read-only session with a service, for one event loop. Questions of several tasks are sent one after the other.
 
-    Every question raises NoAnswerError (a TimeoutError) where the answer does not come in time, ShutdownError (a
-    RuntimeError) where the service has ended or the observer was closed.
+    Every question raises NoAnswerError (a TimeoutError) if the answer does not come in time, and ShutdownError (a
+    RuntimeError) if the service has ended or the observer was closed.
 
     Examples:
         >>> import asyncio
@@ -120,7 +120,7 @@ class Observer:
         observer = cls(session)
         try:
             observer.replicas = await observer._ask(session.hello())
-        except BaseException:  # a cancellation, too, leaves no socket behind
+        except BaseException:  # a cancellation must not leave the socket open, either
             await observer.close()
             raise
         return observer
@@ -162,7 +162,7 @@ class Observer:
         return await self._ask(self._session.statistics())
 
     async def close(self) -> None:
-        """Say goodbye; whoever waits for an answer gets ShutdownError. Idempotent, and never waits for long."""
+        """Close the session. Tasks that wait for an answer get ShutdownError. Idempotent; returns quickly."""
         if not self._context.closed:
             self._socket.send_multipart(self._session.goodbye())  # sent at once, so there is nothing to await
             self._context.destroy(linger=self._session.linger())
@@ -184,7 +184,7 @@ class Observer:
             await self._socket.send_multipart(encode(question.request))
             patience = Patience(self._session.timeout)
             while True:
-                # Polled, and then received without waiting: a time-out or cancellation takes no message along.
+                # Poll first, and then receive without waiting, so that a cancellation cannot lose a message.
                 try:
                     ready = await self._socket.poll(patience.milliseconds)
                 finally:

@@ -44,6 +44,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made, and those of files outside ``docs/``, also of files that a page links to."""
+    _page_of.clear()  # make docs-serve builds again in the same process
     for page, path in OUTSIDE.items():
         if (ROOT / path).exists():
             files.append(File.generated(config, page, content=(ROOT / path).read_text()))

@@ -19,7 +19,7 @@ INTERNAL = {
     "CentralStorageStrategy": """from_backend controller devices_by_replica call series carrier variable_sets handles
         extended_parameter_device object_for adopt claim remember evaluate_schedules logical_devices_here""",
     "Counters": "wire_of values_of to_wire check refuse",
-    "DistributedDataset": "place go_to is_iterated_by is_elsewhere orders set_orders fault",
+    "DistributedDataset": "place go_to is_iterated_by is_elsewhere orders set_orders fault has_states",
     "DistributedIterator": "give_back lend end_lending is_over place is_at go_to fault orders",
     "ReplicaContext": "backend end is_local",
     "Variable": "from_record adopt is_ordinary number current forget_view",

@@ -187,7 +187,7 @@ def decode(parts: Sequence[Buffer], limits: Limits = LIMITS) -> Record:
 
 
 # The beginning of a message of a client's run, up to the number of the run. The second table gives, for the first byte
-# of that number, how many more bytes it has, if it is not too large for a run. In a Run the draw follows.
+# of that number, how many more bytes it has, if it is not too large for a run. In a Run the step follows.
 _BEGINNINGS = {bytes([0x91 + len(fields_of(kind)), kind.code, 0x91]): kind for kind in (Return, Run)}
 _NUMBER_NBYTES = dict.fromkeys(range(128), 0) | {0xCC + power: 1 << power for power in range(3)}
 # The msgpack prefixes of up to 255 bytes and of up to 65535.
@@ -200,7 +200,7 @@ class Decoder:
     """Decodes messages like :func:`decode`, and caches those of a step.
 
     The message of a step differs from the message of an earlier step only in the number of the run, in the pickled
-    arguments or the result, and, in a Run, in the draw. So the decoder compares all other bytes with the cached
+    arguments or the result, and, in a Run, in the step. So the decoder compares all other bytes with the cached
     message and does not decode them again.
     """
 
@@ -217,23 +217,23 @@ class Decoder:
             return decode(parts, self._limits)
         start = 4 + _NUMBER_NBYTES.get(header[3], len(header))
         number = header[3] if start == 4 else int.from_bytes(header[4:start], "big")
-        draw = 1
+        step = 0
         if header[1] == Run.code and start < len(header):
             first = start + 1
             start = first + _NUMBER_NBYTES.get(header[start], len(header))
-            draw = header[first - 1] if start == first else int.from_bytes(header[first:start], "big")
+            step = header[first - 1] if start == first else int.from_bytes(header[first:start], "big")
         for between, behind, known in entries:
-            if header.startswith(between, start) and number >= known.series and draw >= 1:
+            if header.startswith(between, start) and number >= known.series:
                 at = start + len(between)
                 if behind is None:
                     if at == len(header) and len(parts) == 2 and _has_room(parts[1], self._limits):
-                        return altered(known, run=(number,), draw=draw, arguments=Frame(parts[1]))
+                        return altered(known, run=(number,), step=step, arguments=Frame(parts[1]))
                 elif len(parts) == 1 and at < (last := len(header) - len(behind)) and header.endswith(behind):
                     first = at + (2 if header[at] == _BYTES else 3)
                     length = int.from_bytes(header[at + 1 : first], "big")
                     if header[at] in (_BYTES, _MORE_BYTES) and first + length == last:
                         if type(known) is Run:
-                            return altered(known, run=(number,), draw=draw, arguments=header[first:last])
+                            return altered(known, run=(number,), step=step, arguments=header[first:last])
                         return altered(known, run=(number,), value=Value(header[first:last], ()))
         record = decode(parts, self._limits)
         rest = _rest(record) if len(header) <= _KNOWN_NBYTES else None
@@ -261,8 +261,8 @@ def _rest(record: Record) -> tuple[bytes, bytes, bytes | None, Return | Run] | N
         return between, pack(body), behind, altered(record, value=None)
     if type(record) is Run and record.function is None and not record.buffers and not record.held:
         wire = record.to_wire([])
-        _, _, _, *before, arguments, buffers, series, lookahead, held = wire
-        between, behind = b"".join(map(pack, before)), b"".join(map(pack, (buffers, series, lookahead, held)))
+        _, _, _, *before, arguments, buffers, series, lookahead, held, name = wire
+        between, behind = b"".join(map(pack, before)), b"".join(map(pack, (buffers, series, lookahead, held, name)))
         known = altered(record, arguments=b"")
         if type(record.arguments) is bytes:
             return between, pack(arguments), behind, known

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sklearn.metrics import average_precision_score, precision_score, recall_score, roc_auc_score
 
 import central_storage as cs
 from central_storage import errors
@@ -47,18 +46,22 @@ def test_metrics_of_a_class_are_merged() -> None:
 
 @pytest.mark.parametrize("threshold", [0.0, 0.25, 0.5, 1.0])
 def test_precision_and_recall_are_those_of_scikit_learn(threshold: float) -> None:
+    from sklearn import metrics as scores  # every process of the tests would import it, and one needs it
+
     predicted = np.float32(threshold) < CHANCES
     for metric, reference in (
-        (cs.metrics.Precision(threshold), precision_score),
-        (cs.metrics.Recall(threshold), recall_score),
+        (cs.metrics.Precision(threshold), scores.precision_score),
+        (cs.metrics.Recall(threshold), scores.recall_score),
     ):
         expected = reference(LABELS, predicted, sample_weight=WEIGHTS, zero_division=0)
         assert float(fed(metric, LABELS, CHANCES, sample_weight=WEIGHTS)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_several_thresholds_give_one_number_each_in_their_order() -> None:
+    from sklearn import metrics as scores
+
     found = fed(cs.metrics.Recall([0.7, 0.2]), LABELS, CHANCES)
-    expected = [recall_score(LABELS, np.float32(at) < CHANCES) for at in (0.7, 0.2)]
+    expected = [scores.recall_score(LABELS, np.float32(at) < CHANCES) for at in (0.7, 0.2)]
     assert found.shape == (2,)
     assert found == pytest.approx(expected, rel=1e-6)
 
@@ -109,8 +112,12 @@ def test_the_area_is_that_of_the_definition(curve: str, method: str) -> None:
 
 
 def test_the_area_comes_near_that_of_all_thresholds() -> None:
-    assert float(fed(cs.metrics.AUC(2000), LABELS, CHANCES)) == pytest.approx(roc_auc_score(LABELS, CHANCES), abs=1e-3)
-    exact = average_precision_score(LABELS, CHANCES)
+    from sklearn import metrics as scores
+
+    assert float(fed(cs.metrics.AUC(2000), LABELS, CHANCES)) == pytest.approx(
+        scores.roc_auc_score(LABELS, CHANCES), abs=1e-3
+    )
+    exact = scores.average_precision_score(LABELS, CHANCES)
     assert float(fed(cs.metrics.AUC(2000, "PR"), LABELS, CHANCES)) == pytest.approx(exact, abs=3e-3)
 
 

@@ -45,6 +45,7 @@ pytestmark = [
     pytest.mark.timeout(func_only=True),  # a case, not the start of the services before the first
     pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*no gradient for:UserWarning"),
+    pytest.mark.filterwarnings("ignore:synchronization=ON_READ has no effect:UserWarning"),
 ]
 
 CASES = load()

@@ -38,6 +38,8 @@ from cs_proto.records import Record, replace
 HELLO = messages.Hello(messages.PROTOCOL, "controller", "c", 7)
 SERVING = messages.Serving("ipc:///run/server", "/run", "ipc")
 SEED = 5
+#: The name of every function.
+NAME = "module.function"
 ANSWERS: dict[type[Record], type[Record]] = {
     messages.Assign: messages.Done,
     messages.Create: messages.Created,
@@ -149,17 +151,17 @@ def a_run(
     number: int,
     replica: int,
     *,
-    draw: int = 0,
+    step: int | None = None,
     function: bytes = b"f",
     brings: bool = False,
     frozen: bool = False,
     series: int = 0,
     lookahead: int = 0,
 ) -> Run:
-    """The Run of ``replica``; ``draw`` 0 is the number of the run."""
+    """The Run of ``replica``; ``step`` None is the number of the run, which is counted from 1, less 1."""
     return Run(
         run=(number,),
-        draw=draw or number,
+        step=number - 1 if step is None else step,
         replica=replica,
         seed=SEED,
         digest=digest_of(function),
@@ -170,6 +172,7 @@ def a_run(
         series=series,
         lookahead=lookahead,
         held=(),
+        name=NAME,
     )
 
 
@@ -315,11 +318,11 @@ class Playbook:
                 return commands
 
     def _send(self, function: bytes, frozen: bool) -> list[Command]:
-        beginning = self.core.next_run(self.series, digest_of(function), frozen)
+        beginning = self.core.next_run(self.series, NAME, digest_of(function), frozen)
         said = [
             Run.values_of(
                 run=beginning.run,
-                draw=beginning.draw,
+                step=beginning.step,
                 replica=replica,
                 seed=SEED,
                 digest=digest_of(function),
@@ -330,6 +333,7 @@ class Playbook:
                 series=beginning.series,
                 lookahead=beginning.lookahead,
                 held=(),
+                name=beginning.name,
             )
             for replica, lacks in enumerate(beginning.lacks)
         ]

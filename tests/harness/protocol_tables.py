@@ -1,6 +1,6 @@
-"""The tables of docs/protocol.md, made from the code: ``python -m tests.harness.protocol_tables`` writes them anew.
+"""The tables of docs/protocol.md, made from the code: ``python -m tests.harness.protocol_tables`` writes them again.
 
-Each stands between two markers, ``<!-- name -->`` and ``<!-- /name -->``; what is around them is written by hand.
+Each table stands between two markers, ``<!-- name -->`` and ``<!-- /name -->``; people write the text around them.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _GROUPS = [
     (10, 29, "Sessions"),
     (30, 49, "Requests of controllers and observers"),
     (50, 59, "Merge points, inside Ask and Return"),
-    (60, 69, "What replicas send"),
-    (70, 89, "What the server answers"),
+    (60, 69, "Messages of replicas"),
+    (70, 89, "Answers of the server"),
     (90, 109, "Controller to worker"),
     (110, 139, "The supervisor's socket"),
-    (140, 149, "What the server asks"),
+    (140, 149, "Requests of the server"),
 ]
 
 
 def records() -> Iterator[str]:
-    """Every record: code, name, fields in order, what it is; below each table, what else its docstring says."""
+    """Every record: code, name, fields in order, meaning; below each table, the rest of the records' docstrings."""
     for first, last, title in _GROUPS:
         yield f"**{title}**\n"
-        yield "| code | record | fields | is |"
+        yield "| code | record | fields | meaning |"
         yield "| --- | --- | --- | --- |"
         more: list[str] = []
         for code in sorted(RECORDS):
@@ -60,7 +60,7 @@ def records() -> Iterator[str]:
 def errors() -> Iterator[str]:
     """Every exception code."""
     built_in = [f"`{code}`" for code, kind in CODES.items() if issubclass(kind, ReplicaError)]
-    yield "| code | is |"
+    yield "| code | meaning |"
     yield "| --- | --- |"
     for code, kind in CODES.items():
         if not issubclass(kind, ReplicaError):

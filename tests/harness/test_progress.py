@@ -32,7 +32,9 @@ def command(tmp_path: Path) -> list[str]:
     return [sys.executable, "-m", "pytest", *options, str(tmp_path)]
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
+@pytest.mark.parametrize(
+    "workers", [pytest.param((), id="alone"), pytest.param(("-n", "2"), id="xdist", marks=pytest.mark.slow)]
+)
 def test_a_log_gets_a_line_for_every_tenth(command: list[str], workers: tuple[str, ...]) -> None:
     ended = subprocess.run([*command, *workers], cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 1, ended

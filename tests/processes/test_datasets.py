@@ -16,7 +16,10 @@ from cs_runtime.shared_memory.arena import Arena
 BIG = 40_000  # float32 rows of a batch that go through shared memory
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["processes", "threads"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(False, id="processes"), pytest.param(True, id="threads", marks=pytest.mark.slow)],
+)
 def two(request: pytest.FixtureRequest) -> Iterator[cs.CentralStorageStrategy]:
     with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=request.param) as strategy:
         yield connected(strategy)

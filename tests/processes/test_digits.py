@@ -46,6 +46,7 @@ def test_the_demonstration() -> None:
     assert float(accuracy) >= 0.97
 
 
+@pytest.mark.slow
 def test_all_ways_in_and_steps_sent_ahead_do_the_same(tmp_path: Path) -> None:
     digits, few = quick_digits(tmp_path), ("--epochs", "2")
     launched = run(*LAUNCH, digits, *few).ok()
@@ -82,8 +83,8 @@ TRAINED = re.escape("replicas (0, 1) 2.0")
     ("end", "code", "words"),
     [
         ("", 0, ""),
-        ("strategy.shutdown(); strategy.shutdown()", 0, ""),
-        ("sys.exit(3)", 3, ""),
+        pytest.param("strategy.shutdown(); strategy.shutdown()", 0, "", marks=pytest.mark.slow),
+        pytest.param("sys.exit(3)", 3, "", marks=pytest.mark.slow),
         ("1 / 0", 1, "ZeroDivisionError: division by zero"),
         ("os._exit(4)", 4, ""),
     ],
@@ -110,8 +111,15 @@ def is_over(child: Child, *codes: int) -> None:
     assert child.left(unit(5)) == []
 
 
-@pytest.mark.parametrize(("number", "codes"), [(signal.SIGTERM, (-15, 143)), (signal.SIGKILL, (-9,))])
-@pytest.mark.parametrize("way", ["alone", "launched"])
+@pytest.mark.parametrize(
+    ("way", "number", "codes"),
+    [
+        ("alone", signal.SIGKILL, (-9,)),
+        ("launched", signal.SIGTERM, (-15, 143)),
+        pytest.param("alone", signal.SIGTERM, (-15, 143), marks=pytest.mark.slow),
+        pytest.param("launched", signal.SIGKILL, (-9,), marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_script_or_launcher_takes_all_along(
     script: Path, way: str, number: signal.Signals, codes: tuple[int, ...]
 ) -> None:

@@ -207,7 +207,8 @@ def test_the_gpu_of_every_container_has_the_same_name(tmp_path: Path) -> None:
     assert ended.out == "['gpu:0', 'gpu:0'] [2.0, 2.0, 2.0]\n"
 
 
-@pytest.mark.parametrize("victim", [pytest.param("the launcher", marks=pytest.mark.slow), "the worker"])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["the launcher", "the worker"])
 def test_a_worker_that_is_killed_ends_the_run_with_the_reason(elsewhere: Elsewhere, victim: str) -> None:
     with start(*script(elsewhere, blocks=True), environment=elsewhere.environment) as child:
         worker = elsewhere.workers[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.harness.processes import ROOT, run
 
@@ -48,6 +49,13 @@ def test_the_code_of_the_guide_runs(page: str, tmp_path: Path) -> None:
         assert shown in said, f"{shown} is not printed in its turn\n{ended}"
 
 
+def test_dropout_trains_and_makes_the_same_bits_again() -> None:
+    lines = run("examples/dropout.py").ok().lines
+    assert len(lines) == 10
+    assert float(lines[-1].split()[-1].rstrip("%")) > 90
+    assert run("examples/dropout.py").ok().lines == lines
+
+
 def test_the_embedding_is_learned() -> None:
     sizes = ("--users", "300", "--items", "100", "--rank", "2", "--ratings", "10000", "--batch", "400", "--epochs", "4")
     ended = run("cs-launch", "--devices", "cpu:0,cpu:1", "examples/embedding.py", *sizes).ok()
@@ -55,3 +63,14 @@ def test_the_embedding_is_learned() -> None:
     assert len(epochs) == 4
     assert "0.0 MB for tables" in memory
     assert float(unseen.rpartition(" ")[2]) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("program", "largest"), [("spirals", 0.1), ("ratings", 2.0)], ids=["training loop", "recommender"]
+)
+def test_a_port_from_tensorflow_learns(program: str, largest: float, tmp_path: Path) -> None:
+    folder = ROOT / "examples/from_tensorflow"
+    ended = run(folder / f"{program}.py", "--save", tmp_path / "saved.npz").ok()
+    assert float(ended.lines[-1].split()[3]) < largest
+    with np.load(tmp_path / "saved.npz") as saved:
+        assert saved["losses"][-1] < saved["losses"][0] / 4

@@ -24,7 +24,7 @@ def replica() -> Any:
     return context().replica_id_in_sync_group
 
 
-@pytest.fixture(scope="module", params=["processes", "threads"])
+@pytest.fixture(scope="module", params=["processes", pytest.param("threads", marks=pytest.mark.slow)])
 def pair(request: pytest.FixtureRequest) -> Iterator[cs.CentralStorageStrategy]:
     """Two replicas with two devices each."""
     devices = [("CPU:0", "CPU:1"), ("CPU:2", "CPU:3")]
@@ -32,7 +32,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[cs.CentralStorageStrategy]:
         yield connected(strategy, nested=True)
 
 
-@pytest.fixture(scope="module", params=["processes", "threads"])
+@pytest.fixture(scope="module", params=["processes", pytest.param("threads", marks=pytest.mark.slow)])
 def alone(request: pytest.FixtureRequest) -> Iterator[cs.CentralStorageStrategy]:
     """One replica."""
     with cs.CentralStorageStrategy(["cpu:0"], in_process=request.param == "threads") as strategy:

@@ -10,7 +10,12 @@ from tests.harness.processes import run
 from tests.soak.causes import CASES, failed
 
 #: Slow tests: another case shows the same rule.
-LIKE_OTHERS = {"exit code": "early exit 0", "killed": "segmentation fault", "import error": "exception"}
+LIKE_OTHERS = {
+    "exit code": "early exit 0",
+    "killed": "segmentation fault",
+    "import error": "exception",
+    "memory limit": "exception",
+}
 TRIED = [pytest.param(name, marks=pytest.mark.slow if name in LIKE_OTHERS else ()) for name in CASES]
 
 

@@ -118,6 +118,7 @@ def run_directory() -> Iterator[str]:
         yield os.path.join(parent, "run")
 
 
+@pytest.mark.slow
 def test_whoever_cannot_map_says_so_beside_others_who_can(script: Path, shared: str, run_directory: str) -> None:
     environment = {"CS_ADDRESS": run_directory, "OMP_NUM_THREADS": "1"}
     launch = str(Path(sys.executable).with_name("cs-launch"))

@@ -64,9 +64,9 @@ def train(strategy: cs.CentralStorageStrategy, **optimizer_arguments: Any) -> li
     return [w.numpy(), table.numpy(), count.numpy(), slot.numpy(), np.array(losses)]
 
 
-@pytest.mark.parametrize("bound", [{}, {"clipnorm": 0.1}])
+@pytest.mark.parametrize("bound", [{}, pytest.param({"clipnorm": 0.1}, marks=pytest.mark.slow)])
 def test_training_gives_what_it_gives_on_a_cpu(two: cs.CentralStorageStrategy, bound: dict[str, float]) -> None:
-    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], "cpu:0") as on_cpu:
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], "cpu:0", in_process=True) as on_cpu:
         expected = train(on_cpu, **bound)
     for ours, theirs in zip(train(two, **bound), expected, strict=True):
         if bound:  # a norm is added up in another order
@@ -77,7 +77,7 @@ def test_training_gives_what_it_gives_on_a_cpu(two: cs.CentralStorageStrategy, b
 
 def test_one_context_and_that_is_the_servers(gpus: StandInGpus, two: cs.CentralStorageStrategy) -> None:
     found = {}
-    for process in psutil.Process().children(recursive=True):
+    for process in psutil.Process(two.statistics().pid).parent().children():
         command = process.cmdline()
         found[next((name for name in ("cs_server", "cs_worker") if name in command), "")] = gpus.counts(process.pid)
     assert found["cs_worker"] is None

@@ -42,7 +42,7 @@ def meet() -> float:
 # --- the same results -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("replicas", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_training_has_the_bits_of_one_process(replicas: int) -> None:
     with threadpool_limits(1), threads(replicas) as strategy:
         for in_place in (True, False):

@@ -18,7 +18,9 @@ F32 = np.float32
 DEVICES = ["cpu:0", "cpu:1"]
 
 
-@pytest.fixture(scope="module", params=["processes", "threads", pytest.param("carried", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["processes", *(pytest.param(way, marks=pytest.mark.slow) for way in ("threads", "carried"))]
+)
 def service(request: pytest.FixtureRequest) -> Iterator[cs.CentralStorageStrategy]:
     in_process = request.param in ("threads", "carried")
     with pytest.MonkeyPatch.context() as patch:

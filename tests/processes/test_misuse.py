@@ -30,14 +30,13 @@ class World(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    devices = ["cpu:0", "cpu:1"]
-    with cs.CentralStorageStrategy(devices) as s, cs.CentralStorageStrategy(devices) as other:
-        with s.scope():
+def world(two: cs.CentralStorageStrategy) -> Iterator[World]:
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as other:
+        with two.scope():
             v = cs.Variable(np.zeros(3, np.float32), name="plain")
             summed = cs.Variable(0.0, name="summed", aggregation=cs.VariableAggregation.SUM)
             optimizer = cs.optimizers.SGD(0.1)
-        yield World(connected(s), connected(other), v, summed, optimizer)
+        yield World(two, connected(other), v, summed, optimizer)
 
 
 def per_replica(s: cs.CentralStorageStrategy, *values: Any) -> Any:

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from tests.harness.processes import start
 from tests.harness.replicas import context, replica
-from tests.harness.services import connected
 from tests.harness.timing import unit
 
 import central_storage as cs
@@ -25,13 +24,6 @@ SOON = 10  # units; it takes well under a second, and 5 s is what is promised
 
 def meet() -> float:
     return float(context().all_reduce("SUM", np.ones(2))[0])
-
-
-@pytest.fixture(scope="module")
-def mortal() -> Iterator[cs.CentralStorageStrategy]:
-    """A strategy whose workers may die as often as the tests like."""
-    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], max_restarts=1000) as strategy:
-        yield connected(strategy)
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ import numpy as np
 import psutil
 import pytest
 from tests.harness.processes import start
-from tests.harness.services import connected
 
 import central_storage as cs
 from central_storage import errors
@@ -83,10 +82,10 @@ def values(results: Any) -> list[Any]:
 @cache
 def trained(devices: int, way: str) -> tuple[tuple[str, bytes], ...]:
     """Results and bits of a step and of a frozen one, in a service of their own: random numbers follow from a run's
-    number. ``way``: by run in a loop, by run_steps, or by run_steps with replicas in the script."""
+    number. ``way``: by run in a loop with replicas in the script, by run_steps, or by run_steps with such replicas."""
     ended = []
     names = [f"cpu:{number}" for number in range(devices)]
-    with cs.CentralStorageStrategy(names, seed=5, in_process=way == "in the script") as strategy:
+    with cs.CentralStorageStrategy(names, seed=5, in_process=way != "run_steps") as strategy:
         for frozen in (False, True):
             model = Model(strategy)
             step = cs.function(model.step) if frozen else model.step
@@ -418,7 +417,7 @@ def test_a_failure_after_the_loop_was_left_is_named(
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
-def test_large_batches_and_results_reuse_the_memory_of_those_before(two: cs.CentralStorageStrategy) -> None:
+def test_large_batches_and_results_reuse_the_memory_of_those_before(own: cs.CentralStorageStrategy) -> None:
     rows = 1 << 16  # a batch and its results are 512 KiB each
 
     def elements() -> Iterator[np.ndarray]:
@@ -426,13 +425,13 @@ def test_large_batches_and_results_reuse_the_memory_of_those_before(two: cs.Cent
             yield np.full(rows, k, np.float64)
 
     spec = cs.data.TensorSpec((rows,), np.float64)
-    batches = two.experimental_distribute_dataset(cs.data.Dataset.from_generator(elements, output_signature=spec))
-    for k, result in enumerate(two.run_steps(lambda batch: batch + 1, batches)):
+    batches = own.experimental_distribute_dataset(cs.data.Dataset.from_generator(elements, output_signature=spec))
+    for k, result in enumerate(own.run_steps(lambda batch: batch + 1, batches)):
         for value in result.values:
             assert value.shape == (rows // 2,)
             assert (value == k + 1).all()
     assert k == 59
-    arenas = arena_nbytes(two.statistics().pid)
+    arenas = arena_nbytes(own.statistics().pid)
     assert len(arenas) >= 3
     assert all(0 < nbytes <= (LOOKAHEAD + 2) * rows * 8 for nbytes in arenas)
 
@@ -445,13 +444,6 @@ def arena_nbytes(server: int) -> list[int]:
 
 
 # --- the end of everything ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def mortal() -> Iterator[cs.CentralStorageStrategy]:
-    """A strategy whose processes may die as often as the tests below like."""
-    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], max_restarts=1000) as strategy:
-        yield connected(strategy)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -548,7 +540,8 @@ def watch(name):
             frame = frame.f_back
         if taken > said and "settle" in names and taken == results:
             said = taken
-            print(name, "waits after", said, flush=True)
+            # One write, so that no line of the main thread comes between.
+            print(f"{name} waits after {said}\\n", end="", flush=True)
         time.sleep(0.01)
 
 def loop(name, k, body):

@@ -107,6 +107,7 @@ def test_killed_at_every_place(undisturbed: dict[str, bytes], tmp_path: Path, mo
     assert {path.name for path in tmp_path.iterdir()} == set(items)
 
 
+@pytest.mark.slow
 def test_killed_at_random_instants(undisturbed: dict[str, bytes], protected: cs.CentralStorageStrategy) -> None:
     kills, over = 0, threading.Event()
 

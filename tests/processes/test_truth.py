@@ -137,7 +137,9 @@ def one_thread() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2, 3], ids="replicas={}".format)
+@pytest.fixture(
+    scope="module", params=[*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3], ids="replicas={}".format
+)
 def strategy(request: pytest.FixtureRequest, one_thread: None) -> Iterator[cs.CentralStorageStrategy]:
     """One service for each number of replicas, kept for all tests of it."""
     with start(request.param) as strategy:
@@ -166,6 +168,7 @@ def test_same_bits_when_gradients_are_copied_in(strategy: cs.CentralStorageStrat
     assert_same_bits(trained_by(strategy, "adam", in_place=False), expected)
 
 
+@pytest.mark.slow
 def test_same_bits_from_another_service(one_thread: None) -> None:
     with start(2) as another:  # the first has those of one process, as above
         assert_same_bits(trained_by(another, "momentum"), trained_here("momentum", 2))

@@ -49,7 +49,13 @@ except Exception as error:
 }
 
 
-@pytest.mark.parametrize("launcher", [(), ("cs-launch", "--devices", "cpu:0,cpu:1")], ids=["alone", "launched"])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param((), id="alone", marks=pytest.mark.slow),
+        pytest.param(("cs-launch", "--devices", "cpu:0,cpu:1"), id="launched"),
+    ],
+)
 def test_strategy_and_variables_at_module_level(launcher: tuple[str, ...], tmp_path: Path) -> None:
     ended = run(*launcher, ROOT / "examples/two_files/train.py", directory=tmp_path).ok()
     found = re.search(r"^(\d+\.\d)% told right$", ended.out, re.MULTILINE)

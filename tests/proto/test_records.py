@@ -96,7 +96,7 @@ def test_every_record_has_a_code_of_its_own() -> None:
         (lambda: DevicePlace(b"", 0, 64, b""), "offset 0 in a block of 64"),
         (lambda: Return((1,), 0, 1, (), 0, None, None), "a value or an error"),
         (lambda: Run((1,), 1, 0, 0, b"d", None, False, bytes_array(b""), ()), "a digest has 16 bytes"),
-        (lambda: Run((1,), 0, 0, 0, b"d" * 16, None, False, bytes_array(b""), ()), "Run.draw must be int from 1"),
+        (lambda: Run((1,), -1, 0, 0, b"d" * 16, None, False, bytes_array(b""), ()), "Run.step must be int from 0"),
         (lambda: VariableSpec("", "float32", (), True, 0, 0), "is not a variable name"),
         (lambda: VariableSpec("a\n", "float32", (), True, 0, 0), "is not a variable name"),
         (lambda: VariableSpec("a", "U3", (), True, 0, 0), "a variable cannot have dtype"),

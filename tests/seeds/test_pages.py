@@ -45,21 +45,21 @@ def two() -> Iterator[cs.CentralStorageStrategy]:
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[cs.CentralStorageStrategy]:
-    with cs.CentralStorageStrategy(["CPU:0", "CPU:1", "CPU:2", "CPU:3"]) as strategy:
+    with cs.CentralStorageStrategy(["CPU:0", "CPU:1", "CPU:2", "CPU:3"], in_process=True) as strategy:
         yield connected(strategy)
 
 
 @pytest.fixture(scope="module")
 def two_logical_devices() -> Iterator[cs.CentralStorageStrategy]:
     """Replicas of two logical devices each."""
-    with cs.CentralStorageStrategy([("CPU:0", "CPU:1"), ("CPU:2", "CPU:3")]) as strategy:
+    with cs.CentralStorageStrategy([("CPU:0", "CPU:1"), ("CPU:2", "CPU:3")], in_process=True) as strategy:
         yield connected(strategy)
 
 
 @pytest.fixture(scope="module")
 def eight_logical_devices() -> Iterator[cs.CentralStorageStrategy]:
     """One replica of eight logical devices."""
-    with cs.CentralStorageStrategy([tuple(f"CPU:{n}" for n in range(8))]) as strategy:
+    with cs.CentralStorageStrategy([tuple(f"CPU:{n}" for n in range(8))], in_process=True) as strategy:
         yield connected(strategy)
 
 

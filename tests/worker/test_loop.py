@@ -264,7 +264,7 @@ def test_random_state_is_that_of_the_run(pair: Service) -> None:
     assert [pair.result(replica) for replica in range(2)] == first
     assert len({*first, *second}) == 4
     for replica in range(2):  # a later run that draws what the first one drew
-        pair.tell(replica, replace(pair.run_record((52,), replica, draw), draw=50))
+        pair.tell(replica, replace(pair.run_record((52,), replica, draw), step=50))
     assert [pair.result(replica) for replica in range(2)] == first
 
 

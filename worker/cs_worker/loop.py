@@ -20,6 +20,7 @@ import numpy as np
 
 from central_storage import nest
 from central_storage.core import context
+from central_storage.core.random_streams import Streams
 from central_storage.pickling.pickler import load_arguments
 from central_storage.wire_values.value_codec import to_value
 from cs_proto import messages, segment_names
@@ -114,6 +115,7 @@ class Loop:
             with self._shop.turns.taken(work.run):
                 send_return = self._carry_out(controller, work)
             send_return()  # after the turn: what the script does next does not belong to this replica's turn
+            self._seeds.expect(Streams(work.seed, work.name, work.step + 1, work.replica))
             self._say_carried()
             if not self._has_worked:
                 self._has_worked = True
@@ -169,22 +171,23 @@ class Loop:
 
     def _call(self, sender: bytes, run: Run, replica: Replica) -> Value:
         shop = self._shop
-        with context.enter_replica(shop.strategy, replica):
+        streams = Streams(run.seed, run.name, run.step, run.replica, run.run[1:], shop.device.generator)
+        with context.enter_replica(shop.strategy, replica, streams):
             with shop.interrupts.user_code():
-                result = self._call_user(sender, run)
+                result = self._call_user(sender, run, streams)
             return to_value(result, Placing(shop.arena), shared=replica.shared)
 
     def _bring(self, leaf: Any) -> Any:
         return self._shop.device.bring(leaf) if isinstance(leaf, np.ndarray) else leaf
 
-    def _call_user(self, sender: bytes, run: Run) -> Any:
+    def _call_user(self, sender: bytes, run: Run, streams: Streams) -> Any:
         shop = self._shop
         function = self._programs.load(sender, run, shop.catalogue.resolve)
         buffers = [shop.catalogue.map(array).data for array in run.buffers]
         args, kwargs = load_arguments(_pickled(shop, run.arguments), buffers, shop.catalogue.resolve)
         if not shop.device.is_host:
             args, kwargs = nest.map_structure(self._bring, (args, kwargs))
-        self._seeds.begin(run.seed, run.draw_path, run.replica)
+        self._seeds.begin(streams)
         moment("called")
         try:
             result = function(*args, **kwargs)

@@ -8,6 +8,7 @@ value is saved, so a file depends on neither replicas nor devices. ``train`` and
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 from collections import deque
@@ -25,6 +26,7 @@ from central_storage.core.context import get_replica_context, has_strategy, requ
 from central_storage.core.handles import Handle
 from central_storage.data.dataset import Dataset
 from central_storage.data.distributed import DistributedDataset, DistributedFromFunction, DistributedIterator, Place
+from central_storage.data.libraries import packed_state, unpacked_state
 from central_storage.optimizers import Optimizer
 from central_storage.pickling.code_analysis import is_users
 from central_storage.variables.moving_averages import ExponentialMovingAverage
@@ -128,6 +130,8 @@ class _Entry:
     write: Callable[[np.ndarray], object]
     #: Why a value of the right shape and dtype cannot be set, or None.
     fault: Callable[[np.ndarray], str | None] | None = None
+    #: Whether it may have another length in the checkpoint, or be missing there.
+    varies: bool = False
 
 
 @dataclass
@@ -245,15 +249,25 @@ def restore(path: str, objects: Mapping[str, Any], *, strict: bool) -> tuple[Sta
             keys = [also.get(way, way) for way in ways.get(name, [name])]
             there = next((key for key in keys if key in stored.keys), None)
             if there is None:
-                if not name.startswith(_STRATEGY):
+                if not name.startswith(_STRATEGY) and not entry.varies:
                     missing.append(name)
+                elif name.endswith("/steps") and f"{_STRATEGY}/seed" in stored.keys:
+                    _log.warning(
+                        "an older version saved %s, which did not count the runs of each function; random numbers "
+                        "continue from the runs that this strategy has counted",
+                        path,
+                    )
             else:
                 planned.append((there, entry))
         taken = {key for key, _ in planned}
         # First the entries that take memory, because there may be too little.
         planned = [*found.to_be_made(stored.keys - taken).items(), *planned]
         unused = {key for key in stored.keys - {key for key, _ in planned} if not key.startswith(_STRATEGY)}
-        wrong = [fault for key, entry in planned if (fault := stored.fault(key, entry.dtype, entry.shape))]
+        wrong = [
+            fault
+            for key, entry in planned
+            if not entry.varies and (fault := stored.fault(key, entry.dtype, entry.shape))
+        ]
         if wrong:
             raise CheckpointError(f"{path} does not fit: {'; '.join(wrong)}. Nothing was restored")
         if strict and (missing or unused):
@@ -393,14 +407,16 @@ def _of_data(data: DistributedDataset | DistributedFromFunction | DistributedIte
 
     def place() -> Place:
         orders = [(int(seed), int(begun), bool(is_kept)) for seed, begun, is_kept in parts["shuffles"]]
-        return Place(int(parts["epoch"]), int(parts["position"]), tuple(orders))
+        states = unpacked_state(parts["source"].tobytes()) if "source" in parts else None
+        return Place(int(parts["epoch"]), int(parts["position"]), tuple(orders), states)
 
     def entry(name: str, shape: tuple[int, ...], read: Callable[[], Any]) -> _Entry:
         def fault(value: np.ndarray) -> str | None:
             parts[name] = value
             if name != "shuffles":
                 return None
-            return data.fault(place()) if len(parts) == 3 else "its epoch or its position is missing"
+            is_whole = {"epoch", "position"} <= parts.keys()
+            return data.fault(place()) if is_whole else "its epoch or its position is missing"
 
         def write(value: np.ndarray) -> None:
             if name == "shuffles":
@@ -408,8 +424,20 @@ def _of_data(data: DistributedDataset | DistributedFromFunction | DistributedIte
 
         return _Entry(np.dtype(np.int64), shape, read, write, fault)
 
+    def state_fault(value: np.ndarray) -> str | None:
+        parts["source"] = value
+        try:
+            unpacked_state(value.tobytes())
+        except Exception as error:  # noqa: BLE001  (whatever a wrong file makes the reader raise)
+            return f"it is no position of a source: {error}"
+        return None
+
     count = len(data.orders())
-    return {
+    sources = {}
+    if data.has_states:
+        state = np.frombuffer(packed_state(data.place().states), np.uint8)
+        sources[f"{way}/source"] = _Entry(state.dtype, state.shape, lambda: state, lambda _: None, state_fault, True)
+    return sources | {
         f"{way}/epoch": entry("epoch", (), lambda: data.place().epoch),
         f"{way}/position": entry("position", (), lambda: data.place().position),
         f"{way}/shuffles": entry("shuffles", (count, 3), lambda: np.reshape(data.place().orders, (count, 3))),
@@ -429,14 +457,27 @@ def _of_strategy(strategy: Strategy, way: str) -> dict[str, _Entry]:
                 controller.seed,
             )
 
-    def fault(value: np.ndarray) -> str | None:
-        return f"{value} is not a possible number of runs" if not 0 <= value < 1 << 62 else None
-
-    int64 = np.dtype(np.int64)
+    steps = np.frombuffer(json.dumps(controller.steps(), sort_keys=True).encode(), np.uint8)
     return {
-        f"{way}/seed": _Entry(int64, (), lambda: controller.seed, compare_seeds),
-        f"{way}/draws": _Entry(int64, (), controller.draws, lambda value: controller.set_draws(int(value)), fault),
+        f"{way}/seed": _Entry(np.dtype(np.int64), (), lambda: controller.seed, compare_seeds),
+        f"{way}/steps": _Entry(
+            steps.dtype,
+            steps.shape,
+            lambda: steps,
+            lambda value: controller.set_steps(json.loads(value.tobytes())),
+            _fault_of_steps,
+            varies=True,
+        ),
     }
+
+
+def _fault_of_steps(value: np.ndarray) -> str | None:
+    """Why the text ``value``, uint8, is no table of the runs of functions."""
+    with contextlib.suppress(ValueError, RecursionError):
+        steps = json.loads(value.tobytes())
+        if isinstance(steps, dict) and all(type(step) is int and 0 <= step < 1 << 62 for step in steps.values()):
+            return None
+    return "it is not the text of a JSON object of numbers of runs by function"
 
 
 # --- names, texts and conditions ----------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ server something, so waits form a stack, and what is heard is for whichever of t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -48,12 +49,13 @@ _WORDS_HOLD = 25.0
 
 
 class Beginning(NamedTuple):
-    """The numbers of the next run: its ``draw``, the first run of its ``series`` (0: it is on its own), the part of the
-    arena for its arguments and into how many it is divided. By replica: whether the worker ``lacks`` the function, and
-    which functions it ``holds`` then."""
+    """The numbers of the next run: its ``step`` among the runs of the function of this ``name``, the first run of its
+    ``series`` (0: it is on its own), the part of the arena for its arguments and into how many it is divided. By
+    replica: whether the worker ``lacks`` the function, and which functions it ``holds`` then."""
 
     run: RunId
-    draw: int
+    name: str
+    step: int
     series: int
     lookahead: int
     part: int
@@ -84,8 +86,8 @@ class ControllerCore:
         self._prepared: messages.Prepare | None = None  # what workers were told last, and from what it was made
         self._where: tuple[list[str], str] | None = None
         self._runs = 0
-        #: As runs, but continued from a restored checkpoint, and without steps that never began.
-        self.draws = 0
+        #: The runs by the name of their function, continued from a restored checkpoint, without steps that never began.
+        self.steps: Counter[str] = Counter()
         self._latest: Series | None = None  # the one of which runs may be unanswered
         self._early: dict[RunId, RunFinished] = {}  # what came of runs that has not been read yet
         # What another server is told again, as long as the run is unanswered.
@@ -137,7 +139,7 @@ class ControllerCore:
         self._prepared = messages.Prepare(tuple(map(str, path)), directory)
         return self._to_workers(self._prepared)
 
-    def next_run(self, series: Series, digest: bytes, frozen: bool) -> Beginning:
+    def next_run(self, series: Series, name: str, digest: bytes, frozen: bool) -> Beginning:
         """The numbers of the next run, of the function ``digest``. Nothing is counted before :meth:`begin_run`."""
         run, parts = self._runs + 1, series.lookahead + 1
         first = series.number or run
@@ -148,7 +150,7 @@ class ControllerCore:
             holds.append(after)
         number = first if series.lookahead else 0
         part = (run - first) % parts
-        return Beginning((run,), self.draws + 1, number, series.lookahead, part, parts, lacks, holds)
+        return Beginning((run,), name, self.steps[name], number, series.lookahead, part, parts, lacks, holds)
 
     def begin_run(
         self,
@@ -162,8 +164,9 @@ class ControllerCore:
         ``arguments`` are kept until the run is over. Raises LocalProtocolError where one of the messages is too large,
         and then no replica begins."""
         parts = [encode_values(messages.Run, values) for values in said]
-        sent = Sent(beginning.run, said, function, arguments, self._held if series.lookahead else [])
-        self._runs, self.draws, self._held = beginning.run[0], beginning.draw, beginning.holds
+        sent = Sent(beginning.run, beginning.name, said, function, arguments, self._held if series.lookahead else [])
+        self._runs, self._held = beginning.run[0], beginning.holds
+        self.steps[beginning.name] = beginning.step + 1
         series.number = series.number or self._runs
         series.unanswered.append(sent)
         self._latest = series
@@ -407,7 +410,7 @@ class ControllerCore:
     def _drop(self, series: Series, error: BaseException) -> list[Sent]:
         """The first unanswered run has failed; the rest, which never begin."""
         dropped = series.failed(error)
-        self.draws -= len(dropped)  # the next run gets the draw that it would have without steps sent ahead
+        self.steps.subtract(sent.name for sent in dropped)  # later runs have the steps they have without these
         return dropped
 
     def _cancel(self, wait: Settling) -> list[Command]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Self
@@ -264,15 +264,15 @@ class ServiceLink:
         """The strategy's seed."""
         return self._runs.seed
 
-    def draws(self) -> int:
-        """The number of runs that have begun, counted from the last :meth:`set_draws`."""
+    def steps(self) -> dict[str, int]:
+        """The number of runs of each function that have begun, counted from the last :meth:`set_steps`."""
         with self._operation():
-            return self._core.draws
+            return {name: step for name, step in self._core.steps.items() if step}
 
-    def set_draws(self, draws: int) -> None:
-        """Give the next run the draw ``draws`` + 1."""
+    def set_steps(self, steps: Mapping[str, int]) -> None:
+        """Continue these counts. A function that is not among them begins at 0."""
         with self._operation():
-            self._core.draws = draws
+            self._core.steps = Counter(steps)
 
     def statistics(self) -> Counters:
         """The server's counters."""

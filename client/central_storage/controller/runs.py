@@ -20,6 +20,7 @@ from central_storage.core.composites import Composite
 from central_storage.core.context import call_site
 from central_storage.core.handles import Handle
 from central_storage.core.pipeline import Arguments, Series
+from central_storage.core.random_streams import function_name
 from central_storage.pickling.function import Function, Pickled
 from central_storage.pickling.pickler import Adopt, digest, dump_arguments, dump_function
 from cs_proto.arrays import INLINE_NBYTES, Array
@@ -52,7 +53,7 @@ class Runs:
         session, core = self._session, self._session.core
         core.refuse_lost()
         moment("begun")
-        data, name, handles = self._pickle(function)
+        data, hashed, handles = self._pickle(function)
         frozen = isinstance(function, Function)
         # A frozen function lives on in the workers, where it may keep what it is given.
         adopt = partial(self._adopt_into, handles) if frozen else self.adopt
@@ -60,8 +61,8 @@ class Runs:
         pickles = [dump_arguments(args, kwargs, adopt, _in_place) for args, kwargs in arguments]
         moment("pickled")
         session.carry_out(core.prepare(sys.path, os.getcwd()))
-        beginning = core.next_run(series, name, frozen)
-        run, draw, first, lookahead, part, parts, lacks, _ = beginning
+        beginning = core.next_run(series, function_name(function), hashed, frozen)
+        run, name, step, first, lookahead, part, parts, lacks, _ = beginning
         session.arena.reset(part, parts)
         share = session.arena.share
         said = []
@@ -73,10 +74,10 @@ class Runs:
             said.append(
                 Run.values_of(
                     run=run,
-                    draw=draw,
+                    step=step,
                     replica=replica,
                     seed=self.seed,
-                    digest=name,
+                    digest=hashed,
                     function=carried,
                     frozen=frozen,
                     arguments=there,
@@ -84,6 +85,7 @@ class Runs:
                     series=first,
                     lookahead=lookahead,
                     held=session.results[replica].held(),
+                    name=name,
                 )
             )
         session.carry_out(core.begin_run(series, beginning, said, data, pickles))

@@ -208,14 +208,15 @@ class ControllerBackend(_Catalogue, Protocol):
 
     @property
     def seed(self) -> int:
-        """The strategy's seed. Random numbers follow from it, the draw and the replica."""
+        """The strategy's seed. Random numbers follow from it, the function, the step and the replica."""
 
-    def draws(self) -> int:
-        """The number of the script's runs that have begun, counted from the last :meth:`set_draws`. The ``draw`` of the
-        next run is one more. Steps that were sent ahead and never began do not count."""
+    def steps(self) -> dict[str, int]:
+        """By the name of a function (:func:`random_streams.function_name`), the number of its runs that have begun,
+        counted from the last :meth:`set_steps`; it is the ``step`` of the next one. Steps that were sent ahead and
+        never began do not count."""
 
-    def set_draws(self, draws: int) -> None:
-        """Let random numbers continue as if ``draws`` runs had begun."""
+    def set_steps(self, steps: Mapping[str, int]) -> None:
+        """Let random numbers continue as if these runs had begun, and no others."""
 
     def carrier(self) -> Carriage:
         """What copies an array to where the replicas read it, ahead of the run that it is an argument of, and whether a

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from .backends import ReplicaBackend, Strategy
+    from .random_streams import Streams
 
 S = TypeVar("S", bound="Strategy")
 
@@ -51,6 +52,7 @@ __all__ = [
     "reading",
     "replica_here",
     "require_cross_replica",
+    "streams_here",
 ]
 
 _PACKAGE = str(Path(__file__).parents[1])
@@ -171,6 +173,12 @@ def replica_here() -> ReplicaBackend | None:
     return None if replica is None or replica.is_local else replica.backend
 
 
+def streams_here() -> Streams | None:
+    """The random streams of the run in which this thread is; None outside of a replica function."""
+    replica = _stack.entries[-1][1] if _stack.entries else None
+    return None if replica is None else replica._streams  # noqa: SLF001  (one on the stack has not ended)
+
+
 def require_cross_replica(strategy: Strategy, what: str) -> None:
     """Raise :class:`ContextError` unless ``strategy`` may do ``what`` here: in its own cross-replica context, or
     outside every context."""
@@ -272,12 +280,12 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
 
 class enter_replica:  # noqa: N801  (as above)
     """The context of one replica for the length of the block; the context object is dead afterwards. Without a
-    ``backend`` it is the one local replica of the default strategy."""
+    ``backend`` it is the one local replica of the default strategy. ``streams`` are those of the run."""
 
     __slots__ = ("_context",)
 
-    def __init__(self, strategy: Strategy, backend: ReplicaBackend | None) -> None:
-        self._context = ReplicaContext(strategy, backend)
+    def __init__(self, strategy: Strategy, backend: ReplicaBackend | None, streams: Streams | None = None) -> None:
+        self._context = ReplicaContext(strategy, backend, streams)
 
     def __enter__(self) -> ReplicaContext:
         _stack.push((self._context.strategy, self._context))
@@ -306,9 +314,10 @@ class ReplicaContext:
         [1, 1]
     """
 
-    def __init__(self, strategy: Strategy, backend: ReplicaBackend | None) -> None:
+    def __init__(self, strategy: Strategy, backend: ReplicaBackend | None, streams: Streams | None = None) -> None:
         self._strategy = strategy
         self._backend = backend
+        self._streams = streams
         self._ended = False
 
     @property

@@ -1,14 +1,14 @@
 """Options of the strategy's methods, and the argument of a value function.
 
-They keep TensorFlow's names, order and defaults. ``InputOptions`` are honoured by distributed data sets; those of a
-run and of communication are for machines with several hosts or TPUs and change nothing here.
+They keep TensorFlow's names, order and defaults. ``InputOptions`` are honoured by distributed data sets; those of
+communication, and TensorFlow's of a run, are for machines with several hosts or TPUs and change nothing here.
 """
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple, NoReturn, Self
 
 from cs_proto.errors import InvalidArgumentError
 
@@ -39,23 +39,60 @@ class CommunicationImplementation(enum.Enum):
     NCCL = "NCCL"
 
 
-class RunOptions(NamedTuple):
-    """Options of ``run``: accepted, and without effect, as in TensorFlow's class.
+class _RunFields(NamedTuple):
+    experimental_enable_dynamic_batch_size: bool
+    experimental_bucketizing_dynamic_shape: bool
+    experimental_xla_options: object
+
+
+class RunOptions(_RunFields):
+    """Options of ``run`` and ``run_steps``. Those of TensorFlow are accepted, and without effect, as in its class.
 
     Args:
         experimental_enable_dynamic_batch_size: Kept.
         experimental_bucketizing_dynamic_shape: Kept.
         experimental_xla_options: Kept.
+        keep_per_replica: Whether every result is a PerReplica, also if the replicas return equal ints or None, and
+            with one replica. Then the type of a result never depends on the data.
 
     Examples:
         >>> import central_storage as cs
-        >>> cs.RunOptions().experimental_enable_dynamic_batch_size
+        >>> cs.RunOptions(keep_per_replica=True).keep_per_replica
         True
     """
 
-    experimental_enable_dynamic_batch_size: bool = True
-    experimental_bucketizing_dynamic_shape: bool = False
-    experimental_xla_options: object = None
+    keep_per_replica: bool
+
+    def __new__(
+        cls,
+        experimental_enable_dynamic_batch_size: bool = True,
+        experimental_bucketizing_dynamic_shape: bool = False,
+        experimental_xla_options: object = None,
+        *,
+        keep_per_replica: bool = False,
+    ) -> Self:
+        self = super().__new__(
+            cls,
+            experimental_enable_dynamic_batch_size,
+            experimental_bucketizing_dynamic_shape,
+            experimental_xla_options,
+        )
+        vars(self)["keep_per_replica"] = bool(keep_per_replica)  # no field: the tuple is TensorFlow's
+        return self
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"RunOptions cannot be changed: make new ones with {name}={value!r:.50}")
+
+    def __eq__(self, other: object) -> bool:
+        return tuple.__eq__(self, other) is True and getattr(other, "keep_per_replica", False) == self.keep_per_replica
+
+    def __ne__(self, other: object) -> bool:  # tuple has its own
+        return not self == other
+
+    __hash__ = tuple.__hash__
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, keep_per_replica={self.keep_per_replica})"
 
 
 class _InputFields(NamedTuple):

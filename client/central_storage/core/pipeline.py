@@ -22,11 +22,12 @@ Arguments = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 class Sent(NamedTuple):
-    """A run that was sent and is not answered yet, with everything needed to send it again: the values of its ``Run``
-    by replica, the pickled ``function``, and the pickled ``arguments`` with their buffers. ``held``, for a step: the
-    functions that each worker held before."""
+    """A run that was sent and is not answered yet, with everything needed to send it again: the ``name`` of its
+    function, the values of its ``Run`` by replica, the pickled ``function``, and the pickled ``arguments`` with their
+    buffers. ``held``, for a step: the functions that each worker held before."""
 
     run: RunId
+    name: str
     said: list[tuple[Any, ...]]
     function: bytes
     arguments: Sequence[tuple[bytes, tuple[memoryview, ...]]]

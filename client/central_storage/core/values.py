@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -92,7 +92,7 @@ class DistributedValues:
         True
     """
 
-    def __init__(self, values: Sequence[Any]) -> None:
+    def __init__(self, values: Iterable[Any]) -> None:
         self._values = tuple(values)
         if not self._values:
             raise InvalidArgumentError(f"{type(self).__name__} needs at least one component")
@@ -288,7 +288,7 @@ def regroup(values: Sequence[Any], always_wrap: bool = False) -> Any:
         except ValueError as error:
             raise AssertionError(f"replica {replica} does not have the structure of replica 0: {error}") from error
     together = zip(*columns, strict=True)
-    return treespec.unflatten(PerReplica(leaf) if always_wrap else _merged(leaf) for leaf in together)
+    return treespec.unflatten(PerReplica(map(unshared, leaf)) if always_wrap else _merged(leaf) for leaf in together)
 
 
 def select_replica(replica: int, structure: Any) -> Any:
@@ -436,9 +436,16 @@ def reduce_values(op: ReduceOp | str, value: Any, axis: Any, n: int) -> Any:
     # The sum of zeros is zero in either case; `run` returns equal Python numbers bare.
     if isinstance(value, int | float | np.number) and not isinstance(value, bool) and value == 0:
         return value
+    if any(isinstance(leaf, DistributedValues) for leaf in optree.tree_leaves(value, none_is_leaf=True)):
+        raise InvalidArgumentError(
+            f"SUM of a {type(value).__name__} is not one value per replica; reduce each of its values, such as "
+            "cs.nest.map_structure(lambda each: strategy.reduce('SUM', each, axis=None), value)"
+        )
     raise InvalidArgumentError(
         f"SUM of {type(value).__name__} {value!r:.200} is ambiguous: it is not one value per replica, so it could "
-        f"count once or {n} times; return an array from every replica, or use MEAN"
+        f"count once or {n} times. If the replicas returned equal values, keep them apart with "
+        "strategy.run(…, options=cs.RunOptions(keep_per_replica=True)), or return an array from every replica; if it "
+        "is one value, use MEAN"
     )
 
 

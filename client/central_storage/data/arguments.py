@@ -6,13 +6,14 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import optree
 
 from cs_proto.errors import InvalidArgumentError
 
 from .element_spec import TensorSpec
 
-__all__ = ["at_least", "index_of", "signature_of", "spread"]
+__all__ = ["at_least", "check_flag", "check_unused", "index_of", "signature_of", "spread"]
 
 
 def signature_of(types: Any, shapes: Any, signature: Any) -> Any:
@@ -21,16 +22,33 @@ def signature_of(types: Any, shapes: Any, signature: Any) -> Any:
     if signature is not None:
         if types is not None or shapes is not None:
             raise TypeError("from_generator takes output_signature, or output_types and output_shapes, not both")
-        if not all(isinstance(leaf, TensorSpec) for leaf in optree.tree_leaves(signature, none_is_leaf=True)):
-            raise TypeError(f"from_generator: output_signature must be a nest of TensorSpec, not {signature!r:.200}")
+        leaves = optree.tree_leaves(signature, is_leaf=_is_list, none_is_leaf=True)
+        if not all(isinstance(leaf, TensorSpec) for leaf in leaves):
+            raise TypeError(
+                "from_generator: output_signature must be a TensorSpec, or a tuple or dict of them, not "
+                f"{signature!r:.200}{_no_list(leaves)}"
+            )
         return signature
     if types is None:
         if shapes is not None:
             raise TypeError("from_generator with output_shapes needs output_types as well")
         return None
-    dtypes, treespec = optree.tree_flatten(types, none_is_leaf=True)
+    dtypes, treespec = optree.tree_flatten(types, is_leaf=_is_list, none_is_leaf=True)
+    if any(map(_is_list, dtypes)):
+        raise TypeError(
+            f"from_generator: output_types must be a dtype, or a tuple or dict of them, not {types!r:.200}"
+            f"{_no_list(dtypes)}"
+        )
     each: list[Any] = [None] * len(dtypes) if shapes is None else treespec.flatten_up_to(shapes)
     return treespec.unflatten(TensorSpec(shape, dtype) for shape, dtype in zip(each, dtypes, strict=True))
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def _no_list(leaves: list[Any]) -> str:
+    return "; use a tuple, since a list stands for one array" if any(map(_is_list, leaves)) else ""
 
 
 def spread(function: Callable[..., Any], where: str) -> Callable[[Any], Any]:
@@ -55,3 +73,24 @@ def index_of(value: int, name: str) -> int:
         return operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be an int, not {value!r}") from None
+
+
+def check_flag(value: Any, name: str) -> bool:
+    """``value`` as a bool. Raises TypeError for what is none."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be a bool, not {value!r:.100}")
+    return bool(value)
+
+
+def check_unused(where: str, *, name: str | None, num_parallel_calls: int | None = None, **flags: bool | None) -> None:
+    """Check TensorFlow's arguments that have no effect here. Raises TypeError for another type, InvalidArgumentError
+    for a number of calls that is neither at least 1 nor AUTOTUNE (-1)."""
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"{where}: name must be a str, not {name!r:.100}")
+    if isinstance(num_parallel_calls, bool):
+        raise TypeError(f"{where}: num_parallel_calls must be an int, not {num_parallel_calls!r}")
+    if num_parallel_calls is not None and at_least(-1, num_parallel_calls, f"{where}: num_parallel_calls") == 0:
+        raise InvalidArgumentError(f"{where}: num_parallel_calls must be at least 1, or AUTOTUNE, not 0")
+    for flag, value in flags.items():
+        if value is not None:
+            check_flag(value, f"{where}: {flag}")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -30,10 +30,12 @@ from cs_proto.errors import (
     NotADatasetError,
     OutOfRangeError,
 )
+from cs_proto.messages import MOST_AHEAD
 
 from .dataset import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset
 from .element_spec import PerReplicaSpec, TensorSpec, observed
 from .input_context import InputContext
+from .libraries import Reading, has_state
 from .prefetch import ReadAhead
 from .sources import cardinality_of, checked, first_of
 from .splitting import Carry, arrays_in, empty_like, is_small, split
@@ -49,8 +51,8 @@ __all__ = [
 
 #: Asked when the first element is read ahead.
 FindCarriage = Callable[[], Carriage]
-#: An element of every replica, and whether every replica has a share in it.
-Round = tuple[Any, bool]
+#: An element of every replica, whether every replica has a share in it, and the states of the sources after it.
+Round = tuple[Any, ...]
 
 
 class Place(NamedTuple):
@@ -60,6 +62,8 @@ class Place(NamedTuple):
     epoch: int
     position: int
     orders: tuple[Order, ...]
+    #: What the sources of other libraries say of their places, in the order of the sources; None where they do not.
+    states: Any = None
 
 
 class _Distributed:
@@ -155,10 +159,23 @@ class _Distributed:
                 return f"its shuffle {number} has the seed {order[0]} there, {shuffled.state[0]} here"
         return None
 
+    @cached_property
+    def has_states(self) -> bool:
+        """Whether the sources say where they are."""
+        return all(map(has_state, self._sources))
+
+    def _readings(self, states: Any) -> list[Reading]:
+        """The sources, begun at ``states``."""
+        return [Reading(*each) for each in zip(self._sources, states or [None] * len(self._sources), strict=True)]
+
+    def _states(self, readings: Sequence[Reading]) -> Any:
+        return [reading.state() for reading in readings] if self.has_states else None
+
     def _pipelines(self) -> list[Dataset]:
         return [source for source in self._sources if isinstance(source, Dataset)]
 
-    def _rounds(self, carry: Carry) -> Iterator[Round]:
+    def _rounds(self, carry: Carry, states: Any = None) -> Iterator[Round]:
+        """The rounds, from the beginning or from ``states``."""
         raise NotImplementedError
 
     @property
@@ -222,8 +239,13 @@ class DistributedDataset(_Distributed):
         """The number of global batches, or INFINITE_CARDINALITY (-1) or UNKNOWN_CARDINALITY (-2)."""
         return cardinality_of(self._sources[0])
 
-    def _rounds(self, carry: Carry) -> Iterator[Round]:
-        return ((split(element, self._n, carry.leaf), True) for element in self._sources[0])
+    def _rounds(self, carry: Carry, states: Any = None) -> Iterator[Round]:
+        (reading,) = readings = self._readings(states)
+        try:
+            for element in reading:
+                yield split(element, self._n, carry.leaf), True, self._states(readings)
+        finally:
+            reading.close()
 
     def _replica_spec(self, spec: TensorSpec | None) -> PerReplicaSpec | None:
         if spec is None:
@@ -269,8 +291,8 @@ class DistributedFromFunction(_Distributed):
             return UNKNOWN_CARDINALITY
         return min((count // share for count in counts if count >= 0), default=INFINITE_CARDINALITY)
 
-    def _rounds(self, carry: Carry) -> Iterator[Round]:
-        iterators = [iter(source) for source in self._sources]
+    def _rounds(self, carry: Carry, states: Any = None) -> Iterator[Round]:
+        iterators = self._readings(states)
         turns = iterators * (self._n // len(iterators))  # whose element each replica takes
         while True:
             together = [next(turn, _END) for turn in turns]
@@ -280,7 +302,7 @@ class DistributedFromFunction(_Distributed):
             empty = optree.tree_map(empty_like, elements[0], none_is_leaf=True)
             given = iter(elements)
             whole = regroup([empty if element is _END else next(given) for element in together])
-            yield whole, len(elements) == self._n
+            yield whole, len(elements) == self._n, self._states(iterators)
 
     def _replica_spec(self, spec: TensorSpec | None) -> PerReplicaSpec | None:
         return None if spec is None else PerReplicaSpec((spec,) * self._n)
@@ -310,7 +332,7 @@ class DistributedIterator:
 
     def __init__(
         self,
-        rounds: Callable[[], Iterator[Round]],
+        rounds: Callable[..., Iterator[Round]],
         element_spec: Callable[[], Any],
         ahead: int = 0,
         carrier: FindCarriage = Carriage,
@@ -319,8 +341,9 @@ class DistributedIterator:
         carry: Carry | None = None,
         data: _Distributed | None = None,
     ) -> None:
-        """``rounds`` begins the iteration at the first element. ``is_there``: the source has its elements, and makes
-        none. ``carry`` is what ``rounds`` does with arrays; ``data`` is the data set that is iterated."""
+        """``rounds`` begins the iteration, at the first element or at the states it is given. ``is_there``: the source
+        has its elements, and makes none. ``carry`` is what ``rounds`` does with arrays; ``data`` is iterated."""
+        self.has_states = data is not None and data.has_states
         #: Over how many replicas the elements are split.
         self.replicas = replicas
         #: The number, from 0, of the iteration of its data set.
@@ -339,6 +362,7 @@ class DistributedIterator:
         self.position = 0
         self._skip = 0  # elements that were used before this iteration was restored
         self._orders: tuple[Order, ...] | None = None  # of the shuffles, at the beginning, once they are known
+        self._states: dict[int, Any] = {}  # of the sources, at the last positions
         self._borrowers: list[weakref.WeakMethod[Callable[[], int]]] = []
 
     def __iter__(self) -> DistributedIterator:
@@ -390,11 +414,12 @@ class DistributedIterator:
         assert self._data is not None
         orders = self._data.orders() if self._orders is None else self._orders
         unbegun = sum(count() for borrower in self._borrowers if (count := borrower()) is not None)
-        return Place(self.epoch, self.position - unbegun, orders)
+        position = self.position - unbegun
+        return Place(self.epoch, position, orders, self._states.get(position))
 
     def is_at(self, place: Place) -> bool:
         """Whether this iteration is under way and at ``place``."""
-        return not self.is_over and self.place() == place
+        return not self.is_over and self.place()[:3] == place[:3]
 
     def go_to(self, place: Place) -> None:
         """Continue at ``place``. The next request reads the elements before it again and drops them."""
@@ -405,6 +430,7 @@ class DistributedIterator:
         self._ahead, self._has_begun, self._has_ended = self._size, False, False
         self.position = self._skip = place.position
         self._orders = place.orders
+        self._states = {} if place.states is None else {place.position: place.states}
         self._data.is_iterated_by(self, place.epoch)
 
     def fault(self, place: Place) -> str | None:
@@ -445,10 +471,13 @@ class DistributedIterator:
         if self._given_back:
             element = self._given_back.popleft()
         else:
-            element, complete = self._read()
+            element, complete, *states = self._read()
             if element is _END or not (complete or incomplete):
                 self.close()
                 return _END
+            if states and states[0] is not None:
+                self._states[self.position + 1] = states[0]
+                self._states.pop(self.position - MOST_AHEAD, None)
         self.position += 1
         return element
 
@@ -487,6 +516,10 @@ class DistributedIterator:
                     self._data.set_orders(self._orders)
                 elif not self._data.is_elsewhere:
                     self._orders = self._data.orders()
+            states = self._states.get(self._skip) if self._skip else None
+            if states is not None:
+                self._rounds, self._skip = self._begin(states), 0
+                return
             self._rounds = self._begin()
         try:
             for used in range(self._skip):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from cs_proto.errors import InvalidArgumentError, NotADatasetError
 
-from .dataset import UNKNOWN_CARDINALITY, Dataset
+from .dataset import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset
+from .libraries import Reading, is_hugging_face
 from .splitting import holds_arrays
 
 __all__ = ["cardinality_of", "checked", "first_of"]
@@ -18,16 +20,26 @@ def checked(dataset: Any) -> Any:
     NotADatasetError, which says what to do instead."""
     if isinstance(dataset, Dataset):
         return dataset
+    if is_hugging_face(dataset):
+        return dataset
     name = type(dataset).__name__
+    if isinstance(dataset, Mapping) and any(map(is_hugging_face, dataset.values())):
+        raise NotADatasetError(f"a {name} holds several data sets; pass one of them, {list(dataset)}, by its name")
     if hasattr(dataset, "shape") or isinstance(dataset, Mapping | str | bytes):
         raise NotADatasetError(
             f"a {name} is not a data set; use Dataset.from_tensor_slices(…).batch(size), or a list of batches"
         )
     if not isinstance(dataset, Iterable):
-        raise NotADatasetError(f"a {name} is not a data set and cannot be iterated; use Dataset.from_tensor_slices")
+        instead = (
+            "torch.utils.data.DataLoader(dataset, batch_size=size)"
+            if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+            else "Dataset.from_tensor_slices"
+        )
+        raise NotADatasetError(f"a {name} is not a data set and cannot be iterated; use {instead}")
     if isinstance(dataset, Iterator):
         raise NotADatasetError(
-            f"a {name} can be iterated only once; use Dataset.from_generator with the function that makes it"
+            f"a {name} can be iterated only once; pass the data set that made it (in place of dataset.iter(size), "
+            "dataset.batch(size)), or use Dataset.from_generator with the function that makes it"
         )
     if isinstance(dataset, tuple) and dataset and all(hasattr(part, "shape") for part in dataset):
         raise NotADatasetError(
@@ -45,7 +57,7 @@ def checked(dataset: Any) -> Any:
 
 def first_of(source: Iterable[Any]) -> Any:
     """The first element. Raises InvalidArgumentError where there is none."""
-    for element in source:
+    for element in Reading(source):
         return element
     raise InvalidArgumentError("the data set is empty, so it has no element to infer its element_spec from")
 
@@ -55,6 +67,7 @@ def cardinality_of(source: Any) -> int:
     if isinstance(source, Dataset):
         return source.cardinality()
     try:
-        return len(source)
+        count = len(source)
+        return INFINITE_CARDINALITY if count == sys.maxsize else count  # grain's word for a repeated data set
     except TypeError:  # has no length, or, like a DataLoader over a stream, does not know it
         return UNKNOWN_CARDINALITY

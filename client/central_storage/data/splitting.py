@@ -33,7 +33,7 @@ def split(element: Any, n: int, carry: Callable[[Any], Any] | None = None) -> An
         if not leaf.shape:
             raise UnbatchedDatasetError(
                 f"a scalar cannot be split over {n} replicas: {element!r:.200}; batch the data set by the global batch "
-                "size, .batch(size)"
+                "size: .batch(size), or batch_size=size of a DataLoader"
             )
         if carry is not None:
             leaf = carry(leaf)

@@ -7,7 +7,7 @@ The items of a stage may be elements, or row numbers that are looked up only at 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,10 +35,13 @@ __all__ = [
     "Shuffled",
     "Sliced",
     "Stacked",
+    "TakenWhile",
     "Unbatched",
     "Zipped",
     "as_element",
+    "as_result",
     "first_row",
+    "next_state",
     "orders_of",
     "rows",
     "set_orders",
@@ -154,7 +157,7 @@ class Mapped:
     function: Callable[[Any], Any]
 
     def __iter__(self) -> Iterator[Any]:
-        return (as_element(self.function(item)) for item in self.source)
+        return (as_result(self.function(item)) for item in self.source)
 
 
 @frozen(eq=False)
@@ -165,12 +168,18 @@ class Filtered:
     predicate: Callable[[Any], Any]
 
     def __iter__(self) -> Iterator[Any]:
-        for item in self.source:
-            answer = np.asarray(self.predicate(item))
-            if answer.dtype != np.bool_ or answer.ndim:
-                raise InvalidArgumentError(f"filter: the predicate must return one bool, not {answer!r}")
-            if answer:
-                yield item
+        return (item for item in self.source if _is_true(self.predicate(item), "filter"))
+
+
+@frozen(eq=False)
+class TakenWhile:
+    """The items before the first one for which ``predicate`` gives one false bool."""
+
+    source: Stream
+    predicate: Callable[[Any], Any]
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.takewhile(lambda item: _is_true(self.predicate(item), "take_while"), self.source)
 
 
 @frozen(eq=False)
@@ -192,6 +201,11 @@ class Generated:
 
     def _conform(self, item: Any) -> Any:
         if self.signature is None:
+            if isinstance(item, list) and any(np.ndim(part) for part in item if hasattr(part, "shape")):
+                raise InvalidArgumentError(
+                    "from_generator: an element is a list of arrays, which may mean one array or several; yield a "
+                    "tuple for several, np.stack(…) for one, or pass output_signature"
+                )
             return as_element(item)
         specs, treespec = optree.tree_flatten(self.signature, none_is_leaf=True)
         try:
@@ -325,12 +339,15 @@ class Numbers:
     """The table whose row n is n itself, so that a range of numbers costs no memory."""
 
     # One row of an array is enough for the stages to find the shape and dtype of rows.
-    shape, ndim, dtype = (1,), 1, np.dtype(np.int64)
+    shape, ndim = (1,), 1
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self.dtype = dtype
 
     def __getitem__(self, index: int | slice | np.ndarray) -> Any:
         if isinstance(index, slice):
-            return np.arange(index.start, index.stop, dtype=np.int64)
-        return index.astype(np.int64) if isinstance(index, np.ndarray) else np.int64(index)
+            return np.arange(index.start, index.stop, dtype=self.dtype)
+        return index.astype(self.dtype) if isinstance(index, np.ndarray) else self.dtype.type(index)
 
 
 def rows(table: Any, numbers: Iterable[int]) -> Iterator[Any]:
@@ -345,8 +362,44 @@ def first_row(table: Any) -> Any:
 
 
 def as_element(nest: Any) -> Any:
-    """``nest`` with arrays at its leaves; lists are leaves."""
-    return optree.tree_map(convert_to_tensor, nest, is_leaf=lambda value: isinstance(value, list), none_is_leaf=True)
+    """``nest`` with arrays at its leaves; lists are leaves, and mappings of any kind are dicts."""
+    return optree.tree_map(_as_part, nest, is_leaf=lambda value: isinstance(value, list), none_is_leaf=True)
+
+
+def _as_part(leaf: Any) -> Any:
+    return as_element(dict(leaf)) if isinstance(leaf, Mapping) else convert_to_tensor(leaf)
+
+
+def as_result(nest: Any) -> Any:
+    """What a function of :meth:`Dataset.map` returned, as an element. A list is a tuple of components, as in
+    TensorFlow: to stack them in silence would be a guess. A list further inside becomes an array."""
+    return as_element(tuple(nest) if isinstance(nest, list) else nest)
+
+
+def next_state(state: Any, result: Any) -> Any:
+    """``result`` of a function of ``Dataset.reduce`` as the next state. Raises TypeError if it has another structure or
+    dtype than ``state``."""
+    following = as_result(result)
+    expected, found = (optree.tree_structure(each, none_is_leaf=True) for each in (state, following))
+    if expected != found:
+        raise TypeError(
+            f"reduce: the state must keep its structure, {state!r:.100}, but the function returned {result!r:.100}; "
+            "a list that it returns is a tuple, and a list as initial_state is one array"
+        )
+    for old, new in zip(*(optree.tree_leaves(each, none_is_leaf=True) for each in (state, following)), strict=True):
+        if old.dtype != new.dtype and not old.dtype.kind == new.dtype.kind in ("U", "S"):
+            raise TypeError(
+                f"reduce: the state must keep its dtype, {old.dtype}, but the function returned {new.dtype}; begin "
+                f"with an array of the dtype that you mean, such as np.{new.dtype}(0), or cast the result"
+            )
+    return following
+
+
+def _is_true(answer: Any, where: str) -> bool:
+    array = np.asarray(answer)
+    if array.dtype != np.bool_ or array.ndim:
+        raise InvalidArgumentError(f"{where}: the predicate must return one bool, not {answer!r:.200}")
+    return bool(array)
 
 
 def stack(elements: Sequence[Any]) -> Any:

@@ -38,7 +38,7 @@ __all__ = ["main"]
 
 _USAGE_ERROR = 2
 _CTRL_C = 130
-# A health check has a limit of its own around it.
+# Seconds. A container's health check has a longer limit, so this one ends with a message first.
 _HEALTH_TIMEOUT = 3.0
 
 _DESCRIPTION = """\
@@ -178,7 +178,7 @@ def _serve(options: argparse.Namespace) -> int:
     parameters = devices.parameter_device(options.parameter_device, ["cpu:0"])
     require_cupy([parameters])
     here = machine()
-    # Where the memory outlives this process, another one may take up what it leaves.
+    # If the memory outlives this process, the next one may take up the run.
     begun = RunFile(os.urandom(8).hex(), options.serve, parameters, options.return_timeout, 1, (1,) * options.serve)
     is_kept = options.memory == "files" and options.server_recovery == "on"
     run_directory = RunDirectory(
@@ -189,7 +189,7 @@ def _serve(options: argparse.Namespace) -> int:
     try:
         before = RunFile.read(run_directory.path)
         medium = _medium(options, run_directory)
-        # Which devices they have is for the workers to say.
+        # The workers name their devices when they join.
         plan = Options(("elsewhere",) * options.serve, parameters, run_directory.path, _recovery(options))
         _warn([parameters], here)
         commands, again = _commands(plan, here), ""
@@ -221,7 +221,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _goes_on(directory: str, begun: RunFile) -> bool:
-    """Whether the run that was left in ``directory`` can go on as the one that was to begin there."""
+    """Whether this process can continue the run that a killed one left in ``directory``."""
     left = RunFile.read(directory)
     if left is None or not left.serves:
         return False
@@ -250,13 +250,13 @@ def _join(options: argparse.Namespace) -> int:
     _warn(chosen, here)
 
     def command_of(joined: Joined) -> Command:
-        # Processors are all alike; their numbers tell the replicas apart.
+        # All processors are alike, so the number of the device only tells the replicas apart.
         device = f"cpu:{joined.rank}" if is_any and chosen == ["cpu:0"] else chosen[0]
         everyone = ["elsewhere"] * joined.replicas
         everyone[joined.rank] = device
         return _commands(Options(tuple(everyone), "cpu:0", run_directory), here)[1 + joined.rank]
 
-    from .remote.join import join  # and NumPy, as below, without which a supervisor does
+    from .remote.join import join  # it imports NumPy, which a supervisor does not need
 
     return join(run_directory, command_of, options.start_timeout)
 
@@ -324,16 +324,16 @@ def _warn(used: list[str], here: Machine) -> None:
 
 
 def _places(commands: list[Command]) -> str:
-    """Where workers are kept on a part of the processors, for the banner."""
+    """The processors of workers that are bound to some of them, for the banner."""
     kept = [
         f"{command.label} on processors {_ranges(command.processors)}" for command in commands if command.processors
     ]
-    return f"\nNUMA: {', '.join(kept)}; OMP_PROC_BIND=false switches that off" if kept else ""
+    return f"\nNUMA: {', '.join(kept)}; OMP_PROC_BIND=false switches this off" if kept else ""
 
 
 def _ranges(processors: frozenset[int]) -> str:
     """``0-3,8`` for a set."""
-    # Where numbers follow each other, number minus place is one and the same.
+    # In a run of consecutive numbers, number minus position is constant.
     runs = [list(run) for _, run in groupby(enumerate(sorted(processors)), lambda pair: pair[1] - pair[0])]
     return ",".join(f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else str(run[0][1]) for run in runs)
 
@@ -352,7 +352,7 @@ def _script_arguments(options: argparse.Namespace) -> list[str]:
 
 
 def _log_files(options: argparse.Namespace, run_directory: RunDirectory) -> LogFiles:
-    """Whole log files: in the run directory, which goes at the end unless it is kept, or where the user wants them."""
+    """Log files where the user wants them, or in the run directory, which is removed at the end unless it is kept."""
     if options.log_directory:
         return LogFiles.under(options.log_directory, run_directory.path)
     return LogFiles(os.path.join(run_directory.path, "logs"))
@@ -381,7 +381,7 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="with --serve --memory files: how long workers and script wait for the restart of this launcher after "
+        help="with --serve --memory files: how long workers and script wait for this launcher to be restarted after "
         "it or its container was killed (default: 60)",
     )
     parser.add_argument(
@@ -404,7 +404,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_processes(parser: argparse.ArgumentParser) -> None:
-    """The options of the devices, and of what is done when a process is late or dies."""
+    """The options for devices, and for processes that are late or die."""
     parser.add_argument(
         "--devices",
         metavar="LIST",
@@ -425,7 +425,7 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="give up if the service has not started by then (default: 60)",
+        help="give up if the service has not started after this time (default: 60)",
     )
     parser.add_argument(
         "--max-restarts",
@@ -439,18 +439,19 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="SECONDS",
         help="restart a worker that others wait for and that has sent nothing for this long "
-        "(default: never; a warning names every wait, every 10 s)",
+        "(default: never; every 10 s a warning names the wait)",
     )
     parser.add_argument(
         "--server-recovery",
         choices=("on", "off"),
         default="on",
-        help="replace a server that dies, without losing an update; makes large dense updates slower (default: on)",
+        help="replace a server that dies, without losing an update; this makes large dense updates slower "
+        "(default: on)",
     )
 
 
 def _add_places(parser: argparse.ArgumentParser) -> None:
-    """The options of files, memory and messages."""
+    """The options for files, memory and messages."""
     parser.add_argument(
         "--log-dir",
         dest="log_directory",

@@ -17,11 +17,11 @@ class Accuracy(MeanOf):
     """How often predictions equal labels.
 
     Args:
-        name: The name; None: that of the class.
-        dtype: The dtype of the state; None: float32.
+        name: The name; None for the name of the class.
+        dtype: The dtype of the state; None for float32.
 
     Raises:
-        InvalidArgumentError: ``dtype`` is no floating-point dtype (a ValueError).
+        InvalidArgumentError: ``dtype`` is not a floating-point dtype (a ValueError).
 
     Examples:
         >>> import central_storage as cs
@@ -56,12 +56,12 @@ class BinaryAccuracy(MeanOf):
     """How often predicted chances lie on the label's side of a threshold.
 
     Args:
-        name: The name; None: that of the class.
-        dtype: The dtype of the state; None: float32.
+        name: The name; None for the name of the class.
+        dtype: The dtype of the state; None for float32.
         threshold: A chance above it predicts 1, another 0.
 
     Raises:
-        InvalidArgumentError: ``dtype`` is no floating-point dtype (a ValueError).
+        InvalidArgumentError: ``dtype`` is not a floating-point dtype (a ValueError).
 
     Examples:
         >>> import central_storage as cs
@@ -94,11 +94,11 @@ class CategoricalAccuracy(MeanOf):
     """How often the largest of the predicted numbers is where the largest of the labels is.
 
     Args:
-        name: The name; None: that of the class.
-        dtype: The dtype of the state; None: float32.
+        name: The name; None for the name of the class.
+        dtype: The dtype of the state; None for float32.
 
     Raises:
-        InvalidArgumentError: ``dtype`` is no floating-point dtype (a ValueError).
+        InvalidArgumentError: ``dtype`` is not a floating-point dtype (a ValueError).
 
     Examples:
         >>> import central_storage as cs
@@ -129,11 +129,11 @@ class SparseCategoricalAccuracy(MeanOf):
     """How often the largest of the predicted numbers is that of the label.
 
     Args:
-        name: The name; None: that of the class.
-        dtype: The dtype of the state; None: float32.
+        name: The name; None for the name of the class.
+        dtype: The dtype of the state; None for float32.
 
     Raises:
-        InvalidArgumentError: ``dtype`` is no floating-point dtype (a ValueError).
+        InvalidArgumentError: ``dtype`` is not a floating-point dtype (a ValueError).
 
     Examples:
         >>> import central_storage as cs

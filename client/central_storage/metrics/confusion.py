@@ -74,8 +74,8 @@ class Precision(_AboveThresholds):
             0.5; with ``top_k`` every one of the best k is positive.
         top_k: Only the ``top_k`` largest predictions of each row can be positive.
         class_id: Only this class in the last axis counts.
-        name: The name; None: that of the class.
-        dtype: The dtype of the state; None: float32.
+        name: The name; None for the name of the class.
+        dtype: The dtype of the state; None for float32.
 
     Raises:
         InvalidArgumentError: A threshold is outside [0, 1], ``top_k`` or ``class_id`` is no such number, or ``dtype``
@@ -130,8 +130,8 @@ class Recall(_AboveThresholds):
             0.5; with ``top_k`` every one of the best k is positive.
         top_k: Only the ``top_k`` largest predictions of each row can be positive.
         class_id: Only this class in the last axis counts.
-        name: The name; None: that of the class.
-        dtype: The dtype of the state; None: float32.
+        name: The name; None for the name of the class.
+        dtype: The dtype of the state; None for float32.
 
     Raises:
         InvalidArgumentError: A threshold is outside [0, 1], ``top_k`` or ``class_id`` is no such number, or ``dtype``
@@ -191,8 +191,8 @@ class AUC(Metric):
         curve: ``"ROC"`` or ``"PR"``.
         summation_method: ``"interpolation"``, ``"minoring"`` or ``"majoring"``: the height between two points is that
             in the middle, the lower or the higher.
-        name: The name; None: that of the class.
-        dtype: The dtype of the state; None: float32.
+        name: The name; None for the name of the class.
+        dtype: The dtype of the state; None for float32.
         thresholds: The thresholds between 0 and 1 themselves, in place of ``num_thresholds``.
         multi_label: Compute one area for each label in the last axis, and return their mean.
         num_labels: The number of labels, for ``multi_label``.

@@ -28,11 +28,11 @@ class Metric(Composite):
     belongs to the first whose ``run`` takes it along; using it in a second one is a ContextError (a RuntimeError).
 
     Args:
-        name: The name; None: that of the class.
-        dtype: The dtype of the state; None: float32.
+        name: The name; None for the name of the class.
+        dtype: The dtype of the state; None for float32.
 
     Raises:
-        InvalidArgumentError: ``dtype`` is no floating-point dtype (a ValueError).
+        InvalidArgumentError: ``dtype`` is not a floating-point dtype (a ValueError).
 
     Examples:
         >>> import central_storage as cs
@@ -109,7 +109,7 @@ class Metric(Composite):
         return self.result()
 
     def reset_state(self) -> None:
-        """Begin anew. In a replica all replicas must do it."""
+        """Set the state to zero. If one replica calls this, all must."""
         for variable in self.variables:
             variable.assign(np.zeros(variable.shape, variable.dtype))
 
@@ -150,7 +150,7 @@ class Metric(Composite):
                 mine.assign_add(other.numpy())
 
     def adopt(self, strategy: Strategy) -> None:
-        """Let the variables become those of ``strategy``. Raises ContextError where they are another's."""
+        """Give the variables to ``strategy``. Raises ContextError if they belong to another one."""
         for variable in self.variables:
             variable.adopt(strategy, shared=True)
             if variable.strategy is not strategy:
@@ -167,11 +167,11 @@ class Sum(Metric):
     """The sum of values, weighted.
 
     Args:
-        name: The name; None: that of the class.
-        dtype: The dtype of the state; None: float32.
+        name: The name; None for the name of the class.
+        dtype: The dtype of the state; None for float32.
 
     Raises:
-        InvalidArgumentError: ``dtype`` is no floating-point dtype (a ValueError).
+        InvalidArgumentError: ``dtype`` is not a floating-point dtype (a ValueError).
 
     Examples:
         >>> import central_storage as cs
@@ -204,7 +204,7 @@ class Sum(Metric):
 
 
 class MeanOf(Metric):
-    """The mean of something for each example; 0 before the first."""
+    """The mean over examples; 0 before the first."""
 
     def __init__(self, name: str | None = None, dtype: Any = None) -> None:
         super().__init__(name, dtype)
@@ -227,11 +227,11 @@ class Mean(MeanOf):
     """The mean of values, weighted; 0 before the first.
 
     Args:
-        name: The name; None: that of the class.
-        dtype: The dtype of the state; None: float32.
+        name: The name; None for the name of the class.
+        dtype: The dtype of the state; None for float32.
 
     Raises:
-        InvalidArgumentError: ``dtype`` is no floating-point dtype (a ValueError).
+        InvalidArgumentError: ``dtype`` is not a floating-point dtype (a ValueError).
 
     Examples:
         >>> import central_storage as cs

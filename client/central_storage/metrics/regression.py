@@ -40,11 +40,11 @@ class MeanSquaredError(_ErrorMean):
     """The mean of ``(y_pred - y_true) ** 2``.
 
     Args:
-        name: The name; None: that of the class.
-        dtype: The dtype of the state; None: float32.
+        name: The name; None for the name of the class.
+        dtype: The dtype of the state; None for float32.
 
     Raises:
-        InvalidArgumentError: ``dtype`` is no floating-point dtype (a ValueError).
+        InvalidArgumentError: ``dtype`` is not a floating-point dtype (a ValueError).
 
     Examples:
         >>> import central_storage as cs
@@ -62,11 +62,11 @@ class MeanAbsoluteError(_ErrorMean):
     """The mean of ``|y_pred - y_true|``.
 
     Args:
-        name: The name; None: that of the class.
-        dtype: The dtype of the state; None: float32.
+        name: The name; None for the name of the class.
+        dtype: The dtype of the state; None for float32.
 
     Raises:
-        InvalidArgumentError: ``dtype`` is no floating-point dtype (a ValueError).
+        InvalidArgumentError: ``dtype`` is not a floating-point dtype (a ValueError).
 
     Examples:
         >>> import central_storage as cs
@@ -84,11 +84,11 @@ class RootMeanSquaredError(MeanOf):
     """The square root of the mean of ``(y_pred - y_true) ** 2`` over all elements.
 
     Args:
-        name: The name; None: that of the class.
-        dtype: The dtype of the state; None: float32.
+        name: The name; None for the name of the class.
+        dtype: The dtype of the state; None for float32.
 
     Raises:
-        InvalidArgumentError: ``dtype`` is no floating-point dtype (a ValueError).
+        InvalidArgumentError: ``dtype`` is not a floating-point dtype (a ValueError).
 
     Examples:
         >>> import central_storage as cs

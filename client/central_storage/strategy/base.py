@@ -1,7 +1,6 @@
-"""The API that every strategy has, whatever runs its replicas.
+"""The API that every strategy has: contexts, checks, regrouping and reducing.
 
-Contexts, checks, regrouping and reducing; a subclass says how functions are called on replicas, and on which devices
-they are.
+A subclass defines how functions are called on replicas, and on which devices the replicas are.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any, NoReturn, Self
 
-from central_storage.core import context, logical_devices
+from central_storage.core import context
 from central_storage.core.backends import Carriage, ControllerBackend
 from central_storage.core.deprecated import warn_deprecated
 from central_storage.core.handles import Handle
@@ -30,24 +29,25 @@ from central_storage.variables.variable import Variable
 from cs_proto.errors import ContextError
 
 from .extended import StrategyExtended
-from .run_steps import LOOKAHEAD, Steps, StepSeries, check
+from .replica_devices import ReplicaDevices
+from .run_steps import LOOKAHEAD, Steps, StepSeries, check, keeps_per_replica
 
 __all__ = ["StrategyBase"]
 
 
-class StrategyBase:
-    """What users call on a strategy."""
+class StrategyBase(ReplicaDevices):
+    """The methods that users call on a strategy."""
 
-    # --- what a subclass says -----------------------------------------------------------------------------------
+    # --- defined by a subclass ----------------------------------------------------------------------------------
 
     @property
     def variable_sets(self) -> VariableSets:
-        """Sets of variables that are known by identity. Raises where there is no service."""
+        """The table of variable sets, by the identity of their variables. Raises if there is no service."""
         raise NotImplementedError
 
     @property
     def controller(self) -> ControllerBackend:
-        """The seam to the service. Raises ShutdownError where there is none."""
+        """The backend of the cross-replica context. Raises ShutdownError if there is no service."""
         raise NotImplementedError
 
     @property
@@ -70,7 +70,7 @@ class StrategyBase:
         return name
 
     def remember(self, handle: Handle) -> None:
-        """Let ``handle`` be the one object for its number in this process."""
+        """Keep ``handle`` as the only object for its number in this process."""
         raise NotImplementedError
 
     def call(
@@ -80,23 +80,18 @@ class StrategyBase:
         raise NotImplementedError
 
     def series(self, lookahead: int) -> StepSeries:
-        """What carries out steps, of which it may be told ``lookahead`` before their turn. Raises ContextError in a
+        """A series of steps, of which ``lookahead`` may be sent ahead of their turn. Raises ContextError in a
         merge_call."""
         raise NotImplementedError
 
     def evaluate_schedules(self) -> None:
-        """Before every run: learning rates that only the client can work out."""
+        """Set the learning rates that only the client can compute. Called before every run."""
 
     def carrier(self) -> Carriage:
-        """What copies an array to where the replicas read it; here plain memory."""
+        """An object that copies arrays to memory that the replicas read; by default plain memory."""
         return Carriage()
 
-    def logical_devices_here(self) -> tuple[Sequence[str], logical_devices.Place]:
-        """The devices of the current replica, as full names, and what brings an array to one of them."""
-        replica = context.current_replica(self)
-        return (self.devices_by_replica[0], _nowhere) if replica is None else (replica.devices, replica.place)
-
-    # --- what it is ---------------------------------------------------------------------------------------------
+    # --- properties ---------------------------------------------------------------------------------------------
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -105,12 +100,12 @@ class StrategyBase:
 
     @property
     def cluster_resolver(self) -> None:
-        """None: there is one machine."""
+        """None, because there is only one machine."""
         return None
 
     @property
     def extended(self) -> StrategyExtended:
-        """The operations for those who write optimizers, metrics and the like."""
+        """The operations for authors of optimizers, metrics and libraries."""
         return self._extended
 
     @cached_property
@@ -118,7 +113,7 @@ class StrategyBase:
         return StrategyExtended(self)
 
     def scope(self) -> AbstractContextManager[Self]:
-        """The context in which variables are made; it yields the strategy.
+        """The context in which variables are made. It yields the strategy.
 
         Raises:
             ContextError: Entered inside a replica, inside another strategy's scope, or again after it was left (a
@@ -151,20 +146,21 @@ class StrategyBase:
             fn: The replica function.
             args: Its positional arguments, as a list or tuple.
             kwargs: Its keyword arguments.
-            options: Accepted; it changes nothing.
+            options: With ``cs.RunOptions(keep_per_replica=True)`` every result is a PerReplica. Anything else is
+                accepted without effect, as in TensorFlow's class.
 
         Returns:
-            The results of the replicas. Arrays come back as PerReplica; a value that is equal on all replicas comes
-            back bare. With one replica everything comes back bare.
+            The results of the replicas. Arrays and floats come back as PerReplica; None and equal ints, bools and
+            strings come back bare. With one replica everything comes back bare.
 
         Raises:
             ReplicaError: ``fn`` raised in a replica. The class also derives from the original type, so ``except`` of
                 that type catches it; the replica's traceback is a note.
-            ValueError: ``args`` is no list or tuple.
-            TypeError: ``kwargs`` is no mapping, or ``fn`` cannot be called.
-            ShippingError: Something cannot be sent.
+            ValueError: ``args`` is not a list or tuple.
+            TypeError: ``kwargs`` is not a mapping, or ``fn`` cannot be called.
+            ShippingError: The function or an argument cannot be pickled.
             ResultError: A result is not data.
-            MergeMismatchError: Replicas disagree.
+            MergeMismatchError: The replicas disagree at a merge point.
             ReplicaLostError: A process died, and the run could not be repeated.
             ContextError: Called inside a replica or another strategy's scope (a RuntimeError).
             ShutdownError: Called after ``shutdown()`` (a RuntimeError).
@@ -185,9 +181,10 @@ class StrategyBase:
             raise TypeError(f"kwargs must be a mapping, not {type(kwargs).__name__}")
         if not callable(fn):
             raise TypeError(f"fn must be callable, not {fn!r}")
+        keep = isinstance(options, RunOptions) and options.keep_per_replica
         arguments = self._arguments(tuple(args), kwargs)
         with context.enter_cross_replica(self):
-            return regroup(self.call(fn, arguments))
+            return regroup(self.call(fn, arguments), keep)
 
     def _arguments(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
@@ -205,19 +202,20 @@ class StrategyBase:
         kwargs: Mapping[str, Any] | None = None,
         *,
         lookahead: int = LOOKAHEAD,
+        options: RunOptions | None = None,
     ) -> Steps:
-        """Iterate over the results that ``run`` would return for ``fn(element, **kwargs)`` of each element, and wait
-        less.
+        """Iterate over the results of ``run(fn, (element,), kwargs)`` for each element, and send steps ahead.
 
         When the loop gets the result of step k, exactly the steps up to k + ``lookahead`` have been sent. Workers begin
         each step when the one before it is committed. Any other call on the strategy (a learning rate, a variable, a
         save, ``run``) first waits for the steps in flight, so it always falls between the same two steps. If the loop
         changes a captured value, the first step after those in flight sees the change.
 
-        If step k fails, no later step begins; the iterator raises what ``run`` would raise, and ends. A loop that is
-        left early waits for the steps that were sent, at most ``lookahead``; ``steps`` of the iterator counts them.
-        Ctrl-C cancels the current step and those after it. An exception of the data set is raised where its element
-        would have come. The default strategy carries out each step when its result is wanted.
+        If step k fails, no later step begins. The iterator raises the error that ``run`` would raise, and ends. If the
+        loop is left early, the iterator waits for the steps in flight, at most ``lookahead``; its ``steps`` counts all
+        steps that were sent. Ctrl-C cancels the current step and all later ones. If the data set raises an exception,
+        the iterator raises it in place of that element's result. The default strategy runs each step when the loop asks
+        for its result.
 
         Args:
             fn: The replica function of one element.
@@ -226,6 +224,7 @@ class StrategyBase:
             steps: The largest number of elements; None: all.
             kwargs: Keyword arguments of every call.
             lookahead: The number of steps sent ahead, at most 64. 0 sends each step when its result is wanted.
+            options: As for :meth:`run`.
 
         Returns:
             An iterator over the results, in order.
@@ -250,7 +249,8 @@ class StrategyBase:
         series = self.series(lookahead)
         check(fn, dataset, self.num_replicas_in_sync, steps, kwargs, lookahead)
         send = partial(self._send_step, series, fn, dict(kwargs or {}))
-        return Steps(series, iter(dataset), not isinstance(dataset, DistributedIterator), steps, send)
+        keep = keeps_per_replica(options)
+        return Steps(series, iter(dataset), not isinstance(dataset, DistributedIterator), steps, send, keep)
 
     def _send_step(self, series: StepSeries, fn: Callable[..., Any], kwargs: dict[str, Any], element: Any) -> None:
         """Send the step of one element."""
@@ -258,7 +258,7 @@ class StrategyBase:
         arguments = self._arguments((element,), kwargs)
         with context.enter_cross_replica(self):
             self.evaluate_schedules()
-            if series.has_failed:  # known only now; its error comes out before this one
+            if series.has_failed:  # a step failed meanwhile; the iterator raises that step's error instead of this one
                 raise ContextError("a step before this one has failed")
             series.send(fn, arguments)
 
@@ -271,7 +271,7 @@ class StrategyBase:
         Args:
             reduce_op: ``ReduceOp.SUM``, ``ReduceOp.MEAN``, or the name in any case.
             value: A PerReplica. MEAN also takes a value that is not distributed.
-            axis: An axis, or several, of every component; None: none.
+            axis: An axis, or several, of every component; None reduces over replicas only.
 
         Returns:
             One array.
@@ -433,85 +433,6 @@ class StrategyBase:
         context.require_cross_replica(self, "distribute_datasets_from_function")
         return DistributedFromFunction(dataset_fn, self.num_replicas_in_sync, options, self.carrier)
 
-    # --- the devices of one replica -----------------------------------------------------------------------------
-
-    def experimental_assign_to_logical_device(
-        self, tensor: Any, logical_device_id: int
-    ) -> logical_devices.LogicalTensor:
-        """Put ``tensor`` on one of the replica's devices; read as an array it is unchanged. Called inside a replica
-        function.
-
-        Args:
-            tensor: An array.
-            logical_device_id: The number of the device, from 0.
-
-        Returns:
-            The array with its place.
-
-        Raises:
-            InvalidArgumentError: The replica has no such device (a ValueError).
-            ContextError: Called outside a replica (a RuntimeError).
-
-        Examples:
-            >>> import numpy as np
-            >>> import central_storage as cs
-            >>> with cs.CentralStorageStrategy([("cpu:0", "cpu:1")], in_process=True) as strategy:
-            ...     strategy.run(lambda: np.asarray(strategy.experimental_assign_to_logical_device([1, 2], 1))).tolist()
-            [1, 2]
-        """
-        return logical_devices.assign(tensor, logical_device_id, *self.logical_devices_here())
-
-    def experimental_split_to_logical_devices(
-        self, tensor: Any, partition_dimensions: Sequence[int]
-    ) -> logical_devices.LogicalTensor:
-        """Cut ``tensor`` into equal pieces, one on each of the replica's devices. Called inside a replica function.
-
-        Args:
-            tensor: An array.
-            partition_dimensions: For each axis, the number of parts into which it is cut.
-
-        Returns:
-            The array with its places; read as an array it is unchanged. ``result.pieces`` are in row-major order.
-
-        Raises:
-            InvalidArgumentError: ``partition_dimensions`` is not one int per axis, their product is not the number of
-                the replica's devices, or an axis cannot be cut in this way (a ValueError).
-            ContextError: Called outside a replica (a RuntimeError).
-
-        Examples:
-            >>> import central_storage as cs
-            >>> with cs.CentralStorageStrategy([("cpu:0", "cpu:1")], in_process=True) as strategy:
-            ...     def pieces():
-            ...         return len(strategy.experimental_split_to_logical_devices([1, 2], [2]).pieces)
-            ...
-            ...     strategy.run(pieces)
-            2
-        """
-        return logical_devices.split(tensor, partition_dimensions, *self.logical_devices_here())
-
-    def experimental_replicate_to_logical_devices(self, tensor: Any) -> logical_devices.LogicalTensor:
-        """Put ``tensor`` on each of the replica's devices; read as an array it is unchanged. Called inside a replica
-        function.
-
-        Args:
-            tensor: An array.
-
-        Returns:
-            The array with its places.
-
-        Raises:
-            ContextError: Called outside a replica (a RuntimeError).
-
-        Examples:
-            >>> import numpy as np
-            >>> import central_storage as cs
-            >>> with cs.CentralStorageStrategy([("cpu:0", "cpu:1")], in_process=True) as strategy:
-            ...     place = strategy.experimental_replicate_to_logical_devices
-            ...     strategy.run(lambda: np.asarray(place([1, 2]))).tolist()
-            [1, 2]
-        """
-        return logical_devices.replicate(tensor, *self.logical_devices_here())
-
     # --- older names --------------------------------------------------------------------------------------------
 
     def experimental_run_v2(
@@ -590,11 +511,7 @@ class StrategyBase:
     # --- copies -------------------------------------------------------------------------------------------------
 
     def __copy__(self) -> NoReturn:
-        raise RuntimeError("a strategy cannot be copied: there is one service behind it")
+        raise RuntimeError("a strategy cannot be copied, because it has one service")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
-
-
-def _nowhere(array: Any, device: str) -> NoReturn:
-    raise ContextError("the devices of a replica can be used only inside a replica function")

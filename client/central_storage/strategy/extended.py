@@ -1,7 +1,7 @@
-"""``strategy.extended``: what TensorFlow's optimizers, metrics and libraries ask of a strategy.
+"""``strategy.extended``: the operations that TensorFlow's optimizers, metrics and libraries use.
 
-Results of reductions are arrays in host memory, wherever the destination: it decides between one array and one for
-each replica. Every variable lies on the parameter device, so there is nothing to colocate.
+Results of reductions are arrays in host memory, whatever the destination: it only chooses between one array and one
+for each replica. Every variable lies on the parameter device, so there is nothing to colocate.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["StrategyExtended"]
 
 
 class StrategyExtended:
-    """The less common half of a strategy. ``strategy.extended`` gives it.
+    """The less common operations of a strategy, as ``strategy.extended``.
 
     Examples:
         >>> import central_storage as cs
@@ -87,13 +87,13 @@ class StrategyExtended:
             fn: The function.
             args: Its positional arguments after the variable.
             kwargs: Its keyword arguments.
-            group: Whether the result is returned as it is; with False every leaf of it is put in a tuple of one.
+            group: True returns the result as it is; False wraps every leaf of it in a tuple of one.
 
         Returns:
             The result of ``fn``.
 
         Raises:
-            InvalidArgumentError: ``var`` is no variable, or an argument is a PerReplica (a ValueError).
+            InvalidArgumentError: ``var`` is not a variable, or an argument is a PerReplica (a ValueError).
             ContextError: Called inside a replica or another strategy's scope (a RuntimeError).
 
         Examples:
@@ -170,7 +170,7 @@ class StrategyExtended:
 
         Raises:
             AssertionError: ``destinations`` is a list.
-            ValueError: ``destinations`` is None or no destination.
+            ValueError: ``destinations`` is None, or is not a destination.
             ContextError: Called inside a replica or another strategy's scope (a RuntimeError).
 
         Examples:
@@ -241,7 +241,7 @@ class StrategyExtended:
 
         Raises:
             AssertionError: ``destinations`` is a list or None.
-            ValueError: ``destinations`` is no destination.
+            ValueError: ``destinations`` is not a destination.
             ContextError: Called inside a replica or another strategy's scope (a RuntimeError).
 
         Examples:
@@ -314,7 +314,7 @@ class StrategyExtended:
 
         Raises:
             ContextError: Called outside the strategy's scope (a RuntimeError).
-            InvalidArgumentError: The argument is no variable of this strategy (a ValueError).
+            InvalidArgumentError: The argument is not a variable of this strategy (a ValueError).
 
         Examples:
             >>> import central_storage as cs
@@ -331,7 +331,7 @@ class StrategyExtended:
         return _nothing()
 
     def non_slot_devices(self, var_list: Iterable[Variable]) -> Variable:
-        """The variable with the smallest name, beside which an optimizer's own state lies.
+        """The variable with the first name in alphabetical order, with which an optimizer keeps its own state.
 
         Args:
             var_list: Variables.
@@ -361,7 +361,7 @@ class StrategyExtended:
 
         Raises:
             InvalidArgumentError: An array is a scalar, or the lengths differ (a ValueError).
-            NotADatasetError: A leaf is no array (an AttributeError).
+            NotADatasetError: A leaf is not an array (an AttributeError).
             ContextError: Called inside a replica or another strategy's scope (a RuntimeError).
 
         Examples:
@@ -396,17 +396,17 @@ class StrategyExtended:
 
     @property
     def experimental_between_graph(self) -> bool:
-        """True, as TensorFlow's."""
+        """True, as in TensorFlow."""
         return True
 
     @property
     def experimental_should_init(self) -> bool:
-        """True: this process makes the variables."""
+        """True: this process initializes the variables."""
         return True
 
     @property
     def should_checkpoint(self) -> bool:
-        """True: this process saves."""
+        """True: this process saves checkpoints."""
         return True
 
     @property

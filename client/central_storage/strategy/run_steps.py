@@ -13,13 +13,14 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from central_storage.core.options import RunOptions
 from central_storage.core.pipeline import Arguments
 from central_storage.core.values import regroup
 from central_storage.data.distributed import DistributedDataset, DistributedFromFunction, DistributedIterator
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.messages import MOST_AHEAD
 
-__all__ = ["LOOKAHEAD", "LocalSeries", "StepSeries", "Steps", "check"]
+__all__ = ["LOOKAHEAD", "LocalSeries", "StepSeries", "Steps", "check", "keeps_per_replica"]
 
 _log = logging.getLogger("central_storage.run_steps")
 
@@ -64,8 +65,11 @@ class Steps:
         is_own: bool,
         limit: int | None,
         send: Callable[[Any], None],
+        keep_per_replica: bool = False,
     ) -> None:
-        """``is_own``: only this object uses ``elements``. ``send`` sends the step of an element."""
+        """``is_own``: only this object uses ``elements``. ``send`` sends the step of an element. ``keep_per_replica``:
+        every result is a PerReplica."""
+        self._keep_per_replica = keep_per_replica
         self._series = series
         self._elements = elements
         self._is_own = is_own
@@ -94,7 +98,7 @@ class Steps:
             if self._used:
                 self._used.popleft()
                 self._taken += 1
-                return regroup(self._series.take())
+                return regroup(self._series.take(), self._keep_per_replica)
             if self._at_end is not None:
                 raise self._at_end
         except KeyboardInterrupt:
@@ -203,6 +207,15 @@ class LocalSeries:
 
     def settle(self, *, cancel: bool = False) -> None:
         """Nothing is under way between two steps."""
+
+
+def keeps_per_replica(options: RunOptions | None) -> bool:
+    """Whether results never come back bare. Raises TypeError for ``options`` that are no RunOptions."""
+    if options is None:
+        return False
+    if not isinstance(options, RunOptions):
+        raise TypeError(f"options must be a cs.RunOptions, not {options!r:.100}")
+    return bool(options.keep_per_replica)
 
 
 def check(fn: object, dataset: object, replicas: int, steps: object, kwargs: object, lookahead: object) -> None:

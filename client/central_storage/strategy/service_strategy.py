@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -16,6 +17,7 @@ from central_storage.core.composites import Composite
 from central_storage.core.handles import Handle, HandleTable, handle_id
 from central_storage.core.options import ValueContext
 from central_storage.core.pipeline import Series
+from central_storage.core.random_streams import Streams, function_name
 from central_storage.core.recovery_options import Recovery
 from central_storage.core.variable_sets import VariableSets
 from central_storage.optimizers import Optimizer, optimizer_of
@@ -264,11 +266,11 @@ class CentralStorageStrategy(StrategyBase, Handle):
         return tuple(map(self._handle_of, self._catalogue.variables()))
 
     def save(self, directory: str | os.PathLike[str], *, data: Any = None) -> str:
-        """Write all variables, optimizers and moving averages, the number of runs, and the positions in ``data`` to a
-        file.
+        """Write all variables, optimizers and moving averages, the number of runs of each function, and the positions
+        in ``data`` to a file.
 
-        The random numbers of the next run follow from the number of runs. The file is replaced as a whole: after a kill
-        at any moment the last whole file is still there.
+        The random numbers of the next run follow from the number of runs of its function. The file is replaced as a
+        whole: after a kill at any moment the last whole file is still there.
 
         Args:
             directory: The directory of the file; it is made if need be.
@@ -397,6 +399,8 @@ class DefaultStrategy(StrategyBase):
 
     def __init__(self) -> None:
         self.replica_context = context.ReplicaContext(self, None)
+        self._lock = threading.Lock()  # every thread without a strategy has this one
+        self._steps: Counter[str] = Counter()  # by function
 
     @property
     def controller(self) -> NoReturn:
@@ -427,7 +431,11 @@ class DefaultStrategy(StrategyBase):
     ) -> list[Any]:
         """Call ``function`` here."""
         ((args, kwargs),) = arguments
-        with context.enter_replica(self, None):
+        name = function_name(function)
+        with self._lock:
+            step = self._steps[name]
+            self._steps[name] += 1
+        with context.enter_replica(self, None, Streams(0, name, step, 0)):
             return [function(*args, **kwargs)]
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:

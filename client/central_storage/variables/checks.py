@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from cs_proto.arrays import dtype_name, is_wire_dtype
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.messages import VariableSpec
 
-__all__ = ["check_aggregation", "check_fits", "initial_array", "row_numbers"]
+__all__ = ["check_aggregation", "check_fits", "initial_array", "row_numbers", "warn_on_read"]
 
 
 def initial_array(initial_value: Any, dtype: Any) -> np.ndarray:
@@ -66,3 +67,16 @@ def row_numbers(spec: VariableSpec, what: str, indices: Any) -> np.ndarray:
         wrong = array[(array < 0) | (array >= spec.shape[0])].flat[0]
         raise InvalidArgumentError(f"{spec.name}.{what}: row {wrong} is outside [0, {spec.shape[0]})")
     return array.astype(np.int64, copy=False)
+
+
+def warn_on_read(replicas: int, aggregation: VariableAggregation) -> None:
+    """What TensorFlow's central strategy does in silence: with ON_READ a replica has no value of its own."""
+    if replicas > 1:
+        warnings.warn(
+            "synchronization=ON_READ has no effect here, as in TensorFlow's CentralStorageStrategy: the variable has "
+            f"one value, and aggregation={aggregation.name} makes one value of what the replicas assign in a step, so "
+            "contributions may be dropped. To add up those of all replicas, use aggregation=SUM with assign_add and "
+            "arrays, or cs.metrics; to keep one value per replica, return it from strategy.run",
+            UserWarning,
+            stacklevel=3,
+        )

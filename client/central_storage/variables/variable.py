@@ -39,7 +39,7 @@ from cs_proto.scatter import write
 from cs_runtime.shared_memory.remote_segment import aligned_copy
 
 from .array_protocols import ArrayProtocols
-from .checks import check_aggregation, check_fits, initial_array, row_numbers
+from .checks import check_aggregation, check_fits, initial_array, row_numbers, warn_on_read
 
 if TYPE_CHECKING:
     from central_storage.core.backends import ControllerBackend, Strategy
@@ -85,7 +85,8 @@ class Variable(Handle, ArrayProtocols):
         name: The name; a name that the strategy has already gets a number.
         dtype: Converts the value, integers to floating point too, but not the reverse.
         shape: The shape that the value must have; None: any.
-        synchronization: Stored. A variable with ON_READ is not trainable.
+        synchronization: Stored, and without effect on values: there is one value, not one per replica. A variable with
+            ON_READ is not trainable, and warns under several replicas.
         aggregation: How assignments by several replicas become one; None is NONE.
         constraint: A function of the value, an array, that returns a value of its shape and dtype. Every
             ``apply_gradients`` applies it after its update.
@@ -128,6 +129,8 @@ class Variable(Handle, ArrayProtocols):
             raise InvalidArgumentError(f"synchronization must be a VariableSynchronization, not {synchronization!r}")
         if trainable and synchronization is VariableSynchronization.ON_READ:
             raise InvalidArgumentError("a variable with synchronization ON_READ is not trainable")
+        if synchronization is VariableSynchronization.ON_READ and has_strategy():
+            warn_on_read(get_strategy().num_replicas_in_sync, aggregation)
         if trainable is None:
             trainable = synchronization is not VariableSynchronization.ON_READ
         if constraint is not None and not callable(constraint):

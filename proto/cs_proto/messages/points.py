@@ -1,5 +1,4 @@
-"""What a replica brings while it runs: merge points, alone or as notes that travel with the next message. Codes 20 and
-50-57."""
+"""Merge points of a replica, sent alone or as notes that travel with its next message. Codes 20 and 50-57."""
 
 from __future__ import annotations
 
@@ -68,8 +67,8 @@ class ApplyPoint(_Point):
 
 @record(51)
 class AssignPoint(_Point):
-    """An aggregated assign. ``checked`` (waited for) where only the comparison of replicas can find the error:
-    values that came from Python scalars."""
+    """An aggregated assign. If ``checked``, the replica waits for the answer: for values that came from Python scalars,
+    only the comparison of the replicas can find an error."""
 
     k: Count
     site: str
@@ -123,7 +122,8 @@ Point = ApplyPoint | AssignPoint | CreatePoint | ReducePoint | GatherPoint | Mer
 
 @record(56)
 class ReadPoint(_Point):
-    """Not a merge point: this replica wants to read what it wrote at points before ``k``, so they must be committed."""
+    """Not a merge point: this replica reads a variable that it wrote before point ``k``, so those points must be
+    committed."""
 
     k: Count
     site: str
@@ -131,7 +131,7 @@ class ReadPoint(_Point):
 
 @record(57)
 class WriteNote(_Point):
-    """A write on which replicas need not agree. It is no merge point and needs no answer.
+    """A write on which replicas need not agree. It is not a merge point and needs no answer.
 
     It comes after ``k`` merge points, as this replica's ``number``-th write note of the run, from 0. In a scatter
     ``value`` goes to the rows ``indices``.

@@ -1,4 +1,4 @@
-"""What controllers and observers ask of the server (codes 30-49), and its replies (70-79).
+"""Requests of controllers and observers to the server (codes 30-49), and its replies (70-79).
 
 The controller's writes carry (client, sequence); reads carry only a number, by which the reply is matched.
 """
@@ -58,8 +58,8 @@ class Configure(Record):
 
 @record(33)
 class Get(Record):
-    """Read variables by number and by name; none of either means all. ``frames`` asks for the bytes in frames, for
-    peers that map no memory; without it the reply says where the bytes lie."""
+    """Read variables by number and by name; with neither, all of them. ``frames`` asks for the bytes in frames, for
+    peers that map no memory; otherwise the reply says where the bytes lie."""
 
     request: Count
     variables: tuple[Number, ...]
@@ -69,7 +69,7 @@ class Get(Record):
 
 @record(34)
 class Describe(Record):
-    """Ask what stands behind handles: variables and optimizers by number, without values."""
+    """Ask for the records of variables and optimizers by number, without values."""
 
     request: Count
     variables: tuple[Number, ...]
@@ -85,8 +85,8 @@ class Statistics(Record):
 
 @record(37)
 class Free(Record):
-    """The controller holds these variables no more. Those that no optimizer has taken up are forgotten and their
-    places given to others; numbers that stand for nothing any more are left out."""
+    """The controller no longer holds these variables. The server forgets those that no optimizer uses, and reuses their
+    places. It ignores numbers of variables that are already gone."""
 
     client: str
     sequence: Count
@@ -124,15 +124,15 @@ class Fetch(Record):
 
     def check(self) -> None:
         if not isinstance(self.array.place, Location):
-            self.refuse("what is fetched lies in a segment")
+            self.refuse("the array of a Fetch must lie in a segment")
         if self.rows is not None and (self.rows.dtype != "int64" or len(self.rows.shape) != 1 or not self.array.shape):
             self.refuse("rows are numbers int64[n] of an array that has rows")
 
 
 @record(41)
 class Put(Record):
-    """The bytes ``value`` belong into ``array`` (uint8[n]), where their sender may write and cannot map. Without a
-    value the whole pages of ``array`` are given back."""
+    """Write the bytes ``value`` into ``array`` (uint8[n]), for a sender that may write there but cannot map it. Without
+    a value, free the whole pages of ``array``."""
 
     request: Count
     array: Array
@@ -140,7 +140,7 @@ class Put(Record):
 
     def check(self) -> None:
         if not isinstance(self.array.place, Location) or self.array.dtype != "uint8" or len(self.array.shape) != 1:
-            self.refuse("bytes uint8[n] are put into a segment")
+            self.refuse("the array of a Put must be uint8[n] in a segment")
         if self.value is not None and (self.value.dtype, self.value.shape) != (self.array.dtype, self.array.shape):
             self.refuse(f"{self.value.shape} bytes do not fit into {self.array.shape}")
 
@@ -149,9 +149,9 @@ class Put(Record):
 class Locate(Record):
     """A worker on a GPU asks where variables lie on the GPU of the variables.
 
-    With ``buffers`` (0 or 1, else -1) it asks where it may compute their gradients there: in the buffers that an apply
-    calls ``buffers`` + 2. Every worker asks with 1 before it uses its second set of gradient buffers for these
-    variables' dtypes; the set is made then.
+    With ``buffers`` 0 or 1 (otherwise -1) it asks where on that GPU it may compute their gradients. An ApplyPoint names
+    these buffers as ``buffers`` + 2. Every worker asks with 1 before it first uses its second set of gradient buffers
+    for a dtype of these variables, and the server makes the set then.
     """
 
     request: Count
@@ -164,8 +164,8 @@ class Locate(Record):
 
 @record(70)
 class Done(Record):
-    """Reply to Assign, AssignSlot, Configure: the number of the thing written, and its version or iterations; to Free:
-    how many variables are gone, and 0; to Put: 0 and 0."""
+    """Reply to Assign, AssignSlot and Configure: the number of the variable, slot or optimizer, and its version or
+    iterations. Reply to Free: the number of freed variables, and 0. Reply to Put: 0 and 0."""
 
     sequence: Count
     number: Count
@@ -243,7 +243,7 @@ class Counters(Record):
 
 @record(76)
 class Refused(Record):
-    """Reply to a request or first message that was not done: ``number`` is its sequence or request number."""
+    """Reply to a request or first message that was refused: ``number`` is its sequence or request number."""
 
     number: Count
     error: Error

@@ -1,6 +1,6 @@
 """A run from its beginning to its end.
 
-The controller, or during a merge_call the holder of the token, sends it to the workers (codes 90-109). Replicas bring
+The controller, or during a merge_call the holder of the token, sends it to the workers (codes 90-109). Replicas send
 merge points and return (60-69), the server answers (80-89) and asks (140). The controller cancels a run or reports that
 it waits (36, 43-45).
 """
@@ -34,9 +34,11 @@ class Prepare(Record):
 class Run(OfStep):
     """Run a function as one replica.
 
-    The random numbers of the run follow from ``draw``, the strategy's seed and the replica. The controller counts its
-    runs by ``draw`` from 1, and continues from the count of a checkpoint that it restores. So ``draw`` may become
-    smaller, while the number of the run only grows. A nested run has the draw of the run around it.
+    The random numbers of the run follow from the strategy's ``seed``, ``name``, ``step`` and the replica. ``name`` is
+    the module and the qualified name of the function, and ``step`` is the number of runs of functions of this name that
+    began before. The controller counts them from 0, and continues from the counts of a checkpoint that it restores. So
+    ``step`` may become smaller, while the number of the run only grows. A nested run has the name and the step of the
+    run around it, and a path of its own.
 
     ``digest`` names the pickled function; ``function`` gives its place, for a worker that does not hold it. ``frozen``
     keeps the unpickled object for good (``cs.function``). ``arguments`` is a pickle of (args, kwargs), or the place of
@@ -48,7 +50,7 @@ class Run(OfStep):
     """
 
     run: RunId
-    draw: Number
+    step: Count
     replica: Replica
     seed: Annotated[int, Range(0, (1 << 63) - 1)]
     digest: bytes
@@ -59,11 +61,7 @@ class Run(OfStep):
     series: Count = 0
     lookahead: Lookahead = 0
     held: tuple[tuple[Count, Count], ...] = ()
-
-    @property
-    def draw_path(self) -> RunId:
-        """The path that random numbers follow from: ``run`` with ``draw`` in place of its first number."""
-        return (self.draw, *self.run[1:])
+    name: str = ""
 
     @property
     def part(self) -> tuple[int, int]:
@@ -86,8 +84,8 @@ class Run(OfStep):
 
 @record(95)
 class Forget(Record):
-    """The server has been told to free these variables. A worker forgets where they lie: what it has kept of one is no
-    handle of whatever lies there next."""
+    """Client to worker: the server has been told to free these variables. The worker forgets where they lie, so that it
+    never takes a later variable at the same place for one of them."""
 
     variables: tuple[Number, ...]
 
@@ -162,7 +160,8 @@ class Reduced(OfRun):
 
 @record(81)
 class Token(OfRun):
-    """Answer to replica 0 at a MergeCallPoint: you are the controller now; here are all replicas' arguments."""
+    """Answer to replica 0 at a MergeCallPoint: it is the controller from now on. ``arguments`` are those of all
+    replicas."""
 
     run: RunId
     k: Count
@@ -171,7 +170,7 @@ class Token(OfRun):
 
 @record(82)
 class Merged(OfRun):
-    """Answer to the other replicas at a MergeCallPoint: your share of what the merge function returned."""
+    """Answer to the other replicas at a MergeCallPoint: the replica's component of the merge function's result."""
 
     run: RunId
     k: Count
@@ -226,8 +225,8 @@ class RunFinished(OfRun):
 
 @record(88)
 class StepFinished(OfRun):
-    """Server to the replicas of a step of a series, once they have returned and what they brought is committed: the
-    next step may begin, or, where this one ``failed``, none of the series does any more."""
+    """Server to the replicas of a step of a series, once all have returned and their updates are committed: the next
+    step may begin. If this step ``failed``, no later step of the series begins."""
 
     run: RunId
     failed: bool
@@ -265,8 +264,8 @@ class Cancel(OfRun):
 
 @record(43)
 class Resent(OfStep):
-    """Controller to server: the worker of ``replica`` died, and the one in its place has been sent ``run`` again. Not
-    answered. By it the server knows of a run that kills its worker before anything of it is heard."""
+    """Controller to server: the worker of ``replica`` died, and its successor has been sent ``run`` again. Not
+    answered. It tells the server of a run that kills its worker before the worker sends anything."""
 
     run: RunId
     replica: Replica
@@ -275,8 +274,8 @@ class Resent(OfStep):
 
 @record(44)
 class WaitReport(OfStep):
-    """Controller to server: I have waited ``seconds`` for the end of ``run``. Not answered. By it the server knows of a
-    run of whose replicas none has been heard, and that each of them is waited for."""
+    """Controller to server: the controller has waited ``seconds`` for the end of ``run``. Not answered. It tells the
+    server of a run whose replicas have not sent anything yet."""
 
     run: RunId
     seconds: Seconds
@@ -285,7 +284,8 @@ class WaitReport(OfStep):
 
 @record(45)
 class WaitingFor(Record):
-    """Server to controller, which has said WaitReport, every ten seconds: whom ``run`` waits for, in words."""
+    """Server to a controller that has sent WaitReport, every ten seconds: the replicas that ``run`` waits for, in
+    words."""
 
     run: RunId
     whom: str

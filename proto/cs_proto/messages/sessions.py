@@ -11,7 +11,7 @@ from .shared import Pid, Replicas, Worker
 
 @record(10)
 class Register(Record):
-    """Worker to server, first message: who I am and where I listen."""
+    """Worker to server, first message: the worker's identity and the endpoint where it listens."""
 
     protocol: Count
     worker: Worker
@@ -19,7 +19,7 @@ class Register(Record):
 
 @record(11)
 class Registered(Record):
-    """Server to every worker, once all have registered: you may take runs. ``workers`` in replica order."""
+    """Server to every worker, once all have registered: runs may begin. ``workers`` is in replica order."""
 
     replicas: Replicas
     parameter_device: str
@@ -48,23 +48,23 @@ class Welcome(Record):
 
 @record(14)
 class Goodbye(Record):
-    """Client to server: forget me. Not answered."""
+    """Client to server: the session ends. Not answered."""
 
     client: str
 
 
 @record(15)
 class Offer(Record):
-    """Who connects to who listens, before the mailbox is used: what you get from me and is not in ``mailbox`` counts
-    from here on, and I post what fits there once you have opened it."""
+    """The connecting peer offers ``mailbox`` to the listening peer, over ZeroMQ. From this message on, the sender
+    counts its messages over ZeroMQ. It posts to the mailbox once the other peer has accepted it."""
 
     mailbox: Count
 
 
 @record(16)
 class MailboxAccepted(Record):
-    """Answer to :class:`Offer`, over ZeroMQ: I have opened the mailbox and post what fits there from here on; or why
-    not (``refused``), and everything goes over ZeroMQ as before."""
+    """Answer to :class:`Offer`, over ZeroMQ: the mailbox is open, and from now on the sender posts there what fits. If
+    it cannot be opened, ``refused`` says why, and everything still goes over ZeroMQ."""
 
     mailbox: Count
     refused: str

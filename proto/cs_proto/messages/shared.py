@@ -1,5 +1,5 @@
-"""What several messages carry: numbers and their ranges, runs, values, errors, and the records of variables, optimizers
-and workers. Codes 1-9."""
+"""Fields that several messages share: numbers and their ranges, runs, values, errors, and the records of variables,
+optimizers and workers. Codes 1-9."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Pid: TypeAlias = Annotated[int, Range(0, (1 << 31) - 1)]
 Lookahead: TypeAlias = Annotated[int, Range(0, MOST_AHEAD)]
 
 #: A run is a path: ``(5,)`` is the client's fifth run, ``(5, 2, 0)`` the first run nested in the merge_call that was
-#: merge point 2 of run 5. The same after a replay, without asking anybody.
+#: merge point 2 of run 5. A replay finds the same path without asking any process.
 RunId = tuple[Count, ...]
 
 Role = Literal["server", "worker", "controller", "observer", "script"]
@@ -58,7 +58,7 @@ class OfStep(OfRun):
 
 @record(3)
 class Value(Record):
-    """A nest of the closed vocabulary: ``body`` says the nest (docs/protocol.md, section 9), ``arrays`` its
+    """A nest of the closed vocabulary: ``body`` encodes the nest (docs/protocol.md, section 9), ``arrays`` are its
     arrays in the order in which the body names them. The server passes it on unread."""
 
     body: bytes
@@ -67,7 +67,7 @@ class Value(Record):
 
 @record(4)
 class Error(Record):
-    """An exception as data: a code of the closed table, its arguments, where it came from, its traceback as text.
+    """An exception as data: a code of the closed table, its arguments, its origin, its traceback as text.
 
     ``origin`` is the ``module:qualname`` of its class when it was raised. ``replica`` is -1 if it belongs to none.
     ``merge_index`` is the number of merge points that the replica had passed.
@@ -84,8 +84,8 @@ class Error(Record):
 
 @record(5)
 class VariableSpec(Record):
-    """What a variable is asked to be. ``name`` may be taken; the server makes it unique. An ``ordinary`` one was made
-    outside every scope: what replicas write to it are WriteNotes, whatever its aggregation says."""
+    """The requested properties of a variable. If ``name`` is taken, the server makes it unique. An ``ordinary``
+    variable was made outside every scope: replicas write to it by WriteNotes, whatever its aggregation says."""
 
     name: str
     dtype: str
@@ -106,7 +106,7 @@ class VariableSpec(Record):
 
 @record(6)
 class Variable(Record):
-    """A variable as it stands: its number, its spec under its final name, where its value lies, its version."""
+    """An existing variable: its number, its spec with the final name, the place of its value, its version."""
 
     number: Number
     spec: VariableSpec
@@ -121,8 +121,8 @@ class Variable(Record):
 
 @record(7)
 class Optimizer(Record):
-    """An optimizer as it stands: its number, its kind (``SGD``), the rule that its hyperparameters chose when it was
-    made, its hyperparameters by name, what the learning rate follows (None: it is the number), its iterations."""
+    """An existing optimizer: its number, its kind (``SGD``), the rule that its hyperparameters chose when it was made,
+    its hyperparameters by name, the schedule of its learning rate (None: a constant), its iterations."""
 
     number: Number
     kind: str
@@ -145,9 +145,9 @@ class Worker(Record):
 
 @record(9)
 class DevicePlace(Record):
-    """Where an array lies on a GPU: the CUDA IPC ``handle`` of a block of its memory, the byte ``offset`` in it, the
-    block's ``size`` in bytes, and the ``mark`` with which the block begins and ends, by which whoever opens it knows
-    that all of it is what is meant. No handle: not there."""
+    """The place of an array on a GPU: the CUDA IPC ``handle`` of a block of its memory, the byte ``offset`` in it, and
+    the block's ``size`` in bytes. The block begins and ends with the ``mark``, so a process that opens it can check
+    that it has the whole block. An empty handle: the array is not on the GPU."""
 
     handle: bytes
     offset: Count
@@ -166,5 +166,5 @@ class DevicePlace(Record):
         return 0, self.size - len(self.mark)
 
     def holds(self, nbytes: int) -> bool:
-        """Whether so many bytes from the offset on lie between the marks."""
+        """Whether ``nbytes`` bytes from the offset on lie between the marks."""
         return len(self.mark) <= self.offset <= self.offset + nbytes <= self.size - len(self.mark) < 1 << 62

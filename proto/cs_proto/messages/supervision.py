@@ -12,7 +12,7 @@ from .shared import MOST_REPLICAS, Error, Incarnation, Number, Pid, Replica, Rep
 
 @record(110)
 class Introduce(Record):
-    """First packet of every process that connects to the supervisor. ``client``: what a controller calls itself in its
+    """First packet of every process that connects to the supervisor. A controller sends the same ``client`` in its
     Hello."""
 
     role: Role
@@ -39,14 +39,14 @@ class MakeSegment(Record):
 
 @record(112)
 class OpenSegment(Record):
-    """Any process to supervisor: hand me the segment of that name."""
+    """Any process to supervisor: ask for the segment of that name."""
 
     segment: str
 
 
 @record(113)
 class Segment(Record):
-    """Supervisor's answer to either, with the descriptor as ancillary data."""
+    """Supervisor's answer to a request for a segment, with the descriptor as ancillary data."""
 
     segment: str
     reservation: Number
@@ -63,15 +63,15 @@ class SegmentRefused(Record):
 
 @record(115)
 class Ready(Record):
-    """Server or worker to supervisor: I can work."""
+    """Server or worker to supervisor: the sender can work."""
 
     endpoint: str
 
 
 @record(116)
 class Serving(Record):
-    """Supervisor to a client, once server and workers are ready: where the server listens. To all, when a server that
-    was started again is ready: what it has not answered may not have reached it."""
+    """Supervisor to a client, once server and workers are ready: where the server listens. Supervisor to all, when a
+    restarted server is ready: requests without an answer may be lost."""
 
     endpoint: str
     run_directory: str
@@ -80,8 +80,8 @@ class Serving(Record):
 
 @record(117)
 class Died(Record):
-    """Supervisor to all: a process ended that should not have. ``cause`` reads ``exit code 3`` or ``SIGKILL``;
-    ``log`` holds the last lines it wrote. ``restarts``: another takes its place, as the next incarnation."""
+    """Supervisor to all: a process has ended unexpectedly. ``cause`` reads ``exit code 3`` or ``SIGKILL``; ``log``
+    holds the last lines it wrote. ``restarts``: the next incarnation takes its place."""
 
     role: Role
     rank: Replica
@@ -116,8 +116,11 @@ class Shutdown(Record):
 
 @record(121)
 class Join(Record):
-    """First packet of a launcher that would run one of the service's workers elsewhere, in a container of its own.
-    ``incarnation`` from 1: it runs, or ran last, this one of worker ``rank`` for the supervisor before this one."""
+    """First packet of a launcher that offers to run one of the service's workers in its own container.
+
+    If ``incarnation`` is not 0, the launcher runs (or last ran) this incarnation of worker ``rank`` for the previous
+    supervisor.
+    """
 
     pid: Pid
     rank: Replica = 0
@@ -126,8 +129,8 @@ class Join(Record):
 
 @record(122)
 class Joined(Record):
-    """Supervisor's answer to :class:`Join`: the worker to run, or to go on running. ``transport`` says how the service
-    talks."""
+    """Supervisor's answer to :class:`Join`: the worker to run, or to keep running. ``transport`` names the service's
+    transport."""
 
     rank: Replica
     incarnation: Incarnation
@@ -141,24 +144,24 @@ class Joined(Record):
 
 @record(123)
 class Interrupt(Record):
-    """Controller to supervisor, and from there to who runs it: the run that this replica carries out is cancelled;
-    have its process look (SIGINT)."""
+    """Controller to supervisor, which passes it on to the worker's launcher: interrupt the worker of this replica
+    (SIGINT), because its run is cancelled."""
 
     replica: Replica
 
 
 @record(124)
 class MadeProgress(Record):
-    """Server or worker to supervisor, once: this incarnation has done a piece of work to the end, so its death is no
-    proof that starting it again is in vain."""
+    """Server or worker to supervisor, once: this incarnation has finished a piece of work. If it dies, it is restarted
+    without a pause."""
 
     incarnation: Incarnation
 
 
 @record(125)
 class Kill(Record):
-    """Server to supervisor, and from there to who runs it: end this worker's incarnation, with the stacks of its
-    threads in its output; ``reason`` says why, and becomes part of the cause of its death."""
+    """Server to supervisor, which passes it on to the worker's launcher: end this incarnation of the worker, after it
+    has printed the stacks of its threads. ``reason`` becomes part of the cause of its death."""
 
     replica: Replica
     incarnation: Incarnation
@@ -167,30 +170,31 @@ class Kill(Record):
 
 @record(126)
 class ClientGone(Record):
-    """Supervisor to server: this controller's connection has ended, with or without Goodbye. The same back to the
-    supervisor: its runs are given up. Supervisor to workers, which get a SIGINT as well: carry out none of them."""
+    """Supervisor to server: this controller's connection has ended, with or without Goodbye. Server to supervisor: the
+    controller's runs are given up. Supervisor to workers, with a SIGINT: stop and drop the controller's runs."""
 
     client: str
 
 
 @record(127)
 class MakeMailbox(Record):
-    """Worker or controller to supervisor: a mailbox to the server (``server``) or to a worker (``w0``)."""
+    """Worker or controller to supervisor: ask for a mailbox to the server (``server``) or to a worker (``w0``)."""
 
     peer: str
 
 
 @record(128)
 class OpenMailbox(Record):
-    """Server or worker to supervisor: hand me the mailbox that I was offered."""
+    """Server or worker to supervisor: ask for a mailbox that a peer has offered."""
 
     mailbox: Count
 
 
 @record(129)
 class Mailbox(Record):
-    """Supervisor's answer to either, with its memory and both doorbells (the maker's first) as ancillary data; or why
-    not (``refused``). ``spins``: there are processors enough to look for mail a while before going to sleep."""
+    """Supervisor's answer to :class:`MakeMailbox` and :class:`OpenMailbox`, with the memory and both doorbells (the
+    maker's first) as ancillary data; or ``refused`` says why there is none. ``spins``: the machine has processors
+    enough for a reader to poll for a while before it sleeps."""
 
     mailbox: Count
     spins: bool
@@ -199,8 +203,8 @@ class Mailbox(Record):
 
 @record(130)
 class ShowStacks(Record):
-    """Server to supervisor, and from there to who runs it: have this worker's incarnation print the stacks of its
-    threads (SIGUSR1). Others have waited for it for long, and it may hang."""
+    """Server to supervisor, which passes it on to the worker's launcher: make this incarnation of the worker print the
+    stacks of its threads (SIGUSR1). Other processes have waited for it so long that it may hang."""
 
     replica: Replica
     incarnation: Incarnation

@@ -1,13 +1,13 @@
-"""Mailboxes: records between two processes of one machine by memory that both map, beside ZeroMQ.
+"""Mailboxes: messages between two processes of one machine through shared memory, beside ZeroMQ.
 
-A mailbox has two ends and, for each direction, a ring of bytes with one writer and one reader, and an eventfd as the
-reader's doorbell, which is rung only while the reader sleeps. Too large a message, or one for a full ring, goes over
-ZeroMQ as ever: each message in a ring says how many of the same sender went *elsewhere* before it, so the reader puts
-both together in the order in which they were sent. Nothing here knows what messages mean.
+For each direction a mailbox has a ring of bytes with one writer and one reader, and an eventfd as the reader's
+doorbell. The writer rings it only while the reader sleeps. A message that is too large, or that finds the ring full,
+goes *elsewhere*: over ZeroMQ. Each message in a ring says how many messages of the same sender went elsewhere before
+it, so the reader can restore the order in which they were sent. This module does not know what messages mean.
 
-A store must not pass an earlier store, nor a load an earlier load, as on x86-64: :data:`IS_ORDERED` says whether this
-machine is one of these. Where a load must not pass a store, a *fence* stands between them: to enter a lock that nobody
-else has is an atomic read-modify-write.
+Stores must not be reordered with stores, nor loads with loads. :data:`IS_ORDERED` says whether the machine guarantees
+that, as x86-64 does. A *fence* keeps a load from passing an earlier store: acquiring a free lock is an atomic
+read-modify-write.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ __all__ = [
 
 _log = logging.getLogger("central_storage.mailbox")
 
-#: Whether mailboxes work on this machine.
+#: Whether this machine orders memory accesses as mailboxes need it.
 IS_ORDERED = os.uname().machine in ("x86_64", "AMD64")
 
-# Each of the four words of 8 bytes has a cache line of its own, and the lines that the processor fetches beside it.
+# The four words of 8 bytes are 512 bytes apart, so that no two share a cache line or one that is prefetched with it.
 _WORDS_NBYTES = 4096
 _HEAD, _TAIL, _SLEEPS, _LEFT = 0, 64, 128, 192
 # Messages begin at multiples of this.
@@ -51,13 +51,14 @@ _UNIT = 64
 #: Memory of a mailbox: two rings of 256 KiB. A message takes at most half of one, since it is never cut in two.
 NBYTES = 2 * (_WORDS_NBYTES + 256 * 1024)
 
-# How many messages went elsewhere before; bytes of the whole; number of parts. Then the length of each part.
+# The number of messages that went elsewhere before; the bytes of the message; the number of parts. The length of each
+# part follows.
 _PREFIX = struct.Struct("<QII")
 _WITH_LENGTHS = tuple(struct.Struct(f"<QII{count}I") for count in range(9))
 
-# A yield that took longer than this many seconds: somebody else wants the processor.
+# A yield that takes longer than this, in seconds, shows that another process wants the processor.
 _WANTED = 500e-6
-# For so many seconds nothing is tried then, doubled where that happens again soon, up to the most.
+# After that, the seconds without polling. They double if it happens again soon, up to the longest pause.
 _PAUSE = 0.02
 _LONGEST_PAUSE = 1.0
 
@@ -68,16 +69,17 @@ class Outgoing:
     """The writer's end of a ring."""
 
     def __init__(self, memory: memoryview) -> None:
-        """``memory`` (uint8, writable) is zero at first. All but a page of it holds messages: a multiple of 128."""
+        """``memory`` (uint8, writable) is zero at first. Its first page holds the words; the rest holds messages and is
+        a multiple of 128 bytes."""
         self.words = memory[:_WORDS_NBYTES].cast("Q")
         self._data = memory[_WORDS_NBYTES:]
         self._nbytes = len(self._data)
         self._head = 0
-        self._tail = 0  # as far as was seen
+        self._tail = 0  # as last read from the words
 
     def post(self, parts: Sequence[Buffer], elsewhere: int) -> bool:
-        """Write a message, after so many that went elsewhere. False where it is too large, there is no room, or the
-        reader has left."""
+        """Write a message that follows ``elsewhere`` messages that went elsewhere. False if it is too large, if there
+        is no room, or if the reader has left."""
         words = self.words
         if words[_LEFT]:
             return False
@@ -111,7 +113,7 @@ class Incoming:
     def __init__(self, memory: memoryview) -> None:
         """As :class:`Outgoing`."""
         self.words = memory[:_WORDS_NBYTES].cast("Q")
-        #: What has been taken ends here.
+        #: The position in the stream of bytes up to which messages were taken.
         self.tail = 0
         self._data = memory[_WORDS_NBYTES:]
         self._nbytes = len(self._data)
@@ -122,10 +124,10 @@ class Incoming:
         return self.words[_HEAD] != self.tail
 
     def take(self, elsewhere: int) -> list[bytes] | None:
-        """The parts of the next message, where so many that went elsewhere have come: one that was posted after more
-        has to wait. None where there is none.
+        """The parts of the next message, or None. ``elsewhere`` messages that went elsewhere have arrived; a message
+        that was posted after more of them has to wait.
 
-        Raises :class:`PeerProtocolError` where the memory holds what no writer writes; it is of no more use then.
+        Raises :class:`PeerProtocolError` if the memory holds bytes that no writer writes. The ring is unusable then.
         """
         head, tail = self.words[_HEAD], self.tail
         if head == tail:
@@ -158,11 +160,11 @@ class Incoming:
         return parts
 
     def sleep(self, sleeps: bool) -> None:
-        """Have the doorbell rung for what is posted from now on, or not. A fence must follow before the last look."""
+        """Say whether the writer has to ring the doorbell from now on. A fence must follow, and then one more look."""
         self.words[_SLEEPS] = sleeps
 
     def leave(self) -> None:
-        """Have what is posted from now on go elsewhere: its writer may live although it is thought dead."""
+        """Make the writer send later messages elsewhere: it may be alive although it is thought dead."""
         self.words[_LEFT] = True
 
 
@@ -172,8 +174,8 @@ class Mailbox:
     def __init__(
         self, number: int, memory: memoryview, doorbells: Sequence[int], *, is_maker: bool, spins: bool
     ) -> None:
-        """``memory`` has :data:`NBYTES`; ``doorbells`` are the maker's and the opener's eventfds, which do not block
-        and are owned from here on."""
+        """``memory`` has :data:`NBYTES`. ``doorbells`` are the eventfds of the maker and of the opener; they do not
+        block, and this object owns them from now on."""
         rings = (memory[: NBYTES // 2], memory[NBYTES // 2 : NBYTES])
         here, there = doorbells
         self.number = number
@@ -184,36 +186,36 @@ class Mailbox:
         self._words = self._in.words
         self._own, self._other = (here, there) if is_maker else (there, here)
         self._sent = 0
-        self._came = 1  # the Offer to who opens it, or the Taken to who made it
-        self._must_wait = False  # what is posted next, for what was sent elsewhere before it
+        self._came = 1  # the opener has received the Offer, or the maker the MailboxAccepted
+        self._must_wait = False  # the next posted message, for one that was sent elsewhere before it
 
     def fileno(self) -> int:
-        """Readable when the doorbell was rung; -1 once closed."""
+        """The descriptor of this end's doorbell, which is readable after a ring; -1 once closed."""
         return self._own
 
     def post(self, parts: Sequence[Buffer]) -> bool:
-        """Send a message, of which :meth:`ring` tells. False where it has to go elsewhere, as the first does; then
-        :meth:`sent_elsewhere` has to be called."""
+        """Post a message; :meth:`ring` wakes its reader. False if it has to go elsewhere, as the first message does;
+        the caller then calls :meth:`sent_elsewhere`."""
         return bool(self._sent) and self._out.post(parts, self._sent)
 
     def ring(self) -> None:
-        """Wake the reader of what was posted, where it sleeps. A fence must come before."""
+        """Wake the reader if it sleeps. A fence must come first."""
         if self._out.words[_SLEEPS] and self._other >= 0:
             self.rung += 1
             os.eventfd_write(self._other, 1)
 
     def sent_elsewhere(self) -> None:
-        """A message was sent that was not posted."""
+        """Count a message that was sent elsewhere."""
         self._sent += 1
 
     def came_elsewhere(self) -> None:
-        """A message of the other end came that was not posted."""
+        """Count a message of the other end that came elsewhere."""
         self._came += 1
         self._must_wait = False
 
     @property
     def has_mail(self) -> bool:
-        """Whether something was posted and not taken, and is not known to have to wait."""
+        """Whether a posted message can be taken, as far as is known: one that has to wait does not count."""
         return self._words[_HEAD] != self._in.tail and not self._must_wait
 
     def take(self) -> list[bytes] | None:
@@ -232,8 +234,8 @@ class Mailbox:
         self._in.leave()
 
     def heard(self) -> None:
-        """The doorbell may ring again."""
-        try:  # noqa: SIM105  (at every step)
+        """Reset the doorbell."""
+        try:  # noqa: SIM105  (suppress() is slower, and this runs at every step)
             os.eventfd_read(self._own)
         except BlockingIOError:
             pass
@@ -247,8 +249,8 @@ class Mailbox:
 
 
 class Patience:
-    """How a process waits for mail before it sleeps: it looks again and again and gives way in between, as long as
-    nobody else wants its processor."""
+    """Polls for mail before a process sleeps. It yields the processor between two looks, and pauses polling while
+    other processes want the processor."""
 
     def __init__(
         self,
@@ -256,7 +258,7 @@ class Patience:
         clock: Callable[[], float] = time.monotonic,
         give_way: Callable[[], object] = os.sched_yield,
     ) -> None:
-        """``limit`` in seconds; 0: do not. ``clock`` tells seconds, ``give_way`` lets others run."""
+        """``limit`` is in seconds; 0 switches polling off. ``clock`` returns seconds, ``give_way`` yields."""
         self._limit = limit
         self._clock = clock
         self._give_way = give_way
@@ -285,22 +287,22 @@ class Patience:
 
 
 class Registrar(Protocol):
-    """Whom a process tells what it waits for."""
+    """The registering half of :class:`~.poller.Poller`."""
 
     def register(self, descriptor: int, flags: int) -> object:
         """Wait for ``descriptor``, too."""
 
     def unregister(self, descriptor: int) -> object:
-        """Not any more."""
+        """Stop waiting for ``descriptor``."""
 
 
 class Mailboxes(Generic[K]):
-    """The mailboxes of one process, by who is at the other end, with what came over ZeroMQ in between."""
+    """The mailboxes of one process, by the peer at the other end, and the messages that came over ZeroMQ in between."""
 
     def __init__(self, poller: Registrar, patience: float, *, rings_late: bool = False) -> None:
-        """Doorbells are registered with ``poller``. This process looks for mail for ``patience`` seconds before it
-        sleeps. With ``rings_late`` the owner calls :meth:`ring` for what it has
-        posted: whom it wakes may take its processor at once, before others have what is for them."""
+        """``poller`` waits for the doorbells. This process polls for ``patience`` seconds before it sleeps. With
+        ``rings_late`` the owner calls :meth:`ring` after it has posted to all peers, because a woken peer may preempt
+        it at once."""
         self._poller = poller
         self._fence: AbstractContextManager[object] = threading.Lock()
         self._patience = Patience(patience)
@@ -321,14 +323,14 @@ class Mailboxes(Generic[K]):
         return self._rung + sum(box.rung for box in self._boxes.values())
 
     def __bool__(self) -> bool:
-        """Whether there is a mailbox."""
+        """Whether this process has a mailbox."""
         return bool(self._boxes)
 
     # --- mailboxes come and go ------------------------------------------------------------------------------------
 
     def offer(self, peer: K, made: messages.Mailbox, descriptors: Sequence[int]) -> messages.Offer | None:
-        """What to tell ``peer``, over ZeroMQ, of the mailbox that the supervisor has made; None where it has made none.
-        From now on what is sent is counted; until ``peer`` has answered, nothing is posted to it."""
+        """The Offer to send ``peer`` over ZeroMQ for a mailbox that the supervisor has made; None if it refused. From
+        now on messages to ``peer`` are counted. Until it has answered, none is posted."""
         box = self._mapped(made, descriptors, is_maker=True)
         if isinstance(box, str):
             _log.debug("no mailbox with %r: %s", peer, box)
@@ -339,7 +341,7 @@ class Mailboxes(Generic[K]):
         return messages.Offer(box.number)
 
     def taken(self, peer: K, answer: messages.MailboxAccepted) -> None:
-        """``peer`` has answered the offer, over ZeroMQ."""
+        """Take the answer of ``peer`` to the offer."""
         if peer not in self._offered or self._offered[peer].number != answer.mailbox:
             return
         box = self._offered.pop(peer)
@@ -350,7 +352,7 @@ class Mailboxes(Generic[K]):
             self._add(peer, box)
 
     def open(self, peer: K, opened: messages.Mailbox, descriptors: Sequence[int]) -> messages.MailboxAccepted:
-        """Use the mailbox that ``peer`` has offered; what to answer, over ZeroMQ, at once."""
+        """Use a mailbox that ``peer`` has offered. Returns the answer, to be sent over ZeroMQ at once."""
         box = self._mapped(opened, descriptors, is_maker=False)
         if isinstance(box, str):
             _log.info("no mailbox with %r: %s", peer, box)
@@ -375,7 +377,7 @@ class Mailboxes(Generic[K]):
         return Mailbox(mailbox.mailbox, mapping.memory, doorbells, is_maker=is_maker, spins=mailbox.spins)
 
     def _add(self, peer: K, box: Mailbox) -> None:
-        """What is left in the mailbox with ``peer`` before this one has come, too."""
+        """Replace the mailbox with ``peer``. Messages that are left in the old one count as received."""
         before = self._boxes.get(peer)
         if before is not None:
             self._take_rest(peer, before)
@@ -384,15 +386,15 @@ class Mailboxes(Generic[K]):
         self._poller.register(box.fileno(), select.POLLIN)
 
     def number(self, peer: K) -> int:
-        """Of the mailbox with ``peer``; 0 where there is none."""
+        """The number of the mailbox with ``peer``; 0 if there is none."""
         return self._boxes[peer].number if peer in self._boxes else 0
 
     def peers(self) -> tuple[K, ...]:
-        """Who has a mailbox here."""
+        """The peers that have a mailbox here."""
         return tuple(self._boxes)
 
     def forget(self, peer: K) -> None:
-        """``peer`` is gone. What it posted before counts."""
+        """Drop the mailbox with ``peer``, which is gone. Messages that it posted before still count."""
         if peer in self._offered:
             self._offered.pop(peer).close()
         if peer in self._boxes:
@@ -402,7 +404,7 @@ class Mailboxes(Generic[K]):
             self._drop(box)
 
     def close(self) -> None:
-        """Let go of all of them. Idempotent."""
+        """Close all mailboxes. Idempotent."""
         for box in (*self._boxes.values(), *self._offered.values()):
             box.close()
         self._boxes.clear()
@@ -411,7 +413,7 @@ class Mailboxes(Generic[K]):
     # --- messages -------------------------------------------------------------------------------------------------
 
     def post(self, peer: K, parts: Sequence[Buffer]) -> bool:
-        """Send by mailbox. False where it has to go over ZeroMQ; then :meth:`sent` has to be called if it did."""
+        """Post a message. False if it has to go over ZeroMQ; the caller then calls :meth:`sent` once it has gone."""
         box = self._boxes.get(peer)
         if box is None or peer in self._offered or not box.post(parts):
             return False
@@ -422,7 +424,7 @@ class Mailboxes(Generic[K]):
         return True
 
     def ring(self) -> None:
-        """Wake whoever sleeps of those to whom something was posted since the last time."""
+        """Wake the peers that sleep and got a message since the last call."""
         if self._unrung:
             with self._fence:
                 pass
@@ -431,13 +433,13 @@ class Mailboxes(Generic[K]):
             self._unrung.clear()
 
     def sent(self, peer: K) -> None:
-        """A message went to ``peer`` over ZeroMQ."""
+        """Count a message that went to ``peer`` over ZeroMQ."""
         box = self._offered.get(peer) or self._boxes.get(peer)
         if box is not None:
             box.sent_elsewhere()
 
     def came(self, peer: K, parts: Sequence[Buffer]) -> None:
-        """A message of ``peer`` came over ZeroMQ: :meth:`take` gives it after what was posted before it."""
+        """Queue a message of ``peer`` that came over ZeroMQ. :meth:`take` returns it after those posted before it."""
         box = self._boxes.get(peer)
         if box is not None:
             while box.has_mail and (posted := self._take_from(peer, box)) is not None:
@@ -446,8 +448,8 @@ class Mailboxes(Generic[K]):
         self._due.append((peer, parts))
 
     def take(self) -> tuple[K, Sequence[Buffer]] | None:
-        """The next message and who sent it; None where none has come that may be taken yet. One without parts stands
-        for a mailbox that was damaged."""
+        """The next message and its sender; None if no message can be taken yet. A message without parts stands for a
+        damaged mailbox."""
         if self._due:
             return self._due.popleft()
         for peer, box in self._boxes.items():
@@ -460,8 +462,8 @@ class Mailboxes(Generic[K]):
     # --- waiting --------------------------------------------------------------------------------------------------
 
     def is_there(self, quiet: K | None = None) -> bool:
-        """Whether there may be something to take, now or after a little patience. If not, whoever posts from now on
-        rings, but for ``quiet``: the process may sleep, and has to call :meth:`awake` afterwards."""
+        """Whether there may be a message to take, now or after polling for a while. If not, the process may sleep:
+        every peer except ``quiet`` rings for what it posts. Call :meth:`awake` after the sleep."""
         if self._due:
             return True
         if not self._boxes:
@@ -482,7 +484,7 @@ class Mailboxes(Generic[K]):
         return False
 
     def awake(self, ready: Iterable[object]) -> None:
-        """The process does not sleep any more; ``ready`` are the descriptors that were found readable."""
+        """Note the end of the sleep. ``ready`` are the descriptors that were found readable."""
         if not self._is_asleep:
             return
         self._is_asleep = False
@@ -493,13 +495,13 @@ class Mailboxes(Generic[K]):
                 self.woken += 1
 
     def _look(self) -> bool:
-        for box in self._boxes.values():  # noqa: SIM110  (looked again and again: a generator costs more than a loop)
+        for box in self._boxes.values():  # noqa: SIM110  (polling calls this often, and any() is slower)
             if box.has_mail:
                 return True
         return False
 
     def _take_from(self, peer: K, box: Mailbox) -> Sequence[Buffer] | None:
-        """What is next in ``box``. One that is damaged is given up, with a message that is none in its place."""
+        """The next message of ``box``. A damaged mailbox is dropped, and an empty message stands for it."""
         try:
             return box.take()
         except PeerProtocolError as error:
@@ -526,4 +528,4 @@ def _with_lengths(count: int) -> struct.Struct:
 
 
 def _damaged() -> PeerProtocolError:
-    return PeerProtocolError("its mailbox holds what nobody posts; something has written over that memory")
+    return PeerProtocolError("its mailbox is damaged; something has written over that memory")

@@ -1,8 +1,8 @@
-"""What a process waits with at its receive seam: descriptors, and sockets of ZeroMQ, by one call of the kernel.
+"""One system call that waits for descriptors and ZeroMQ sockets together.
 
-A socket of ZeroMQ has a descriptor, too, but one that tells of news only: what came while the socket was used is not
-told again. So a socket is looked at after it was used, which its owner says, and else left alone: where mailboxes carry
-the messages, waiting costs as much as without any socket.
+The descriptor of a ZeroMQ socket is edge-triggered: it does not report messages that arrived while the socket was in
+use. So :class:`Poller` asks a socket for its events after each use, which the owner reports with :meth:`Poller.used`. A
+socket that is not used costs nothing, for example while mailboxes carry all messages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Poller"]
 
 
 class _Socket(Protocol):
-    """As of pyzmq."""
+    """The part of pyzmq's Socket that is used here."""
 
     def fileno(self) -> int: ...
 
@@ -39,7 +39,7 @@ class Poller(Generic[S]):
         self._poll.register(descriptor, flags)
 
     def unregister(self, descriptor: int) -> None:
-        """Not any more."""
+        """Stop waiting for ``descriptor``."""
         self._poll.unregister(descriptor)
 
     def register_socket(self, socket: S) -> None:
@@ -50,19 +50,21 @@ class Poller(Generic[S]):
         self._used.add(socket)
 
     def unregister_socket(self, socket: S) -> None:
-        """Not any more. To be called before it is closed."""
+        """Stop waiting for ``socket``. Call this before the socket is closed."""
         descriptor = socket.fileno()
         self._poll.unregister(descriptor)
         del self._sockets[descriptor]
         self._used.discard(socket)
 
     def used(self, socket: S) -> None:
-        """Something is sent by ``socket``: to be called each time. What :meth:`poll` names may be received from."""
+        """Report that ``socket`` has sent. Call this after every send; after :meth:`poll` returned the socket,
+        receiving needs no report."""
         if socket in self._sockets.values():
             self._used.add(socket)
 
     def poll(self, timeout: float | None) -> set[int | S]:
-        """What has input within ``timeout`` seconds (None: no limit). It may come back earlier, with nothing."""
+        """The descriptors and sockets that have input within ``timeout`` seconds (None: no limit). It may return early,
+        with an empty set."""
         ready: set[int | S] = set()
         if self._used:
             self._used = {socket for socket in self._used if _has_input(socket)}

@@ -1,8 +1,9 @@
-"""A process's connection to its supervisor: life-line, descriptors of segments, notices of deaths.
+"""A process's connection to its supervisor: segments, notices of deaths, end-of-file.
 
-Used by server, workers and clients. One thread at a time, :meth:`SupervisorLink.mend` apart. A channel polls
-:meth:`fileno` and calls :meth:`receive_nowait`; end-of-file there means that the supervisor is gone and the service
-with it, unless its memory outlives it (:mod:`.run_file`): then the connection waits for the next supervisor.
+Server, workers and clients use it. All methods except :meth:`SupervisorLink.mend` are for one thread at a time. A
+channel polls :meth:`~SupervisorLink.fileno` and calls :meth:`~SupervisorLink.receive_nowait`. End-of-file means that
+the supervisor and the service are gone. If the service's memory outlives its supervisor (:mod:`cs_runtime.run_file`),
+the connection waits for the next supervisor instead.
 """
 
 from __future__ import annotations
@@ -46,21 +47,21 @@ _log = logging.getLogger("central_storage.lifeline")
 
 R = TypeVar("R", bound=Record)
 
-#: The transport of a process that maps no memory, in words.
+#: The name of the transport of a process that maps no memory.
 CARRIED = "ipc + bytes in frames"
-# The supervisor answers from one loop that never waits; an answer this late means that it is stopped or gone.
+# In seconds. The supervisor's loop never blocks, so an answer later than this means that it is stopped or gone.
 _ANSWER_TIMEOUT = 30.0
-# Between two looks whether another supervisor is there, seconds.
+# Seconds between two checks for the next supervisor.
 _LOOK_EVERY = 0.1
-# A wait this long is named, and again after as long.
+# Seconds between two log lines that name a wait.
 _NAME_WAIT_EVERY = 10.0
 _GONE = "the supervisor is gone, and the service with it"
-# A mailbox has three.
+# The most descriptors of one packet: a mailbox has a memory and two doorbells.
 _DESCRIPTORS = 3
 
 
 def connect(run_directory: str) -> socket.socket:
-    """A socket to the supervisor of that run directory. Raises :class:`LaunchError` where none listens."""
+    """A socket to the supervisor of that run directory. Raises :class:`LaunchError` if none listens."""
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         link.connect(os.path.join(run_directory, "supervisor"))
@@ -73,7 +74,7 @@ def connect(run_directory: str) -> socket.socket:
 
 
 class SupervisorLink:
-    """The connection, with the segments it has opened."""
+    """The connection, and the segments that were opened over it."""
 
     def __init__(
         self,
@@ -84,10 +85,11 @@ class SupervisorLink:
         run_directory: str | None = None,
         choice: DeviceChoice | None = None,
     ) -> None:
-        """Introduce this process over ``link``, which is owned from here on, after its ``choice``. With a
-        ``run_directory`` the next supervisor there is waited for when this one is killed, where there may be one."""
+        """Introduce this process over ``link``, and take ownership of ``link``. A ``choice`` of devices is sent first.
+        With a ``run_directory`` whose run may get another supervisor, this connection waits for it when the present one
+        is killed."""
         self._link = link
-        #: What a controller calls itself.
+        #: The name of a controller.
         self.client = os.urandom(4).hex() if role == "controller" else ""
         self._introduction = Introduce(role, rank, incarnation, os.getpid(), self.client)
         self._run_directory = run_directory or ""
@@ -96,18 +98,18 @@ class SupervisorLink:
         self._lost_since: float | None = None
         self._named = 0.0
         self._mended = 0
-        #: Called again and again while another supervisor is waited for; what it raises ends the wait.
+        #: Called repeatedly while this process waits for another supervisor. An exception of it ends the wait.
         self.while_waiting: Callable[[], None] = _nothing
         self._waiting: deque[Record] = deque()
         self._mappings: dict[str, Mapping | RemoteSegment] = {}
-        # Shorter mappings of segments that were extended. They stay mapped, since a GPU's driver may have page-locked
+        # Shorter mappings of segments that were extended. They stay mapped, because a GPU's driver may have page-locked
         # arrays there.
         self._outgrown: list[Mapping | RemoteSegment] = []
-        #: How this process asks the server; said by its owner before it opens a segment that it may have to carry.
+        #: Asks the server for the bytes of a segment. The owner sets it before it opens a segment that may be carried.
         self.carry: Carry = _no_way
-        #: Why the bytes of segments travel in frames; empty where they are mapped.
+        #: Why the bytes of segments travel in frames; empty while they are mapped.
         self.carried_because = ""
-        #: Whether read-only segments are mapped so that their bytes can be preserved.
+        #: Whether read-only segments are mapped in a way that lets :meth:`Mapping.preserve` keep their bytes.
         self.may_preserve = False
         try:
             if choice is not None:
@@ -122,7 +124,7 @@ class SupervisorLink:
         return self._link.fileno()
 
     def send(self, record: Record) -> None:
-        """Send one packet. Raises :class:`ShutdownError` where the supervisor is gone."""
+        """Send one packet. Raises :class:`ShutdownError` if the supervisor is gone for good."""
         packet = b"".join(encode(record))
         while True:
             mended = self._mended
@@ -135,16 +137,17 @@ class SupervisorLink:
 
     @property
     def may_return(self) -> bool:
-        """Whether another supervisor may take the place of this one."""
+        """Whether another supervisor may replace this one."""
         return self._run is not None
 
     @property
     def has_waiting(self) -> bool:
-        """Whether records came while a segment was awaited: polling the descriptor does not show them."""
+        """Whether records arrived while this process waited for a segment. Polling the descriptor does not show
+        them."""
         return bool(self._waiting)
 
     def receive_nowait(self) -> Record | None:
-        """The next record, or None where none waits. Raises :class:`ShutdownError` at end-of-file."""
+        """The next record, or None if none waits. Raises :class:`ShutdownError` at end-of-file."""
         if self._waiting:
             return self._waiting.popleft()
         if not is_readable(self.fileno(), 0):
@@ -153,15 +156,15 @@ class SupervisorLink:
         if read is None:
             return None
         record, descriptors = read
-        for descriptor in descriptors:  # a segment nobody asked for
+        for descriptor in descriptors:  # a late answer to a request that was given up
             os.close(descriptor)
         return record
 
     def mend(self) -> None:
-        """The supervisor is gone: wait for the next one and introduce this process to it. Does nothing where another
-        thread has done so meanwhile. :meth:`fileno` stays what it was.
+        """Wait for the next supervisor and introduce this process to it, because the present one is gone. Does nothing
+        if another thread has done so meanwhile. :meth:`fileno` stays the same.
 
-        Raises :class:`ShutdownError` where none will come, or none has come in time.
+        Raises :class:`ShutdownError` if none can come, or none has come in time.
         """
         with self._mending:
             poller = select.poll()
@@ -191,8 +194,8 @@ class SupervisorLink:
 
     def segment(self, name: str, stop: int = 0) -> Mapping | RemoteSegment:
         """The segment called ``name``, mapped with the access that the supervisor grants this process. It is mapped
-        once, and again if it was extended and its first ``stop`` bytes are not all mapped; earlier views stay valid.
-        Where mapping fails, this segment and those opened later are carried."""
+        once, and again if fewer than ``stop`` bytes of it are mapped because it was extended. Earlier views stay valid.
+        If mapping fails, this segment and every later one is carried: its bytes travel in frames."""
         mapping = self._mappings.get(name)
         if mapping is None or mapping.nbytes < stop:
             if mapping is not None and not self.may_preserve:
@@ -206,13 +209,13 @@ class SupervisorLink:
         return self.segment(array.place.segment, array.place.offset + array.nbytes)
 
     def map_anew(self, name: str) -> None:
-        """Have the next request for the segment called ``name`` map it again. The present mapping stays as long as
+        """Map the segment called ``name`` again when it is next requested. The present mapping stays as long as
         something views it."""
         self._mappings.pop(name, None)
 
     def mailbox(self, request: MakeMailbox | OpenMailbox) -> tuple[Mailbox, list[int]]:
-        """The supervisor's answer, with its descriptors, which are the caller's. A supervisor that does not answer
-        refuses."""
+        """The supervisor's answer, and its descriptors, which the caller owns. If the supervisor does not answer, the
+        result is a refusal."""
         if self.carried_because:
             return Mailbox(0, False, self.carried_because), []
         for record, descriptors in self._answers(request):
@@ -229,8 +232,8 @@ class SupervisorLink:
         self._outgrown.clear()
 
     def ask_for_segment(self, request: MakeSegment | ExtendSegment | OpenSegment) -> tuple[Segment, list[int]]:
-        """A segment, with its descriptor, which is the caller's; none where the supervisor is of another machine.
-        Raises the error with which the supervisor refuses, and TimeoutError where it does not answer."""
+        """A segment and its descriptor, which the caller owns; no descriptor if the supervisor runs on another machine.
+        Raises the error with which the supervisor refuses, and TimeoutError if it does not answer."""
         for record, descriptors in self._answers(request):
             if isinstance(record, Segment) and record.segment == request.segment:
                 return record, descriptors
@@ -250,14 +253,14 @@ class SupervisorLink:
             raise ShutdownError(str(error)) from error
 
     def _answers(self, request: Record) -> Iterator[tuple[Record, list[int]]]:
-        """What the supervisor says after ``request``, for as long as an answer may take."""
+        """The records that follow ``request``, for as long as an answer may take."""
         mended = self._mended
         self.send(request)
         deadline = time.monotonic() + _ANSWER_TIMEOUT
         while time.monotonic() < deadline:
             if is_readable(self.fileno(), _LOOK_EVERY) and (read := self._read()) is not None:
                 yield read
-            if mended != self._mended:  # the supervisor that was asked may be gone
+            if mended != self._mended:  # the supervisor that got the request may be gone
                 mended = self._mended
                 self.send(request)
 
@@ -280,7 +283,7 @@ class SupervisorLink:
         return RemoteSegment(segment.segment, segment.reservation, lambda *asked: self.carry(*asked))
 
     def _read(self) -> tuple[Record, list[int]] | None:
-        """What the supervisor says; None where there is another one now."""
+        """The next record; None if the connection was mended instead."""
         mended, cause = self._mended, None
         try:
             packet, descriptors, _, _ = socket.recv_fds(self._link, PACKET_NBYTES, _DESCRIPTORS)
@@ -294,15 +297,16 @@ class SupervisorLink:
         return decode([packet]), descriptors
 
     def _mend_since(self, mended: int, cause: OSError | None) -> None:
-        """Mend the connection, which has failed and had been mended so often before."""
+        """Mend the connection after a failure. ``mended`` counts the earlier mends, as the caller knew it before the
+        failure: another thread may have mended it since."""
         if self.fileno() >= 0:
             self.mend()
         if mended == self._mended:
             raise ShutdownError(_GONE) from cause
 
     def _next_supervisor(self, run: RunFile, since: float) -> socket.socket:
-        """A connection to the supervisor after the one that is gone ``since`` then. It has spoken, so it has taken this
-        process up and its server is ready."""
+        """A connection to the next supervisor; the last one has been gone ``since`` then. The next one has sent a
+        record, so it knows this process and its server is ready."""
         where = f"the service in {self._run_directory}"
         link: socket.socket | None = None
         try:
@@ -331,7 +335,7 @@ class SupervisorLink:
                 if now - self._named >= _NAME_WAIT_EVERY:
                     self._named = now
                     _log.warning("waiting %.0f s for %s to come back", now - since, where)
-        except BaseException:  # a Ctrl-C of while_waiting, too: nobody else would close the connection
+        except BaseException:  # Ctrl-C in while_waiting, too: nothing else closes this connection
             if link is not None:
                 link.close()
             raise
@@ -350,7 +354,7 @@ class SupervisorLink:
 
 
 def _has_spoken(link: socket.socket, timeout: float) -> bool | None:
-    """Whether the other end has sent something, False where it has hung up; None where neither within ``timeout``
+    """True if the other end has sent something, False if it has hung up, None if neither happened within ``timeout``
     seconds."""
     if not is_readable(link.fileno(), timeout):
         return None

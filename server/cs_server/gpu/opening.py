@@ -1,4 +1,4 @@
-"""The variables of a server on its GPU: what a store needs of the server's memory and options."""
+"""Opens a GPU store with the server's options and segments."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from .store import GpuStore
 
 __all__ = ["open_gpu_store"]
 
-# A server that takes another's place waits so long, in seconds, for the memory of the GPU that the driver has not taken
-# back from that one.
+# Seconds that a server waits for the GPU memory of its killed predecessor, which the driver may not have freed yet.
 _RELEASE_PATIENCE = 30.0
 
 
 def open_gpu_store(config: ServerConfig, segments: Segments, arithmetic: Executor, journal_nbytes: int) -> GpuStore:
-    """The variables on the parameter device, a GPU. The first reservation of the journal is ``journal_nbytes``.
+    """A store on the parameter device, which is a GPU. The journal first reserves ``journal_nbytes``.
 
-    Raises DeviceError where the GPU cannot be used.
+    Raises DeviceError if the GPU cannot be used.
     """
 
     def memory(nbytes: int) -> Mapping:

@@ -1,13 +1,12 @@
-"""Variables on a GPU: what a commit does to them, and their mirror in the machine's memory.
+"""Variables on a GPU: how a commit changes them, and their mirror in host memory.
 
-Owns variables and slots of the dtypes of `rules.GPU_DTYPES`; everything else of such a service, whole numbers and
-complex ones, lies in the machine's memory as ever, and its part of a commit is `compute.executor`'s. The segments are
-the mirror of what lies on the GPU (`memory`): after each commit they hold what the GPU holds, so workers, clients and
-checkpoints read what they always read, and a server after this one begins with it. The mirror changes only when
-the commit has been written down in the `redo_journal`. Without a journal (nobody is to take this server's place) the
-variables alone are mirrored at each commit, the slots when somebody asks.
+Owns variables and slots of the dtypes of `rules.GPU_DTYPES`. Integer and complex variables stay in host memory, and
+`compute.executor` does their part of a commit. The segments mirror the memory of the GPU (`memory`): after each commit
+both hold the same values. So workers, clients and checkpoints read the segments as usual, and the next server starts
+from them. The mirror changes only after the `redo_journal` holds the whole commit. Without a journal, no server can
+replace this one; then each commit mirrors only the variables, and slots are mirrored when a peer asks for them.
 
-A commit orders kernels (`updates`) and copies (`staging`) and waits once, at its end; it allocates nothing.
+A commit launches kernels (`updates`) and copies (`staging`) and waits once, at its end. It allocates nothing.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ __all__ = ["GpuStore"]
 
 _log = logging.getLogger("cs_server.service")
 
-#: As in `updates`: what follows does not wait for longer.
+#: The most blocks of one launch, as in `updates`, so that later work does not wait long.
 _FILL_BLOCKS = 2048
-#: What the journal needs beside the bytes of a change: it is aligned, and named in the index.
+#: Bytes of the journal for the alignment and the index entry of a change.
 _ENTRY_NBYTES = 256
 _NOWHERE = DevicePlace(b"", 0, 0, b"")
 
@@ -63,8 +62,8 @@ class GpuStore:
         journal: RedoJournal | None,
         patience: float = 0.0,
     ) -> None:
-        """``arithmetic`` does the part of a commit that concerns no GPU. The mirror gets what the journal holds.
-        ``patience``: so many seconds from now what is loaded may wait for memory that a killed server still has.
+        """``arithmetic`` does the part of a commit that concerns no GPU. The mirror gets the content of the journal.
+        For the next ``patience`` seconds, allocations may wait for GPU memory that a killed server still holds.
 
         Raises DeviceError for a GPU that cannot be used, DeviceMemoryError for one that is full.
         """
@@ -80,8 +79,8 @@ class GpuStore:
             journal.replay(memory.elements)
 
     def export(self, array: Array) -> DevicePlace:
-        """How another process finds a variable here, or a gradient buffer, which is made if there is ample memory; no
-        handle for what is not on the GPU."""
+        """The place of a variable or gradient buffer, for another process to open. A gradient buffer is made if there
+        is ample memory. The place of an array that is not on the GPU has no handle."""
         assert isinstance(array.place, Location)
         segment, start = array.place.segment, array.place.offset
         if not self._exports or not array.nbytes or not is_on_device(segment):
@@ -98,11 +97,11 @@ class GpuStore:
             return self._on_device.export(segment, start)
         except DeviceError as error:
             self._exports = False
-            _log.warning("transport staging: %s", str(error))  # a log that kept it would keep memory by its frames
+            _log.warning("transport staging: %s", str(error))  # text, because a kept exception keeps memory alive
             return _NOWHERE
 
     def view(self, array: Array) -> np.ndarray:
-        """What an array is, to be read: a gradient on the GPU as a copy of it."""
+        """The value of an array, read-only. For a gradient on the GPU it is a copy."""
         if not isinstance(array.place, Location) or not segment_names.is_device_gradients(array.place.segment):
             return self._memory.view(array)
         segment, start = array.place.segment, array.place.offset
@@ -114,15 +113,15 @@ class GpuStore:
         return copy
 
     def available_nbytes(self) -> int:
-        """Bytes of the GPU that variables and slots may still take."""
+        """The bytes of GPU memory that are left for variables and slots."""
         return self._gpu.available_nbytes()
 
     def make(self, segment: str, start: int, stop: int, *, load: bool = False) -> None:
-        """Memory for a variable or slot, at bytes ``start`` to ``stop`` of a segment: zeros or, with ``load``, what the
-        mirror holds. Whatever does not belong on the GPU is passed over.
+        """Allocate memory for a variable or slot, at bytes ``start`` to ``stop`` of a segment. It holds zeros or, with
+        ``load``, the content of the mirror. Does nothing for a segment that does not belong on the GPU.
 
-        Raises DeviceMemoryError where the GPU has no memory left for it or the kernels that it needs, MemoryPlanError
-        where the machine has none.
+        Raises DeviceMemoryError if the GPU has no memory left for it or for the kernels that it needs, MemoryPlanError
+        if the machine has none.
         """
         if not is_on_device(segment) or stop <= start:
             return
@@ -145,7 +144,7 @@ class GpuStore:
 
     def extended(self, before: Mapping, after: Mapping) -> None:
         """A segment was extended and is now mapped at another address: page-lock there what was page-locked before."""
-        self._updates.forget()  # they hold addresses
+        self._updates.forget()  # the remembered gradients are views of the old mapping
         first = before.elements("uint8").ctypes.data
         self._gpu.page_unlock(first, first + before.nbytes)
         if self._journal is None and before.name.startswith("parameters/"):
@@ -154,14 +153,14 @@ class GpuStore:
                     self._lock(after.elements("uint8"), start, stop)
 
     def load_kernel(self, rule: str, dtype: str) -> None:
-        """What the updates of ``dtype`` variables by ``rule`` need, so that a commit loads nothing.
+        """Load the kernels that update ``dtype`` variables by ``rule``, so that a commit loads nothing.
 
-        Raises DeviceMemoryError where the GPU has no memory left for it, DeviceError where it cannot be used.
+        Raises DeviceMemoryError if the GPU has no memory left for them, DeviceError if the GPU cannot be used.
         """
         self._updates.load(dtype, RULES[rule], self._until)
 
     def discard(self, segment: str, start: int, stop: int) -> None:
-        """Give these bytes of a segment back, on the GPU and in the machine's memory."""
+        """Free these bytes of a segment, on the GPU and in host memory."""
         if segment.partition("/")[0] in ("parameters", "slots", "gradients"):
             self._updates.forget()
             first = self._memory.elements(segment, "uint8").ctypes.data
@@ -200,24 +199,24 @@ class GpuStore:
                         changed += self._write(operation)
                     case Fill():
                         self._fill(operation)
-            if len(ours) > 1:  # else nothing was changed twice, and what is done first can be copied first
+            if len(ours) > 1:  # a single operation changes nothing twice, and its first results can be copied first
                 changed = united(changed, self._gpu.mark())
             self._publish(changed, command.ticket)
-        self._arithmetic.commit(Commit(command.ticket, tuple(others)))  # which notes that all is done
+        self._arithmetic.commit(Commit(command.ticket, tuple(others)))  # it also records the ticket as done
 
     def prepared(self, answer: Record) -> Record:
-        """An answer that names arrays, with what a peer needs to use them: the places of gradients and variables on the
-        GPU, and slots as they are now, where they lie in the machine's memory."""
+        """Complete an answer that names arrays, so that a peer can use them. A Located gets the places of variables and
+        gradients on the GPU. For a Slots, the slots' present values are copied to host memory."""
         if isinstance(answer, Slots):
             self.mirror(answer.arrays)
         if isinstance(answer, Located):
             places = tuple(map(self.export, answer.arrays))
-            # Another server may take this one's place: then what is put on the GPU must be in the memory, too.
+            # With a journal another server may replace this one; it needs the gradients in host memory, too.
             return replace(answer, uuid=self._gpu.uuid, places=places, keeps=self._journal is not None)
         return answer
 
     def mirror(self, arrays: Iterable[Array]) -> None:
-        """See to it that these arrays can be read where they lie in the machine's memory."""
+        """Make the segments hold the present values of these arrays."""
         if self._journal is not None:
             return
         for array in arrays:
@@ -228,7 +227,7 @@ class GpuStore:
         self._gpu.wait()
 
     def close(self) -> None:
-        """Give everything back; nothing may be asked of it any more."""
+        """Free everything. No other method may be called afterwards."""
         self._arithmetic.close()
         self._gpu.close()
         self._on_device.close()
@@ -266,7 +265,7 @@ class GpuStore:
         return [(changed, target.dtype, self._gpu.mark())]
 
     def _fill(self, operation: Fill) -> None:
-        """Fills begin what nobody has seen yet, so the mirror takes them at once."""
+        """Fill new memory. No peer has seen it yet, so the mirror changes at once."""
         itemsize = np.dtype(operation.dtype).itemsize
         start, stop = operation.first * itemsize, operation.last * itemsize
         for first, last, address in self._on_device.spans(operation.segment, start, stop):
@@ -284,10 +283,10 @@ class GpuStore:
     # --- the mirror ---------------------------------------------------------------------------------------------------
 
     def _publish(self, changes: list[Changed], ticket: int) -> None:
-        """Bring what has changed to the mirror: all of it, or nothing, if this process ends."""
+        """Copy the changes to the mirror: all of them, or none if this process dies."""
         if self._journal is None:
             changes = [each for each in changes if each[0].segment.startswith("parameters/")]
-        # What lies in one piece is copied behind its kernel; rows are collected when all is computed.
+        # A contiguous change is copied right behind its kernel. Rows are collected after all kernels.
         late: list[tuple[Change, str, np.ndarray]] = []
         for change, dtype, mark in changes:
             if self._journal is not None:
@@ -319,8 +318,8 @@ class GpuStore:
 
 
 def _in_journal(nbytes: int) -> int:
-    """What the journal needs for that much of a variable or slot: a change of it may be told piece by piece, and no
-    element has less than two bytes."""
+    """The bytes of the journal for ``nbytes`` of a variable or slot. A change may be recorded piece by piece, and an
+    element has at least two bytes."""
     return nbytes + _ENTRY_NBYTES * (1 + nbytes // (2 * PIECE))
 
 

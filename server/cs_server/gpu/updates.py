@@ -1,7 +1,8 @@
-"""Updates of variables on a GPU: one kernel of the rule over tables of pieces, wherever these and the gradients lie.
+"""Updates of variables on a GPU: one kernel for each rule, which works through tables of pieces.
 
-A gradient is read where it lies: on the GPU, where a worker on it computed it there, in page-locked memory of the
-machine, or in scratch memory to which it is brought first. What changes is told, with the mark behind which it has.
+A kernel reads a gradient in one of three places: on the GPU if a worker computed it there, in page-locked host memory,
+or in scratch memory to which it was copied. An update yields each change with a mark: once the GPU has passed the mark,
+the change is complete.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from .staging import TABLE_NBYTES, Staging
 
 __all__ = ["DeviceUpdates"]
 
-#: Memory of the GPU for sums of squares.
+#: GPU memory for sums of squares.
 _SQUARES_NBYTES = 8 << 20
-#: Pieces of one launch, so that what it changed is copied while the next one runs.
+#: The most pieces of one launch, so that the changes of one launch are copied while the next one runs.
 _LAUNCH = 2048
-#: Tables of pieces that are remembered: the same variables are updated in every step.
+#: The number of tables of pieces that are cached, because every step updates the same variables.
 _REMEMBERED = 64
 
 
 @frozen(eq=False)
 class _Gradient:
-    """The gradient of one replica, 1-D. ``segment``: it lies on the GPU, under that name; ``is_locked``: a kernel reads
-    it in the machine's memory."""
+    """The gradient of one replica, 1-D. If ``segment`` is set, it lies on the GPU under that name. If ``is_locked``, a
+    kernel can read it in host memory."""
 
     values: np.ndarray
     segment: str = ""
@@ -49,24 +50,24 @@ class _Gradient:
 
     @property
     def is_staged(self) -> bool:
-        """Whether it has to be brought first."""
+        """Whether it has to be copied to scratch memory before a kernel can read it."""
         return not (self.segment or self.is_locked)
 
 
 class DeviceUpdates:
-    """Used by one thread."""
+    """Launches the updates of a GPU store. Used by one thread."""
 
     def __init__(self, gpu: Gpu, on_device: DeviceMemory, staging: Staging, memory: Memory, until: float) -> None:
-        """Raises DeviceMemoryError where the GPU is full until then."""
+        """Raises DeviceMemoryError if the GPU is still full at the time ``until``."""
         self._gpu, self._on_device, self._staging, self._memory = gpu, on_device, staging, memory
         self._squares = gpu.allocate(_SQUARES_NBYTES, until)
         self._loaded: set[tuple[str, Rule | None]] = set()
         self._remembered: dict[Dense, tuple[Pieces, list[_Gradient]]] = {}
 
     def load(self, dtype: str, rule: Rule | None = None, until: float = 0.0) -> None:
-        """Have the kernels ready that variables of ``dtype`` need, or, with ``rule``, those that update them by it.
+        """Load the kernels that every variable of ``dtype`` needs or, with ``rule``, those that update it by the rule.
 
-        Raises DeviceMemoryError where the GPU is full until then, DeviceError where it does not take them.
+        Raises DeviceMemoryError if the GPU is still full at the time ``until``, DeviceError if it refuses a kernel.
         """
         if (dtype, rule) in self._loaded:
             return
@@ -83,17 +84,17 @@ class DeviceUpdates:
         self._loaded.add((dtype, rule))
 
     def forget(self) -> None:
-        """Something lies elsewhere now, or is not page-locked any more."""
+        """Clear the cache, because an address has changed or memory is no longer page-locked."""
         self._remembered.clear()
 
     def close(self) -> None:
-        """Give the scratch memory back."""
+        """Free the scratch memory."""
         self.forget()
         self._squares.free()
 
     def divided(self, operation: Apply) -> tuple[list[Apply], list[Apply], float | None]:
-        """The part of an update that is made on the GPU and the part that is not; where they share a bound of the norm
-        of all gradients, what those of the first are multiplied by."""
+        """Divide an update into the part on the GPU and the part in host memory. If ``global_clipnorm`` bounds both
+        together, also return the factor for the gradients of the first part."""
         here = _part(operation, lambda dtype: dtype in GPU_DTYPES)
         there = _part(operation, lambda dtype: dtype not in GPU_DTYPES)
         clipping = Clipping.of(dict(operation.hyperparameters))
@@ -103,7 +104,7 @@ class DeviceUpdates:
         squares += [square_of(self._sums(part, clipping).sums) for part in here[0].sparse]
         of_others = [square_of(total) for total in self._totals(there[0], clipping)]
         factor = clipping.factors([*squares, *of_others])[0]
-        # The other part is scaled alike by a bound of its own.
+        # A bound of its own scales the other part by the same factor.
         norm = math.sqrt(sum(of_others))
         kept = tuple(pair for pair in operation.hyperparameters if pair[0] != "global_clipnorm")
         bound = (("global_clipnorm", factor * norm),) if factor != 1 and norm else ()
@@ -118,8 +119,7 @@ class DeviceUpdates:
             yield self._sums(rows, clipping).sums
 
     def apply(self, operation: Apply, common: float | None) -> Iterator[Changed]:
-        """Order an update; what it changes. ``common``: what all gradients are multiplied by, where that has been found
-        out."""
+        """Launch an update; yields its changes. ``common`` is the factor for all gradients, if it is known already."""
         rule, given, t = RULES[operation.rule], dict(operation.hyperparameters), operation.t
         clipping = Clipping.of(given)
         merged = [self._sums(rows, clipping) for rows in operation.sparse]
@@ -145,7 +145,7 @@ class DeviceUpdates:
             yield from self._rows(rule, rows, gradient, given, t, factor)
 
     def _prepared(self, part: Dense) -> tuple[Pieces, list[_Gradient]]:
-        """The pieces of a dense update, and its gradients, locked where that is possible."""
+        """The pieces of a dense update, and its gradients, page-locked if possible."""
         found = self._remembered.get(part)
         if found is None:
             spans = np.array([(first, last, first) for first, last in part.ranges], np.int64).reshape(-1, 3)
@@ -163,7 +163,8 @@ class DeviceUpdates:
         spans = [(first * itemsize, last * itemsize) for first, last in part.ranges]
         in_memory = segment_names.host_gradients(name)
         values = self._memory.elements(in_memory, part.dtype)
-        # A server before this one had them on the GPU where this one has not: then they are in the memory, too.
+        # The previous server may have had this buffer on the GPU while this one has not. Then host memory holds it,
+        # too.
         if name != in_memory and all(self._on_device.has(name, *span) for span in spans):
             return _Gradient(values, name)
         start = values.ctypes.data
@@ -180,7 +181,7 @@ class DeviceUpdates:
     def _rows(
         self, rule: Rule, rows: Rows, gradient: Merged, given: Hyperparameters, t: int, factor: float
     ) -> Iterator[Changed]:
-        """Update under a sparse gradient, whose rows are each named once."""
+        """Update by a sparse gradient that names each row once."""
         height, width = rows.shape
         if not height or not width:
             return
@@ -221,7 +222,7 @@ class DeviceUpdates:
         factor: float | np.ndarray,
         moves: bool,
     ) -> Iterator[tuple[slice, Any]]:
-        """Launch the rule's kernel over ``pieces``; which of them, and the mark behind the launch."""
+        """Launch the rule's kernel over ``pieces``; yields the pieces of each launch and the mark behind it."""
         number, itemsize = computed_in(dtype), np.dtype(dtype).itemsize
         width = width_of(rule, len(gradients))
         table = np.empty((len(pieces), width), np.int64)
@@ -238,8 +239,8 @@ class DeviceUpdates:
             yield window, self._gpu.mark()
 
     def _staged(self, pieces: Pieces, gradients: Sequence[_Gradient], most: int) -> Iterator[tuple[slice, np.ndarray]]:
-        """At most so many pieces at once, and where their gradients can be read, int64 [pieces, replicas]: where they
-        lie, or where they have been brought to by then."""
+        """Yields at most ``most`` pieces at a time with the addresses of their gradients, int64 [pieces, replicas].
+        Gradients that a kernel cannot read in place are copied to scratch memory first."""
         itemsize = gradients[0].values.itemsize
         staged = [which for which, gradient in enumerate(gradients) if gradient.is_staged]
         counts = np.where(pieces.sources >= 0, pieces.counts, 0)
@@ -270,11 +271,11 @@ class DeviceUpdates:
             first = last
 
     def _squares_of(self, part: Dense, clipping: Clipping) -> list[float]:
-        """The squared norm of the summed gradient of each range, whose elements are bounded first."""
+        """The squared norm of the summed gradient of each range, after its elements were clipped."""
         pieces, gradients = self._prepared(part)
         number, replicas = computed_in(part.dtype), len(gradients)
         limit = number.type(math.inf if clipping.clipvalue is None else clipping.clipvalue)
-        # One double for each thread, and behind them one for each piece.
+        # The scratch memory holds one double for each thread, followed by one for each piece.
         most = min(_SQUARES_NBYTES // (8 * (THREADS + 1)), TABLE_NBYTES // (8 * (1 + replicas)))
         found = np.empty(len(pieces))
         for window, addresses in self._staged(pieces, gradients, most):
@@ -291,12 +292,12 @@ class DeviceUpdates:
 
 
 def _part(operation: Apply, is_wanted: Callable[[str], bool]) -> list[Apply]:
-    """What of an update concerns the dtypes that are wanted; none where nothing does."""
+    """The part of an update with the wanted dtypes, as a list of one; an empty list if it has none."""
     dense = tuple(part for part in operation.dense if is_wanted(part.dtype))
     sparse = tuple(part for part in operation.sparse if is_wanted(part.dtype))
     return [with_changes(operation, dense=dense, sparse=sparse)] if dense or sparse else []
 
 
 def _which_range(part: Dense, pieces: Pieces) -> np.ndarray:
-    """In which of the ranges of an update each piece lies."""
+    """The number of the range of an update in which each piece lies."""
     return np.searchsorted(np.array([last for _, last in part.ranges], np.int64), pieces.starts, side="right")

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import pytest
 from tests.harness.controller_playbook import (
     HELLO,
+    NAME,
     SERVING,
     Asks,
     CtrlC,
@@ -136,7 +137,7 @@ def played(name: str, cut: int) -> tuple[Playbook, Table]:
 def unanswered(book: Playbook) -> tuple[int, int]:
     """The first run that is unanswered, or the next one; and how many are behind it."""
     numbers = [said[0].run[0] for said, _ in book.unanswered]
-    return (numbers[0], len(numbers) - 1) if numbers else (book.core.next_run(book.series, b"", False).run[0], -1)
+    return (numbers[0], len(numbers) - 1) if numbers else (book.core.next_run(book.series, NAME, b"", False).run[0], -1)
 
 
 def waits_at(name: str, cut: int) -> bool:
@@ -191,7 +192,7 @@ def test_a_run() -> None:
     book = play(RUN)
     assert list(book.series.outcomes) == [[None, None]]
     assert not book.waits
-    assert book.core.draws == 1
+    assert book.core.steps == {NAME: 1}
 
 
 def test_a_function_is_brought_once_and_the_place_of_the_script_said_once() -> None:
@@ -230,23 +231,24 @@ def test_results_that_cannot_be_read_are_no_failure_of_the_run() -> None:
     assert (book.series.succeeded, book.series.has_failed, list(book.series.outcomes)) == (1, False, [ERROR])
 
 
-def test_draws_continue_from_a_checkpoint() -> None:
+def test_steps_continue_from_a_checkpoint() -> None:
     book = play(RUN).begin()
-    book.core.draws = 40
-    book.on(Sends(), *runs(2, draw=41))
+    book.core.steps[NAME] = 40
+    book.on(Sends(), *runs(2, step=40))
+    assert book.core.steps == {NAME: 41}
 
 
 def test_where_a_message_is_too_large_no_replica_begins() -> None:
     core = Playbook().welcomed().core
     series = Playbook().series
-    beginning = core.next_run(series, b"f" * 16, False)
+    beginning = core.next_run(series, NAME, b"f" * 16, False)
     said = [tuple(a_run(1, replica).__dict__.values()) for replica in (0, 1)]
     too_large = (*said[1][:7], b"x" * (5 << 20), *said[1][8:])
     with pytest.raises(LocalProtocolError, match="a Run with a header of"):
         core.begin_run(series, beginning, [said[0], too_large], b"f", [])
-    assert core.next_run(series, b"f" * 16, False)[:7] == beginning[:7]
+    assert core.next_run(series, NAME, b"f" * 16, False)[:7] == beginning[:7]
     assert not series.unanswered
-    assert core.draws == 0
+    assert not core.steps
 
 
 def test_the_end_of_a_run_that_nobody_waits_for_is_not_kept() -> None:
@@ -263,21 +265,21 @@ def test_steps_ahead() -> None:
     book = play(STEPS, 2)
     assert list(book.series.outcomes) == [[None, None]] * 5
     assert book.series.number == 1
-    assert book.core.draws == 5
+    assert book.core.steps == {NAME: 5}
 
 
 def test_steps_use_the_parts_of_the_arena_in_turn() -> None:
     book = Playbook(lookahead=2).welcomed()
     parts = []
     for _ in range(4):
-        beginning = book.core.next_run(book.series, b"f" * 16, False)
+        beginning = book.core.next_run(book.series, NAME, b"f" * 16, False)
         parts.append((beginning.part, beginning.parts))
         book.does(Sends())
     assert parts == [(0, 3), (1, 3), (2, 3), (0, 3)]
 
 
 def test_steps_behind_a_failure_never_begin() -> None:
-    """The next run gets their draw, and brings a function again that only they had brought."""
+    """The next run gets their step, and brings a function again that only they had brought."""
     book = play(STEPS[:6], 2)
     book.on(Hears(finished(1)), Deliver(finished(1))).on(Reads())
     book.on(Sends(b"h"), *runs(4, function=b"h", brings=True, series=1, lookahead=2)).on(Settles(2))
@@ -285,9 +287,9 @@ def test_steps_behind_a_failure_never_begin() -> None:
     book.on(Hears(failed), Deliver(failed)).on(Reads(ERROR))
     assert list(book.series.outcomes) == [[None, None], ERROR]
     assert (book.series.begun, book.series.succeeded, book.series.has_failed) == (2, 1, True)
-    book.begin().on(Sends(b"g"), *runs(5, draw=3, function=b"g", brings=True)).on(Settles())
+    book.begin().on(Sends(b"g"), *runs(5, step=2, function=b"g", brings=True)).on(Settles())
     book.on(Hears(finished(5)), Deliver(finished(5))).on(Reads())
-    book.begin().on(Sends(), *runs(6, draw=4))  # the step that was over had brought it
+    book.begin().on(Sends(), *runs(6, step=3))  # the step that was over had brought it
 
 
 def test_steps_that_never_begin_bring_a_new_worker_nothing() -> None:
@@ -299,7 +301,7 @@ def test_steps_that_never_begin_bring_a_new_worker_nothing() -> None:
     book.on(Settles()).on(Hears(finished(1)), Deliver(finished(1))).on(Reads())
     failed = finished(2, fault())
     book.on(Hears(failed), Deliver(failed)).on(Reads(ERROR))
-    book.begin().on(Sends(), Post(W0, a_run(4, 0, draw=3)), Post(W1, a_run(4, 1, draw=3, brings=True)))
+    book.begin().on(Sends(), Post(W0, a_run(4, 0, step=2)), Post(W1, a_run(4, 1, step=2, brings=True)))
 
 
 def test_an_operation_waits_for_steps_of_another_series_only() -> None:
@@ -325,7 +327,7 @@ def test_ctrl_c_at_every_message(name: str, cut: int) -> None:
     book.on(Hears(failed), Deliver(failed)).on(Reads(KeyboardInterrupt()), Fail(KeyboardInterrupt))
     assert not book.waits
     assert book.core.asked == []
-    book.begin().on(Sends(b"g"), *runs(first + later + 1, draw=first + 1, function=b"g", brings=first < 3))
+    book.begin().on(Sends(b"g"), *runs(first + later + 1, step=first, function=b"g", brings=first < 3))
 
 
 @pytest.mark.parametrize(("name", "cut"), WAITS)
@@ -429,7 +431,7 @@ def test_a_worker_dies_in_the_midst_of_a_cancel(name: str, cut: int, replica: in
 @pytest.mark.parametrize("replica", [0, 1])
 def test_a_worker_that_is_lost_for_good_fails_what_is_waited_for(name: str, cut: int, replica: int) -> None:
     book, _ = played(name, cut)
-    draws = [said[0].draw for said, _ in book.unanswered]
+    steps = [said[0].step for said, _ in book.unanswered]
     book.on(Hears(died("worker", replica, restarts=False)))
     book.does(Passes(2.4))
     assert book.waits
@@ -438,7 +440,7 @@ def test_a_worker_that_is_lost_for_good_fails_what_is_waited_for(name: str, cut:
     assert not book.waits
     assert isinstance(book.series.outcomes[-1], ReplicaLostError)
     assert book.series.has_failed
-    assert book.core.draws == draws[0]
+    assert book.core.steps == {NAME: steps[0] + 1}
     with pytest.raises(
         ReplicaLostError, match=f"replica {replica} .worker w{replica}, pid 10{replica}. ended by SIGKILL"
     ):
@@ -625,7 +627,7 @@ def test_an_error_that_the_owner_meets_fails_the_runs() -> None:
     book = play(STEPS[:6], 2).on(Settles())
     assert book.core.fail(book.waits[-1], ERROR) == []  # type: ignore[arg-type]
     assert list(book.series.outcomes) == [ERROR]
-    assert book.core.draws == 1
+    assert book.core.steps == {NAME: 1}
     cancelled = play(STEPS[:6], 2).on(Settles()).on(CtrlC(), *cancels(1, 2, 1))
     assert cancelled.core.fail(cancelled.waits[-1], ERROR) == [Fail(KeyboardInterrupt)]  # type: ignore[arg-type]
 

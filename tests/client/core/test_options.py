@@ -1,5 +1,7 @@
 """Options keep TensorFlow's defaults and refuse what makes no sense."""
 
+import copy
+
 import pytest
 
 import central_storage as cs
@@ -7,6 +9,11 @@ import central_storage as cs
 
 def test_the_defaults_are_tensorflows() -> None:
     assert cs.RunOptions() == (True, False, None)
+    assert (
+        cs.RunOptions() != cs.RunOptions(keep_per_replica=True) == copy.deepcopy(cs.RunOptions(keep_per_replica=True))
+    )
+    with pytest.raises(AttributeError, match="keep_per_replica=True"):
+        cs.RunOptions().keep_per_replica = True
     assert cs.InputOptions() == (True, cs.InputReplicationMode.PER_WORKER, False, 1)
     assert cs.ValueContext() == cs.ValueContext(0, 1)
     options = cs.CommunicationOptions()

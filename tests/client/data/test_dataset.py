@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from collections import UserDict, namedtuple
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from central_storage.data.dataset import AUTOTUNE, INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset, numpy_dataset
 from central_storage.data.element_spec import PerReplicaSpec, TensorSpec, joined
+from central_storage.data.options import Options
 from cs_proto.errors import InvalidArgumentError
 
 INT64 = np.dtype(np.int64)
@@ -318,11 +320,143 @@ def test_cardinality(dataset, count):
         ("concatenate", ([1],), TypeError),
         ("concatenate", (Dataset.from_tensors(1.0),), TypeError),
         ("concatenate", (Dataset.from_tensors((1, 2)),), TypeError),
+        ("batch", (2, 1), TypeError),
+        ("batch", (2, False, 0), ValueError),
+        ("batch", (2, False, "many"), TypeError),
+        ("batch", (2, False, None, "yes"), TypeError),
+        ("map", (abs, True), TypeError),
+        ("map", (abs, None, 1), TypeError),
+        ("map", (abs, -2), ValueError),
+        ("shuffle", (2, 1, "no"), TypeError),
+        ("cache", ("/tmp/rows",), ValueError),
+        ("cache", (3,), TypeError),
+        ("take_while", (3,), TypeError),
+        ("apply", (3,), TypeError),
+        ("apply", (list,), TypeError),
+        ("with_options", ({"deterministic": True},), TypeError),
+        ("reduce", (0, 0), TypeError),
+        ("range", (300,), ValueError),
     ],
 )
 def test_wrong_arguments(method, arguments, error):
     with pytest.raises(error):
-        getattr(Dataset.range(3), method)(*arguments)
+        getattr(Dataset.range(3), method)(*arguments, **({"output_type": np.uint8} if method == "range" else {}))
+
+
+NAMED = {
+    "take": (1,),
+    "skip": (1,),
+    "shard": (2, 0),
+    "repeat": (2,),
+    "shuffle": (2,),
+    "cache": (),
+    "prefetch": (AUTOTUNE,),
+    "concatenate": (Dataset.range(2),),
+    "filter": (lambda x: x > 0,),
+    "take_while": (lambda x: x < 2,),
+    "with_options": (Options(),),
+    "map": (lambda x: x,),
+    "enumerate": (),
+    "batch": (2,),
+    "reduce": (np.int64(0), lambda total, x: total + x),
+    "cardinality": (),
+    "from_tensors": (1,),
+    "from_tensor_slices": ([1],),
+    "range": (2,),
+    "from_generator": (lambda: iter([1]),),
+    "zip": (Dataset.range(2), Dataset.range(2)),
+}
+
+
+@pytest.mark.parametrize("method", NAMED)
+def test_every_method_that_has_a_name_in_tensorflow_takes_one(method):
+    """The keywords change nothing, and one of another type is refused."""
+    data = Dataset.range(3)
+    assert getattr(data, method)(*NAMED[method], name="stage") is not None
+    with pytest.raises(TypeError, match=f"{method}: name must be a str"):
+        getattr(data, method)(*NAMED[method], name=3)
+    if method in ("map", "batch"):
+        with_all = getattr(data, method)(*NAMED[method], num_parallel_calls=AUTOTUNE, deterministic=False, name="stage")
+        assert listed(with_all) == listed(getattr(data, method)(*NAMED[method], num_parallel_calls=4))
+
+
+Point = namedtuple("Point", "x y")
+
+
+class TestListsTuplesAndDicts:
+    """Where TensorFlow takes a list for components, and where for one array."""
+
+    def test_a_list_that_map_returns_is_a_tuple_of_components(self):
+        data = Dataset.range(2).map(lambda x: [x, x + 10])
+        assert listed(data) == [(0, 10), (1, 11)]
+        assert data.element_spec == (TensorSpec((), INT64), TensorSpec((), INT64))
+        assert listed(data.map(lambda a, b: a + b)) == [10, 12]  # so it is spread over the arguments
+        unlike = Dataset.range(1).map(lambda x: [np.zeros(2), np.zeros((3, 3)), "text"])
+        assert [part.shape for part in next(iter(unlike))] == [(2,), (3, 3), ()]
+        assert listed(data.batch(2)) == [([0, 1], [10, 11])]
+
+    def test_a_list_inside_is_one_array(self):
+        assert listed(Dataset.range(1).map(lambda x: {"a": [x, 5]})) == [{"a": [0, 5]}]
+        assert listed(Dataset.range(1).map(lambda x: (x, [x, 5]))) == [(0, [0, 5])]
+        assert listed(Dataset.range(1).map(lambda x: [[x, 5], [1]])) == [([0, 5], [1])]
+        assert listed(Dataset.from_tensors(([1, 2], {"a": [3]}))) == [([1, 2], {"a": [3]})]
+        assert listed(Dataset.from_tensor_slices({"a": [[1, 2], [3, 4]]})) == [{"a": [1, 2]}, {"a": [3, 4]}]
+        assert listed(Dataset.from_tensor_slices([(1, 2), (3, 4)])) == [[1, 2], [3, 4]]
+        with pytest.raises(InvalidArgumentError):
+            list(Dataset.range(1).map(lambda x: (x, [np.zeros(2), np.zeros(3)])))
+
+    def test_only_a_tuple_is_spread(self):
+        pairs = Dataset.range(2).map(lambda x: Point(x, x + 1))
+        assert all(type(element) is Point for element in pairs)
+        assert listed(pairs.map(lambda point: point.x + point.y)) == [1, 3]
+        assert len(list(pairs.filter(lambda point: point.y > 1))) == 1
+        assert listed(Dataset.range(1).map(lambda x: {"a": x}).map(lambda row: row["a"])) == [0]
+        assert listed(Dataset.zip(Point(Dataset.range(1), Dataset.range(1))).map(lambda point: point.y)) == [0]
+
+    def test_mappings_of_any_kind_are_dicts(self):
+        rows = Dataset.range(2).map(lambda x: UserDict(a=x, b={"c": UserDict(d=[x])}))
+        assert listed(rows.batch(2)) == [{"a": [0, 1], "b": {"c": {"d": [[0], [1]]}}}]
+
+    def test_a_list_of_data_sets_is_refused(self):
+        a = Dataset.range(1)
+        for wrong in ([a, a], (a, [a, a]), {"x": [a]}):
+            with pytest.raises(TypeError, match="use a tuple in place of a list"):
+                Dataset.zip(wrong)
+        assert listed(Dataset.zip(datasets=(a, a))) == [(0, 0)]
+        for wrong in ({"datasets": None}, {"datasets": 3}):
+            with pytest.raises(TypeError):
+                Dataset.zip(**wrong)
+
+    def test_a_list_in_a_signature_is_refused(self):
+        spec = TensorSpec((), np.int32)
+        for signature in ([spec, spec], (spec, [spec])):
+            with pytest.raises(TypeError, match="use a tuple"):
+                Dataset.from_generator(list, output_signature=signature)
+        with pytest.raises(TypeError, match="use a tuple"):
+            Dataset.from_generator(list, [np.int32, np.int32])
+
+    def test_a_list_that_a_generator_yields(self):
+        pair = (TensorSpec((), np.int32),) * 2
+        with pytest.raises(InvalidArgumentError, match="does not fit its signature"):
+            list(Dataset.from_generator(lambda: [[1, 2]], output_signature=pair))
+        one = Dataset.from_generator(lambda: [[1, 2]], output_signature=TensorSpec((2,), np.int32))
+        assert listed(one) == listed(Dataset.from_generator(lambda: [[1, 2]])) == [[1, 2]]
+        with pytest.raises(InvalidArgumentError, match=r"yield a tuple for several, np\.stack"):
+            list(Dataset.from_generator(lambda: [[np.zeros(2), np.ones(2)]]))
+
+    def test_a_predicate_returns_no_list(self):
+        for method in ("filter", "take_while"):
+            with pytest.raises(InvalidArgumentError, match="must return one bool"):
+                list(getattr(Dataset.range(1), method)(lambda x: [True]))
+
+
+def test_a_range_of_another_dtype():
+    assert [x.dtype for x in Dataset.range(2, output_type=np.int32)] == [np.int32] * 2
+    (halves,) = Dataset.range(3, output_type=np.float32).batch(3)
+    assert (halves.dtype, halves.tolist()) == (np.float32, [0, 1, 2])
+    assert Dataset.range(3, output_type=np.uint8).element_spec == TensorSpec((), np.uint8)
+    with pytest.raises(TypeError, match="a dtype of numbers"):
+        Dataset.range(3, output_type=str)
 
 
 @pytest.mark.parametrize(
@@ -390,9 +524,12 @@ def test_length():
     assert len(Dataset.range(7).batch(2)) == 4
     assert Dataset.range(0)
     assert len(Dataset.range(0)) == 0
-    for endless in (Dataset.range(7).repeat(), numbers(3)):
+    for endless, said in (
+        (Dataset.range(7).repeat(), "dataset is infinite"),
+        (numbers(3), "dataset length is unknown"),
+    ):
         assert endless
-        with pytest.raises(TypeError, match="has no length"):
+        with pytest.raises(TypeError, match=f"^The {said}"):
             len(endless)
 
 

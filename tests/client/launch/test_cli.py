@@ -33,7 +33,7 @@ link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 link.connect(os.environ["CS_ADDRESS"] + "/supervisor")
 link.send(b"".join(encode(Introduce("controller", 0, 1, os.getpid()))))
 first = decode([link.recv(1 << 17)])
-print(type(first).__name__, flush=True)
+os.write(1, f"{type(first).__name__}\\n".encode())  # one write: lines of other processes come between two
 """
 AS_MODULE = (sys.executable, "-m", "central_storage.launch.cli")
 
@@ -139,7 +139,8 @@ def on_gpus(
     """Start ``cs-launch`` with these options there, without CuPy unless ``cupy``; everybody says which GPUs he sees."""
 
     def start(*options: str, cupy: bool) -> AbstractContextManager[Child]:
-        see = "print('sees', *map(os.environ.get, ('CUDA_VISIBLE_DEVICES', 'CS_GPUS')), flush=True)\n"
+        see = "seen = os.environ['CUDA_VISIBLE_DEVICES'], os.environ.get('CS_GPUS')\n"
+        see += "os.write(1, 'sees {} {}\\n'.format(*seen).encode())\n"
         environment = standins(server=see, w0=see, w1=see) | gpus
         (tmp_path / "standins" / "cupy.py").touch()
         if not cupy:  # nor the real one, where it is installed
@@ -239,7 +240,7 @@ def test_a_start_that_takes_too_long_is_3(ended: Callable[..., Ended]) -> None:
 
 #: A victim that lives until the script opens the door, and a script that does so and reads of the death.
 DIES = "print('last words'); open('door').read(); os.kill(os.getpid(), signal.SIGKILL)"
-SEES = CONNECT + "open('door', 'w').close()\nprint(decode([link.recv(1 << 17)]).cause)\n"
+SEES = CONNECT + "open('door', 'w').close()\nos.write(1, decode([link.recv(1 << 17)]).cause.encode() + b'\\n')\n"
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ class Played:
         number = len(self.sent) + 1
         self.sent.append(int(args[0][0]))
         self._functions[number] = lambda: [function(*args, **kwargs)]
-        series.unanswered.append(Sent((number,), [], b"", [], []))
+        series.unanswered.append(Sent((number,), "step", [], b"", [], []))
 
     def settle(self, series: Series, left: int = 0, *, cancel: bool = False) -> None:
         self.cancelled |= cancel

@@ -128,6 +128,7 @@ def test_dtypes_of_initial_values(s: CentralStorageStrategy, value: Any, dtype: 
         assert v.numpy().dtype == expected
 
 
+@pytest.mark.filterwarnings("ignore:synchronization=ON_READ has no effect:UserWarning")
 def test_on_read_is_not_trainable_and_no_aggregation_is_none(s: CentralStorageStrategy) -> None:
     v = made(s, 1.0, synchronization=cs.VariableSynchronization.ON_READ, aggregation=None)
     assert (v.trainable, v.aggregation) == (False, cs.VariableAggregation.NONE)
@@ -164,6 +165,7 @@ def test_what_no_variable_is_made_of(
 # --- outside replicas: applied once, whatever the aggregation -------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:synchronization=ON_READ has no effect:UserWarning")
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("synchronization", list(cs.VariableSynchronization))
 @pytest.mark.parametrize("in_scope", [True, False])

@@ -45,7 +45,9 @@ GIVEN = {
 }
 SMALL = 128  # bytes of a piece
 #: The threads of a server, and at every how many of the events it is cut off.
-WAYS = pytest.mark.parametrize(("threads", "every"), [(1, 5), (3, 3), pytest.param(1, 1, marks=pytest.mark.slow)])
+WAYS = pytest.mark.parametrize(
+    ("threads", "every"), [(1, 11), (3, 7), *(pytest.param(*way, marks=pytest.mark.slow) for way in ((1, 1), (3, 3)))]
+)
 
 
 class Cut(BaseException):
@@ -252,7 +254,7 @@ def survives(make: Callable[[], tuple[Bytes, tuple[Operation, ...]]], threads: i
         server, _ = again(left)
         server.commit(command, threads=1 + left % 3)
         check(server, f"cut at event {left} of {events}")
-    for left in range(0, events, 7):  # and where the second server ends, too
+    for left in range(0, events, max(7, 2 * every + 1)):  # and where the second server ends, too
         server, _ = again(left)
         with suppress(NotCut):
             server.commit_until(command, (left * 5) % 11)

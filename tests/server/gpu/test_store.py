@@ -70,14 +70,16 @@ def at(segment: str, first: int, like: np.ndarray) -> Array:
 
 @pytest.fixture
 def gpus() -> Iterator[StandInGpus]:
-    with stand_in_gpus(2) as gpus:
+    with stand_in_gpus(2, nbytes=128 << 20) as gpus:
         yield gpus
 
 
 @pytest.fixture(autouse=True)
 def _by_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is expected is computed by NumPy: no test waits for a compiler."""
+    """What is expected is computed by NumPy: no test waits for a compiler. Memory that every server takes is as small
+    as the variables: a stand-in writes to all of it."""
     monkeypatch.setattr(kernels, "KERNEL_DTYPES", ())
+    monkeypatch.setattr(staging, "_STAGE_NBYTES", 1 << 20)
 
 
 @pytest.fixture
@@ -185,7 +187,7 @@ class Both:
         self.there.mappings.clear()
 
 
-@pytest.fixture(params=[pytest.param(True, id="journal"), pytest.param(False, id="no journal", marks=pytest.mark.long)])
+@pytest.fixture(params=[pytest.param(True, id="journal"), pytest.param(False, id="no journal", marks=pytest.mark.slow)])
 def both(request: pytest.FixtureRequest, gpus: StandInGpus) -> Iterator[Both]:
     made = Both(journal=request.param)
     yield made
@@ -780,7 +782,7 @@ def test_gradients_are_not_on_a_gpu_that_has_no_ample_memory_for_them() -> None:
 
 
 def test_a_server_that_takes_anothers_place_waits_for_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    with stand_in_gpus(1, nbytes=64 << 20):
+    with stand_in_gpus(1, nbytes=20 << 20):
         before = Both()
         pauses = []
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from tests.harness.stand_in_gpus import StandInGpus, stand_in_gpus
 
+from central_storage.core.random_streams import Streams
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import DeviceMemoryError
 from cs_proto.messages import DevicePlace
@@ -441,6 +442,17 @@ def test_a_run_begins_on_the_replicas_device_and_stream(gpus: StandInGpus, devic
     cuda.Device(1).use()
     device.begin_run(Shared())
     assert (cuda.Device().id, cuda.get_current_stream().ptr) == (0, 0)
+
+
+def test_the_generator_of_a_stream_is_on_the_home_device(gpus: StandInGpus) -> None:
+    device = open_device("gpu:1+gpu:0")
+    drawn = []
+    for step in (0, 1, 0):
+        numbers = Streams(7, "m.step", step, 0, make=device.generator).generator(None).random(3)
+        assert type(numbers) is gpus.cupy.ndarray
+        drawn.append(numbers.tolist())
+    assert drawn[0] == drawn[2] != drawn[1]
+    device.close()
 
 
 def test_random_numbers_are_seeded_on_every_device_and_put_aside(gpus: StandInGpus) -> None:

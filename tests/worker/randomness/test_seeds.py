@@ -1,4 +1,4 @@
-"""The random state of a replica is a function of (strategy seed, run, replica)."""
+"""The random state of a replica is a function of (strategy seed, function, step, replica)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from cs_proto.messages import RunId
+from central_storage.core.random_streams import Streams
 from cs_worker.randomness.seeds import Seeds, kept_random_state
 
 
@@ -19,58 +19,101 @@ def undisturbed() -> Iterator[None]:
     restore()
 
 
-def draw(seed: int, run: RunId, replica: int) -> tuple[float, float]:
-    Seeds(lambda number: None).begin(seed, run, replica)
+def draw(
+    seed: int = 7, function: str = "m.step", step: int = 5, replica: int = 1, path: tuple[int, ...] = ()
+) -> tuple[float, float]:
+    Seeds(lambda number: None).begin(Streams(seed, function, step, replica, path))
     return random.random(), float(np.random.rand())
 
 
 def test_the_same_again() -> None:
-    first = draw(7, (5,), 1)
+    first = draw()
     random.random()
     np.random.rand()
-    assert draw(7, (5,), 1) == first
+    assert draw() == first
+
+
+def test_states_that_were_made_before_are_the_same_and_others_are_not_used() -> None:
+    seeds, found = Seeds(lambda number: None), []
+    for step in (5, 6, 5, 7):
+        seeds.begin(Streams(7, "m.step", step, 1))
+        found.append((random.random(), float(np.random.rand())))
+        seeds.expect(Streams(7, "m.step", step + 1, 1))
+    assert found == [draw(step=step) for step in (5, 6, 5, 7)]
 
 
 def test_everything_else_differs() -> None:
-    cases = [(7, (5,), 1), (8, (5,), 1), (7, (6,), 1), (7, (5,), 0), (7, (5, 2, 0), 1), (7, (5, 0, 1), 1), (7, (1,), 5)]
-    drawn = [draw(*case) for case in cases]
-    assert len({python for python, _ in drawn}) == len(cases)
-    assert len({numpy for _, numpy in drawn}) == len(cases)
+    drawn = [
+        draw(),
+        draw(seed=8),
+        draw(function="m.step2"),
+        draw(step=6),
+        draw(replica=0),
+        draw(path=(2, 0)),
+        draw(path=(0, 1)),
+        draw(step=1, replica=5),
+        draw(seed=72, function=":m.step"),
+    ]
+    assert len({number for pair in drawn for number in pair}) == 2 * len(drawn)
 
 
 def test_the_values_do_not_depend_on_version_or_process() -> None:
     # Changing these changes the weights that users' scripts reproduce.
-    assert draw(7, (5,), 1) == (0.42175003207640815, 0.14229256106166432)
+    assert draw() == (0.6737180479468852, 0.7250949783619863)
 
 
-def test_the_largest_seed() -> None:
-    assert draw((1 << 63) - 1, (1 << 40,), 63) != draw((1 << 63) - 2, (1 << 40,), 63)
+def test_the_largest_seed_and_step() -> None:
+    most = (1 << 63) - 1, (1 << 62) - 1
+    assert draw(most[0], step=most[1], replica=1023) != draw(most[0] - 1, step=most[1], replica=1023)
+
+
+def test_each_generator_is_given_a_part_of_its_own() -> None:
+    """Of one stream: no word is used twice, and a run of a seed takes the words that the next one does not."""
+    given: list[int] = []
+    seeds = Seeds(given.append)
+    for step in range(3):
+        seeds.begin(Streams(7, "m.step", step, 1))
+        words = np.random.get_state()[1].tolist() + list(random.getstate()[1][:-1])
+        assert len(set(words)) > 1240
+    assert len(set(given)) == 3
+    assert all(0 <= number < 1 << 32 for number in given)
+
+
+def test_the_states_are_evenly_distributed() -> None:
+    """Of 500 steps, the first number of each generator: what a function that draws once a run sees."""
+    drawn = np.array([draw(step=step) for step in range(500)])
+    for numbers in drawn.T:
+        counts, _ = np.histogram(numbers, 10, (0, 1))
+        assert ((counts - 50) ** 2 / 50).sum() < 30  # chi-squared with 9 degrees of freedom: p = 0.0004
+        assert abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 0.15
 
 
 def test_state_is_kept_around_a_nested_run() -> None:
-    Seeds(lambda number: None).begin(7, (5,), 0)
+    Seeds(lambda number: None).begin(Streams(7, "m.step", 5, 0))
     restore = kept_random_state()
     expected = random.random(), float(np.random.rand())
     restore()
-    draw(7, (5, 0, 0), 0)
+    draw(path=(0, 0))
     restore()
     assert (random.random(), float(np.random.rand())) == expected
 
 
 @pytest.mark.parametrize("between", [np.random.rand, np.random.seed, np.random.standard_normal, random.random])
 def test_what_was_drawn_before_changes_nothing(between: Callable[[], object]) -> None:
-    wanted = draw(7, (5,), 1), np.random.standard_normal(3).tolist()
+    wanted = draw(), np.random.standard_normal(3).tolist(), random.gauss()
     np.random.standard_normal()  # and keeps the second number of a pair
+    random.gauss()  # as this does
     between()
-    assert (draw(7, (5,), 1), np.random.standard_normal(3).tolist()) == wanted
+    assert (draw(), np.random.standard_normal(3).tolist(), random.gauss()) == wanted
 
 
 def test_another_generator_is_seeded() -> None:
     mine = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(1))
     try:
-        wanted = draw(7, (5,), 1)
+        wanted = draw()
         np.random.rand()
-        assert draw(7, (5,), 1) == wanted
+        assert draw() == wanted
+        assert draw(step=6) != wanted
     finally:
         np.random.set_bit_generator(mine)

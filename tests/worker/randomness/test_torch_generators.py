@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from central_storage.core.random_streams import Streams
+from cs_proto.messages import RunId
 from cs_worker.randomness.seeds import Seeds, kept_random_state
 from cs_worker.randomness.torch_generators import GENERATORS, _Finder
 
@@ -79,6 +81,10 @@ def seeds() -> Iterator[Seeds]:
     restore()
 
 
+def begin(seeds: Seeds, seed: int, run: RunId, replica: int) -> None:
+    seeds.begin(Streams(seed, "m.step", run[0], replica, run[1:]))
+
+
 def imported() -> Any:
     return importlib.import_module("torch")
 
@@ -86,7 +92,7 @@ def imported() -> Any:
 def test_every_run_and_replica_has_numbers_of_its_own(seeds: Seeds) -> None:
     torch, drawn = imported(), []
     for case in [(7, (5,), 1), (8, (5,), 1), (7, (6,), 1), (7, (5,), 0), (7, (5, 2, 0), 1), (7, (5,), 1)]:
-        seeds.begin(*case)
+        begin(seeds, *case)
         drawn.append(torch.default_generator.draw())
     assert len(set(drawn)) == 5
     assert drawn[0] == drawn[-1]
@@ -94,21 +100,21 @@ def test_every_run_and_replica_has_numbers_of_its_own(seeds: Seeds) -> None:
 
 
 def test_a_run_that_imports_torch_draws_as_one_that_had_it(seeds: Seeds) -> None:
-    seeds.begin(7, (5,), 1)
+    begin(seeds, 7, (5,), 1)
     first = imported().default_generator.draw()
     assert not any(isinstance(finder, _Finder) for finder in sys.meta_path)
-    seeds.begin(7, (5,), 1)
+    begin(seeds, 7, (5,), 1)
     assert imported().default_generator.draw() == first
 
 
 def test_torch_is_never_imported(seeds: Seeds) -> None:
-    seeds.begin(7, (5,), 1)
+    begin(seeds, 7, (5,), 1)
     kept_random_state()()
     assert "torch" not in sys.modules
 
 
 def test_find_spec_finds_torch_and_seeds_nothing(seeds: Seeds) -> None:
-    seeds.begin(7, (5,), 1)
+    begin(seeds, 7, (5,), 1)
     spec = importlib.util.find_spec("torch")
     assert spec is not None
     assert spec.origin is not None
@@ -118,26 +124,26 @@ def test_find_spec_finds_torch_and_seeds_nothing(seeds: Seeds) -> None:
 
 
 def test_an_import_that_fails_is_seeded_when_it_succeeds(seeds: Seeds, tmp_path: Path) -> None:
-    seeds.begin(7, (5,), 1)
+    begin(seeds, 7, (5,), 1)
     (tmp_path / "torch.py").write_text("raise OSError('no memory')")
     with pytest.raises(OSError, match="no memory"):
         imported()
     (tmp_path / "torch.py").write_text(STAND_IN)
     importlib.invalidate_caches()
     first = imported().default_generator.draw()
-    seeds.begin(7, (5,), 1)
+    begin(seeds, 7, (5,), 1)
     assert imported().default_generator.draw() == first
 
 
 def test_cuda_is_seeded_when_it_starts_and_is_not_started(seeds: Seeds) -> None:
     torch = imported()
     for number in range(3):
-        seeds.begin(7, (number,), 1)
+        begin(seeds, 7, (number,), 1)
     assert not torch.cuda.is_initialized()
     assert len(torch.cuda.queued) == 1
     torch.cuda.init()
     late = [generator.draw() for generator in torch.cuda.default_generators]
-    seeds.begin(7, (2,), 1)
+    begin(seeds, 7, (2,), 1)
     assert [generator.draw() for generator in torch.cuda.default_generators] == late
 
 
@@ -145,26 +151,26 @@ def test_states_are_kept_around_a_nested_run(seeds: Seeds) -> None:
     torch = imported()
     torch.cuda.init()
     generators = [torch.default_generator, *torch.cuda.default_generators]
-    seeds.begin(7, (5,), 0)
+    begin(seeds, 7, (5,), 0)
     [generator.draw() for generator in generators]
     restore = kept_random_state()
     wanted = [generator.draw() for generator in generators]
     restore()
-    seeds.begin(7, (5, 0, 0), 0)
+    begin(seeds, 7, (5, 0, 0), 0)
     [generator.draw() for generator in generators]
     restore()
     assert [generator.draw() for generator in generators] == wanted
 
 
 def test_the_run_around_one_that_imports_torch_draws_its_own(seeds: Seeds) -> None:
-    seeds.begin(7, (5,), 0)
+    begin(seeds, 7, (5,), 0)
     restore = kept_random_state()
-    seeds.begin(7, (5, 0, 0), 0)
+    begin(seeds, 7, (5, 0, 0), 0)
     nested = imported().default_generator.draw()
     imported().cuda.init()
     restore()
     drawn = [generator.draw() for generator in (imported().default_generator, *imported().cuda.default_generators)]
-    seeds.begin(7, (5,), 0)
+    begin(seeds, 7, (5,), 0)
     again = [generator.draw() for generator in (imported().default_generator, *imported().cuda.default_generators)]
     assert drawn == again
     assert nested not in drawn
@@ -175,7 +181,7 @@ def test_the_scripts_own_is_left_alone_where_replicas_are_its_threads(seeds: See
     torch.default_generator.manual_seed(99)
     torch.default_generator.draw()
     restore = kept_random_state()
-    seeds.begin(7, (5,), 0)
+    begin(seeds, 7, (5,), 0)
     torch.default_generator.draw()
     restore()
     assert torch.default_generator.draw() == (99, 2)

@@ -1,7 +1,7 @@
 """The device of a replica: its full name, the module of its arrays, and copies of arrays to it and back.
 
 Only this module of the worker imports CuPy, and only for a GPU. A replica on a CPU computes with NumPy on views of the
-parameters themselves; ``gpu`` has the way of a replica on a GPU.
+parameters themselves; :mod:`.gpu` implements a replica on a GPU.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ __all__ = ["Device", "open_device", "place"]
 
 
 class Device(Protocol):
-    """The device of a replica: ``name`` such as ``cpu:0`` (``cpu:0+cpu:1`` for several), the ``full_names`` of its
-    devices as TensorFlow writes them, and NumPy or CuPy. ``is_host``: its arrays lie in host memory. ``uuid``
-    identifies a GPU across machines."""
+    """The device of a replica.
+
+    ``name`` is such as ``cpu:0``, or ``cpu:0+cpu:1`` for several. ``full_names`` are its devices' names as TensorFlow
+    writes them. ``array_module`` is NumPy or CuPy. ``is_host`` is true if its arrays lie in host memory. ``uuid``
+    identifies a GPU across machines.
+    """
 
     name: str
     full_names: tuple[str, ...]
@@ -35,23 +38,27 @@ class Device(Protocol):
     uuid: bytes
 
     def begin_run(self, parameters: gpu.Parameters) -> None:
-        """Begin a run. Meanwhile the variables that the last run read are updated on the device."""
+        """Begin a run. Start copying the variables that the last run read to the device, if they have changed."""
 
     def seed(self, number: int) -> None:
         """Seed the device's random state, in addition to Python's and NumPy's."""
+
+    def generator(self, bits: np.random.Philox) -> Any:
+        """A generator of the device: on a CPU over ``bits``, on a GPU CuPy's, seeded with their next 64 bits."""
 
     def keep_random_state(self) -> Callable[[], None]:
         """Save the random state; the returned function restores it."""
 
     def bring(self, array: np.ndarray) -> Any:
-        """A host array as an array of this device: itself on a CPU, a copy on a GPU. Strings stay where they are."""
+        """A host array as an array of this device: the same array on a CPU, a copy on a GPU. Strings stay in host
+        memory."""
 
     def view(self, number: int, parameters: gpu.Parameters) -> Any:
-        """A variable's value, which must not be written. On a GPU it is a copy, replaced when the variable has
-        changed."""
+        """A variable's value, read-only. On a GPU it is a copy, which is replaced when the variable has changed."""
 
     def rows(self, number: int, rows: np.ndarray, parameters: gpu.Parameters) -> Any:
-        """A copy of rows (int64 of any shape, all valid) of a variable; only these rows are copied to the device."""
+        """A copy of some rows of a variable; only these rows are copied to the device. ``rows`` is int64 of any shape,
+        and all numbers are valid."""
 
     def buffers(self, places: Sequence[np.ndarray]) -> list[Any]:
         """Arrays to compute the gradients for ``places`` into: on a CPU, ``places`` themselves."""
@@ -64,11 +71,11 @@ class Device(Protocol):
 
     def fetch(self, pairs: Sequence[tuple[Any, np.ndarray]], *, may_change: bool) -> None:
         """Start copies of arrays of this device to host memory; they are complete after the next :meth:`settle`.
-        ``may_change``: the user may write to the arrays at once."""
+        ``may_change``: the user may write to the arrays before that."""
 
     def settle(self) -> None:
-        """Wait until the device neither reads nor writes shared memory. Call this before every message that lets others
-        read or write it."""
+        """Wait until the device neither reads nor writes shared memory. Call this before every message that lets other
+        processes read or write it."""
 
     def lock(self, arrays: Sequence[np.ndarray]) -> None:
         """Page-lock the memory of host arrays, so that copies are direct and asynchronous."""
@@ -99,6 +106,9 @@ class _Host:
     def seed(self, number: int) -> None:
         pass
 
+    def generator(self, bits: np.random.Philox) -> np.random.Generator:
+        return np.random.Generator(bits)
+
     def keep_random_state(self) -> Callable[[], None]:
         return _nothing
 
@@ -109,7 +119,7 @@ class _Host:
         return parameters.view(number)
 
     def rows(self, number: int, rows: np.ndarray, parameters: gpu.Parameters) -> np.ndarray:
-        return np.take(parameters.view(number), rows, axis=0)  # indexing takes three times as long
+        return np.take(parameters.view(number), rows, axis=0)  # three times as fast as indexing
 
     def buffers(self, places: Sequence[np.ndarray]) -> list[np.ndarray]:
         return [place.view() for place in places]
@@ -143,14 +153,14 @@ class _Host:
 def open_device(name: str) -> Device:
     """The device or devices ``name``; if the first is a GPU, it becomes the current one of this thread.
 
-    Raises :class:`DeviceError` if it is no device, or if CuPy is missing or cannot use it.
+    Raises :class:`DeviceError` if there is no such device, or if CuPy is missing or cannot use it.
     """
     replica = of_replica(name)
     logical = logical_devices(replica)
     full_names = tuple(map(full_name, logical))
     if not logical[0].startswith("gpu:"):
         return _Host(replica, full_names)
-    from . import gpu  # late, like below: most workers have no GPU
+    from . import gpu  # imported late, here and below, because most workers have no GPU
 
     cupy = _cupy(logical[0])
     try:
@@ -164,8 +174,8 @@ def open_device(name: str) -> Device:
 def place(array: Any, name: str) -> Any:
     """``array`` in the memory of the device ``name``; ``array`` itself if it is there already, or holds strings.
 
-    Raises :class:`DeviceError` if that is no device, or if CuPy is missing or cannot use it, and DeviceMemoryError if
-    its memory does not suffice.
+    Raises :class:`DeviceError` if there is no such device, or if CuPy is missing or cannot use it, and
+    DeviceMemoryError if its memory does not suffice.
     """
     device = canonical(name)
     if not device.startswith("gpu:"):

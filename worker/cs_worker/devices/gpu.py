@@ -117,6 +117,11 @@ class Gpu:
             with self.array_module.cuda.Device(device):
                 random.seed((number + place) % 2**32)
 
+    def generator(self, bits: np.random.Philox) -> Any:
+        random = self.array_module.random
+        with self._home:
+            return random.Generator(random.Philox4x3210(int(bits.random_raw())))
+
     def keep_random_state(self) -> Callable[[], None]:
         cupy, kept = self.array_module, []
         for device in self._numbers:

@@ -51,7 +51,8 @@ class _HeldToken:
         self.point = (*token.run, token.k)
         self.client = path_text(self.point)
         self.seed = run.seed
-        self.draw = run.draw
+        self.name = run.name
+        self.step = run.step
         self.runs = 0
         self.sequence = 0
 
@@ -253,13 +254,14 @@ class MergeController:
         """The strategy's seed, from the run of the merge_call."""
         return self._token("the strategy's seed").seed
 
-    def draws(self) -> int:
-        """The draw of the run of the merge_call, which is the last run that has begun."""
-        return self._token("the number of runs").draw
+    def steps(self) -> dict[str, int]:
+        """The number of runs of the function of the merge_call, with this one."""
+        token = self._token("the number of runs")
+        return {token.name: token.step + 1}
 
-    def set_draws(self, draws: int) -> None:
+    def set_steps(self, steps: Mapping[str, int]) -> None:
         """Change nothing, and log a warning: the script counts the runs."""
-        if draws != self._token("the number of runs").draw:
+        if steps.get(name := self._token("the number of runs").name) != self.steps()[name]:
             _log.warning(
                 "a restore in a merge function does not set the count of runs, so random numbers continue as before; "
                 "restore the checkpoint in the script"
@@ -289,13 +291,24 @@ class MergeController:
     ) -> list[Any]:
         run = (*token.point, token.runs)
         token.runs += 1
-        data, name, _ = pickled
+        data, hashed, _ = pickled
         records = []
         for worker, (arguments, buffers) in zip(self._workers, pickles, strict=True):
-            is_held, self._held[worker.replica] = self._held[worker.replica].touch(name, frozen)
+            is_held, self._held[worker.replica] = self._held[worker.replica].touch(hashed, frozen)
             function = None if is_held else self._arena.share(data)
             shared = self._arena.share(arguments)
-            record = Run(run, token.draw, worker.replica, token.seed, name, function, frozen, shared, buffers)
+            record = Run(
+                run,
+                token.step,
+                worker.replica,
+                token.seed,
+                hashed,
+                function,
+                frozen,
+                shared,
+                buffers,
+                name=token.name,
+            )
             records.append(record)
             if worker.replica != self._config.replica:
                 self._conversation.link.send_worker(worker.endpoint, record)

@@ -1,49 +1,76 @@
-"""Random state of a replica: a function of (strategy seed, draw, replica), whatever ran before in this process.
+"""Random state of a replica: a function of (strategy seed, function, step, replica), whatever ran before.
 
-A draw is a path like a run's id, with the ``draw`` of its ``Run`` as the first number.
+The states are set as a whole, from one stream of Philox (``central_storage/core/random_streams.py``). Its 626 words of
+64 bits are, each with its lower half first: 624 words of 32 bits for the Mersenne Twister of ``numpy.random``, as many
+for that of ``random``, 64 bits that seed torch, and 32 that seed CuPy.
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
 import struct
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from cs_proto.messages import RunId
+from central_storage.core.random_streams import Purpose, Streams
 
 from .torch_generators import GENERATORS
 
 __all__ = ["Seeds", "kept_random_state"]
 
+# A state of the Mersenne Twister is so many words. The next one is drawn after the last of them: all are new then.
+_WORDS = 624
+_STATE = struct.Struct(f"={_WORDS}I")
+
+
+class _States(NamedTuple):
+    """What ``numpy.random.set_state`` and ``random.setstate`` take, and the seeds of torch and of the device."""
+
+    numpy: Any
+    python: tuple[Any, ...]
+    torch: int
+    device: int
+
 
 class Seeds:
-    """Seeds the random generators of a worker's process for each run."""
+    """Sets the state of the random generators of a worker's process for each run."""
 
     def __init__(self, device: Callable[[int], None]) -> None:
         """``device`` seeds the generator of the replica's device, with a number of 32 bits."""
         self._device = device
+        # One object for all runs: to make another takes ten times as long as to set its state.
+        self._philox = np.random.Philox(0)
+        self._state = self._philox.state
+        self._expected: tuple[object, _States] | None = None
         GENERATORS.watch()
 
-    def begin(self, seed: int, draw: RunId, replica: int) -> None:
-        """Seed ``random``, ``numpy.random``'s global generator, the device's, and torch's."""
-        python, device, torch, words = _numbers(seed, draw, replica)
-        random.seed(python)
-        np.random.seed(words)
-        self._device(device)
-        GENERATORS.seed(torch)
+    def begin(self, streams: Streams) -> None:
+        """Set the states of ``random`` and of ``numpy.random``'s global generator; seed the device's and torch's."""
+        expected, self._expected = self._expected, None
+        states = expected[1] if expected is not None and expected[0] == streams.place else self._states(streams)
+        try:
+            np.random.set_state(states.numpy)
+        except ValueError:  # the user's code has put another bit generator in its place
+            np.random.seed(states.numpy[1][:4])
+        random.setstate(states.python)
+        GENERATORS.seed(states.torch)
+        self._device(states.device)
 
+    def expect(self, streams: Streams) -> None:
+        """Make the states of a run that is likely to be the next. To be called while the worker has nothing to do:
+        to make the states takes several times as long as to set them."""
+        self._expected = streams.place, self._states(streams)
 
-def _numbers(seed: int, draw: RunId, replica: int) -> tuple[int, int, int, tuple[int, ...]]:
-    """The seeds of the generators of Python (128 bits), the device (32 bits), torch (64 bits) and NumPy (four words of
-    32 bits)."""
-    # A hash, because neighbouring draws differ by one and generators want seeds that differ everywhere.
-    key = ",".join(map(str, (seed, *draw, replica)))
-    digest = hashlib.blake2b(key.encode(), digest_size=32).digest()
-    words = struct.unpack("<4I", digest[16:])
-    return int.from_bytes(digest[:16], "little"), words[0], words[1] | words[2] << 32, words
+    def _states(self, streams: Streams) -> _States:
+        self._state["state"] = {"counter": streams.counter(Purpose.STATES), "key": streams.key}
+        self._philox.state = self._state
+        words = self._philox.random_raw(_WORDS + 2)
+        numpy = _STATE.unpack_from(words.data)  # numbers: set_state takes ten times as long with an array
+        python = (*_STATE.unpack_from(words.data, _STATE.size), _WORDS)
+        torch, device = words[-2:].tolist()
+        return _States(("MT19937", numpy, _WORDS), (3, python, None), torch, device & 0xFFFFFFFF)
 
 
 def kept_random_state(device: Callable[[], Callable[[], None]] | None = None) -> Callable[[], None]:

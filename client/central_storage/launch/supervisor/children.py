@@ -1,8 +1,8 @@
-"""A child process: started so that it dies with the supervisor, watched by pidfd, ended with everything it started.
+"""A child process: it dies with the supervisor, a pidfd watches it, and its end takes its descendants along.
 
-A child of a service leads a session of its own, so a Ctrl-C at the terminal does not reach it and what it starts can
-be found. It must be started by the thread that lives as long as the supervisor: the kernel's parent-death signal
-belongs to the thread. Only the supervisor's loop uses this module.
+A child of a service leads its own session, so Ctrl-C at the terminal does not reach it and its descendants can be
+found. The thread that starts it must live as long as the supervisor, because the kernel sends the parent-death signal
+when that thread ends. Only the supervisor's loop uses this module.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from .output import Lines, Stream, Tail
 __all__ = ["Child", "Processes", "Running", "end_leftovers", "reap_adopted"]
 
 _READ_NBYTES = 65536
-# Of what a child has left in its pipes when it ends, at most this much is read per pipe.
+# The most bytes that are read from each pipe of a child after its end.
 _DRAIN_NBYTES = 1 << 20
-# A process that is to be killed gets this long to print the stacks of its threads.
+# Before a process is killed, it gets this time to print the stacks of its threads.
 _STACKS_SECONDS = 0.3
 # A line that has not ended after so long is shown as far as it has come.
 _FLUSH_SECONDS = 0.2
@@ -42,57 +42,58 @@ _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
 class Running(Protocol):
-    """What the supervisor needs of something that it has started."""
+    """A process of the service, run here or elsewhere."""
 
     command: Command
     tail: Tail
+    #: Whether it was asked to end.
     asked: bool
-    #: Since when it can work, on the clock of ``time.monotonic``; None before.
+    #: The time at which it became ready, by ``time.monotonic``; None before.
     ready_since: float | None
-    #: Whether it has done a piece of work to the end.
+    #: Whether it has finished a piece of work.
     has_worked: bool
     returncode: int | None
     pid: int
-    #: Whether it runs in this container, so that ``pid`` means anything here.
+    #: Whether it runs in this container, where ``pid`` names it.
     is_here: bool
 
     @property
     def name(self) -> str:
-        """How it is called in messages."""
+        """Its name in messages."""
 
     @property
     def cause(self) -> str:
         """Why it ended."""
 
     def listen(self, wanted: bool = True) -> None:
-        """Read its output as it comes, or leave it where it is for now."""
+        """Read its output as it arrives, or stop reading for now."""
 
     def signal(self, number: int) -> None:
-        """SIGTERM: asked to end. SIGKILL: ended."""
+        """Ask it to end (SIGTERM), or end it (SIGKILL)."""
 
     def kill(self, reason: str) -> None:
-        """End it for a reason that becomes part of its cause, with its stacks in its output."""
+        """Kill it after it has printed its stacks. ``reason`` becomes part of its cause."""
 
     def interrupt(self) -> None:
-        """The run that it carries out is cancelled, which it has been told: have it look."""
+        """Interrupt it, because the run that it carries out is cancelled."""
 
     def show_stacks(self) -> None:
-        """Have it print the stacks of its threads."""
+        """Make it print the stacks of its threads."""
 
     def is_run_by(self, peer: Peer) -> bool:
-        """Whether ``peer``, which says that it is this process, may be."""
+        """Whether ``peer``, which introduced itself as this process, can be this process."""
 
 
 class Processes(list[Running]):
-    """The processes of a service, the server first, each as its last incarnation."""
+    """The last incarnations of a service's processes, the server first."""
 
     @property
     def living_pids(self) -> set[int]:
-        """Those started here that have not ended."""
+        """The pids of the processes that were started here and have not ended."""
         return {child.pid for child in self if child.returncode is None and child.is_here}
 
     def workers(self, replica: int, incarnation: int | None = None) -> list[Running]:
-        """The worker of a replica: one or, where another ``incarnation`` is meant, none."""
+        """The worker of a replica in a list; an empty list if it is not of this ``incarnation``."""
         return [
             child
             for child in self
@@ -101,8 +102,8 @@ class Processes(list[Running]):
         ]
 
     def of(self, peer: Peer, who: Introduce | None = None) -> Running | None:
-        """The process that speaks there: what ``peer`` introduced itself as or, before it has, ``who`` says. None where
-        it is none of these."""
+        """The process at the other end of ``peer``, by its introduction or, before that is accepted, by ``who``. None
+        if it is not one of these processes."""
         who = who or peer.introduction
         if who is None:
             return None
@@ -114,18 +115,18 @@ class Processes(list[Running]):
         return None
 
     def listen(self, wanted: bool = True) -> None:
-        """Read their output as it comes, or leave it where it is for now."""
+        """Read their output as it arrives, or stop reading for now."""
         for child in self:
             child.listen(wanted)
 
     def end_at_once(self) -> None:
-        """SIGKILL to all."""
+        """Send SIGKILL to all."""
         for child in self:
             child.signal(signal.SIGKILL)
 
 
 class Child:
-    """A running or ended process. Raises OSError where it cannot be started."""
+    """A running or ended process. Raises OSError if it cannot be started."""
 
     is_here = True
 
@@ -138,12 +139,12 @@ class Child:
         on_end: Callable[[Child], None],
         open_files_limit: int | None = None,
     ) -> None:
-        """Start ``command``. With ``on_lines`` it is a service: own session, no input, its output is read here;
-        without, it shares this process's terminal. It may open ``open_files_limit`` files or, by default,
-        as many as this process."""
+        """Start ``command``. With ``on_lines`` it belongs to a service: it leads its own session, has no input, and its
+        output is read here. Without, it shares this process's terminal. It may open ``open_files_limit`` files, by
+        default as many as this process."""
         self.command = command
         self.tail = Tail()
-        self.asked = False  # to end
+        self.asked = False
         self.ready_since: float | None = None
         self.has_worked = False
         self.returncode: int | None = None
@@ -177,7 +178,7 @@ class Child:
 
     @property
     def name(self) -> str:
-        """How it is called in messages: ``worker w0 (pid 12)``."""
+        """Its name in messages: ``worker w0 (pid 12)``."""
         command = self.command
         called = f"worker {command.label}" if command.role == "worker" else f"the {command.role}"
         return f"{called} (pid {self.pid})"
@@ -199,12 +200,12 @@ class Child:
         return self.tail.last_line_with_prefix(f"{name}: ") or name  # the process may have printed more
 
     def listen(self, wanted: bool = True) -> None:
-        """Read its output as it comes, or leave it in the pipes for now."""
+        """Read its output as it arrives, or leave it in the pipes for now."""
         for descriptor in self._pipes:
             self._loop.on_readable(descriptor, partial(self._read, descriptor) if wanted else None)
 
     def signal(self, number: int) -> None:
-        """Send a signal: to the whole group of a service, to the process alone where it shares our terminal."""
+        """Send a signal: to the whole process group, or only to the process if it shares our terminal."""
         if self.returncode is not None:
             return
         if self._on_lines is None:
@@ -214,25 +215,25 @@ class Child:
                 os.killpg(self.pid, number)
 
     def kill(self, reason: str) -> None:
-        """Have it print its stacks, which takes a moment, then send SIGKILL."""
+        """Make it print its stacks, and send SIGKILL a moment later."""
         if self.returncode is None and not self._reason:
             self._reason = reason
             self.show_stacks()
             self._loop.call_later(_STACKS_SECONDS, partial(self.signal, signal.SIGKILL))
 
     def interrupt(self) -> None:
-        """Send SIGINT to the process alone: what the user's code has started is not the worker."""
+        """Send SIGINT only to the process, and not to processes that the user's code has started."""
         if self.returncode is None:
             signal.pidfd_send_signal(self._pidfd, signal.SIGINT)
 
     def show_stacks(self) -> None:
-        """Send SIGUSR1, where that does not end it: the user's code may have taken our handler away. One that is
-        stopped prints nothing."""
+        """Send SIGUSR1, unless that would end the process: the user's code may have removed our handler. A stopped
+        process prints nothing."""
         if self.returncode is None and _handles(self.pid, signal.SIGUSR1):
             signal.pidfd_send_signal(self._pidfd, signal.SIGUSR1)
 
     def is_run_by(self, peer: Peer) -> bool:
-        """Whether the kernel says so."""
+        """Whether the kernel reports this pid for the connection."""
         return peer.pid == self.pid
 
     def _read(self, descriptor: int, limit: int = _READ_NBYTES) -> None:
@@ -263,7 +264,7 @@ class Child:
         self._tell(stream, lines.flush())
 
     def _ended(self) -> None:
-        # Not reaped yet, it still holds its process group's number: nobody else can be hit.
+        # The process is not reaped yet, so no other process group can have its number.
         if self._on_lines is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -293,10 +294,10 @@ class Child:
 
 
 def end_leftovers(run_directory: str, role: str | None = None, rank: int | None = None, timeout: float = 1.0) -> None:
-    """Kill what a service's processes have started and left behind, whatever session it fled to; wait for its end.
+    """Kill the processes that a service's processes have left behind, in whatever session, and wait for their end.
 
-    They are known by the environment they inherited. The script's own descendants are not a service's. ``role`` and
-    ``rank`` limit it to what one process left; ``timeout`` is in seconds.
+    They are found by the environment that they inherited. The script's own descendants do not belong to the service.
+    ``role`` and ``rank`` limit the search to descendants of one process; ``timeout`` is in seconds.
     """
     wanted = {f"CS_RUN_DIRECTORY={run_directory}".encode()}
     if rank is not None and role == "worker":
@@ -311,7 +312,7 @@ def end_leftovers(run_directory: str, role: str | None = None, rank: int | None 
                 continue
             pidfd = os.pidfd_open(int(entry))
             killed.append(pidfd)
-            if _environment(entry) >= wanted:  # the number still stands for the process that was looked at
+            if _environment(entry) >= wanted:  # the pid was not reused since the first look
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     poller = select.poll()
     for pidfd in killed:
@@ -327,9 +328,9 @@ def end_leftovers(run_directory: str, role: str | None = None, rank: int | None 
 
 
 def reap_adopted(own: Collection[int]) -> None:
-    """Collect ended processes that we inherited when their parent died, as process 1 of a container does.
+    """Reap ended processes that this process adopted when their parent died, as process 1 of a container does.
 
-    ``own`` are the pids of living children, whose ends are read elsewhere.
+    ``own`` are the pids of living children, which are reaped elsewhere.
     """
     with suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in own:
@@ -351,11 +352,11 @@ def _environment(pid: str) -> set[bytes]:
 
 @contextmanager
 def _kept_on(processors: frozenset[int]) -> Iterator[None]:
-    """This thread runs there, so that a child starts there, before any library of it asks how many there are."""
+    """Move this thread to ``processors``, so that a child starts there, before its libraries count processors."""
     before = os.sched_getaffinity(0)
     try:
         if processors:
-            with suppress(OSError):  # somebody has taken them away meanwhile: then anywhere
+            with suppress(OSError):  # they were taken away meanwhile, so the child may run anywhere
                 os.sched_setaffinity(0, processors)
         yield
     finally:

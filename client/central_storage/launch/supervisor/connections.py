@@ -1,7 +1,7 @@
-"""One connection on the supervisor's socket: packets in as records, records out, never blocking.
+"""One connection on the supervisor's socket. It reads packets as records and sends records, and never blocks.
 
-Owns the descriptor and a queue for a peer that reads slowly. What must arrive is queued; lines of output are dropped
-beyond a bound, counted, and the count is told. The supervisor decides what records mean.
+Owns the descriptor and a queue for a peer that reads slowly. Records are always queued. Lines of output are dropped
+when too much waits, and a later line says how many. The supervisor decides what records mean.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ __all__ = ["Peer"]
 
 _log = logging.getLogger("central_storage.launch")
 
-# Lines are cut into records of at most this many characters, so that every packet fits the socket's buffer.
+# Output is cut into records of at most this many characters, so that every packet fits the socket's buffer.
 _OUTPUT_LIMIT = 8192
-# Beyond this many waiting bytes lines are dropped.
+# Lines are dropped while more bytes than this wait.
 _QUEUE_NBYTES = 1 << 20
-# A peer for which this many records wait has stopped reading for good.
+# When this many records wait, the peer counts as one that never reads again.
 _QUEUE_RECORDS = 10_000
 
 
 class Peer:
-    """A connected process; ``pid`` and ``uid`` as the kernel saw it connect."""
+    """A connected process. ``pid`` and ``uid`` are those that the kernel saw when it connected."""
 
     def __init__(
         self, loop: Loop, link: socket.socket, on_record: Callable[[Peer, Record], None], on_end: Callable[[Peer], None]
@@ -57,28 +57,28 @@ class Peer:
 
     @property
     def label(self) -> str:
-        """Who it says it is: ``server``, ``w0``, ``controller``; ``stranger`` before it said so."""
+        """The name by its introduction: ``server``, ``w0``, ``controller``; ``stranger`` before that."""
         who = self.introduction
         return label(who.role, who.rank) if who is not None else "stranger"
 
     @property
     def closed(self) -> bool:
-        """Whether nothing can be sent any more."""
+        """Whether the connection is closed."""
         return self._link.fileno() < 0
 
     @property
     def waiting(self) -> bool:
-        """Whether something is still to be sent."""
+        """Whether records are still queued."""
         return bool(self._queue)
 
     def send(self, record: Record, *descriptors: int) -> None:
-        """Send ``record``, with copies of ``descriptors`` which are then closed here."""
+        """Send ``record`` with ``descriptors``, which are closed here afterwards."""
         if _log.isEnabledFor(logging.DEBUG) and not isinstance(record, Output):
             _log.debug("supervisor -> %s: %.300r", self.label, record)
         self._post(b"".join(encode(record)), descriptors)
 
     def output(self, stream: Stream, text: str) -> None:
-        """Send whole lines, or drop them where too much waits already."""
+        """Send whole lines, or drop them if too much waits already."""
         if self._queued_nbytes > _QUEUE_NBYTES:
             self._dropped += text.count("\n")
             return
@@ -90,7 +90,7 @@ class Peer:
         if self.closed:
             return
         self._loop.forget(self._link.fileno())
-        with suppress(OSError):  # what is left unread here would reach the peer as an error, before our last words
+        with suppress(OSError):  # unread packets would give the peer an error instead of our last records
             while self._link.recv(PACKET_NBYTES):
                 pass
         self._link.close()
@@ -141,7 +141,7 @@ class Peer:
             packet, _, flags, _ = self._link.recvmsg(PACKET_NBYTES)  # no room for descriptors: the kernel closes them
         except BlockingIOError:
             return
-        except ConnectionResetError:  # it ended with records of ours unread
+        except ConnectionResetError:  # the peer ended without reading all our records
             self._end("")
             return
         except OSError as error:
@@ -161,7 +161,7 @@ class Peer:
             _log.debug("%s -> supervisor: %.300r", self.label, record)
         try:
             self._on_record(self, record)
-        except Exception:  # noqa: BLE001  (the supervisor holds all memory: no record of a peer may end it)
+        except Exception:  # noqa: BLE001  (no record of a peer may end the supervisor, which holds all memory)
             _log.exception("dropped a %s of %s, which could not be acted on", type(record).__name__, self.label)
 
     def _end(self, reason: str) -> None:

@@ -1,8 +1,8 @@
-"""The supervisor: starts a service's processes, keeps its memory, tells everybody who died, stops everything.
+"""The supervisor: starts and stops a service's processes, keeps its memory, and reports deaths.
 
-:class:`Service` is driven by one :class:`~.loop.Loop` and decides all of it; it never waits and never forks without
-exec. The two ways in, ``foreground`` (``cs-launch``) and ``background`` (a script that started its own service),
-add what differs: signals, the script, the owner. What the processes compute is no business of this module.
+One :class:`~.loop.Loop` drives a :class:`Service`, which makes all decisions. It never blocks, and never forks without
+exec. ``foreground`` (for ``cs-launch``) and ``background`` (for a script that started its own service) add signals, the
+script and the owner.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ __all__ = ["STOP_GRACE", "Service", "transport_of"]
 
 _log = logging.getLogger("central_storage.launch")
 
-#: How long a process may take to end by itself before it is killed, seconds.
+#: Seconds that a process may take to end by itself before it is killed.
 STOP_GRACE = 3.0
 _PROCESSES = ("server", "worker")
 
@@ -72,13 +72,13 @@ State = Literal["starting", "serving", "recovering", "failed", "stopping"]
 
 
 def transport_of(medium: Medium, *, mailboxes: bool) -> str:
-    """How the processes of a service talk, in words; by ``mailboxes``, too, where they are wanted and can be had."""
+    """The name of the service's transport. It includes mailboxes if they are wanted and possible."""
     has_mailboxes = not why_no_mailboxes(medium, wanted=mailboxes)
     return f"ipc + {'mailboxes + ' * has_mailboxes}{medium.title}"
 
 
 class Service:
-    """A server, its workers, their memory and whoever is connected."""
+    """A server, its workers, their memory and the connected peers."""
 
     def __init__(
         self,
@@ -96,16 +96,18 @@ class Service:
         mailboxes: bool = True,
         choose: Choose | None = None,
     ) -> None:
-        """Nothing is started yet. ``start_timeout`` (seconds) limits the time until every process is ready; workers
-        that come from elsewhere have no limit. ``start_child`` starts what a command stands for, with the arguments of
-        :class:`~.children.Child`. Segments lie in ``medium`` (default: :class:`~central_storage.launch.memory.Memfd`).
-        ``recovery`` says what is done when a process dies (default: Recovery()). Without ``mailboxes`` messages go over
-        ZeroMQ alone. ``choose`` says what the first controller wants instead of ``commands``; before, nothing is shown.
+        """Does not start anything yet.
+
+        ``start_timeout`` (seconds) limits the time until every process is ready; workers that come from elsewhere have
+        no limit. ``start_child`` starts a process for a command, with the arguments of :class:`~.children.Child`.
+        Segments lie in ``medium`` (default: :class:`~central_storage.launch.memory.Memfd`). ``recovery`` says what
+        happens when a process dies (default: Recovery()). Without ``mailboxes`` all messages go over ZeroMQ.
+        ``choose`` turns the first controller's choice of devices into commands; until then the service shows nothing.
         """
         self.run_directory = run_directory
-        #: The first process that ended unasked, unless another in its place has worked since; or None.
+        #: The first process that ended unexpectedly, unless its successor has worked since; or None.
         self.first_failure: Died | None = None
-        #: Whether a process has ended that will not be started again.
+        #: Whether a process has ended for good.
         self.has_lost = False
         #: Why the service did not come up, or None.
         self.start_failure: str | None = None
@@ -116,7 +118,7 @@ class Service:
         self._logs = logs
         self._run_file = run_file
         self._takes_up = run_file is not None and run_file.serves
-        #: Controllers that were connected to the supervisor before this one and have not come back yet.
+        #: Controllers that were connected to the previous supervisor and have not come back yet.
         self._awaited = set(run_file.clients) if run_file is not None and run_file.serves else set()
         self._state: State = "recovering" if self._takes_up else "starting"
         self._start_child = start_child
@@ -125,9 +127,9 @@ class Service:
         self._endpoint = ""
         self._recovery = recovery or Recovery()
         self._restarts = Restarts(self._recovery.max_restarts)
-        #: Of each process the last incarnation that ended unasked, as long as nothing in its place is ready.
+        #: For each process, the last incarnation that ended unexpectedly, until its successor is ready.
         self._deaths: dict[tuple[str, int], Died] = {}
-        #: Controllers that have gone, until a server says that it has heard it.
+        #: Controllers that have gone, until a server confirms that it knows.
         self._left: list[str] = []
         self._timers: list[Timer] = []
         run = os.path.basename(run_directory).removeprefix("cs-")
@@ -142,7 +144,7 @@ class Service:
         sink.on_room = self._children.listen
 
     def start(self) -> None:
-        """Listen, and start every process. A process that cannot be started is a failed start like any other."""
+        """Listen, and start every process. If one cannot be started, the start of the service has failed."""
         self._write_down()  # before anybody can connect
         if self._takes_up:  # two servers must never write the same memory
             end_leftovers(self.run_directory, "server")
@@ -164,8 +166,8 @@ class Service:
                 self._take_up(child)
 
     def _take_up(self, child: Running) -> None:
-        """A process of the service that the supervisor before this one kept: the server is a new one, and launchers
-        elsewhere get some time to come back with their workers."""
+        """Continue with a process of the previous supervisor. The server is a new one; launchers elsewhere get some
+        time to come back with their workers."""
         assert self._run_file is not None
         if isinstance(child, Elsewhere):
             child.is_awaited = True
@@ -181,12 +183,12 @@ class Service:
         self._awaited.clear()
 
     def _call_later(self, delay: float, call: Call) -> None:
-        """Call ``call`` after ``delay`` seconds, unless this service is closed by then."""
+        """Call ``call`` after ``delay`` seconds, unless this service is closed first."""
         self._timers = [timer for timer in self._timers if timer.call is not None]
         self._timers.append(self._loop.call_later(delay, call))
 
     def _has_left(self, client: str) -> None:
-        """A controller has gone, which the server says that it has heard."""
+        """Tell the server that a controller has gone; the server confirms it."""
         self._left.append(client)
         self._reception.tell("server", ClientGone(client))
 
@@ -216,19 +218,19 @@ class Service:
             self._run_file = None
 
     def own(self, link: socket.socket) -> Peer:
-        """Take the owner's connection. When it ends, or says :class:`Shutdown`, the service stops."""
+        """Take the owner's connection. When it ends, or sends :class:`Shutdown`, the service stops."""
         self._owner = self._reception.connect(link)
         return self._owner
 
     @property
     def stopped(self) -> bool:
-        """Whether the end was asked for and every process has ended."""
+        """Whether :meth:`stop` was called and every process has ended."""
         processes = [*self._children, *self._unused]
         return self._state == "stopping" and all(child.returncode is not None for child in processes)
 
     @property
     def has_failed(self) -> bool:
-        """Whether it will never serve, or never again."""
+        """Whether the service will not serve any more."""
         return self._state == "failed"
 
     @property
@@ -242,23 +244,23 @@ class Service:
         return self._children.living_pids | self._unused.living_pids
 
     def last_lines(self, role: str, rank: int | None) -> str:
-        """What the server or a worker printed last; "" for others."""
+        """The last lines that the server or a worker printed; "" for other roles."""
         found = [child for child in self._children if (child.command.role, child.command.rank) == (role, rank or 0)]
         return found[0].tail.text() if found else ""
 
     def stop(self, grace: float = STOP_GRACE) -> None:
-        """End every process: asked first, killed after ``grace`` seconds. May be said again with a smaller grace."""
+        """Ask every process to end, and kill it after ``grace`` seconds. A second call may shorten the grace."""
         if self._choose is not None:  # nobody has used it, so nobody has missed it
             self._choose = self.start_failure = self.first_failure = None
         self._state = "stopping"
         self._end_children(grace)
 
     def say(self, text: str) -> None:
-        """Write a line of the supervisor's own."""
+        """Print a line of the supervisor itself."""
         self._sink.write("stderr", prefixed("supervisor", [text]))
 
     def close(self) -> None:
-        """After the last process: end what they left behind, say the last words, let go of everything. Idempotent."""
+        """Clean up after the last process: end leftovers, send the last records, close everything. Idempotent."""
         if self._reception.is_closed:
             return
         end_leftovers(self.run_directory)
@@ -334,7 +336,7 @@ class Service:
         self._seating.fill()
 
     def _pause_after(self, child: Running) -> float | None:
-        """Seconds until another is started in the place of one that has died; None where none is."""
+        """Seconds until the successor of a dead process is started; None if there will be none."""
         is_lost = child.command.role == "server" and not self._recovery.server_recovery
         if is_lost or self._state not in ("serving", "recovering"):
             return None
@@ -394,14 +396,14 @@ class Service:
 
     def _end_children(self, grace: float) -> None:
         self._forget_run_file()
-        self._children.listen()  # a process whose output nobody reads could not end
+        self._children.listen()  # a process blocks on a full pipe, and could not end
         for child in self._children:
             if not child.asked:
                 child.asked = True
                 child.signal(signal.SIGTERM)
         self._call_later(grace, self._children.end_at_once)
 
-    # --- what peers say ---------------------------------------------------------------------------------------------
+    # --- records of peers -------------------------------------------------------------------------------------------
 
     def _peer_ended(self, peer: Peer) -> None:
         self._mailroom.forget(peer)
@@ -431,7 +433,7 @@ class Service:
                 handle(self, peer, record)
 
     def _pass_on(self, peer: Peer, request: Interrupt | Kill | ShowStacks) -> None:
-        """Do with a worker what it says, unless it means one that has been replaced."""
+        """Interrupt, kill or inspect a worker, unless the request names a replaced incarnation."""
         incarnation = None if isinstance(request, Interrupt) else request.incarnation
         for child in self._children.workers(request.replica, incarnation):
             if isinstance(request, Interrupt):
@@ -466,7 +468,7 @@ class Service:
             if who.client:
                 self._awaited.discard(who.client)
                 self._write_down()
-            if who.role == "server":  # it may be another: of these it has not heard, or the one before it had not
+            if who.role == "server":  # a restarted server does not know these, and its predecessor may have missed some
                 for died in self._deaths.values():
                     if died.role == "worker":
                         peer.send(died)
@@ -474,19 +476,19 @@ class Service:
                     peer.send(ClientGone(client))
             self._greet(peer)
             if who.role == "worker" and self._takes_up and self._state == "serving":
-                peer.send(self._serving())  # it may have come back, and have told the server before this one
+                peer.send(self._serving())  # a worker that came back may have registered with the previous server
 
     def _join(self, peer: Peer, request: Join) -> None:
-        """Give a launcher elsewhere one of the workers that nobody runs yet."""
+        """Give a launcher elsewhere one of the workers that no launcher runs yet."""
         if self._state in ("starting", "serving", "recovering") and self._seating.places:
             self._seating.join(peer, request)
             return
-        itself = "this service runs its workers itself; only one that was started by cs-launch --serve takes others"
+        itself = "this service runs its own workers; only a service started by cs-launch --serve takes others"
         why = self.start_failure or ("the service ends" if self._seating.places else itself)
         peer.send(StartFailed(as_record(LaunchError(why))))
 
     def _greet(self, peer: Peer) -> None:
-        """Tell a client how things stand, if there is something to tell."""
+        """Tell a client that the service is ready or has failed. Until one of both is known, tell it nothing."""
         if peer.introduction is None or peer.introduction.role in _PROCESSES:
             return
         if self.start_failure is not None:
@@ -503,9 +505,9 @@ class Service:
     def _ready(self, peer: Peer, ready: Ready) -> None:
         child = self._children.of(peer)
         if child is None:
-            _log.error("dropped a Ready of %s: it is no process of this service", peer.label)
+            _log.error("dropped a Ready of %s: it is not a process of this service", peer.label)
             return
-        if child.returncode is not None:  # its end was known before its last words were read
+        if child.returncode is not None:  # the process ended before its last record was read
             return
         child.ready_since = time.monotonic()
         role, rank = child.command.role, child.command.rank
@@ -535,7 +537,7 @@ class Service:
         child.has_worked = True
         first, command = self.first_failure, child.command
         if first is not None and first.restarts and (first.role, first.rank) == (command.role, command.rank):
-            self.first_failure = None  # it is made good
+            self.first_failure = None  # the successor works
 
     def _hand_out(self, peer: Peer, request: MakeSegment | ExtendSegment | OpenSegment) -> None:
         try:
@@ -558,7 +560,7 @@ class Service:
         peer.send(mailbox, *descriptors)
 
     def _give_up(self, peer: Peer, left: ClientGone) -> None:
-        """The server has given up the runs of a controller that has gone: have the workers do so, too."""
+        """Tell the workers to give up the runs of a controller that has gone, as the server has done."""
         if left.client not in self._left:
             return
         self._left.remove(left.client)
@@ -568,7 +570,7 @@ class Service:
             if child.command.role == "worker" and child.ready_since is not None and not child.asked:
                 child.interrupt()
 
-    # Each record that a peer may send after it has introduced itself: the role that may (None: any), and what follows.
+    # Each record that a peer may send after its introduction: the role that may send it (None: any), and its handler.
     _HANDLERS: ClassVar[dict[type[Record], tuple[Role | None, Callable[[Service, Peer, Any], None]]]] = {
         MakeSegment: (None, _hand_out),
         ExtendSegment: (None, _hand_out),
@@ -587,7 +589,7 @@ class Service:
 
 
 def _drop(peer: Peer, record: Record) -> None:
-    _log.error("dropped a %s of %s: it is not for that peer to send", type(record).__name__, peer.label)
+    _log.error("dropped a %s of %s: that peer may not send it", type(record).__name__, peer.label)
 
 
 def _identity(command: Command) -> tuple[Role, int, int]:

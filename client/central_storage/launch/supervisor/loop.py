@@ -1,7 +1,7 @@
-"""One thread, one wait: descriptors, timers and signals of the supervisor.
+"""The supervisor's event loop: descriptors, timers and signals in one thread.
 
-A small layer over ``selectors`` that calls back. It knows nothing of processes or records. ``poll`` and not ``epoll``
-underneath, since standard output may be a regular file, which ``epoll`` refuses.
+A small layer of callbacks over ``selectors``. It uses ``poll``, because standard output may be a regular file, which
+``epoll`` refuses.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Call = Callable[[], None]
 
 
 class Timer:
-    """A call that is due at a time, until cancelled."""
+    """A call that is due at a time, unless it is cancelled."""
 
     def __init__(self, call: Call) -> None:
         self.call: Call | None = call
 
     def cancel(self) -> None:
-        """Do not call. Idempotent, also after the call."""
+        """Cancel the call. Idempotent, also after the call."""
         self.call = None
 
 
@@ -39,7 +39,7 @@ class _Watch:
 
 
 class Loop:
-    """Calls back what is due. Callbacks run one after the other and must not block."""
+    """Runs callbacks when they are due, one after the other. Callbacks must not block."""
 
     def __init__(self) -> None:
         self._selector = selectors.PollSelector()
@@ -58,7 +58,7 @@ class Loop:
         self._update(descriptor)
 
     def forget(self, descriptor: int) -> None:
-        """Stop watching ``descriptor``; to be called before it is closed."""
+        """Stop watching ``descriptor``. Call this before the descriptor is closed."""
         self.on_readable(descriptor, None)
         self.on_writable(descriptor, None)
 
@@ -76,7 +76,7 @@ class Loop:
             due = max(0.0, self._timers[0][0] - time.monotonic())
             timeout = due if timeout is None else min(due, timeout)
         for key, events in self._selector.select(timeout):
-            watch: _Watch = key.data  # its calls may be gone by an earlier call of this turn
+            watch: _Watch = key.data  # an earlier callback of this turn may have removed its calls
             if events & selectors.EVENT_READ and watch.readable is not None:
                 watch.readable()
             if events & selectors.EVENT_WRITE and watch.writable is not None:
@@ -107,11 +107,11 @@ class Loop:
 
 
 class Signals:
-    """Signals as callbacks of the loop, for the length of a ``with`` block in the main thread."""
+    """Signals as callbacks of the loop, within a ``with`` block in the main thread."""
 
     def __init__(self, loop: Loop, numbers: Iterable[int], call: Callable[[int], None]) -> None:
-        """Call ``call(number)`` for each of ``numbers`` that is not ignored already, as a shell ignores SIGINT for
-        its background jobs."""
+        """Call ``call(number)`` for each of ``numbers``, except those that are ignored already: a shell ignores SIGINT
+        for background jobs."""
         self._loop = loop
         self._call = call
         self._numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]

@@ -1,7 +1,7 @@
-"""Mailboxes as the supervisor sees them: it makes their memory and doorbells and gives them to two processes.
+"""The supervisor's part of mailboxes: it makes their memory and doorbells and gives them to two processes.
 
-A mailbox belongs to one connection between two processes: a process that is started again gets others, so none reads
-what was meant for the one before it. As soon as both ends have it the supervisor lets go of it.
+A mailbox belongs to one connection between two processes. A restarted process gets new ones, so it never reads messages
+to its predecessor. The supervisor closes its own descriptors as soon as both processes have theirs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OPENERS = re.compile(r"server|w\d+")
 
 
 def why_no_mailboxes(medium: Medium, *, wanted: bool) -> str:
-    """Why messages of a service go over ZeroMQ alone; empty where they do not."""
+    """The reason why a service has no mailboxes; empty if it has them."""
     if not wanted:
         return "mailboxes are switched off"
     if not medium.is_shared:
@@ -38,7 +38,8 @@ def why_no_mailboxes(medium: Medium, *, wanted: bool) -> str:
 
 
 def mailboxes_by_default() -> str:
-    """``on`` or ``off``, as the environment says. Raises ConfigurationError where it says anything else."""
+    """The value of ``CS_MAILBOXES``, ``on`` or ``off``; ``on`` if it is not set. Raises ConfigurationError for
+    others."""
     said = os.environ.get("CS_MAILBOXES") or "on"
     if said not in ("on", "off"):
         raise ConfigurationError(f"CS_MAILBOXES must be on or off, not {said!r:.40}")
@@ -53,10 +54,11 @@ class _Made:
 
 
 class Mailroom:
-    """The mailboxes of one run that have one end so far."""
+    """The mailboxes of one run that only their maker has received so far."""
 
     def __init__(self, run: str, why_none: str) -> None:
-        """``run`` names the run as the kernel shows it; ``why_none`` is what everybody is refused with, if anything."""
+        """``run`` is the name of the run, which the kernel shows. If ``why_none`` is not empty, it is the reason with
+        which every request is refused."""
         self._medium = Memfd(run)
         self._why_none = why_none
         self._spins = core_count() > 1
@@ -64,8 +66,8 @@ class Mailroom:
         self._made: dict[int, _Made] = {}
 
     def make(self, maker: object, label: str, opener: str) -> tuple[Mailbox, tuple[int, ...]]:
-        """A mailbox between ``maker``, who is called ``label``, and who is called ``opener``: the answer, and its
-        memory and doorbells, which the caller closes when they are sent."""
+        """Make a mailbox between ``maker``, whose label is ``label``, and the process with the label ``opener``.
+        Returns the answer, and the memory and doorbells, which the caller closes after it has sent them."""
         why = self._why_none
         if not why and not (_MAKERS.fullmatch(label) and _OPENERS.fullmatch(opener) and label != opener):
             why = f"there is no mailbox from {label} to {opener[:20]!r}"
@@ -86,20 +88,20 @@ class Mailroom:
         return Mailbox(number, self._spins, ""), tuple(copies)
 
     def open(self, label: str, number: int) -> tuple[Mailbox, tuple[int, ...]]:
-        """The other end of a mailbox, for whom it was made; as :meth:`make`."""
+        """The other end of a mailbox, for the process with the label ``label``. Returns the same as :meth:`make`."""
         made = self._made.get(number)
         if made is None or made.opener != label:
-            return Mailbox(number, False, f"{label} has not been offered mailbox {number}, or has it"), ()
+            return Mailbox(number, False, f"{label} was not offered mailbox {number}, or has it already"), ()
         del self._made[number]
         return Mailbox(number, self._spins, ""), made.descriptors
 
     def forget(self, maker: object) -> None:
-        """``maker`` is gone, and nobody will open what it made."""
+        """Drop the mailboxes of ``maker``, which is gone."""
         for number in [number for number, made in self._made.items() if made.maker is maker]:
             _close(self._made.pop(number).descriptors)
 
     def close(self) -> None:
-        """Let go of everything. Idempotent."""
+        """Close all descriptors. Idempotent."""
         for made in self._made.values():
             _close(made.descriptors)
         self._made.clear()

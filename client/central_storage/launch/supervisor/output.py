@@ -1,9 +1,9 @@
-"""What the processes of a service print: cut into lines, remembered, kept in files, shown.
+"""The output of a service's processes.
 
-:class:`Lines` cuts bytes into text, :class:`Tail` remembers the end for the failure report, :class:`LogFiles` keeps
-everything where asked, and a :class:`Sink` shows it: the launcher's terminal here, the owner's connection in
-``background``. A terminal that takes no more makes the sink *full*; nothing is dropped, the writers wait as for any
-pipe.
+:class:`Lines` cuts bytes into lines, :class:`Tail` keeps the last ones for the failure report, and :class:`LogFiles`
+writes all of them to files. A :class:`Sink` shows them: :class:`Console` on the launcher's terminal, the one in
+``background`` over the owner's connection. If the terminal is slow, the sink becomes *full*: no line is dropped, and
+the processes block as on any full pipe.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _log = logging.getLogger("central_storage.launch")
 
 Stream = Literal["stdout", "stderr"]
 
-# A line longer than this is cut, so that output without line ends is seen and takes no memory.
+# A longer line is cut, so that output without line ends is shown and does not fill the memory.
 _LINE_LIMIT = 8192
 _TAIL_LINES = 20
 _TAIL_LINE_LIMIT = 500
-# What waits for a slow terminal before the processes' pipes are left to fill up.
+# When more bytes than this wait for a slow terminal, the processes' pipes are not read.
 _CONSOLE_NBYTES = 256 * 1024
 # A pipe that polls as writable takes this much without blocking.
 _PIPE_BUF = 4096
 
 
 class Sink(Protocol):
-    """Where lines are shown."""
+    """Shows lines."""
 
     #: Called when the sink was full and has room again.
     on_room: Callable[[], None]
@@ -78,7 +78,7 @@ class Lines:
         return self._cut(self._decoder.decode(data))
 
     def finish(self) -> list[str]:
-        """What is left when no more bytes come."""
+        """The rest, when no more bytes will come."""
         lines = self._cut(self._decoder.decode(b"", final=True))
         rest, self._partial = self._partial.rstrip("\r"), ""
         return [*lines, rest] if rest else lines
@@ -123,7 +123,7 @@ class LogFiles:
     """A file ``<label>.log`` for each process, with both streams in the order in which they were read."""
 
     def __init__(self, directory: str) -> None:
-        """Make ``directory``, for its owner only. Raises ConfigurationError where that cannot be done."""
+        """Make ``directory``, for its owner only. Raises ConfigurationError if that fails."""
         try:
             os.makedirs(directory, mode=0o700, exist_ok=True)
         except OSError as error:
@@ -133,11 +133,11 @@ class LogFiles:
 
     @classmethod
     def under(cls, parent: str, run_directory: str) -> LogFiles:
-        """Log files in a directory of ``parent`` that is called like the run directory."""
+        """Log files in a directory of ``parent`` that has the name of the run directory."""
         return cls(os.path.join(os.path.abspath(parent), os.path.basename(run_directory)))
 
     def write(self, label: str, lines: Iterable[str]) -> None:
-        """Append ``lines`` to the file of ``label``. A file that cannot be written is given up with a warning."""
+        """Append ``lines`` to the file of ``label``. If that fails, warn once and write no more to this file."""
         descriptor = self._files.get(label)
         try:
             if descriptor is None:
@@ -170,14 +170,14 @@ class Console:
         self._waiting: dict[Stream, bytearray] = {stream: bytearray() for stream in self._descriptors}
 
     def write(self, stream: Stream, text: str) -> None:
-        """Show ``text`` on the stream of that name when it takes it."""
+        """Show ``text`` on the stream of that name as soon as it can be written."""
         waiting = self._waiting[stream]
         waiting += text.encode("utf-8", "replace")
         self._loop.on_writable(self._descriptors[stream], lambda: self._flush(stream))
 
     @property
     def full(self) -> bool:
-        """Whether a slow reader has let too much pile up."""
+        """Whether too much text waits for a slow reader."""
         return any(len(waiting) > _CONSOLE_NBYTES for waiting in self._waiting.values())
 
     @property
@@ -192,7 +192,7 @@ class Console:
             written = os.write(self._descriptors[stream], waiting[:_PIPE_BUF])
         except BlockingIOError:
             return
-        except OSError:  # whoever read it has gone; the run goes on without a reader
+        except OSError:  # the reader has gone, and the run goes on without it
             written = len(waiting)
         del waiting[:written]
         if not waiting:

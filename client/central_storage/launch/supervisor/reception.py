@@ -1,4 +1,4 @@
-"""The supervisor's socket, and everybody who is connected to it."""
+"""The supervisor's socket, and the peers that are connected to it."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ __all__ = ["Reception", "as_record"]
 
 _log = logging.getLogger("central_storage.launch")
 
-# At the end, records that a peer has not taken after this many seconds are given up.
+# At the end, peers get this many seconds to read their last records.
 _FAREWELL = 0.5
-# After a connection could not be accepted, the next try, seconds.
+# Seconds between two tries to accept a connection.
 _ACCEPT_AGAIN = 1.0
-# A process that connects must introduce itself within so many seconds, or its connection is closed.
+# A process that connects must introduce itself within this many seconds, or its connection is closed.
 _INTRODUCTION = 5.0
-# The limit of descriptors divided by this stays free for segments, mailboxes and processes that are started again: no
-# connection is accepted while fewer are free.
+# This fraction of the descriptors stays free for segments, mailboxes and restarted processes. No connection is accepted
+# while fewer are free.
 _FREE_SHARE = 8
 
 
 class Reception:
-    """Accepts connections and keeps them. Processes of other users, and those that do not say who they are, are
-    refused."""
+    """Accepts connections and keeps them. Refuses processes of other users, and those that do not introduce
+    themselves."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class Reception:
         on_end: Callable[[Peer], None],
         is_waiting: Callable[[Peer], bool],
     ) -> None:
-        """Nothing is open yet. ``on_end`` is called once for each peer, when it has gone or was refused.
-        ``is_waiting`` says of a peer without an introduction that it needs none for now."""
+        """Does not listen yet. ``on_end`` is called once for each peer, when it has gone or was refused. ``is_waiting``
+        tells whether a peer may stay without an introduction for now."""
         self.peers: list[Peer] = []
         self._loop = loop
         self._on_record = on_record
@@ -56,7 +56,7 @@ class Reception:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def open(self, path: str) -> None:
-        """Listen. Raises OSError where no socket can be made at ``path``."""
+        """Listen. Raises OSError if no socket can be made at ``path``."""
         self._listener.bind(path)
         self._listener.listen(128)
         self.is_open = True
@@ -69,7 +69,7 @@ class Reception:
         return self._listener.fileno() < 0
 
     def close(self) -> None:
-        """Let peers take their last records, for a moment, and let go of them."""
+        """Close all connections, after peers had a moment to read their last records."""
         deadline = time.monotonic() + _FAREWELL
         while any(peer.waiting for peer in self.peers) and (left := deadline - time.monotonic()) > 0:
             self._loop.turn(left)
@@ -87,17 +87,17 @@ class Reception:
         return peer
 
     def has(self, role: Role) -> bool:
-        """Whether somebody of that role is connected."""
+        """Whether a peer of that role is connected."""
         return any(peer.introduction is not None and peer.introduction.role == role for peer in self.peers)
 
     def tell(self, role: Role, record: Record) -> None:
-        """Send to everybody of that role."""
+        """Send to all peers of that role."""
         for peer in list(self.peers):
             if peer.introduction is not None and peer.introduction.role == role:
                 peer.send(record)
 
     def tell_all(self, record: Record) -> None:
-        """Send to everybody who has said who it is."""
+        """Send to all peers that have introduced themselves."""
         for peer in list(self.peers):
             if peer.introduction is not None:
                 peer.send(record)
@@ -152,6 +152,6 @@ class Reception:
 
 
 def as_record(error: CentralStorageError) -> Error:
-    """An error of the supervisor's own, to be sent."""
+    """An error of the supervisor as a record."""
     origin = f"{type(error).__module__}:{type(error).__qualname__}"
     return Error(code_of(type(error)), str(error), None, origin, -1, 0, "")

@@ -1,6 +1,6 @@
-"""When a process that has died is started again: a count for the whole service, and a pause for each process.
+"""Decides when a dead process is restarted: a limit for the whole service, and a pause for each process.
 
-Pure: the supervisor asks, and starts. What ends before the service first serves is never started again.
+It only counts and decides; the supervisor starts. A process that dies before the service first serves is not restarted.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections import Counter
 
 __all__ = ["WORKED_SECONDS", "Restarts"]
 
-#: A process that was ready this long has worked, whatever it did.
+#: A process that was ready for this many seconds counts as one that has worked.
 WORKED_SECONDS = 10.0
 
 _FIRST_PAUSE = 1.0
@@ -21,14 +21,15 @@ class Restarts:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        #: How many there have been.
+        #: The number of restarts so far.
         self.count = 0
         self._in_vain: Counter[str] = Counter()
 
     def next(self, label: str, *, has_worked: bool) -> float | None:
-        """Seconds until the process called ``label`` is started again, which counts; None where it is not.
+        """Count a restart of the process called ``label``. Returns the seconds until it, or None if the limit is
+        reached.
 
-        At once where what died had worked, or is the first that did not; else after 1, 2, 4 ... 30 s.
+        The pause is 0 if the process had worked, and for the first one that had not; then 1, 2, 4 ... 30 s.
         """
         if self.count >= self.limit:
             return None

@@ -1,4 +1,4 @@
-"""Which launcher elsewhere runs which worker: the launchers that wait, and the places that are free."""
+"""Assigns workers to launchers elsewhere: the launchers that wait, and the places that are free."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Seating:
         transport: str,
         say: Callable[[str], None],
     ) -> None:
-        """``children`` and ``deaths`` are the service's: its processes, and of each the last incarnation that ended
-        unasked, as long as nothing in its place is ready. ``say`` writes a line of the supervisor's."""
+        """``children`` are the service's processes. ``deaths`` holds, for each process, the last incarnation that ended
+        unexpectedly, until its successor is ready. ``say`` prints a line of the supervisor."""
         self._children = children
         self._deaths = deaths
         self._transport = transport
@@ -41,12 +41,11 @@ class Seating:
         return [child for child in self._children if isinstance(child, Elsewhere)]
 
     def is_waiting(self, launcher: Peer) -> bool:
-        """Whether it may still get a place."""
+        """Whether the launcher waits for a place."""
         return any(waiting is launcher for waiting, _ in self._queue)
 
     def join(self, launcher: Peer, request: Join) -> None:
-        """Give a launcher one of the workers that nobody runs yet, or the one that it ran for the supervisor before
-        this one."""
+        """Give a launcher the worker that it ran for the previous supervisor, or one that no launcher runs yet."""
         places = self.places
         if request.incarnation and request.rank < len(places) and places[request.rank].is_awaited:
             self._come_back(places[request.rank], launcher, request)
@@ -55,15 +54,15 @@ class Seating:
         self.fill()
 
     def _come_back(self, place: Elsewhere, launcher: Peer, request: Join) -> None:
-        """The worker may have died meanwhile, which its launcher says next, or the one after it was to be started,
-        which the launcher is told."""
+        """Give a launcher its worker back. If the worker has died meanwhile, the launcher reports that next. If its
+        successor was to be started, the launcher gets that incarnation."""
         if request.incarnation == place.command.incarnation:
             place.ready_since = time.monotonic()
         self._give(place, launcher, request.pid)
         self._say(f"worker w{place.command.rank} is back")
 
     def fill(self) -> None:
-        """Give the places that are free to the launchers that wait, and turn away those for which there is none."""
+        """Give free places to waiting launchers, and turn away launchers for which no place can become free."""
         places = self.places
         for peer, pid in list(self._queue):
             place = next((child for child in places if child.is_free), None)
@@ -81,14 +80,15 @@ class Seating:
             self._queue.remove((peer, pid))
 
     def hand_on(self, ended: Elsewhere, place: Elsewhere) -> None:
-        """Have the launcher that ran a worker run the next, where it is still there; else somebody has to join."""
+        """Give the next incarnation of a worker to the launcher that ran the last one. If that launcher is gone,
+        another one has to join."""
         launcher = ended.launcher
         if launcher is not None and not launcher.closed:
             self._give(place, launcher, ended.pid)
         self.fill()
 
     def has_died(self, launcher: Peer, died: Died) -> bool:
-        """A launcher says that its worker has died; False where it has none."""
+        """Take a launcher's report that its worker has died. False if the launcher has none."""
         place = self._places.get(launcher)
         if place is None:
             return False
@@ -97,7 +97,7 @@ class Seating:
         return True
 
     def forget(self, peer: Peer) -> None:
-        """A connection has ended, which may be a launcher's."""
+        """Drop a peer whose connection has ended, if it is a launcher."""
         self._queue = [(launcher, pid) for launcher, pid in self._queue if launcher is not peer]
         if peer in self._places:
             self._places.pop(peer).leave()

@@ -1,7 +1,7 @@
-"""A worker that another launcher runs, in a container of its own, as the supervisor sees its child processes.
+"""A worker that a launcher runs in another container, with the interface of a child process.
 
-The launcher there keeps a connection: what the kernel tells of a child, it tells of this one, and where the connection
-ends the worker counts as dead. ``seating`` gives such places away; ``join`` is the other end.
+The launcher reports over its connection what the kernel reports of a child. When the connection ends, the worker counts
+as dead. :mod:`.seating` assigns such places to launchers; :mod:`central_storage.launch.remote.join` is the other end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Elsewhere"]
 
 
 class Elsewhere:
-    """The place of one worker: free, awaited back, taken or over."""
+    """The place of one worker. It is free, awaited, taken or over."""
 
     is_here = False
 
@@ -32,39 +32,39 @@ class Elsewhere:
         on_lines: Callable[[Elsewhere, Stream, list[str]], None] | None,
         on_end: Callable[[Elsewhere], None],
     ) -> None:
-        """Wait for somebody to run ``command``, of which role, rank and incarnation count. What it prints is printed
+        """A free place for ``command``, of which only role, rank and incarnation count. The worker's output appears
         where it runs, so ``on_lines`` is not called."""
         self.command = command
         self.tail = Tail()
-        self.asked = False  # to end
+        self.asked = False
         self.ready_since: float | None = None
         self.has_worked = False
         self.returncode: int | None = None
         self.pid = 0
         self.cause = "still running"
         self._on_end = on_end
-        #: Who runs it, or ran it last.
+        #: The launcher that runs it, or ran it until it ended; None before that, and once the launcher is gone.
         self.launcher: Peer | None = None
         self._worker: Peer | None = None
-        #: Whether it was run when the supervisor before this one was killed, and its launcher has not come back yet.
+        #: Whether its launcher ran it for the previous supervisor and has not come back yet.
         self.is_awaited = False
 
     @property
     def name(self) -> str:
-        """How it is called in messages: ``worker w0 (pid 12 in another container)``."""
+        """Its name in messages: ``worker w0 (pid 12 where it runs)``."""
         return f"worker {self.command.label} (pid {self.pid} where it runs)"
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody runs it."""
+        """Whether no launcher runs it."""
         return self.launcher is None and self.returncode is None and not self.is_awaited
 
     def take(self, launcher: Peer, pid: int) -> None:
-        """``launcher``, a process with that pid in its own container, runs it from now on."""
+        """Give the place to ``launcher``, whose pid is that of its own container."""
         self.launcher, self.pid, self.is_awaited = launcher, pid, False
 
     def end(self, cause: str, log: str = "") -> None:
-        """It has ended by ``cause``, with ``log`` as its last lines. Idempotent."""
+        """Note the end of the worker, with its cause and its last lines. Idempotent."""
         if self.returncode is None:
             self.is_awaited = False
             self.returncode, self.cause = 1, cause
@@ -72,20 +72,20 @@ class Elsewhere:
             self._on_end(self)
 
     def stop_awaiting(self, timeout: float) -> None:
-        """Its launcher had ``timeout`` seconds to come back."""
+        """Note the end of the worker if its launcher has not come back within ``timeout`` seconds."""
         if self.is_awaited:
             self.end(f"not coming back within {timeout:g} s after the supervisor was killed")
 
     def leave(self) -> None:
-        """Its launcher is gone."""
+        """Note that its launcher is gone."""
         self.launcher = None
         self.end("the end of its connection (its container or process is gone)")
 
     def listen(self, wanted: bool = True) -> None:
-        """There is nothing to read here."""
+        """Do nothing: the output appears where the worker runs."""
 
     def signal(self, number: int) -> None:
-        """SIGTERM asks its launcher to end it. SIGKILL lets go of it, which ends it, too."""
+        """SIGTERM asks its launcher to end it. SIGKILL closes the connections, which ends it, too."""
         if self.returncode is not None:
             return
         if self.launcher is None or number != signal.SIGTERM:
@@ -98,22 +98,23 @@ class Elsewhere:
             self.launcher.send(Shutdown("the service ends"))
 
     def kill(self, reason: str) -> None:
-        """Have its launcher do it."""
+        """Ask its launcher to kill it."""
         if self.launcher is not None:
             self.launcher.send(Kill(self.command.rank, self.command.incarnation, reason))
 
     def interrupt(self) -> None:
-        """Have its launcher send the signal."""
+        """Ask its launcher to send SIGINT."""
         if self.launcher is not None:
             self.launcher.send(Interrupt(self.command.rank))
 
     def show_stacks(self) -> None:
-        """Have its launcher send the signal."""
+        """Ask its launcher to send SIGUSR1."""
         if self.launcher is not None:
             self.launcher.send(ShowStacks(self.command.rank, self.command.incarnation))
 
     def is_run_by(self, peer: Peer) -> bool:
-        """The first to say so after the place was taken: it is a process of this user, which nobody here can see."""
+        """Whether ``peer`` is the first that introduced itself as this worker since the place was taken. Its pid cannot
+        be checked here; it is a process of the same user."""
         if self._worker is None and (self.launcher is not None or self.is_awaited):
             self._worker = peer
         return self._worker is peer

@@ -39,7 +39,7 @@ def test_both_ends_get_the_same_once(room: Mailroom) -> None:
         assert [os.fstat(each).st_ino for each in here] == [os.fstat(each).st_ino for each in there]
         os.eventfd_write(here[1], 1)
         assert os.eventfd_read(there[1]) == 1
-        assert "w1 has not been offered" in room.open("w1", 1)[0].refused
+        assert "w1 was not offered" in room.open("w1", 1)[0].refused
         assert "or has it" in room.open("server", 1)[0].refused
     finally:
         close(here + there)
@@ -113,7 +113,7 @@ def test_over_the_socket(world: World) -> None:
     answer, descriptors = ask(client, MakeMailbox("server"))
     assert (answer.mailbox, len(descriptors)) == (1, 3)
     close(descriptors)
-    assert "controller has not been offered" in ask(client, OpenMailbox(1))[0].refused
+    assert "controller was not offered" in ask(client, OpenMailbox(1))[0].refused
     observer = world.client("observer")
     observer.receive()
     assert "no mailbox from observer" in ask(observer, MakeMailbox("server"))[0].refused

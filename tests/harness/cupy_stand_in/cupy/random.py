@@ -32,6 +32,30 @@ class RandomState:
         return on_device
 
 
+class Philox4x3210:
+    """The bits of a generator of the current device. As CuPy's, it makes 32 bits of the seed."""
+
+    def __init__(self, seed: int | None = None, *, size: int = -1) -> None:
+        _machine.gpu()
+        self.seed = int(np.random.SeedSequence(seed).generate_state(1, np.uint32)[0])
+
+
+class Generator:
+    """The newer interface; the distributions are NumPy's."""
+
+    def __init__(self, bit_generator: Philox4x3210) -> None:
+        self.bit_generator = bit_generator
+        self._host = np.random.Generator(np.random.Philox(bit_generator.seed))
+
+    def __getattr__(self, name: str) -> Any:
+        draw = getattr(self._host, name)
+
+        def on_device(*args: Any, **kwargs: Any) -> Any:
+            return _arrays.array(np.asarray(draw(*args, **kwargs)))
+
+        return on_device
+
+
 def get_random_state() -> RandomState:
     """The state of the current device."""
     device = _machine.gpu().number
