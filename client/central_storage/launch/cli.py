@@ -27,7 +27,7 @@ from .foreground import START_FAILED, Plan, run
 from .gpu_usage import busy
 from .memory import Files, Medium, Memfd, Unshared
 from .packages import python_path
-from .plan import Command, Options, of_incarnation, script_command, service_commands
+from .plan import Command, Options, of_incarnation, script_command, service_commands, standby_commands
 from .remote.serve import serve
 from .run_directory import RunDirectory
 from .supervisor.lifecycle import transport_of
@@ -142,6 +142,7 @@ def _launch(options: argparse.Namespace) -> int:
                 chosen = devices.compute_devices(choice.devices, core_count())
                 owner = devices.parameter_device(choice.parameter_device, chosen)
             require_cupy([*chosen, owner])
+            _warn([*chosen, owner], here)
             commands = _commands(Options(tuple(chosen), owner, run_directory.path, _recovery(options)), here)
             workers = f"{len(chosen)} worker{'s' if len(chosen) > 1 else ''}"
             banner = (
@@ -150,13 +151,7 @@ def _launch(options: argparse.Namespace) -> int:
             )
             return Plan(commands, banner)
 
-        plan = None
-        try:
-            plan = planned(None)
-            _warn([*compute, parameters], here)
-        except DeviceError:
-            if options.devices:
-                raise  # otherwise the script may name others
+        plan = planned(None) if options.devices else Plan(_standbys(run_directory.path), "")
         return run(
             run_directory,
             plan,
@@ -316,6 +311,14 @@ def _recovery(options: argparse.Namespace) -> Recovery:
 
 def _commands(plan: Options, here: Machine) -> list[Command]:
     return service_commands(plan, os.environ, python=sys.executable, machine=here, python_path=python_path(os.environ))
+
+
+def _standbys(run_directory: str) -> list[Command]:
+    """As many as ``auto`` would start."""
+    workers = len(devices.compute_devices("auto", core_count()))
+    return standby_commands(
+        workers, run_directory, os.environ, python=sys.executable, python_path=python_path(os.environ)
+    )
 
 
 def _warn(used: list[str], here: Machine) -> None:

@@ -46,7 +46,7 @@ _LAST_WORDS = 0.4
 
 @frozen
 class Plan:
-    """The processes of a service, and the line that names their devices."""
+    """The processes of a service, and the line that names their devices; processes that stand by have none yet."""
 
     commands: Sequence[Command]
     banner: str
@@ -54,7 +54,7 @@ class Plan:
 
 def run(
     run_directory: RunDirectory,
-    plan: Plan | None,
+    plan: Plan,
     script: Command,
     *,
     choose: Callable[[DeviceChoice | None], Plan] | None,
@@ -68,8 +68,8 @@ def run(
 ) -> int:
     """Start the service and the script, wait for the script, end everything, remove the directory; the exit code.
 
-    The script may ``choose`` what is started in the place of ``plan``, which is None where nothing can be started
-    before; ``choose`` raises DeviceError for a choice that cannot be started. Without ``choose`` the plan stays.
+    With ``choose``, the processes of ``plan`` stand by until the script has chosen; ``choose`` raises DeviceError for a
+    choice that cannot be started.
 
     0 or the script's own code; 3, 4 or 5 where the script failed after the start, a worker or the server did; 128
     and the signal's number where one ended the run or the script. What failed first is told in the file ``error_path``.
@@ -87,7 +87,7 @@ class _Foreground:
     def __init__(
         self,
         run_directory: RunDirectory,
-        plan: Plan | None,
+        plan: Plan,
         script: Command,
         choose: Callable[[DeviceChoice | None], Plan] | None,
         start_timeout: float,
@@ -106,7 +106,7 @@ class _Foreground:
         self._service = Service(
             self._loop,
             run_directory.path,
-            plan.commands if plan is not None else (),
+            plan.commands,
             self._console,
             start_timeout=start_timeout,
             logs=logs,
@@ -126,7 +126,7 @@ class _Foreground:
 
     def run(self) -> int:
         with Signals(self._loop, (*_ENDING, signal.SIGCHLD), self._signalled):
-            if self._plan is not None and self._plan_for is None:
+            if self._plan_for is None:
                 self._announce(self._plan)
             try:
                 self._service.start()

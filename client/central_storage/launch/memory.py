@@ -42,9 +42,6 @@ class Medium(Protocol):
     def found(self) -> list[tuple[str, int, str, int]]:
         """Name, bytes, writer and descriptor of each segment that a supervisor before this one has left."""
 
-    def clear(self) -> None:
-        """Let nothing be found. Raises OSError."""
-
     def open_reader(self, descriptor: int) -> int:
         """Another descriptor of the same memory that cannot be mapped for writing. Raises OSError."""
 
@@ -75,9 +72,6 @@ class Memfd:
     def found(self) -> list[tuple[str, int, str, int]]:
         """As :meth:`Medium.found`: there is none, because a memfd ends with its supervisor."""
         return []
-
-    def clear(self) -> None:
-        """As :meth:`Medium.clear`: there is nothing."""
 
     def open_reader(self, descriptor: int) -> int:
         """As :meth:`Medium.open_reader`."""
@@ -128,12 +122,6 @@ class Files:
                 os.close(descriptor)
                 os.unlink(path)
         return segments
-
-    def clear(self) -> None:
-        """As :meth:`Medium.clear`."""
-        for file in os.listdir(self._directory):
-            if file.startswith("segment."):
-                os.unlink(os.path.join(self._directory, file))
 
     def open_reader(self, descriptor: int) -> int:
         """As :meth:`Medium.open_reader`."""
@@ -226,11 +214,6 @@ class Memory:
         for kept in self._kept.values():
             os.close(kept.descriptor)
         self._kept.clear()
-
-    def clear(self) -> None:
-        """Release every segment, and let no supervisor find any. Raises OSError."""
-        self.close()
-        self.medium.clear()
 
     def _new(self, request: MakeSegment) -> _Kept:
         try:

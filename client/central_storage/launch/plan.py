@@ -26,6 +26,7 @@ __all__ = [
     "of_incarnation",
     "script_command",
     "service_commands",
+    "standby_commands",
 ]
 
 # Each of these libraries starts as many threads as there are cores in every process, unless told otherwise.
@@ -65,6 +66,8 @@ class Command:
     incarnation: int = 1
     #: The processors it is kept on; on none in particular where there are none.
     processors: frozenset[int] = frozenset()
+    #: Whether it waits to be told which process it is; see :mod:`cs_runtime.standby`.
+    is_standby: bool = False
 
     @property
     def label(self) -> str:
@@ -151,6 +154,21 @@ def service_commands(
         for rank, (device, share) in enumerate(zip(options.devices, split, strict=True))
     ]
     return [server, *workers]
+
+
+def standby_commands(
+    workers: int, run_directory: str, environment: Mapping[str, str], *, python: str, python_path: str = ""
+) -> list[Command]:
+    """A server and so many workers, which import what they need and wait until the devices are known."""
+    options = Options(tuple(f"cpu:{rank}" for rank in range(workers)), "cpu:0", run_directory)
+    one_core = Machine(1)  # NumPy's threads are started later, on the processors of the process
+    commands = service_commands(options, environment, python=python, machine=one_core, python_path=python_path)
+    imports = {"server": ("cs_server", "cs_server.serving"), "worker": ("cs_worker", "cs_worker.cli")}
+    module = (python, "-P", "-m", "cs_runtime.standby")
+    return [
+        with_changes(command, argv=(*module, *imports[command.role]), processors=frozenset(), is_standby=True)
+        for command in commands
+    ]
 
 
 def _server_arguments(options: Options, threads: str) -> tuple[str, ...]:

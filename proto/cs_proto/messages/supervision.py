@@ -225,8 +225,8 @@ class ExtendSegment(Record):
 @record(132)
 class DeviceChoice(Record):
     """First packet of the script of a ``cs-launch``, before its Introduce: one worker on each of ``devices``, and
-    variables on ``parameter_device``. Only the choice of the first controller counts; a service that runs on other
-    devices is started again on these."""
+    variables on ``parameter_device``. Only the choice of the first controller counts, and only if the command line
+    names no devices."""
 
     devices: tuple[str, ...]
     parameter_device: str

@@ -187,7 +187,7 @@ def test_a_script_chooses_its_devices_where_the_command_line_names_none(
 
 
 @pytest.mark.parametrize("memory", ["memfd", "files"])
-def test_what_was_started_before_the_choice_leaves_no_trace(
+def test_what_stood_by_for_the_choice_leaves_no_trace(
     standins: Callable[..., dict[str, str]], tmp_path: Path, memory: str
 ) -> None:
     (tmp_path / "script.py").write_text(CHOOSE + "sys.exit(7)")
@@ -201,6 +201,29 @@ def test_what_was_started_before_the_choice_leaves_no_trace(
     assert result.code == 7
     assert result.lines == ["Serving", "[w0] one of 2"] or result.lines == ["[w0] one of 2", "Serving"], result
     assert result.err.count("1 script, ") == 1
+
+
+def test_a_process_that_stands_by_becomes_what_the_script_chooses(
+    standins: Callable[..., dict[str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(CHOOSE)
+    told = "print(*sys.orig_argv[3:5], sys.stdin.read() == '', os.environ['WORLD_SIZE'], file=sys.stderr, flush=True)"
+    environment = standins(w0=told) | {"CS_LOG_DIR": ""}
+    result = processes.run(*AS_MODULE, "script.py", environment=environment, directory=tmp_path)
+    assert result.code == 0, result
+    assert "[w0] cs_runtime.standby cs_worker True 2" in result.err.splitlines()
+
+
+def test_a_script_that_makes_no_strategy_leaves_nothing_that_stands_by(
+    standins: Callable[..., dict[str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text("print('done')")
+    with processes.start(
+        *AS_MODULE, "script.py", environment=standins() | {"CS_LOG_DIR": ""}, directory=tmp_path
+    ) as child:
+        result = child.wait()
+        assert child.left(unit(5)) == []
+    assert (result.code, result.lines, result.err) == (0, ["done"], "")
 
 
 # --- exit codes and the first failure -------------------------------------------------------------------------------

@@ -15,7 +15,14 @@ from central_storage.core.recovery_options import Recovery
 from central_storage.diagnostics.gpu_inventory import Gpu
 from central_storage.launch.affinity import Machine
 from central_storage.launch.packages import python_path
-from central_storage.launch.plan import Command, Options, next_incarnation, script_command, service_commands
+from central_storage.launch.plan import (
+    Command,
+    Options,
+    next_incarnation,
+    script_command,
+    service_commands,
+    standby_commands,
+)
 from cs_proto.errors import ConfigurationError, DeviceError
 
 TWO = Options(("cpu:0", "cpu:1"), "cpu:0", "/run/cs-1")
@@ -40,6 +47,18 @@ def test_a_server_and_a_worker_for_each_device() -> None:
     assert " ".join(w1.argv) == (
         "/py -P -m cs_worker --run-directory /run/cs-1 --replica 1 --incarnation 1 --device cpu:1"
     )
+
+
+def test_processes_that_stand_by_have_all_but_what_the_devices_decide() -> None:
+    standbys = standby_commands(2, "/run/cs-1", {"OMP_NUM_THREADS": "3"}, python="/py")
+    assert [" ".join(command.argv) for command in standbys] == [
+        "/py -P -m cs_runtime.standby cs_server cs_server.serving",
+        *["/py -P -m cs_runtime.standby cs_worker cs_worker.cli"] * 2,
+    ]
+    for standby, command in zip(standbys, plan({"OMP_NUM_THREADS": "3"}), strict=True):
+        assert (standby.is_standby, standby.processors) == (True, frozenset())
+        assert (standby.role, standby.rank) == (command.role, command.rank)
+        assert standby.environment == command.environment
 
 
 def test_workers_know_their_rank_and_the_others_have_none() -> None:

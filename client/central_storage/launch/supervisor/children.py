@@ -8,12 +8,13 @@ when that thread ends. Only the supervisor's loop uses this module.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from .connections import Peer
 from .loop import Loop, Timer
 from .output import Lines, Stream, Tail
 
-__all__ = ["Child", "Processes", "Running", "end_leftovers", "reap_adopted"]
+__all__ = ["Child", "Processes", "Running", "Standbys", "end_leftovers", "reap_adopted"]
 
 _READ_NBYTES = 65536
 # The most bytes that are read from each pipe of a child after its end.
@@ -157,7 +158,7 @@ class Child:
             self._process = subprocess.Popen(
                 command.argv,
                 env=dict(command.environment),
-                stdin=subprocess.DEVNULL if piped else None,
+                stdin=subprocess.PIPE if command.is_standby else subprocess.DEVNULL if piped else None,
                 stdout=subprocess.PIPE if piped else None,
                 stderr=subprocess.PIPE if piped else None,
                 bufsize=0,
@@ -175,6 +176,24 @@ class Child:
                 self._pipes[pipe.fileno()] = (stream, Lines())  # type: ignore[assignment]
         loop.on_readable(self._pidfd, self._ended)
         self.listen()
+
+    def become(self, command: Command) -> bool:
+        """Tell a process that stands by what it is. False if it has ended."""
+        before = self.command.environment
+        changed = {name: value for name, value in command.environment.items() if before.get(name) != value}
+        told = {
+            "arguments": command.argv[command.argv.index("-m") + 2 :],
+            "environment": changed | dict.fromkeys(before.keys() - command.environment.keys()),
+            "processors": sorted(command.processors),
+        }
+        assert self._process.stdin is not None
+        try:
+            with self._process.stdin as pipe:
+                pipe.write(json.dumps(told).encode() + b"\n")  # less than an empty pipe takes
+        except OSError:
+            return False
+        self.command = command
+        return True
 
     @property
     def name(self) -> str:
@@ -269,6 +288,8 @@ class Child:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
         self.returncode = self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
         self._loop.forget(self._pidfd)
         os.close(self._pidfd)
         for descriptor in list(self._pipes):
@@ -291,6 +312,29 @@ class Child:
         pipe = self._process.stdout if stream == "stdout" else self._process.stderr
         if pipe is not None:
             pipe.close()
+
+
+class Standbys(list[Child]):
+    """Processes that stand by until they are told what they are, and those of them that were not needed."""
+
+    def start(self, commands: Iterable[Command], start: Callable[[Command], Child]) -> None:
+        """Start them. What cannot be started is missing: the process itself will say why."""
+        for command in commands:
+            with suppress(OSError):
+                self.append(start(command))
+
+    def take(self, command: Command) -> Child | None:
+        """The process that has become ``command``; None if none stands by for it."""
+        for child in self:
+            if (child.command.role, child.command.rank) == (command.role, command.rank) and child.become(command):
+                self.remove(child)
+                return child
+        return None
+
+    def end_at_once(self) -> None:
+        """End all that is left."""
+        for child in self:
+            child.signal(signal.SIGKILL)
 
 
 def end_leftovers(run_directory: str, role: str | None = None, rank: int | None = None, timeout: float = 1.0) -> None:

@@ -47,11 +47,11 @@ from cs_proto.records import Record
 from cs_runtime import open_files
 from cs_runtime.run_file import RunFile
 
-from .children import Child, Processes, Running, end_leftovers
+from .children import Child, Processes, Running, Standbys, end_leftovers
 from .connections import Peer
 from .loop import Call, Loop, Timer
 from .mailboxes import Mailroom, why_no_mailboxes
-from .output import HeldSink, LogFiles, Sink, Stream, prefixed
+from .output import LogFiles, Sink, Stream, prefixed
 from .reception import Reception, as_record
 from .restarts import WORKED_SECONDS, Restarts
 from .seating import Seating
@@ -65,7 +65,7 @@ _log = logging.getLogger("central_storage.launch")
 STOP_GRACE = 3.0
 _PROCESSES = ("server", "worker")
 
-#: What a controller's choice of devices is started as; None stands for a controller that leaves the choice to others.
+#: Turns a controller's choice of devices into commands; None stands for a controller that leaves the choice to others.
 #: Raises a CentralStorageError for a choice that cannot be started.
 Choose = Callable[[DeviceChoice | None], Sequence[Command]]
 State = Literal["starting", "serving", "recovering", "failed", "stopping"]
@@ -96,14 +96,12 @@ class Service:
         mailboxes: bool = True,
         choose: Choose | None = None,
     ) -> None:
-        """Does not start anything yet.
-
-        ``start_timeout`` (seconds) limits the time until every process is ready; workers that come from elsewhere have
-        no limit. ``start_child`` starts a process for a command, with the arguments of :class:`~.children.Child`.
-        Segments lie in ``medium`` (default: :class:`~central_storage.launch.memory.Memfd`). ``recovery`` says what
-        happens when a process dies (default: Recovery()). Without ``mailboxes`` all messages go over ZeroMQ.
-        ``choose`` turns the first controller's choice of devices into commands; until then the service shows nothing.
-        """
+        """Does not start anything yet. ``start_timeout`` (seconds) limits the time until every process is ready;
+        workers that come from elsewhere have no limit. ``start_child`` starts a process for a command, with the
+        arguments of :class:`~.children.Child`. Segments lie in ``medium`` (default:
+        :class:`~central_storage.launch.memory.Memfd`). ``recovery`` says what happens when a process dies (default:
+        Recovery()). Without ``mailboxes`` all messages go over ZeroMQ. With ``choose``, the ``commands`` stand by until
+        the first controller has chosen its devices."""
         self.run_directory = run_directory
         #: The first process that ended unexpectedly, unless its successor has worked since; or None.
         self.first_failure: Died | None = None
@@ -113,7 +111,7 @@ class Service:
         self.start_failure: str | None = None
         self._loop = loop
         self._commands = commands
-        self._sink: Sink = sink if choose is None else HeldSink(sink)
+        self._sink = sink
         self._start_timeout = start_timeout
         self._logs = logs
         self._run_file = run_file
@@ -138,7 +136,7 @@ class Service:
         self._mailroom = Mailroom(run, why_no_mailboxes(medium, wanted=mailboxes))
         self._transport = transport_of(medium, mailboxes=mailboxes)
         self._choose = choose
-        self._unused = Processes()  # in whose place others were started before anybody used them
+        self._standbys = Standbys()
         self._seating = Seating(self._children, self._deaths, self._transport, self.say)
         self._reception = Reception(loop, self._record, self._peer_ended, self._seating.is_waiting)
         sink.on_room = self._children.listen
@@ -149,21 +147,37 @@ class Service:
         if self._takes_up:  # two servers must never write the same memory
             end_leftovers(self.run_directory, "server")
         try:
-            if not self._reception.is_open:
-                self._reception.open(os.path.join(self.run_directory, "supervisor"))
+            self._reception.open(os.path.join(self.run_directory, "supervisor"))
         except OSError as error:
             self._fail_start(f"no socket can be made in {self.run_directory}: {error.strerror}")
+            return
+        if self._choose is None:
+            self._start_processes()
+        else:
+            start = partial(Child, self._loop, on_lines=self._lines, on_end=self._child_ended)
+            self._standbys.start(self._commands, start)
+
+    def _start_processes(self, choice: DeviceChoice | None = None) -> None:
+        """Start the processes, on the devices of the first controller's ``choice`` if it may choose."""
+        choose, self._choose = self._choose, None
+        try:
+            self._commands = choose(choice) if choose is not None else self._commands
+        except CentralStorageError as error:
+            self._fail_start(str(error))
             return
         self._call_later(self._start_timeout, self._start_deadline)
         for command in self._commands:
             try:
-                child = self._start_child(self._loop, command, on_lines=self._lines, on_end=self._child_ended)
+                child = self._standbys.take(command) or self._start_child(
+                    self._loop, command, on_lines=self._lines, on_end=self._child_ended
+                )
             except OSError as error:
                 self._fail_start(f"{command.label} could not be started ({command.argv[0]}: {error.strerror})")
                 return
             self._children.append(child)
             if self._takes_up:
                 self._take_up(child)
+        self._standbys.end_at_once()
 
     def _take_up(self, child: Running) -> None:
         """Continue with a process of the previous supervisor. The server is a new one; launchers elsewhere get some
@@ -225,7 +239,7 @@ class Service:
     @property
     def stopped(self) -> bool:
         """Whether :meth:`stop` was called and every process has ended."""
-        processes = [*self._children, *self._unused]
+        processes = [*self._children, *self._standbys]
         return self._state == "stopping" and all(child.returncode is not None for child in processes)
 
     @property
@@ -241,7 +255,7 @@ class Service:
     @property
     def living_pids(self) -> set[int]:
         """The processes started here that have not ended."""
-        return self._children.living_pids | self._unused.living_pids
+        return Processes([*self._children, *self._standbys]).living_pids
 
     def last_lines(self, role: str, rank: int | None) -> str:
         """The last lines that the server or a worker printed; "" for other roles."""
@@ -250,8 +264,6 @@ class Service:
 
     def stop(self, grace: float = STOP_GRACE) -> None:
         """Ask every process to end, and kill it after ``grace`` seconds. A second call may shorten the grace."""
-        if self._choose is not None:  # nobody has used it, so nobody has missed it
-            self._choose = self.start_failure = self.first_failure = None
         self._state = "stopping"
         self._end_children(grace)
 
@@ -272,43 +284,8 @@ class Service:
 
     # --- processes ------------------------------------------------------------------------------------------------
 
-    def _settle(self, choice: DeviceChoice | None) -> None:
-        """The first controller is there: start what it chooses, unless that runs already."""
-        choose, self._choose = self._choose, None
-        if choose is None:
-            return
-        assert isinstance(self._sink, HeldSink)
-        held = self._sink
-        try:
-            commands = choose(choice)
-        except CentralStorageError as error:
-            self._sink = held.released()
-            self._fail_start(str(error))
-            return
-        if commands == self._commands and self._state != "failed":
-            self._sink = held.released()
-            return
-        held.held.clear()
-        self._sink = held.released()
-        for timer in self._timers:
-            timer.cancel()
-        for child in self._children:
-            child.asked = True
-        self._children.end_at_once()
-        self._unused += self._children
-        self._children.clear()
-        for peer in list(self._reception.peers):
-            if peer.introduction is not None:
-                self._reception.dismiss(peer)
-        self._deaths.clear()
-        self._restarts = Restarts(self._recovery.max_restarts)
-        self.start_failure, self.first_failure, self.has_lost = None, None, False
-        self._memory.clear()
-        self._state, self._commands = "starting", commands
-        self.start()
-
     def _lines(self, child: Running, stream: Stream, lines: list[str]) -> None:
-        if child in self._unused:
+        if child in self._standbys:  # if its imports fail, another process takes its place, and says so
             return
         if self._logs is not None:
             self._logs.write(child.command.label, lines)
@@ -318,7 +295,7 @@ class Service:
 
     def _child_ended(self, child: Running) -> None:
         _log.debug("%s ended by %s", child.name, child.cause)
-        if child.asked:
+        if child.asked or child in self._standbys:
             return
         command = child.command
         end_leftovers(self.run_directory, command.role, command.rank)
@@ -397,11 +374,11 @@ class Service:
     def _end_children(self, grace: float) -> None:
         self._forget_run_file()
         self._children.listen()  # a process blocks on a full pipe, and could not end
-        for child in self._children:
+        for child in (*self._children, *self._standbys):
             if not child.asked:
                 child.asked = True
                 child.signal(signal.SIGTERM)
-        self._call_later(grace, self._children.end_at_once)
+        self._call_later(grace, Processes([*self._children, *self._standbys]).end_at_once)
 
     # --- records of peers -------------------------------------------------------------------------------------------
 
@@ -420,7 +397,8 @@ class Service:
         if isinstance(record, Introduce):
             self._introduce(peer, record)
         elif isinstance(record, DeviceChoice) and peer.introduction is None:
-            self._settle(record)
+            if self._choose is not None:
+                self._start_processes(record)
         elif isinstance(record, Join) and peer.introduction is None:
             self._join(peer, record)
         elif peer.introduction is None:
@@ -453,8 +431,6 @@ class Service:
     def _introduce(self, peer: Peer, who: Introduce) -> None:
         if peer.introduction is not None:
             self._reception.refuse(peer, f"{peer.label} introduced itself twice")
-        elif any(child.is_run_by(peer) for child in self._unused):
-            self._reception.dismiss(peer)
         elif who.role in _PROCESSES and self._children.of(peer, who) is None:
             self._reception.refuse(
                 peer, f"process {peer.pid} says it is {who.role} {who.rank}, but it was not started as that"
@@ -462,8 +438,8 @@ class Service:
         elif who.role == "observer" and not open_files.may_have_guests():
             self._reception.turn_away(peer)
         else:
-            if who.role == "controller":
-                self._settle(None)
+            if who.role == "controller" and self._choose is not None:
+                self._start_processes()
             peer.introduction = who
             if who.client:
                 self._awaited.discard(who.client)

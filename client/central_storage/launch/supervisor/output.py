@@ -20,7 +20,7 @@ from cs_proto.errors import ConfigurationError
 
 from .loop import Loop
 
-__all__ = ["Console", "HeldSink", "Lines", "LogFiles", "Sink", "Stream", "Tail", "prefixed"]
+__all__ = ["Console", "Lines", "LogFiles", "Sink", "Stream", "Tail", "prefixed"]
 
 _log = logging.getLogger("central_storage.launch")
 
@@ -199,27 +199,6 @@ class Console:
             self._loop.on_writable(self._descriptors[stream], None)
         if was_full and not self.full:
             self.on_room()
-
-
-class HeldSink:
-    """A sink that holds what is written until :meth:`released`."""
-
-    full = False
-
-    def __init__(self, sink: Sink) -> None:
-        self.on_room: Callable[[], None] = _nothing
-        self.held: list[tuple[Stream, str]] = []
-        self._sink = sink
-
-    def write(self, stream: Stream, text: str) -> None:
-        """Hold ``text``."""
-        self.held.append((stream, text))
-
-    def released(self) -> Sink:
-        """Show what is held; the sink to write to from now on."""
-        for stream, text in self.held:
-            self._sink.write(stream, text)
-        return self._sink
 
 
 def prefixed(label: str, lines: Iterable[str]) -> str:

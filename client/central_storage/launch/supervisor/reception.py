@@ -51,15 +51,12 @@ class Reception:
         self._on_end = on_end
         self._is_waiting = is_waiting
         self._again: Timer | None = None
-        #: Whether :meth:`open` was called.
-        self.is_open = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def open(self, path: str) -> None:
         """Listen. Raises OSError if no socket can be made at ``path``."""
         self._listener.bind(path)
         self._listener.listen(128)
-        self.is_open = True
         self._listener.setblocking(False)
         self._loop.on_readable(self._listener.fileno(), self._accept)
 
@@ -105,11 +102,6 @@ class Reception:
     def refuse(self, peer: Peer, reason: str) -> None:
         """End a connection."""
         _log.error("%s; its connection is closed", reason)
-        peer.close()
-        self._ended(peer)
-
-    def dismiss(self, peer: Peer) -> None:
-        """End a connection that is needed no longer."""
         peer.close()
         self._ended(peer)
 
