@@ -1,8 +1,8 @@
-"""How often a wait is named: once, and then at growing intervals."""
+"""How often long waits are named: once, and then at growing intervals."""
 
 from __future__ import annotations
 
-__all__ = ["NAME_AFTER", "is_due", "seconds_of"]
+__all__ = ["NAME_AFTER", "Pace", "seconds_of"]
 
 #: Seconds after which a wait is named, unless ``CS_NAME_WAITS`` says otherwise.
 NAME_AFTER = 10.0
@@ -10,19 +10,27 @@ NAME_AFTER = 10.0
 _NEVER = 1e6
 
 
-def is_due(first: float, before: float, waited: float) -> bool:
-    """Whether a wait of ``waited`` seconds is to be named, which was looked at after ``before`` seconds: it is named
-    after ``first`` seconds, and whenever it has lasted twice as long as when it was named.
+class Pace:
+    """When the waits of one kind are named: after ``first`` seconds, and from then on whenever a wait has lasted twice
+    as long as when one was named last. So a step that takes 30 s is named in the first run, and in no later one.
 
-    >>> [is_due(10.0, waited - 1.0, waited) for waited in (9.5, 10.5, 11.5, 20.5, 30.5, 40.5)]
-    [False, True, False, True, False, True]
+    >>> pace = Pace(10.0)
+    >>> [pace.is_due(waited) for waited in (9.5, 10.5, 11.5, 20.5)]  # in one run
+    [False, True, False, True]
+    >>> [pace.is_due(waited) for waited in (10.5, 20.5, 30.5, 40.5)]  # in the next one
+    [False, False, False, True]
     """
-    if waited < first:
-        return False
-    due = first
-    while 2 * due <= waited:
-        due *= 2
-    return before < due
+
+    def __init__(self, first: float = NAME_AFTER) -> None:
+        #: Seconds after which the next wait is named.
+        self.after = first
+
+    def is_due(self, waited: float) -> bool:
+        """Whether a wait is to be named now that it has lasted ``waited`` seconds."""
+        is_due = waited >= self.after
+        while waited >= self.after:
+            self.after *= 2
+        return is_due
 
 
 def seconds_of(text: str | None) -> float:

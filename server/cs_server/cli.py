@@ -16,8 +16,8 @@ import sys
 from collections.abc import Sequence
 
 from cs_proto.errors import ConfigurationError, DeviceError, LaunchError, MemoryPlanError
-from cs_proto.pace import seconds_of
 from cs_runtime import machine, open_files
+from cs_runtime.waits import name_waits_after
 
 from .config import ServerConfig
 
@@ -42,9 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             incarnation=options.incarnation,
             recovery=options.recovery == "on",
             step_timeout=options.step_timeout,
-            name_after=seconds_of(os.environ.get("CS_NAME_WAITS")),
+            name_after=name_waits_after(),
         )
-    except (ConfigurationError, DeviceError, ValueError) as error:
+    except (ConfigurationError, DeviceError) as error:
         print(f"{parser.prog}: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
         return 2
     gc.disable()  # imported modules stay; collecting garbage among them takes a fifth of the import time

@@ -52,11 +52,11 @@ def test_output_without_a_line_end_is_shown_at_once(tmp_path: Path) -> None:
     os.mkfifo(fifo)
     (tmp_path / "script.py").write_text(BAR)
     with start(tmp_path / "script.py", fifo) as child:
-        child.wait_for(r"^\[w0\] loading$")
+        child.wait_for(r"^\[w0\] loading\r")
         os.close(os.open(fifo, os.O_WRONLY))
-        child.wait_for(r"^\[w0\] 50%$")
+        child.wait_for(r"\r\[w0\] 50%\r")
         os.close(os.open(fifo, os.O_WRONLY))
-        assert child.wait().lines == ["[w0] loading", "[w0] 50%", "[w0] over"]
+        assert child.wait().out == "[w0] loading\r[w0] 50%\r[w0] 50%\n[w0] over\n"
 
 
 def test_a_replica_that_ignores_ctrl_c_is_named_with_the_remedy(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from cs_proto.codec import encode_values
 from cs_proto.errors import ReplicaLostError
 from cs_proto.function_cache import HeldFunctions
 from cs_proto.messages import Counters, Died, Refused, RunFinished, RunId, Worker
-from cs_proto.pace import NAME_AFTER
+from cs_proto.pace import NAME_AFTER, Pace
 from cs_proto.peers import SERVER
 from cs_proto.records import Record, replace
 
@@ -44,6 +44,8 @@ __all__ = ["Beginning", "ControllerCore"]
 
 # After this long the server is told of a wait for a run.
 _LATE_AFTER = 1.0
+# After Ctrl-C a wait is named so soon, once the server has had time to say for whom it is.
+_AFTER_CTRL_C = 1.0
 # The server says about every ten seconds whom a run waits for; a server that has not for so long may be stopped.
 _WORDS_HOLD = 25.0
 
@@ -70,7 +72,7 @@ class ControllerCore:
     def __init__(self, client: str, pid: int, *, in_process: bool = False, name_after: float = NAME_AFTER) -> None:
         """``client`` is what the controller calls itself. ``in_process``: the workers are threads of this process. A
         wait is named after ``name_after`` seconds."""
-        self._name_after = name_after
+        self._answer_pace, self._run_pace = Pace(name_after), Pace(name_after)
         self._hello = messages.Hello(messages.PROTOCOL, "controller", client, pid)
         self._in_process = in_process
         self._sequence = 0
@@ -98,7 +100,7 @@ class ControllerCore:
 
     def hello(self, now: float) -> tuple[Question, list[Command]]:
         """Say hello, and wait for the Welcome."""
-        question = Question(self._hello, 0, messages.Welcome, now, self._name_after)
+        question = Question(self._hello, 0, messages.Welcome, now, self._answer_pace)
         self._waits.append(question)
         return question, [Post(SERVER, self._hello)]
 
@@ -109,7 +111,7 @@ class ControllerCore:
 
     def ask(self, request: Record, kind: type[Record], now: float) -> tuple[Question, list[Command]]:
         """Ask the server, and wait for its answer, a ``kind``."""
-        question = Question(request, number_of(request), kind, now, self._name_after)
+        question = Question(request, number_of(request), kind, now, self._answer_pace)
         question.asked = (request,)
         self._waits.append(question)
         return question, [Post(SERVER, request)]
@@ -182,7 +184,7 @@ class ControllerCore:
 
     def settle(self, series: Series, left: int, now: float, *, cancel: bool = False) -> tuple[Settling, list[Command]]:
         """Wait until at most ``left`` runs of ``series`` are unanswered; or ``cancel`` them and wait for all."""
-        wait = Settling(series, left, not self._in_process, now, self._name_after)
+        wait = Settling(series, left, not self._in_process, now, self._run_pace)
         self._waits.append(wait)
         if not cancel or not series.unanswered:
             return wait, self._advance(wait)
@@ -205,9 +207,6 @@ class ControllerCore:
         if self._told:
             unanswered = [sent.run for sent in series.unanswered]
             self._told = [told for told in self._told if told.run in unanswered]
-        if wait.interval > wait.first and not wait.cancelled:  # it was named, and came to a good end: others may
-            self._name_after = max(self._name_after, 2 * (now - wait.started))
-        wait.first = self._name_after
         wait.restart(now)
         return self._advance(wait)
 
@@ -228,10 +227,10 @@ class ControllerCore:
         """Seconds until :meth:`tick` has something to do if nothing is heard; 0 if it has now."""
         wait = self._waits[-1]
         if not isinstance(wait, Settling):
-            return max(0.0, wait.named + wait.interval - now)
+            return max(0.0, wait.due - now)
         if self._early and wait.series.unanswered[0].run in self._early:
             return 0.0
-        due = wait.started + _LATE_AFTER if wait.is_unreported else wait.named + wait.interval
+        due = wait.started + _LATE_AFTER if wait.is_unreported else wait.due
         return max(0.0, min(due - now, self._deaths.patience(now)))
 
     def tick(self, now: float) -> list[Command]:
@@ -251,12 +250,11 @@ class ControllerCore:
                 series = wait.series.number if wait.series.lookahead else 0
                 run = wait.series.unanswered[0].run
                 commands.append(self._tell(messages.WaitReport(run, now - wait.started, series)))
-        if now - wait.named >= wait.interval:
+        if wait.is_due(now):
             is_cancelled = isinstance(wait, Settling) and bool(wait.cancelled)
             what = wait.what(self._server_pid) + self._whom(now, is_cancelled)
             what += "; press Ctrl-C again to end the service" * is_cancelled
             commands.append(NameWait(now - wait.started, what, wait.is_run))
-            wait.name(now)
         return commands
 
     def interrupt(self, now: float) -> list[Command]:
@@ -274,9 +272,9 @@ class ControllerCore:
         if wait.cancelled:
             return [End("a second Ctrl-C shut it down"), Fail(KeyboardInterrupt)]
         wait.was_interrupted = True
-        commands = self._cancel(wait)
+        wait.pace = Pace(_AFTER_CTRL_C)
         wait.restart(now)
-        return commands
+        return self._cancel(wait)
 
     def hear(self, record: Record, now: float) -> list[Command]:
         """A record came, from the server, a worker or the supervisor."""

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from central_storage.diagnostics.logging_setup import name_waits_after, show
+from central_storage.diagnostics.logging_setup import show
 from central_storage.wire_values.value_codec import from_value, to_exception
 from cs_proto import messages, segment_names
 from cs_proto.arrays import Array, Location, frame_view
@@ -32,6 +32,7 @@ from cs_runtime.shared_memory.arena import Arena
 from cs_runtime.trace import moments
 from cs_runtime.transport.channel import Channel
 from cs_runtime.transport.supervisor_link import CARRIED, SupervisorLink
+from cs_runtime.waits import name_waits_after
 
 from .commands import (
     Command,

@@ -8,14 +8,13 @@ from typing import Any
 from central_storage.core.pipeline import Series
 from cs_proto import messages
 from cs_proto.messages import Refused
+from cs_proto.pace import Pace
 from cs_proto.records import Record
 
 __all__ = ["Question", "Settling", "Wait", "number_of"]
 
 # A server that is asked which replicas a run waits for gets this long to say so before the wait is named without it.
 _WHOM_WITHIN = 2.0
-# After Ctrl-C a wait is named so soon, if nobody says for whom it is sooner than that.
-_AFTER_CTRL_C = 1.0
 
 
 class Wait:
@@ -23,28 +22,29 @@ class Wait:
 
     is_run = False
 
-    #: When it began, when it was named or would have been, and the seconds from then to when it is named next.
+    #: When it began.
     started: float
-    named: float
-    interval: float
-    #: Seconds after which it is named first.
-    first: float
+    #: When the time begins after which it is named.
+    counted_from: float
 
-    def __init__(self, first: float) -> None:
-        self.first = first
+    def __init__(self, pace: Pace) -> None:
+        self.pace = pace
         self.is_over = False
         #: What another server is asked again, as long as this is waited for.
         self.asked: Sequence[Record] = ()
 
     def restart(self, now: float) -> None:
         """Count its time from ``now`` on."""
-        self.started = self.named = now
-        self.interval = self.first
+        self.started = self.counted_from = now
 
-    def name(self, now: float) -> None:
-        """It is named now: the next time after twice as long."""
-        self.named = now
-        self.interval = 2 * max(self.interval, self.first)
+    @property
+    def due(self) -> float:
+        """When it is named."""
+        return self.counted_from + self.pace.after
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is to be named now."""
+        return self.pace.is_due(now - self.counted_from)
 
     def what(self, server_pid: int) -> str:
         """What is waited for, in words."""
@@ -54,8 +54,8 @@ class Wait:
 class Question(Wait):
     """The answer of the server to ``request``: a ``kind`` with the ``number`` of the request, or a Refused."""
 
-    def __init__(self, request: Record, number: int, kind: type[Record], now: float, first: float) -> None:
-        super().__init__(first)
+    def __init__(self, request: Record, number: int, kind: type[Record], now: float, pace: Pace) -> None:
+        super().__init__(pace)
         self.restart(now)
         self.request = request
         self.number = number
@@ -80,17 +80,17 @@ class Settling(Wait):
 
     is_run = True
 
-    def __init__(self, series: Series, left: int, reports: bool, now: float, first: float) -> None:
+    def __init__(self, series: Series, left: int, reports: bool, now: float, pace: Pace) -> None:
         """``reports``: the server is told of a wait that lasts."""
-        super().__init__(first)
+        super().__init__(pace)
         self._reports = reports
-        #: The number of the question behind the Cancel; 0 before that. Its answer says that the server has heard.
-        self.cancelled = 0
         self.restart(now)
         self.series = series
         self.left = left
         #: Whether the results of the first unanswered run are being read.
         self.is_reading = False
+        #: The number of the question behind the Cancel; 0 before that. Its answer says that the server has heard.
+        self.cancelled = 0
         #: Whether the workers have been told of the Cancel, too.
         self.workers_know = False
         #: Whether Ctrl-C has to be raised when all is over.
@@ -99,10 +99,9 @@ class Settling(Wait):
     def restart(self, now: float) -> None:
         """As :meth:`Wait.restart`: the next run is waited for."""
         self.started = now
-        self.interval = min(self.first, _AFTER_CTRL_C) if self.cancelled else self.first
         #: Whether the server has yet to be told of this wait.
         self.is_unreported = self._reports
-        self.named = now + _WHOM_WITHIN if self._reports else now
+        self.counted_from = now + _WHOM_WITHIN if self._reports else now
 
     def what(self, server_pid: int) -> str:
         """As :meth:`Wait.what`."""

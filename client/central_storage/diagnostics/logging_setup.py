@@ -11,10 +11,7 @@ import sys
 from contextlib import suppress
 from typing import Literal
 
-from cs_proto.errors import ConfigurationError
-from cs_proto.pace import seconds_of
-
-__all__ = ["announce", "announces", "configure_logging", "dump_stacks_on_signal", "name_waits_after", "show"]
+__all__ = ["announce", "announces", "configure_logging", "dump_stacks_on_signal", "show"]
 
 
 _FORMATTER = logging.Formatter("%(asctime)s.%(msecs)03d %(name)s: %(message)s", "%H:%M:%S")
@@ -54,15 +51,6 @@ def announce(line: str) -> None:
     """Show the line with the devices, on stderr."""
     if announces():
         show("stderr", f"{line}\n")
-
-
-def name_waits_after() -> float:
-    """Seconds after which a wait is named, as ``CS_NAME_WAITS`` says. Raises ConfigurationError where it says neither a
-    number nor ``off``."""
-    try:
-        return seconds_of(os.environ.get("CS_NAME_WAITS"))
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from None
 
 
 def dump_stacks_on_signal() -> None:

@@ -442,7 +442,7 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="SECONDS",
         help="restart a worker that others wait for and that has sent nothing for this long "
-        "(default: never; every 10 s a warning names the wait)",
+        "(default: never; warnings name long waits)",
     )
     parser.add_argument(
         "--server-recovery",

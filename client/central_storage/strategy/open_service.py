@@ -15,17 +15,13 @@ from central_storage.core import devices
 from central_storage.core.recovery_options import Recovery
 from central_storage.diagnostics.error_report import note_uncaught
 from central_storage.diagnostics.gpu_inventory import visible_gpus
-from central_storage.diagnostics.logging_setup import (
-    announce,
-    configure_logging,
-    dump_stacks_on_signal,
-    name_waits_after,
-)
+from central_storage.diagnostics.logging_setup import announce, configure_logging, dump_stacks_on_signal
 from cs_proto.errors import DeviceError
 from cs_proto.messages import DeviceChoice
 from cs_runtime.gpus import require_cupy
 from cs_runtime.transport import supervisor_link
 from cs_runtime.transport.supervisor_link import SupervisorLink
+from cs_runtime.waits import name_waits_after
 
 if TYPE_CHECKING:
     from central_storage.controller.operations import ServiceLink

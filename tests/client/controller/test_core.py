@@ -182,7 +182,7 @@ def test_a_welcome_that_does_not_come_is_named() -> None:
     assert core.tick(9.0) == []
     [named] = core.tick(10.0)
     assert Names("the server's welcome", is_run=False).fits(named)
-    assert core.pause(12.0) == 18.0
+    assert core.pause(12.0) == 8.0
 
 
 # --- a run ----------------------------------------------------------------------------------------------------------
@@ -456,10 +456,7 @@ def test_what_a_run_waits_for_is_told_by_the_server_or_by_what_is_known() -> Non
     book.on(Passes(11.0), Names(r"run 1: the server \(pid 1\) does not say for whom; it may be stopped"))
     book.on(Hears(died("worker", 1)))
     book.on(Passes(20.0), Names(r"run 1; worker w1 \(pid 101\) ended by SIGKILL and is being started again"))
-    book.on(Hears(messages.WaitingFor((1,), "replica 1"))).on(Passes(20.0)).on(
-        Hears(messages.WaitingFor((1,), "replica 1"))
-    )
-    book.on(Passes(20.0), Names("run 1: replica 1$"))
+    book.on(Hears(messages.WaitingFor((1,), "replica 1"))).on(Passes(20.0), Names("run 1: replica 1$"))
     book.on(Hears(restarted(1, 1)), *book.taken_up(1, 1)).on(Passes(80.0), Names("it may be stopped$"))
 
 
@@ -586,7 +583,7 @@ def test_an_answer_that_does_not_come_is_named() -> None:
     book.on(Hears(died("server")))
     assert book.core.pause(book.now) == 10.0
     why = r"the answer of the server \(pid 1\) to Assign; the server \(pid 100\) ended by SIGKILL and is being"
-    book.on(Passes(10.0), Names(why, is_run=False)).on(Passes(19.0)).on(Passes(1.0), Names(why, is_run=False))
+    book.on(Passes(10.0), Names(why, is_run=False)).on(Passes(9.0)).on(Passes(1.0), Names(why, is_run=False))
 
 
 # --- questions while results are read -------------------------------------------------------------------------------

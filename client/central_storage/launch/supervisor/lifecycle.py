@@ -51,7 +51,7 @@ from .children import Child, Processes, Running, Standbys, end_leftovers
 from .connections import Peer
 from .loop import Call, Loop, Timer
 from .mailboxes import Mailroom, why_no_mailboxes
-from .output import LogFiles, Sink, Stream, prefixed
+from .output import LogFiles, Screen, Sink, Stream
 from .reception import Reception, as_record
 from .restarts import WORKED_SECONDS, Restarts
 from .seating import Seating
@@ -111,7 +111,7 @@ class Service:
         self.start_failure: str | None = None
         self._loop = loop
         self._commands = commands
-        self._sink = sink
+        self._screen = Screen(sink)
         self._start_timeout = start_timeout
         self._logs = logs
         self._run_file = run_file
@@ -269,7 +269,7 @@ class Service:
 
     def say(self, text: str) -> None:
         """Print a line of the supervisor itself."""
-        self._sink.write("stderr", prefixed("supervisor", [text]))
+        self._screen.write("stderr", "supervisor", [text])
 
     def close(self) -> None:
         """Clean up after the last process: end leftovers, send the last records, close everything. Idempotent."""
@@ -289,8 +289,8 @@ class Service:
             return
         if self._logs is not None:
             self._logs.write(child.command.label, lines)
-        self._sink.write(stream, prefixed(child.command.label, lines))
-        if self._sink.full and not child.asked:
+        self._screen.write(stream, child.command.label, lines)
+        if self._screen.full and not child.asked:
             self._children.listen(False)
 
     def _child_ended(self, child: Running) -> None:

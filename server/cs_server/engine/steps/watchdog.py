@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cs_proto import pace
 from cs_proto.messages import RunId, WaitingFor, WaitReport
+from cs_proto.pace import Pace
 from cs_proto.records import replace
 from cs_server.engine import sessions
 from cs_server.engine.store.state import State
@@ -21,9 +21,13 @@ from . import merge, runs
 NAME_EVERY = 10.0
 # The same for a run that was cancelled: who pressed Ctrl-C wants to know.
 _NAME_CANCELLED_EVERY = 1.0
-#: A wait of this many seconds makes the workers that are awaited show their stacks: if other replicas wait, and if only
-#: the controller waits, because a step may take long.
+
+
+# A wait of this many seconds makes the workers that are awaited show their stacks: if other replicas wait, and if only
+# the controller waits, because a step may take long.
 _STACKS_AFTER, _ALONE_STACKS_AFTER = 2 * NAME_EVERY, 6 * NAME_EVERY
+# The kinds of waits, each of which has a pace over the whole life of the service.
+_RUN, _CLIENT, _STACKS, _ALONE_STACKS = range(4)
 
 
 def tick(server: State, now: float) -> None:
@@ -41,7 +45,7 @@ def tick(server: State, now: float) -> None:
             missing = [sessions.title(server, r) for r in server.replicas if sessions.worker_peer(server, r) is None]
             what = f"{' and '.join(missing)} to register" if missing else "the runs of the client before it to end"
             client = f"client {session.hello.client} (pid {session.hello.pid})"
-            if pace.is_due(server.config.name_after, session.named - session.since, now - session.since):
+            if _is_due(server, _CLIENT, now - session.since):
                 server.out.append(Log(f"{client}: waiting {now - session.since:.0f} s for {what}", slow=True))
 
 
@@ -70,14 +74,26 @@ def _tick_run(server: State, run: RunId, state: RunState, now: float) -> None:
     controller = sessions.controller_peer(server)
     if state.awaited and controller is not None:  # which names it to the user
         server.out.append(Send(controller, WaitingFor(run, whom)))
-    elif pace.is_due(server.config.name_after, state.named - min(stopped), now - min(stopped)):
+    elif _is_due(server, _RUN, now - min(stopped)):
         server.out.append(Log(f"{runs.name(run)}: waiting {since} for {whom}", slow=True))
     waiting = [stand.since for stand in stands if stand.is_stopped and not stand.is_lost]
-    due = min(waiting) + _STACKS_AFTER if waiting else state.awaited + _ALONE_STACKS_AFTER
-    if state.named < due <= now and server.config.name_after <= now - min(
-        stopped
-    ):  # once in a wait, which is named each time
+    if waiting:
+        shows_stacks = _is_due(server, _STACKS, now - min(waiting), _STACKS_AFTER)
+    else:
+        shows_stacks = _is_due(server, _ALONE_STACKS, now - state.awaited, _ALONE_STACKS_AFTER)
+    if shows_stacks:
         _show_stacks(server, {*working, 0} if state.token >= 0 else working)
+
+
+def _is_due(server: State, kind: int, waited: float, after: float = 0.0) -> bool:
+    """Whether a wait is to be named that has lasted ``waited`` seconds; the first of its kind after ``after``, if
+    waits are named so soon."""
+    named = server.tables.tally.name_after
+    pace = Pace(named[kind] or max(server.config.name_after, after))
+    is_due = pace.is_due(waited)
+    if is_due:
+        named[kind] = pace.after
+    return is_due
 
 
 def _show_stacks(server: State, replicas: Iterable[int]) -> None:
