@@ -29,10 +29,11 @@ ROLES = tuple(PACKAGES)
 PUBLIC = """
     CentralStorageStrategy CommunicationImplementation CommunicationOptions Counters DistributedDataset
     DistributedIterator DistributedValues IndexedSlices InputContext InputOptions InputReplicationMode Mirrored
-    PerReplica ReduceOp ReplicaContext RunOptions StrategyExtended ValueContext Variable VariableAggregation
-    VariableSynchronization aio connect convert_to_tensor data device errors experimental_set_strategy function
-    get_array_module get_replica_context get_strategy gradient_buffers has_strategy in_cross_replica_context metrics
-    nest nn optimizers random train
+    PerReplica ReduceOp ReplicaContext RunOptions StrategyExtended Tensor TensorSpec ValueContext Variable
+    VariableAggregation VariableSynchronization add aio compat connect constant convert_to_tensor data device
+    distribute errors experimental_set_strategy function get_array_module get_replica_context get_strategy
+    gradient_buffers has_strategy identity in_cross_replica_context metrics nest nn optimizers random range reshape
+    running_strategies train
 """
 
 #: Contract -> (file that exists, line that breaks it).
@@ -154,7 +155,7 @@ def test_a_name_that_is_not_public_is_no_attribute() -> None:
 @pytest.mark.parametrize("folder", [*ROLES, "tests", "docs"])
 def test_every_folder_says_what_it_is(folder: str) -> None:
     lines = (ROOT / folder / "README.md").read_text().splitlines()
-    assert 5 <= len(lines) <= 90
+    assert 5 <= len(lines) <= 100
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import tomllib
 
@@ -82,3 +83,11 @@ def test_stability_names_the_public_modules() -> None:
     listed = ", ".join(f"`{name}`" for name in modules[:-1]) + f" and `{modules[-1]}`"
     assert listed in STABILITY
     assert all(getattr(cs, name).__all__ for name in modules)
+
+
+@pytest.mark.parametrize("command", PROJECT["scripts"])
+def test_every_command_says_its_version(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module, _, name = PROJECT["scripts"][command].partition(":")
+    with pytest.raises(SystemExit, match=r"^0$"):
+        getattr(importlib.import_module(module), name)(["--version"])
+    assert capsys.readouterr().out == f"{command} {cs.__version__}\n"

@@ -10,8 +10,12 @@ import functools as _functools
 import gc as _gc
 import sys as _sys
 from importlib import import_module as _import_module
+from importlib.util import resolve_name as _resolve_name
+from sys import modules as _modules
 from typing import TYPE_CHECKING
 from typing import Any as _Any
+
+from cs_proto.version import __version__ as __version__
 
 from .core import opening as _opening
 
@@ -22,7 +26,9 @@ if TYPE_CHECKING:
     from cs_proto.messages import Counters as Counters
 
     from . import aio as aio
+    from . import compat as compat
     from . import data as data
+    from . import distribute as distribute
     from . import errors as errors
     from . import metrics as metrics
     from . import nest as nest
@@ -45,6 +51,12 @@ if TYPE_CHECKING:
     from .core.options import ValueContext as ValueContext
     from .core.placement import convert_to_tensor as convert_to_tensor
     from .core.placement import device as device
+    from .core.tensor import Tensor as Tensor
+    from .core.tensor_operations import add as add
+    from .core.tensor_operations import constant as constant
+    from .core.tensor_operations import identity as identity
+    from .core.tensor_operations import range as range  # noqa: A004  (TensorFlow's name)
+    from .core.tensor_operations import reshape as reshape
     from .core.values import DistributedValues as DistributedValues
     from .core.values import IndexedSlices as IndexedSlices
     from .core.values import Mirrored as Mirrored
@@ -54,11 +66,13 @@ if TYPE_CHECKING:
     from .core.values import VariableSynchronization as VariableSynchronization
     from .data.distributed import DistributedDataset as DistributedDataset
     from .data.distributed import DistributedIterator as DistributedIterator
+    from .data.element_spec import TensorSpec as TensorSpec
     from .data.input_context import InputContext as InputContext
     from .observer.blocking import connect as connect
     from .pickling.function import function as function
     from .strategy.extended import StrategyExtended as StrategyExtended
     from .strategy.service_strategy import CentralStorageStrategy as CentralStorageStrategy
+    from .strategy.service_strategy import running_strategies as running_strategies
     from .variables.gradient_buffers import gradient_buffers as gradient_buffers
     from .variables.variable import Variable as Variable
 
@@ -90,17 +104,34 @@ def __getattr__(name: str) -> _Any:
     if name == "__all__":
         return sorted(_imports())
     if name.startswith("_") or name not in _imports():
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, is_in_module = _imports()[name]
+        from .diagnostics.tensorflow_names import refuse  # late, as everything here
+
+        refuse(__name__, "tf", name, _imports())
+    module, _ = _imports()[name]
     collects = _gc.isenabled()
     _gc.disable()  # what is imported stays: to look through it for garbage is a fifth of what the imports take
     try:
-        imported = _import_module(module, __name__)
+        _import_module(module, __name__)
     finally:
         if collects:
             _gc.enable()
-    globals()[name] = found = getattr(imported, name) if is_in_module else imported
-    return found
+    _present()
+    return globals()[name]
+
+
+def _present() -> None:
+    """Make every public name that was imported ready for users, whoever imported it."""
+    from .core.faces import present  # late, as everything here
+
+    for name, (module, is_in_module) in _imports().items():
+        imported = _modules.get(_resolve_name(module, __name__))
+        found = vars(imported).get(name) if is_in_module and imported is not None else imported
+        if found is not None and name not in _presented:
+            _presented.add(name)
+            globals()[name] = present(found)
+
+
+_presented: set[str] = set()
 
 
 def _open_service(*args: _Any, **kwargs: _Any) -> _Any:
@@ -120,4 +151,4 @@ _opening.default_replica = _default_replica
 
 
 def __dir__() -> list[str]:
-    return sorted([*_imports(), *(name for name in globals() if name.startswith("__"))])
+    return sorted(_imports())

@@ -19,6 +19,7 @@ import zmq.asyncio
 from cs_proto import messages
 from cs_proto.codec import encode
 
+from .core.closed import Closed
 from .observer.blocking import Patience, Question, Session
 
 __all__ = ["Connecting", "Observer", "connect"]
@@ -53,7 +54,7 @@ def connect(address: str | None = None, timeout: float = 10.0) -> Connecting:
     return Connecting(address, timeout)
 
 
-class Connecting:
+class Connecting(Closed):
     """The result of :func:`connect`: an awaitable, and an asynchronous context manager, for an :class:`Observer`.
 
     Examples:
@@ -80,7 +81,7 @@ class Connecting:
             await self._observer.close()
 
 
-class Observer:
+class Observer(Closed):
     """A read-only session with a service, for one event loop. Questions of several tasks are sent one after the other.
 
     Every question raises NoAnswerError (a TimeoutError) if the answer does not come in time, and ShutdownError (a

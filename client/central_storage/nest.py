@@ -8,13 +8,18 @@ own order in results. The walking itself is optree's. Users call this module as 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optree
 
 from cs_proto.errors import InvalidArgumentError
 
+from .diagnostics.tensorflow_names import attributes
+
 __all__ = ["assert_same_structure", "flatten", "map_structure", "pack_sequence_as"]
+
+if not TYPE_CHECKING:
+    __getattr__ = attributes(__name__, "tf.nest")
 
 
 def map_structure(function: Callable[..., Any], *structures: Any, check_types: bool = True) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,11 +16,16 @@ from .core.context import (
     has_strategy,
     in_cross_replica_context,
 )
+from .core.tensor import as_tensor
 from .core.values import DistributedValues, ReduceOp, convert_to_tensor
+from .diagnostics.tensorflow_names import attributes
 from .nest import flatten
 from .variables.variable import Variable
 
 __all__ = ["compute_average_loss", "embedding_lookup", "global_batch_size", "scale_regularization_loss"]
+
+if not TYPE_CHECKING:
+    __getattr__ = attributes(__name__, "tf.nn")
 
 
 def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None) -> Any:
@@ -64,7 +69,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
             ) from error
     size = _rows(loss) if global_batch_size is None else _size(global_batch_size)
     total = loss.sum(dtype=dtype)
-    return (total / (size or 1)).astype(mean_dtype(dtype)) * bool(size)
+    return as_tensor((total / (size or 1)).astype(mean_dtype(dtype)) * bool(size))
 
 
 def global_batch_size(batch: Any) -> int:
@@ -130,7 +135,7 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
     """
     _require_replica("scale_regularization_loss")
     loss = _array(regularization_loss)
-    return loss.sum(dtype=loss.dtype) / get_strategy().num_replicas_in_sync
+    return as_tensor(loss.sum(dtype=loss.dtype) / get_strategy().num_replicas_in_sync)
 
 
 def embedding_lookup(var: Any, ids: Any) -> Any:
@@ -168,7 +173,7 @@ def embedding_lookup(var: Any, ids: Any) -> Any:
     wrong = indices[(indices < 0) | (indices >= rows[0])]
     if wrong.size:
         raise InvalidArgumentError(f"id {int(wrong[0])} is outside [0, {rows[0]})")
-    return get_array_module().take(var, indices, axis=0)
+    return as_tensor(get_array_module().take(var, indices, axis=0))
 
 
 def fit_weights(values: Any, weight: Any) -> Any:

@@ -14,7 +14,7 @@ Examples:
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,8 +22,12 @@ from cs_proto.errors import ContextError, InvalidArgumentError
 
 from .core import context
 from .core.random_streams import Purpose, Streams
+from .diagnostics.tensorflow_names import attributes
 
 __all__ = ["generator", "jax_key"]
+
+if not TYPE_CHECKING:
+    __getattr__ = attributes(__name__, "tf.random")
 
 
 def generator(step: int | None = None) -> np.random.Generator:

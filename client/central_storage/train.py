@@ -8,15 +8,20 @@ import operator
 import os
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cs_proto.errors import CheckpointDamagedError, CheckpointError, InvalidArgumentError
 
 from .checkpoint.file_format import SUFFIX
 from .checkpoint.graph import Status, Walked, find_file, require_trackable, restore, save, save_next
+from .core.closed import Closed
+from .diagnostics.tensorflow_names import attributes
 from .variables.moving_averages import ExponentialMovingAverage
 
 __all__ = ["Checkpoint", "CheckpointManager", "ExponentialMovingAverage", "latest_checkpoint"]
+
+if not TYPE_CHECKING:
+    __getattr__ = attributes(__name__, "tf.train")
 
 _log = logging.getLogger("central_storage.train")
 
@@ -103,6 +108,17 @@ class Checkpoint(Walked):
         self._names = list(objects)
         self._count = 0
         vars(self).update(objects)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Give it one more object."""
+        if not name.startswith("_"):
+            if hasattr(type(self), name):
+                raise AttributeError(f"{name!r} is a method of a Checkpoint; give the object another name")
+            try:
+                require_trackable(name, value)
+            except InvalidArgumentError as error:
+                raise AttributeError(f"Checkpoint has no attribute {name!r}, and {error}") from None
+        object.__setattr__(self, name, value)
 
     @property
     def save_counter(self) -> int:
@@ -227,7 +243,7 @@ class Checkpoint(Walked):
         return f"<Checkpoint of {', '.join(self._objects())}>"
 
 
-class CheckpointManager:
+class CheckpointManager(Closed):
     """Keeps the last checkpoints in a directory, as ``<checkpoint_name>-<n>.safetensors``.
 
     The directory is the only state: a script that is started again finds what the one before left. Several processes

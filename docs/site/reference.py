@@ -13,24 +13,8 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import central_storage
+from central_storage.core.faces import hidden
 
-#: Members without an underscore that the package's own modules and the workers use, and that users do not.
-INTERNAL = {
-    "CentralStorageStrategy": """from_backend controller devices_by_replica call series carrier variable_sets handles
-        extended_parameter_device object_for adopt claim remember evaluate_schedules logical_devices_here""",
-    "Counters": "wire_of values_of to_wire check refuse",
-    "DistributedDataset": "place go_to is_iterated_by is_elsewhere orders set_orders fault has_states",
-    "DistributedIterator": "give_back lend end_lending is_over place is_at go_to fault orders",
-    "ReplicaContext": "backend end is_local",
-    "Variable": "from_record adopt is_ordinary number current forget_view",
-    "aio.Observer": "open",
-    "data.TensorSpec": "admits",
-    "metrics.Metric": "adopt",
-    "optimizers.Optimizer": "from_record adopt slots slot_value set_slot evaluate_schedule",
-    "train.ExponentialMovingAverage": "start adopt",
-}
-#: The same for every class: the name of a rule or schedule in the tables of the protocol, and its record.
-INTERNAL_ANYWHERE = {"kind", "record"}
 #: Classes whose objects a function or another object makes, so that nobody calls them with arguments.
 MADE = {
     "Counters",
@@ -38,11 +22,15 @@ MADE = {
     "DistributedIterator",
     "ReplicaContext",
     "StrategyExtended",
+    "Tensor",
     "aio.Connecting",
     "aio.Observer",
     "data.Dataset",
+    "data.DatasetIterator",
     "optimizers.Optimizer",
 }
+#: Modules whose names are those of ``cs`` itself: their pages show none.
+ALIASES = {"compat", "distribute"}
 #: Callables that take arguments and never raise.
 HARMLESS = {
     "InputContext",
@@ -64,7 +52,7 @@ def pages() -> dict[str, list[tuple[str, object]]]:
 
 
 def _names_of(prefix: str, module: ModuleType) -> Iterator[tuple[str, object]]:
-    for name in module.__all__:
+    for name in () if prefix in ALIASES else module.__all__:
         value = getattr(module, name)
         if inspect.ismodule(value):
             yield from _names_of(f"{prefix}.{name}", value)
@@ -81,8 +69,7 @@ def members(name: str, value: object) -> list[str] | None:
     inherited = {member for base in value.__mro__[1:] if base in public for member in vars(base)}
     own = [base for base in reversed(value.__mro__) if base.__module__.startswith(("central_storage", "cs_proto"))]
     shown = dict.fromkeys(member for base in own for member in vars(base) if not member.startswith("_"))
-    hidden = INTERNAL_ANYWHERE.union(INTERNAL.get(name, "").split())
-    return [each for each in shown if each not in inherited and each not in hidden]
+    return [each for each in shown if each not in inherited and each not in hidden(value)]
 
 
 def missing() -> dict[str, str]:

@@ -15,6 +15,7 @@
     ├── DeviceMemoryError        (MemoryError)   a device has no room for an array; names it, what is free and the plan
     ├── DescriptorLimitError     (OSError)       a process cannot open more files or connections; says how many are open
     ├── OutOfRangeError          (IndexError)    a data set iterator is exhausted
+    │   └── EndOfIterationError  (StopIteration)   the same, of next(iterator)
     ├── MergeMismatchError       (RuntimeError)  replicas disagree about what comes next
     │   └── StructureMismatchError (AssertionError)  they combine nests of different structure
     ├── ReplicaLostError         (RuntimeError)  a process died during a run; says which updates stand
@@ -53,6 +54,7 @@ __all__ = [
     "DescriptorLimitError",
     "DeviceError",
     "DeviceMemoryError",
+    "EndOfIterationError",
     "Fenced",
     "InvalidArgumentError",
     "LaunchError",
@@ -137,6 +139,19 @@ class DescriptorLimitError(CentralStorageError, OSError):
 
 class OutOfRangeError(CentralStorageError, IndexError):
     """The iterator of a data set is exhausted."""
+
+
+class EndOfIterationError(OutOfRangeError, StopIteration):
+    """As :class:`OutOfRangeError`, from ``next``, where ``for`` expects a StopIteration.
+
+    ``get_next`` raises the base class: inside a generator Python turns every StopIteration into a RuntimeError.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        # What `yield from` gives. IndexError's constructor does not pass on to StopIteration's, which would set it, and
+        # Python 3.11 crashes where nothing has.
+        self.value = None
 
 
 class MergeMismatchError(CentralStorageError, RuntimeError):
@@ -284,6 +299,7 @@ _OURS = (
     DeviceMemoryError,
     DescriptorLimitError,
     OutOfRangeError,
+    EndOfIterationError,
     MergeMismatchError,
     StructureMismatchError,
     ReplicaLostError,

@@ -7,6 +7,7 @@ and the holder of a merge_call token) keep a :class:`HeldFunctions` for each wor
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from copy import copy
 
 __all__ = ["HELD_FUNCTIONS", "FunctionCache", "HeldFunctions"]
@@ -80,3 +81,12 @@ class HeldFunctions:
             return True, self
         recent = copy(self._recent)
         return recent.touch(digest), HeldFunctions(recent, self._frozen)
+
+    def without(self, frozen: Iterable[bytes]) -> HeldFunctions:
+        """What the worker holds after it has forgotten these frozen functions.
+
+        >>> _, held = HeldFunctions().touch(b"a", True)
+        >>> held.without([b"a"]).touch(b"a", True)[0]
+        False
+        """
+        return HeldFunctions(self._recent, self._frozen.difference(frozen))

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from cs_proto.errors import ConfigurationError, DeviceError, LaunchError, MemoryPlanError
+from cs_proto.version import __version__
 from cs_runtime import machine, open_files
 from cs_runtime.waits import name_waits_after
 
@@ -26,11 +27,11 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until told to end. Exit codes: 0 ended when told, 1 failed, 2 an invalid command line."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     open_files.raise_limit()
     _configure_logging()
-    parser = _parser()
-    options = parser.parse_args(arguments)
     try:
         config = ServerConfig(
             run_directory=options.run_directory,
@@ -65,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         "cs-server",
         description="The server of a Central Storage service, which holds its variables. cs-launch starts it.",
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--run-directory", required=True, help="directory of the service's sockets")
     parser.add_argument("--parameter-device", required=True, help="device that holds the variables, such as cpu:0")
     parser.add_argument("--replicas", required=True, type=int, help="number of workers")

@@ -45,6 +45,7 @@ from .events import (
     LoadKernel,
     MemoryAvailable,
     Needed,
+    Renamed,
     Reserve,
     Reserved,
 )
@@ -57,7 +58,7 @@ _log = logging.getLogger("cs_server.service")
 _moment = moments("server", time.perf_counter_ns)
 
 # What heads the control segment, in words of 8 bytes: twice the number of commits, odd within one, and how often
-# something moved.
+# something moved or got another name.
 _WORD_NBYTES = 8
 _COMMITS, _LAYOUT = 0, 1
 
@@ -103,6 +104,8 @@ class CommandRunner:
             case Discard(segment, start, stop):
                 self._counts[_LAYOUT] += 1
                 self.store.discard(segment, start, stop)
+            case Renamed():
+                self._counts[_LAYOUT] += 1
             case FreeResults():
                 self._results.reset()
         return None

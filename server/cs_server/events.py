@@ -180,7 +180,7 @@ class Dense:
     """The part of an update that lies in one slab.
 
     ``ranges`` are (first, last + 1) elements, ascending. ``slots`` and ``gradients`` name segments with the same
-    offsets as ``parameters``; gradients in replica order.
+    offsets as ``parameters``; gradients in replica order. ``rule``: another rule than that of the update.
     """
 
     dtype: str
@@ -188,6 +188,7 @@ class Dense:
     parameters: str
     slots: tuple[str, ...]
     gradients: tuple[str, ...]
+    rule: str = ""
 
     def __hash__(self) -> int:
         """Without the ranges: there may be a thousand, and what is planned for a part is looked up in every step."""
@@ -197,7 +198,7 @@ class Dense:
 @frozen
 class Rows:
     """The part of an update that a sparse gradient makes: of the variable of ``shape`` (height, elements of a row) from
-    element ``first`` on; (values, indices) in replica order."""
+    element ``first`` on; (values, indices) in replica order. ``rule``: another rule than that of the update."""
 
     dtype: str
     first: int
@@ -205,6 +206,7 @@ class Rows:
     parameters: str
     slots: tuple[str, ...]
     gradients: tuple[tuple[Array, Array], ...]
+    rule: str = ""
 
 
 @frozen
@@ -315,6 +317,11 @@ class Load:
 
 
 @frozen
+class Renamed:
+    """Variables have other names now: who has looked one up by its name asks again."""
+
+
+@frozen
 class FreeResults:
     """What :class:`Compute` commands before this one brought is not needed any more."""
 
@@ -328,6 +335,7 @@ Command = (
     | Compute
     | Fingerprint
     | Discard
+    | Renamed
     | FreeResults
     | Commit
     | EndWorker

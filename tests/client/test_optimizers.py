@@ -32,6 +32,7 @@ class Backend:
 
     replica = 0
     replicas = 1
+    ended = None
 
     def __init__(self) -> None:
         self.specs: list[VariableSpec] = []
@@ -52,7 +53,13 @@ class Backend:
         return self.optimizers[number]
 
     def configure(
-        self, number: int, kind: str, given: Mapping[str, float], schedule: Schedule | None, iterations: int
+        self,
+        number: int,
+        kind: str,
+        given: Mapping[str, float],
+        schedule: Schedule | None,
+        iterations: int,
+        exempt: tuple[str, ...] | None = None,
     ) -> int:
         self.configured.append((number, dict(given), schedule, iterations))
         if not number:
@@ -61,6 +68,7 @@ class Backend:
         else:
             made = self.optimizers[number]
             made = replace(made, hyperparameters=tuple({**dict(made.hyperparameters), **given}.items()))
+        made = made if exempt is None else replace(made, exempt=exempt)
         self.optimizers[number] = made if iterations < 0 else replace(made, iterations=iterations)
         return number
 
@@ -77,8 +85,19 @@ class Backend:
         """Nothing was handed out."""
         return False
 
-    def forget(self, number: int) -> None:
-        """Nobody holds a handle of the variable any more."""
+    slotted_numbers: tuple[int, ...] = ()
+
+    def slotted(self, optimizer: int) -> tuple[int, ...]:
+        return self.slotted_numbers
+
+    def variables(self) -> tuple[Variable, ...]:
+        return tuple(self.variable(number) for number in range(1, len(self.specs) + 1))
+
+    def forget(self, kind: str, number: int) -> None:
+        """Nobody holds a handle any more."""
+
+    def settle_names(self) -> None:
+        """No name changes."""
 
     def run(self, function: Callable[..., Any], arguments: Any) -> list[Any]:
         self.runs += 1
@@ -129,7 +148,7 @@ def test_a_variable_that_gets_a_constraint_is_looked_at_again(s: CentralStorageS
 def test_constructors_name_what_the_table_knows(kind: str) -> None:
     cls = getattr(cs.optimizers, kind)
     parameters = list(inspect.signature(cls).parameters)
-    assert set(parameters) - {"name", "shared"} == set(OPTIMIZERS[kind].hyperparameters)
+    assert set(parameters) - {"name", "shared", "exclude_from_weight_decay"} == set(OPTIMIZERS[kind].hyperparameters)
     assert parameters[0] == "learning_rate"
     optimizer = cls()
     assert optimizer.name == kind
@@ -163,10 +182,10 @@ def test_what_makes_no_sense_is_refused_where_it_is_given(kind: str, given: dict
 
 def test_an_unknown_argument_is_a_type_error() -> None:
     with pytest.raises(
-        TypeError, match=r"SGD takes no argument 'decay'; it takes learning_rate, momentum, .*clipnorm, clipvalue"
+        TypeError, match=r"SGD takes no argument 'size'; it takes learning_rate, momentum, .*clipnorm, clipvalue"
     ):
-        cs.optimizers.SGD(0.1, decay=0.1)  # type: ignore[call-arg]
-    for wrong, right in (("lr", "learning_rate"), ("beta2", "beta_2"), ("clip_norm", "clipnorm")):
+        cs.optimizers.SGD(0.1, size=0.1)  # type: ignore[call-arg]
+    for wrong, right in (("learnrate", "learning_rate"), ("beta2", "beta_2"), ("clip_norm", "clipnorm")):
         with pytest.raises(TypeError, match=f"Adam takes no argument '{wrong}'; did you mean {right}?"):
             cs.optimizers.Adam(**{wrong: 0.1})  # type: ignore[arg-type]
 
@@ -239,6 +258,80 @@ def test_nothing_is_set_inside_a_replica(s: CentralStorageStrategy, replica: Cal
         assert optimizer.learning_rate == 0.01
 
 
+# --- TensorFlow's other names -----------------------------------------------------------------------------------------
+
+
+def test_lr_is_another_name_of_the_learning_rate(s: CentralStorageStrategy, backend: Backend) -> None:
+    with pytest.warns(DeprecationWarning, match="the argument lr is deprecated; use learning_rate"):
+        assert cs.optimizers.Adamax(lr=0.25).learning_rate == 0.25
+    optimizer = made(s, "SGD", learning_rate=0.5)
+    optimizer.lr = 0.25
+    assert backend.configured[-1] == (1, {"learning_rate": 0.25}, None, -1)
+    assert optimizer.lr == optimizer.learning_rate == 0.25
+    elsewhere = cs.optimizers.SGD()
+    elsewhere.lr = decay = schedules.InverseTimeDecay(1.0, 1, 1.0)
+    assert elsewhere.lr is decay
+
+
+def test_decay_is_a_hyperparameter_of_every_optimizer(s: CentralStorageStrategy) -> None:
+    assert cs.optimizers.SGD().decay == 0.0
+    optimizer = made(s, "Adam", decay=0.5)
+    optimizer.decay = 0.25
+    assert (optimizer.decay, optimizer.get_config()["decay"], optimizer.learning_rate) == (0.25, 0.25, 0.001)
+    with pytest.raises(InvalidArgumentError, match="decay must be a finite number of at least 0"):
+        optimizer.decay = -1
+
+
+def test_weights_are_the_count_and_the_slots(s: CentralStorageStrategy, backend: Backend) -> None:
+    optimizer, w, b = made(s, "Adam"), variable(s, 2), variable(s, 3)
+    assert [weight.name for weight in optimizer.variables] == ["Adam/iterations"]
+    with pytest.raises(InvalidArgumentError, match=r"takes 1 values \(iterations and 0 slots\), not 2; slots"):
+        optimizer.set_weights([1, np.zeros(2, F32)])
+    backend.slotted_numbers = (w.number, b.number)
+    optimizer.build([w, b])
+    names = ["Adam/iterations", "w/m", "w_1/m" if b.name == "w_1" else "w/m", "w/v", f"{b.name}/v"]
+    assert [weight.name for weight in optimizer.weights] == names
+    assert [weight.name for weight in optimizer.variables()] == names
+    assert optimizer.get_slot_names() == optimizer.slot_names == ["m", "v"]
+    given = [np.int64(7), np.full(2, 1, F32), np.full(3, 2, F32), np.full(2, 3, F32), np.full(3, 4, F32)]
+    for wrong in ([*given[:4], np.zeros(2, F32)], [1.5, *given[1:]], given[:4]):
+        with pytest.raises(InvalidArgumentError, match="set_weights"):
+            optimizer.set_weights(wrong)
+    assert [weight.tolist() for weight in optimizer.get_weights()] == [0, [0] * 2, [0] * 3, [0] * 2, [0] * 3]
+    optimizer.set_weights(given)
+    assert [weight.tolist() for weight in optimizer.get_weights()] == [weight.tolist() for weight in given]
+
+
+def test_what_needs_a_tape_is_refused_with_the_way_to_do_it(s: CentralStorageStrategy) -> None:
+    optimizer, w = made(s), variable(s, 2)
+    for refused in (lambda: optimizer.minimize(lambda: 1.0, [w]), lambda: optimizer.get_gradients(1.0, [w])):
+        with pytest.raises(NotImplementedError, match=r"compute the gradients .* optimizer.apply_gradients\(zip"):
+            refused()
+
+
+def test_names_are_excluded_from_weight_decay(s: CentralStorageStrategy, backend: Backend) -> None:
+    w = variable(s, 2)
+    with s.scope():
+        first = cs.optimizers.AdamW(exclude_from_weight_decay=["bias", "LayerNorm"])
+        second = cs.optimizers.AdamW()
+    second.exclude_from_weight_decay(var_list=[w], var_names=["bias$"])
+    assert [record.exempt for record in backend.optimizers.values()] == [("bias", "LayerNorm"), ("^w$", "bias$")]
+    assert cs.optimizers.AdamW.from_record(s, backend.optimizer(2)).get_config() == second.get_config()
+    again = cs.optimizers.AdamW.from_config(first.get_config())
+    assert again.get_config()["exclude_from_weight_decay"] == ["bias", "LayerNorm"]
+    second.exclude_from_weight_decay()
+    assert backend.optimizer(2).exempt == ()
+    with pytest.raises(InvalidArgumentError, match=r"AdamW: 'bias\(' is no regular expression"):
+        cs.optimizers.AdamW(exclude_from_weight_decay=["bias("])
+    with pytest.raises(TypeError, match=r"takes a list of patterns, not the text 'bias': pass \['bias'\]"):
+        second.exclude_from_weight_decay(var_names="bias")
+    with pytest.raises(ContextError, match="variable Variable belongs to no strategy yet"):
+        second.exclude_from_weight_decay([cs.Variable(1.0)])
+    backend.slotted_numbers = (w.number,)
+    with pytest.raises(InvalidArgumentError, match="AdamW has made updates already"):
+        second.exclude_from_weight_decay(var_names=["bias"])
+
+
 # --- schedules --------------------------------------------------------------------------------------------------------
 
 
@@ -255,6 +348,11 @@ def test_nothing_is_set_inside_a_replica(s: CentralStorageStrategy, replica: Cal
             schedules.CosineDecay(0.0, 10, warmup_target=1.0, warmup_steps=4),
             {0: 0.0, 1: 0.25, 4: 1.0, 9: 0.5, 14: 0.0},
         ),
+        (schedules.InverseTimeDecay(0.1, 10, 0.5), {0: 0.1, 5: 0.1 / 1.25, 20: 0.05}),
+        (schedules.InverseTimeDecay(0.1, 10, 0.5, staircase=True), {9: 0.1, 10: 0.1 / 1.5, 19: 0.1 / 1.5, 20: 0.05}),
+        (schedules.CosineDecayRestarts(0.2, 10), {0: 0.2, 5: 0.1, 10: 0.2, 20: 0.1, 30: 0.2, 50: 0.1, 70: 0.2}),
+        (schedules.CosineDecayRestarts(0.2, 10, t_mul=1.0, m_mul=0.5, alpha=0.5), {0: 0.2, 10: 0.15, 25: 0.1125}),
+        (schedules.CosineDecayRestarts(1.0, 10, t_mul=3.0), {10: 1.0, 40: 1.0, 130: 1.0, 1210: 1.0, 3640: 1.0}),
         (schedules.PolynomialDecay(1.0, 10, 0.5), {0: 1.0, 5: 0.75, 10: 0.5, 50: 0.5}),
         (schedules.PolynomialDecay(1.0, 10, 0.0, power=2.0), {5: 0.25}),
         (schedules.PolynomialDecay(1.0, 10, 0.0, cycle=True), {0: 1.0, 5: 0.5, 10: 0.0, 15: 0.25, 20: 0.0}),
@@ -280,6 +378,9 @@ def test_schedules(schedule: Any, rates: dict[int, float], s: CentralStorageStra
         (lambda: schedules.CosineDecay(float("inf"), 10), "float that is finite"),
         (lambda: schedules.PiecewiseConstantDecay([1, 2], [1.0, 2.0]), "2 boundaries need 3 values, not 2"),
         (lambda: schedules.PiecewiseConstantDecay([2, 1], [1.0, 2.0, 3.0]), "must ascend"),
+        (lambda: schedules.InverseTimeDecay(0.1, 0, 0.5), "decay_steps of InverseTimeDecay must be more than 0"),
+        (lambda: schedules.CosineDecayRestarts(0.1, 0), "first_decay_steps of CosineDecayRestarts must be more than 0"),
+        (lambda: schedules.CosineDecayRestarts(0.1, 10, t_mul=0.5), "t_mul of CosineDecayRestarts must be at least 1"),
         (lambda: schedules.PolynomialDecay("much", 10), "could not convert"),  # type: ignore[arg-type]
     ],
 )
@@ -294,6 +395,8 @@ def test_a_schedule_is_a_number_at_every_step(initial: float, steps: float, powe
         schedules.ExponentialDecay(initial, steps, power),
         schedules.CosineDecay(initial, steps),
         schedules.PolynomialDecay(initial, steps, 0.0, power, cycle=bool(step % 2)),
+        schedules.InverseTimeDecay(initial, steps, power, staircase=bool(step % 2)),
+        schedules.CosineDecayRestarts(initial, steps, 1 + abs(power), power),
     ):
         assert isinstance(schedule(step), float)
 

@@ -177,7 +177,8 @@ def _schedules() -> st.SearchStrategy[Any]:
     steps = st.floats(0, exclude_min=True, allow_infinity=False)
 
     def numbers(kind: Kind) -> st.SearchStrategy[Schedule]:
-        drawn = st.tuples(*(steps if field == "decay_steps" else finite for field in FIELDS[kind]))
+        special = {"decay_steps": steps, "first_decay_steps": steps, "t_mul": st.floats(1, allow_infinity=False)}
+        drawn = st.tuples(*(special.get(field, finite) for field in FIELDS[kind]))
         return drawn.map(lambda numbers: Schedule(kind, numbers))
 
     pieces = st.lists(finite, max_size=3).flatmap(

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.harness.services import connected
 
 import central_storage as cs
 from central_storage.data.distributed import DistributedDataset
@@ -32,7 +33,7 @@ X, Y = np.arange(20, dtype=np.float32).reshape(10, 2), list(range(10))
 @pytest.fixture(scope="module")
 def two() -> Iterator[cs.CentralStorageStrategy]:
     with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as strategy:
-        yield strategy
+        yield connected(strategy)
 
 
 def rows() -> Any:

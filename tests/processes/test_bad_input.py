@@ -108,6 +108,29 @@ def test_the_launchers_devices_count_and_it_is_said(tmp_path: Path) -> None:
     )
 
 
+CONNECTS = """
+import os, subprocess, sys
+mine = ("CS_ROLE", "CS_DEVICES", "CS_PARAMETER_DEVICE")
+environment = {name: value for name, value in os.environ.items() if name not in mine}
+sys.exit(subprocess.run([sys.executable, sys.argv[1]], env=environment).returncode)
+"""
+
+
+def test_the_devices_of_a_connected_service_count_and_it_is_said(tmp_path: Path) -> None:
+    script, connects = tmp_path / "script.py", tmp_path / "connects.py"
+    connects.write_text(CONNECTS)
+    script.write_text(
+        "import central_storage as cs\nprint(cs.CentralStorageStrategy(3, 'cpu:7').num_replicas_in_sync)\n"
+    )
+    ended = run("cs-launch", "--devices", "cpu:0,cpu:1", connects, script).ok()
+    (said,) = (line for line in ended.err.splitlines() if "is not used" in line)
+    assert "the devices of the service in " in said
+    assert said.endswith(
+        "count: cpu:0, cpu:1, parameters on cpu:0; "
+        "the script's compute_devices=3 and parameter_device='cpu:7' is not used"
+    )
+
+
 def test_a_script_written_with_devices_runs_under_a_bare_launcher(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

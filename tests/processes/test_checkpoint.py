@@ -56,8 +56,8 @@ class Training:
             **slots,
             **{name: None if shadow is None else shadow.numpy() for name, shadow in shadows.items()},
             "steps": self.more["steps"].numpy(),
-            "iterations": optimizer.iterations,
-            "learning_rate": optimizer.learning_rate,
+            "iterations": int(optimizer.iterations),
+            "learning_rate": float(optimizer.learning_rate),
             "mean": [v.numpy() for v in self.mean.variables],
         }
 

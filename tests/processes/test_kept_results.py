@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from tests.harness.services import connected
 
 import central_storage as cs
 from cs_proto.errors import InvalidArgumentError
@@ -15,7 +16,7 @@ KEEP = cs.RunOptions(keep_per_replica=True)
 @pytest.fixture(scope="module")
 def two() -> Iterator[cs.CentralStorageStrategy]:
     with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as strategy:
-        yield strategy
+        yield connected(strategy)
 
 
 def test_equal_counts_come_back_bare_unless_kept(two: cs.CentralStorageStrategy) -> None:

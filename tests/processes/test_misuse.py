@@ -253,7 +253,7 @@ MISUSES: dict[str, tuple[Callable[[World], Any], type[BaseException], str]] = {
         "summed",
     ),
     "iterator exhausted, get_next": (exhausted, OutOfRangeError, "ended"),
-    "iterator exhausted, next": (exhausted_next, StopIteration, "^$"),
+    "iterator exhausted, next": (exhausted_next, StopIteration, "ended"),
     "a tuple of arrays as a data set": (
         lambda w: w.s.experimental_distribute_dataset((np.ones(4), np.ones(4))),
         TypeError,

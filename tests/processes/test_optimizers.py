@@ -334,3 +334,76 @@ def test_an_optimizer_serves_one_strategy(two: cs.CentralStorageStrategy) -> Non
         foreign, _ = weight(other)
         with pytest.raises(ContextError, match="belongs to another strategy"):
             moves(other, foreign, optimizer, 1)
+
+
+def test_decay_and_the_new_schedules_are_followed_at_every_step(two: cs.CentralStorageStrategy) -> None:
+    rates: list[tuple[dict[str, Any], Any]] = [
+        ({"learning_rate": 1.0, "decay": 0.5}, lambda t: 1 / (1 + 0.5 * t)),
+        ({"learning_rate": schedules.InverseTimeDecay(1.0, 2, 3.0)}, lambda t: 1 / (1 + 1.5 * t)),
+        (
+            {"learning_rate": schedules.InverseTimeDecay(1.0, 2, 3.0), "decay": 0.5},
+            lambda t: 1 / (1 + 1.5 * t) / (1 + 0.5 * t),
+        ),
+        ({"learning_rate": (restarts := schedules.CosineDecayRestarts(1.0, 2, t_mul=1.0))}, restarts),
+    ]
+    for given, rate in rates:
+        with two.scope():
+            w, sgd = cs.Variable(np.zeros((), np.float64)), cs.optimizers.SGD(**given)
+        for _ in range(4):
+            two.run(lambda: sgd.apply_gradients([(np.float64(-0.5), w)]))  # noqa: B023  (sent at once)
+        assert float(w.numpy()) == pytest.approx(sum(rate(t) for t in range(4)))
+
+
+def test_a_kept_count_ends_a_loop_and_is_saved(two: cs.CentralStorageStrategy, tmp_path: Any) -> None:
+    with two.scope():
+        w, adam = cs.Variable(np.zeros(2, F32)), cs.optimizers.Adam(0.5)
+    step, rate = adam.iterations, adam.lr
+    for _ in range(9):
+        if step >= 3:
+            break
+        two.run(lambda: adam.apply_gradients([(np.ones(2, F32), w)]))
+    assert (int(step), adam.iterations, w.version) == (3, 3, 3)
+    path = cs.train.Checkpoint(adam=adam, w=w).save(tmp_path / "ckpt")
+    weights = adam.get_weights()
+    adam.set_weights([np.zeros_like(weight) for weight in weights])
+    rate.assign(0.25)
+    assert (step, adam.get_slot(w, "m").numpy().tolist()) == (0, [0, 0])
+    cs.train.Checkpoint(adam=adam, w=w).restore(path).assert_consumed()
+    assert (step, rate) == (3, 0.5)
+    for found, wanted in zip(adam.get_weights(), weights, strict=True):
+        assert found.tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize("given", [{}, {"amsgrad": True}, {"global_clipnorm": 0.5}, {"clipvalue": 0.25}])
+def test_a_variable_that_is_excluded_from_weight_decay_is_updated_as_by_adam(
+    given: dict[str, Any], two: cs.CentralStorageStrategy
+) -> None:
+    shapes = {"kernel": (3, 2), "bias": (5,), "scale": (4,), "table": (6, 2), "table_bias": (6, 2)}
+
+    def train(kind: str, **more: Any) -> dict[str, list[np.ndarray]]:
+        with two.scope():
+            made = {name: cs.Variable(np.ones(shape, F32), name=f"{kind}/{name}") for name, shape in shapes.items()}
+            optimizer = getattr(cs.optimizers, kind)(0.1, **given, **more)
+
+        def step(t: int) -> None:
+            random = np.random.default_rng([t, int(cs.get_replica_context().replica_id_in_sync_group)])
+            pairs: list[tuple[Any, cs.Variable]] = []
+            for name, variable in made.items():
+                gradient = random.normal(size=variable.shape).astype(F32)
+                is_sparse = name.startswith("table")
+                pairs.append((cs.IndexedSlices(gradient[:2], [1, 4]) if is_sparse else gradient, variable))
+            optimizer.apply_gradients(pairs)
+
+        for t in range(3):
+            two.run(step, (t,))
+        return {
+            name: [w.numpy(), *(optimizer.get_slot(w, slot).numpy() for slot in optimizer.slot_names)]
+            for name, w in made.items()
+        }
+
+    adam, adamw = train("Adam"), train("AdamW", weight_decay=0.5)
+    found = train("AdamW", weight_decay=0.5, exclude_from_weight_decay=["bias", "scale"])
+    for name, arrays in found.items():
+        wanted = (adam if "bias" in name or name == "scale" else adamw)[name]
+        assert [array.tobytes() for array in arrays] == [array.tobytes() for array in wanted], name
+        assert adam[name][0].tobytes() != adamw[name][0].tobytes()

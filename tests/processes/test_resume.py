@@ -83,7 +83,7 @@ class Training:
         assert shadow is not None
         variables = [self.weights, shadow, *self.loss.variables]
         arrays = [*slots, *(variable.numpy() for variable in variables)]
-        return [self.optimizer.iterations, self.data.epoch, *(array.tobytes() for array in arrays)]
+        return [int(self.optimizer.iterations), self.data.epoch, *(array.tobytes() for array in arrays)]
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def lie_to_the_server(server: str) -> None:
         forged = [10, PROTOCOL, [8, 0, 1 << 62, 1, "cpu:0", ""]]
         assert "Worker.incarnation must be int" in refusal(socket, [msgpack.packb(forged)])
         forged_worker = Worker(0, (1 << 31) - 1, os.getpid(), "cpu:0", "")
-        assert "has not told the death of w0.1" in refusal(socket, parts(Register(PROTOCOL, forged_worker)))
+        assert "has not reported the death of w0.1" in refusal(socket, parts(Register(PROTOCOL, forged_worker)))
         again = Worker(0, 1, os.getpid(), "cpu:0", "")
         assert "w0.1 has registered from another process" in refusal(socket, parts(Register(PROTOCOL, again)))
         too_much = [b"\x90", *[bytes(48 * MIB)] * 4]

@@ -16,6 +16,7 @@ from typing import NoReturn
 from central_storage.core import context
 from central_storage.diagnostics.logging_setup import configure_logging, dump_stacks_on_signal
 from cs_proto.errors import CentralStorageError, ContextError, ShutdownError
+from cs_proto.version import __version__
 from cs_runtime import open_files
 from cs_runtime.transport import supervisor_link
 from cs_runtime.transport.supervisor_link import SupervisorLink
@@ -86,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="cs-worker", description="One worker of a Central Storage service. cs-launch starts it."
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--run-directory", required=True, metavar="D", help="directory of the service's sockets")
     parser.add_argument("--replica", required=True, type=int, metavar="R", help="number of the replica, from 0")
     parser.add_argument(

@@ -21,6 +21,7 @@ import numpy as np
 from central_storage import nest
 from central_storage.core import context
 from central_storage.core.random_streams import Streams
+from central_storage.core.read_only import explain
 from central_storage.pickling.pickler import load_arguments
 from central_storage.wire_values.value_codec import to_value
 from cs_proto import messages, segment_names
@@ -105,7 +106,8 @@ class Loop:
         if isinstance(work, Prepare):
             self._prepare(work)
         elif isinstance(work, Forget):
-            self._shop.catalogue.forget(work.variables)
+            self._programs.forget(controller, work.functions)
+            self._shop.forget(work)
         else:
             self._shop.interrupts.install()  # the user's code may have put other handlers in their place
             self._shop.conversation.begin_run(controller, work)
@@ -194,6 +196,7 @@ class Loop:
         except BaseException as raised:
             if shop.conversation.link.is_inherited:
                 _end_child(raised)
+            explain(raised)
             raise
         if shop.conversation.link.is_inherited:
             _end_child(None)

@@ -21,6 +21,7 @@ from typing import Any, Self
 import numpy as np
 
 from central_storage.core.backends import Strategy
+from central_storage.core.closed import Closed
 from central_storage.core.composites import Composite
 from central_storage.core.context import get_replica_context, has_strategy, require_cross_replica
 from central_storage.core.handles import Handle
@@ -52,11 +53,11 @@ _DATA = DistributedDataset | DistributedFromFunction
 _STRATEGY = "(strategy)"
 
 
-class Walked:
+class Walked(Closed):
     """Base of this project's objects whose attributes are saved: a Checkpoint in a Checkpoint."""
 
 
-class Status:
+class Status(Closed):
     """The result of a restore. Objects and checkpoint may differ; call a method to say what you expect.
 
     ``matched`` is the number of values that were restored. ``missing`` names the values that objects need and the

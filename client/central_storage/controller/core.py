@@ -125,6 +125,11 @@ class ControllerCore:
             self._waits.append(question)
         return question
 
+    def forget_functions(self, digests: Sequence[bytes]) -> list[Command]:
+        """Nobody runs these frozen functions again, and no run is unanswered: the workers forget them."""
+        self._held = [held.without(digests) for held in self._held]
+        return self._to_workers(messages.Forget((), functions=tuple(digests)))
+
     def forget_write(self) -> None:
         """Do not wait for the answer to a write that Ctrl-C has left."""
         self._left_off = None
@@ -304,8 +309,9 @@ class ControllerCore:
         for wait in self._waits:
             if isinstance(wait, Question) and wait.answers(record):
                 wait.answer, wait.is_over = record, True
-                if isinstance(wait.request, messages.Free) and not isinstance(record, Refused):
-                    return self._to_workers(messages.Forget(wait.request.variables))
+                if isinstance(wait.request, messages.Free) and isinstance(record, messages.Done):
+                    asked = wait.request
+                    return self._to_workers(messages.Forget(asked.variables, asked.optimizers, record.renamed))
                 return []
             if isinstance(wait, Settling) and type(record) is Counters and record.request == wait.cancelled:
                 wait.workers_know = True

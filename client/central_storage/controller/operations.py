@@ -6,7 +6,6 @@ It implements :class:`~central_storage.core.backends.ControllerBackend`.
 from __future__ import annotations
 
 import time
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -34,12 +33,13 @@ from .waits import Question
 
 __all__ = ["ServiceLink", "wait_until_serving"]
 
-# Variables named in one request to free them.
+# Variables and optimizers named in one request to free them.
 _FREED_AT_ONCE = 10_000
 
 
 class ServiceLink:
-    """One controller session. Operations of several threads come one after the other."""
+    """One controller session: a facade of all that the strategy, its variables and its optimizers ask. Operations of
+    several threads come one after the other."""
 
     def __init__(
         self,
@@ -56,13 +56,19 @@ class ServiceLink:
         self._core = self._session.core
         self._ask, self._number = self._session.ask, self._core.next_sequence
         self._client = lifeline.client
-        self._runs = Runs(self._session, seed)
-        self._is_held: Callable[[str, int], object] = _nothing_held
-        self._forgotten: deque[int] = deque()  # a thread may add to it at any time, in the midst of an operation too
+        self._runs = Runs(self._session, seed, self.forget)
+        self._is_held: Callable[[str, int], Any] = _nothing_held
+        # A thread may add to it at any time, in the midst of an operation too.
+        self._forgotten: deque[tuple[str, Any]] = deque()
         self.address = serving.run_directory
         self.replicas = 0
         self.parameter_device = ""
         self.compute_devices: tuple[str, ...] = ()
+
+    @property
+    def ended(self) -> str | None:
+        """Why the service has ended; None while it has not."""
+        return self._session.ended
 
     def open(self) -> Self:
         """Say hello to the server, and connect to the workers."""
@@ -92,6 +98,16 @@ class ServiceLink:
     def transport(self) -> str:
         """How it talks with the service, in words."""
         return self._session.transport
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the service runs and this link is open, as far as is known."""
+        return self._session.ended is None
+
+    def abandon(self) -> None:
+        """Nobody holds the strategy over this link any more: end its service, but for a launcher's. Called by the
+        garbage collector in any thread and at any time, so the thread that waits for output does it."""
+        self._session.leave_to_listener(self.close)
 
     def forget_in_child(self) -> None:
         """In a forked child: let go of the connection to the supervisor."""
@@ -165,7 +181,7 @@ class ServiceLink:
                 try:
                     self._assign(record.number, "assign", value)
                 except BaseException:  # nobody gets to know it
-                    self._forgotten.append(record.number)
+                    self._forgotten.append(("variable", record.number))
                     raise
             return record
 
@@ -190,9 +206,16 @@ class ServiceLink:
             array = self._place(number)
             return self._session.lifeline.segment_of(array).rows(array, rows)
 
-    def forget(self, number: int) -> None:
-        """Free the variable before the next operation, unless somebody got a handle of it again."""
-        self._forgotten.append(number)
+    def forget(self, kind: str, number: Any) -> None:
+        """Free a variable or optimizer before the next operation, unless somebody got a handle of it again. Of a
+        function that nobody has any more, ``number`` is the digest."""
+        self._forgotten.append((kind, number))
+
+    def settle_names(self) -> None:
+        """Free what nobody holds: other variables get its name."""
+        if self._forgotten and self.is_running and not self._session.interrupts.is_entered:
+            with suppress(ReplicaLostError, ShutdownError), self._operation():
+                pass
 
     def configure(
         self,
@@ -201,11 +224,14 @@ class ServiceLink:
         hyperparameters: Mapping[str, float],
         schedule: Schedule | None,
         iterations: int,
+        exempt: tuple[str, ...] | None = None,
     ) -> int:
         """Make an optimizer (``number`` 0) or change one; its number."""
         with self._operation():
             pairs = tuple(hyperparameters.items())
-            request = messages.Configure(self._client, self._number(), number, kind, pairs, schedule, iterations)
+            request = messages.Configure(
+                self._client, self._number(), number, kind, pairs, schedule, iterations, exempt
+            )
             return self._ask(request, messages.Done).number
 
     def slot(self, optimizer: int, variable: int, slot: str) -> np.ndarray:
@@ -311,21 +337,31 @@ class ServiceLink:
             self._session.arena.release(mark)
 
     def _free_forgotten(self) -> None:
-        numbers = []
-        for number in [self._forgotten.popleft() for _ in range(min(len(self._forgotten), _FREED_AT_ONCE))]:
-            handle = self._is_held("variable", number)
+        freed: dict[str, list[Any]] = {"variable": [], "optimizer": [], "function": []}
+        while self._forgotten and sum(map(len, freed.values())) < _FREED_AT_ONCE:
+            kind, number = self._forgotten.popleft()
+            if kind == "handle":
+                self._runs.drop_stale()  # which may add to what is forgotten
+                continue
+            handle = None if kind == "function" else self._is_held(kind, number)
             if handle is None:
-                numbers.append(number)
+                freed[kind].append(number)
             else:  # it came back, as the result of a run
-                weakref.finalize(handle, self.forget, number).atexit = False
-        if numbers:
-            self._ask(messages.Free(self._client, self._number(), tuple(numbers)), messages.Done)
+                handle._cs_keep(self.forget)  # noqa: SLF001
+        if functions := self._runs.drop(freed["function"]):
+            self._session.carry_out(self._core.forget_functions(functions))
+        variables, optimizers = tuple(freed["variable"]), tuple(freed["optimizer"])
+        if variables or optimizers:
+            asked = messages.Free(self._client, self._number(), variables, optimizers)
+            for number, name in self._ask(asked, messages.Done).renamed:
+                if (renamed := self._is_held("variable", number)) is not None:
+                    renamed.rename(name)
 
     def _finish_write(self, question: Question) -> None:
         """Wait for the answer to a write that Ctrl-C has left. What it was refused with is nobody's."""
         self._session.wait(question)
         if isinstance(question.answer, messages.Created):
-            self._forgotten.append(question.answer.variable.number)
+            self._forgotten.append(("variable", question.answer.variable.number))
 
     def _describe_optimizer(self, number: int) -> messages.Described:
         return self._ask(messages.Describe(self._number(), (), (number,)), messages.Described)

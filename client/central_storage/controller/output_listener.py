@@ -18,12 +18,14 @@ __all__ = ["OutputListener"]
 class OutputListener:
     """Calls ``listen`` under ``lock`` whenever ``descriptor`` is readable and no operation holds the lock.
 
-    The thread touches nothing else. ``listen`` returns False when there will be nothing more to hear.
+    The thread touches nothing else, until :meth:`finish`. ``listen`` returns False when there will be nothing more to
+    hear.
     """
 
     def __init__(self, descriptor: int, lock: AbstractContextManager[bool], listen: Callable[[], bool]) -> None:
         self._lock = lock
         self._listen = listen
+        self._last: Callable[[], None] | None = None
         self._stop_reader, self._stop_writer = os.pipe2(os.O_CLOEXEC)
         # Not select(): ``descriptor`` is closed after stop(), and may be when this thread next asks.
         self._poller = select.poll()
@@ -37,7 +39,9 @@ class OutputListener:
             while not self._stopped(None):
                 with self._lock:  # by now the listener may have been stopped, or an operation have heard it all
                     if self._stopped(0) or not self._listen():
-                        return
+                        break
+            if self._last is not None:
+                self._last()
         finally:
             os.close(self._stop_reader)
 
@@ -50,6 +54,12 @@ class OutputListener:
         if self._stop_writer >= 0:
             os.close(self._stop_writer)  # end-of-file makes the other end readable
             self._stop_writer = -1
+
+    def finish(self, last: Callable[[], None]) -> None:
+        """End the thread, which calls ``last`` first. Takes no lock."""
+        self._last = last
+        if self._stop_writer >= 0:
+            os.write(self._stop_writer, b"!")
 
     def join(self) -> None:
         """Wait for the thread; the caller must not hold the lock."""

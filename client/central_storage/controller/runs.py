@@ -9,19 +9,20 @@ import inspect
 import os
 import sys
 import time
-import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from central_storage.core.composites import Composite
-from central_storage.core.context import call_site
-from central_storage.core.handles import Handle
+from central_storage.core.handles import Forget, Handle, Hold
 from central_storage.core.pipeline import Arguments, Series
 from central_storage.core.random_streams import function_name
-from central_storage.pickling.function import Function, Pickled
+from central_storage.diagnostics.callers import warn
+from central_storage.pickling.function import Function, Pickled, Pickles, drop_stale
 from central_storage.pickling.pickler import Adopt, digest, dump_arguments, dump_function
 from cs_proto.arrays import INLINE_NBYTES, Array
 from cs_proto.errors import ContextError
@@ -41,10 +42,14 @@ _LARGE_NBYTES = 1 << 20
 class Runs:
     """What it takes to send runs over a session and to wait for their end."""
 
-    def __init__(self, session: Session, seed: int) -> None:
+    def __init__(self, session: Session, seed: int, forget: Forget) -> None:
+        """``forget`` is told when nobody needs a frozen function any more, in any thread and at any time."""
         self._session = session
         self.seed = seed
         self._warned: set[object] = set()
+        self._forget = forget
+        self._pickles: WeakValueDictionary[int, Pickles] = WeakValueDictionary()
+        self._frozen: Counter[bytes] = Counter()  # how many functions have a digest
         #: How handles become numbers; said once by the strategy over this session.
         self.adopt: Adopt = _nothing_adopted
 
@@ -53,10 +58,10 @@ class Runs:
         session, core = self._session, self._session.core
         core.refuse_lost()
         moment("begun")
-        data, hashed, handles = self._pickle(function)
+        data, hashed, holds = self._pickle(function)
         frozen = isinstance(function, Function)
         # A frozen function lives on in the workers, where it may keep what it is given.
-        adopt = partial(self._adopt_into, handles) if frozen else self.adopt
+        adopt = partial(self._adopt_into, holds) if frozen else self.adopt
         # Placed when all is pickled: what is adopted meanwhile may be brought by way of the arena, too.
         pickles = [dump_arguments(args, kwargs, adopt, _in_place) for args, kwargs in arguments]
         moment("pickled")
@@ -103,14 +108,36 @@ class Runs:
                 raise
             session.carry_out(commands)
 
+    def drop(self, digests: Iterable[bytes]) -> list[bytes]:
+        """A function with each of these digests is gone; those that no other function has."""
+        self._frozen.subtract(digests)
+        gone = [each for each, count in self._frozen.items() if not count]
+        for each in gone:
+            del self._frozen[each]
+        return gone
+
+    def drop_stale(self) -> None:
+        """Drop frozen functions whose names stand for something else now, with what they hold."""
+        for pickles in list(self._pickles.values()):
+            drop_stale(pickles, self)
+
+    def _freeze(self, function: Callable[..., Any]) -> Pickled:
+        made = self._pickle(function)
+        self._frozen[made.digest] += 1
+        made.holds.add(Hold(self._forget, "function", made.digest))
+        return made
+
     def _pickle(self, function: Callable[..., Any]) -> Pickled:
         if isinstance(function, Function):
-            return function.pickle_for(self, self._pickle)
-        handles: dict[int, object] = {}
-        data = dump_function(function, partial(self._adopt_into, handles))
-        if len(data) > _LARGE_NBYTES and not isinstance(function, Function):
+            pickles = function.pickles
+            if id(pickles) not in self._pickles:
+                self._pickles[id(pickles)] = pickles
+            return function.pickle_for(self, self._freeze)
+        holds: set[Hold] = set()
+        data = dump_function(function, partial(self._adopt_into, holds))
+        if len(data) > _LARGE_NBYTES:
             self._warn_of_captures(function, len(data))
-        return Pickled(data, digest(data), handles)
+        return Pickled(data, digest(data), holds)
 
     def _warn_of_captures(self, function: Callable[..., Any], nbytes: int) -> None:
         """Warn, once for each function, that what it captures is sent at every run."""
@@ -118,19 +145,18 @@ class Runs:
         if code in self._warned:
             return
         self._warned.add(code)
-        file, _, line = call_site().rpartition(":")
-        warnings.warn_explicit(
+        warn(
             f"{getattr(function, '__qualname__', repr(function))} captures {nbytes / 1e6:.1f} MB{_largest(function)}, "
             "which is pickled and sent at every run; decorate the function with @cs.function, which sends it once, or "
             "pass the array as an argument, or make it a cs.Variable",
             UserWarning,
-            file,
-            int(line),
         )
 
-    def _adopt_into(self, handles: dict[int, object], handle: Handle | Composite) -> tuple[str, int]:
-        handles[id(handle)] = handle
-        return self.adopt(handle)
+    def _adopt_into(self, holds: set[Hold], handle: Handle | Composite) -> tuple[str, int]:
+        number = self.adopt(handle)
+        if isinstance(handle, Handle) and (hold := handle._cs_hold) is not None:  # noqa: SLF001  (not the handle itself, which holds its strategy)
+            holds.add(hold)
+        return number
 
 
 def _largest(function: Callable[..., Any]) -> str:

@@ -415,6 +415,11 @@ class Session:
                 if self._stop is not None:
                     self._stop()
 
+    def leave_to_listener(self, close: Callable[[], None]) -> None:
+        """Let the thread that listens call ``close``. The link to a launcher's service stays."""
+        if self._listener is not None and self._stop is not None and os.getpid() == self._process:
+            self._listener.finish(close)
+
     def join(self) -> None:
         """Wait for the end of the thread that listens; the caller must not hold the lock."""
         if self._listener is not None:

@@ -16,13 +16,14 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from cs_proto.arithmetic.schedules import Schedule
+from cs_proto.errors import ShutdownError
 from cs_proto.messages import AssignOp, Counters, Optimizer, ReduceOpName, Variable, VariableSpec, WriteOp
 
 from .handles import Handle
 from .pipeline import Series
 from .variable_sets import Numbers, VariableSets
 
-__all__ = ["Carriage", "ControllerBackend", "ReplicaBackend", "ServiceBackend", "Strategy"]
+__all__ = ["Carriage", "ControllerBackend", "ReplicaBackend", "ServiceBackend", "Strategy", "service_of"]
 
 
 class Carriage(NamedTuple):
@@ -62,8 +63,8 @@ class Strategy(Protocol):
     def remember(self, handle: Handle) -> None:
         """Let ``handle`` be the one object for its number in this process."""
 
-    def claim(self, average: object, name: str) -> str:
-        """A name that no other moving average has or had."""
+    def claim(self, owner: object, name: str) -> str:
+        """A name that no other moving average and no other accumulator has or had."""
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Call ``fn`` once per replica."""
@@ -171,6 +172,10 @@ class ControllerBackend(_Catalogue, Protocol):
     parameter_device: str
     address: str
 
+    @property
+    def ended(self) -> str | None:
+        """Why the service has ended; None while it has not."""
+
     def run(
         self,
         function: Callable[..., Any],
@@ -185,9 +190,16 @@ class ControllerBackend(_Catalogue, Protocol):
     def read(self, number: int) -> np.ndarray:
         """A copy of the variable's current value."""
 
-    def forget(self, number: int) -> None:
-        """Nobody holds the handle any more that this process made of a variable: the server may free it. Called by the
+    def forget(self, kind: str, number: int) -> None:
+        """Nobody holds a variable or optimizer any more that this process made: the server may free it. Called by the
         garbage collector in any thread, so it only makes a note."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the service runs, as far as is known."""
+
+    def settle_names(self) -> None:
+        """Free what nobody holds, so that the names that this process knows are those of the server."""
 
     def configure(
         self,
@@ -196,9 +208,11 @@ class ControllerBackend(_Catalogue, Protocol):
         hyperparameters: Mapping[str, float],
         schedule: Schedule | None,
         iterations: int,
+        exempt: tuple[str, ...] | None = None,
     ) -> int:
-        """Make an optimizer (``number`` 0), or change some of its hyperparameters, its schedule or its iterations
-        (-1: not them); its number. A learning rate without a schedule ends the schedule there was."""
+        """Make an optimizer (``number`` 0), or change some of its hyperparameters, its schedule, its iterations (-1:
+        not them) or the patterns of the names that are exempt from weight decay (None: not them); its number. A
+        learning rate without a schedule ends the schedule there was."""
 
     def slotted(self, optimizer: int) -> tuple[int, ...]:
         """The numbers of the variables beside which an optimizer has slots."""
@@ -243,3 +257,19 @@ class ServiceBackend(ControllerBackend, Protocol):
     ) -> None:
         """How handles become objects, how handles and composites are named, and which object somebody holds.
         The strategy over this link says it once."""
+
+    def abandon(self) -> None:
+        """Nobody holds the strategy any more. Called by the garbage collector in any thread and at any time."""
+
+
+def service_of(strategy: Strategy, what: str) -> ControllerBackend:
+    """The seam to the service that has ``what``. Where that service has ended, raises ShutdownError, which names
+    ``what``: there may be a newer strategy, which is another service."""
+    backend = strategy.controller
+    if backend.ended is not None:
+        raise ShutdownError(
+            f"{what} belongs to another service than a strategy made since, and that service has ended "
+            f"({backend.ended}): make a new CentralStorageStrategy if there is none yet, make {what} again under its "
+            "scope, and restore the value from a checkpoint"
+        )
+    return backend

@@ -13,13 +13,15 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
+from .closed import Closed
+
 if TYPE_CHECKING:
     from .backends import Strategy
 
 __all__ = ["Composite", "rebuild"]
 
 
-class Composite:
+class Composite(Closed):
     """Base of objects made of variables. All attributes travel to a worker; those of the vocabulary also come back."""
 
     def adopt(self, strategy: Strategy) -> None:

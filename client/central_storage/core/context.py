@@ -7,23 +7,24 @@ The state is a stack per thread. ``ReplicaContext`` is the public object of a re
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
 from central_storage import nest
+from central_storage.diagnostics.callers import call_site
 from cs_proto.arithmetic import reduction
 from cs_proto.errors import ContextError, InvalidArgumentError, NotATensorError, UsedScopeError
 
 from . import opening
+from .closed import Closed
 from .deprecated import warn_deprecated
 from .devices import full_name
+from .tensor import Tensor, as_tensor
 from .values import IndexedSlices, ReduceOp, as_reduce_op, convert_to_tensor
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ __all__ = [
     "ReplicaContext",
     "Scope",
     "become_worker",
-    "call_site",
     "current_replica",
     "enter_cross_replica",
     "enter_replica",
@@ -54,8 +54,6 @@ __all__ = [
     "require_cross_replica",
     "streams_here",
 ]
-
-_PACKAGE = str(Path(__file__).parents[1])
 
 
 class _Stack(threading.local):
@@ -216,7 +214,7 @@ class enter_cross_replica:  # noqa: N801  (a function to its callers; entered at
         _stack.pop()
 
 
-class Scope(AbstractContextManager[S], Generic[S]):
+class Scope(Closed, AbstractContextManager[S], Generic[S]):
     """The result of ``strategy.scope()``: the cross-replica context, refused where it is not allowed. For the default
     strategy it is the default context, as outside every scope.
 
@@ -298,7 +296,7 @@ class enter_replica:  # noqa: N801  (as above)
         self._context.end()
 
 
-class ReplicaContext:
+class ReplicaContext(Closed):
     """What a replica function can ask and do as one of ``num_replicas_in_sync`` replicas.
 
     ``get_replica_context()`` gives it. Using one after its run has ended is a :class:`ContextError`.
@@ -344,12 +342,12 @@ class ReplicaContext:
         return self._backend is None
 
     @property
-    def replica_id_in_sync_group(self) -> np.ndarray | int:
-        """0 … num_replicas_in_sync - 1: a read-only int32 array without axes; the int 0 in the default context."""
+    def replica_id_in_sync_group(self) -> Tensor | int:
+        """0 … num_replicas_in_sync - 1: a read-only int32 tensor without axes, which can be an index or the key of a
+        dict; the int 0 in the default context."""
         if self._backend is None:
             return 0
-        number = np.array(self.backend.replica, np.int32)
-        number.flags.writeable = False
+        number: Tensor = as_tensor(np.int32(self.backend.replica))
         return number
 
     @property
@@ -454,8 +452,8 @@ class ReplicaContext:
         sparse = [leaf for leaf in leaves if isinstance(leaf, IndexedSlices)]
         dense = [_tensor(leaf, "all_reduce") for leaf in leaves if not isinstance(leaf, IndexedSlices)]
         if self.num_replicas_in_sync == 1:
-            return value
-        arrays = iter(self.backend.all_reduce(op.value, dense, call_site()) if dense else ())
+            return nest.map_structure(as_tensor, value)
+        arrays = map(as_tensor, self.backend.all_reduce(op.value, dense, call_site()) if dense else ())
         slices = iter(self._all_reduce_sparse(op, sparse) if sparse else ())
         return nest.pack_sequence_as(value, [next(slices) if is_sparse else next(arrays) for is_sparse in places])
 
@@ -512,14 +510,14 @@ class ReplicaContext:
             raise NotImplementedError("all_gather does not take IndexedSlices; gather their values and indices")
         arrays = [_tensor(leaf, "all_gather") for leaf in leaves]
         if self.num_replicas_in_sync == 1 or not arrays:
-            return value
+            return nest.map_structure(as_tensor, value)
         number = reduction.gather_axis(axis)
         for array in arrays:
             if not -array.ndim <= number < array.ndim:
                 raise InvalidArgumentError(
                     f"all_gather cannot join along axis {number}: the array has {array.ndim} axes"
                 )
-        return nest.pack_sequence_as(value, self.backend.all_gather(number, arrays, call_site()))
+        return nest.pack_sequence_as(value, list(map(as_tensor, self.backend.all_gather(number, arrays, call_site()))))
 
     def _check_current(self, what: str) -> None:
         if self._ended:
@@ -553,11 +551,3 @@ def get_array_module() -> ModuleType:
     """
     replica = replica_here()
     return np if replica is None else replica.array_module()
-
-
-def call_site() -> str:
-    """``file:line`` of the nearest caller outside this package, for messages."""
-    frame = sys._getframe(1)  # noqa: SLF001  (the one way to a caller's line without building a whole stack)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
+
+from central_storage.diagnostics.callers import warn
 
 __all__ = ["warn_deprecated"]
 
@@ -11,8 +12,8 @@ _said: weakref.WeakKeyDictionary[object, set[str]] = weakref.WeakKeyDictionary()
 
 
 def warn_deprecated(owner: object, name: str, instead: str) -> None:
-    """Warn the caller's caller, once for each ``owner``, that ``name`` is deprecated and ``instead`` replaces it."""
+    """Warn the user, once for each ``owner``, that ``name`` is deprecated and ``instead`` replaces it."""
     said = _said.setdefault(owner, set())
     if name not in said:
         said.add(name)
-        warnings.warn(f"{name} is deprecated; use {instead}", DeprecationWarning, stacklevel=3)
+        warn(f"{name} is deprecated; use {instead}", DeprecationWarning)

@@ -10,20 +10,45 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
-from cs_proto.errors import PeerProtocolError
+from cs_proto.errors import PeerProtocolError, ShutdownError
 
-__all__ = ["Handle", "HandleTable", "handle_id"]
+from .closed import Closed
+
+__all__ = ["Forget", "Handle", "HandleTable", "Hold", "handle_id", "weakly"]
+
+#: Told the kind and the number of what nobody needs any more; of a function its digest. ``handle``: a handle is gone,
+#: and what it stands for may have become needless, too.
+Forget = Callable[[str, Any], object]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-class Handle:
+class Hold:
+    """Keeps something in the server: when nobody refers to this object any more, ``forget`` is called with the kind and
+    the number. A handle has one. Whoever needs what is in the server, and not the handle, refers to this alone."""
+
+    def __init__(self, forget: Forget, kind: str, number: int | bytes) -> None:
+        weakref.finalize(self, forget, kind, number).atexit = False
+
+
+class Handle(Closed):
     """Base of every public object that owns state in the server.
 
     Two handles of one type with equal ids represent the same state, whichever process they come from. Only
     ``pickling.pickler`` and ``wire_values.value_codec`` send one to another process; any other pickler raises
     TypeError, and so does ``copy`` unless a class defines it.
     """
+
+    #: Keeps what it stands for in the server; None where other processes do.
+    _cs_hold: Hold | None = None
+
+    def _cs_keep(self, forget: Forget) -> None:
+        """Have ``forget`` called when nobody needs it any more, and with ``handle`` when this object is gone."""
+        self._cs_hold = Hold(forget, *self._cs_handle())
+        weakref.finalize(self, forget, "handle", 0).atexit = False
 
     def _cs_handle(self) -> tuple[str, int]:
         """(kind, number), e.g. ``("variable", 7)``. Numbers in the server begin at 1; the strategy,
@@ -53,6 +78,26 @@ class Handle:
 def handle_id(handle: Handle) -> tuple[str, int]:
     """(kind, number) of ``handle``."""
     return handle._cs_handle()
+
+
+def weakly(method: Callable[P, T], otherwise: Callable[[], T] | None = None) -> Callable[P, T]:
+    """``method``, a bound one, without a hold on its object. Once the object is gone, ``otherwise`` is called, or
+    ShutdownError raised.
+
+    A strategy gives its own methods away like this: its service ends when nobody else holds the strategy, and nobody
+    has to wait for the garbage collector.
+    """
+    found = weakref.WeakMethod(method)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        bound = found()
+        if bound is not None:
+            return bound(*args, **kwargs)
+        if otherwise is not None:
+            return otherwise()
+        raise ShutdownError("this strategy is gone: nothing holds it any more")
+
+    return call
 
 
 class HandleTable:

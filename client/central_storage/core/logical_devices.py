@@ -19,6 +19,8 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.frozen import frozen
 
+from .closed import Closed
+from .tensor import as_tensor
 from .values import convert_to_tensor
 
 __all__ = ["LogicalTensor", "Piece", "Place", "assign", "replicate", "split"]
@@ -36,7 +38,7 @@ class Piece:
     value: Any
 
 
-class LogicalTensor(NDArrayOperatorsMixin):
+class LogicalTensor(Closed, NDArrayOperatorsMixin):
     """An array whose ``pieces`` lie on the logical devices of a replica.
 
     Operators, NumPy functions and indexing act on the whole array, which is assembled on the replica's first device.
@@ -68,6 +70,10 @@ class LogicalTensor(NDArrayOperatorsMixin):
         for piece in self.pieces:
             whole[piece.where] = self._place(piece.value, self._home)
         return whole
+
+    def numpy(self) -> Any:
+        """The whole as a NumPy array of its own."""
+        return as_tensor(convert_to_tensor(self.read())).numpy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         whole = convert_to_tensor(self.read())

@@ -12,6 +12,7 @@ from typing import NamedTuple, NoReturn, Self
 
 from cs_proto.errors import InvalidArgumentError
 
+from .closed import Closed
 from .deprecated import warn_deprecated
 
 __all__ = [
@@ -24,14 +25,14 @@ __all__ = [
 ]
 
 
-class InputReplicationMode(enum.Enum):
+class InputReplicationMode(Closed, enum.Enum):
     """How often a data set function is called: once for the machine, or once for each replica."""
 
     PER_WORKER = "PER_WORKER"
     PER_REPLICA = "PER_REPLICA"
 
 
-class CommunicationImplementation(enum.Enum):
+class CommunicationImplementation(Closed, enum.Enum):
     """TensorFlow's ways to communicate between machines; without effect on one machine."""
 
     AUTO = "AUTO"

@@ -14,6 +14,7 @@ from cs_proto.errors import DeviceError
 
 from . import context, values
 from .devices import existing
+from .tensor import as_tensor
 
 __all__ = ["convert_to_tensor", "device"]
 
@@ -42,7 +43,7 @@ def device(name: str | None) -> Iterator[None]:
         >>> import central_storage as cs
         >>> with cs.device("cpu:0"):
         ...     cs.convert_to_tensor([1, 2])
-        array([1, 2], dtype=int32)
+        <cs.Tensor: shape=(2,), dtype=int32, numpy=array([1, 2], dtype=int32)>
     """
     _names.stack.append(None if name is None else existing(name))
     try:
@@ -77,9 +78,9 @@ def convert_to_tensor(value: Any, dtype: Any = None) -> Any:
     is_on_gpu = hasattr(value, "__cuda_array_interface__")
     array = value if is_on_gpu and dtype is None and replica is not None else values.convert_to_tensor(value, dtype)
     if replica is not None:
-        return replica.place(array, name or replica.devices[0])
+        return as_tensor(replica.place(array, name or replica.devices[0]))
     if name is not None and name.startswith("gpu:"):
         raise DeviceError(
             f"arrays on {name} can be made only inside a replica function; here arrays are in host memory"
         )
-    return array
+    return as_tensor(array)

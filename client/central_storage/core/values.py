@@ -23,7 +23,9 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from cs_proto.arithmetic import reduction
 from cs_proto.errors import InvalidArgumentError
 
+from .closed import Closed
 from .handles import Handle
+from .tensor import Tensor, as_tensor
 
 __all__ = [
     "DistributedValues",
@@ -48,18 +50,19 @@ __all__ = [
     "unshared",
 ]
 
+_ARRAYS = (np.ndarray, Tensor)
 #: Types of most results; no container and no Shared has one of these.
-_LEAVES = frozenset({type(None), bool, int, float, str, bytes, np.ndarray})
+_LEAVES = frozenset({type(None), bool, int, float, str, bytes, np.ndarray, Tensor})
 
 
-class ReduceOp(enum.Enum):
+class ReduceOp(Closed, enum.Enum):
     """How values of replicas are combined."""
 
     SUM = "SUM"
     MEAN = "MEAN"
 
 
-class VariableAggregation(enum.Enum):
+class VariableAggregation(Closed, enum.Enum):
     """How the values that replicas assign to one variable become one."""
 
     NONE = 0
@@ -68,7 +71,7 @@ class VariableAggregation(enum.Enum):
     ONLY_FIRST_REPLICA = 3
 
 
-class VariableSynchronization(enum.Enum):
+class VariableSynchronization(Closed, enum.Enum):
     """Stored with a variable; without effect here, where every variable is held once."""
 
     AUTO = 0
@@ -77,7 +80,7 @@ class VariableSynchronization(enum.Enum):
     ON_READ = 3
 
 
-class DistributedValues:
+class DistributedValues(Closed):
     """A value with one component per replica, in replica order: :class:`PerReplica` or :class:`Mirrored`.
 
     Args:
@@ -276,9 +279,8 @@ def regroup(values: Sequence[Any], always_wrap: bool = False) -> Any:
     if not always_wrap and _LEAVES.issuperset(map(type, values)):
         if values[0] is None and all(value is None for value in values):  # the usual case of steps that return nothing
             return None
-        is_number = (
-            type(values[0]) is float or type(values[0]) is np.ndarray
-        )  # the usual result; such values are never common
+        # The usual result; such values are never common.
+        is_number = isinstance(values[0], float | np.ndarray)
         return PerReplica(values) if is_number else _merged(tuple(values))
     leaves, treespec = optree.tree_flatten(values[0], none_is_leaf=True)
     columns = [leaves]
@@ -342,8 +344,8 @@ def convert_to_tensor(value: Any, dtype: Any = None) -> np.ndarray:
     :class:`InvalidArgumentError` for anything but an array of numbers, bools or strings (None, dicts, uneven lists,
     lists of strings and numbers, a PerReplica) and for integers that do not fit.
     """
-    if dtype is None and type(value) is np.ndarray and value.dtype.kind in "biufcUS":
-        return value
+    if dtype is None and type(value) in _ARRAYS and value.dtype.kind in "biufcUS":
+        return np.asarray(value)
     array = _array_of(value)
     if array.dtype.kind in "US" and isinstance(value, list | tuple) and not _is_text(value):
         raise InvalidArgumentError(f"{value!r:.200} mixes strings and numbers, which no array holds")
@@ -397,7 +399,7 @@ def reduce_components(op: ReduceOp, components: Sequence[Any]) -> Any:
     """
     slices = [component for component in components if isinstance(component, IndexedSlices)]
     if not slices or len(slices) < len(components):
-        return reduction.reduce(_name(op), [convert_to_tensor(component) for component in components])
+        return as_tensor(reduction.reduce(_name(op), [convert_to_tensor(component) for component in components]))
     shape, dtype = slices[0].dense_shape, slices[0].dtype
     for replica, component in enumerate(slices):
         if component.dense_shape != shape or component.dtype != dtype:
@@ -424,15 +426,15 @@ def reduce_values(op: ReduceOp | str, value: Any, axis: Any, n: int) -> Any:
     op = asserted_reduce_op(op) if axis is None else as_reduce_op(op)
     if axis is not None:
         shares = [convert_to_tensor(select_replica(replica, value)) for replica in range(n)]
-        return reduction.reduce_axis(_name(op), shares, axis)
+        return as_tensor(reduction.reduce_axis(_name(op), shares, axis))
     if isinstance(value, DistributedValues):
         if len(value.values) > 1:
             return reduce_components(op, value.values)
         value, n = value.values[0], 1
     if op is ReduceOp.MEAN:
-        return value
+        return as_tensor(value)
     if n == 1:
-        return value if isinstance(value, IndexedSlices) else convert_to_tensor(value)
+        return value if isinstance(value, IndexedSlices) else as_tensor(convert_to_tensor(value))
     # The sum of zeros is zero in either case; `run` returns equal Python numbers bare.
     if isinstance(value, int | float | np.number) and not isinstance(value, bool) and value == 0:
         return value
@@ -461,10 +463,10 @@ def gather_values(value: Any, axis: Any, n: int) -> Any:
             "gather does not take IndexedSlices; gather their values and indices, or their to_dense()"
         )
     if not isinstance(value, DistributedValues):
-        return value
+        return as_tensor(value)
     if len(value.values) == 1:
-        return value.values[0]
-    return reduction.gather([convert_to_tensor(component) for component in value.values], axis)
+        return as_tensor(value.values[0])
+    return as_tensor(reduction.gather([convert_to_tensor(component) for component in value.values], axis))
 
 
 def _merged(leaves: tuple[Any, ...]) -> Any:
@@ -492,7 +494,7 @@ def _bits(value: Any) -> tuple[bytes, ...]:
 def _is_common(first: Any, other: Any) -> bool:
     """Whether two leaves are one value that needs no PerReplica. Floats and arrays never are: if two replicas have
     computed the same one, that is chance."""
-    if type(first) is float or type(first) is np.ndarray:
+    if isinstance(first, float | np.ndarray):
         return False
     key = getattr(type(first), "_cs_handle", None) or getattr(type(first), "_cs_key", None)
     if key is not None:

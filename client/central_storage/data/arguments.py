@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import optree
 
+from central_storage.core.read_only import explain
 from cs_proto.errors import InvalidArgumentError
 
 from .element_spec import TensorSpec
@@ -56,7 +57,15 @@ def spread(function: Callable[..., Any], where: str) -> Callable[[Any], Any]:
     ``where``, for what cannot be called."""
     if not callable(function):
         raise TypeError(f"{where} needs a function, not {function!r:.200}")
-    return lambda element: function(*element) if type(element) is tuple else function(element)
+
+    def of_element(element: Any) -> Any:
+        try:
+            return function(*element) if type(element) is tuple else function(element)
+        except Exception as error:
+            explain(error)
+            raise
+
+    return of_element
 
 
 def at_least(minimum: int, value: int, name: str) -> int:

@@ -89,7 +89,7 @@ class Dataset(Pipeline):
         Examples:
             >>> from central_storage.data import Dataset
             >>> list(Dataset.from_tensors([1, 2]))
-            [array([1, 2], dtype=int32)]
+            [<cs.Tensor: shape=(2,), dtype=int32, numpy=array([1, 2], dtype=int32)>]
         """
         check_unused("from_tensors", name=name)
         element = transforms.as_element(tensors)
@@ -220,7 +220,7 @@ class Dataset(Pipeline):
         else:
             zipped = Dataset(
                 Plan(
-                    transforms.Zipped(tuple(parts), treespec),
+                    transforms.Zipped(tuple(plans), treespec),
                     count,
                     lambda: treespec.unflatten(plan.spec() for plan in plans),
                     lambda: treespec.unflatten(plan.example() for plan in plans),
@@ -278,7 +278,7 @@ class Dataset(Pipeline):
             sources = optree.tree_leaves(plan.spec(), none_is_leaf=True)
             return observed(example(), any_length=any(s.shape is None or s.shape[:1] == (None,) for s in sources))
 
-        return self._derive(transforms.Mapped(self, function), plan.count, spec, example)
+        return self._derive(transforms.Mapped(plan, function), plan.count, spec, example)
 
     def enumerate(self, start: int = 0, name: str | None = None) -> Dataset:
         """Pairs ``(number, element)`` with int64 numbers.
@@ -298,7 +298,7 @@ class Dataset(Pipeline):
         check_unused("enumerate", name=name)
         origin, plan = index_of(start, "enumerate: start"), self.plan
         return self._derive(
-            transforms.Numbered(self, origin),
+            transforms.Numbered(plan, origin),
             plan.count,
             lambda: (TensorSpec((), np.int64), plan.spec()),
             lambda: (np.int64(origin), plan.example()),
@@ -335,7 +335,7 @@ class Dataset(Pipeline):
         check_flag(drop_remainder, "batch: drop_remainder")
         size, plan = at_least(1, batch_size, "batch: batch_size"), self.plan
         stream: Iterable[Any] = (
-            transforms.Stacked(self, size, drop_remainder)
+            transforms.Stacked(plan, size, drop_remainder)
             if plan.table is None
             else transforms.Indexed(plan.table, plan.stream, size, drop_remainder)
         )
@@ -372,7 +372,7 @@ class Dataset(Pipeline):
             return TensorSpec(spec.shape and spec.shape[1:], spec.dtype)
 
         return self._derive(
-            transforms.Unbatched(self),
+            transforms.Unbatched(plan),
             UNKNOWN_CARDINALITY,
             lambda: optree.tree_map(shorter, plan.spec()),
             lambda: transforms.first_row(plan.example()),

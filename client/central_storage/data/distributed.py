@@ -20,12 +20,15 @@ import numpy as np
 import optree
 
 from central_storage.core.backends import Carriage
+from central_storage.core.closed import Closed
 from central_storage.core.context import has_strategy, in_cross_replica_context
 from central_storage.core.options import InputOptions, InputReplicationMode
+from central_storage.core.tensor import as_tensor, tensors_in
 from central_storage.core.values import regroup
 from cs_proto.errors import (
     CheckpointError,
     DatasetContextError,
+    EndOfIterationError,
     InvalidArgumentError,
     NotADatasetError,
     OutOfRangeError,
@@ -36,8 +39,9 @@ from .dataset import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset
 from .element_spec import PerReplicaSpec, TensorSpec, observed
 from .input_context import InputContext
 from .libraries import Reading, has_state
+from .plan import END, OptionalElement
 from .prefetch import ReadAhead
-from .sources import cardinality_of, checked, first_of
+from .sources import cardinality_of, checked, elements_of, first_of
 from .splitting import Carry, arrays_in, empty_like, is_small, split
 from .transforms import Order, orders_of, set_orders
 
@@ -45,7 +49,6 @@ __all__ = [
     "DistributedDataset",
     "DistributedFromFunction",
     "DistributedIterator",
-    "OptionalElement",
     "split",
 ]
 
@@ -66,7 +69,7 @@ class Place(NamedTuple):
     states: Any = None
 
 
-class _Distributed:
+class _Distributed(Closed):
     """What both kinds of distributed data set have in common."""
 
     _sources: list[Any]  # which all look alike
@@ -166,7 +169,8 @@ class _Distributed:
 
     def _readings(self, states: Any) -> list[Reading]:
         """The sources, begun at ``states``."""
-        return [Reading(*each) for each in zip(self._sources, states or [None] * len(self._sources), strict=True)]
+        elements = map(elements_of, self._sources)
+        return [Reading(*each) for each in zip(elements, states or [None] * len(self._sources), strict=True)]
 
     def _states(self, readings: Sequence[Reading]) -> Any:
         return [reading.state() for reading in readings] if self.has_states else None
@@ -235,9 +239,9 @@ class DistributedDataset(_Distributed):
         self._sources = [_source(dataset)]
 
     @property
-    def cardinality(self) -> int:
-        """The number of global batches, or INFINITE_CARDINALITY (-1) or UNKNOWN_CARDINALITY (-2)."""
-        return cardinality_of(self._sources[0])
+    def cardinality(self) -> Any:
+        """The number of global batches as int64, INFINITE_CARDINALITY (-1) or UNKNOWN_CARDINALITY (-2)."""
+        return as_tensor(np.int64(cardinality_of(self._sources[0])))
 
     def _rounds(self, carry: Carry, states: Any = None) -> Iterator[Round]:
         (reading,) = readings = self._readings(states)
@@ -283,32 +287,31 @@ class DistributedFromFunction(_Distributed):
         self._sources = [_source(dataset_fn(InputContext(pipelines, number, n))) for number in range(pipelines)]
 
     @property
-    def cardinality(self) -> int:
-        """The number of complete rounds, or INFINITE_CARDINALITY (-1) or UNKNOWN_CARDINALITY (-2)."""
+    def cardinality(self) -> Any:
+        """The number of complete rounds as int64, INFINITE_CARDINALITY (-1) or UNKNOWN_CARDINALITY (-2)."""
         share = self._n // len(self._sources)
         counts = [cardinality_of(source) for source in self._sources]
-        if UNKNOWN_CARDINALITY in counts:
-            return UNKNOWN_CARDINALITY
-        return min((count // share for count in counts if count >= 0), default=INFINITE_CARDINALITY)
+        rounds = min((count // share for count in counts if count >= 0), default=INFINITE_CARDINALITY)
+        return as_tensor(np.int64(UNKNOWN_CARDINALITY if UNKNOWN_CARDINALITY in counts else rounds))
 
     def _rounds(self, carry: Carry, states: Any = None) -> Iterator[Round]:
         iterators = self._readings(states)
         turns = iterators * (self._n // len(iterators))  # whose element each replica takes
         while True:
-            together = [next(turn, _END) for turn in turns]
-            elements = [carry.element(arrays_in(element)) for element in together if element is not _END]
+            together = [next(turn, END) for turn in turns]
+            elements = [tensors_in(carry.element(arrays_in(each))) for each in together if each is not END]
             if not elements:
                 return
             empty = optree.tree_map(empty_like, elements[0], none_is_leaf=True)
             given = iter(elements)
-            whole = regroup([empty if element is _END else next(given) for element in together])
+            whole = regroup([empty if element is END else next(given) for element in together])
             yield whole, len(elements) == self._n, self._states(iterators)
 
     def _replica_spec(self, spec: TensorSpec | None) -> PerReplicaSpec | None:
         return None if spec is None else PerReplicaSpec((spec,) * self._n)
 
 
-class DistributedIterator:
+class DistributedIterator(Closed):
     """The elements of a distributed data set, once. ``iter`` of a distributed data set makes one.
 
     The first element is read when it is asked for. When the second is, a thread begins to read, and stays as many
@@ -370,8 +373,8 @@ class DistributedIterator:
 
     def __next__(self) -> Any:
         element = self._next(incomplete=False)
-        if element is _END:
-            raise StopIteration
+        if element is END:
+            raise EndOfIterationError(self._ended)
         return element
 
     def get_next(self) -> Any:
@@ -381,9 +384,13 @@ class DistributedIterator:
             OutOfRangeError: There is none.
         """
         element = self._next(incomplete=False)
-        if element is _END:
-            raise OutOfRangeError(f"the data set has ended after {self.position} elements; iterate it again for more")
+        if element is END:
+            raise OutOfRangeError(self._ended)
         return element
+
+    @property
+    def _ended(self) -> str:
+        return f"the data set has ended after {self.position} elements; iterate it again for more"
 
     def get_next_as_optional(self) -> OptionalElement:
         """The next element, or word that there is none, without an exception; includes an incomplete last round."""
@@ -472,9 +479,9 @@ class DistributedIterator:
             element = self._given_back.popleft()
         else:
             element, complete, *states = self._read()
-            if element is _END or not (complete or incomplete):
+            if element is END or not (complete or incomplete):
                 self.close()
-                return _END
+                return END
             if states and states[0] is not None:
                 self._states[self.position + 1] = states[0]
                 self._states.pop(self.position - MOST_AHEAD, None)
@@ -536,23 +543,6 @@ class DistributedIterator:
         self._skip = 0
 
 
-class OptionalElement:
-    """The answer of ``get_next_as_optional``: an element or none."""
-
-    def __init__(self, element: Any) -> None:
-        self._element = element
-
-    def has_value(self) -> bool:
-        """Whether there is an element."""
-        return self._element is not _END
-
-    def get_value(self) -> Any:
-        """The element; ``InvalidArgumentError`` where there is none."""
-        if self._element is _END:
-            raise InvalidArgumentError("the data set has ended; ask has_value() first")
-        return self._element
-
-
 def _nobody() -> None:
     return None
 
@@ -561,8 +551,7 @@ def _is_alive(reference: Callable[[], object]) -> bool:
     return reference() is not None
 
 
-_END: Any = object()
-_LAST = (_END, True)
+_LAST = (END, True)
 
 
 def refuse_in_replica(what: str) -> None:
@@ -585,8 +574,7 @@ class _Elsewhere:
 
 
 def elsewhere(kind: type) -> DistributedDataset | DistributedIterator:
-    """What stands for a distributed data set or its iterator (``kind``) in a process it was sent to: to read it is the
-    error, not to hold it."""
+    """What stands for a distributed data set or its iterator (``kind``) where it was sent; only reading it raises."""
     distributed = DistributedDataset(_Elsewhere(), 1)
     if kind is not DistributedIterator:
         return distributed

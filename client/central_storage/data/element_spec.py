@@ -19,6 +19,7 @@ class TensorSpec:
     Args:
         shape: The shape, with None for an axis of any length. None altogether: any number of axes.
         dtype: The dtype.
+        name: Kept for whoever reads it; nothing here does.
 
     Raises:
         TypeError: ``shape`` is no sequence, or ``dtype`` no dtype.
@@ -27,15 +28,20 @@ class TensorSpec:
         >>> import numpy as np
         >>> import central_storage as cs
         >>> cs.data.TensorSpec((None, 8), np.float32)
-        TensorSpec(shape=(None, 8), dtype=dtype('float32'))
+        TensorSpec(shape=(None, 8), dtype=np.float32, name=None)
     """
 
     shape: tuple[int | None, ...] | None
     dtype: Any = np.float32
+    name: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", None if self.shape is None else tuple(self.shape))
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
+
+    def __repr__(self) -> str:
+        dtype = f"np.{self.dtype.name}" if hasattr(np, self.dtype.name) else repr(self.dtype)
+        return f"TensorSpec(shape={self.shape}, dtype={dtype}, name={self.name!r})"
 
     def admits(self, shape: tuple[int, ...]) -> bool:
         """Whether an array of ``shape`` fits."""
@@ -51,6 +57,9 @@ class PerReplicaSpec:
     """A PerReplica: the spec of every component, in replica order."""
 
     values: tuple[TensorSpec, ...]
+
+    def __repr__(self) -> str:
+        return f"PerReplicaSpec({', '.join(map(repr, self.values))})"
 
 
 def observed(element: Any, any_length: bool) -> Any:

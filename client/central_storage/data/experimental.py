@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from central_storage.diagnostics.tensorflow_names import attributes
 
 from .dataset import AUTOTUNE, INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset
 from .options import AutoShardPolicy, AutotuneOptions, DistributeOptions, OptimizationOptions, ThreadingOptions
@@ -24,8 +26,11 @@ __all__ = [
     "unbatch",
 ]
 
+if not TYPE_CHECKING:
+    __getattr__ = attributes(__name__, "tf.data.experimental")
 
-def cardinality(dataset: Dataset) -> int:
+
+def cardinality(dataset: Dataset) -> Any:
     """``dataset.cardinality()``.
 
     Args:
@@ -36,7 +41,7 @@ def cardinality(dataset: Dataset) -> int:
 
     Examples:
         >>> import central_storage as cs
-        >>> cs.data.experimental.cardinality(cs.data.Dataset.range(3))
+        >>> int(cs.data.experimental.cardinality(cs.data.Dataset.range(3)))
         3
     """
     return _checked(dataset, "cardinality").cardinality()

@@ -12,13 +12,16 @@ from typing import Any, NoReturn, Self
 
 import numpy as np
 
+from central_storage.core.closed import Closed
+from central_storage.core.tensor import as_tensor, tensors_in
 from cs_proto.errors import InvalidArgumentError
-from cs_proto.frozen import frozen, with_changes
+from cs_proto.frozen import with_changes
 
 from . import transforms
 from .arguments import at_least, check_flag, check_unused, spread
 from .element_spec import joined
 from .options import Options, merged
+from .plan import DatasetIterator, Plan
 
 __all__ = ["AUTOTUNE", "INFINITE_CARDINALITY", "UNKNOWN_CARDINALITY", "Pipeline", "Plan"]
 
@@ -37,22 +40,7 @@ _NOT_HERE = re.compile(
 )
 
 
-@frozen
-class Plan:
-    """How the elements of a data set come about."""
-
-    #: The elements; where ``table`` is set, the numbers of its rows that are the elements.
-    stream: Iterable[Any]
-    #: Their number, or one of the negative constants above.
-    count: int
-    spec: Callable[[], Any]
-    #: One element to show what elements look like, without a step of any shuffle.
-    example: Callable[[], Any]
-    table: Any = None
-    options: Options | None = None
-
-
-class Pipeline:
+class Pipeline(Closed):
     """A sequence of elements that may be iterated again and again."""
 
     __slots__ = ("__weakref__", "plan")
@@ -250,7 +238,9 @@ class Pipeline:
         """
         check_unused("prefetch", name=name)
         size = at_least(-1, buffer_size, "prefetch: buffer_size")
-        return self._derive(transforms.Prefetched(self, 2 if size < 0 else size), self.plan.count) if size else self
+        return (
+            self._derive(transforms.Prefetched(self.plan, 2 if size < 0 else size), self.plan.count) if size else self
+        )
 
     def concatenate(self, dataset: Self, name: str | None = None) -> Self:
         """The elements of this data set, then those of another.
@@ -274,7 +264,7 @@ class Pipeline:
         counts = (self.plan.count, dataset.plan.count)
         # Infinite wins over unknown: the end, which would be unknown, is never reached.
         count = sum(counts) if min(counts) >= 0 else max(c for c in counts if c < 0)
-        return self._derive(transforms.Chained((self, dataset)), count, lambda: spec)
+        return self._derive(transforms.Chained((self.plan, dataset.plan)), count, lambda: spec)
 
     def filter(self, predicate: Callable[..., Any], name: str | None = None) -> Self:
         """The elements for which a function gives a true bool.
@@ -292,7 +282,7 @@ class Pipeline:
             [0, 2, 4]
         """
         check_unused("filter", name=name)
-        return self._derive(transforms.Filtered(self, spread(predicate, "filter")), UNKNOWN_CARDINALITY)
+        return self._derive(transforms.Filtered(self.plan, spread(predicate, "filter")), UNKNOWN_CARDINALITY)
 
     def take_while(self, predicate: Callable[..., Any], name: str | None = None) -> Self:
         """The elements before the first one for which a function gives a false bool.
@@ -310,7 +300,7 @@ class Pipeline:
             [0, 1]
         """
         check_unused("take_while", name=name)
-        return self._derive(transforms.TakenWhile(self, spread(predicate, "take_while")), UNKNOWN_CARDINALITY)
+        return self._derive(transforms.TakenWhile(self.plan, spread(predicate, "take_while")), UNKNOWN_CARDINALITY)
 
     def with_options(self, options: Options, name: str | None = None) -> Self:
         """The same elements, with options that change nothing: see :class:`Options`.
@@ -346,20 +336,18 @@ class Pipeline:
 
     # What comes out
 
-    def __iter__(self) -> Iterator[Any]:
-        if self.plan.table is None:
-            return iter(self.plan.stream)
-        return transforms.rows(self.plan.table, self.plan.stream)
+    def __iter__(self) -> DatasetIterator:
+        return DatasetIterator(self.plan)
 
     def as_numpy_iterator(self) -> Iterator[Any]:
-        """An iterator over the elements, which are NumPy arrays anyway.
+        """An iterator over the elements as plain NumPy arrays and numbers.
 
         Examples:
             >>> from central_storage.data import Dataset
             >>> int(next(Dataset.range(3).as_numpy_iterator()))
             0
         """
-        return iter(self)
+        return iter(self.plan)
 
     def __len__(self) -> int:
         """The number of elements. TypeError where there is no end or no telling; :meth:`cardinality` says which."""
@@ -373,8 +361,8 @@ class Pipeline:
         """True: a data set is something, however many elements it has."""
         return True
 
-    def cardinality(self, name: str | None = None) -> int:
-        """The number of elements; INFINITE_CARDINALITY (-1) or UNKNOWN_CARDINALITY (-2) where there is none.
+    def cardinality(self, name: str | None = None) -> Any:
+        """The number of elements as int64; INFINITE_CARDINALITY (-1) or UNKNOWN_CARDINALITY (-2) if there is none.
 
         Args:
             name: Accepted, without effect.
@@ -384,11 +372,11 @@ class Pipeline:
 
         Examples:
             >>> from central_storage.data import Dataset
-            >>> Dataset.range(3).cardinality(), Dataset.range(3).repeat().cardinality()
-            (3, -1)
+            >>> Dataset.range(3).cardinality().numpy(), int(Dataset.range(3).repeat().cardinality())
+            (np.int64(3), -1)
         """
         check_unused("cardinality", name=name)
-        return self.plan.count
+        return as_tensor(np.int64(self.plan.count))
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any], name: str | None = None) -> Any:
         """``reduce_func(state, element)`` of all elements, one after the other.
@@ -417,10 +405,10 @@ class Pipeline:
         check_unused("reduce", name=name)
         if not callable(reduce_func):
             raise TypeError(f"reduce needs a function of the state and an element, not {reduce_func!r:.200}")
-        state = transforms.as_element(initial_state)
+        state = tensors_in(transforms.as_element(initial_state))
         for element in self:
             state = transforms.next_state(state, reduce_func(state, element))
-        return state
+        return tensors_in(state)
 
     def get_single_element(self, name: str | None = None) -> Any:
         """The element of a data set that has only one.

@@ -12,7 +12,7 @@ from .dataset import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset
 from .libraries import Reading, is_hugging_face
 from .splitting import holds_arrays
 
-__all__ = ["cardinality_of", "checked", "first_of"]
+__all__ = ["cardinality_of", "checked", "elements_of", "first_of"]
 
 
 def checked(dataset: Any) -> Any:
@@ -55,6 +55,11 @@ def checked(dataset: Any) -> Any:
     return dataset
 
 
+def elements_of(source: Any) -> Iterable[Any]:
+    """The elements, not yet as tensors: those of a data set come straight from its pipeline."""
+    return source.plan if isinstance(source, Dataset) else source
+
+
 def first_of(source: Iterable[Any]) -> Any:
     """The first element. Raises InvalidArgumentError where there is none."""
     for element in Reading(source):
@@ -65,7 +70,7 @@ def first_of(source: Iterable[Any]) -> Any:
 def cardinality_of(source: Any) -> int:
     """How many elements there are, or one of the negative constants of :mod:`~.dataset`."""
     if isinstance(source, Dataset):
-        return source.cardinality()
+        return source.plan.count
     try:
         count = len(source)
         return INFINITE_CARDINALITY if count == sys.maxsize else count  # grain's word for a repeated data set

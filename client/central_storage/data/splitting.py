@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import optree
 
+from central_storage.core.tensor import Tensor, as_tensor
 from central_storage.core.values import PerReplica, convert_to_tensor
 from cs_proto.arrays import INLINE_NBYTES
 from cs_proto.errors import (
@@ -29,7 +30,7 @@ def split(element: Any, n: int, carry: Callable[[Any], Any] | None = None) -> An
         if leaf is None:
             return None
         if n == 1:
-            return leaf if carry is None else carry(leaf)
+            return as_tensor(leaf if carry is None else carry(leaf))
         if not leaf.shape:
             raise UnbatchedDatasetError(
                 f"a scalar cannot be split over {n} replicas: {element!r:.200}; batch the data set by the global batch "
@@ -37,24 +38,25 @@ def split(element: Any, n: int, carry: Callable[[Any], Any] | None = None) -> An
             )
         if carry is not None:
             leaf = carry(leaf)
+        leaf = as_tensor(leaf)
         size = -(-leaf.shape[0] // n)
         return PerReplica([leaf[replica * size : (replica + 1) * size] for replica in range(n)])
 
-    if type(element) is np.ndarray:  # many elements are one array or a tuple of arrays, which need no walk
+    if type(element) in _ARRAYS:  # many elements are one array or a tuple of arrays, which need no walk
         return shares(element)
-    if type(element) is tuple and _ARRAY.issuperset(map(type, element)):
+    if type(element) is tuple and _ARRAYS.issuperset(map(type, element)):
         return tuple([shares(leaf) for leaf in element])
     return optree.tree_map(shares, arrays_in(element), none_is_leaf=True)
 
 
-_ARRAY = frozenset({np.ndarray})
+_ARRAYS = frozenset({np.ndarray, Tensor})
 
 
 def is_small(element: Any) -> bool:
     """Whether every array in ``element`` is small enough to travel inside a message."""
     leaves = optree.tree_leaves(element)
     parts = [part for leaf in leaves for part in (leaf.values if isinstance(leaf, PerReplica) else (leaf,))]
-    return all(type(part) is np.ndarray and part.nbytes <= INLINE_NBYTES for part in parts)
+    return all(type(part) in _ARRAYS and part.nbytes <= INLINE_NBYTES for part in parts)
 
 
 def holds_arrays(element: Any) -> bool:

@@ -329,10 +329,11 @@ def _all_behind(stream: Stream) -> list[Shuffled]:
 
 
 def _behind(stream: Any) -> Sequence[Stream]:
-    """The stages that a stage, or a data set, takes its items from."""
-    if hasattr(stream, "plan"):
-        return (stream.plan.stream,)
-    return getattr(stream, "sources", None) or ((stream.source,) if hasattr(stream, "source") else ())
+    """The stages that a stage, a plan or a data set takes its items from."""
+    for name in ("plan", "stream", "source"):
+        if hasattr(stream, name):
+            return (getattr(stream, name),)
+    return getattr(stream, "sources", ())
 
 
 class Numbers:

@@ -19,6 +19,7 @@ from central_storage.diagnostics.logging_setup import configure_logging, dump_st
 from cs_proto.errors import ConfigurationError, DeviceError, LaunchError, NoAnswerError, ShutdownError
 from cs_proto.frozen import with_changes
 from cs_proto.messages import MOST_REPLICAS, DeviceChoice, Joined
+from cs_proto.version import __version__
 from cs_runtime.gpus import require_cupy
 from cs_runtime.run_file import RunFile
 
@@ -376,6 +377,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     _add_processes(parser)
     _add_places(parser)
     parser.add_argument("--serve", type=int, metavar="N", help="run no script: run a server for N workers that join it")

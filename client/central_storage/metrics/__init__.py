@@ -3,6 +3,10 @@
 Each replica adds its own totals, so a mean is that of all examples however unevenly they were shared out.
 """
 
+from typing import TYPE_CHECKING
+
+from central_storage.diagnostics.tensorflow_names import attributes
+
 from .accuracy import Accuracy as Accuracy
 from .accuracy import BinaryAccuracy as BinaryAccuracy
 from .accuracy import CategoricalAccuracy as CategoricalAccuracy
@@ -32,3 +36,6 @@ __all__ = [
     "SparseCategoricalAccuracy",
     "Sum",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = attributes(__name__, "tf.keras.metrics")

@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from central_storage.core.composites import Composite
+from central_storage.core.tensor import tensors_in
 from central_storage.core.values import VariableAggregation, convert_to_tensor
 from central_storage.nn import fit_weights
 from central_storage.variables.variable import Variable
 from cs_proto.errors import ContextError, InvalidArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable
+    from collections.abc import Callable, Hashable, Iterable
 
     from central_storage.core.backends import Strategy
 
 __all__ = ["Mean", "MeanOf", "Metric", "Sum", "aligned", "scalar", "weighted"]
 
 
+def _giving_tensors(result: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(result)
+    def tensor_result(*args: Any, **kwargs: Any) -> Any:
+        return tensors_in(result(*args, **kwargs))
+
+    return tensor_result
+
+
 class Metric(Composite):
-    """Base of the metrics: make state with :meth:`add_weight`, and change it with ``assign_add`` alone.
+    """Base of the metrics: make state with :meth:`add_weight`, and change it only with ``assign_add``.
 
     A metric that is made under ``strategy.scope()`` belongs to that strategy. One that is made outside every scope
-    belongs to the first whose ``run`` takes it along; using it in a second one is a ContextError (a RuntimeError).
+    belongs to the first strategy whose ``run`` uses it; using it in another one is a ContextError (a RuntimeError).
+
+    Arrays and NumPy numbers that ``result`` returns are given as tensors, those of a class of yours, too.
 
     Args:
         name: The name; None for the name of the class.
@@ -61,16 +73,21 @@ class Metric(Composite):
                 f"metric {self.name}: the state must have a floating-point dtype, not {self.dtype}"
             )
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "result" in vars(cls):
+            cls.result = _giving_tensors(cls.result)  # type: ignore[method-assign]
+
     @property
     def variables(self) -> list[Variable]:
         """The state, in the order in which it was made."""
         return [part for part in vars(self).values() if isinstance(part, Variable)]
 
     def add_weight(self, name: str, shape: tuple[int, ...] = ()) -> Variable:
-        """State that is zero at first: a variable that sums the values that the replicas add. Keep it as an attribute.
+        """A variable for the state, zero at first, which sums the values that replicas add. Keep it as an attribute.
 
         Args:
-            name: Its name, behind that of the metric.
+            name: Its name, which follows the metric's name and a slash.
             shape: Its shape.
 
         Raises:
@@ -80,14 +97,14 @@ class Metric(Composite):
         return Variable(zeros, trainable=False, name=f"{self.name}/{name}", aggregation=VariableAggregation.SUM)
 
     def update_state(self, *args: Any, **kwargs: Any) -> None:
-        """Take examples in.
+        """Add examples to the state.
 
         Args:
-            *args: The derived class says which.
-            **kwargs: The derived class says which.
+            *args: Defined by the derived class.
+            **kwargs: Defined by the derived class.
 
         Raises:
-            NotImplementedError: The derived class does not say how.
+            NotImplementedError: The derived class does not define this method.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define update_state")
 
@@ -164,7 +181,7 @@ class Metric(Composite):
 
 
 class Sum(Metric):
-    """The sum of values, weighted.
+    """The weighted sum of values.
 
     Args:
         name: The name; None for the name of the class.
@@ -224,7 +241,7 @@ class MeanOf(Metric):
 
 
 class Mean(MeanOf):
-    """The mean of values, weighted; 0 before the first.
+    """The weighted mean of values; 0 before the first.
 
     Args:
         name: The name; None for the name of the class.
@@ -243,7 +260,7 @@ class Mean(MeanOf):
     """
 
     def update_state(self, values: Any, sample_weight: Any = None) -> None:
-        """Take values in. Of a row with one weight the mean counts.
+        """Add values. If a row has a single weight, the mean of the row counts as one value.
 
         Args:
             values: Numbers of any shape.
@@ -274,8 +291,8 @@ def aligned(metric: Metric, y_true: Any, y_pred: Any) -> tuple[np.ndarray[Any, A
 def weighted(
     metric: Metric, values: Any, sample_weight: Any, combine: Any
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any] | None]:
-    """``values`` times their weights, and the weights, of one shape. A weight for a whole row is one for what
-    ``combine`` makes of the row."""
+    """``values`` times their weights, and the weights, in one shape. A weight for a whole row applies to the result of
+    ``combine`` for the row."""
     values = convert_to_tensor(values).astype(metric.dtype, copy=False)
     if sample_weight is None:
         return values, None
@@ -299,7 +316,7 @@ def _fits(weights: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> bool:
 
 
 def scalar(metric: Metric, number: Any) -> np.ndarray[Any, Any]:
-    # An array, not a Python number: those of several replicas that happen to be equal would be refused.
+    # An array, because equal Python numbers of several replicas would be refused.
     return np.asarray(number, metric.dtype)
 
 

@@ -18,6 +18,7 @@ from typing import Any, Generic, Self, TypeVar
 import numpy as np
 import zmq
 
+from central_storage.core.closed import Closed
 from cs_proto import messages
 from cs_proto.arrays import frame_view
 from cs_proto.codec import BULK_LIMITS, decode, encode
@@ -283,7 +284,7 @@ def _let_go(context: zmq.Context[Any], socket: zmq.Socket[Any]) -> None:
     context.term()
 
 
-class Observer:
+class Observer(Closed):
     """A read-only session with a service. Every question raises NoAnswerError (a TimeoutError) if the answer does
     not come in time, ShutdownError (a RuntimeError) if the service has ended or the observer was closed."""
 

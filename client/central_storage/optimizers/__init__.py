@@ -1,6 +1,11 @@
 """Optimizers: objects in the client that name an update rule, its numbers and its slots in the server."""
 
+from typing import TYPE_CHECKING
+
+from central_storage.diagnostics.tensorflow_names import attributes
+
 from . import schedules
+from .accumulator import GradientAccumulator
 from .adagrad import Adadelta, Adagrad
 from .adam import Adam, Adamax, AdamW, Nadam
 from .ftrl import Ftrl
@@ -17,9 +22,13 @@ __all__ = [
     "AdamW",
     "Adamax",
     "Ftrl",
+    "GradientAccumulator",
     "Nadam",
     "Optimizer",
     "RMSprop",
     "optimizer_of",
     "schedules",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = attributes(__name__, "tf.keras.optimizers")

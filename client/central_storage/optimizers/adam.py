@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+import re
+from collections.abc import Iterable
+from typing import Any, Unpack
+
+from central_storage.variables.variable import Variable
+from cs_proto.arithmetic.optimizers import check_exempt
+from cs_proto.errors import ContextError, InvalidArgumentError
 
 from .optimizer import LearningRate, Optimizer, Shared, hyperparameter
 
@@ -58,6 +64,8 @@ class Adam(Optimizer):
 class AdamW(Optimizer):
     """Adam after ``v -= lr weight_decay v`` (Loshchilov and Hutter, 2019). Slots and rows as for Adam.
 
+    Variables whose name holds one of the patterns of ``exclude_from_weight_decay`` are updated as by Adam.
+
     Args:
         learning_rate: A number, one of ``optimizers.schedules``, or another callable of the step or of nothing.
         weight_decay: The part of the variable that is taken away, times the learning rate.
@@ -66,17 +74,18 @@ class AdamW(Optimizer):
         epsilon: A small number that keeps the divisor from 0.
         amsgrad: Whether the largest u so far is used.
         name: The optimizer's name.
+        exclude_from_weight_decay: Regular expressions, which are searched in the names of variables.
         **shared: ``clipvalue``, ``clipnorm``, ``global_clipnorm`` and ``lazy``, as for :class:`Optimizer`.
 
     Raises:
-        InvalidArgumentError: A hyperparameter is out of its range, or ``clipnorm`` stands beside ``global_clipnorm`` (a
-            ValueError).
+        InvalidArgumentError: A hyperparameter is out of its range, a pattern is no regular expression, or ``clipnorm``
+            stands beside ``global_clipnorm`` (a ValueError).
         TypeError: The optimizer has no argument of that name.
         ContextError: Made inside a replica (a RuntimeError).
 
     Examples:
         >>> import central_storage as cs
-        >>> optimizer = cs.optimizers.AdamW(weight_decay=0.01)
+        >>> optimizer = cs.optimizers.AdamW(weight_decay=0.01, exclude_from_weight_decay=["bias", "LayerNorm"])
         >>> optimizer.weight_decay
         0.01
     """
@@ -92,12 +101,14 @@ class AdamW(Optimizer):
         epsilon: float = 1e-7,
         amsgrad: bool = False,
         name: str | None = "AdamW",
+        exclude_from_weight_decay: Iterable[str] = (),
         **shared: Unpack[Shared],
     ) -> None:
         super().__init__(
             name,
             learning_rate,
             shared,
+            _patterns(exclude_from_weight_decay),
             weight_decay=weight_decay,
             beta_1=beta_1,
             beta_2=beta_2,
@@ -105,11 +116,67 @@ class AdamW(Optimizer):
             amsgrad=amsgrad,
         )
 
+    def exclude_from_weight_decay(
+        self, var_list: Iterable[Variable] | None = None, var_names: Iterable[str] | None = None
+    ) -> None:
+        """Let no weight decay act on some variables. What was excluded before no longer is. In the script, before the
+        first update.
+
+        Args:
+            var_list: Variables, by their names.
+            var_names: Regular expressions, which are searched in the names of variables.
+
+        Raises:
+            InvalidArgumentError: A pattern is no regular expression, or the optimizer has made updates (a ValueError).
+            ContextError: Called in a replica, or a variable belongs to no strategy yet (a RuntimeError).
+
+        Examples:
+            >>> import central_storage as cs
+            >>> optimizer = cs.optimizers.AdamW()
+            >>> optimizer.exclude_from_weight_decay(var_names=["bias"])
+            >>> optimizer.get_config()["exclude_from_weight_decay"]
+            ['bias']
+        """
+        self._refuse_in_replica("exclude_from_weight_decay")
+        variables = [self._own(variable) for variable in var_list or ()]
+        local = next((variable.name for variable in variables if variable.strategy is None), None)
+        if local is not None:
+            raise ContextError(
+                f"variable {local} belongs to no strategy yet, which may still change its name; make it under the "
+                "strategy's scope, or exclude it by var_names"
+            )
+        if self.slots():
+            raise InvalidArgumentError(
+                f"{self.name} has made updates already; call exclude_from_weight_decay before the first one"
+            )
+        exempt = (*(f"^{re.escape(variable.name)}$" for variable in variables), *_patterns(var_names or ()))
+        check_exempt(self.kind, self._rule, exempt)
+        if self.strategy is not None:
+            self._controller.configure(self._number, self.kind, {}, None, -1, exempt)
+        self._exempt = exempt
+
+    def get_config(self) -> dict[str, Any]:
+        """The name, the hyperparameters and the patterns as :meth:`from_config` takes them.
+
+        Examples:
+            >>> import central_storage as cs
+            >>> cs.optimizers.AdamW(exclude_from_weight_decay=["bias"]).get_config()["weight_decay"]
+            0.004
+        """
+        exempt = {"exclude_from_weight_decay": list(self._exempt)} if self._exempt else {}
+        return super().get_config() | exempt
+
     weight_decay = hyperparameter("weight_decay")
     beta_1 = hyperparameter("beta_1")
     beta_2 = hyperparameter("beta_2")
     epsilon = hyperparameter("epsilon")
     amsgrad = hyperparameter("amsgrad")
+
+
+def _patterns(given: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(given, str):
+        raise TypeError(f"exclude_from_weight_decay takes a list of patterns, not the text {given!r}: pass [{given!r}]")
+    return tuple(given)
 
 
 class Adamax(Optimizer):

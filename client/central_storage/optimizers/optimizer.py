@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import inspect
 import operator
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsIndex, TypeAlias, TypedDict
 
 import numpy as np
 
-from central_storage.core.context import (
-    call_site,
-    current_replica,
-    get_array_module,
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-)
-from central_storage.core.handles import Handle
-from central_storage.core.values import IndexedSlices, convert_to_tensor
+from central_storage.core.backends import service_of
+from central_storage.core.context import current_replica, get_replica_context, get_strategy, has_strategy
+from central_storage.core.deprecated import warn_deprecated
+from central_storage.core.live_number import LiveNumber
+from central_storage.core.values import IndexedSlices
+from central_storage.diagnostics.callers import call_site, warn
 from central_storage.variables.constraints import constraints_after
 from central_storage.variables.variable import Variable
-from cs_proto.arithmetic.optimizers import SLOTS, check_change, is_flag, rule_of
+from cs_proto.arithmetic.optimizers import CLIPS, SLOTS, check_change, check_exempt, is_flag, rule_of
 from cs_proto.errors import ContextError, InvalidArgumentError
 from cs_proto.messages import Optimizer as OptimizerRecord
 
+from .checks import as_number, fitting, fitting_rows
 from .schedules import Schedule, schedule_from_config, schedule_of
 from .slots import Slot
+from .weights import Weights
 
 if TYPE_CHECKING:
-    from central_storage.core.backends import ReplicaBackend, Strategy
+    from central_storage.core.backends import ControllerBackend, ReplicaBackend, Strategy
 
 LearningRate: TypeAlias = float | Schedule | Callable[..., float]
 
@@ -39,18 +36,21 @@ class Shared(TypedDict, total=False):
     """What every optimizer takes beside its own, by keyword.
 
     ``clipvalue`` bounds every element of the summed gradient, ``clipnorm`` the norm of each variable's and
-    ``global_clipnorm`` that of all together; values first. ``lazy``, ours, leaves alone the rows that a sparse gradient
-    does not name, which TensorFlow's Adam, RMSprop and Nadam move too.
+    ``global_clipnorm`` that of all together; values first. ``decay`` divides the learning rate by ``1 + decay ·
+    iterations``. ``lr`` is TensorFlow's older name of ``learning_rate``. ``lazy``, ours, leaves alone the rows that a
+    sparse gradient does not name, which TensorFlow's Adam, RMSprop and Nadam move too.
     """
 
     clipnorm: float | None
     clipvalue: float | None
     global_clipnorm: float | None
+    decay: float
     lazy: bool
+    lr: LearningRate
 
 
 def hyperparameter(name: str) -> property:
-    """A number of the rule: readable anywhere, assignable in the client at any step."""
+    """A number of the rule: readable anywhere, assignable in the client at any step. It follows the optimizer."""
 
     def get(self: Optimizer) -> Any:
         return self._get(name)
@@ -61,7 +61,7 @@ def hyperparameter(name: str) -> property:
     return property(get, assign, doc=f"``{name}``; assignable in the client at any step, unless it chose the rule.")
 
 
-class Optimizer(Handle):
+class Optimizer(Weights):
     """Base of the optimizers. The server sums the replicas' gradients in replica order, then applies the rule once.
 
     An optimizer that is made under ``strategy.scope()`` belongs to that strategy; one that is made outside every scope,
@@ -74,8 +74,9 @@ class Optimizer(Handle):
 
     Every optimizer takes these arguments by keyword: ``clipvalue`` bounds every element of the summed gradient,
     ``clipnorm`` the norm of each variable's gradient, and ``global_clipnorm`` the norm of all gradients together;
-    values are clipped first. With ``lazy`` the rows that a sparse gradient does not name stay as they are; TensorFlow's
-    Adam, RMSprop and Nadam, which have no such argument, move them.
+    values are clipped first. ``decay`` divides the learning rate, also that of a schedule, by ``1 + decay ·
+    iterations``. ``lr`` is another name of ``learning_rate``. With ``lazy`` the rows that a sparse gradient does not
+    name stay as they are; TensorFlow's Adam, RMSprop and Nadam, which have no such argument, move them.
 
     Examples:
         >>> import numpy as np
@@ -93,24 +94,34 @@ class Optimizer(Handle):
     kind: ClassVar[str]
 
     def __init__(
-        self, name: str | None, learning_rate: LearningRate, shared: Mapping[str, Any], **own: float | bool
+        self,
+        name: str | None,
+        learning_rate: LearningRate,
+        shared: Mapping[str, Any],
+        exempt: tuple[str, ...] = (),
+        **own: float | bool,
     ) -> None:
         unknown = [key for key in shared if key not in Shared.__annotations__]
         if unknown:
             raise TypeError(self._unknown(unknown[0]))
-        given = {key: value for key, value in shared.items() if value is not None}
+        if "lr" in shared:
+            warn_deprecated(type(self), "the argument lr", "learning_rate")
+            learning_rate = shared["lr"]
+        given = {key: value for key, value in shared.items() if value is not None and key != "lr"}
         self.name = name or self.kind
         self._strategy: Strategy | None = None
         self._number = 0
         self._iterations = 0
         #: The slots that a checkpoint brought before there was a strategy to hold them.
         self._kept: dict[tuple[Variable, str], np.ndarray] = {}
+        self._exempt = exempt
         self._rate = learning_rate if callable(learning_rate) else None
         rate = self._rate_at(0) if self._rate is not None else learning_rate
         self._hyperparameters = {
-            key: _number(self.kind, key, value) for key, value in ({"learning_rate": rate} | own | given).items()
+            key: as_number(self.kind, key, value) for key, value in ({"learning_rate": rate} | own | given).items()
         }
         self._rule = rule_of(self.kind, self._hyperparameters)
+        check_exempt(self.kind, self._rule, exempt)
         if has_strategy():
             if get_replica_context() is not None:
                 raise ContextError(
@@ -123,7 +134,7 @@ class Optimizer(Handle):
         known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD] + list(Shared.__annotations__)
         import difflib  # late: only mistakes need it
 
-        meant = ["learning_rate"] if name == "lr" else difflib.get_close_matches(name, known, 1)
+        meant = difflib.get_close_matches(name, known, 1)
         hint = f"; did you mean {meant[0]}?" if meant else ";"
         return f"{self.kind} takes no argument {name!r}{hint} it takes {', '.join(known)}"
 
@@ -136,6 +147,7 @@ class Optimizer(Handle):
         self._number = record.number
         self._iterations = 0
         self._kept = {}
+        self._exempt = record.exempt
         self._rate = None if record.schedule is None else schedule_of(record.schedule)
         self._hyperparameters = dict(record.hyperparameters)
         self._rule = record.rule
@@ -148,10 +160,11 @@ class Optimizer(Handle):
         if self._strategy is not None:
             raise ContextError(f"optimizer {self.name} belongs to another strategy; make one for each")
         self._number = strategy.controller.configure(
-            0, self.kind, self._hyperparameters, self._schedule_record(), self._iterations
+            0, self.kind, self._hyperparameters, self._schedule_record(), self._iterations, self._exempt
         )
         self._strategy = strategy
         strategy.remember(self)
+        self._cs_keep(strategy.controller.forget)
         kept, self._kept = self._kept, {}
         for (variable, slot), value in kept.items():
             variable.adopt(strategy, shared=True)
@@ -166,10 +179,10 @@ class Optimizer(Handle):
     def learning_rate(self) -> Any:
         """The learning rate, or the schedule that gives it; assignable in the client at any step."""
         if self._strategy is None or self._has_own_schedule:
-            return self._get("learning_rate") if self._rate is None else self._rate
+            return LiveNumber(self, "learning_rate") if self._rate is None else self._rate
         record = self._record()
         if record.schedule is None:
-            return dict(record.hyperparameters)["learning_rate"]
+            return LiveNumber(self, "learning_rate")
         held = self._rate
         return held if held is not None and record.schedule == self._schedule_record() else schedule_of(record.schedule)
 
@@ -178,27 +191,43 @@ class Optimizer(Handle):
         self._refuse_in_replica("learning_rate")
         before, self._rate = self._rate, value if callable(value) else None
         try:
-            self._set({"learning_rate": self._rate_at(self.iterations) if callable(value) else value})
+            self._set({"learning_rate": self._rate_at(self._count()) if callable(value) else value})
         except BaseException:  # Ctrl-C, too: what the server was not told does not hold
             self._rate = before
             raise
 
     @property
-    def iterations(self) -> int:
+    def lr(self) -> Any:
+        """Another name of :attr:`learning_rate`."""
+        return self.learning_rate
+
+    @lr.setter
+    def lr(self, value: LearningRate) -> None:
+        self.learning_rate = value
+
+    @property
+    def iterations(self) -> LiveNumber:
         """How many apply_gradients have been committed; one a call, whatever the number of replicas.
 
+        It follows the optimizer, wherever it is kept: ``int(optimizer.iterations)`` is the count of this moment.
         Assignable in the client (a checkpoint does it): the next update counts from there.
         """
-        return self._record().iterations if self._strategy is not None else self._iterations
+        return LiveNumber(self, "iterations")
 
     @iterations.setter
-    def iterations(self, value: int) -> None:
+    def iterations(self, value: SupportsIndex) -> None:
         self._refuse_in_replica("iterations")
-        count = operator.index(value)
+        if isinstance(value, Variable):
+            raise TypeError(
+                f"{self.name}.iterations counts on its own and cannot follow variable {value.name}; for its present "
+                "value, assign int(variable)"
+            )
+        given: Any = value.assigned if isinstance(value, LiveNumber) else value
+        count = operator.index(given)
         if not 0 <= count < 1 << 62:
             raise InvalidArgumentError(f"{self.name}.iterations must be at least 0, not {count}")
         if self._strategy is not None:
-            self._strategy.controller.configure(self._number, self.kind, {}, None, count)
+            self._controller.configure(self._number, self.kind, {}, None, count)
         self._iterations = count
 
     @property
@@ -216,7 +245,7 @@ class Optimizer(Handle):
         made."""
         if self._strategy is None:
             return list(self._kept)
-        numbers = set(self._strategy.controller.slotted(self._number))
+        numbers = set(self._controller.slotted(self._number))
         slotted = [variable for variable in self._strategy.variables if variable.number in numbers]
         return [(variable, slot) for variable in slotted for slot in self.slot_names]
 
@@ -245,7 +274,7 @@ class Optimizer(Handle):
         if slot_name not in SLOTS[self._rule]:
             has = ", ".join(SLOTS[self._rule]) or "none"
             raise InvalidArgumentError(f"{self.name} has no slot {slot_name!r}; its slots: {has}")
-        return Slot(self._number, var, slot_name)
+        return Slot(self, var, slot_name)
 
     def slot_value(self, variable: Variable, slot: str) -> np.ndarray:
         """A copy of a slot, also of an optimizer that belongs to no strategy yet."""
@@ -272,9 +301,11 @@ class Optimizer(Handle):
         """
         current = self._current()
         config: dict[str, Any] = {"name": self.name} | {key: self._plain(key, current[key]) for key in current}
-        config["learning_rate"] = rate = self.learning_rate
+        rate = self.learning_rate
         if isinstance(rate, Schedule):
             config["learning_rate"] = {"class_name": type(rate).__name__, "config": rate.get_config()}
+        elif callable(rate):
+            config["learning_rate"] = rate
         return config
 
     @classmethod
@@ -304,6 +335,8 @@ class Optimizer(Handle):
     clipnorm = hyperparameter("clipnorm")
     clipvalue = hyperparameter("clipvalue")
     global_clipnorm = hyperparameter("global_clipnorm")
+    decay = hyperparameter("decay")
+    lazy = hyperparameter("lazy")
 
     # --- updates ----------------------------------------------------------------------------------------------
 
@@ -368,15 +401,13 @@ class Optimizer(Handle):
             raise ValueError(f"{self.name}.apply_gradients: a variable appears twice; add its gradients first")
         missing = [self._own(variable).name for gradient, variable in given if gradient is None]
         if missing:
-            warnings.warn(
-                f"{self.name}.apply_gradients: no gradient for {', '.join(missing)}; skipped", UserWarning, stacklevel=3
-            )
+            warn(f"{self.name}.apply_gradients: no gradient for {', '.join(missing)}; skipped", UserWarning)
         dense, sparse = [], []
         for gradient, variable in pairs:
             if isinstance(gradient, IndexedSlices):
-                sparse.append((*_fitting_rows(gradient, variable), variable.number))
+                sparse.append((*fitting_rows(gradient, variable), variable.number))
             else:
-                dense.append((_fitting(gradient, variable), variable.number))
+                dense.append((fitting(gradient, variable), variable.number))
         backend.apply(self._number, dense, sparse, call_site())
         context = get_replica_context()
         if constrain is not None and context is not None:
@@ -422,7 +453,7 @@ class Optimizer(Handle):
     def evaluate_schedule(self) -> None:
         """Before a run: bring the learning rate of a callable that is not ours up to the step."""
         if self._has_own_schedule:
-            rate = self._rate_at(self.iterations)
+            rate = self._rate_at(self._count())
             if rate != self._hyperparameters["learning_rate"]:
                 self._set({"learning_rate": rate})
 
@@ -460,9 +491,14 @@ class Optimizer(Handle):
             raise ContextError(f"variable {owned.name} belongs to another strategy than optimizer {self.name}")
         return owned.number
 
+    @property
+    def _controller(self) -> ControllerBackend:
+        assert self._strategy is not None
+        return service_of(self._strategy, f"optimizer {self.name}")
+
     def _record(self) -> OptimizerRecord:
         assert self._strategy is not None
-        backend = current_replica(self._strategy) or self._strategy.controller
+        backend = current_replica(self._strategy) or self._controller
         return backend.optimizer(self._number)
 
     def _current(self) -> dict[str, float]:
@@ -471,37 +507,32 @@ class Optimizer(Handle):
     def _plain(self, key: str, value: float) -> float | bool:
         return bool(value) if is_flag(self.kind, key) else value
 
+    def number_of(self, key: str) -> int | float:
+        """The present value of ``iterations`` or of a hyperparameter."""
+        return self._count() if key == "iterations" else self._current().get(key, 0.0)
+
+    def _count(self) -> int:
+        return self._iterations if self._strategy is None else self._record().iterations
+
     def _get(self, key: str) -> Any:
-        value = self._current().get(key)
-        return None if value is None else self._plain(key, value)
+        if is_flag(self.kind, key) or key in CLIPS:
+            value = self._current().get(key)
+            return None if value is None else self._plain(key, value)
+        return LiveNumber(self, key)
 
     def _set(self, changes: Mapping[str, Any]) -> None:
         self._refuse_in_replica(", ".join(changes))
-        numbers = {key: _number(self.kind, key, value) for key, value in changes.items()}
+        numbers = {key: as_number(self.kind, key, value) for key, value in changes.items()}
         changed = {**self._hyperparameters, **numbers}
         check_change(self.kind, self._rule, self._hyperparameters, changed)
         if self._strategy is not None:
             schedule = self._schedule_record() if "learning_rate" in changes else None
-            self._strategy.controller.configure(self._number, self.kind, numbers, schedule, -1)
+            self._controller.configure(self._number, self.kind, numbers, schedule, -1)
         self._hyperparameters = changed
 
     def _refuse_in_replica(self, what: str) -> None:
         if get_replica_context() is not None and has_strategy():
             raise ContextError(f"{what} can be set only in the script, between runs, not in a replica")
-
-
-def _number(kind: str, key: str, value: object) -> float:
-    """A hyperparameter as a number, whatever kind of number it is. Its range is checked with all the others."""
-    if isinstance(value, (np.number, np.bool_)) or (isinstance(value, np.ndarray) and value.ndim == 0):
-        value = value.item()
-    if isinstance(value, bool) and not is_flag(kind, key):
-        raise InvalidArgumentError(f"{kind}: {key} must be a number, not {value!r}")
-    if not isinstance(value, (bool, int, float)):
-        raise InvalidArgumentError(f"{kind}: {key} must be a finite number, not {value!r}")
-    try:
-        return float(value)
-    except OverflowError:
-        raise InvalidArgumentError(f"{kind}: {key} must be a finite number, not {value!r:.40}") from None
 
 
 def _takes_nothing(function: Callable[..., Any]) -> bool:
@@ -510,56 +541,6 @@ def _takes_nothing(function: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):
         return False
     return True
-
-
-def _fitting(gradient: Any, variable: Variable) -> Any:
-    array = _array(gradient)
-    if array.shape != variable.shape:
-        raise InvalidArgumentError(
-            f"the gradient of {variable.name} has shape {array.shape}, but the variable has shape {variable.shape}"
-        )
-    _check_dtype(array, variable)
-    return array
-
-
-def _fitting_rows(gradient: IndexedSlices, variable: Variable) -> tuple[np.ndarray, np.ndarray]:
-    """Values and indices (int64) of a sparse gradient."""
-    values, indices = _array(gradient.values), convert_to_tensor(gradient.indices)
-    if not variable.shape:
-        raise InvalidArgumentError(f"the gradient of {variable.name} is an IndexedSlices, but the variable has no rows")
-    if gradient.dense_shape is not None and gradient.dense_shape != variable.shape:
-        raise InvalidArgumentError(
-            f"the gradient of {variable.name} has dense_shape {gradient.dense_shape}, but the variable has shape "
-            f"{variable.shape}"
-        )
-    if values.shape[1:] != variable.shape[1:]:
-        raise InvalidArgumentError(
-            f"the gradient of {variable.name} has rows of shape {values.shape[1:]}, but those of the variable have "
-            f"shape {variable.shape[1:]}"
-        )
-    _check_dtype(values, variable)
-    if indices.size:
-        for index in (indices.min(), indices.max()):
-            if not 0 <= index < variable.shape[0]:
-                raise InvalidArgumentError(
-                    f"the gradient of {variable.name} names row {index}, but the variable has {variable.shape[0]} rows"
-                )
-    return values, indices.astype(np.int64, copy=False)
-
-
-def _array(value: Any) -> Any:
-    """``value`` as an array, in a replica on a GPU where it is: the worker brings it to the server without waiting."""
-    if hasattr(value, "__cuda_array_interface__") and get_array_module() is not np:
-        return get_array_module().asarray(value)
-    return convert_to_tensor(value)
-
-
-def _check_dtype(array: np.ndarray, variable: Variable) -> None:
-    if array.dtype != variable.dtype:
-        raise InvalidArgumentError(
-            f"the gradient of {variable.name} has dtype {array.dtype}, the variable {variable.dtype}; convert it with "
-            f"astype('{variable.dtype}'), or compute it from {variable.dtype} arrays"
-        )
 
 
 __all__ = ["LearningRate", "Optimizer", "Shared", "hyperparameter"]

@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
+from central_storage.core.closed import Closed
 from cs_proto.arithmetic.schedules import FIELDS, Kind, rate
 from cs_proto.arithmetic.schedules import Schedule as ScheduleRecord
 from cs_proto.errors import InvalidArgumentError, LocalProtocolError
 
-__all__ = ["CosineDecay", "ExponentialDecay", "LearningRateSchedule", "PiecewiseConstantDecay", "PolynomialDecay"]
+__all__ = [
+    "CosineDecay",
+    "CosineDecayRestarts",
+    "ExponentialDecay",
+    "InverseTimeDecay",
+    "LearningRateSchedule",
+    "PiecewiseConstantDecay",
+    "PolynomialDecay",
+]
 
 
-class LearningRateSchedule:
+class LearningRateSchedule(Closed):
     """A learning rate as a function of the step.
 
     Derive from it for a schedule of your own. The script calls it before every run with the optimizer's ``iterations``.
@@ -258,8 +267,99 @@ class PolynomialDecay(Schedule):
         )
 
 
+class InverseTimeDecay(Schedule):
+    """``initial / (1 + decay_rate · step / decay_steps)``; with ``staircase`` the quotient is rounded down.
+
+    Args:
+        initial_learning_rate: The rate of step 0.
+        decay_steps: The steps that count as one.
+        decay_rate: The factor of the steps.
+        staircase: Whether the rate changes only at multiples of ``decay_steps``.
+        name: Kept.
+
+    Raises:
+        InvalidArgumentError: The numbers make no schedule (a ValueError).
+
+    Examples:
+        >>> import central_storage as cs
+        >>> cs.optimizers.schedules.InverseTimeDecay(1.0, decay_steps=10, decay_rate=0.5)(20)
+        0.5
+    """
+
+    kind = "InverseTimeDecay"
+
+    def __init__(
+        self,
+        initial_learning_rate: float,
+        decay_steps: float,
+        decay_rate: float,
+        staircase: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(
+            name,
+            initial_learning_rate=initial_learning_rate,
+            decay_steps=decay_steps,
+            decay_rate=decay_rate,
+            staircase=staircase,
+        )
+
+
+class CosineDecayRestarts(Schedule):
+    """Half a cosine from the initial rate down to ``alpha`` times it, again and again (Loshchilov and Hutter, 2017).
+
+    The first takes ``first_decay_steps``. Each of the others takes ``t_mul`` times as many as the one before it, and
+    begins at ``m_mul`` times its height.
+
+    Args:
+        initial_learning_rate: The rate of step 0.
+        first_decay_steps: The length of the first cosine.
+        t_mul: How much longer each cosine is than the one before it, at least 1.
+        m_mul: How much higher each cosine begins than the one before it.
+        alpha: The last rate of a cosine, as a part of the initial rate.
+        name: Kept.
+
+    Raises:
+        InvalidArgumentError: The numbers make no schedule (a ValueError).
+
+    Examples:
+        >>> import central_storage as cs
+        >>> rate = cs.optimizers.schedules.CosineDecayRestarts(1.0, first_decay_steps=10, m_mul=0.5)
+        >>> rate(0), rate(5), rate(10), rate(20)
+        (1.0, 0.5, 0.5, 0.25)
+    """
+
+    kind = "CosineDecayRestarts"
+
+    def __init__(
+        self,
+        initial_learning_rate: float,
+        first_decay_steps: float,
+        t_mul: float = 2.0,
+        m_mul: float = 1.0,
+        alpha: float = 0.0,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(
+            name,
+            initial_learning_rate=initial_learning_rate,
+            first_decay_steps=first_decay_steps,
+            t_mul=t_mul,
+            m_mul=m_mul,
+            alpha=alpha,
+        )
+
+
 _KINDS: dict[str, type[Schedule]] = {
-    cls.kind: cls for cls in (ExponentialDecay, PiecewiseConstantDecay, CosineDecay, PolynomialDecay)
+    cls.kind: cls
+    for cls in (
+        ExponentialDecay,
+        PiecewiseConstantDecay,
+        CosineDecay,
+        PolynomialDecay,
+        InverseTimeDecay,
+        CosineDecayRestarts,
+    )
 }
 
 

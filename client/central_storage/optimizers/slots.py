@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from central_storage.core.backends import service_of
+from central_storage.core.closed import Closed
 from central_storage.core.context import current_replica
+from central_storage.core.faces import presented
+from central_storage.core.handles import Handle, handle_id
 from central_storage.variables.variable import Variable
 from cs_proto.errors import ContextError, InvalidArgumentError
+
+if TYPE_CHECKING:
+    from central_storage.core.backends import ControllerBackend
 
 __all__ = ["Slot"]
 
 
-class Slot(np.lib.mixins.NDArrayOperatorsMixin):
+@presented
+class Slot(Closed, np.lib.mixins.NDArrayOperatorsMixin):
     """One slot of one variable: an array of its shape and dtype, held by the server. Every read is a copy, also
     in operators."""
 
-    def __init__(self, optimizer: int, variable: Variable, slot: str) -> None:
+    def __init__(self, optimizer: Handle, variable: Variable, slot: str) -> None:
         assert variable.strategy is not None
         self._strategy = variable.strategy
-        self._optimizer = optimizer
+        self._held = optimizer  # so that the server does not free it
+        self._optimizer = handle_id(optimizer)[1]
         self._variable = variable
         self._slot = slot
 
@@ -41,7 +50,7 @@ class Slot(np.lib.mixins.NDArrayOperatorsMixin):
 
     def value(self) -> np.ndarray:
         """A copy of the current value; in a replica, with this replica's own updates."""
-        backend = current_replica(self._strategy) or self._strategy.controller
+        backend = current_replica(self._strategy) or self._controller
         return backend.slot(self._optimizer, self._variable.number, self._slot)
 
     read_value = value
@@ -60,8 +69,12 @@ class Slot(np.lib.mixins.NDArrayOperatorsMixin):
             raise InvalidArgumentError(
                 f"slot {self.name} is {self.dtype}{list(self.shape)}, but the value is {array.dtype}{list(array.shape)}"
             )
-        self._strategy.controller.assign_slot(self._optimizer, self._variable.number, self._slot, array)
+        self._controller.assign_slot(self._optimizer, self._variable.number, self._slot, array)
         return self
+
+    @property
+    def _controller(self) -> ControllerBackend:
+        return service_of(self._strategy, f"slot {self.name}")
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """A copy."""

@@ -65,12 +65,14 @@ class Reads:
     ``global_names``: the names looked up in the module's globals, in the order of the code. ``chains``: for each
     variable, the attribute chains that are read; ``pkg.model.forward(x)`` reads ``("model", "forward")`` of ``pkg``.
     ``escaping``: the variables that are also read as a whole. ``names``: every name used as an attribute.
+    ``last_line``: the last line of the file from which the code was made.
     """
 
     global_names: tuple[str, ...]
     chains: dict[str, frozenset[tuple[str, ...]]]
     escaping: frozenset[str]
     names: frozenset[str]
+    last_line: int
 
 
 _reads: weakref.WeakKeyDictionary[CodeType, Reads] = weakref.WeakKeyDictionary()
@@ -122,7 +124,9 @@ def _read(code: CodeType) -> Reads:
     chains: dict[str, set[tuple[str, ...]]] = {}
     escaping: set[str] = set()
     names: set[str] = set()
+    last_line = code.co_firstlineno
     for each in _nested(code):
+        last_line = max(last_line, *(line for *_, line in each.co_lines() if line is not None))
         steps = [step for step in dis.get_instructions(each) if step.opname != "EXTENDED_ARG"]
         for place, step in enumerate(steps):
             if step.opname in _ATTRIBUTE:
@@ -136,7 +140,7 @@ def _read(code: CodeType) -> Reads:
                 else:
                     escaping.add(step.argval)
     frozen = {name: frozenset(found) for name, found in chains.items()}
-    return Reads(tuple(global_names), frozen, frozenset(escaping), frozenset(names))
+    return Reads(tuple(global_names), frozen, frozenset(escaping), frozenset(names), last_line)
 
 
 def _chain(steps: list[dis.Instruction], place: int) -> tuple[str, ...]:

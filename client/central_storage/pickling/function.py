@@ -6,30 +6,80 @@ import functools
 import weakref
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, overload
 
-__all__ = ["Function", "Pickled", "function"]
+from central_storage.core.handles import Hold
+
+from .captures import Captures
+
+__all__ = ["Function", "Pickled", "Pickles", "drop_stale", "function"]
 
 
 class Pickled(NamedTuple):
-    """A pickled function, its digest, and the handles in it by identity. The handles are held, so that their variables
-    exist for as long as the function is sent."""
+    """A pickled function, its digest, and what keeps the variables and optimizers in it, for as long as the function is
+    sent."""
 
     data: bytes
     digest: bytes
-    handles: dict[int, object]
+    holds: set[Hold]
+
+
+#: By service, what was sent of a function, and by which names it captured what is in there.
+Pickles: TypeAlias = "weakref.WeakKeyDictionary[object, tuple[Pickled, Captures]]"
+
+
+def drop_stale(pickles: Pickles, owner: object) -> None:
+    """Drop what ``owner`` would send anew anyway: it holds what nobody can reach any more."""
+    known = pickles.get(owner)
+    if known is not None and not known[1].hold():
+        del pickles[owner]
+
+
+class _Bound:
+    """The method of one object. It does not hold the object, so the object needs no garbage collector to go, and what
+    it holds in the server goes with it."""
+
+    def __init__(self, instance: object = None, python_function: Callable[..., Any] | None = None) -> None:
+        self._instance = None if instance is None else weakref.ref(instance)
+        self._python_function = python_function
+        self._bound: Callable[[], Function | None] = _gone
+        self._pickles: Pickles = weakref.WeakKeyDictionary()
+
+    def is_of(self, instance: object, python_function: Callable[..., Any]) -> bool:
+        """Whether it belongs to this object: a copied object has that of the original."""
+        return self._instance is not None and self._instance() is instance and self._python_function is python_function
+
+    def function(self, instance: object) -> Function:
+        """The function that calls the method of ``instance``."""
+        found = self._bound()
+        if found is None:
+            assert self._python_function is not None
+            found = Function(MethodType(self._python_function, instance), self._pickles)
+            self._bound = weakref.ref(found)
+        return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Bound, ()
+
+
+def _gone() -> None:
+    return None
 
 
 class Function:
     """A replica function that is sent once. A call outside ``run`` simply calls the function."""
 
-    def __init__(self, python_function: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        python_function: Callable[..., Any],
+        pickles: Pickles | None = None,
+    ) -> None:
         if not callable(python_function):
             raise TypeError(f"cs.function takes a function, not {python_function!r}")
         self.python_function = python_function
         functools.update_wrapper(self, python_function)
         self._key = f"cs.function {getattr(python_function, '__qualname__', '')}"
-        self._pickles: weakref.WeakKeyDictionary[object, Pickled] = weakref.WeakKeyDictionary()
+        self._pickles: Pickles = weakref.WeakKeyDictionary() if pickles is None else pickles
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.python_function(*args, **kwargs)
@@ -38,40 +88,88 @@ class Function:
         self._key = f"cs.function {owner.__module__}.{owner.__qualname__}.{name}"
 
     def __get__(self, instance: object, owner: type | None = None) -> Function:
-        """As a method: one function for each object, stored in its ``__dict__`` so that it lives as long as the
-        object."""
+        """As a method: one function for each object. The ``__dict__`` of the object has what was sent of it."""
         if instance is None:
             return self
-        method = MethodType(self.python_function, instance)
-        bound = vars(instance).get(self._key)
-        if (
-            not isinstance(bound, Function) or bound.python_function != method
-        ):  # a copied object has the function of the original
-            bound = vars(instance)[self._key] = Function(method)
-        return bound
+        known = vars(instance).get(self._key)
+        if not isinstance(known, _Bound) or not known.is_of(instance, self.python_function):
+            known = vars(instance)[self._key] = _Bound(instance, self.python_function)
+        return known.function(instance)
+
+    @property
+    def pickles(self) -> Pickles:
+        """What was sent of it."""
+        return self._pickles
 
     def pickle_for(self, owner: object, dump: Callable[[Callable[..., Any]], Pickled]) -> Pickled:
-        """The pickle that ``owner`` (a service) sends: made at its first call, and the same from then on."""
-        if owner not in self._pickles:
-            self._pickles[owner] = dump(self.python_function)
-        return self._pickles[owner]
+        """The pickle that ``owner`` (a service) sends: made at its first call, and the same from then on, unless a name
+        that the function reads stands for another variable, optimizer or function."""
+        pickled, captures = self._pickles.get(owner, (None, None))
+        if pickled is None or captures is None or not captures.hold():
+            pickled = dump(self.python_function)
+            self._pickles[owner] = pickled, Captures(self.python_function)
+        return pickled
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Function, (self.python_function,))
 
 
-def function(fn: Callable[..., Any]) -> Function:
-    """Decorate a replica function, so that it is sent once.
+#: Keywords of tf.function in older and newer versions, which change nothing here.
+_EXPERIMENTAL = frozenset(
+    f"experimental_{name}"
+    for name in ["attributes", "autograph_options", "compile", "follow_type_hints", "implements", "relax_shapes"]
+)
+
+
+@overload
+def function(fn: Callable[..., Any]) -> Function: ...
+@overload
+def function(
+    fn: None = None,
+    *,
+    input_signature: object = None,
+    jit_compile: bool | None = None,
+    autograph: bool = True,
+    reduce_retracing: bool = False,
+    **experimental: object,
+) -> Callable[[Callable[..., Any]], Function]: ...
+@overload
+def function(
+    fn: Callable[..., Any] | None,
+    *,
+    input_signature: object = None,
+    jit_compile: bool | None = None,
+    autograph: bool = True,
+    reduce_retracing: bool = False,
+    **experimental: object,
+) -> Any: ...
+def function(
+    fn: Callable[..., Any] | None = None,
+    *,
+    input_signature: object = None,
+    jit_compile: bool | None = None,
+    autograph: bool = True,
+    reduce_retracing: bool = False,
+    **experimental: object,
+) -> Any:
+    """Decorate a replica function, so that it is sent once: ``@cs.function`` or ``@cs.function()``.
 
     Its captured values are those of the first ``run`` of each strategy, and what it mutates lives in each worker until
-    that worker is restarted. A method is one function for each object, and ``self`` is a captured value. It takes the
-    place of ``tf.function`` in TensorFlow's examples; nothing is traced.
+    that worker is restarted. If a name that it reads gets another variable, optimizer, model or function, as when a
+    notebook's cell is run again, it is sent anew. A method is one function for each object, and ``self`` is a captured
+    value. It takes the place of ``tf.function`` in TensorFlow's examples. Nothing is traced or compiled, so the
+    keywords of ``tf.function`` are accepted and change nothing.
 
     Args:
-        fn: The function.
+        fn: The function. None: what is returned is the decorator.
+        input_signature: Accepted, such as the ``element_spec`` of a data set.
+        jit_compile: Accepted.
+        autograph: Accepted.
+        reduce_retracing: Accepted.
+        **experimental: Accepted, where ``tf.function`` has such a keyword, for example ``experimental_relax_shapes``.
 
     Raises:
-        TypeError: ``fn`` cannot be called.
+        TypeError: ``fn`` cannot be called, or ``tf.function`` has no such keyword.
 
     Examples:
         >>> import central_storage as cs
@@ -82,4 +180,8 @@ def function(fn: Callable[..., Any]) -> Function:
         ...     strategy.run(step, (1,))
         2
     """
+    for keyword in experimental.keys() - _EXPERIMENTAL:
+        raise TypeError(f"cs.function() got an unexpected keyword argument {keyword!r}")
+    if fn is None:
+        return function
     return fn if isinstance(fn, Function) else Function(fn)

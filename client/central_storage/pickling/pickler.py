@@ -13,11 +13,12 @@ import dataclasses
 import functools
 import hashlib
 import io
+import linecache
 import pickle
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from types import CellType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, Literal, TypeVar
 
 import cloudpickle
@@ -26,6 +27,7 @@ from cloudpickle import cloudpickle as by_value
 
 from central_storage.core.composites import Composite
 from central_storage.core.handles import Handle
+from central_storage.core.tensor import Tensor
 from central_storage.data.distributed import DistributedDataset, DistributedFromFunction, DistributedIterator, elsewhere
 from cs_proto.arrays import INLINE_NBYTES
 from cs_proto.errors import CentralStorageError, ShippingError, ShutdownError
@@ -314,7 +316,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         needed = [name for package in packages for name in submodules(package, reads.names)]
         attributes = {name: getattr(function, name) for name in _FUNCTION_ATTRIBUTES}
         stand_ins = tuple(self._cells.setdefault(id(cell), _Cell()) for cell in cells)
-        state = (attributes, dict(function.__dict__), found, contents, needed)
+        state = (attributes, dict(function.__dict__), found, contents, needed, _source(function.__code__, reads))
         return (
             reconstruct.new_function,
             (function.__code__, module, stand_ins),
@@ -355,7 +357,7 @@ class _PlainPickler(pickle.Pickler):
     cloudpickle calls back for every object. For anything else it raises _NotPlain."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is not np.ndarray:
+        if type(obj) is not np.ndarray and type(obj) is not Tensor:
             if obj is reconstruct.array_over:
                 return NotImplemented
             raise _NotPlain
@@ -375,7 +377,7 @@ class _NotPlain(Exception):
 #: The text of each dtype that has only one object, by the ``id()`` of that.
 _NUMBERS = {id(np.dtype(code)): np.dtype(code).str for code in "?bBhHiIlLqQefdFD"}
 #: Types that are neither handles nor composites, and the functions that rebuild arrays.
-_PARTS = frozenset({tuple, list, dict, str, bytes, int, float, bool, type(None), np.ndarray})
+_PARTS = frozenset({tuple, list, dict, str, bytes, int, float, bool, type(None), np.ndarray, Tensor})
 _ARRIVALS = frozenset({reconstruct.array_over, reconstruct.read_only_array})
 
 _FUNCTION_ATTRIBUTES = (
@@ -387,6 +389,16 @@ _FUNCTION_ATTRIBUTES = (
     "__kwdefaults__",
     "__annotations__",
 )
+
+
+def _source(code: CodeType, reads: Reads) -> tuple[str, int, list[str]] | None:
+    """The lines of a function that is in no file, such as one of a notebook's cell: the name under which this process
+    knows them, the number of the first one, and the lines. A worker shows them in its tracebacks."""
+    known: tuple[Any, ...] = linecache.cache.get(code.co_filename, ())
+    if len(known) != 4 or known[1] is not None:  # a file has a time
+        return None
+    first = code.co_firstlineno
+    return code.co_filename, first, list(known[2][first - 1 : reads.last_line])
 
 
 def _content(cell: CellType) -> Any:
@@ -411,7 +423,7 @@ def _array_parts(array: np.ndarray) -> tuple[Any, ...]:
     """The pickled form of an array argument, which arrives read-only: plain arrays as a buffer, others in their own
     way."""
     dtype = array.dtype
-    if type(array) not in (np.ndarray, np.memmap) or dtype.hasobject or not dtype.itemsize:
+    if type(array) not in (np.ndarray, Tensor, np.memmap) or dtype.hasobject or not dtype.itemsize:
         reduced: Any = array.__reduce__()
         return reconstruct.read_only_array, tuple(reduced[:3])
     order: Literal["C", "F"] = "F" if array.flags.fnc else "C"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import functools
 import importlib
+import linecache
 import sys
 import threading
 import weakref
@@ -17,6 +18,8 @@ from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, Literal
 
 import numpy as np
+
+from central_storage.core.tensor import Tensor
 
 __all__ = [
     "Empty",
@@ -79,7 +82,9 @@ def new_function(code: CodeType, module: ModuleType, cells: tuple[CellType, ...]
 
 def fill_function(function: FunctionType, state: tuple[Any, ...]) -> None:
     """Give a function its attributes, globals and captured values; import packages that it addresses by attribute."""
-    attributes, own, found, contents, needed = state
+    attributes, own, found, contents, needed, source = state
+    if source is not None:
+        _show_in_tracebacks(*source)
     for name in needed:
         importlib.import_module(name)
     for name, value in attributes.items():
@@ -89,6 +94,15 @@ def fill_function(function: FunctionType, state: tuple[Any, ...]) -> None:
     for cell, content in zip(function.__closure__ or (), contents, strict=True):
         if content is not Empty:
             cell.cell_contents = content
+
+
+def _show_in_tracebacks(name: str, first: int, lines: list[str]) -> None:
+    """Let tracebacks show the lines of a function that is in no file of this process."""
+    known = linecache.cache.get(name, ())
+    text: list[str] = list(known[2]) if len(known) == 4 else []
+    text += ["\n"] * (first - 1 + len(lines) - len(text))
+    text[first - 1 : first - 1 + len(lines)] = lines
+    linecache.cache[name] = (sum(map(len, text)), None, text, name)
 
 
 class _Classes:
@@ -165,9 +179,9 @@ def class_named(origin: str) -> type | None:
     return found if isinstance(found, type) else None
 
 
-def array_over(buffer: Any, dtype: Any, shape: tuple[int, ...], order: Literal["C", "F"]) -> np.ndarray:
+def array_over(buffer: Any, dtype: Any, shape: tuple[int, ...], order: Literal["C", "F"]) -> Tensor:
     """The read-only array over ``buffer``."""
-    array: np.ndarray = np.ndarray(shape, dtype, buffer, order=order)
+    array: Tensor = Tensor(shape, dtype, buffer, order=order)
     array.flags.writeable = False
     return array
 

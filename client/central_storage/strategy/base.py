@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NoReturn, Self
+from weakref import ref
 
 from central_storage.core import context
 from central_storage.core.backends import Carriage, ControllerBackend
 from central_storage.core.deprecated import warn_deprecated
-from central_storage.core.handles import Handle
+from central_storage.core.handles import Handle, weakly
 from central_storage.core.options import InputOptions, RunOptions, ValueContext
 from central_storage.core.values import ReduceOp, gather_values, local_results, reduce_values, regroup, select_replicas
 from central_storage.core.variable_sets import VariableSets
@@ -37,6 +38,8 @@ __all__ = ["StrategyBase"]
 
 class StrategyBase(ReplicaDevices):
     """The methods that users call on a strategy."""
+
+    _extended: Callable[[], StrategyExtended | None] = staticmethod(lambda: None)
 
     # --- defined by a subclass ----------------------------------------------------------------------------------
 
@@ -65,8 +68,8 @@ class StrategyBase(ReplicaDevices):
         """Every variable of the strategy; the default strategy has none."""
         return ()
 
-    def claim(self, average: object, name: str) -> str:
-        """A name that no other moving average of this strategy has or had."""
+    def claim(self, owner: object, name: str) -> str:
+        """A name that no other moving average and no other accumulator of this strategy has or had."""
         return name
 
     def remember(self, handle: Handle) -> None:
@@ -106,11 +109,8 @@ class StrategyBase(ReplicaDevices):
     @property
     def extended(self) -> StrategyExtended:
         """The operations for authors of optimizers, metrics and libraries."""
-        return self._extended
-
-    @cached_property
-    def _extended(self) -> StrategyExtended:
-        return StrategyExtended(self)
+        self._extended = ref(found := self._extended() or StrategyExtended(self))  # which holds this strategy
+        return found
 
     def scope(self) -> AbstractContextManager[Self]:
         """The context in which variables are made. It yields the strategy.
@@ -398,7 +398,7 @@ class StrategyBase(ReplicaDevices):
         """
         refuse_in_replica("made")
         context.require_cross_replica(self, "experimental_distribute_dataset")
-        return DistributedDataset(dataset, self.num_replicas_in_sync, options, self.carrier)
+        return DistributedDataset(dataset, self.num_replicas_in_sync, options, weakly(self.carrier, Carriage))
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
@@ -431,7 +431,7 @@ class StrategyBase(ReplicaDevices):
         """
         refuse_in_replica("made")
         context.require_cross_replica(self, "distribute_datasets_from_function")
-        return DistributedFromFunction(dataset_fn, self.num_replicas_in_sync, options, self.carrier)
+        return DistributedFromFunction(dataset_fn, self.num_replicas_in_sync, options, weakly(self.carrier, Carriage))
 
     # --- older names --------------------------------------------------------------------------------------------
 

@@ -15,8 +15,10 @@ import numpy as np
 from central_storage import nest
 from central_storage.core import context
 from central_storage.core.backends import Strategy
+from central_storage.core.closed import Closed
 from central_storage.core.deprecated import warn_deprecated
 from central_storage.core.devices import existing
+from central_storage.core.tensor import as_tensor
 from central_storage.core.values import (
     DistributedValues,
     IndexedSlices,
@@ -34,7 +36,7 @@ from cs_proto.errors import ContextError, InvalidArgumentError
 __all__ = ["StrategyExtended"]
 
 
-class StrategyExtended:
+class StrategyExtended(Closed):
     """The less common operations of a strategy, as ``strategy.extended``.
 
     Examples:
@@ -275,7 +277,7 @@ class StrategyExtended:
             ...     strategy.extended.read_var(cs.Variable([1, 2])).tolist()
             [1, 2]
         """
-        return var.read_value() if isinstance(var, Variable) else convert_to_tensor(var)
+        return var.read_value() if isinstance(var, Variable) else as_tensor(convert_to_tensor(var))
 
     def value_container(self, val: Any) -> Any:
         """``val``: a variable is its own container here.
@@ -441,6 +443,7 @@ def _check_destination(destinations: Any) -> None:
 
 
 def _deliver(value: Any, destinations: Any) -> Any:
+    value = as_tensor(value)
     if not isinstance(destinations, DistributedValues) or len(destinations.values) == 1:
         return value
     return Mirrored([value, *(_copy(value) for _ in destinations.values[1:])])
@@ -449,7 +452,7 @@ def _deliver(value: Any, destinations: Any) -> Any:
 def _copy(value: Any) -> Any:
     if isinstance(value, IndexedSlices):
         return IndexedSlices(np.array(value.values), np.array(value.indices), value.dense_shape)
-    return np.array(value)
+    return as_tensor(np.array(value))
 
 
 @contextmanager

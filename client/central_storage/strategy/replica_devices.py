@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from central_storage.core import context, logical_devices
+from central_storage.core.closed import Closed
 from cs_proto.errors import ContextError
 
 __all__ = ["ReplicaDevices"]
 
 
-class ReplicaDevices:
+class ReplicaDevices(Closed):
     """What users call on a strategy inside a replica function, for the devices of that replica."""
 
     @property

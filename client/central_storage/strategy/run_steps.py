@@ -13,6 +13,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from central_storage.core.closed import Closed
+from central_storage.core.faces import presented
 from central_storage.core.options import RunOptions
 from central_storage.core.pipeline import Arguments
 from central_storage.core.values import regroup
@@ -50,7 +52,8 @@ class StepSeries(Protocol):
         """Wait for all that were sent, or ``cancel`` them."""
 
 
-class Steps:
+@presented
+class Steps(Closed):
     """What ``run_steps`` returns: an iterator over the results, in order.
 
     It ends with the data set, after ``steps`` steps, with the first step that fails, and when it is left: by ``break``,

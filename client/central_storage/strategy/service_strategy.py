@@ -9,37 +9,42 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
-from weakref import WeakValueDictionary, ref
+from weakref import WeakValueDictionary, finalize, ref
 
 from central_storage.core import context, devices, logical_devices, opening
 from central_storage.core.backends import Carriage, ControllerBackend, ReplicaBackend
 from central_storage.core.composites import Composite
-from central_storage.core.handles import Handle, HandleTable, handle_id
+from central_storage.core.handles import Handle, HandleTable, handle_id, weakly
 from central_storage.core.options import ValueContext
 from central_storage.core.pipeline import Series
 from central_storage.core.random_streams import Streams, function_name
+from central_storage.core.read_only import explain
 from central_storage.core.recovery_options import Recovery
+from central_storage.core.tensor import tensors_in
 from central_storage.core.variable_sets import VariableSets
 from central_storage.optimizers import Optimizer, optimizer_of
+from central_storage.variables.moving_averages import ExponentialMovingAverage
 from central_storage.variables.variable import Variable
 from cs_proto import messages
 from cs_proto.errors import ConfigurationError, ContextError, ShutdownError
 from cs_proto.messages import Counters
 
+from . import running
 from .base import StrategyBase
 from .run_steps import LocalSeries
 
 if TYPE_CHECKING:
     from central_storage.checkpoint import graph
 
-__all__ = ["CentralStorageStrategy", "DefaultStrategy"]
+__all__ = ["CentralStorageStrategy", "DefaultStrategy", "running_strategies"]
 
 
 class CentralStorageStrategy(StrategyBase, Handle):
     """Synchronous data-parallel training on one machine; every variable exists once, in the parameter process.
 
     Without a launcher the constructor starts the service. ``shutdown()``, the end of the ``with`` block, or the end or
-    death of the script stops it.
+    death of the script stops it; so does the loss of the last reference to the strategy. Its variables and optimizers
+    refer to it.
 
     A worker that dies is started again, and the run goes on with the same bits. The server is started again in the same
     way, unless ``server_recovery`` is False. If a replica function prints or writes files before its worker dies, it
@@ -125,7 +130,10 @@ class CentralStorageStrategy(StrategyBase, Handle):
             recovery=recovery,
         )
         self._init(backend, backend.compute_devices, backend.parameter_device)
-        backend.resolve_handles(self.object_for, self.adopt, self._handles.get)
+        backend.resolve_handles(weakly(self.object_for), weakly(self.adopt), self._handles.get)
+        finalize(self, backend.abandon).atexit = False  # at exit every service is closed in turn
+        self._has_run = False
+        running.note(self)
 
     @classmethod
     def from_backend(
@@ -142,14 +150,15 @@ class CentralStorageStrategy(StrategyBase, Handle):
         self._parameter_device = parameter_device
         self._optimizers: list[ref[Optimizer]] = []  # gone through at every run
         self._lock = threading.Lock()  # replicas of one process make optimizers, too
-        self._averages: WeakValueDictionary[str, Any] = WeakValueDictionary()
+        self._averages: WeakValueDictionary[str, ExponentialMovingAverage] = WeakValueDictionary()
         self._claimed: set[str] = set()
         self._variable_sets = VariableSets()
-        self._handles = HandleTable(
+        self._has_run = True  # as far as it matters: in a worker
+        self._handles: HandleTable = HandleTable(
             {
-                "strategy": lambda number: self,
-                "variable": lambda number: Variable.from_record(self, self._catalogue.variable(number)),
-                "optimizer": lambda number: optimizer_of(self, self._catalogue.optimizer(number)),
+                "strategy": weakly(self._itself),
+                "variable": weakly(self._variable_of),
+                "optimizer": weakly(self._optimizer_of),
             }
         )
 
@@ -177,12 +186,19 @@ class CentralStorageStrategy(StrategyBase, Handle):
         self, function: Callable[..., Any], arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
     ) -> list[Any]:
         """Call ``function`` once per replica, in their processes; the results in replica order."""
+        self._begin_run()
         self.evaluate_schedules()
         return self._backend.run(function, arguments)
 
     def series(self, lookahead: int) -> Series:
         """What carries out steps that are sent ahead."""
+        self._begin_run()
         return self._backend.series(lookahead)
+
+    def _begin_run(self) -> None:
+        if not self._has_run:
+            self._has_run = True
+            running.name_earlier(self)
 
     def carrier(self) -> Carriage:
         """What copies an array to where the replicas read it."""
@@ -223,13 +239,23 @@ class CentralStorageStrategy(StrategyBase, Handle):
             raise ContextError(f"{handle!r} belongs to another strategy and cannot be used in a replica of this one")
         return handle_id(handle)
 
-    def claim(self, average: object, name: str) -> str:
-        """A name that no other moving average of this strategy has or had."""
+    def claim(self, owner: object, name: str) -> str:
+        """A name that no other moving average and no other accumulator of this strategy has or had."""
         names = itertools.chain([name], (f"{name}.{n}" for n in itertools.count(1)))
         free = next(each for each in names if each not in self._claimed)
         self._claimed.add(free)
-        self._averages[free] = average
+        if isinstance(owner, ExponentialMovingAverage):
+            self._averages[free] = owner
         return free
+
+    def _itself(self, number: int) -> CentralStorageStrategy:
+        return self
+
+    def _variable_of(self, number: int) -> Variable:
+        return Variable.from_record(self, self._catalogue.variable(number))
+
+    def _optimizer_of(self, number: int) -> Optimizer:
+        return optimizer_of(self, self._catalogue.optimizer(number))
 
     def _handle_of(self, record: messages.Variable) -> Variable:
         found = self._handles.get("variable", record.number)
@@ -259,6 +285,11 @@ class CentralStorageStrategy(StrategyBase, Handle):
     def address(self) -> str:
         """The run directory of the service: what ``connect`` takes, in any process of the same user."""
         return self._backend.address
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the service runs, as far as this process has heard."""
+        return self._backend.is_running
 
     @property
     def variables(self) -> tuple[Variable, ...]:
@@ -370,7 +401,8 @@ class CentralStorageStrategy(StrategyBase, Handle):
         return self._backend.statistics()
 
     def shutdown(self) -> None:
-        """Stop the service that this strategy started, or leave the launcher's. Idempotent; also done at exit.
+        """Stop the service that this strategy started, or leave the launcher's. Idempotent; also done at exit, and when
+        nothing holds the strategy any more.
 
         Examples:
             >>> import central_storage as cs
@@ -392,6 +424,25 @@ class CentralStorageStrategy(StrategyBase, Handle):
             f"<CentralStorageStrategy of {self.num_replicas_in_sync} replicas ({', '.join(self._compute_devices)}), "
             f"parameters on {self._parameter_device}>"
         )
+
+
+def running_strategies() -> tuple[CentralStorageStrategy, ...]:
+    """The strategies of this process whose services run, in the order in which they were made.
+
+    A service ends when nothing holds its strategy any more. With this function a notebook finds one whose name it has
+    overwritten, and ends it with :meth:`CentralStorageStrategy.shutdown`.
+
+    Examples:
+        >>> import central_storage as cs
+        >>> before = cs.running_strategies()
+        >>> strategy = cs.CentralStorageStrategy(in_process=True)
+        >>> cs.running_strategies()[len(before):] == (strategy,)
+        True
+        >>> strategy.shutdown()
+        >>> cs.running_strategies() == before
+        True
+    """
+    return tuple(running.running())
 
 
 class DefaultStrategy(StrategyBase):
@@ -436,7 +487,11 @@ class DefaultStrategy(StrategyBase):
             step = self._steps[name]
             self._steps[name] += 1
         with context.enter_replica(self, None, Streams(0, name, step, 0)):
-            return [function(*args, **kwargs)]
+            try:
+                return [tensors_in(function(*args, **kwargs))]
+            except Exception as error:
+                explain(error)
+                raise
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """``value_fn(ValueContext())`` as it is: there is one replica, and it is here."""

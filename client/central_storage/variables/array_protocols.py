@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from central_storage import nest
 from central_storage.core.context import current_replica, get_array_module, reading
+from central_storage.core.tensor import array_text, as_tensor
 from central_storage.core.values import DistributedValues, convert_to_tensor
 from cs_runtime.shared_memory.remote_segment import aligned_copy
 
@@ -20,6 +22,9 @@ __all__ = ["ArrayProtocols"]
 
 #: By kind of dtype: a Python number, whose dtype NumPy lets the other operand decide.
 _WEAK = {"i": 0, "f": 0.0, "c": 0j}
+
+#: The text of a variable shows its value up to this size.
+_SHOWN_NBYTES = 64 << 20
 
 #: DLPack's name of the machine's own memory.
 _DLPACK_CPU = (1, 0)
@@ -127,8 +132,24 @@ class ArrayProtocols(np.lib.mixins.NDArrayOperatorsMixin):
         interface: dict[str, Any] = value.__cuda_array_interface__
         return interface
 
+    def __repr__(self) -> str:
+        return (
+            f"<cs.Variable {self._spec.name!r} shape={self._spec.shape} dtype={self._spec.dtype}, {self._value_text()}>"
+        )
+
+    def _value_text(self) -> str:
+        """The value as text. A debugger asks for that of every variable that it meets, so nothing is raised, and no
+        large value is read."""
+        nbytes = math.prod(self._spec.shape) * self._dtype.itemsize
+        if nbytes > _SHOWN_NBYTES:
+            return f"{nbytes / 2**20:.0f} MiB that numpy() reads"
+        try:
+            return array_text(convert_to_tensor(self.current()))
+        except Exception as error:  # noqa: BLE001  (whatever keeps it from being read)
+            return f"not readable here: {error}"
+
     def __getitem__(self, key: Any) -> Any:
-        return self.current()[key]
+        return as_tensor(self.current()[key])
 
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
         raise TypeError(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import warnings
+import logging
 from typing import Any
 
 import numpy as np
 
 from central_storage.core.values import DistributedValues, VariableAggregation, convert_to_tensor
+from central_storage.diagnostics.callers import warn
 from cs_proto.arrays import dtype_name, is_wire_dtype
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.messages import VariableSpec
 
-__all__ = ["check_aggregation", "check_fits", "initial_array", "row_numbers", "warn_on_read"]
+__all__ = ["check_aggregation", "check_fits", "initial_array", "row_numbers", "say_foreign", "warn_on_read"]
+
+_log = logging.getLogger("central_storage.variables")
 
 
 def initial_array(initial_value: Any, dtype: Any) -> np.ndarray:
@@ -72,11 +75,20 @@ def row_numbers(spec: VariableSpec, what: str, indices: Any) -> np.ndarray:
 def warn_on_read(replicas: int, aggregation: VariableAggregation) -> None:
     """What TensorFlow's central strategy does in silence: with ON_READ a replica has no value of its own."""
     if replicas > 1:
-        warnings.warn(
+        warn(
             "synchronization=ON_READ has no effect here, as in TensorFlow's CentralStorageStrategy: the variable has "
             f"one value, and aggregation={aggregation.name} makes one value of what the replicas assign in a step, so "
             "contributions may be dropped. To add up those of all replicas, use aggregation=SUM with assign_add and "
             "arrays, or cs.metrics; to keep one value per replica, return it from strategy.run",
             UserWarning,
-            stacklevel=3,
         )
+
+
+def say_foreign(name: str) -> None:
+    """Log that a function reads a variable of another service."""
+    _log.warning(
+        "variable %s belongs to another service than the strategy that runs this function: its replicas read a copy of "
+        "the value of now, which no update changes; make the variable under this strategy's scope, or pass "
+        "variable.numpy()",
+        name,
+    )

@@ -8,21 +8,16 @@ keeps its bits until the replica function returns, also through updates. Everywh
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from central_storage.core.context import (
-    call_site,
-    current_replica,
-    get_strategy,
-    has_strategy,
-    reading,
-)
+from central_storage.core.backends import service_of
+from central_storage.core.context import current_replica, get_strategy, has_strategy, reading
 from central_storage.core.devices import full_name
 from central_storage.core.handles import Handle
+from central_storage.core.tensor import as_tensor
 from central_storage.core.values import (
     IndexedSlices,
     PerReplica,
@@ -30,6 +25,7 @@ from central_storage.core.values import (
     VariableSynchronization,
     convert_to_tensor,
 )
+from central_storage.diagnostics.callers import call_site
 from cs_proto.arrays import dtype_name
 from cs_proto.errors import ContextError, InvalidArgumentError
 from cs_proto.messages import AssignOp, VariableSpec, WriteOp
@@ -39,7 +35,7 @@ from cs_proto.scatter import write
 from cs_runtime.shared_memory.remote_segment import aligned_copy
 
 from .array_protocols import ArrayProtocols
-from .checks import check_aggregation, check_fits, initial_array, row_numbers, warn_on_read
+from .checks import check_aggregation, check_fits, initial_array, row_numbers, say_foreign, warn_on_read
 
 if TYPE_CHECKING:
     from central_storage.core.backends import ControllerBackend, Strategy
@@ -48,6 +44,8 @@ __all__ = ["Variable"]
 
 #: The epoch of a variable that has kept no view, in which no thread reads.
 _NEVER = object()
+#: For the two attributes that a step sets once for each variable: without a look at their names.
+_set = object.__setattr__
 
 
 class _Local:
@@ -75,14 +73,15 @@ class Variable(Handle, ArrayProtocols):
     variable, as it was when the function was sent, but may not write it.
 
     This class is a facade: it checks what it is given, and the server does the rest. When the script holds a variable
-    no longer, the server frees it before the strategy's next operation. A variable
-    that an optimizer has updated, or that was made inside a replica, stays.
+    no longer, the server frees it, and what optimizers keep beside it, before the strategy's next operation. A variable
+    that was made inside a replica stays.
 
     Args:
         initial_value: An array, a number, a nest of numbers, or a callable that returns one. Python numbers become
             float32, int32, bool or complex128.
         trainable: Whether the variable is trained. None: yes, but for the synchronization ON_READ.
-        name: The name; a name that the strategy has already gets a number.
+        name: The name; a name that the strategy has already gets a number. When a variable is freed, those that asked
+            for the same name after it get the names that they would have without it.
         dtype: Converts the value, integers to floating point too, but not the reverse.
         shape: The shape that the value must have; None: any.
         synchronization: Stored, and without effect on values: there is one value, not one per replica. A variable with
@@ -107,6 +106,8 @@ class Variable(Handle, ArrayProtocols):
         ...     print(total.numpy(), total.shape, total.dtype)
         [2. 4.] (2,) float32
     """
+
+    _is_said_to_be_foreign = False
 
     def __init__(
         self,
@@ -166,8 +167,8 @@ class Variable(Handle, ArrayProtocols):
             replica = current_replica(strategy)
             self._become(strategy, (replica or strategy.controller).create(spec, value, call_site()))
             if replica is None:
-                self._forget_at_the_end()
-            return
+                self._cs_keep(strategy.controller.forget)
+            return  # one made in a replica has handles in other replicas, and in what functions keep in them
         self._strategy = None
         self._number = 0
         self._local: _Local | None = _Local(value, is_foreign)
@@ -187,9 +188,12 @@ class Variable(Handle, ArrayProtocols):
         if self._local is not None and not self._local.is_foreign:
             spec = replace(self._spec, ordinary=False) if shared else self._spec
             self._become(strategy, strategy.controller.create(spec, self._local.value, call_site()))
-            self._forget_at_the_end()
+            self._cs_keep(strategy.controller.forget)
 
     def _cs_parts(self) -> tuple[Callable[..., Variable], tuple[VariableSpec, np.ndarray]]:
+        if not self._is_said_to_be_foreign:
+            self._is_said_to_be_foreign = True
+            say_foreign(self.name)
         return _foreign, (self._spec, self.numpy())
 
     def _become(self, strategy: Strategy, record: VariableRecord) -> None:
@@ -198,11 +202,6 @@ class Variable(Handle, ArrayProtocols):
         self._local = None
         self._describe(record.spec)
         strategy.remember(self)
-
-    def _forget_at_the_end(self) -> None:
-        """Have the server free it when nobody holds this handle. Not for one made in a replica: other replicas, and
-        what functions keep in them, have handles of it too."""
-        weakref.finalize(self, self._controller.forget, self._number).atexit = False
 
     def _describe(self, spec: VariableSpec) -> None:
         self._spec = spec
@@ -246,8 +245,14 @@ class Variable(Handle, ArrayProtocols):
 
     @property
     def name(self) -> str:
-        """Unique in its strategy: a second ``w`` is ``w_1``."""
+        """Unique in its strategy: a second ``w`` is ``w_1``, and ``w`` when the first one is freed."""
+        if self._strategy is not None:
+            self._strategy.controller.settle_names()
         return self._spec.name
+
+    def rename(self, name: str) -> None:
+        """Take over the name that the server gives it now."""
+        self._spec = replace(self._spec, name=name)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -318,7 +323,7 @@ class Variable(Handle, ArrayProtocols):
             True
         """
         value = self.current()
-        return value if self._replica is None else value.copy()
+        return as_tensor(value if self._replica is None else value.copy())  # type: ignore[no-any-return]
 
     read_value = value
 
@@ -341,14 +346,14 @@ class Variable(Handle, ArrayProtocols):
             return self._controller.read(self._number)
         value = replica.view(self._number)
         if reading.epoch is not None:
-            self._view = value  # first: Ctrl-C may come in between
-            self._epoch = reading.epoch
+            _set(self, "_view", value)  # first: Ctrl-C may come in between
+            _set(self, "_epoch", reading.epoch)
         return value
 
     def forget_view(self) -> None:
         """Drop the view that was read last: the next read asks for a new one."""
         if self._epoch is not _NEVER:
-            self._epoch = _NEVER  # first: Ctrl-C may come in between
+            _set(self, "_epoch", _NEVER)  # first: Ctrl-C may come in between
             del self._view
 
     def sparse_read(self, indices: Any, name: str | None = None) -> np.ndarray:
@@ -376,13 +381,10 @@ class Variable(Handle, ArrayProtocols):
         """As :meth:`sparse_read`; errors speak of ``what``."""
         rows = row_numbers(self._spec, what, indices)
         if self._local is not None:
-            copied: np.ndarray = self._local.value[rows]
-            return copied
-        return (self._replica or self._controller).read_rows(self._number, rows)
-
-    def __repr__(self) -> str:
-        shape = ", ".join(map(str, self.shape))
-        return f"<Variable {self.name!r} {self._spec.dtype}[{shape}] on {self.device}>"
+            copied = self._local.value[rows]
+        else:
+            copied = (self._replica or self._controller).read_rows(self._number, rows)
+        return as_tensor(copied)  # type: ignore[no-any-return]
 
     # --- writing ----------------------------------------------------------------------------------------------
 
@@ -582,7 +584,7 @@ class Variable(Handle, ArrayProtocols):
     @property
     def _controller(self) -> ControllerBackend:
         assert self._strategy is not None
-        return self._strategy.controller
+        return service_of(self._strategy, f"variable {self.name}")
 
 
 def _foreign(spec: VariableSpec, value: np.ndarray) -> Variable:

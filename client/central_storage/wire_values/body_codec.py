@@ -20,6 +20,8 @@ import numpy as np
 
 from central_storage.core.composites import Composite, rebuild
 from central_storage.core.handles import Handle, handle_id
+from central_storage.core.live_number import LiveNumber
+from central_storage.core.tensor import Tensor, as_tensor
 from central_storage.core.values import (
     IndexedSlices,
     Mirrored,
@@ -177,6 +179,8 @@ class _Writer:
             return _write_dtype(obj)
         if isinstance(obj, Handle):
             return _write_handle(obj)
+        if isinstance(obj, LiveNumber):
+            return self._write(obj.number, depth)
         parts = _parts(obj, kind)
         return self._array(_as_array(obj)) if parts is None else self._container(obj, *parts, depth)
 
@@ -248,8 +252,9 @@ def _pairs(mapping: dict[Any, Any]) -> Iterator[tuple[Label, Any]]:
 
 def _attributes(state: dict[str, Any]) -> Iterator[tuple[Label, Any]]:
     for name, value in state.items():
-        yield f".{name}", name
-        yield f".{name}", value
+        if not isinstance(value, LiveNumber):  # the receiver's follows its optimizer
+            yield f".{name}", name
+            yield f".{name}", value
 
 
 def _write_dtype(dtype: np.dtype[Any]) -> list[Any]:
@@ -377,10 +382,10 @@ class _Reader:
                 return _composite(origin, _dict(self._items(items, depth)))
         raise _malformed(wire)
 
-    def array(self, number: Any) -> np.ndarray:
+    def array(self, number: Any) -> Any:
         if type(number) is not int or not 0 <= number < len(self._arrays):
             raise PeerProtocolError(f"a value names array {shown(number)} of {len(self._arrays)}")
-        return self._view(self._arrays[number])
+        return as_tensor(self._view(self._arrays[number]))
 
     def _items(self, items: list[Any], depth: int) -> list[Any]:
         return [self.read(item, depth + 1) for item in items]
@@ -390,9 +395,9 @@ def _malformed(wire: object) -> PeerProtocolError:
     return PeerProtocolError(f"{shown(wire)} is not a value")
 
 
-def _small_array(dtype: str, shape: tuple[Any, ...], data: bytes) -> np.ndarray:
+def _small_array(dtype: str, shape: tuple[Any, ...], data: bytes) -> Any:
     try:
-        return view_of(Array(dtype, shape, Frame(data)), bytearray(data))
+        return as_tensor(view_of(Array(dtype, shape, Frame(data)), bytearray(data)))
     except LocalProtocolError as error:
         raise PeerProtocolError(str(error)) from error
 
@@ -401,7 +406,7 @@ def _scalar(dtype: object, data: bytes) -> np.ndarray | None:
     """The array without axes; None if the general way must read it."""
     if type(dtype) is not str or dtype not in _FIXED or item_nbytes(dtype) != len(data):
         return None
-    return np.ndarray((), dtype, bytearray(data))
+    return Tensor((), dtype, bytearray(data))
 
 
 def _dict(items: list[Any]) -> dict[Any, Any]:

@@ -12,13 +12,11 @@ class.
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import traceback
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from central_storage.diagnostics.tracebacks import shorten
 from central_storage.pickling.reconstruct import class_named
 from cs_proto.arrays import array_of
 from cs_proto.errors import (
@@ -62,7 +60,7 @@ def from_value(value: Value, view: View, resolve: Resolve) -> Any:
 
 
 def to_error(exc: BaseException, replica: int, merge_index: int, place: Place) -> Error:
-    """``exc`` as data: the nearest listed class, its arguments, and its traceback from the user's first frame on.
+    """``exc`` as data: the nearest listed class, its arguments, and its traceback without frames of this project.
 
     Arguments that do not belong to the vocabulary are replaced by ``str(exc)``; such attributes of a user's class are
     left out. ``merge_index`` is the number of merge points that ``replica`` had passed.
@@ -71,7 +69,7 @@ def to_error(exc: BaseException, replica: int, merge_index: int, place: Place) -
     if isinstance(exc, OSError):
         reduced: Any = exc.__reduce__()
         arguments = reduced[1]  # with the names of files, which args lacks
-    error = error_of(exc, replica, merge_index, _traceback(exc))
+    error = error_of(exc, replica, merge_index, "".join(traceback.format_exception(shorten(exc))))
     if _is_data(arguments):
         error = replace(error, exception=code_of(type(exc)))
     else:
@@ -114,26 +112,6 @@ def _is_data(obj: object) -> bool:
     except ResultError:
         return False
     return True
-
-
-def _traceback(exc: BaseException) -> str:
-    summary = traceback.TracebackException.from_exception(exc)
-    own = tuple(
-        f"{Path(module.__file__).parent}{os.sep}"
-        for name in ("central_storage", "cs_runtime", "cs_worker")
-        if (module := sys.modules.get(name)) is not None and module.__file__
-    )
-    _trim(summary, own)
-    return "".join(summary.format())
-
-
-def _trim(summary: traceback.TracebackException, own: tuple[str, ...]) -> None:
-    """Remove the frames of this project before the user's first one, from ``summary`` and from its causes."""
-    left = [summary]
-    for each in left:
-        users = next((n for n, frame in enumerate(each.stack) if not frame.filename.startswith(own)), 0)
-        del each.stack[:users]
-        left += [earlier for earlier in (each.__cause__, each.__context__) if earlier is not None]
 
 
 def _read_arguments(error: Error, view: View, resolve: Resolve) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -7,13 +7,26 @@ of each rule (``cs_server.rules``). The rule is chosen once, when an optimizer i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.frozen import frozen
 
-__all__ = ["CLIPS", "OPTIMIZERS", "SHARED", "SLOTS", "Hyperparameters", "check", "check_change", "is_flag", "rule_of"]
+__all__ = [
+    "CLIPS",
+    "OPTIMIZERS",
+    "SHARED",
+    "SLOTS",
+    "WITHOUT_DECAY",
+    "Hyperparameters",
+    "check",
+    "check_change",
+    "check_exempt",
+    "is_flag",
+    "rule_of",
+]
 
 Hyperparameters: TypeAlias = Mapping[str, float]
 """Name to finite number; a flag such as ``amsgrad`` is True or False, or 1.0 or 0.0 as messages carry it."""
@@ -71,9 +84,10 @@ _FLAG = _Flag()
 
 #: The bounds of the summed gradient.
 CLIPS = ("clipnorm", "clipvalue", "global_clipnorm")
-#: The hyperparameters that every optimizer takes in addition to its own. ``lazy`` is not TensorFlow's: it leaves alone
-#: the rows that a sparse gradient does not name, which some rules do anyway.
-SHARED: Mapping[str, _Number | _Flag] = {**dict.fromkeys(CLIPS, _NOT_NEGATIVE), "lazy": _FLAG}
+#: The hyperparameters that every optimizer takes in addition to its own. ``decay`` divides the learning rate by
+#: ``1 + decay · iterations``. ``lazy`` is not TensorFlow's: it leaves alone the rows that a sparse gradient does not
+#: name, which some rules do anyway.
+SHARED: Mapping[str, _Number | _Flag] = {**dict.fromkeys(CLIPS, _NOT_NEGATIVE), "decay": _NOT_NEGATIVE, "lazy": _FLAG}
 
 _ADAM = {"learning_rate": _RATE, "beta_1": _DECAY, "beta_2": _DECAY, "epsilon": _NOT_NEGATIVE}
 
@@ -159,6 +173,9 @@ SLOTS: Mapping[str, tuple[str, ...]] = {
     "ftrl_power": ("accumulator", "linear"),
 }
 
+#: The rules with weight decay, and the same rules without it, for variables that are exempt.
+WITHOUT_DECAY: Mapping[str, str] = {"adamw": "adam", "adamw_amsgrad": "adam_amsgrad"}
+
 
 def check(kind: str, hyperparameters: Hyperparameters) -> None:
     """Check these hyperparameters of an optimizer; only those of ``SHARED`` may be missing.
@@ -181,6 +198,18 @@ def check(kind: str, hyperparameters: Hyperparameters) -> None:
             raise InvalidArgumentError(f"{kind} needs the hyperparameter {name!r}, {domain}")
     if "clipnorm" in hyperparameters and "global_clipnorm" in hyperparameters:
         raise InvalidArgumentError(f"{kind}: clipnorm and global_clipnorm exclude each other; give only one of them")
+
+
+def check_exempt(kind: str, rule: str, patterns: Iterable[str]) -> None:
+    """Check the patterns of the names that are exempt from weight decay. Raises InvalidArgumentError for a pattern that
+    is no regular expression, and for an optimizer that has no weight decay."""
+    for pattern in patterns:
+        if rule not in WITHOUT_DECAY:
+            raise InvalidArgumentError(f"{kind} has no weight decay, so no variable can be exempt from it")
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise InvalidArgumentError(f"{kind}: {pattern!r:.200} is no regular expression: {error}") from None
 
 
 def is_flag(kind: str, name: str) -> bool:

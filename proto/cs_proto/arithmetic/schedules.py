@@ -14,7 +14,14 @@ from cs_proto.records import Finite, Record, record
 
 __all__ = ["FIELDS", "Kind", "Schedule", "rate"]
 
-Kind = Literal["ExponentialDecay", "PiecewiseConstantDecay", "CosineDecay", "PolynomialDecay"]
+Kind = Literal[
+    "ExponentialDecay",
+    "PiecewiseConstantDecay",
+    "CosineDecay",
+    "PolynomialDecay",
+    "InverseTimeDecay",
+    "CosineDecayRestarts",
+]
 
 #: The numbers of each kind in the order of ``Schedule.numbers``; PiecewiseConstantDecay has n boundaries, then n + 1
 #: values. A flag is 1 or 0.
@@ -23,6 +30,8 @@ FIELDS: dict[Kind, tuple[str, ...]] = {
     "PiecewiseConstantDecay": (),
     "CosineDecay": ("initial_learning_rate", "decay_steps", "alpha", "has_warmup", "warmup_target", "warmup_steps"),
     "PolynomialDecay": ("initial_learning_rate", "decay_steps", "end_learning_rate", "power", "cycle"),
+    "InverseTimeDecay": ("initial_learning_rate", "decay_steps", "decay_rate", "staircase"),
+    "CosineDecayRestarts": ("initial_learning_rate", "first_decay_steps", "t_mul", "m_mul", "alpha"),
 }
 
 
@@ -47,7 +56,11 @@ def _fault(kind: Kind, numbers: Sequence[float]) -> str:
         return "" if list(boundaries) == sorted(boundaries) else "the boundaries of PiecewiseConstantDecay must ascend"
     if len(numbers) != len(FIELDS[kind]):
         return f"{kind} needs the numbers {', '.join(FIELDS[kind])}"
-    return "" if numbers[1] > 0 else f"decay_steps of {kind} must be more than 0, not {numbers[1]:g}"
+    if numbers[1] <= 0:
+        return f"{FIELDS[kind][1]} of {kind} must be more than 0, not {numbers[1]:g}"
+    if kind == "CosineDecayRestarts" and numbers[2] < 1:  # the restarts would come ever sooner, and there is no rate
+        return f"t_mul of {kind} must be at least 1, not {numbers[2]:g}"  # where they meet
+    return ""
 
 
 def rate(kind: Kind, numbers: Sequence[float], step: float) -> float:
@@ -95,6 +108,28 @@ def _polynomial(step: float, initial: float, decay_steps: float, end: float, pow
     return (initial - end) * _power(1 - step / decay_steps, power) + end
 
 
+def _inverse_time(step: float, initial: float, decay_steps: float, decay_rate: float, staircase: float) -> float:
+    elapsed = step / decay_steps
+    divisor = 1 + decay_rate * (math.floor(elapsed) if staircase else elapsed)
+    return initial / divisor if divisor else math.inf
+
+
+def _cosine_restarts(
+    step: float, initial: float, first_decay_steps: float, t_mul: float, m_mul: float, alpha: float
+) -> float:
+    elapsed = step / first_decay_steps
+    if t_mul == 1:
+        restarts = math.floor(elapsed)
+        fraction = elapsed - restarts
+    else:
+        restarts = math.floor(math.log(1 + elapsed * (t_mul - 1)) / math.log(t_mul))
+        fraction = (elapsed - (t_mul**restarts - 1) / (t_mul - 1)) / t_mul**restarts
+        if fraction >= 1:  # the logarithm was rounded to just below a whole number
+            restarts, fraction = restarts + 1, 0.0
+    decayed = 0.5 * _power(m_mul, restarts) * (1 + math.cos(math.pi * fraction))
+    return initial * ((1 - alpha) * decayed + alpha)
+
+
 def _power(base: float, exponent: float) -> float:
     try:
         found = base**exponent
@@ -108,4 +143,6 @@ _RATES: dict[Kind, Callable[..., float]] = {
     "PiecewiseConstantDecay": _piecewise,
     "CosineDecay": _cosine,
     "PolynomialDecay": _polynomial,
+    "InverseTimeDecay": _inverse_time,
+    "CosineDecayRestarts": _cosine_restarts,
 }

@@ -44,8 +44,8 @@ class Assign(Record):
 
 @record(32)
 class Configure(Record):
-    """Make an optimizer (``optimizer`` 0) or change some of its hyperparameters, its ``schedule`` or its
-    ``iterations`` (-1: as they are). A learning rate without a schedule ends the schedule there was."""
+    """Make an optimizer (``optimizer`` 0) or change one: some hyperparameters, ``schedule``, ``iterations`` (-1: keep),
+    ``exempt`` names (None: keep). A learning rate without a schedule ends the schedule."""
 
     client: str
     sequence: Count
@@ -54,6 +54,7 @@ class Configure(Record):
     hyperparameters: tuple[tuple[str, Finite], ...]
     schedule: Schedule | None
     iterations: Annotated[int, Range(-1, (1 << 62) - 1)]
+    exempt: tuple[str, ...] | None = None
 
 
 @record(33)
@@ -85,12 +86,13 @@ class Statistics(Record):
 
 @record(37)
 class Free(Record):
-    """The controller no longer holds these variables. The server forgets those that no optimizer uses, and reuses their
-    places. It ignores numbers of variables that are already gone."""
+    """The controller no longer holds these variables and optimizers. The server forgets them, with the slots of these
+    optimizers and beside these variables, and reuses their places. It ignores numbers of what is already gone."""
 
     client: str
     sequence: Count
     variables: tuple[Number, ...]
+    optimizers: tuple[Number, ...] = ()
 
 
 @record(38)
@@ -165,11 +167,13 @@ class Locate(Record):
 @record(70)
 class Done(Record):
     """Reply to Assign, AssignSlot and Configure: the number of the variable, slot or optimizer, and its version or
-    iterations. Reply to Free: the number of freed variables, and 0. Reply to Put: 0 and 0."""
+    iterations. Reply to Free: the number of freed variables, 0, and the new names of other variables, by number. Reply
+    to Put: 0 and 0."""
 
     sequence: Count
     number: Count
     version: Count
+    renamed: tuple[tuple[Number, str], ...] = ()
 
 
 @record(71)

@@ -84,10 +84,13 @@ class Run(OfStep):
 
 @record(95)
 class Forget(Record):
-    """Client to worker: the server has been told to free these variables. The worker forgets where they lie, so that it
-    never takes a later variable at the same place for one of them."""
+    """Client to worker: the server frees these variables and optimizers, so the worker forgets where they lie. Other
+    variables have new names, by number (``renamed``). Frozen functions with these digests never run again."""
 
     variables: tuple[Number, ...]
+    optimizers: tuple[Number, ...] = ()
+    renamed: tuple[tuple[Number, str], ...] = ()
+    functions: tuple[bytes, ...] = ()
 
 
 # --- replica to server ----------------------------------------------------------------------------------------------

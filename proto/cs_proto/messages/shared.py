@@ -121,8 +121,8 @@ class Variable(Record):
 
 @record(7)
 class Optimizer(Record):
-    """An existing optimizer: its number, its kind (``SGD``), the rule that its hyperparameters chose when it was made,
-    its hyperparameters by name, the schedule of its learning rate (None: a constant), its iterations."""
+    """An existing optimizer: its kind (``SGD``), the rule that its hyperparameters chose when it was made, the schedule
+    of its learning rate (None: a constant), and patterns of the names that are ``exempt`` from weight decay."""
 
     number: Number
     kind: str
@@ -130,6 +130,7 @@ class Optimizer(Record):
     hyperparameters: tuple[tuple[str, Finite], ...]
     schedule: Schedule | None
     iterations: Count
+    exempt: tuple[str, ...] = ()
 
 
 @record(8)

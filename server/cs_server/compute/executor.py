@@ -140,6 +140,7 @@ class Executor:
             self._table(rule, rows).apply(gradients, given, t, self._phase, self._undo.lanes)
 
     def _table(self, rule: Rule, rows: Rows) -> Table:
+        rule = _rule_of(rows, rule)
         key = (rule.name, rows.dtype, rows.first, rows.shape, rows.parameters, rows.slots)
         if key not in self._tables:
             if len(self._tables) >= _PLANS:
@@ -156,6 +157,7 @@ class Executor:
         return [(self._memory.view(values), self._memory.view(indices)) for values, indices in rows.gradients]
 
     def _dense(self, rule: Rule, part: Dense, given: Hyperparameters, t: int) -> None:
+        rule = _rule_of(part, rule)
         key = (part, rule.name, self._undo.lanes)
         plan = self._plans.get(key)
         if plan is None:
@@ -198,7 +200,8 @@ class Executor:
                 _scale(total, factors[number])
                 lane.keep([(array, piece) for array in (parameters, *slots)])
                 whole = np.array([[0, len(total)]], np.int64)
-                apply_dense(rule, whole, parameters[piece], tuple(slot[piece] for slot in slots), (total,), given, t)
+                own = _rule_of(part, rule)
+                apply_dense(own, whole, parameters[piece], tuple(slot[piece] for slot in slots), (total,), given, t)
 
         self._phase(
             [
@@ -329,6 +332,11 @@ def fill(memory: Memory, operation: Fill) -> None:
     edge = mmap.PAGESIZE // nbytes  # the neighbours keep their part of a page
     elements[:edge] = 0
     elements[-edge:] = 0
+
+
+def _rule_of(part: Dense | Rows, rule: Rule) -> Rule:
+    """The rule of a part of an update that follows ``rule``."""
+    return RULES[part.rule] if part.rule else rule
 
 
 def _pieces(first: int, last: int, size: int) -> Iterator[slice]:

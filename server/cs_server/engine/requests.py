@@ -65,9 +65,9 @@ def write(server: State, peer: bytes, record: Create | Assign | AssignSlot | Con
         holder = runs.holder(server)
         if (holder is not None) != key[0]:
             raise ContextError(
-                f"{type(record).__name__} is for the holder of the merge_call token, which is out"
+                f"only the holder of the merge_call token may send {type(record).__name__} during a merge_call"
                 if holder is not None
-                else f"{type(record).__name__} in a replica is only for the holder of a merge_call token"
+                else f"a worker may send {type(record).__name__} only while it holds a merge_call token"
             )
         reply = _act(server, key, record)
     except CentralStorageError as error:
@@ -135,10 +135,17 @@ def _act(
         optimizers.write_slot(server, record.optimizer, record.variable, record.slot, record.value)
         number = record.variable
     elif isinstance(record, Free):
-        return Done(record.sequence, variables.free(server, record.variables), 0)
+        count, renamed = optimizers.free(server, record.variables, record.optimizers)
+        return Done(record.sequence, count, 0, renamed)
     else:
         optimizer = optimizers.configure(
-            server, record.optimizer, record.kind, dict(record.hyperparameters), record.schedule, record.iterations
+            server,
+            record.optimizer,
+            record.kind,
+            dict(record.hyperparameters),
+            record.schedule,
+            record.iterations,
+            record.exempt,
         )
         return Done(record.sequence, optimizer.number, optimizer.iterations)
     commits.submit(server, Job("request", (), 0, number, key[0], key[1], ()))
@@ -156,7 +163,7 @@ def _is_token_of(server: State, peer: bytes, record: Create | Assign | AssignSlo
         return True
     raise PeerProtocolError(
         f"{type(record).__name__} is the controller's; "
-        + ("observers may only read" if client else "a worker may use it while it holds a merge_call token")
+        + ("observers may only read" if client else "a worker may send it only while it holds a merge_call token")
     )
 
 

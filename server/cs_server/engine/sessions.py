@@ -36,7 +36,7 @@ def register(server: State, peer: bytes, record: Register) -> None:
         raise Fenced(f"worker w{worker.replica}.{worker.incarnation} has been replaced; {latest} is expected")
     if worker.incarnation > latest:
         raise PeerProtocolError(
-            f"worker w{worker.replica}.{worker.incarnation} cannot register: the supervisor has not told the death "
+            f"worker w{worker.replica}.{worker.incarnation} cannot register: the supervisor has not reported the death "
             f"of w{worker.replica}.{latest}"
         )
     if known is not None and known.worker.incarnation == worker.incarnation and known.peer != peer:

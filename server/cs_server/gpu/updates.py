@@ -136,13 +136,14 @@ class DeviceUpdates:
             targets, of_ranges = (part.parameters, *part.slots), np.array(factors[at : at + len(part.ranges)])
             at += len(part.ranges)
             of_pieces = of_ranges[_which_range(part, pieces)]
+            own = RULES[part.rule] if part.rule else rule
             for window, mark in self._update(
-                rule, part.dtype, targets, pieces, gradients, given, t, limit, of_pieces, moves=True
+                own, part.dtype, targets, pieces, gradients, given, t, limit, of_pieces, moves=True
             ):
                 for start, stop in runs(pieces, window):
                     yield from ((Change(name, start, stop - start), part.dtype, mark) for name in targets)
         for rows, gradient, factor in zip(operation.sparse, merged, factors[at:], strict=True):
-            yield from self._rows(rule, rows, gradient, given, t, factor)
+            yield from self._rows(RULES[rows.rule] if rows.rule else rule, rows, gradient, given, t, factor)
 
     def _prepared(self, part: Dense) -> tuple[Pieces, list[_Gradient]]:
         """The pieces of a dense update, and its gradients, page-locked if possible."""

@@ -82,7 +82,7 @@ def test_a_method_that_grain_has():
         _ = data.no_such_name
     assert not hasattr(data, "flat_map")
     for reader in ("TFRecordDataset", "TextLineDataset"):
-        with pytest.raises(AttributeError, match="grain reads files"):
+        with pytest.raises(AttributeError, match="use instead: grain"):
             getattr(cs.data, reader)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import cloudpickle
 import pytest
@@ -53,3 +54,28 @@ def test_a_copy_of_an_object_has_methods_of_its_own() -> None:
         copied.width = 7
         assert copied.step(1) == 7
     assert model.step(1) == 3
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {},
+        {"input_signature": [cs.TensorSpec((None,), "float32")], "jit_compile": True},
+        {"autograph": False, "reduce_retracing": True, "experimental_relax_shapes": True},
+    ],
+)
+def test_the_keywords_of_tf_function_change_nothing(keywords: dict[str, Any]) -> None:
+    @cs.function(**keywords)
+    def above(x: Any) -> Any:
+        return x + 1
+
+    below = cs.function(lambda x: x + 1, **keywords)
+    assert (above(1), below(1)) == (2, 2)
+    assert cs.function(above, **keywords) is above
+
+
+def test_a_keyword_that_tf_function_does_not_have_is_refused() -> None:
+    with pytest.raises(TypeError, match="'experimental_speed'"):
+        cs.function(experimental_speed=True)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="takes a function, not 3"):
+        cs.function(3)

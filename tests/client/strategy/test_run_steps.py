@@ -170,7 +170,8 @@ def test_a_step_that_is_dropped_without_a_word_is_waited_for() -> None:
     assert played.begun == [0, 1, 2]
 
 
-def test_a_failed_step_keeps_nothing_alive() -> None:
+def test_a_failed_step_keeps_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CS_TRACEBACK", "full")
     played = Played()
     series = Series(played, 1)
     dataset = DistributedDataset([np.zeros(1), np.ones(1)], 1)

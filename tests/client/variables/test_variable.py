@@ -31,6 +31,7 @@ class Store:
     """Both backends at once: the values of variables, and what was asked of it in a replica."""
 
     replica = 0
+    ended = None
     device = "/job:localhost/replica:0/task:0/device:CPU:0"
 
     def __init__(self, replicas: int = 2) -> None:
@@ -71,8 +72,12 @@ class Store:
         view.flags.writeable = False
         return view
 
-    def forget(self, number: int) -> None:
-        self.forgotten.append(number)
+    def forget(self, kind: str, number: int) -> None:
+        if kind != "handle":
+            self.forgotten.append(number)
+
+    def settle_names(self) -> None:
+        """No name changes."""
 
     def array_module(self) -> Any:
         return np

@@ -186,7 +186,7 @@ def test_only_the_last_reply_is_kept() -> None:
         (
             Assign("c", 9, 3, "assign", scalar(1)),
             "cs.InvalidArgumentError",
-            r"no variable 3, or no more: .*; there are 1 \(w\)",
+            r"no variable 3; .*; there are 1 \(w\)",
         ),
         (Assign("c", 9, 1, "assign", array(1)), "cs.InvalidArgumentError", "assign to variable 'w'"),
         (Assign("c", 9, 1, "assign", scalar(1, "float64")), "cs.InvalidArgumentError", "float64"),

@@ -258,7 +258,7 @@ CODE = "cs.PeerProtocolError"
 @pytest.mark.parametrize("incarnation", [2, 3, (1 << 31) - 2])
 def test_an_incarnation_counts_once_the_death_of_the_one_before_it_is_told(incarnation: int) -> None:
     book = Playbook(2)
-    peer, early = w(0, incarnation), rf"worker w0.{incarnation} cannot register: .* not told the death of w0.1"
+    peer, early = w(0, incarnation), rf"worker w0.{incarnation} cannot register: .* not reported the death of w0.1"
     book.on(hears(peer, register(0, incarnation)), to(peer, Refused, CODE, early))
     book.begin()
     book.on(hears(peer, register(0, incarnation)), to(peer, Refused, CODE, early))
@@ -266,7 +266,7 @@ def test_an_incarnation_counts_once_the_death_of_the_one_before_it_is_told(incar
     book.on(asks(1, reduces(0, scalar(1))), computes((scalar(1),), (scalar(1),), reduce="SUM"))
     book.does(dies(0))
     peer = w(0, incarnation + 1)
-    late = rf"worker w0.{incarnation + 1} cannot register: .* not told the death of w0.2"
+    late = rf"worker w0.{incarnation + 1} cannot register: .* not reported the death of w0.2"
     book.on(hears(peer, register(0, incarnation + 1)), to(peer, Refused, CODE, late))
     assert to(w(0, 2), Registered).fits(book.does(hears(w(0, 2), register(0, 2)))[0])
 

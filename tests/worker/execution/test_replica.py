@@ -142,7 +142,7 @@ def test_iterations_count_the_own_step(alone: Service) -> None:
     optimizer, v = model.known()
 
     def step() -> list[int]:
-        before = optimizer.iterations
+        before = int(optimizer.iterations)
         optimizer.apply_gradients([(np.ones(4, F32), v)])
         return [before, optimizer.iterations]
 

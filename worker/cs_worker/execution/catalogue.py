@@ -19,7 +19,7 @@ from central_storage.wire_values.value_codec import to_exception
 from cs_proto import messages, segment_names
 from cs_proto.arrays import Array, Location, frame_view
 from cs_proto.errors import InvalidArgumentError, MemoryPlanError
-from cs_proto.records import Record
+from cs_proto.records import Record, replace
 from cs_proto.sizes import in_units
 from cs_runtime import machine
 from cs_runtime.shared_memory.mapping import Mapping
@@ -105,9 +105,21 @@ class Catalogue:
         self._missed_in = run
         return self._known.get(number) or self.variable(number)
 
-    def forget(self, numbers: Iterable[int]) -> None:
-        """Forget these variables: their places may belong to others by now. The server refuses a request for one."""
+    def rename(self, number: int, name: str) -> None:
+        """The variable is called ``name`` from now on."""
+        record = self._known.get(number)
+        if record is not None:
+            self._known[number] = replace(record, spec=replace(record.spec, name=name))
+        handle = self.strategy.handles.get("variable", number)
+        if isinstance(handle, Variable):
+            handle.rename(name)
+
+    def forget(self, numbers: Iterable[int], optimizers: Iterable[int] = ()) -> None:
+        """Forget these variables and optimizers: their places may belong to others by now. The server refuses a request
+        for one."""
         numbers = list(numbers)
+        for optimizer in optimizers:
+            self._handles.pop(("optimizer", optimizer), None)
         self.epoch = object()
         self._gradients_of.clear()
         gone: list[np.ndarray | None] = []

@@ -8,7 +8,7 @@ that it takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,12 @@ class Functions:
             held = self._held[kind] = _Held(sender, self._look)
         return held.load(run, resolve)
 
+    def forget(self, sender: bytes, digests: Iterable[bytes]) -> None:
+        """``sender`` does not run these frozen functions again."""
+        held = self._held.get(sender[:1])
+        if held is not None and held.sender == sender:
+            held.forget(digests)
+
 
 class _Held:
     """The functions that one sender has sent."""
@@ -69,6 +75,11 @@ class _Held:
             del self._pickles[digest]
         loaded: Callable[..., Any] = load_function(self._take(run, self._pickles), resolve)
         return loaded
+
+    def forget(self, digests: Iterable[bytes]) -> None:
+        for digest in digests:
+            self._frozen.pop(digest, None)
+            self._frozen_pickles.pop(digest, None)
 
     def _take(self, run: Run, pickles: dict[bytes, bytes]) -> bytes:
         if run.function is not None:

@@ -75,6 +75,7 @@ class MergeController:
         self.compute_devices = tuple(worker.device for worker in registered.workers)
         self.parameter_device = registered.parameter_device
         self.address = config.run_directory
+        self.ended: str | None = None  # when the service ends, so does the worker
         self._config = config
         self._workers = registered.workers
         self._conversation = conversation
@@ -179,8 +180,16 @@ class MergeController:
             # Everything before this merge point is committed, and nobody but the holder of the token can go on.
             return np.array(self._catalogue.view(number))
 
-    def forget(self, number: int) -> None:
-        """Nothing: other workers and the script may hold the variable."""
+    def forget(self, kind: str, number: int) -> None:
+        """Nothing: other workers and the script may hold it."""
+
+    @property
+    def is_running(self) -> bool:
+        """True: this worker is part of it."""
+        return True
+
+    def settle_names(self) -> None:
+        """Nothing: names change only between runs."""
 
     def configure(
         self,
@@ -189,13 +198,16 @@ class MergeController:
         hyperparameters: Mapping[str, float],
         schedule: Schedule | None,
         iterations: int,
+        exempt: tuple[str, ...] | None = None,
     ) -> int:
         """Make an optimizer (``number`` 0) or change one; its number."""
         token = self._token("setting up an optimizer")
         with self._interrupts.own_code():
             pairs = tuple(hyperparameters.items())
             token.sequence += 1
-            request = messages.Configure(token.client, token.sequence, number, kind, pairs, schedule, iterations)
+            request = messages.Configure(
+                token.client, token.sequence, number, kind, pairs, schedule, iterations, exempt
+            )
             return self._catalogue.ask(request, token.sequence, messages.Done).number
 
     def slot(self, optimizer: int, variable: int, slot: str) -> np.ndarray:
@@ -284,7 +296,7 @@ class MergeController:
         if isinstance(function, Function):
             return function.pickle_for(self, self._pickle)
         data = dump_function(function, self._strategy.adopt)
-        return Pickled(data, digest(data), {})
+        return Pickled(data, digest(data), set())
 
     def _run(
         self, token: _HeldToken, pickled: Pickled, frozen: bool, pickles: Sequence[tuple[bytes, tuple[Array, ...]]]

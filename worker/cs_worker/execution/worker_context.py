@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from central_storage.strategy.service_strategy import CentralStorageStrategy
+from cs_proto.messages import Forget
 from cs_runtime.shared_memory.arena import Arena
 from cs_worker.baton import Baton
 from cs_worker.config import Config
@@ -37,3 +38,12 @@ class WorkerContext:
     strategy: CentralStorageStrategy
     turns: Baton
     variable_sets: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
+
+    def forget(self, freed: Forget) -> None:
+        """Forget what the server has freed, and learn the names that changed by it."""
+        for optimizer, numbers in list(self.variable_sets):
+            if optimizer in freed.optimizers or not set(freed.variables).isdisjoint(numbers):
+                del self.variable_sets[optimizer, numbers]
+        self.catalogue.forget(freed.variables, freed.optimizers)
+        for number, name in freed.renamed:
+            self.catalogue.rename(number, name)

@@ -6,20 +6,21 @@ so before it changes anything.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
 from cs_proto import segment_names
-from cs_proto.arithmetic.optimizers import SLOTS, check_change, rule_of
+from cs_proto.arithmetic.optimizers import SLOTS, WITHOUT_DECAY, check_change, check_exempt, rule_of
 from cs_proto.arithmetic.schedules import Schedule
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.messages import Optimizer
 from cs_proto.records import replace
 from cs_server.engine.store.state import State
-from cs_server.engine.store.tables import SlotFill, SlotNames, Steps, VariableSet
-from cs_server.events import Allocate, LoadKernel, Write
+from cs_server.engine.store.tables import Seat, SlotFill, SlotNames, Steps, VariableSet
+from cs_server.events import Allocate, Discard, LoadKernel, Write
 from cs_server.rules import RULES
 
 from . import slabs, variables
@@ -41,8 +42,10 @@ def configure(
     hyperparameters: Mapping[str, float],
     schedule: Schedule | None = None,
     iterations: int = -1,
+    exempt: tuple[str, ...] | None = None,
 ) -> Optimizer:
-    """Make an optimizer (``number`` 0), or change its hyperparameters, its schedule or its iterations (-1: keep them).
+    """Make an optimizer (``number`` 0), or change its hyperparameters, its schedule, its iterations (-1: keep them) or
+    what is exempt from weight decay (None: keep it).
 
     Raises InvalidArgumentError if its kind cannot take them. An optimizer keeps its rule.
     """
@@ -53,16 +56,22 @@ def configure(
         before = dict(known.hyperparameters)
         given = {**before, **hyperparameters}
         check_change(kind, known.rule, before, given)
+        check_exempt(kind, known.rule, exempt or ())
         if schedule is None and "learning_rate" not in hyperparameters:
             schedule = known.schedule
         made = replace(known, hyperparameters=tuple(given.items()), schedule=schedule)
     else:
         rule = rule_of(kind, hyperparameters)
+        check_exempt(kind, rule, exempt or ())
         server.tables.tally.optimizers += 1
         number = server.tables.tally.optimizers
         made = Optimizer(number, kind, rule, tuple(hyperparameters.items()), schedule, 0)
+        taken = {seat.number for seat in server.tables.seats.values()}
+        server.tables.seats[number] = Seat(next(seat for seat in itertools.count(1) if seat not in taken))
     server.tables.optimizers[number] = made = replace(
-        made, iterations=made.iterations if iterations < 0 else iterations
+        made,
+        iterations=made.iterations if iterations < 0 else iterations,
+        exempt=made.exempt if exempt is None else exempt,
     )
     return made
 
@@ -114,9 +123,53 @@ def variable_set(
     return made, fills
 
 
-def slot_segments(optimizer: Optimizer, dtype: str) -> tuple[str, ...]:
+def slot_segments(server: State, optimizer: Optimizer, dtype: str) -> tuple[str, ...]:
     """The segments of the slots of an optimizer beside variables of ``dtype``."""
-    return tuple(segment_names.slots(optimizer.number, slot, dtype) for slot in SLOTS[optimizer.rule])
+    seat = server.tables.seats[optimizer.number].number
+    return tuple(segment_names.slots(seat, slot, dtype) for slot in SLOTS[optimizer.rule])
+
+
+def free(
+    server: State, numbers: Iterable[int], optimizers: Iterable[int] = ()
+) -> tuple[int, tuple[tuple[int, str], ...]]:
+    """Forget the variables ``numbers`` and these optimizers, with the slots that they have, and give their memory back;
+    numbers that stand for nothing are left out. Return how many variables they were, and the variables that are called
+    otherwise now, with their names."""
+    tables = server.tables
+    gone, gone_optimizers = set(numbers) & tables.variables.keys(), set(optimizers) & tables.optimizers.keys()
+    touched = {variable for _, variable in tables.slots}
+    for number, variable_set in tables.sets.items():
+        if variable_set.optimizer in gone_optimizers or not gone.isdisjoint(variable_set.variables):
+            _drop_set(server, number, variable_set)
+    for (optimizer, number), slots in tables.slots.items():
+        if optimizer in gone_optimizers or number in gone:
+            _drop_slots(server, optimizer, number, slots)
+            if number not in gone:  # its gradient buffers stay present
+                tables.slots[0, number] = SlotNames(())
+    for optimizer in gone_optimizers:
+        del tables.optimizers[optimizer]
+        del tables.seats[optimizer]
+    return len(gone), variables.free(server, gone, touched)
+
+
+def _drop_set(server: State, number: int, variable_set: VariableSet) -> None:
+    """Forget a variable set; its steps count in the versions of its variables as before."""
+    tables = server.tables
+    for member in variable_set.variables:
+        variable = tables.variables[member]
+        tables.variables[member] = replace(variable, version=variable.version + tables.steps[number].count)
+    server.index.drop_set(number, variable_set)
+    del tables.sets[number]
+    del tables.steps[number]
+
+
+def _drop_slots(server: State, optimizer: int, number: int, slots: SlotNames) -> None:
+    tables, variable = server.tables, server.tables.variables[number]
+    first, last = variable.place.offset, variable.place.offset + variable.array.nbytes
+    for slot in slots.names if last > first else ():
+        segment = segment_names.slots(tables.seats[optimizer].number, slot, variable.spec.dtype)
+        server.out.append(Discard(segment, first, last))
+    del tables.slots[optimizer, number]
 
 
 def applied(server: State, number: int, count: int = 1) -> None:
@@ -134,7 +187,8 @@ def kernels(server: State) -> list[LoadKernel]:
 
 def _kernels_of(server: State, optimizer: Optimizer, numbers: Iterable[int]) -> list[LoadKernel]:
     dtypes = {variables.row(server, number).spec.dtype for number in numbers}
-    return [LoadKernel(optimizer.rule, dtype) for dtype in sorted(dtypes) if slabs.on_device(server, dtype, 1)]
+    rules = [optimizer.rule, *([WITHOUT_DECAY[optimizer.rule]] if optimizer.exempt else [])]
+    return [LoadKernel(r, dtype) for dtype in sorted(dtypes) if slabs.on_device(server, dtype, 1) for r in rules]
 
 
 def slots(server: State, optimizer: int, variable: int) -> tuple[tuple[tuple[str, Array], ...], tuple[SlotFill, ...]]:
@@ -145,7 +199,7 @@ def slots(server: State, optimizer: int, variable: int) -> tuple[tuple[tuple[str
     record, (number,) = get(server, optimizer), members(server, optimizer, (variable,))
     fills = _add_slots(server, record, (number,), ())
     found = variables.row(server, number)
-    places = (Location(name, found.place.offset) for name in slot_segments(record, found.spec.dtype))
+    places = (Location(name, found.place.offset) for name in slot_segments(server, record, found.spec.dtype))
     arrays = (Array(found.spec.dtype, found.spec.shape, place) for place in places)
     return tuple(zip(SLOTS[record.rule], arrays, strict=True)), fills
 
@@ -189,8 +243,7 @@ def _add_slots(
     for variable in missing:
         dtype, nbytes, offset = variable.spec.dtype, variable.array.nbytes, variable.place.offset
         reservation = server.tables.slabs[dtype].reservation
-        for slot, value in zip(names, initial, strict=True):
-            segment = segment_names.slots(optimizer.number, slot, dtype)
+        for segment, value in zip(slot_segments(server, optimizer, dtype), initial, strict=True):
             is_lazy = variable.number in sparse and value == 0
             needed.append(Allocate(segment, reservation, "", offset, offset + nbytes, is_lazy))
             if nbytes:

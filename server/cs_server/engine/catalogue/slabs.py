@@ -76,8 +76,9 @@ def hole_for(server: State, dtype: str, room: int) -> int | None:
     return min(fitting)[1] if fitting else None
 
 
-def give_back(server: State, variable: Variable) -> None:
-    """Turn the bytes of a variable into a hole, merged with the holes beside it."""
+def give_back(server: State, variable: Variable, *, is_idle: bool) -> None:
+    """Turn the bytes of a variable into a hole, merged with the holes beside it. ``is_idle``: no optimizer has touched
+    it."""
     dtype, nbytes, offset = variable.spec.dtype, variable.array.nbytes, variable.place.offset
     slab = server.tables.slabs[dtype]
     if nbytes:
@@ -90,7 +91,7 @@ def give_back(server: State, variable: Variable) -> None:
             del holes[other]
     if room:  # at the tail, too: what lies beyond the tail is zero
         holes[dtype, offset] = Hole(room)
-    idle_nbytes = nbytes if variable.spec.trainable and is_optimizable(dtype) else 0
+    idle_nbytes = nbytes if is_idle and variable.spec.trainable and is_optimizable(dtype) else 0
     server.tables.slabs[dtype] = replace(slab, nbytes=slab.nbytes - nbytes, idle_nbytes=slab.idle_nbytes - idle_nbytes)
 
 
@@ -115,7 +116,7 @@ def allocations(server: State) -> list[Allocate]:
         for segment, writer in segments_of(server, dtype, slab.gradient_sets)
     ]
     names = {
-        (segment_names.slots(optimizer, slot, dtype), dtype)
+        (segment_names.slots(server.tables.seats[optimizer].number, slot, dtype), dtype)
         for (optimizer, variable), slots in server.tables.slots.items()
         for slot in slots.names
         for dtype in [server.tables.variables[variable].spec.dtype]
@@ -137,7 +138,7 @@ def loads(server: State) -> list[Load]:
     places = [variable.array for variable in server.tables.variables.values()]
     for (optimizer, number), slots in server.tables.slots.items():
         array = server.tables.variables[number].array
-        names = (segment_names.slots(optimizer, slot, array.dtype) for slot in slots.names)
+        names = [segment_names.slots(server.tables.seats[optimizer].number, s, array.dtype) for s in slots.names]
         places += [replace(array, place=Location(name, offset_of(array))) for name in names]
     return [
         Load(array.place.segment, offset_of(array), offset_of(array) + array.nbytes)

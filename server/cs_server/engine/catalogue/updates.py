@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 from cs_proto import segment_names
-from cs_proto.arithmetic.optimizers import CLIPS
+from cs_proto.arithmetic.optimizers import CLIPS, WITHOUT_DECAY
 from cs_proto.arithmetic.schedules import rate
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import InvalidArgumentError
@@ -58,7 +59,7 @@ def apply(server: State, number: int, points: Sequence[ApplyPoint], steps_before
     sparse = tuple(gradient.variable for gradient in points[0].sparse)
     is_clipped = any(name in CLIPS for name, _ in optimizer.hyperparameters)
     buffers = tuple(point.buffers for point in points)
-    key = (number, sparse, is_clipped, buffers)
+    key = (number, sparse, is_clipped, buffers, optimizer.exempt)
     dense = server.index.dense.get(key)
     if dense is None:
         dense = server.index.dense[key] = tuple(
@@ -66,10 +67,11 @@ def apply(server: State, number: int, points: Sequence[ApplyPoint], steps_before
                 dtype=dtype,
                 ranges=ranges,
                 parameters=segment_names.parameters(dtype),
-                slots=optimizers.slot_segments(optimizer, dtype),
+                slots=optimizers.slot_segments(server, optimizer, dtype),
                 gradients=tuple(_gradients(server, r, each, dtype) for r, each in enumerate(buffers)),
+                rule=rule,
             )
-            for dtype, ranges in _ranges_of(server, number, sparse, is_clipped)
+            for dtype, rule, ranges in _ranges_of(server, number, optimizer, sparse, is_clipped)
         )
     rows = []
     for position, member in enumerate(sparse):
@@ -82,8 +84,9 @@ def apply(server: State, number: int, points: Sequence[ApplyPoint], steps_before
                 first=slabs.elements(variable)[0],
                 shape=(spec.shape[0], math.prod(spec.shape[1:])),
                 parameters=variable.place.segment,
-                slots=optimizers.slot_segments(optimizer, spec.dtype),
+                slots=optimizers.slot_segments(server, optimizer, spec.dtype),
                 gradients=gradients,
+                rule=_rule_of(optimizer, spec.name),
             )
         )
     updated = server.tables.sets[number].variables
@@ -102,27 +105,35 @@ def _gradients(server: State, replica: int, buffers: int, dtype: str) -> str:
     return segment_names.gradients(replica, buffers if slabs.on_device(server, dtype, 1) else buffers % 2, dtype)
 
 
+def _rule_of(optimizer: Optimizer, name: str) -> str:
+    """The rule for a variable of this name; empty where it is the optimizer's."""
+    is_exempt = any(re.search(pattern, name) for pattern in optimizer.exempt)
+    return WITHOUT_DECAY[optimizer.rule] if is_exempt else ""
+
+
 def _ranges_of(
-    server: State, number: int, sparse: tuple[int, ...], by_variable: bool
-) -> tuple[tuple[str, tuple[tuple[int, int], ...]], ...]:
-    """For each dtype of a set the elements of its variables, without the ``sparse`` ones. Adjacent variables are one
-    range unless ``by_variable``."""
-    by_dtype: dict[str, list[tuple[int, int]]] = {}
+    server: State, number: int, optimizer: Optimizer, sparse: tuple[int, ...], by_variable: bool
+) -> tuple[tuple[str, str, tuple[tuple[int, int], ...]], ...]:
+    """For each dtype and rule of a set the elements of its variables, without the ``sparse`` ones. Adjacent variables
+    are one range unless ``by_variable``."""
+    by_kind: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for member in server.tables.sets[number].variables:
         if member not in sparse:
             variable = variables.row(server, member)
-            by_dtype.setdefault(variable.spec.dtype, []).append(slabs.elements(variable))
+            kind = variable.spec.dtype, _rule_of(optimizer, variable.spec.name)
+            by_kind.setdefault(kind, []).append(slabs.elements(variable))
     found = {
-        dtype: tuple(r for r in sorted(ranges) if r[0] < r[1]) if by_variable else tuple(merged(ranges))
-        for dtype, ranges in sorted(by_dtype.items())
+        kind: tuple(r for r in sorted(ranges) if r[0] < r[1]) if by_variable else tuple(merged(ranges))
+        for kind, ranges in sorted(by_kind.items())
     }
-    return tuple((dtype, ranges) for dtype, ranges in found.items() if ranges)
+    return tuple((*kind, ranges) for kind, ranges in found.items() if ranges)
 
 
 def _at(step: int, optimizer: Optimizer) -> tuple[tuple[str, float], ...]:
     """The hyperparameters of the update that follows ``step`` earlier ones."""
-    schedule = optimizer.schedule
-    if schedule is None:
+    schedule, given = optimizer.schedule, dict(optimizer.hyperparameters)
+    decay = given.get("decay")
+    if schedule is None and not decay:
         return optimizer.hyperparameters
-    now = rate(schedule.kind, schedule.numbers, step)
-    return tuple((name, now if name == "learning_rate" else value) for name, value in optimizer.hyperparameters)
+    now = given["learning_rate"] if schedule is None else rate(schedule.kind, schedule.numbers, step)
+    return tuple({**given, "learning_rate": now / (1 + decay * step) if decay else now}.items())

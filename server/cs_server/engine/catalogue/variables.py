@@ -6,7 +6,7 @@ so before it changes anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -17,9 +17,10 @@ from cs_proto.messages import ReduceOpName, Variable, VariableSpec, WriteOp
 from cs_proto.records import replace
 from cs_proto.sizes import in_units
 from cs_server.engine.store import versions
+from cs_server.engine.store.index import base_of
 from cs_server.engine.store.state import State
-from cs_server.engine.store.tables import Hole, Slab, SlotFill
-from cs_server.events import Allocate, Write
+from cs_server.engine.store.tables import Asked, Hole, Slab, SlotFill
+from cs_server.events import Allocate, Renamed, Write
 
 from . import slabs
 
@@ -90,6 +91,8 @@ def create(server: State, spec: VariableSpec, value: Array | None) -> tuple[Vari
     variable = Variable(server.tables.tally.variables, replace(spec, name=name), place, 0)
     server.tables.variables[variable.number] = variable
     server.index.numbers[name] = variable.number
+    if name != spec.name:
+        server.tables.asked[variable.number] = Asked(spec.name)
     if hole is None:
         return variable, ()
     left = server.tables.holes[spec.dtype, hole].nbytes - room
@@ -113,18 +116,52 @@ def _page_of_versions(server: State, name: str) -> list[Allocate]:
     return [Allocate(segment_names.versions(), addresses, "", *page, is_lazy=True)]
 
 
-def free(server: State, numbers: Iterable[int]) -> int:
-    """Forget the variables that no optimizer uses, and give their memory back. Return how many they were."""
-    count = 0
-    taken_up = {number for _, number in server.tables.slots} | server.index.sets_of.keys()
-    for number in numbers:
-        variable = server.tables.variables.get(number)
-        if variable is not None and number not in taken_up:
-            del server.tables.variables[number]
-            server.index.drop_name(variable.spec.name)
-            slabs.give_back(server, variable)
-            count += 1
-    return count
+def free(server: State, numbers: Collection[int], touched: Collection[int]) -> tuple[tuple[int, str], ...]:
+    """Forget these variables, which exist and have no slots and no sets any more, and give their memory back. An
+    optimizer has updated those that are in ``touched``. Return the variables that are called otherwise now, with
+    their names."""
+    tables, freed = server.tables, []
+    for number in sorted(numbers):
+        variable = tables.variables[number]
+        name = variable.spec.name
+        asked = tables.asked[number].name if number in tables.asked else name
+        freed.append((number, name, asked))
+        del tables.variables[number]
+        tables.asked.discard(number)
+        server.index.drop_name(name)
+        slabs.give_back(server, variable, is_idle=number not in touched)
+    return _names_come_back(server, freed)
+
+
+def _names_come_back(server: State, freed: Sequence[tuple[int, str, str]]) -> tuple[tuple[int, str], ...]:
+    """Give the variables that are left the names that they would have if the freed ones had never been: a program that
+    makes the same variables finds the same names, whatever was made and dropped before. ``freed`` has the number, the
+    name and the asked name of each."""
+    tables = server.tables
+    after: dict[str, int] = {}  # by asked name: variables with higher numbers may get a name that is free now
+    for number, name, asked in freed:
+        after[asked] = min(number, after.get(asked, number))
+        after |= dict.fromkeys({name, base_of(name)} - {asked}, 0)
+    groups: dict[str, list[int]] = {}
+    for number, record in sorted(tables.asked.items()):
+        if number > after.get(record.name, number):
+            groups.setdefault(record.name, []).append(number)
+    moved: list[tuple[int, str]] = []
+    for asked, numbers in groups.items():
+        other = server.index.numbers.get(asked)
+        if other is not None and other not in tables.asked and other > after[asked]:
+            numbers = sorted([*numbers, other])
+        moved += server.index.move_names(numbers, asked)
+    for number, name in moved:
+        variable = tables.variables[number]
+        asked = tables.asked[number].name if number in tables.asked else variable.spec.name
+        tables.variables[number] = replace(variable, spec=replace(variable.spec, name=name))
+        tables.asked.discard(number)
+        if name != asked:
+            tables.asked[number] = Asked(asked)
+    if moved:
+        server.out.append(Renamed())
+    return tuple(moved)
 
 
 def write(
@@ -167,7 +204,7 @@ def row(server: State, number: int) -> Variable:
     variable = server.tables.variables.get(number)
     if variable is None:
         raise InvalidArgumentError(
-            f"there is no variable {number}, or no more: one that the script holds no handle of is freed; "
+            f"there is no variable {number}; a variable is freed when the script drops its last handle; "
             + _inventory(server)
         )
     return variable

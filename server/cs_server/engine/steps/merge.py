@@ -91,16 +91,16 @@ def aggregated(spec: VariableSpec, points: Sequence[AssignPoint]) -> tuple[Reduc
         return None, values
     if spec.aggregation == _NONE:
         raise InvalidArgumentError(
-            f"{what}: the variable was made with aggregation NONE, and {len(points)} replicas bring a value each; give "
-            "it an aggregation, or assign in the cross-replica context"
+            f"{what}: the variable has aggregation NONE, but {len(points)} replicas assign a value; make it with "
+            "another aggregation, or assign in the cross-replica context"
         )
     if spec.aggregation == _ONLY_FIRST_REPLICA:
         return None, values[:1]
     if spec.aggregation == _SUM:
         if is_one_scalar:
             raise InvalidArgumentError(
-                f"{what}: every replica brings the same Python number, and the variable's aggregation is SUM; pass an "
-                "array to have it added up, or use MEAN or ONLY_FIRST_REPLICA to have it once"
+                f"{what}: every replica assigns the same Python number, and the variable's aggregation is SUM; pass an "
+                "array to add up the values, or use MEAN or ONLY_FIRST_REPLICA to assign the number once"
             )
         if spec.dtype == "bool":
             raise InvalidArgumentError(f"{what}: bool cannot be summed")

@@ -181,7 +181,7 @@ def _note(server: State, run: RunId, replica: int, note: Note) -> None:
         return
     is_checked = note.checked if isinstance(note, AssignPoint) else note.variable_set == 0
     if is_checked:
-        raise PeerProtocolError(f"replica {replica} only noted {merge.title(note)}, which has to be asked")
+        raise PeerProtocolError(f"replica {replica} only noted {merge.title(note)}, which needs an answer")
     _bring(server, run, replica, note)
 
 

@@ -64,7 +64,7 @@ def holder(server: State) -> RunId | None:
         return None
     innermost = max(open_runs, key=lambda run: (len(run), [-part for part in run]))
     if server.tables.runs[innermost].token < 0:
-        raise ContextError(f"{name(innermost)} is open; what the controller wants must wait for its end")
+        raise ContextError(f"{name(innermost)} is open; the controller's request has to wait until it ends")
     return innermost
 
 

@@ -5,14 +5,14 @@ The index can be made from the tables at any time. It follows when they are roll
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from cs_server.events import Dense
 
 from .tables import Tables, VariableSet
 
-__all__ = ["Index"]
+__all__ = ["Index", "base_of"]
 
 # Characters that a variable's name has at most.
 _NAME_LENGTH = 512
@@ -36,7 +36,7 @@ class Index:
         self.set_numbers: dict[tuple[int, tuple[int, ...]], int] = {}
         #: The dense part of an apply, by set, sparse variables, whether gradients are clipped, and buffers. It never
         #: changes, since variables do not move.
-        self.dense: dict[tuple[int, tuple[int, ...], bool, tuple[int, ...]], tuple[Dense, ...]] = {}
+        self.dense: dict[tuple[int, tuple[int, ...], bool, tuple[int, ...], tuple[str, ...]], tuple[Dense, ...]] = {}
         for number, variable_set in self._tables.sets.items():
             self.add_set(number, variable_set)
 
@@ -61,6 +61,15 @@ class Index:
         for member in variable_set.variables:
             self.sets_of.setdefault(member, []).append(number)
 
+    def drop_set(self, number: int, variable_set: VariableSet) -> None:
+        """The variable set is gone."""
+        del self.set_numbers[variable_set.optimizer, variable_set.variables]
+        for member in variable_set.variables:
+            self.sets_of[member].remove(number)
+            if not self.sets_of[member]:
+                del self.sets_of[member]
+        self.dense = {key: dense for key, dense in self.dense.items() if key[0] != number}
+
     def free_name(self, name: str) -> str:
         """``name``, or where it is taken the first of ``name_1``, ``name_2``, … that is free."""
         if name not in self.numbers:
@@ -76,9 +85,29 @@ class Index:
         """The variable of that name is gone."""
         del self.numbers[name]
         self._counts.pop(name, None)
-        base, _, count = name.rpartition("_")
-        if base in self._counts and count.isdecimal():
-            self._counts[base] = min(self._counts[base], max(1, int(count)))
+        base = base_of(name)
+        if base in self._counts:
+            self._counts[base] = min(self._counts[base], max(1, int(name[len(base) + 1 :])))
+
+    def move_names(self, numbers: Iterable[int], asked: str) -> list[tuple[int, str]]:
+        """Give the variables ``numbers``, which all ``asked`` for one name, the names that they get if they are made
+        now, in this order. Returns those whose name changes, with the new one."""
+        before = {number: self._tables.variables[number].spec.name for number in numbers}
+        for name in before.values():
+            self.drop_name(name)
+        moved = []
+        for number, name in before.items():
+            free = self.free_name(asked)
+            self.numbers[free] = number
+            if free != name:
+                moved.append((number, free))
+        return moved
+
+
+def base_of(name: str) -> str:
+    """``w`` of ``w_3``; empty where no number ends the name."""
+    base, _, count = name.rpartition("_")
+    return base if count.isdecimal() else ""
 
 
 def _counted(name: str, count: int) -> str:

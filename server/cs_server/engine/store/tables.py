@@ -1,6 +1,6 @@
 """Everything the engine remembers: one table for each subject, written through to the control store.
 
-Owns the records of the tables (codes 200-219, which no peer ever sees), and their way into the store and back. The
+Owns the records of the tables (codes 200-229, which no peer ever sees), and their way into the store and back. The
 dictionaries here are decoded copies. An engine that is built again over the same store knows what this one knew at the
 last ``flush``. The tables know no rules; the other modules of the engine act on them.
 """
@@ -140,9 +140,23 @@ class Steps(_Row):
 
 @record(206)
 class SlotNames(_Row):
-    """The slots that an optimizer has beside one variable."""
+    """The slots that an optimizer has beside one variable; none where its rule needs none."""
 
     names: tuple[str, ...]
+
+
+@record(219)
+class Seat(_Row):
+    """The number in the names of an optimizer's slot segments. The next optimizer has that of one that is gone."""
+
+    number: int
+
+
+@record(220)
+class Asked(_Row):
+    """The name that was asked for a variable that has got another one."""
+
+    name: str
 
 
 @record(207)
@@ -428,10 +442,14 @@ class Tables:
         #: By (dtype, offset). No two are adjacent.
         self.holes: Table[tuple[str, int], Hole] = Table(b"f", changed)
         self.optimizers: Table[int, Optimizer] = Table(b"o", changed)
+        #: By optimizer.
+        self.seats: Table[int, Seat] = Table(b"b", changed)
+        #: By variable.
+        self.asked: Table[int, Asked] = Table(b"i", changed)
         self.sets: Table[int, VariableSet] = Table(b"e", changed)
         #: By variable set. It is a table of its own because it changes with every step.
         self.steps: Table[int, Steps] = Table(b"n", changed)
-        #: By (optimizer, variable).
+        #: By (optimizer, variable). Optimizer 0, without slots, stands for those that are gone.
         self.slots: Table[tuple[int, int], SlotNames] = Table(b"l", changed)
         self.runs: Table[RunId, RunState] = Table(b"r", changed)
         #: By (run, replica).

@@ -165,7 +165,7 @@ def test_what_does_not_fit_extends_every_segment_of_its_slab() -> None:
 def test_a_hole_extends_nothing() -> None:
     book = Book(addresses=SHORT)
     first = book.make("w", (FILLS_A_PAGE,))
-    variables.free(book.state, [first])
+    optimizers.free(book.state, [first])
     book.tables.flush()
     book.out.clear()
     book.make("again", (FILLS_A_PAGE,))
@@ -198,7 +198,7 @@ def test_the_second_set_of_gradients_is_made_when_it_is_used(book: Book) -> None
     slabs.use_second_gradients(book.state, ["float32"])
     assert book.out == []
     assert {each.segment for each in slabs.allocations(book.state)} >= {each.segment for each in second}
-    variables.free(book.state, [number])
+    optimizers.free(book.state, [number])
     assert {each.segment for each in book.out} >= {each.segment for each in second}  # what it held is given back
 
 
@@ -242,7 +242,7 @@ def test_freed_memory_is_no_longer_promised_to_gradients() -> None:
     v = book.make("v", (250,))
     with pytest.raises(MemoryPlanError):
         book.make("w", (250,))
-    variables.free(book.state, [v])
+    optimizers.free(book.state, [v])
     book.make("w", (250,))
 
 
@@ -255,7 +255,7 @@ def test_places_never_overlap_and_nothing_is_lost(sizes: list[int | None], rando
         if size is not None:
             there.append(book.make("v", (size,), "uint8"))
         elif there:
-            assert variables.free(book.state, [there.pop(random.randrange(len(there)))]) == 1
+            assert optimizers.free(book.state, [there.pop(random.randrange(len(there)))])[0] == 1
             book.tables.flush()
         taken = sorted(
             (v.place.offset, v.place.offset + v.array.nbytes) for v in variables.every(book.state) if v.array.nbytes
@@ -266,6 +266,6 @@ def test_places_never_overlap_and_nothing_is_lost(sizes: list[int | None], rando
         for start, stop in holes:
             assert all(stop <= first or last <= start for first, last in taken)
     slab = book.tables.slabs.get("uint8")
-    variables.free(book.state, there)
+    optimizers.free(book.state, there)
     assert slab is None or book.tables.slabs["uint8"] == replace(slab, nbytes=0, idle_nbytes=0)
     assert [hole.nbytes for hole in book.tables.holes.values()] == ([slab.tail] if slab and slab.tail else [])

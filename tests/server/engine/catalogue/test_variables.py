@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.harness.book import SGD, Book
+from tests.harness.book import ADAM, SGD, Book
 from tests.harness.playbook import ADDRESSES, allocates, array, lies, scalar, spec
 
 from cs_proto.arrays import Location
@@ -15,7 +15,7 @@ from cs_proto.errors import InvalidArgumentError
 from cs_server.engine.catalogue import optimizers, slabs, variables
 from cs_server.engine.store.address_budget import PAGE_NBYTES
 from cs_server.engine.store.tables import SlotFill
-from cs_server.events import Allocate, Discard, Write
+from cs_server.events import Allocate, Discard, Renamed, Write
 
 
 def test_a_name_that_is_taken_gets_a_number(book: Book) -> None:
@@ -35,7 +35,7 @@ def test_a_table_without_dense_gradients_is_touched_by_what_is_written(book: Boo
     number = book.make("table", (1000, 3), trainable=False)
     assert book.out[-1] == replace(allocates("parameters/float32", 0, 12_000), is_lazy=True)
     book.make("after")
-    variables.free(book.state, [number])
+    optimizers.free(book.state, [number])
     _, [fill] = variables.create(book.state, replace(spec("again", (10, 3)), trainable=False), None)
     assert fill.is_lazy
     book.out.clear()
@@ -53,13 +53,11 @@ def test_each_page_of_versions_is_made_with_its_first_variable(book: Book) -> No
 
 
 def test_unknown_variables_and_optimizers_are_named_with_what_there_is(book: Book) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"no variable 1, or no more: .*; there are none"):
+    with pytest.raises(InvalidArgumentError, match=r"no variable 1; .*; there are none"):
         variables.get(book.state, 1)
     for name in ["weights", "bias"]:
         book.make(name)
-    with pytest.raises(
-        InvalidArgumentError, match=r"no variable 7, or no more: .*; there are 1 \(weights\), 2 \(bias\)"
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"no variable 7; .*; there are 1 \(weights\), 2 \(bias\)"):
         variables.get(book.state, 7)
     with pytest.raises(InvalidArgumentError, match="no variable 'weight'; did you mean 'weights'"):
         variables.named(book.state, "weight")
@@ -140,7 +138,7 @@ def test_names_are_those_that_another_server_would_give(moves: list[tuple[str, i
         if "free" not in move:
             variables.create(book.state, spec(asked[which]), None)
         elif known:
-            variables.free(book.state, [known[which % len(known)]])
+            optimizers.free(book.state, [known[which % len(known)]])
         if "undone" in move:
             book.state.rollback()
         else:
@@ -158,14 +156,14 @@ def test_a_freed_place_is_zeroed_for_the_next_one_that_fits(book: Book) -> None:
     first, second, third = (book.make(name, (20,)) for name in "abc")
     place = variables.get(book.state, second).place
     book.out.clear()
-    assert variables.free(book.state, [second, 99]) == 1
+    assert optimizers.free(book.state, [second, 99])[0] == 1
     book.tables.flush()
     start, stop = place.offset, place.offset + 80
     names = ["parameters/float32", *(f"gradients/{r}/0/float32" for r in (0, 1))]
     assert book.out == [Discard(name, start, stop) for name in names]
     with pytest.raises(InvalidArgumentError, match="no variable 2"):
         variables.get(book.state, second)
-    assert variables.free(book.state, [second]) == 0
+    assert optimizers.free(book.state, [second])[0] == 0
     book.reopen()
     large, fills = variables.create(book.state, spec("d", (80,)), None)
     assert (large.place.offset > variables.get(book.state, third).place.offset, fills) == (True, ())
@@ -174,14 +172,77 @@ def test_a_freed_place_is_zeroed_for_the_next_one_that_fits(book: Book) -> None:
     assert fills == (SlotFill("parameters/float32", "float32", start // 4, start // 4 + 10, 0.0, False),)
     other, _ = variables.create(book.state, spec("e", (10,), "float64"), None)
     assert other.place == Location("parameters/float64", 0)
-    assert variables.free(book.state, [first, third, small.number, large.number]) == 4
+    assert optimizers.free(book.state, [first, third, small.number, large.number])[0] == 4
     assert variables.create(book.state, spec("f", (100,)), None)[0].place.offset == 0  # all is one again
     assert slabs.parameter_nbytes(book.state) == 400 + 80
 
 
-def test_what_an_optimizer_has_taken_up_stays(book: Book) -> None:
-    optimizer = optimizers.configure(book.state, 0, "SGD", SGD).number
-    v, w = book.make("v"), book.make("w")
-    optimizers.variable_set(book.state, optimizer, (v,))
-    assert variables.free(book.state, [v, w]) == 1
-    assert [variable.number for variable in variables.every(book.state)] == [v]
+def test_a_freed_variable_takes_its_slots_and_sets_along(book: Book) -> None:
+    optimizer = optimizers.configure(book.state, 0, "Adam", ADAM).number
+    v, w = book.make("v", (20,)), book.make("w", (20,))
+    both, _ = optimizers.variable_set(book.state, optimizer, (v, w))
+    alone, _ = optimizers.variable_set(book.state, optimizer, (w,))
+    optimizers.applied(book.state, both, 2)
+    optimizers.applied(book.state, alone)
+    book.out.clear()
+    assert optimizers.free(book.state, [v]) == (1, ())
+    slots = [Discard(f"slots/1/{slot}/float32", 0, 80) for slot in ("m", "v")]
+    assert book.out[:2] == slots
+    book.tables.flush()
+    for _ in range(2):
+        assert slabs.slot_nbytes(book.state) == 2 * 80
+        assert optimizers.known_set(book.state, optimizer, (v, w)) is None
+        assert optimizers.known_set(book.state, optimizer, (w,)) == alone
+        assert (variables.get(book.state, w).version, optimizers.get(book.state, optimizer).iterations) == (3, 3)
+        assert optimizers.slotted(book.state, optimizer) == (w,)
+        book.reopen()
+
+
+def test_a_freed_optimizer_gives_its_seat_to_the_next_one(book: Book) -> None:
+    v = book.make("v", (20,))
+    places = []
+    for number in (1, 2):
+        assert optimizers.configure(book.state, 0, "Adam", ADAM).number == number
+        optimizers.variable_set(book.state, number, (v,))
+        places.append([array.place for _, array in optimizers.slots(book.state, number, v)[0]])
+        idle = book.tables.slabs["float32"].idle_nbytes
+        assert optimizers.free(book.state, [], [number, 99]) == (0, ())
+        assert (slabs.slot_nbytes(book.state), book.tables.slabs["float32"].idle_nbytes, idle) == (0, 0, 0)
+        book.tables.flush()
+        book.reopen()
+        with pytest.raises(InvalidArgumentError, match=f"no optimizer {number}"):
+            optimizers.get(book.state, number)
+    assert places[0] == places[1]
+    assert optimizers.free(book.state, [v]) == (1, ())
+    assert not len(book.tables.slots)
+    assert book.tables.slabs["float32"].idle_nbytes == 0
+
+
+def test_names_come_back_when_the_ones_before_them_are_freed(book: Book) -> None:
+    old = [book.make(name) for name in ("w", "Variable", "Variable")]
+    new = [book.make(name) for name in ("w", "Variable", "Variable")]
+    assert optimizers.free(book.state, old[:1]) == (1, ((new[0], "w"),))
+    assert optimizers.free(book.state, old[1:]) == (2, ((new[1], "Variable"), (new[2], "Variable_1")))
+    assert book.out.count(Renamed()) == 2
+    book.tables.flush()
+    book.reopen()
+    assert [variables.get(book.state, number).spec.name for number in new] == ["w", "Variable", "Variable_1"]
+    assert not optimizers.free(book.state, [new[2]])[1]  # nothing was made after it
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 3)), max_size=25))
+def test_names_are_those_of_a_program_that_made_only_what_is_left(moves: list[tuple[bool, int]]) -> None:
+    book, asked = Book(), {}
+    for is_free, which in moves:
+        known = list(book.tables.variables)
+        if is_free and known:
+            optimizers.free(book.state, [known[which % len(known)]])
+            book.tables.flush()
+        elif not is_free:
+            name = ("w", "x", "x", "Variable")[which]
+            asked[book.make(name)] = name
+    fresh = Book()
+    for number in book.tables.variables:
+        fresh.make(asked[number])
+    names = [variable.spec.name for variable in variables.every(book.state)]
+    assert names == [variable.spec.name for variable in variables.every(fresh.state)]

@@ -86,7 +86,10 @@ def training(replicas: int = 2) -> Playbook:
         (asks(0, reduces(2)), "brings merge point 2 of run 2, but 0 is the next one"),
         (asks(0, reduces(1), (applies(2),)), "brings merge point 2 of run 2, but 0 is the next one"),
         (asks(0, reads(3)), "reads after 3 merge points but brought 0"),
-        (asks(0, reads(1), (first_apply(0, 1),)), "only noted apply_gradients of optimizer 1 .train.py:10., which has"),
+        (
+            asks(0, reads(1), (first_apply(0, 1),)),
+            "only noted apply_gradients of optimizer 1 .train.py:10., which needs",
+        ),
         (asks(0, reads(1), (assigns(0, scalar(1), checked=True),)), "only noted assign_add"),
         (asks(0, reads(1), (applies(0, 9),)), "optimizer 1 has no set of variables 9"),
         (asks(0, reads(1), (ApplyPoint(0, site(1), 2, 1, (), 0),)), "optimizer 2 has no set of variables 1"),

@@ -1,0 +1,116 @@
+"""What users see of public objects: the names that ``dir()`` and completion show, and tracebacks of their own frames.
+
+``central_storage/__init__.py`` presents what public names stand for. A class that no public name leads to is presented
+where it is defined.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import sys
+from types import FunctionType, ModuleType
+from typing import Any, TypeVar
+
+from central_storage.diagnostics.tracebacks import shortened
+
+__all__ = ["INTERNAL", "hidden", "present", "presented"]
+
+C = TypeVar("C", bound=type)
+
+#: By class, members without an underscore that the package's own modules and the workers use, and that users do not.
+INTERNAL = {
+    "StrategyBase": """controller devices_by_replica call series carrier variable_sets extended_parameter_device claim
+        remember evaluate_schedules logical_devices_here""",
+    "CentralStorageStrategy": "from_backend handles object_for adopt is_running",
+    "Counters": "wire_of values_of to_wire check refuse is_checked",
+    "DistributedDataset": "place go_to is_iterated_by is_elsewhere orders set_orders fault has_states",
+    "DistributedIterator": "give_back lend end_lending is_over place is_at go_to fault orders",
+    "ReplicaContext": "backend end is_local",
+    "Variable": "from_record adopt is_ordinary number current forget_view rename",
+    "Observer": "open",
+    "TensorSpec": "admits",
+    "Metric": "adopt",
+    "GradientAccumulator": "adopt",
+    "Optimizer": "from_record adopt slots slot_value set_slot evaluate_schedule number_of",
+    "ExponentialMovingAverage": "start adopt",
+}
+#: The same for every class: the name of a rule or schedule in the tables of the protocol, and its record.
+INTERNAL_ANYWHERE = frozenset({"kind", "record"})
+# The special methods that users call, by operators and statements.
+_CALLED = frozenset(
+    {"__init__", "__call__", "__iter__", "__next__", "__enter__", "__exit__", "__getitem__", "__setitem__", "__array__"}
+    | {"__float__", "__int__", "__bool__", "__index__", "__reduce_ex__", "__deepcopy__", "__copy__"}
+    | {"__len__", "__array_ufunc__", "__array_function__", "__dlpack__", "__matmul__"}
+)
+_OURS = ("central_storage", "cs_proto")
+
+
+def hidden(cls: type) -> frozenset[str]:
+    """The members of ``cls`` that are not for users, though no underscore begins their names."""
+    return INTERNAL_ANYWHERE.union(*(INTERNAL.get(base.__name__, "").split() for base in cls.__mro__))
+
+
+def present(thing: Any) -> Any:
+    """``thing``, a public module, class or function, ready for users; a function comes back as another object."""
+    if isinstance(thing, ModuleType) and "__dir__" not in vars(thing):  # not yet: some modules have each other
+        names: list[str] = thing.__all__
+        vars(thing)["__dir__"] = lambda: sorted(names)
+        for name in names:
+            found = present(getattr(thing, name))
+            if not isinstance(found, ModuleType):
+                setattr(thing, name, found)
+    elif isinstance(thing, type):
+        presented(thing)
+    elif isinstance(thing, FunctionType) and _is_ours(thing) and not _is_worker():
+        return _presented_function(thing)
+    return thing
+
+
+def _presented_function(function: FunctionType) -> FunctionType:
+    home, name = vars(sys.modules[function.__module__]), function.__name__
+    if home.get(name) is function and "__wrapped__" not in vars(function):
+        home[name] = shortened(function)  # there a pickle finds it
+    found: FunctionType = home.get(name, function)
+    return found
+
+
+def presented(cls: C) -> C:
+    """``cls``, whose objects show users' names in ``dir()`` and whose methods show users' frames in tracebacks; its
+    bases are presented, too. Exceptions and enums stay as they are."""
+    if issubclass(cls, BaseException | enum.Enum):
+        return cls
+    for base in cls.__mro__:
+        if _is_ours(base) and "_cs_is_presented" not in vars(base) and not getattr(base, "_is_protocol", False):
+            type.__setattr__(base, "_cs_is_presented", True)
+            type.__setattr__(base, "__dir__", _public_names)
+            internal = hidden(base)
+            for name, member in list(vars(base).items()) if not _is_worker() else ():
+                if name in _CALLED or not (name.startswith("_") or name in internal):
+                    type.__setattr__(base, name, _shortened(member))
+    return cls
+
+
+def _is_ours(thing: type | FunctionType) -> bool:
+    return thing.__module__.partition(".")[0] in _OURS
+
+
+def _is_worker() -> bool:
+    """Whether this process is a worker, which sends tracebacks as text: its steps shall cost nothing more."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return spec is not None and spec.name == "cs_worker.__main__"
+
+
+def _shortened(member: Any) -> Any:
+    if isinstance(member, classmethod | staticmethod):
+        return type(member)(shortened(member.__func__))
+    if isinstance(member, property):
+        setter = None if member.fset is None else shortened(member.fset)
+        return property(member.fget, setter, member.fdel, member.__doc__)
+    return shortened(member) if inspect.isfunction(member) else member
+
+
+def _public_names(self: Any) -> list[str]:
+    """What ``dir()`` shows."""
+    names = {*object.__dir__(self)} - hidden(type(self))
+    return sorted(name for name in names if not name.startswith("_"))

@@ -1,0 +1,97 @@
+"""``cs.Tensor``: the NumPy array that stands where TensorFlow gives a tensor.
+
+Results of the service, elements of data sets and arguments of replica functions are of this class. Every decision about
+the type is in this module: the other modules call :func:`as_tensor` where they hand an array to the user.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import numpy as np
+import optree
+
+__all__ = ["Tensor", "array_text", "as_tensor", "tensors_in"]
+
+
+class Tensor(np.ndarray):
+    """A NumPy array that also has :meth:`numpy`.
+
+    Data sets, ``run``, ``reduce``, ``gather`` and ``convert_to_tensor`` give it. It is an array in every other way:
+    NumPy, torch and JAX take it as one, and ``np.asarray`` gives the plain array over the same memory. Slices and
+    reshaped views are tensors, the results of operators and ufuncs are plain arrays and NumPy numbers. A tensor pickles
+    as a tensor. A read-only tensor without axes, such as ``replica_id_in_sync_group``, can be the key of a dict.
+
+    Raises:
+        TypeError: ``hash`` of a tensor that has axes or can be written to.
+
+    Examples:
+        >>> import central_storage as cs
+        >>> loss = cs.convert_to_tensor([1.0, 3.0])
+        >>> loss
+        <cs.Tensor: shape=(2,), dtype=float32, numpy=array([1., 3.], dtype=float32)>
+        >>> loss.numpy()
+        array([1., 3.], dtype=float32)
+        >>> loss + 1
+        array([2., 4.], dtype=float32)
+    """
+
+    __slots__ = ()
+    # Below that of a plain array (0): of a tensor and an array NumPy makes a plain array, and asks us nothing.
+    __array_priority__ = -1.0
+
+    def numpy(self) -> Any:
+        """A copy as a plain NumPy array, which may be written to; without axes, a NumPy number."""
+        return np.array(self) if self.ndim else self[()]
+
+    def __array_wrap__(self, array: np.ndarray, context: Any = None, return_scalar: bool = False) -> Any:
+        return array[()] if return_scalar and not array.ndim else array
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return as_tensor, (np.asarray(self),)
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        if self.ndim or self.flags.writeable:
+            _refuse_to_hash(self)
+        return hash(self.item())
+
+    def __repr__(self) -> str:
+        return f"<cs.Tensor: shape={self.shape}, dtype={self.dtype}, {array_text(self)}>"
+
+
+def as_tensor(value: Any) -> Any:
+    """``value`` as a tensor over the same memory, if it is a plain array or a NumPy scalar; anything else unchanged."""
+    if type(value) is np.ndarray:
+        return value.view(Tensor)
+    if isinstance(value, np.generic):
+        number = np.asarray(value).view(Tensor)
+        number.flags.writeable = False  # as the scalar
+        return number
+    return value
+
+
+def tensors_in(nest: Any) -> Any:
+    """``nest`` with tensors in place of its plain arrays and NumPy scalars."""
+    kind = type(nest)
+    if kind is np.ndarray:  # most elements are one array or a tuple of arrays, which need no walk
+        return nest.view(Tensor)
+    if kind is tuple and _ARRAY.issuperset(map(type, nest)):
+        return tuple([array.view(Tensor) for array in nest])
+    return optree.tree_map(as_tensor, nest, none_is_leaf=True)
+
+
+_ARRAY = frozenset({np.ndarray})
+
+
+def array_text(array: np.ndarray) -> str:
+    """The value in the text of a tensor or variable, as TensorFlow writes it."""
+    plain = np.asarray(array)
+    if not plain.ndim:
+        return f"numpy={repr(plain.item()) if plain.dtype.kind in 'US' else plain}"
+    text = repr(plain)
+    return f"numpy=\n{text}" if "\n" in text else f"numpy={text}"
+
+
+def _refuse_to_hash(array: np.ndarray) -> NoReturn:
+    why = f"has the axes {array.shape}" if array.ndim else "can be written to"
+    raise TypeError(f"unhashable: a Tensor that {why}; use its .item(), or a tuple made of its .tolist()")

@@ -1,0 +1,81 @@
+"""What holds an object: the names by which the user's code still reaches it.
+
+Python says that an object lives, and not why. In a notebook the reasons are names of earlier cells, what IPython keeps
+of results (``Out``), and the frames of the last exception.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from types import CodeType, FrameType, FunctionType, ModuleType, TracebackType
+from typing import Any
+
+__all__ = ["holders"]
+
+# The search ends after so many objects: a large heap must not hold up the training.
+_MOST_OBJECTS = 200_000
+# Values of these types refer to nothing that the user holds, or to every module.
+_LEAVES = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, CodeType)
+# What IPython adds to the names of a notebook. ``_``, ``__``, ``_3`` are in ``Out`` as well.
+_SHELL = frozenset({"In", "get_ipython", "exit", "quit", "open", "_ih", "_oh", "_dh", "_", "__", "___"})
+
+
+def holders(target: object, namespace: Mapping[str, Any]) -> list[str]:
+    """The names in ``namespace`` from which ``target`` is reached, and what the interpreter keeps of exceptions.
+
+    >>> held = object()
+    >>> holders(held, {"model": {"layer": [held]}, "other": 1, "Out": {3: held}})
+    ['model', 'Out[3]']
+    """
+    search = _Search(target, namespace)
+    found = [name for name, value in _named(namespace) if search.reaches(value)]
+    errors = [getattr(sys, name, None) for name in ("last_exc", "last_value", "last_traceback")]
+    if any(error is not None and search.reaches(error) for error in errors):
+        found.append("the traceback of the last exception (sys.last_value)")
+    return found
+
+
+def _named(namespace: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in list(namespace.items()):
+        if name == "Out" and isinstance(value, dict):
+            yield from ((f"Out[{number}]", result) for number, result in list(value.items()))
+        elif name not in _SHELL and not (name[:1] == "_" and name[1:].isdecimal()) and name[:2] != "_i":
+            yield name, value
+
+
+class _Search:
+    """Looks for one object. What did not lead to it is not looked at again. Another object of its class, which has the
+    same parts, leads nowhere, and neither does the whole namespace."""
+
+    def __init__(self, target: object, namespace: Mapping[str, Any]) -> None:
+        self._target = target
+        shell = getattr(namespace.get("get_ipython"), "__self__", None)  # frames of IPython refer to it, and it to all
+        # With the object, so that its id() stays its own.
+        self._seen: dict[int, object] = {id(each): each for each in (namespace, shell)}
+        self._leaves = (*_LEAVES, type(target)) if type(target) is not object else _LEAVES
+
+    def reaches(self, start: object) -> bool:
+        """Whether the target is ``start`` or is reached from it."""
+        waiting = [start]
+        while waiting and len(self._seen) < _MOST_OBJECTS:
+            each = waiting.pop()
+            if each is self._target:
+                return True
+            if isinstance(each, self._leaves) or id(each) in self._seen:
+                continue
+            self._seen[id(each)] = each
+            waiting += _parts(each)
+        return False
+
+
+def _parts(value: Any) -> Iterable[object]:
+    """What ``value`` refers to, without the globals of functions: by these every name would reach every other one."""
+    if isinstance(value, FunctionType):
+        return [value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value)]
+    if isinstance(value, TracebackType):
+        return [value.tb_frame, value.tb_next]
+    if isinstance(value, FrameType):
+        return [] if value.f_locals is value.f_globals else list(value.f_locals.values())
+    return gc.get_referents(value)

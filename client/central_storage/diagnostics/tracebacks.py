@@ -1,0 +1,132 @@
+"""Tracebacks of the user's own frames: this project's frames are left out of an exception that leaves it.
+
+A user looks for a line of their own. Frames of this project between it and the error help only its maintainers, and
+in a notebook they keep what they refer to alive until the next exception. ``CS_TRACEBACK=full`` keeps them. They also
+stay where something happened to this project's own code that it does not foresee.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
+from typing import Any, TypeVar
+
+__all__ = ["ENVIRONMENT", "shorten", "shortened"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+#: The variable that keeps all frames, where it is ``full``.
+ENVIRONMENT = "CS_TRACEBACK"
+_OURS = frozenset({"central_storage", "cs_proto", "cs_runtime", "cs_server", "cs_worker"})
+_RAISE = dis.opmap["RAISE_VARARGS"]
+# In these, NumPy refuses what a user asks of a value.
+_ON_VALUES = frozenset({"__array__", "__array_ufunc__", "__array_function__", "__getitem__"})
+# What the surroundings raise in calls of this project, which lets it pass.
+_OF_OTHERS = (OSError, MemoryError)
+
+
+def shortened(function: F) -> F:
+    """``function``, whose exceptions show no frame of this project.
+
+    >>> from central_storage import nest
+    >>> import traceback
+    >>> try:
+    ...     shortened(nest.map_structure)(lambda each: 1 / each, [0])
+    ... except ZeroDivisionError as error:
+    ...     [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    ['<module>', '<lambda>']
+    """
+    if inspect.isgeneratorfunction(function):
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return (yield from function(*args, **kwargs))
+            except BaseException as error:
+                _leaving(error)
+                raise
+
+    else:
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except BaseException as error:
+                _leaving(error)
+                raise  # which adds no frame to the traceback
+
+    return call  # type: ignore[return-value]
+
+
+def _leaving(error: BaseException) -> None:
+    """Shorten ``error`` where the caller of the wrapper that calls this is not this project."""
+    if not _is_ours(sys._getframe(2)):  # noqa: SLF001  (the one way to a caller)
+        shorten(error)
+
+
+def shorten(error: BaseException) -> BaseException:
+    """``error``, without this project's frames in its traceback and in those of its causes and parts."""
+    if os.environ.get(ENVIRONMENT) == "full" or _is_unforeseen(error):
+        return error
+    seen, left = set[int](), [error]
+    while left:
+        each = left.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        each.__traceback__ = _without_ours(each.__traceback__)
+        left += [other for other in (each.__cause__, each.__context__) if other is not None]
+        if isinstance(each, BaseExceptionGroup):
+            left += each.exceptions
+    return error
+
+
+def _is_unforeseen(error: BaseException) -> bool:
+    """Whether it is neither raised on purpose nor passed on, but happened to a line of this project."""
+    entries = _entries(error.__traceback__)
+    if not entries or not _is_ours(entries[-1].tb_frame) or not isinstance(error, Exception):
+        return False
+    innermost = entries[-1]
+    if isinstance(error, AssertionError):
+        return True
+    code = innermost.tb_frame.f_code
+    is_raised = code.co_code[innermost.tb_lasti] == _RAISE
+    return not is_raised and not isinstance(error, _OF_OTHERS) and code.co_name not in _ON_VALUES
+
+
+def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
+    """Also without the frames of the standard library between two of ours."""
+    entries = _entries(traceback)
+    ours = [place for place, entry in enumerate(entries) if _is_ours(entry.tb_frame)]
+    kept: TracebackType | None = None
+    for place, entry in reversed(list(enumerate(entries))):
+        is_between = ours and ours[0] < place < ours[-1]
+        if not (place in ours or (is_between and _root(entry.tb_frame) in sys.stdlib_module_names)):
+            kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return kept
+
+
+def _entries(traceback: TracebackType | None) -> list[TracebackType]:
+    def entries() -> Iterator[TracebackType]:
+        entry = traceback
+        while entry is not None:
+            yield entry
+            entry = entry.tb_next
+
+    return list(entries())
+
+
+def _is_ours(frame: FrameType) -> bool:
+    """An example in a docstring has the globals of its module, and is a user's code all the same."""
+    return _root(frame) in _OURS and not frame.f_code.co_filename.startswith("<doctest")
+
+
+def _root(frame: FrameType) -> str:
+    """The package of the frame's module."""
+    return str(frame.f_globals.get("__name__")).partition(".")[0]

@@ -1,0 +1,105 @@
+"""What a frozen function captures by name, and whether a name stands for something else now.
+
+A notebook's cell that is run again gives its names new variables, models and functions. A function that was frozen
+before would go on with the old ones, and train what nobody looks at. Numbers and arrays stay as they were frozen.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from central_storage.core.composites import Composite
+from central_storage.core.handles import Handle
+
+from .code_analysis import is_users, reads_of
+
+__all__ = ["Captures"]
+
+# A value is searched for variables in so many of its parts.
+_MOST_PARTS = 10_000
+_LEAVES = (str, bytes, int, float, complex, type(None), type, ModuleType, CodeType, FunctionType)
+
+
+class Captures:
+    """The variables, optimizers, objects of these, and functions that a function reads by name, directly or by the
+    user's functions that it calls."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._names: list[_Name] = []
+        seen, left = set[int](), [function]
+        while left:
+            each = left.pop()
+            plain = getattr(each, "python_function", each)
+            plain = plain.__func__ if isinstance(plain, MethodType) else plain
+            if not isinstance(plain, FunctionType) or id(plain) in seen:
+                continue
+            seen.add(id(plain))
+            for home, name, value in _read_by(plain):
+                is_code = isinstance(value, FunctionType) or hasattr(value, "python_function")
+                if is_code and is_users(getattr(value, "__module__", None) or ""):
+                    left.append(value)
+                    self._names.append(_Name(home, name, value, None))
+                elif not is_code and (handle := _handle_in(value)) is not None:
+                    self._names.append(_Name(home, name, value, handle))
+
+    def hold(self) -> bool:
+        """Whether every name stands for what it stood for."""
+        return all(each.holds() for each in self._names)
+
+
+class _Name:
+    """A name, and what it stood for. What that is is not kept alive."""
+
+    def __init__(self, home: dict[str, Any] | CellType, name: str, value: Any, handle: object) -> None:
+        self._home = home
+        self._name = name
+        self._id = id(value)
+        try:
+            self._value: Callable[[], Any] | None = weakref.ref(value)
+        except TypeError:  # a list, tuple or dict
+            self._value = None
+            self._handle = weakref.ref(handle)
+
+    def holds(self) -> bool:
+        value = _value_of(self._home, self._name)
+        if self._value is not None:
+            return value is self._value()
+        if id(value) != self._id:
+            return False
+        # Another one may lie where the old one was. The old one itself may have been changed, which changes nothing.
+        return self._handle() is not None or _handle_in(value) is None
+
+
+def _read_by(function: FunctionType) -> Iterator[tuple[dict[str, Any] | CellType, str, Any]]:
+    names = function.__globals__
+    for name in reads_of(function.__code__).global_names:
+        if name in names:
+            yield names, name, names[name]
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        yield cell, name, _value_of(cell, name)
+
+
+def _value_of(home: dict[str, Any] | CellType, name: str) -> Any:
+    if isinstance(home, dict):
+        return home.get(name)
+    try:
+        return home.cell_contents
+    except ValueError:  # it is empty
+        return None
+
+
+def _handle_in(value: object) -> object | None:
+    """A variable, optimizer or the like in ``value``; None where none is found."""
+    seen, left = set[int](), [value]
+    while left and len(seen) < _MOST_PARTS:
+        each = left.pop()
+        if isinstance(each, Handle | Composite):
+            return each
+        if id(each) not in seen and not isinstance(each, _LEAVES):
+            seen.add(id(each))
+            left += gc.get_referents(each)
+    return None
