@@ -51,6 +51,8 @@ def refused(kind: type[Exception], *words: str) -> Iterator[None]:
         (["tpu:0"], ("'tpu:0'", "cpu:0")),
         (["cpu:x"], ("'cpu:x'",)),
         ({"cpu:0"}, ("list",)),
+        ("cpu:0", ("list", "write ['cpu:0']")),
+        ("cpu:0,cpu:1", ("write ['cpu:0', 'cpu:1']",)),
         (0, ("from 1 to",)),
         ([], ("at least one",)),
         ([0], ("0",)),

@@ -24,6 +24,7 @@ __all__ = [
     "logical_devices",
     "of_replica",
     "parameter_device",
+    "refuse_text",
 ]
 
 _DEVICE = re.compile(
@@ -117,6 +118,14 @@ def compute_devices(devices: Devices | None, cores: int) -> list[str]:
     if len({replica.count("+") for replica in replicas}) > 1:
         raise DeviceError(f"every replica must own the same number of devices, not {', '.join(replicas)}")
     return replicas
+
+
+def refuse_text(devices: Devices | None) -> None:
+    """Raise DeviceError if a script names devices in a text, which is one string of a list or a command line's list.
+    TensorFlow refuses it, too."""
+    if isinstance(devices, str) and devices.strip().lower() not in ("auto", "gpu:all", "/gpu:all"):
+        names = [name.strip() for name in devices.split(",") if name.strip()]
+        raise DeviceError(f"compute_devices must be {_WORDS}, not the text {devices!r:.100}; write {names!r:.100}")
 
 
 def _entries(devices: Devices, cores: int) -> int | list[Sequence[str]]:

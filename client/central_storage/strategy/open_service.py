@@ -54,6 +54,7 @@ def open_service(
     Raises DeviceError for devices that do not exist, LaunchError if no service comes up.
     """
     configure_logging("script")
+    devices.refuse_text(compute_devices)
     name_waits_after()  # a value that makes no sense is said before anything starts
     dump_stacks_on_signal()
     _note_uncaught()
