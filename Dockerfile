@@ -1,9 +1,9 @@
-# One image for server, workers and scripts. BASE needs a Python of at least 3.11 with venv, and nothing else.
+# One image for server, workers and scripts. BASE needs Python 3.11 or later with venv, and nothing else.
 ARG BASE=python:3.11-slim
 
 FROM ${BASE} AS build
 ARG EXTRAS=examples
-# Wheels in build/wheelhouse, where there are any, are all that is installed: no package index is asked.
+# If build/wheelhouse has wheels, only these are installed, and no package index is asked.
 COPY pyproject.toml build/wheelhous[e] /wheels/
 COPY pyproject.toml README.md LICENSE /src/
 COPY proto /src/proto
@@ -27,7 +27,7 @@ ENV PATH=/opt/central-storage/bin:$PATH HOME=/home/cs CS_ADDRESS=/run/central-st
     CUPY_CACHE_DIR=/home/cs/.cache/cupy
 WORKDIR /examples
 USER cs
-# Compiled now, so that no container compiles at its start. As a volume it stays writable where the rest is read-only.
+# Kernels are compiled now, so that no container compiles at its start. A volume stays writable on a read-only root.
 RUN python -c "from cs_server.compute import kernels; print(kernels.load())"
 VOLUME /home/cs/.cache
 HEALTHCHECK --interval=10s --timeout=30s --start-period=60s --retries=3 CMD ["cs-launch", "--health"]

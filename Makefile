@@ -55,7 +55,7 @@ test-zeromq: $(VENV)/.installed-dev  ## the tests of whole services again, with 
 test-containers: $(VENV)/.installed-dev  ## docker-compose with a real engine, which is installed and started if permitted
 	@tests/containers/run $(BIN)/python $(if $(IF_POSSIBLE),--if-possible)
 
-test-interop: $(VENV)/.installed-interop  ## replica functions in torch, and data sets of torch, grain and Hugging Face, which are installed first
+test-interop: $(VENV)/.installed-interop  ## replica functions in torch and JAX, and data sets of torch, grain and Hugging Face, which are installed first
 	@$(BIN)/python -m pytest tests/interop
 
 test-tools: docs  ## a browser reads the documentation site; it is installed if permitted, otherwise the tests are skipped
@@ -124,7 +124,7 @@ $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	@touch $@ $(VENV)/.installed-demo
 
 $(VENV)/.installed-interop: $(VENV)/.installed-dev
-	@echo "installing torch, grain and datasets into $(VENV), once"
+	@echo "installing torch, jax, grain and datasets into $(VENV), once"
 	@$(INSTALL) torch==2.13.0
 	@$(INSTALL) -e '.[interop]'
 	@touch $@

@@ -33,14 +33,14 @@ def logits(x: np.ndarray, w1: np.ndarray, b1: np.ndarray, w2: np.ndarray, b2: np
 
 
 def with_weights(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A batch, and what each row counts in its mean; a replica sees only its share, which may be uneven."""
+    """The batch, and each row's weight in the mean of the batch. A replica cannot count: it sees only its own share."""
     return x, y, np.full(len(y), 1 / len(y), np.float32)
 
 
 def loss_and_gradients(
     x: np.ndarray, y: np.ndarray, weights: np.ndarray, parameters: list[np.ndarray], out: list[np.ndarray]
 ) -> np.float32:
-    """Summed cross-entropy of this share; the gradients of the batch's mean, as far as due to it, go to ``out``."""
+    """The summed cross-entropy of this share. Write its part of the gradients of the batch's mean loss to ``out``."""
     xp = cs.get_array_module()
     w1, b1, w2, b2 = parameters
     hidden = xp.maximum(x @ w1 + b1, 0)
@@ -126,7 +126,7 @@ def show_progress(epoch: int, epochs: int, loss: float) -> None:
 
 
 def report(counters: cs.Counters, steps: int, seconds: float) -> None:
-    """Which processes did what."""
+    """Print the work of each process."""
     rate = steps / seconds
     print(f"this script (pid {os.getpid()}) sent {steps} steps in {seconds:.1f} s: {rate:.0f} steps a second")
     print(

@@ -1,4 +1,4 @@
-"""A network with dropout, trained on two replicas; an evaluation after each epoch does not shift the masks."""
+"""A network with dropout, trained on two replicas. The evaluation after each epoch does not change the masks."""
 
 import numpy as np
 
@@ -25,7 +25,7 @@ def probability(hidden):
 def train(batch):
     x, y = batch
     hidden = np.maximum(x @ np.asarray(w1), 0)
-    # This step, this replica: the same mask in every training with this seed, and after a restart.
+    # The mask of a step and replica is the same in every training with this seed, and after a restart.
     kept = (cs.random.generator().random(hidden.shape, np.float32) >= RATE) / np.float32(1 - RATE)
     error = (probability(hidden * kept) - y) / 100
     back = (error @ np.asarray(w2).T) * kept * (hidden > 0)

@@ -1,7 +1,7 @@
-"""A matrix factorisation: two tables of which each step touches a few rows, a schedule, a metric, many steps ahead.
+"""A matrix factorisation: two tables, sparse gradients, a learning-rate schedule, a metric, and steps sent ahead.
 
-Users and items have secret vectors, and a rating is the product of two of them, and noise. From some ratings the
-vectors are learned again; what counts is how well they foretell ratings that nobody has seen.
+Users and items have secret vectors. A rating is the product of two of them, with noise. The program learns the vectors
+from some of the ratings, and measures how well they predict the others.
 
 cs-launch --devices cpu:0,cpu:1 examples/embedding.py        # the launcher starts the service
 python examples/embedding.py --devices gpu:0,gpu:1           # the script does; the tables stay in the machine's memory
@@ -52,7 +52,7 @@ def main() -> None:
     @cs.function
     def step(batch: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
         users, items, ratings = batch
-        # Only these rows are read, and only they travel back.
+        # Only these rows are read, and only their gradients are sent.
         u, i = cs.nn.embedding_lookup(user_table, users), cs.nn.embedding_lookup(item_table, items)
         error = (u * i).sum(axis=1) - ratings
         gradients = cs.IndexedSlices(error[:, None] * i, users, user_table.shape)
@@ -67,21 +67,21 @@ def main() -> None:
             pass
         now = float(rate(optimizer.iterations))
         print(
-            f"epoch {epoch}  rate {now:.3f}  error {float(squared_error.result()) ** 0.5:.4f} on ratings it learns from"
+            f"epoch {epoch}  rate {now:.3f}  error {float(squared_error.result()) ** 0.5:.4f} on the training ratings"
         )
 
     users, items, truth = pairs(20_000)
     learned = np.einsum(
         "nk,nk->n", cs.nn.embedding_lookup(user_table, users), cs.nn.embedding_lookup(item_table, items)
     )
-    once = 2 * (user_table.numpy().nbytes + item_table.numpy().nbytes)  # a table, and as much beside it for Adagrad
+    once = 2 * (user_table.numpy().nbytes + item_table.numpy().nbytes)  # the tables, and Adagrad's slots
     replicas = strategy.num_replicas_in_sync
     print(
         f"memory: {once / 1e6:.1f} MB for tables and optimizer, held once; {replicas * once / 1e6:.1f} MB if each of "
         f"{replicas} replicas held its own"
     )
     error, spread = np.sqrt(np.mean((learned - truth) ** 2)), np.sqrt(np.mean(truth**2))
-    print(f"ratings never seen: true to {error:.4f}, where they spread by {spread:.4f}: {error / spread:.4f}")
+    print(f"ratings never seen: error {error:.4f}, spread {spread:.4f}, ratio {error / spread:.4f}")
 
 
 if __name__ == "__main__":

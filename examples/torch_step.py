@@ -1,12 +1,13 @@
-"""A torch module whose parameters are the central variables and whose gradients are born where the server reads them.
+"""A torch module whose parameters are central variables, and whose gradients lie in the memory that the server reads.
 
     python examples/torch_step.py        # needs torch: pip install torch==2.13.0
 
-Nothing is copied either way: in a replica `torch.from_dlpack(variable)` is the parameter process's own memory, mapped
-read-only, and autograd adds into `gradient_buffers`. Two things follow. The module reads its parameters and never
-writes them (torch knows no read-only memory: an in-place `p.add_()` on them ends the worker with a segmentation fault,
-and the run with an error that names the variable); updates are the central optimizer's. And `bind` is called anew in
-every step, since a commit may move a variable.
+Nothing is copied: in a replica `torch.from_dlpack(variable)` is the parameter process's own memory, mapped read-only,
+and autograd adds into `gradient_buffers`. Follow two rules:
+
+- Never write to the parameters; the central optimizer updates them. torch does not know read-only memory, so an
+  in-place `p.add_()` ends the worker with a segmentation fault, and the run's error names the variable.
+- Call `bind` again in every step, because a commit may move a variable.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ import central_storage as cs
 
 
 def centralize(module: torch.nn.Module) -> dict[str, cs.Variable]:
-    """Make a variable of every parameter of ``module``, in the current scope; by the parameters' names.
+    """Make a variable of every parameter of ``module`` in the current scope. Return them by the parameters' names.
 
-    The parameters are left empty: the memory is the server's now, and the module is sent to replicas without it.
+    The parameters become empty, because the values are in the server now: the module is sent to replicas without them.
     """
     variables = {}
     for name, parameter in module.named_parameters():
@@ -32,21 +33,21 @@ def centralize(module: torch.nn.Module) -> dict[str, cs.Variable]:
 
 
 def bind(module: torch.nn.Module, variables: dict[str, cs.Variable]) -> list[np.ndarray]:
-    """In a replica, let the parameters be the variables' memory and their ``.grad`` the gradient buffers, all zero.
+    """In a replica, point the parameters at the variables' memory and their ``.grad`` at gradient buffers of zeros.
 
-    Gives the buffers, in the order of ``variables``, for ``apply_gradients``.
+    Return the buffers in the order of ``variables``, for ``apply_gradients``.
     """
     buffers = cs.gradient_buffers(list(variables.values()))
     for (name, variable), buffer in zip(variables.items(), buffers, strict=True):
         parameter = module.get_parameter(name)
         parameter.data = torch.from_dlpack(variable)
-        buffer.fill(0)  # autograd adds to what is there
+        buffer.fill(0)  # autograd adds to the buffer
         parameter.grad = torch.from_numpy(buffer)
     return buffers
 
 
 def load(module: torch.nn.Module, variables: dict[str, cs.Variable]) -> None:
-    """In the script, give the module a copy of the variables as they stand."""
+    """In the script, copy the variables' present values into the module."""
     for name, variable in variables.items():
         module.get_parameter(name).data = torch.from_numpy(variable.numpy())
 
@@ -75,7 +76,7 @@ def train_centrally(epochs: int) -> torch.nn.Module:
         def step(batch: list[np.ndarray], rows: int) -> torch.Tensor:
             x, y = map(torch.from_dlpack, batch)
             gradients = bind(module, variables)
-            loss = cross_entropy(module(x), y, reduction="sum") / rows  # replicas' gradients are summed
+            loss = cross_entropy(module(x), y, reduction="sum") / rows  # the gradients of all replicas are summed
             loss.backward()
             optimizer.apply_gradients(zip(gradients, variables.values(), strict=True))
             return loss.detach()
@@ -84,7 +85,7 @@ def train_centrally(epochs: int) -> torch.nn.Module:
         for epoch in range(epochs):
             losses = []
             for x, y in batches:
-                rows = sum(len(share) for share in strategy.experimental_local_results(y))
+                rows = cs.nn.global_batch_size(y)
                 losses.append(strategy.reduce("SUM", strategy.run(step, args=([x, y], rows)), axis=None))
             print(f"epoch {epoch}  loss {np.mean(losses):.4f}")
         load(module, variables)
@@ -92,7 +93,7 @@ def train_centrally(epochs: int) -> torch.nn.Module:
 
 
 def train_alone(epochs: int) -> torch.nn.Module:
-    """The same with torch alone, on whole batches."""
+    """The same training with torch alone, on whole batches."""
     module = make_module()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     for _ in range(epochs):

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from tests.harness.processes import ROOT, run
 
-import central_storage as cs
-
 #: README.md stays a page that a visitor reads: a new feature gets one line under Features, and a page of the guide.
 README_LINES = 130
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md")])
@@ -78,16 +76,3 @@ def test_a_decision_has_its_four_parts(decision: str) -> None:
 
 def test_decisions_are_numbered_without_a_gap() -> None:
     assert all(int(path.name[:4]) == number for path, number in zip(DECISIONS, count(1), strict=False))
-
-
-def test_names_that_are_said_to_take_the_place_of_tensorflows_exist() -> None:
-    text = (ROOT / "docs/from-tensorflow.md").read_text()
-    named = set(re.findall(r"`(?:cs|strategy)\.[A-Za-z_.0-9]*[A-Za-z0-9_]", text))
-    assert len(named) > 30
-    for name in sorted(named):
-        root, *path = name.strip("`").split(".")
-        found: object = cs if root == "cs" else cs.CentralStorageStrategy
-        if not path:
-            continue
-        for part in path:
-            found = getattr(found, part)

@@ -8,7 +8,7 @@ import pytest
 from docs.site import reference
 
 import central_storage
-from central_storage.core.faces import INTERNAL
+from central_storage.core.public_objects import INTERNAL
 
 
 def test_the_reference_has_a_page_for_every_public_name() -> None:

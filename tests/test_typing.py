@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.harness import processes
+from tests.harness.timing import unit
 
 _USER_FILE = Path(__file__).parent / "typing" / "user_file.py"
 
@@ -13,7 +14,7 @@ _PYRIGHT = ("pyright", "--pythonpath", sys.executable)
 _MYPY = ("mypy", "--strict", f"--cache-dir={processes.ROOT / '.mypy_cache' / 'user'}")
 #: `make lint` has mypy check the file, as strictly, together with the packages.
 _COMMANDS = [
-    pytest.param(_PYRIGHT, marks=pytest.mark.slow),
+    pytest.param(_PYRIGHT, marks=[pytest.mark.slow, pytest.mark.timeout(300)]),
     pytest.param(_MYPY, marks=[pytest.mark.slow, pytest.mark.timeout(300)]),
 ]
 
@@ -24,5 +25,5 @@ def test_a_typed_file_passes(command, tmp_path):
     copy = tmp_path / "user_file.py"
     copy.write_text(_USER_FILE.read_text())
     checker, *options = command
-    ended = processes.run(sys.executable, "-m", checker, *options, str(copy), directory=tmp_path)
+    ended = processes.run(sys.executable, "-m", checker, *options, str(copy), directory=tmp_path, timeout=unit(200))
     assert ended.code == 0, str(ended)

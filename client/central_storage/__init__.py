@@ -43,20 +43,20 @@ if TYPE_CHECKING:
     from .core.context import get_strategy as get_strategy
     from .core.context import has_strategy as has_strategy
     from .core.context import in_cross_replica_context as in_cross_replica_context
+    from .core.devices.placement import convert_to_tensor as convert_to_tensor
+    from .core.devices.placement import device as device
     from .core.options import CommunicationImplementation as CommunicationImplementation
     from .core.options import CommunicationOptions as CommunicationOptions
     from .core.options import InputOptions as InputOptions
     from .core.options import InputReplicationMode as InputReplicationMode
     from .core.options import RunOptions as RunOptions
     from .core.options import ValueContext as ValueContext
-    from .core.placement import convert_to_tensor as convert_to_tensor
-    from .core.placement import device as device
-    from .core.tensor import Tensor as Tensor
-    from .core.tensor_operations import add as add
-    from .core.tensor_operations import constant as constant
-    from .core.tensor_operations import identity as identity
-    from .core.tensor_operations import range as range  # noqa: A004  (TensorFlow's name)
-    from .core.tensor_operations import reshape as reshape
+    from .core.tensors.operations import add as add
+    from .core.tensors.operations import constant as constant
+    from .core.tensors.operations import identity as identity
+    from .core.tensors.operations import range as range  # noqa: A004  (TensorFlow's name)
+    from .core.tensors.operations import reshape as reshape
+    from .core.tensors.tensor import Tensor as Tensor
     from .core.values import DistributedValues as DistributedValues
     from .core.values import IndexedSlices as IndexedSlices
     from .core.values import Mirrored as Mirrored
@@ -121,7 +121,7 @@ def __getattr__(name: str) -> _Any:
 
 def _present() -> None:
     """Make every public name that was imported ready for users, whoever imported it."""
-    from .core.faces import present  # late, as everything here
+    from .core.public_objects import present  # late, as everything here
 
     for name, (module, is_in_module) in _imports().items():
         imported = _modules.get(_resolve_name(module, __name__))

@@ -19,7 +19,7 @@ import zmq.asyncio
 from cs_proto import messages
 from cs_proto.codec import encode
 
-from .core.closed import Closed
+from .core.public_objects import Closed
 from .observer.blocking import Patience, Question, Session
 
 __all__ = ["Connecting", "Observer", "connect"]

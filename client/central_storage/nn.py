@@ -16,7 +16,7 @@ from .core.context import (
     has_strategy,
     in_cross_replica_context,
 )
-from .core.tensor import as_tensor
+from .core.tensors.tensor import as_tensor
 from .core.values import DistributedValues, ReduceOp, convert_to_tensor
 from .diagnostics.tensorflow_names import attributes
 from .nest import flatten

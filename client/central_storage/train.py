@@ -10,11 +10,14 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from cs_proto.errors import CheckpointDamagedError, CheckpointError, InvalidArgumentError
 
 from .checkpoint.file_format import SUFFIX
-from .checkpoint.graph import Status, Walked, find_file, require_trackable, restore, save, save_next
-from .core.closed import Closed
+from .checkpoint.graph import Status, Walked, find_file, has_parts, parts, require_trackable, restore, save, save_next
+from .core.public_objects import Closed
+from .core.tensors.tensor import as_tensor
 from .diagnostics.tensorflow_names import attributes
 from .variables.moving_averages import ExponentialMovingAverage
 
@@ -81,10 +84,12 @@ class Checkpoint(Walked):
     every strategy.
 
     Args:
+        root: An object whose parts are saved under their own names, beside ``objects``.
         **objects: The objects by name.
 
     Raises:
-        InvalidArgumentError: An object can hold no variables, or its name is that of a method (a ValueError).
+        InvalidArgumentError: An object can hold no variables, its name is that of a method, or ``root`` is a variable
+            or has a part of that name (a ValueError).
 
     Examples:
         >>> import tempfile
@@ -99,13 +104,19 @@ class Checkpoint(Walked):
         [1.0, 2.0]
     """
 
-    def __init__(self, **objects: Any) -> None:
+    def __init__(self, root: Any = None, /, **objects: Any) -> None:
+        self._root = root
+        if root is not None:
+            require_trackable("root", root)
+            if not has_parts(root):
+                raise InvalidArgumentError(f"root is a {type(root).__name__}, which has no parts; give it a name: w=…")
+            if both := self._parts().keys() & objects:
+                raise InvalidArgumentError(f"root has a part {min(both)!r} of its own; give the object another name")
         for name, value in objects.items():
             require_trackable(name, value)
         taken = [name for name in objects if hasattr(type(self), name)]
         if taken:
             raise InvalidArgumentError(f"{taken[0]!r} is a method of a Checkpoint; give the object another name")
-        self._names = list(objects)
         self._count = 0
         vars(self).update(objects)
 
@@ -121,9 +132,9 @@ class Checkpoint(Walked):
         object.__setattr__(self, name, value)
 
     @property
-    def save_counter(self) -> int:
-        """How many checkpoints :meth:`save` has made, also before those that were restored."""
-        return self._count
+    def save_counter(self) -> Any:
+        """How many checkpoints :meth:`save` has made by now, also before those that were restored; int64."""
+        return as_tensor(np.int64(self._count))
 
     def save(self, file_prefix: str | os.PathLike[str]) -> str:
         """Write ``<file_prefix>-<n>.safetensors``, with n counting from 1.
@@ -237,7 +248,10 @@ class Checkpoint(Walked):
 
     def _objects(self) -> dict[str, Any]:
         # An attribute that was set later is one of the objects, too.
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return self._parts() | {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+    def _parts(self) -> dict[str, Any]:
+        return {} if self._root is None else dict(parts(self._root))
 
     def __repr__(self) -> str:
         return f"<Checkpoint of {', '.join(self._objects())}>"
@@ -449,7 +463,7 @@ class CheckpointManager(Closed):
         return None if self._interval is None else int(self._step_counter)
 
     def _next_number(self) -> int:
-        return max([self._checkpoint.save_counter, *(number for number, _ in self._found())]) + 1
+        return max([int(self._checkpoint.save_counter), *(number for number, _ in self._found())]) + 1
 
     def _paths(self) -> list[str]:
         return [os.path.join(self._directory, name) for _, name in self._found()]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import central_storage
-from central_storage.core.faces import hidden
+from central_storage.core.public_objects import hidden
 
 #: Classes whose objects a function or another object makes, so that nobody calls them with arguments.
 MADE = {

@@ -1,4 +1,4 @@
-"""Data and initial weights that both programs of a pair begin with."""
+"""The data and the initial weights of both programs of a pair."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ F32 = np.float32
 
 
 def spirals(rows: int) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    """Points of three spiral arms, float32 ``[rows, 2]``; the arm of each, int32 ``[rows]``; weights of a network."""
+    """Points of three spiral arms, float32 ``[rows, 2]``; their arms, int32 ``[rows]``; weights of a network."""
     random = np.random.default_rng(0)
     arm, radius = random.integers(0, 3, rows), random.random(rows)
     angle = 4 * radius + arm * 2 * np.pi / 3 + random.normal(0, 0.1, rows)
@@ -17,7 +17,7 @@ def spirals(rows: int) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
 
 
 def ratings(users: int, items: int, rank: int, count: int) -> tuple[tuple[np.ndarray, ...], list[np.ndarray]]:
-    """Who rated what how (int32 ``[count]`` twice, float32 ``[count]``), and two tables of ``rank`` numbers a row."""
+    """Users and items, int32 ``[count]``; ratings, float32 ``[count]``; two tables with ``rank`` columns."""
     random = np.random.default_rng(0)
     tables = [random.normal(0, 0.5, (rows, rank)) for rows in (users, items)]
     who, what = random.integers(0, users, count), random.integers(0, items, count)

@@ -1,4 +1,4 @@
-"""A recommender over Central Storage: two tables of vectors, of which each step reads and updates a few rows.
+"""A recommender over Central Storage: each step reads and updates a few rows of two tables of vectors.
 
 ratings_tensorflow.py is the same program in TensorFlow.
 """

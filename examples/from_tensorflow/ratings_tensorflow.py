@@ -1,4 +1,4 @@
-"""A recommender in TensorFlow: two tables of vectors, of which each step reads and updates a few rows.
+"""A recommender in TensorFlow: each step reads and updates a few rows of two tables of vectors.
 
 ratings.py is the same program over Central Storage.
 """

@@ -1,4 +1,4 @@
-"""A custom training loop over Central Storage: a small network tells the arms of a spiral apart.
+"""A custom training loop over Central Storage: a small network separates the arms of a spiral.
 
 spirals_tensorflow.py is the same program in TensorFlow.
 """
@@ -36,7 +36,7 @@ def main() -> None:
         chances /= chances.sum(axis=1, keepdims=True)
         losses = -np.log(chances[rows, labels])
         loss = cs.nn.compute_average_loss(losses, global_batch_size=BATCH)
-        # Backward: what the tape does.
+        # Backward: TensorFlow's tape does this.
         chances[rows, labels] -= 1
         d_logits = chances / BATCH
         d_hidden = (d_logits @ np.asarray(w2).T) * (hidden > 0)

@@ -1,4 +1,4 @@
-"""A custom training loop in TensorFlow: a small network tells the arms of a spiral apart.
+"""A custom training loop in TensorFlow: a small network separates the arms of a spiral.
 
 spirals.py is the same program over Central Storage.
 """

@@ -18,7 +18,7 @@ with strategy.scope():
 
 @dataclass(frozen=True)
 class Scaling:
-    """Brings every column to mean 0 and deviation 1. A class of this module; its instances go to replicas too."""
+    """Scales every column to mean 0 and deviation 1. Its instances are sent to replicas, like the functions here."""
 
     mean: np.ndarray
     deviation: np.ndarray
@@ -28,12 +28,13 @@ class Scaling:
 
 
 def chances(x: np.ndarray) -> np.ndarray:
-    """The chance of each row to be of class 1, from the variables as they stand."""
+    """The probability that each row is of class 1, from the present values of the variables."""
     return 1 / (1 + np.exp(-(x @ weights + bias)))
 
 
 def train_step(batch: tuple[np.ndarray, np.ndarray], rows: int, scaling: Scaling) -> np.float32:
-    """One step of logistic regression on this replica's share of ``rows`` rows; its part of the mean loss."""
+    """One step of logistic regression on this replica's share of a batch of ``rows`` rows. Return its part of the mean
+    loss."""
     x, y = batch
     x = scaling(x)
     p = chances(x)
@@ -43,7 +44,7 @@ def train_step(batch: tuple[np.ndarray, np.ndarray], rows: int, scaling: Scaling
 
 
 def count_right(batch: tuple[np.ndarray, np.ndarray], scaling: Scaling) -> np.ndarray:
-    """How many rows of the whole batch are told right; every replica learns the sum."""
+    """The number of rows of the whole batch that are classified right; every replica gets the sum."""
     x, y = batch
     right = np.asarray(((chances(scaling(x)) > 0.5) == y).sum())
     return cs.get_replica_context().all_reduce("SUM", right)

@@ -1,4 +1,4 @@
-"""Trains what ``model.py`` beside it defines: two clouds of points, told apart by logistic regression.
+"""Trains the model of ``model.py``, a logistic regression that separates two clouds of points.
 
 python examples/two_files/train.py
 """

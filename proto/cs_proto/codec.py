@@ -35,7 +35,7 @@ __all__ = [
 
 @frozen
 class Limits:
-    """What a receiver accepts. Sizes are bytes.
+    """The limits of what a receiver accepts, in bytes.
 
     ``items`` bounds the length of every list in a header, and the number of lists and maps in it.
     """

@@ -97,7 +97,7 @@ class NotATensorError(InvalidArgumentError, AttributeError):
 
 
 class UnbatchedDatasetError(InvalidArgumentError, IndexError):
-    """A scalar where a batch was expected: there is nothing to split over the replicas."""
+    """A scalar was given in place of a batch, and cannot be split over the replicas."""
 
 
 class NotADatasetError(CentralStorageError, TypeError, AttributeError):
@@ -130,7 +130,7 @@ class MemoryPlanError(CentralStorageError, MemoryError):
 
 
 class DeviceMemoryError(CentralStorageError, MemoryError):
-    """A device has no room for an array. What it held is untouched."""
+    """A device has no room for an array. Its contents are unchanged."""
 
 
 class DescriptorLimitError(CentralStorageError, OSError):
@@ -163,7 +163,7 @@ class StructureMismatchError(MergeMismatchError, AssertionError):
 
 
 class ReplicaLostError(CentralStorageError, RuntimeError):
-    """A worker or the server died during a run. The message says which updates stand."""
+    """A worker or the server died during a run. The message says which updates are kept."""
 
 
 class ShutdownError(CentralStorageError, RuntimeError):
@@ -203,7 +203,7 @@ class LocalProtocolError(ProtocolError, ValueError):
 
 
 class PeerProtocolError(ProtocolError, ValueError):
-    """The peer sent an illegal message. It is refused or dropped; nothing else changes."""
+    """The peer sent an illegal message, which is refused or dropped without any other effect."""
 
 
 class Fenced(CentralStorageError, RuntimeError):
@@ -213,8 +213,8 @@ class Fenced(CentralStorageError, RuntimeError):
 class ReplicaError(CentralStorageError):
     """An exception raised by the user's function in a replica.
 
-    What is raised in the client is always a subclass that also derives from the original built-in type, so
-    ``except KeyError`` catches a KeyError of a replica. ``replica`` is the replica it came from (-1 where it is
+    The client always raises a subclass that also derives from the original built-in type, so ``except KeyError``
+    catches a KeyError of a replica. ``replica`` is the replica it came from (-1 where it is
     not of one replica), ``merge_index`` the number of merge points that replica had passed; the remote traceback
     is the exception's note.
     """

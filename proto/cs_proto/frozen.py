@@ -1,9 +1,9 @@
-"""Frozen classes like those of ``@dataclass(frozen=True)``, which do their work on first use.
+"""Frozen classes like those of ``@dataclass(frozen=True)``, which compile their constructor on first use.
 
-A process defines about a hundred such classes at its start, builds objects of twenty, and asks for the fields of none.
-:mod:`dataclasses` would compile six methods for each at once, and its import is a tenth of a supervisor's start. Here
-the methods that are alike for all classes are written once, and ``__init__`` is compiled when the first object is
-built. ``dataclasses.fields`` and ``dataclasses.replace`` work, and import :mod:`dataclasses` only then.
+A process defines about a hundred such classes at its start and makes objects of twenty. :mod:`dataclasses` would
+compile six methods for every class at once, and its import takes a tenth of a supervisor's start. Here all classes
+share their methods, except ``__init__``, which is compiled for the first object. ``dataclasses.fields`` and
+``dataclasses.replace`` work, and import :mod:`dataclasses` only then.
 
 Defaults are plain values; a class that needs ``field(default_factory=...)`` is a dataclass.
 """
@@ -93,7 +93,7 @@ def _compile(cls: type) -> None:
     lines += [f" _values[{name!r}] = {name}" for name in fields_of(cls)]  # not _self.x, which a frozen class refuses
     if hasattr(cls, "__post_init__"):
         lines.append(" _self.__post_init__()")
-    # Compiled apart: exec of a text forgets that a Ctrl-C is what ends the program.
+    # Compiled first: exec of a text loses a Ctrl-C that ends the program.
     exec(compile("\n".join(lines), f"<{cls.__qualname__}>", "exec"), known)
     known["__init__"].__qualname__ = f"{cls.__qualname__}.__init__"
     cls.__init__ = known["__init__"]  # type: ignore[misc]

@@ -115,7 +115,7 @@ class Record:
     #: The same as :meth:`to_wire` without building the record: takes ``frames`` and the value of every field. The
     #: values must have been checked before.
     wire_of: ClassVar[Callable[..., object]]
-    #: The values of the fields in order, each of which has to be given by its name. Nothing is checked.
+    #: The values of the fields in order. Every field has to be given by name, and none is checked.
     values_of: ClassVar[Callable[..., tuple[Any, ...]]]
     _from_wire: ClassVar[Callable[[list[Any], Frames], Record]]
 
@@ -239,7 +239,7 @@ def _compile(cls: type[Record]) -> None:
         f" if len(wire) != {len(read) + 1}: _wrong_length(_cls, {len(read)}, wire)",
     ]
     lines += [f" return _cls({', '.join(read)})"]
-    # Compiled apart: exec of a text forgets that a Ctrl-C is what ends the program, which may be at its last message.
+    # Compiled first: exec of a text loses a Ctrl-C that ends the program, which may be sending its last message.
     exec(compile("\n".join(lines), f"<{cls.__qualname__}>", "exec"), known)
     cls._from_wire = known["from_wire"]
     for name in (

@@ -1,4 +1,4 @@
-"""What the engine is told and what it answers: the whole seam between deciding and doing.
+"""The engine's events and commands: the whole interface between deciding and doing.
 
 The service turns sockets, clocks and finished arithmetic into events and carries out commands, in order. Nothing
 here opens, waits or computes.
@@ -19,7 +19,7 @@ from cs_proto.records import Buffer, Record
 
 @frozen
 class Received:
-    """A record came from the peer with this routing identity; in these ``parts``, where they are at hand."""
+    """A record came from the peer with this routing identity, in these ``parts`` if they are known."""
 
     peer: bytes
     record: Record
@@ -37,14 +37,14 @@ class Received:
 
 @frozen
 class ProcessDied:
-    """The supervisor says that a worker is gone."""
+    """The supervisor reports that a worker is gone."""
 
     died: Died
 
 
 @frozen
 class ClientLeft:
-    """The supervisor says that a controller is gone."""
+    """The supervisor reports that a controller is gone."""
 
     client: str
 
@@ -69,7 +69,7 @@ class Computed:
 
 @frozen
 class Reserved:
-    """``event`` again, which needs something: what of it there is by now, and what was refused, why."""
+    """``event`` again, with the needs that have been met since, and those that were refused with the reason."""
 
     event: Any
     granted: tuple[Needed, ...] = ()
@@ -85,7 +85,7 @@ class Finished:
 
 @frozen
 class Fingerprinted:
-    """What :class:`Fingerprint` asked for: equal for equal bytes."""
+    """The answer to :class:`Fingerprint`: equal for equal bytes."""
 
     ticket: int
     digest: bytes
@@ -98,7 +98,7 @@ class Tick:
 
 @frozen
 class Listening:
-    """From now on peers are heard; what they said to a server before this one may not have been."""
+    """From now on peers are heard. An earlier server may have missed some of their messages."""
 
 
 Event = (
@@ -142,7 +142,7 @@ class Allocate:
 
 @frozen
 class LoadKernel:
-    """Have the GPU ready to update variables of ``dtype`` by ``rule``: the commits that do it load nothing any more."""
+    """Prepare the GPU to update variables of ``dtype`` by ``rule``, so that no commit has to load code."""
 
     rule: str
     dtype: str
@@ -154,8 +154,8 @@ Needed = Allocate | LoadKernel
 
 @frozen
 class Reserve:
-    """Carry out ``needed``, of an event of which nothing has happened yet. Answered by ``asked``, with what came of it
-    added: at the first that is refused no more are tried."""
+    """Carry out ``needed`` before an event has any effect. The answer is ``asked``, with the outcomes added. The first
+    refusal ends it."""
 
     needed: tuple[Needed, ...]
     asked: Reserved
@@ -259,7 +259,7 @@ class Commit:
 
 @frozen
 class Fingerprint:
-    """A digest of what lies behind these arrays now. Answered by :class:`Fingerprinted`."""
+    """Compute a digest of the present bytes of these arrays. Answered by :class:`Fingerprinted`."""
 
     ticket: int
     arrays: tuple[Array, ...]
@@ -291,7 +291,7 @@ class Dismiss:
 
 @frozen
 class Log:
-    """Say a line. ``slow`` where it names a wait."""
+    """Log a line. ``slow`` if it names a wait."""
 
     text: str
     slow: bool = False
@@ -299,7 +299,7 @@ class Log:
 
 @frozen
 class Discard:
-    """Give the whole pages of bytes ``start`` to ``stop`` of a segment back: nobody needs them any more."""
+    """Return the whole pages of bytes ``start`` to ``stop`` of a segment to the machine, since they are not needed."""
 
     segment: str
     start: int
@@ -308,8 +308,8 @@ class Discard:
 
 @frozen
 class Load:
-    """Bring bytes ``start`` to ``stop`` of a segment to the GPU where variables lie: a server before this one made them
-    there, and the segment has what it left."""
+    """Copy bytes ``start`` to ``stop`` of a segment to the GPU of the variables. An earlier server made them there, and
+    the segment has their last state."""
 
     segment: str
     start: int
@@ -318,12 +318,12 @@ class Load:
 
 @frozen
 class Renamed:
-    """Variables have other names now: who has looked one up by its name asks again."""
+    """Variables have new names now, so earlier look-ups by name have to be repeated."""
 
 
 @frozen
 class FreeResults:
-    """What :class:`Compute` commands before this one brought is not needed any more."""
+    """The results of earlier :class:`Compute` commands are no longer needed."""
 
 
 Command = (

@@ -284,9 +284,7 @@ class Service:
             assert isinstance(array.place, Location)
             name = array.place.segment
             if self._segments.writer(name) != writer:
-                raise PeerProtocolError(
-                    f"{writer} does not write segment {name}, in which an array of its message lies"
-                )
+                raise PeerProtocolError(f"{writer} may not write segment {name}, in which an array of its message lies")
             try:
                 self._segments.view(array)
             except ShutdownError:

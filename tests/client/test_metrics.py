@@ -24,6 +24,38 @@ def fed(metric: cs.metrics.Metric, *args: Any, **kwargs: Any) -> Any:
     return metric.result()
 
 
+class BinaryTruePositives(cs.metrics.Metric):
+    """As TensorFlow's page on metrics writes one."""
+
+    def __init__(self, name: str = "binary_true_positives", **kwargs: Any) -> None:
+        super().__init__(name=name, **kwargs)
+        self.true_positives = self.add_weight(name="tp", initializer="zeros")
+        self.rows = self.add_weight(
+            shape=[2], initializer=lambda shape, dtype: np.full(shape, 3, dtype), name="rows", dtype="int32"
+        )
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        y_true, y_pred = np.asarray(y_true, bool), np.asarray(y_pred, bool)
+        self.true_positives.assign_add(np.sum(y_true & y_pred, dtype=np.float32))
+
+    def result(self) -> Any:
+        return self.true_positives
+
+
+def test_a_metric_of_the_users_names_the_initial_values() -> None:
+    metric = BinaryTruePositives()
+    metric.update_state([0, 1, 1, 1], [0, 1, 0, 1])
+    assert float(metric.result().numpy()) == 2
+    assert (metric.rows.dtype, metric.rows.numpy().tolist()) == (np.int32, [3, 3])
+    assert metric.add_weight("one", (2,), initializer="ones").numpy().tolist() == [1, 1]
+    metric.reset_state()
+    assert [variable.numpy().tolist() for variable in metric.variables] == [0, [0, 0]]
+    with pytest.raises(errors.InvalidArgumentError, match=r"initializer must be .*not 'glorot'"):
+        metric.add_weight("other", initializer="glorot")
+    with pytest.raises(errors.InvalidArgumentError, match="shape"):
+        metric.add_weight("other", (2,), initializer=lambda shape, dtype: np.zeros(3, dtype))
+
+
 def test_a_metric_can_be_called() -> None:
     mean = cs.metrics.Mean()
     assert float(mean([1.0, 3.0])) == 2.0

@@ -40,6 +40,34 @@ def test_what_is_written_is_read_and_not_counted(tmp_path: Path, checkpoint: Che
         checkpoint.read(tmp_path / "nothing")
 
 
+class Model:
+    def __init__(self, value: float) -> None:
+        self.w = Variable([value, value])
+        self.layers = [Variable(value), {"a/b": Variable(value + 1)}]
+
+
+def test_a_root_gives_its_parts(tmp_path: Path) -> None:
+    saved, optimizer = Model(1.0), Adam(0.5)
+    path = Checkpoint(saved, optimizer=optimizer).save(tmp_path / "ckpt")
+    restored = Model(0.0)
+    Checkpoint(restored, optimizer=Adam()).restore(path).assert_consumed()
+    assert restored.w.numpy().tolist() == [1, 1]
+    assert [float(each) for each in (restored.layers[0], restored.layers[1]["a/b"])] == [1, 2]  # type: ignore[index]
+    apart = Model(0.0)
+    Checkpoint(w=apart.w, layers=apart.layers, optimizer=Adam()).restore(path).assert_consumed()
+    assert apart.w.numpy().tolist() == [1, 1]
+    assert repr(Checkpoint(saved, other=optimizer)) == "<Checkpoint of w, layers, other>"
+
+
+def test_what_cannot_be_a_root(tmp_path: Path) -> None:
+    with pytest.raises(errors.InvalidArgumentError, match=r"root is a Variable, which has no parts; give it a name"):
+        Checkpoint(Variable(1.0))
+    with pytest.raises(errors.InvalidArgumentError, match="root is a int, which holds no variables"):
+        Checkpoint(3)
+    with pytest.raises(errors.InvalidArgumentError, match="root has a part 'w' of its own"):
+        Checkpoint(Model(1.0), w=Variable(1.0))
+
+
 def test_the_latest_is_found_without_a_manager(tmp_path: Path, checkpoint: Checkpoint) -> None:
     assert latest_checkpoint(tmp_path / "missing") is None
     assert latest_checkpoint(tmp_path) is None

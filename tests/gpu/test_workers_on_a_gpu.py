@@ -264,7 +264,7 @@ def test_too_little_memory_is_said(pair: cs.CentralStorageStrategy) -> None:
                 size //= 2
         return float(xp.asarray(v)[0])
 
-    with pytest.raises(errors.DeviceMemoryError, match=r"gpu:0: 268435456 bytes wanted for variable .* are free"):
+    with pytest.raises(errors.DeviceMemoryError, match=r"gpu:0: 268435456 bytes are needed for variable .* are free"):
         pair.run(step)
     assert pair.run(lambda: 1) == 1
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.harness.processes import ROOT
 from tests.harness.services import connected
 
 import central_storage as cs
@@ -173,3 +175,40 @@ def test_a_column_that_is_ragged_is_named() -> None:
 
 def test_the_length_of_what_grain_repeats() -> None:
     assert DistributedDataset(source().batch(4).repeat(), 2).cardinality == cs.data.INFINITE_CARDINALITY
+
+
+def test_the_guides_table_of_grain(tmp_path: Path) -> None:
+    """Evaluates the column for grain in docs/guide/data.md. The last row starts no process."""
+    page = (ROOT / "docs/guide/data.md").read_text().partition("\n## grain\n")[2]
+    interleave, pad, window, records, parallel = re.findall(r"\| `([^`]+)` \|$", page, re.MULTILINE)
+    path = tmp_path / "rows.tfrecord"
+    path.write_bytes(b"".join(map(tf_record, (b"one", b"two"))))
+    names: dict[str, Any] = {"grain": grain, "path": str(path), "pad": lambda row: np.pad(row, (0, 3 - len(row)))}
+
+    def elements(code: str, **more: Any) -> list[Any]:
+        return [np.asarray(each).tolist() for each in eval(code, names | more)]
+
+    parts = [grain.MapDataset.source([first, first + 1]) for first in (0, 10)]
+    assert elements(interleave, parts=parts) == [0, 10, 1, 11]
+    ragged = grain.MapDataset.source([np.array([1]), np.array([1, 2])])
+    assert elements(pad, source=ragged, n=2) == [[[1, 0, 0], [1, 2, 0]]]
+    numbers = grain.MapDataset.source(range(5))
+    assert elements(window, source=numbers, n=2) == [[0, 1], [2, 3], [4]]
+    assert elements(records) == [b"one", b"two"]
+    assert elements(parallel, source=numbers, n=0) == [0, 1, 2, 3, 4]
+
+
+def tf_record(data: bytes) -> bytes:
+    """One record of a TFRecord file: its length and its bytes, each with a masked CRC-32C."""
+
+    def checked(part: bytes) -> bytes:
+        rest = 0xFFFFFFFF
+        for byte in part:
+            rest ^= byte
+            for _ in range(8):
+                rest = rest >> 1 ^ (0x82F63B78 if rest & 1 else 0)
+        rest ^= 0xFFFFFFFF
+        masked = (rest >> 15 | rest << 17) + 0xA282EAD8 & 0xFFFFFFFF
+        return part + masked.to_bytes(4, "little")
+
+    return checked(len(data).to_bytes(8, "little")) + checked(data)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from tests.harness.processes import ROOT, run
+from tests.harness.services import connected
 from tests.harness.timing import unit
 
 import central_storage as cs
@@ -226,7 +227,7 @@ def test_tensors_that_no_array_can_hold(make: Any) -> None:
 def mortal() -> Iterator[cs.CentralStorageStrategy]:
     """A strategy of one replica whose workers may die as often as a test likes."""
     with cs.CentralStorageStrategy(["cpu:0"], max_restarts=1000) as strategy:
-        yield strategy
+        yield connected(strategy)
 
 
 @pytest.mark.parametrize(("what", "size"), [("variable", 10), ("variable", 2_000_000), ("argument", 2_000_000)])

@@ -1,4 +1,5 @@
-"""Examples that the documents show, and the Python code of README.md, docs/tutorial.md and docs/guide."""
+"""Examples that the documents show, and the Python code of README.md, docs/tutorial.md, docs/guide and the page about
+failures."""
 
 from __future__ import annotations
 
@@ -15,8 +16,12 @@ def code(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-#: The pages of the guide that show code.
-GUIDE = [page.stem for page in sorted(ROOT.glob("docs/guide/*.md")) if code(page)]
+#: The pages whose code continues the quick start.
+PAGES = [
+    str(page.relative_to(ROOT / "docs"))
+    for page in [*sorted(ROOT.glob("docs/guide/*.md")), ROOT / "docs/troubleshooting.md"]
+    if code(page)
+]
 
 
 def test_the_twenty_lines_train() -> None:
@@ -36,13 +41,13 @@ def test_the_tutorial_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", GUIDE)
-def test_the_code_of_the_guide_runs(page: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", PAGES)
+def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
     [quick_start] = code(ROOT / "README.md")
     setup, loop, _ = quick_start.partition("for epoch")  # a page continues after the line that makes `batches`
     assert loop
     script = tmp_path / "page.py"
-    script.write_text("\n".join([setup, *code(ROOT / f"docs/guide/{page}.md")]))
+    script.write_text("\n".join([setup, *code(ROOT / "docs" / page)]))
     ended = run(script, directory=tmp_path, environment={"PYTHONBREAKPOINT": "0"}).ok()
     said = iter(ended.lines)
     for shown in re.findall(r"^ *print\(.*\)  # (-?[\d.]+|\[.*\])(?=:|$)", script.read_text(), re.MULTILINE):

@@ -192,7 +192,7 @@ def test_rows_of_a_table_larger_than_the_gpu(two: cs.CentralStorageStrategy) -> 
     assert two.run(lambda: counted()["page_locked_nbytes"] >= table_nbytes) is True
 
     with pytest.raises(
-        errors.DeviceMemoryError, match=r"gpu:[01]: 8388608 bytes wanted for variable .*free"
+        errors.DeviceMemoryError, match=r"gpu:[01]: 8388608 bytes are needed for variable .*free"
     ) as refused:
         two.run(lambda: float(cs.get_array_module().asarray(table).sum()))
     assert isinstance(refused.value, MemoryError)

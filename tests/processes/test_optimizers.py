@@ -121,7 +121,7 @@ def test_complex_variables_and_rules_that_compare(two: cs.CentralStorageStrategy
 
     two.run(step, args=(sgd,))
     assert z.numpy().tolist() == [-1 - 2j] * 3
-    with pytest.raises(InvalidArgumentError, match="complex ones not by this rule"):
+    with pytest.raises(InvalidArgumentError, match="this rule takes no complex ones"):
         two.run(step, args=(ftrl,))
 
 

@@ -20,6 +20,18 @@ def model(two: cs.CentralStorageStrategy) -> cs.Variable:
         return cs.Variable(np.ones((3, 2), F32), name="of tensors", aggregation=cs.VariableAggregation.SUM)
 
 
+def optimizer(two: cs.CentralStorageStrategy) -> cs.optimizers.Optimizer:
+    with two.scope():
+        return cs.optimizers.Adam()
+
+
+def accumulator(two: cs.CentralStorageStrategy) -> cs.optimizers.GradientAccumulator:
+    with two.scope():
+        made = cs.optimizers.GradientAccumulator()
+    two.run(lambda x: made([x]), (shares(two),))
+    return made
+
+
 def shares(two: cs.CentralStorageStrategy) -> cs.PerReplica:
     return cs.PerReplica([F32([1, 2]), F32([3, 4])])
 
@@ -41,6 +53,15 @@ def shares(two: cs.CentralStorageStrategy) -> cs.PerReplica:
         lambda s, v: next(iter(s.distribute_datasets_from_function(lambda c: cs.data.Dataset.range(4).batch(2)))),
         lambda s, v: next(iter(cs.data.Dataset.range(4))),
         lambda s, v: next(iter(cs.data.Dataset.from_tensor_slices((np.zeros((4, 2)), np.zeros(4))).batch(2))),
+        lambda s, v: s.extended.update(v, lambda v: 2 * v.read_value()),
+        lambda s, v: s.extended.update(v, lambda v: 2 * v.read_value(), group=False)[0],
+        lambda s, v: s.extended.update_non_slot("cpu:0", lambda: np.ones(2)),
+        lambda s, v: optimizer(s).get_slot(v, "m").value(),
+        lambda s, v: accumulator(s).gradients,
+        lambda s, v: cs.train.Checkpoint(v=v).save_counter,
+        lambda s, v: cs.optimizers.SGD(0.1).iterations.value(),
+        lambda s, v: cs.optimizers.SGD(0.1).learning_rate.read_value(),
+        lambda s, v: cs.optimizers.schedules.CosineDecay(0.1, 10)(3),
         lambda s, v: cs.data.Dataset.range(4).cardinality(),
         lambda s, v: cs.data.experimental.cardinality(cs.data.Dataset.range(4)),
         lambda s, v: s.experimental_distribute_dataset(cs.data.Dataset.range(4).batch(2)).cardinality,

@@ -374,7 +374,7 @@ def test_a_run_that_has_read_its_own_update_says_what_stands(mortal: cs.CentralS
         total.assign_add(np.ones(2))
         return seen
 
-    with pytest.raises(errors.ReplicaLostError, match=r"1 commit of this run stands, the rest.*the next run"):
+    with pytest.raises(errors.ReplicaLostError, match=r"1 commit of this run is kept, the rest.*the next run"):
         mortal.run(step)
     assert total.numpy().tolist() == [2, 2]
     assert local(mortal, step) == (4.0, 4.0)

@@ -21,7 +21,8 @@ from tests.harness.processes import ROOT
 
 FOLDER = Path(os.environ.get("CS_SEED_PAGES", ROOT.parent / "shared" / "seeds"))
 PAGES = sorted(FOLDER.glob("*.txt")) if FOLDER.is_dir() else []
-_GUIDE = (ROOT / "docs/from-tensorflow.md").read_text().partition("\n## Running TensorFlow's examples\n")[2]
+HEADING = "Running TensorFlow's examples"
+_GUIDE = (ROOT / "docs/from-tensorflow.md").read_text().partition(f"\n## {HEADING}\n")[2]
 _SECTION = _GUIDE.partition("\n## ")[0]
 
 
@@ -150,6 +151,8 @@ def is_expression(source: str) -> bool:
 
 
 def _is_literal(source: str) -> bool:
+    if source.startswith("array("):
+        return True
     try:
         ast.literal_eval(source)
     except (ValueError, SyntaxError):

@@ -110,7 +110,7 @@ class Names:
                 raise Enough
 
 
-#: The devices in the pages, after the renaming: their services start once.
+#: The devices in the pages, after the renaming: their services start once. Those with many devices run in one process.
 LAYOUTS: list[tuple[Any, str | None]] = [
     (None, None),
     (["CPU:0", "CPU:1"], None),
@@ -125,8 +125,13 @@ Services = Callable[..., cs.CentralStorageStrategy]
 
 @pytest.fixture(scope="module")
 def started() -> Iterator[dict[str, cs.CentralStorageStrategy]]:
+    found: dict[str, cs.CentralStorageStrategy] = {}
     with ExitStack() as stack:
-        yield {str(each): connected(stack.enter_context(cs.CentralStorageStrategy(*each))) for each in LAYOUTS}
+        for devices, parameters in LAYOUTS:
+            in_process = devices is not None and (len(devices) > 2 or isinstance(devices[0], tuple))
+            strategy = cs.CentralStorageStrategy(devices, parameters, in_process=in_process)
+            found[str((devices, parameters))] = connected(stack.enter_context(strategy))
+        yield found
 
 
 @pytest.fixture

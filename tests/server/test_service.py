@@ -383,10 +383,10 @@ HEADER = encode(m.Get(1, (), (), False))[0]
         ([bytes(HEADER), *[b""] * (LIMITS.frames + 1)], "4097 frames; at most 4096"),
         ([b"\x91" * 100_000], "a header that is not one msgpack value"),
         (encode(m.Value(b"", (bytes_array(bytes(1 << 20)),) * 129), BULK_LIMITS), "a message of 13"),
-        (encode(m.Assign("01", 1, 1, "assign", OUTSIDE)), "Assign is the controller's"),
+        (encode(m.Assign("01", 1, 1, "assign", OUTSIDE)), "only the controller may send Assign"),
         (encode(m.Ask((9,), 0, 1, (), m.ReducePoint(0, "", "SUM", (OUTSIDE,)))), "has not registered"),
-        (encode(m.Registered(1, "cpu:0", ())), "a Registered is not for the server"),
-        (encode(m.Value(b"", ())), "a Value is not for the server"),
+        (encode(m.Registered(1, "cpu:0", ())), "a Registered is not a message for the server"),
+        (encode(m.Value(b"", ())), "a Value is not a message for the server"),
     ],
 )
 def test_what_is_no_message_is_answered_and_survived(running: Service, parts: Sequence[bytes], said: str) -> None:
@@ -554,7 +554,7 @@ def test_arrays_lie_where_their_sender_may_write(running: Service) -> None:
 
     def refusal(array: Array) -> str:
         assert isinstance(array.place, Location)
-        return f"w1 does not write segment {array.place.segment}"
+        return f"w1 may not write segment {array.place.segment}"
 
     def sparse(*arrays: Array) -> tuple[m.ApplyPoint]:
         return (m.ApplyPoint(0, "", 1, 0, (variable.number,), 0, (m.SparseGradient(variable.number, *arrays),)),)
@@ -581,10 +581,10 @@ def test_arrays_lie_where_their_sender_may_write(running: Service) -> None:
     assert "ends at byte" in refused.error.message
     write = m.Assign("01", next(_sequence), variable.number, "assign", values)
     refused = controller.ask(write, m.Refused)
-    assert "controller does not write segment parameters/float32" in refused.error.message
+    assert "controller may not write segment parameters/float32" in refused.error.message
     stranger = Peer(running, "x1")
     refused = stranger.ask(m.Assign("01", 1, variable.number, "assign", values), m.Refused)
-    assert "is the controller's" in refused.error.message
+    assert "only the controller may send" in refused.error.message
     assert value_of(controller, variable.number).tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
     stranger.close()
 
@@ -638,7 +638,10 @@ def test_more_than_an_answer_holds_is_refused_with_what_to_do(running: Service) 
     ).variable
     refused = running.controller.ask(m.Get(5, (variable.number,), (), True), m.Refused)
     assert (refused.number, refused.error.exception) == (5, "cs.InvalidArgumentError")
-    assert "1073741828 bytes of variables at once; at most 1073741824" in refused.error.message
+    assert (
+        "1073741828 bytes of variables were asked for at once; one answer holds at most 1073741824"
+        in refused.error.message
+    )
     assert "fewer variables" in refused.error.message
     assert running.controller.ask(m.Get(6, (variable.number,), (), False), m.Got).request == 6
     running.controller.ask(m.Free("01", next(_sequence), (variable.number,)), m.Done)

@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _refuse_breakpoint(*args: object, **kwargs: object) -> NoReturn:
     raise ContextError(
-        "breakpoint() in a replica function: a worker process has no terminal; make the strategy with in_process=True"
+        "breakpoint() needs a terminal, which a worker process does not have; make the strategy with in_process=True"
     )
 
 

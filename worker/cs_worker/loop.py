@@ -21,7 +21,7 @@ import numpy as np
 from central_storage import nest
 from central_storage.core import context
 from central_storage.core.random_streams import Streams
-from central_storage.core.read_only import explain
+from central_storage.diagnostics.read_only import explain
 from central_storage.pickling.pickler import load_arguments
 from central_storage.wire_values.value_codec import to_value
 from cs_proto import messages, segment_names

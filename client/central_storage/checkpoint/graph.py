@@ -21,10 +21,10 @@ from typing import Any, Self
 import numpy as np
 
 from central_storage.core.backends import Strategy
-from central_storage.core.closed import Closed
 from central_storage.core.composites import Composite
 from central_storage.core.context import get_replica_context, has_strategy, require_cross_replica
 from central_storage.core.handles import Handle
+from central_storage.core.public_objects import Closed
 from central_storage.data.dataset import Dataset
 from central_storage.data.distributed import DistributedDataset, DistributedFromFunction, DistributedIterator, Place
 from central_storage.data.libraries import packed_state, unpacked_state
@@ -43,7 +43,18 @@ from cs_proto.frozen import frozen
 
 from .file_format import SUFFIX, add, reading, replace
 
-__all__ = ["SUFFIX", "Status", "Walked", "find_file", "require_trackable", "restore", "save", "save_next"]
+__all__ = [
+    "SUFFIX",
+    "Status",
+    "Walked",
+    "find_file",
+    "has_parts",
+    "parts",
+    "require_trackable",
+    "restore",
+    "save",
+    "save_next",
+]
 
 _log = logging.getLogger("central_storage.saving")
 
@@ -328,7 +339,7 @@ def _find(objects: Mapping[str, Any]) -> _Found:
             found.data.setdefault(value, way)
         elif id(value) not in seen:
             seen[id(value)] = value
-            left.extend((f"{way}/{_quoted(name)}", part) for name, part in _parts(value))
+            left.extend((f"{way}/{name}", part) for name, part in parts(value))
     return found
 
 
@@ -336,7 +347,18 @@ def _behind(prefix: str, key: str, labels: Mapping[str, Variable]) -> Variable |
     return labels.get(key[len(prefix) :]) if key.startswith(prefix) else None
 
 
-def _parts(value: Any) -> Iterator[tuple[object, Any]]:
+def parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """The items or attributes of ``value``, with their names in a path."""
+    for name, part in _named(value):
+        yield str(name).replace("%", "%25").replace("/", "%2F"), part
+
+
+def has_parts(value: Any) -> bool:
+    """Whether ``value`` is saved part by part."""
+    return isinstance(value, Mapping | list | tuple) or _is_walked(value)
+
+
+def _named(value: Any) -> Iterator[tuple[object, Any]]:
     if isinstance(value, Mapping):
         yield from value.items()
     elif isinstance(value, list | tuple):
@@ -355,10 +377,6 @@ def _is_walked(value: Any) -> bool:
     if isinstance(value, type | FunctionType | ModuleType | Handle):
         return False
     return isinstance(value, Composite | Walked) or is_users(type(value).__module__)
-
-
-def _quoted(name: object) -> str:
-    return str(name).replace("%", "%25").replace("/", "%2F")
 
 
 def _of_variable(variable: Variable) -> _Entry:

@@ -60,9 +60,9 @@ class Liveness:
         """Raise :class:`ReplicaLostError` where a worker died for good."""
         for died in self._died.values():
             raise ReplicaLostError(
-                f"replica {died.rank} (worker w{died.rank}, pid {died.pid}) ended by {died.cause}. Updates that were "
-                "committed before stand and variables can still be read; make a new CentralStorageStrategy to train on"
-                f"{last_lines(died)}"
+                f"replica {died.rank} (worker w{died.rank}, pid {died.pid}) ended by {died.cause}. Committed "
+                "updates are kept, and variables can still be read; make a new CentralStorageStrategy to continue "
+                f"training{last_lines(died)}"
             )
 
     def patience(self, now: float) -> float:

@@ -1,9 +1,9 @@
-"""The seam between the face (strategy, variables, optimizers) and whatever does the work.
+"""The interfaces between the public objects (strategy, variables, optimizers) and the code that does the work.
 
-The face checks, regroups and reduces; it never sends a message. A :class:`ReplicaBackend` is what a replica may do:
-a worker installs one for each run. A :class:`ControllerBackend` is what the cross-replica context may do: the
-client's link to its service or, in a worker, the holder of a merge_call token. Variables and optimizers are named by
-their numbers in the server.
+Public objects check, regroup and reduce; they never send a message. A :class:`ReplicaBackend` has the operations of a
+replica: a worker installs one for each run. A :class:`ControllerBackend` has those of the cross-replica context: it is
+the client's link to its service or, in a worker, the holder of a merge_call token. Variables and optimizers are named
+by their numbers in the server.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ __all__ = ["Carriage", "ControllerBackend", "ReplicaBackend", "ServiceBackend", 
 
 
 class Carriage(NamedTuple):
-    """What becomes of the arrays that are read ahead of the replicas, and whether a thread may do it."""
+    """The treatment of arrays that are read ahead for the replicas, and whether a thread may apply it."""
 
     copy: Callable[[np.ndarray], np.ndarray] = np.copy
     in_thread: bool = True
 
 
 class Strategy(Protocol):
-    """What contexts, variables and optimizers know of the strategy they belong to."""
+    """The strategy, as contexts, variables and optimizers see it."""
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -42,7 +42,7 @@ class Strategy(Protocol):
 
     @property
     def controller(self) -> ControllerBackend:
-        """The seam to the service. Raises where there is none."""
+        """The interface to the service. Raises if there is none."""
 
     @property
     def extended_parameter_device(self) -> str:
@@ -77,17 +77,17 @@ class Strategy(Protocol):
 
 
 class _Catalogue(Protocol):
-    """What both know about variables and optimizers."""
+    """The operations on variables and optimizers that both have."""
 
     def variable(self, number: int) -> Variable:
         """The variable's record as last told by the server."""
 
     def optimizer(self, number: int) -> Optimizer:
-        """The optimizer's record as it stands now: its iterations are current."""
+        """The optimizer's present record, with current iterations."""
 
     def slot(self, optimizer: int, variable: int, slot: str) -> np.ndarray:
-        """A copy of what an optimizer keeps beside a variable; made where it is missing. In a replica what it stepped
-        is committed first."""
+        """A copy of an optimizer's slot for a variable, which is made if it is missing. In a replica, noted updates are
+        committed first."""
 
     def variables(self) -> tuple[Variable, ...]:
         """The records of all variables, in the order in which they were made."""
@@ -100,16 +100,16 @@ class _Catalogue(Protocol):
         number, which only the comparison of replicas can refuse."""
 
     def write(self, number: int, op: WriteOp, value: np.ndarray, rows: np.ndarray | None, site: str) -> None:
-        """Write a variable without aggregation; a scatter to ``rows``, int64. What is written has been checked. In a
-        replica a note that needs no agreement."""
+        """Write a variable without aggregation; a scatter writes to ``rows``, int64. The value has been checked. In a
+        replica this is a note that needs no agreement."""
 
     def read_rows(self, number: int, rows: np.ndarray) -> np.ndarray:
         """A copy of these rows of the variable's current value; ``rows`` is int64 of any shape, and checked."""
 
 
 class ReplicaBackend(_Catalogue, Protocol):
-    """One replica of one run. Every method that waits raises what the server answers. ``devices`` are its logical
-    devices, as full names."""
+    """One replica of one run. Every method that waits raises the error that the server answers. ``devices`` are its
+    logical devices, as full names."""
 
     replica: int
     replicas: int
@@ -120,7 +120,7 @@ class ReplicaBackend(_Catalogue, Protocol):
         no copy is made unless an earlier value is held through an update. First commits what this replica noted for the
         variable.
 
-        Raises MemoryPlanError where values that are held through an update take more memory than there is.
+        Raises MemoryPlanError if values that are held through an update need more memory than there is.
         """
 
     def hold(self, value: Any) -> None:
@@ -138,8 +138,8 @@ class ReplicaBackend(_Catalogue, Protocol):
         triples that fit their variables."""
 
     def apply_buffers(self, optimizer: int, gradients: Sequence[np.ndarray], numbers: Numbers, site: str) -> bool:
-        """As ``apply`` where ``gradients`` are just what ``gradient_buffers`` gave last, for these variables, and lie
-        where the server sees them; else nothing is done and False returned."""
+        """Do as ``apply`` if ``gradients`` are exactly the last ``gradient_buffers`` of these variables, in memory that
+        the server sees. Otherwise do nothing and return False."""
 
     def gradient_buffers(self, numbers: Numbers) -> list[np.ndarray]:
         """Writable arrays of the variables' shapes that lie where the server reads gradients."""
@@ -153,14 +153,14 @@ class ReplicaBackend(_Catalogue, Protocol):
     def merge_call(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], site: str
     ) -> Any:
-        """Call replica 0's ``function(strategy, *args, **kwargs)`` once in the cross-replica context; this replica's
-        share of what it returned."""
+        """Call replica 0's ``function(strategy, *args, **kwargs)`` once in the cross-replica context. Return this
+        replica's share of its result."""
 
     def array_module(self) -> ModuleType:
         """NumPy, or CuPy on a GPU."""
 
     def place(self, array: Any, device: str) -> Any:
-        """``array`` in the memory of ``device``: itself where it is there already, strings always in host memory.
+        """``array`` in the memory of ``device``: ``array`` itself if it is there already, and strings in host memory.
         Raises DeviceError for a device that this process cannot use."""
 
 
@@ -191,15 +191,15 @@ class ControllerBackend(_Catalogue, Protocol):
         """A copy of the variable's current value."""
 
     def forget(self, kind: str, number: int) -> None:
-        """Nobody holds a variable or optimizer any more that this process made: the server may free it. Called by the
-        garbage collector in any thread, so it only makes a note."""
+        """Note that a variable or optimizer of this process is no longer referenced, so that the server may free it.
+        Called by the garbage collector in any thread."""
 
     @property
     def is_running(self) -> bool:
         """Whether the service runs, as far as is known."""
 
     def settle_names(self) -> None:
-        """Free what nobody holds, so that the names that this process knows are those of the server."""
+        """Free objects that are no longer referenced, so that this process and the server know the same names."""
 
     def configure(
         self,
@@ -215,7 +215,7 @@ class ControllerBackend(_Catalogue, Protocol):
         learning rate without a schedule ends the schedule there was."""
 
     def slotted(self, optimizer: int) -> tuple[int, ...]:
-        """The numbers of the variables beside which an optimizer has slots."""
+        """The numbers of the variables for which an optimizer has slots."""
 
     def assign_slot(self, optimizer: int, variable: int, slot: str, value: np.ndarray) -> None:
         """Write a slot, whose shape and dtype ``value`` has."""
@@ -259,17 +259,18 @@ class ServiceBackend(ControllerBackend, Protocol):
         The strategy over this link says it once."""
 
     def abandon(self) -> None:
-        """Nobody holds the strategy any more. Called by the garbage collector in any thread and at any time."""
+        """Note that the strategy is no longer referenced. Called by the garbage collector in any thread, at any
+        time."""
 
 
 def service_of(strategy: Strategy, what: str) -> ControllerBackend:
-    """The seam to the service that has ``what``. Where that service has ended, raises ShutdownError, which names
-    ``what``: there may be a newer strategy, which is another service."""
+    """The interface to the service that has ``what``. If that service has ended, raises ShutdownError, which names
+    ``what``: a newer strategy has another service."""
     backend = strategy.controller
     if backend.ended is not None:
         raise ShutdownError(
-            f"{what} belongs to another service than a strategy made since, and that service has ended "
-            f"({backend.ended}): make a new CentralStorageStrategy if there is none yet, make {what} again under its "
-            "scope, and restore the value from a checkpoint"
+            f"{what} belongs to another service, which has ended ({backend.ended}); make a new "
+            f"CentralStorageStrategy if there is none yet, make {what} again under its scope, and restore the value "
+            "from a checkpoint"
         )
     return backend

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
-from .closed import Closed
+from .public_objects import Closed
 
 if TYPE_CHECKING:
     from .backends import Strategy

@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from central_storage import nest
-from central_storage.diagnostics.callers import call_site
+from central_storage.diagnostics.callers import call_site, warn_deprecated
 from cs_proto.arithmetic import reduction
 from cs_proto.errors import ContextError, InvalidArgumentError, NotATensorError, UsedScopeError
 
 from . import opening
-from .closed import Closed
-from .deprecated import warn_deprecated
-from .devices import full_name
-from .tensor import Tensor, as_tensor
+from .devices.device_names import full_name
+from .public_objects import Closed
+from .tensors.tensor import Tensor, as_tensor
 from .values import IndexedSlices, ReduceOp, as_reduce_op, convert_to_tensor
 
 if TYPE_CHECKING:
@@ -166,7 +165,7 @@ def current_replica(strategy: object) -> ReplicaBackend | None:
 
 
 def replica_here() -> ReplicaBackend | None:
-    """The backend of the replica in which this thread is, whatever its strategy; None elsewhere."""
+    """The backend of the replica that this thread runs, for any strategy; None elsewhere."""
     replica = _stack.entries[-1][1] if _stack.entries else None
     return None if replica is None or replica.is_local else replica.backend
 
@@ -215,8 +214,8 @@ class enter_cross_replica:  # noqa: N801  (a function to its callers; entered at
 
 
 class Scope(Closed, AbstractContextManager[S], Generic[S]):
-    """The result of ``strategy.scope()``: the cross-replica context, refused where it is not allowed. For the default
-    strategy it is the default context, as outside every scope.
+    """The result of ``strategy.scope()``: the cross-replica context. Entering raises ContextError where it is not
+    allowed. For the default strategy it is the default context, as outside every scope.
 
     It may be entered again while it is entered, but not after it was left.
     """
@@ -297,9 +296,9 @@ class enter_replica:  # noqa: N801  (as above)
 
 
 class ReplicaContext(Closed):
-    """What a replica function can ask and do as one of ``num_replicas_in_sync`` replicas.
+    """The place of a replica function among ``num_replicas_in_sync`` replicas, and its operations over all of them.
 
-    ``get_replica_context()`` gives it. Using one after its run has ended is a :class:`ContextError`.
+    ``get_replica_context()`` returns it. Its use after the end of the run raises :class:`ContextError`.
 
     Examples:
         >>> import central_storage as cs
@@ -324,7 +323,9 @@ class ReplicaContext(Closed):
         if self._ended:
             raise ContextError("this replica context belongs to a run that has ended")
         if self._backend is None:
-            raise ContextError("the default context has one local replica and no service behind it")
+            raise ContextError(
+                "the default context has one local replica and no service; enter the scope of a strategy"
+            )
         return self._backend
 
     def end(self) -> None:
@@ -415,7 +416,7 @@ class ReplicaContext(Closed):
 
         SUM keeps the dtype; MEAN of integers is float32 or float64. IndexedSlices become the IndexedSlices of all their
         rows in replica order (MEAN divides the values by the number of replicas). A leaf is sparse on all replicas or
-        on none. Under one replica ``value`` comes back as it is.
+        on none. With one replica ``value`` is returned unchanged.
 
         Args:
             reduce_op: ``ReduceOp.SUM``, ``ReduceOp.MEAN``, or the name in any case.
@@ -476,7 +477,7 @@ class ReplicaContext(Closed):
     def all_gather(self, value: Any, axis: int, options: object = None) -> Any:
         """Concatenate ``value`` along ``axis`` over the replicas, in replica order; every replica gets the result.
 
-        Under one replica ``value`` comes back as it is.
+        With one replica ``value`` is returned unchanged.
 
         Args:
             value: An array or a nest of arrays, leaf by leaf. Lengths along ``axis`` may differ between replicas, also

@@ -14,12 +14,12 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from cs_proto.errors import PeerProtocolError, ShutdownError
 
-from .closed import Closed
+from .public_objects import Closed
 
 __all__ = ["Forget", "Handle", "HandleTable", "Hold", "handle_id", "weakly"]
 
-#: Told the kind and the number of what nobody needs any more; of a function its digest. ``handle``: a handle is gone,
-#: and what it stands for may have become needless, too.
+#: Called with the kind and the number (for a function, the digest) of an object that is no longer needed. The kind
+#: ``handle`` means that a handle is gone; its object in the server may no longer be needed either.
 Forget = Callable[[str, Any], object]
 
 P = ParamSpec("P")
@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 
 class Hold:
-    """Keeps something in the server: when nobody refers to this object any more, ``forget`` is called with the kind and
-    the number. A handle has one. Whoever needs what is in the server, and not the handle, refers to this alone."""
+    """Keeps an object in the server: once this hold is no longer referenced, ``forget`` is called with the kind and the
+    number. Every handle has one. Code that needs the object in the server without its handle refers to the hold."""
 
     def __init__(self, forget: Forget, kind: str, number: int | bytes) -> None:
         weakref.finalize(self, forget, kind, number).atexit = False
@@ -42,11 +42,11 @@ class Handle(Closed):
     TypeError, and so does ``copy`` unless a class defines it.
     """
 
-    #: Keeps what it stands for in the server; None where other processes do.
+    #: Keeps the object in the server; None if other processes do.
     _cs_hold: Hold | None = None
 
     def _cs_keep(self, forget: Forget) -> None:
-        """Have ``forget`` called when nobody needs it any more, and with ``handle`` when this object is gone."""
+        """Call ``forget`` once the object is no longer needed, and with ``handle`` once this handle is gone."""
         self._cs_hold = Hold(forget, *self._cs_handle())
         weakref.finalize(self, forget, "handle", 0).atexit = False
 
@@ -81,11 +81,11 @@ def handle_id(handle: Handle) -> tuple[str, int]:
 
 
 def weakly(method: Callable[P, T], otherwise: Callable[[], T] | None = None) -> Callable[P, T]:
-    """``method``, a bound one, without a hold on its object. Once the object is gone, ``otherwise`` is called, or
-    ShutdownError raised.
+    """The bound ``method``, without a reference to its object. Once the object is gone, a call calls ``otherwise`` or
+    raises ShutdownError.
 
-    A strategy gives its own methods away like this: its service ends when nobody else holds the strategy, and nobody
-    has to wait for the garbage collector.
+    A strategy hands out its own methods in this way. Its service then ends as soon as the user drops the strategy,
+    without waiting for the garbage collector.
     """
     found = weakref.WeakMethod(method)
 
@@ -95,7 +95,7 @@ def weakly(method: Callable[P, T], otherwise: Callable[[], T] | None = None) -> 
             return bound(*args, **kwargs)
         if otherwise is not None:
             return otherwise()
-        raise ShutdownError("this strategy is gone: nothing holds it any more")
+        raise ShutdownError("this strategy has been deleted, because nothing referred to it; keep a reference to it")
 
     return call
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from .backends import ServiceBackend
-    from .devices import Devices
+    from .devices.device_names import Devices
     from .recovery_options import Recovery
 
 __all__ = ["Opener", "default_replica", "open_service"]

@@ -10,10 +10,10 @@ import enum
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn, Self
 
+from central_storage.diagnostics.callers import warn_deprecated
 from cs_proto.errors import InvalidArgumentError
 
-from .closed import Closed
-from .deprecated import warn_deprecated
+from .public_objects import Closed
 
 __all__ = [
     "CommunicationImplementation",

@@ -21,11 +21,11 @@ import optree
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from cs_proto.arithmetic import reduction
-from cs_proto.errors import InvalidArgumentError
+from cs_proto.errors import InvalidArgumentError, StructureMismatchError
 
-from .closed import Closed
 from .handles import Handle
-from .tensor import Tensor, as_tensor
+from .public_objects import Closed
+from .tensors.tensor import Tensor, as_tensor
 
 __all__ = [
     "DistributedValues",
@@ -243,7 +243,7 @@ class IndexedSlices:
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """A part of a merge function's result that all replicas get alike, on its way to them and back.
+    """A part of a merge function's result that is the same for all replicas, on its way to them and back.
 
     If every replica returns it unchanged, :func:`regroup` returns it bare, as the one object that it was. ``key`` names
     it in its run: the number of the merge point and the number of the part.
@@ -254,8 +254,8 @@ class Shared:
 
 
 def shared_parts(point: int, result: Any) -> dict[int, tuple[int, int]]:
-    """The numbers and arrays in the result of merge point ``point`` that all replicas get alike: the ``id()`` of each
-    part, and its key."""
+    """The numbers and arrays in the result of merge point ``point`` that are the same for all replicas: the ``id()`` of
+    each part, and its key."""
     leaves = optree.tree_leaves(result, none_is_leaf=True)
     return {
         id(leaf): (point, part)
@@ -270,7 +270,8 @@ def regroup(values: Sequence[Any], always_wrap: bool = False) -> Any:
     These leaves stay bare: None, equal str, bytes, bool and int of one type, enum members, dtypes, handles of the same
     object, and parts that one merge function gave to all. Other floats and everything like an array become PerReplica
     even if they are equal. With one value everything is bare. With ``always_wrap`` every leaf is wrapped. Replica 0
-    decides what is a container; AssertionError if another replica has another kind, length or keys there.
+    decides what is a container; StructureMismatchError (an AssertionError) if another replica has another kind, length
+    or keys there.
     """
     if not values:
         raise InvalidArgumentError("regroup needs the value of at least one replica")
@@ -288,7 +289,10 @@ def regroup(values: Sequence[Any], always_wrap: bool = False) -> Any:
         try:
             columns.append(treespec.flatten_up_to(value))
         except ValueError as error:
-            raise AssertionError(f"replica {replica} does not have the structure of replica 0: {error}") from error
+            raise StructureMismatchError(
+                f"replica {replica} does not return the structure of replica 0: {error}; return the same keys and "
+                "lengths from every replica, or put what differs into an array"
+            ) from None
     together = zip(*columns, strict=True)
     return treespec.unflatten(PerReplica(map(unshared, leaf)) if always_wrap else _merged(leaf) for leaf in together)
 
@@ -416,10 +420,10 @@ def reduce_components(op: ReduceOp, components: Sequence[Any]) -> Any:
 def reduce_values(op: ReduceOp | str, value: Any, axis: Any, n: int) -> Any:
     """The result of ``Strategy.reduce(op, value, axis)`` under ``n`` replicas.
 
-    ``axis=None`` combines the components of a PerReplica or Mirrored element by element; a single one comes back as it
-    is. With an axis the value is what each replica would see as an argument of ``run``: each sums its own over the axis
-    first, and MEAN weighs all elements alike. A plain value under several replicas: SUM without an axis is a ValueError
-    (zero apart), with an axis it counts ``n`` times; MEAN without an axis is the value itself. Raises as
+    ``axis=None`` combines the components of a PerReplica or Mirrored element by element; a single one is returned
+    unchanged. With an axis the value is what each replica would see as an argument of ``run``: each sums its own over
+    the axis first, and MEAN weighs all elements alike. A plain value under several replicas: SUM without an axis is a
+    ValueError (zero apart), with an axis it counts ``n`` times; MEAN without an axis is the value itself. Raises as
     ``cs_proto.arithmetic.reduction`` does, IndexError where a replica has no component; a wrong ``op`` is an
     AssertionError without an axis.
     """
@@ -454,7 +458,7 @@ def reduce_values(op: ReduceOp | str, value: Any, axis: Any, n: int) -> Any:
 def gather_values(value: Any, axis: Any, n: int) -> Any:
     """The result of ``Strategy.gather(value, axis)`` under ``n`` replicas: the components one after the other.
 
-    A plain value comes back as it is, whatever the axis, and so does a single component. Bare IndexedSlices are a
+    A plain value is returned unchanged for every axis, and so is a single component. Bare IndexedSlices are a
     NotImplementedError; as components they count as whole arrays. Raises as
     :func:`cs_proto.arithmetic.reduction.gather` does.
     """

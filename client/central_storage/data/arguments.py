@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import optree
 
-from central_storage.core.read_only import explain
+from central_storage.diagnostics.read_only import explain
 from cs_proto.errors import InvalidArgumentError
 
 from .element_spec import TensorSpec
@@ -18,8 +18,8 @@ __all__ = ["at_least", "check_flag", "check_unused", "index_of", "signature_of",
 
 
 def signature_of(types: Any, shapes: Any, signature: Any) -> Any:
-    """The nest of TensorSpec that the three ways of saying it mean; None where nothing was said. Raises
-    TypeError where they do not fit together."""
+    """The nest of TensorSpec that the arguments of ``from_generator`` describe; None if there are none. Raises
+    TypeError if they contradict each other."""
     if signature is not None:
         if types is not None or shapes is not None:
             raise TypeError("from_generator takes output_signature, or output_types and output_shapes, not both")
@@ -53,8 +53,8 @@ def _no_list(leaves: list[Any]) -> str:
 
 
 def spread(function: Callable[..., Any], where: str) -> Callable[[Any], Any]:
-    """``function`` as one of an element: the members of a tuple are its arguments. Raises TypeError, which names
-    ``where``, for what cannot be called."""
+    """``function`` as a function of one element: the members of a tuple become its arguments. Raises TypeError, which
+    names ``where``, if it cannot be called."""
     if not callable(function):
         raise TypeError(f"{where} needs a function, not {function!r:.200}")
 
@@ -69,7 +69,7 @@ def spread(function: Callable[..., Any], where: str) -> Callable[[Any], Any]:
 
 
 def at_least(minimum: int, value: int, name: str) -> int:
-    """``value`` as an int. Raises TypeError for what is none, InvalidArgumentError where it is too small."""
+    """``value`` as an int. Raises TypeError if it is not one, InvalidArgumentError if it is below ``minimum``."""
     number = index_of(value, name)
     if number < minimum:
         raise InvalidArgumentError(f"{name} must be at least {minimum}, not {number}")
@@ -77,7 +77,7 @@ def at_least(minimum: int, value: int, name: str) -> int:
 
 
 def index_of(value: int, name: str) -> int:
-    """``value`` as an int. Raises TypeError for what is none."""
+    """``value`` as an int. Raises TypeError if it is not one."""
     try:
         return operator.index(value)
     except TypeError:
@@ -85,7 +85,7 @@ def index_of(value: int, name: str) -> int:
 
 
 def check_flag(value: Any, name: str) -> bool:
-    """``value`` as a bool. Raises TypeError for what is none."""
+    """``value`` as a bool. Raises TypeError if it is not one."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be a bool, not {value!r:.100}")
     return bool(value)

@@ -1,10 +1,10 @@
 """Data sets: pipelines of NumPy arrays, called as ``cs.data.Dataset`` with the names of ``tf.data``.
 
-A data set is an immutable description; each ``iter`` runs it from the beginning. As long as a chain only picks rows
-of arrays (slices, shuffle, take, skip, shard, repeat, cache), what runs through it are row numbers, and ``batch``
-indexes the arrays once a batch; from the first ``map``, ``filter`` or ``batch`` on it is the elements themselves.
-Elements are nests (tuples, dicts) of arrays. Rows and batches of the arrays a data set was made from are read-only:
-they may be views. Nothing here knows of strategies; ``distributed`` splits what comes out.
+A data set is an immutable description; each ``iter`` runs it from the beginning. A chain that only picks rows of arrays
+(slices, shuffle, take, skip, shard, repeat, cache) passes row numbers on, and ``batch`` indexes the arrays once for
+each batch. From the first ``map``, ``filter`` or ``batch`` on, the chain passes the elements themselves. Elements are
+nests (tuples, dicts) of arrays. Rows and batches of the arrays that a data set was made from may be views, so they are
+read-only. This module does not know strategies; ``distributed`` splits the elements.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Distributed data sets: what each replica gets of every step.
+"""Distributed data sets: the share of each replica in every step.
 
 :class:`DistributedDataset` (``experimental_distribute_dataset``) splits global batches,
 :class:`DistributedFromFunction` (``distribute_datasets_from_function``) hands out ready batches in turn; both give a
@@ -20,10 +20,10 @@ import numpy as np
 import optree
 
 from central_storage.core.backends import Carriage
-from central_storage.core.closed import Closed
 from central_storage.core.context import has_strategy, in_cross_replica_context
 from central_storage.core.options import InputOptions, InputReplicationMode
-from central_storage.core.tensor import as_tensor, tensors_in
+from central_storage.core.public_objects import Closed
+from central_storage.core.tensors.tensor import as_tensor, tensors_in
 from central_storage.core.values import regroup
 from cs_proto.errors import (
     CheckpointError,
@@ -72,13 +72,13 @@ class Place(NamedTuple):
 class _Distributed(Closed):
     """What both kinds of distributed data set have in common."""
 
-    _sources: list[Any]  # which all look alike
+    _sources: list[Any]  # all of one structure and dtype
 
     def __init__(self, n: int, options: InputOptions | None, carrier: FindCarriage) -> None:
         self._n = n
         self._begun = 0  # iterations
         self._latest: Callable[[], DistributedIterator | None] = _nobody  # the iterator of the last of them
-        self._restored: Place | None = None  # where the next one goes on
+        self._restored: Place | None = None  # where the next iteration starts
         self._carrier = carrier
         self._options = InputOptions() if options is None else options
         if not isinstance(self._options, InputOptions):
@@ -136,7 +136,7 @@ class _Distributed(Closed):
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether this stands for a data set in another process than the one that made it."""
+        """Whether this is the substitute in a process that did not make the data set."""
         return isinstance(self._sources[0], _Elsewhere)
 
     def orders(self) -> tuple[Order, ...]:
@@ -267,8 +267,7 @@ class DistributedFromFunction(_Distributed):
     ``dataset_fn`` is called once, here, with an :class:`InputContext`, and returns what :class:`DistributedDataset`
     takes, batched per replica or not at all. With ``InputReplicationMode.PER_REPLICA`` it is called once for each
     replica, which then takes the elements of that data set. ``for`` and ``next`` leave out a last round in which not
-    every replica gets an element; ``get_next_as_optional`` gives it, with empty arrays for the replicas that go
-    without.
+    every replica gets an element; ``get_next_as_optional`` returns it, with empty arrays for the others.
     """
 
     def __init__(
@@ -296,7 +295,7 @@ class DistributedFromFunction(_Distributed):
 
     def _rounds(self, carry: Carry, states: Any = None) -> Iterator[Round]:
         iterators = self._readings(states)
-        turns = iterators * (self._n // len(iterators))  # whose element each replica takes
+        turns = iterators * (self._n // len(iterators))  # the iterator from which each replica takes its element
         while True:
             together = [next(turn, END) for turn in turns]
             elements = [tensors_in(carry.element(arrays_in(each))) for each in together if each is not END]
@@ -503,7 +502,7 @@ class DistributedIterator(Closed):
                 self._resume()
             assert self._rounds is not None
             found = next(self._rounds, _LAST)
-        except Exception:  # whatever the source raises is its end; after Ctrl-C it may be asked again
+        except Exception:  # any exception of the source ends it, but not Ctrl-C
             self.close()
             raise
         if not self._has_begun:
@@ -535,7 +534,7 @@ class DistributedIterator(Closed):
                         f"the data set has ended after {used} elements, but {self._skip} were used when the checkpoint "
                         "was saved; make it of the data that it had then"
                     )
-        except KeyboardInterrupt:  # the next request begins anew: an interrupted generator yields nothing more
+        except KeyboardInterrupt:  # the next request starts again: an interrupted generator yields nothing more
             rounds, self._rounds = self._rounds, None
             if hasattr(rounds, "close"):
                 rounds.close()
@@ -555,7 +554,7 @@ _LAST = (END, True)
 
 
 def refuse_in_replica(what: str) -> None:
-    """Raise :class:`DatasetContextError` inside a replica function: there no data set is ``what``."""
+    """Raise :class:`DatasetContextError` inside a replica function, where no data set can be ``what``."""
     if has_strategy() and not in_cross_replica_context():
         raise DatasetContextError(
             f"a distributed data set cannot be {what} inside a replica function; do it in the script and pass the "
@@ -574,7 +573,7 @@ class _Elsewhere:
 
 
 def elsewhere(kind: type) -> DistributedDataset | DistributedIterator:
-    """What stands for a distributed data set or its iterator (``kind``) where it was sent; only reading it raises."""
+    """A substitute for a distributed data set or its iterator (``kind``) in another process. Only reading it raises."""
     distributed = DistributedDataset(_Elsewhere(), 1)
     if kind is not DistributedIterator:
         return distributed

@@ -84,7 +84,7 @@ def zeros(specs: Any) -> Any:
 
 
 def joined(one: Any, other: Any) -> Any:
-    """The narrowest spec that admits what either admits. Raises TypeError if structure or dtype differ."""
+    """The narrowest spec that admits the elements of both. Raises TypeError if structure or dtype differ."""
 
     def join(a: TensorSpec, b: object) -> TensorSpec:
         if not isinstance(b, TensorSpec):

@@ -1,4 +1,4 @@
-"""``cs.data.experimental``: the older names of TensorFlow for what data sets and their options do."""
+"""``cs.data.experimental``: TensorFlow's older names for methods and options of data sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a data set function is told about its place."""
+"""The argument of a data set function: its place among the pipelines and replicas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["InputContext"]
 
 @dataclass(frozen=True)
 class InputContext:
-    """What a data set function is told about its place.
+    """The argument of a data set function: its place among the pipelines and replicas.
 
     Args:
         num_input_pipelines: The number of pipelines.

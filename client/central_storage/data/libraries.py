@@ -1,8 +1,8 @@
-"""Data of other libraries, as their users have it: Hugging Face datasets, grain, torch's loaders.
+"""Data sets of other libraries, unchanged: Hugging Face datasets, grain, torch's loaders.
 
-Nothing here imports one of them. A source is known by what it can do: an iterator with ``get_state`` and ``set_state``
-(grain), or a source with ``state_dict`` and ``load_state_dict`` (torchdata's loaders, streams of Hugging Face), says
-where it is, and is set there again. Hugging Face's data sets also need a format, and give columns.
+This module imports none of them and knows a source by its methods. An iterator with ``get_state`` and ``set_state``
+(grain), or a source with ``state_dict`` and ``load_state_dict`` (torchdata's loaders, streams of Hugging Face), has a
+position that can be saved and restored. Hugging Face's data sets also need a format, and yield columns.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Reading:
             self._items: Any = iter(source)
             if state is not None and not _is_loader(source):
                 self._items.set_state(state)
-        except Exception as error:  # whatever the library raises
+        except Exception as error:  # the library may raise anything
             if state is None:
                 raise
             raise CheckpointError(
-                f"the {type(source).__name__} does not go on at the saved position: {error}; make it of the data that "
+                f"the {type(source).__name__} cannot continue at the saved position: {error}; make it of the data that "
                 "it had when the checkpoint was saved"
             ) from error
         self._source = source
@@ -125,7 +125,7 @@ def _column(name: str, value: Any) -> Any:
 
 
 def packed_state(state: Any) -> bytes:
-    """A state as data; nothing where it is None or has parts that are no data, and then elements are counted."""
+    """A state as bytes. Empty if it is None or cannot be stored as data; then elements are counted instead."""
     if state is None:
         return b""
     try:

@@ -1,7 +1,7 @@
 """``cs.data.Options`` with TensorFlow's names, so that programs that set options run unchanged.
 
-Elements are computed one after the other, in order, so every option here is a permission or a hint of which a data set
-makes no use. The names and types are checked all the same: a misspelt option is an error.
+Elements are computed one after the other, in order. Every option here is a permission or a hint that a data set does
+not use. Names and types are still checked: a misspelt option is an error.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _Group:
 
 
 def merged(options: Options, later: Options) -> Options:
-    """A copy of ``options`` in which what ``later`` sets has its values."""
+    """A copy of ``options``, with the values that ``later`` sets."""
     found = copy.deepcopy(options)
     _set(found, later)
     return found
@@ -146,11 +146,11 @@ class ThreadingOptions(_Group):
 
 
 class Options(_Group):
-    """What :meth:`Dataset.with_options` takes: TensorFlow's options, accepted and without effect.
+    """The argument of :meth:`Dataset.with_options`: TensorFlow's options, accepted and without effect.
 
-    The elements of a data set come in one order, always the same, as with ``deterministic = True``. Batches are split
-    over the replicas whatever ``experimental_distribute.auto_shard_policy`` says. Setting an option that does not exist
-    is an AttributeError, setting a value of another type is a TypeError.
+    The elements of a data set always come in the same order, as with ``deterministic = True``. Batches are split over
+    the replicas under every ``experimental_distribute.auto_shard_policy``. An option that does not exist raises
+    AttributeError, a value of another type TypeError.
 
     Examples:
         >>> import central_storage as cs

@@ -12,8 +12,8 @@ from typing import Any, NoReturn, Self
 
 import numpy as np
 
-from central_storage.core.closed import Closed
-from central_storage.core.tensor import as_tensor, tensors_in
+from central_storage.core.public_objects import Closed
+from central_storage.core.tensors.tensor import as_tensor, tensors_in
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.frozen import with_changes
 
@@ -433,8 +433,8 @@ class Pipeline(Closed):
 
     @property
     def element_spec(self) -> Any:
-        """A nest of ``TensorSpec`` like an element. After :meth:`map` it is what the function makes of one element,
-        which is computed for it."""
+        """The structure of an element, as a nest of ``TensorSpec``. After :meth:`map`, one element is computed to find
+        it."""
         return self.plan.spec()
 
     def __repr__(self) -> str:
@@ -452,7 +452,7 @@ class Pipeline(Closed):
         spec: Callable[[], Any] | None = None,
         example: Callable[[], Any] | None = None,
     ) -> Self:
-        """A data set of the elements of ``stream``, which look like ours where nothing else is said."""
+        """A data set of the elements of ``stream``, with the spec of this one unless ``spec`` is given."""
         plan = self.plan
         return type(self)(Plan(stream, count, spec or plan.spec, example or plan.example, None, plan.options))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from central_storage.core.closed import Closed
-from central_storage.core.tensor import tensors_in
+from central_storage.core.public_objects import Closed
+from central_storage.core.tensors.tensor import tensors_in
 from cs_proto.errors import EndOfIterationError, InvalidArgumentError, OutOfRangeError
 from cs_proto.frozen import frozen
 
@@ -28,7 +28,7 @@ class Plan:
     #: Their number, or one of the negative constants of ``pipeline``.
     count: int
     spec: Callable[[], Any]
-    #: One element to show what elements look like, without a step of any shuffle.
+    #: Computes one element to find the spec, without advancing any shuffle.
     example: Callable[[], Any]
     table: Any = None
     options: Options | None = None
@@ -106,7 +106,7 @@ class OptionalElement(Closed):
     def get_value(self) -> Any:
         """The element; ``InvalidArgumentError`` where there is none."""
         if self._element is END:
-            raise InvalidArgumentError("the data set has ended; ask has_value() first")
+            raise InvalidArgumentError("the data set has ended; check has_value() first")
         return self._element
 
 

@@ -16,8 +16,8 @@ __all__ = ["cardinality_of", "checked", "elements_of", "first_of"]
 
 
 def checked(dataset: Any) -> Any:
-    """``dataset``, if it is one: something to iterate again and again that yields nests of arrays. Raises
-    NotADatasetError, which says what to do instead."""
+    """``dataset``, if it can be iterated repeatedly and yields nests of arrays. Otherwise raises NotADatasetError,
+    which names the remedy."""
     if isinstance(dataset, Dataset):
         return dataset
     if is_hugging_face(dataset):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import optree
 
-from central_storage.core.tensor import Tensor, as_tensor
+from central_storage.core.tensors.tensor import Tensor, as_tensor
 from central_storage.core.values import PerReplica, convert_to_tensor
 from cs_proto.arrays import INLINE_NBYTES
 from cs_proto.errors import (

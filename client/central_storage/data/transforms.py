@@ -120,7 +120,7 @@ class Cached:
     source: Stream
     #: Empty until then; afterwards it holds the one tuple of all items.
     kept: list[tuple[Any, ...]] = field(default_factory=list)
-    #: The remembered orders of the shuffles behind this stage; before the first whole iteration, those to use in it.
+    #: The orders of the shuffles before this stage, as remembered; before the first whole iteration, the orders for it.
     orders: dict[Shuffled, Order] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Any]:
@@ -249,7 +249,7 @@ class Numbered:
 
 @frozen(eq=False)
 class Stacked:
-    """``size`` elements at a time, stacked one by one: the batch of whatever elements."""
+    """``size`` elements at a time, stacked one by one: the batch of any elements."""
 
     source: Stream
     size: int

@@ -1,1 +1,1 @@
-"""Logging, error reports, the inventory of GPUs."""
+"""Logging, error reports, tracebacks, the inventory of GPUs."""

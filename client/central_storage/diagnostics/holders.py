@@ -1,7 +1,7 @@
-"""What holds an object: the names by which the user's code still reaches it.
+"""The names by which the user's code still reaches an object, and so keeps it alive.
 
-Python says that an object lives, and not why. In a notebook the reasons are names of earlier cells, what IPython keeps
-of results (``Out``), and the frames of the last exception.
+In a notebook these are names of earlier cells, the results that IPython keeps (``Out``), and the frames of the last
+exception.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 
 __all__ = ["holders"]
 
-# The search ends after so many objects: a large heap must not hold up the training.
+# The search ends after this many objects, so that a large heap does not delay the training.
 _MOST_OBJECTS = 200_000
-# Values of these types refer to nothing that the user holds, or to every module.
+# Values of these types are not searched: they refer to nothing that the user holds, or to every module.
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, CodeType)
-# What IPython adds to the names of a notebook. ``_``, ``__``, ``_3`` are in ``Out`` as well.
+# Names that IPython adds to those of a notebook. The results ``_``, ``__`` and ``_3`` are in ``Out`` as well.
 _SHELL = frozenset({"In", "get_ipython", "exit", "quit", "open", "_ih", "_oh", "_dh", "_", "__", "___"})
 
 
 def holders(target: object, namespace: Mapping[str, Any]) -> list[str]:
-    """The names in ``namespace`` from which ``target`` is reached, and what the interpreter keeps of exceptions.
+    """The names in ``namespace`` from which ``target`` is reached, and the last exception if its traceback reaches it.
 
     >>> held = object()
     >>> holders(held, {"model": {"layer": [held]}, "other": 1, "Out": {3: held}})
@@ -46,13 +46,15 @@ def _named(namespace: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 class _Search:
-    """Looks for one object. What did not lead to it is not looked at again. Another object of its class, which has the
-    same parts, leads nowhere, and neither does the whole namespace."""
+    """Searches for one object. An object that was searched in vain is not searched again. The search does not enter
+    other objects of the target's class, since they share its parts, and not the namespace as a whole."""
 
     def __init__(self, target: object, namespace: Mapping[str, Any]) -> None:
         self._target = target
-        shell = getattr(namespace.get("get_ipython"), "__self__", None)  # frames of IPython refer to it, and it to all
-        # With the object, so that its id() stays its own.
+        shell = getattr(
+            namespace.get("get_ipython"), "__self__", None
+        )  # IPython's frames refer to it, and it refers to everything
+        # The object is kept so that its id() stays unique.
         self._seen: dict[int, object] = {id(each): each for each in (namespace, shell)}
         self._leaves = (*_LEAVES, type(target)) if type(target) is not object else _LEAVES
 
@@ -71,7 +73,7 @@ class _Search:
 
 
 def _parts(value: Any) -> Iterable[object]:
-    """What ``value`` refers to, without the globals of functions: by these every name would reach every other one."""
+    """The objects that ``value`` refers to, without the globals of functions, which would connect all names."""
     if isinstance(value, FunctionType):
         return [value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value)]
     if isinstance(value, TracebackType):

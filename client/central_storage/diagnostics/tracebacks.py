@@ -1,8 +1,8 @@
-"""Tracebacks of the user's own frames: this project's frames are left out of an exception that leaves it.
+"""Tracebacks that show the user's own frames: an exception that leaves this project loses the project's frames.
 
-A user looks for a line of their own. Frames of this project between it and the error help only its maintainers, and
-in a notebook they keep what they refer to alive until the next exception. ``CS_TRACEBACK=full`` keeps them. They also
-stay where something happened to this project's own code that it does not foresee.
+Users look for a line of their own. The project's frames help only its maintainers, and in a notebook they keep objects
+alive until the next exception. ``CS_TRACEBACK=full`` keeps the frames. They also stay if the exception shows a mistake
+in the project's own code.
 """
 
 from __future__ import annotations
@@ -13,25 +13,26 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, TypeVar
+
+from .callers import is_ours, root_package
 
 __all__ = ["ENVIRONMENT", "shorten", "shortened"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: The variable that keeps all frames, where it is ``full``.
+#: The environment variable that keeps all frames if it is ``full``.
 ENVIRONMENT = "CS_TRACEBACK"
-_OURS = frozenset({"central_storage", "cs_proto", "cs_runtime", "cs_server", "cs_worker"})
 _RAISE = dis.opmap["RAISE_VARARGS"]
-# In these, NumPy refuses what a user asks of a value.
+# In these methods, NumPy refuses an operation of the user.
 _ON_VALUES = frozenset({"__array__", "__array_ufunc__", "__array_function__", "__getitem__"})
-# What the surroundings raise in calls of this project, which lets it pass.
+# Errors of the operating system, which this project lets pass.
 _OF_OTHERS = (OSError, MemoryError)
 
 
 def shortened(function: F) -> F:
-    """``function``, whose exceptions show no frame of this project.
+    """``function``, with exceptions that show no frame of this project.
 
     >>> from central_storage import nest
     >>> import traceback
@@ -65,8 +66,8 @@ def shortened(function: F) -> F:
 
 
 def _leaving(error: BaseException) -> None:
-    """Shorten ``error`` where the caller of the wrapper that calls this is not this project."""
-    if not _is_ours(sys._getframe(2)):  # noqa: SLF001  (the one way to a caller)
+    """Shorten ``error`` if the wrapper that calls this was called from outside this project."""
+    if not is_ours(sys._getframe(2)):  # noqa: SLF001  (the one way to a caller)
         shorten(error)
 
 
@@ -88,12 +89,12 @@ def shorten(error: BaseException) -> BaseException:
 
 
 def _is_unforeseen(error: BaseException) -> bool:
-    """Whether it is neither raised on purpose nor passed on, but happened to a line of this project."""
+    """Whether the error shows a mistake in this project: a line of it failed and did not raise or pass on an error."""
     entries = _entries(error.__traceback__)
-    if not entries or not _is_ours(entries[-1].tb_frame) or not isinstance(error, Exception):
+    if not entries or not is_ours(entries[-1].tb_frame) or not isinstance(error, Exception):
         return False
     innermost = entries[-1]
-    if isinstance(error, AssertionError):
+    if type(error) is AssertionError:  # of an assert statement, which raises it, too; a class of ours is on purpose
         return True
     code = innermost.tb_frame.f_code
     is_raised = code.co_code[innermost.tb_lasti] == _RAISE
@@ -103,11 +104,11 @@ def _is_unforeseen(error: BaseException) -> bool:
 def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
     """Also without the frames of the standard library between two of ours."""
     entries = _entries(traceback)
-    ours = [place for place, entry in enumerate(entries) if _is_ours(entry.tb_frame)]
+    ours = [place for place, entry in enumerate(entries) if is_ours(entry.tb_frame)]
     kept: TracebackType | None = None
     for place, entry in reversed(list(enumerate(entries))):
         is_between = ours and ours[0] < place < ours[-1]
-        if not (place in ours or (is_between and _root(entry.tb_frame) in sys.stdlib_module_names)):
+        if not (place in ours or (is_between and root_package(entry.tb_frame) in sys.stdlib_module_names)):
             kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return kept
 
@@ -120,13 +121,3 @@ def _entries(traceback: TracebackType | None) -> list[TracebackType]:
             entry = entry.tb_next
 
     return list(entries())
-
-
-def _is_ours(frame: FrameType) -> bool:
-    """An example in a docstring has the globals of its module, and is a user's code all the same."""
-    return _root(frame) in _OURS and not frame.f_code.co_filename.startswith("<doctest")
-
-
-def _root(frame: FrameType) -> str:
-    """The package of the frame's module."""
-    return str(frame.f_globals.get("__name__")).partition(".")[0]

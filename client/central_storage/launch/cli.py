@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import NoReturn
 
-from central_storage.core import devices
+from central_storage.core.devices import device_names
 from central_storage.core.recovery_options import Recovery
 from central_storage.diagnostics.doctor import report
 from central_storage.diagnostics.error_report import ENVIRONMENT, Failure, Kind, write
@@ -129,8 +129,8 @@ def _failed(kind: Kind, error: Exception, code: int, error_path: str | None) -> 
 def _launch(options: argparse.Namespace) -> int:
     arguments = _script_arguments(options)
     here = machine()
-    compute = devices.compute_devices(options.devices, core_count())
-    parameters = devices.parameter_device(options.parameter_device, compute)
+    compute = device_names.compute_devices(options.devices, core_count())
+    parameters = device_names.parameter_device(options.parameter_device, compute)
     named = ",".join(compute) if options.devices else None, parameters if options.parameter_device else None
     run_directory = RunDirectory(options.run_directory, keep=options.keep_run_directory)
     try:
@@ -140,8 +140,8 @@ def _launch(options: argparse.Namespace) -> int:
             if choice is None:
                 chosen, owner = compute, parameters
             else:
-                chosen = devices.compute_devices(choice.devices, core_count())
-                owner = devices.parameter_device(choice.parameter_device, chosen)
+                chosen = device_names.compute_devices(choice.devices, core_count())
+                owner = device_names.parameter_device(choice.parameter_device, chosen)
             require_cupy([*chosen, owner])
             _warn([*chosen, owner], here)
             commands = _commands(Options(tuple(chosen), owner, run_directory.path, _recovery(options)), here)
@@ -171,7 +171,7 @@ def _launch(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    parameters = devices.parameter_device(options.parameter_device, ["cpu:0"])
+    parameters = device_names.parameter_device(options.parameter_device, ["cpu:0"])
     require_cupy([parameters])
     here = machine()
     # If the memory outlives this process, the next one may take up the run.
@@ -235,7 +235,7 @@ def _goes_on(directory: str, begun: RunFile) -> bool:
 def _join(options: argparse.Namespace) -> int:
     run_directory = options.run_directory or _address()
     is_any = options.devices is None or options.devices.strip().lower() == "auto"
-    chosen = devices.compute_devices(options.devices, 1)
+    chosen = device_names.compute_devices(options.devices, 1)
     if len(chosen) > 1:
         raise ConfigurationError(
             f"--join runs one worker, but --devices names {len(chosen)} devices: {', '.join(chosen)}; give "
@@ -316,7 +316,7 @@ def _commands(plan: Options, here: Machine) -> list[Command]:
 
 def _standbys(run_directory: str) -> list[Command]:
     """As many as ``auto`` would start."""
-    workers = len(devices.compute_devices("auto", core_count()))
+    workers = len(device_names.compute_devices("auto", core_count()))
     return standby_commands(
         workers, run_directory, os.environ, python=sys.executable, python_path=python_path(os.environ)
     )

@@ -1,6 +1,6 @@
-"""Metrics: running totals whose state lies in variables, fed in replicas and read anywhere.
+"""Metrics: running totals in variables, which replicas update and every process can read.
 
-Each replica adds its own totals, so a mean is that of all examples however unevenly they were shared out.
+Each replica adds its own totals, so a mean is that of all examples, even if the replicas have unequal shares.
 """
 
 from typing import TYPE_CHECKING

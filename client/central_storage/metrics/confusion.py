@@ -333,7 +333,7 @@ def _above(metric: AUC | _AboveThresholds, predictions: np.ndarray, weights: np.
     """The weight of the predictions above each threshold of the metric, in float64."""
     thresholds = np.array(metric.thresholds, metric.dtype)
     order = np.argsort(thresholds, kind="stable")
-    # A prediction lies above as many thresholds as there are smaller ones.
+    # The number of thresholds below each prediction.
     passed = np.searchsorted(thresholds[order], predictions.ravel(), side="left")
     sums = np.bincount(passed, weights.ravel().astype(np.float64), minlength=len(order) + 1)
     above = np.empty(len(order))

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from central_storage.core.composites import Composite
-from central_storage.core.tensor import tensors_in
-from central_storage.core.values import VariableAggregation, convert_to_tensor
+from central_storage.core.tensors.tensor import tensors_in
+from central_storage.core.values import VariableAggregation, VariableSynchronization, convert_to_tensor
 from central_storage.nn import fit_weights
 from central_storage.variables.variable import Variable
 from cs_proto.errors import ContextError, InvalidArgumentError
@@ -83,18 +83,41 @@ class Metric(Composite):
         """The state, in the order in which it was made."""
         return [part for part in vars(self).values() if isinstance(part, Variable)]
 
-    def add_weight(self, name: str, shape: tuple[int, ...] = ()) -> Variable:
-        """A variable for the state, zero at first, which sums the values that replicas add. Keep it as an attribute.
+    def add_weight(
+        self,
+        name: str,
+        shape: int | Iterable[int] = (),
+        aggregation: VariableAggregation = VariableAggregation.SUM,
+        synchronization: VariableSynchronization = VariableSynchronization.ON_READ,
+        initializer: str | Callable[..., Any] | None = None,
+        dtype: Any = None,
+    ) -> Variable:
+        """A variable for the state, which sums the arrays that replicas add. Keep it as an attribute.
 
         Args:
             name: Its name, which follows the metric's name and a slash.
             shape: Its shape.
+            aggregation: How the values that replicas assign in a step become one.
+            synchronization: Accepted; it changes nothing.
+            initializer: The value before the first update: "zeros", as None, "ones", or a function of the shape and
+                ``dtype``. :meth:`reset_state` always sets zeros.
+            dtype: The dtype; None for the metric's.
 
         Raises:
+            InvalidArgumentError: ``initializer`` is none of these (a ValueError).
             MemoryPlanError: The memory does not suffice.
         """
-        zeros = np.zeros(shape, self.dtype)
-        return Variable(zeros, trainable=False, name=f"{self.name}/{name}", aggregation=VariableAggregation.SUM)
+        known: dict[Any, Callable[..., Any]] = {None: np.zeros, "zeros": np.zeros, "ones": np.ones}
+        make = initializer if callable(initializer) else known.get(initializer)
+        if make is None:
+            raise InvalidArgumentError(
+                f'metric {self.name}: initializer must be "zeros", "ones" or a function of the shape and dtype, such '
+                f"as np.ones, not {initializer!r:.80}"
+            )
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        dtype = np.dtype(dtype or self.dtype)
+        value = np.asarray(make(shape, dtype=dtype))
+        return Variable(value, False, f"{self.name}/{name}", dtype, shape, aggregation=aggregation)
 
     def update_state(self, *args: Any, **kwargs: Any) -> None:
         """Add examples to the state.

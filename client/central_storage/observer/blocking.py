@@ -18,7 +18,7 @@ from typing import Any, Generic, Self, TypeVar
 import numpy as np
 import zmq
 
-from central_storage.core.closed import Closed
+from central_storage.core.public_objects import Closed
 from cs_proto import messages
 from cs_proto.arrays import frame_view
 from cs_proto.codec import BULK_LIMITS, decode, encode

@@ -17,6 +17,7 @@ from central_storage.core.context import (
     get_strategy,
     has_strategy,
 )
+from central_storage.core.tensors.tensor import as_tensor
 from central_storage.core.values import IndexedSlices, convert_to_tensor
 from central_storage.variables.variable import Variable
 from cs_proto.errors import ContextError, InvalidArgumentError
@@ -102,11 +103,10 @@ class GradientAccumulator(Composite):
         """The sums so far, read-only: in a replica its own, elsewhere those of all replicas together. None where every
         gradient was None."""
         if current_replica(self._strategy) is not None:
-            return list(self._here()[1])
+            return list(map(as_tensor, self._here()[1]))
         self._find()
-        return [
-            None if kept is None else kept.numpy().sum(axis=0) for kept in map(self._kept.get, range(self._count(0)))
-        ]
+        kept = map(self._kept.get, range(self._count(0)))
+        return [None if each is None else as_tensor(each.numpy().sum(axis=0)) for each in kept]
 
     def __call__(self, gradients: Iterable[Any]) -> None:
         """Add the gradients of one batch.
@@ -145,7 +145,7 @@ class GradientAccumulator(Composite):
         self._write(steps + 1, [_sum(*pair) for pair in zip(totals, given, strict=True)])
 
     def reset(self) -> None:
-        """Begin anew: in a replica its own sums, elsewhere those of all replicas."""
+        """Set the sums to zero: in a replica its own sums, elsewhere those of all replicas."""
         if current_replica(self._strategy) is not None:
             module = get_array_module()
             self._write(0, [None if total is None else module.zeros_like(total) for total in self._here()[1]])
@@ -155,7 +155,7 @@ class GradientAccumulator(Composite):
             kept.assign(kept.numpy() * [0, 1] if position < 0 else np.zeros(kept.shape, kept.dtype))
 
     def adopt(self, strategy: Strategy) -> None:
-        """Become an accumulator of ``strategy``. Raises ContextError (a RuntimeError) where it is another's."""
+        """Become an accumulator of ``strategy``. Raises ContextError (a RuntimeError) if it belongs to another."""
         if self._strategy is None:
             self._strategy = strategy
             self._name = strategy.claim(self, self._name)

@@ -1,4 +1,4 @@
-"""Rates that adapt to what each element's gradients have been: Adagrad and Adadelta."""
+"""Optimizers whose rate for each element follows its earlier gradients: Adagrad and Adadelta."""
 
 from __future__ import annotations
 

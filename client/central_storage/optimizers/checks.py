@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from central_storage.core.context import get_array_module
-from central_storage.core.live_number import LiveNumber
+from central_storage.core.tensors.live_number import LiveNumber
 from central_storage.core.values import IndexedSlices, convert_to_tensor
 from central_storage.variables.variable import Variable
 from cs_proto.arithmetic.optimizers import is_flag
@@ -17,7 +17,7 @@ __all__ = ["as_number", "fitting", "fitting_rows"]
 
 
 def as_number(kind: str, key: str, value: object) -> float:
-    """A hyperparameter as a number, whatever kind of number it is. Its range is checked with all the others."""
+    """A hyperparameter as a Python number, from any type of number. Its range is checked later, with all the others."""
     if isinstance(value, LiveNumber):
         value = value.assigned
     if isinstance(value, (np.number, np.bool_)) or (isinstance(value, np.ndarray) and value.ndim == 0):
@@ -68,7 +68,7 @@ def fitting_rows(gradient: IndexedSlices, variable: Variable) -> tuple[np.ndarra
 
 
 def _array(value: Any) -> Any:
-    """``value`` as an array, in a replica on a GPU where it is: the worker brings it to the server without waiting."""
+    """``value`` as an array. An array on a replica's GPU stays there: the worker copies it without waiting."""
     if hasattr(value, "__cuda_array_interface__") and get_array_module() is not np:
         return get_array_module().asarray(value)
     return convert_to_tensor(value)

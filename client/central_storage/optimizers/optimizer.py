@@ -11,10 +11,9 @@ import numpy as np
 
 from central_storage.core.backends import service_of
 from central_storage.core.context import current_replica, get_replica_context, get_strategy, has_strategy
-from central_storage.core.deprecated import warn_deprecated
-from central_storage.core.live_number import LiveNumber
+from central_storage.core.tensors.live_number import LiveNumber
 from central_storage.core.values import IndexedSlices
-from central_storage.diagnostics.callers import call_site, warn
+from central_storage.diagnostics.callers import call_site, warn, warn_deprecated
 from central_storage.variables.constraints import constraints_after
 from central_storage.variables.variable import Variable
 from cs_proto.arithmetic.optimizers import CLIPS, SLOTS, check_change, check_exempt, is_flag, rule_of
@@ -33,12 +32,13 @@ LearningRate: TypeAlias = float | Schedule | Callable[..., float]
 
 
 class Shared(TypedDict, total=False):
-    """What every optimizer takes beside its own, by keyword.
+    """The keywords that every optimizer takes in addition to its own.
 
     ``clipvalue`` bounds every element of the summed gradient, ``clipnorm`` the norm of each variable's and
-    ``global_clipnorm`` that of all together; values first. ``decay`` divides the learning rate by ``1 + decay ·
-    iterations``. ``lr`` is TensorFlow's older name of ``learning_rate``. ``lazy``, ours, leaves alone the rows that a
-    sparse gradient does not name, which TensorFlow's Adam, RMSprop and Nadam move too.
+    ``global_clipnorm`` the norm of all together; values are clipped first. ``decay`` divides the learning rate by
+    ``1 + decay · iterations``. ``lr`` is TensorFlow's older name of ``learning_rate``. ``lazy``, which TensorFlow does
+    not have, leaves the rows unchanged that a sparse gradient does not name; TensorFlow's Adam, RMSprop and Nadam
+    change these, too.
     """
 
     clipnorm: float | None
@@ -154,7 +154,7 @@ class Optimizer(Weights):
         return self
 
     def adopt(self, strategy: Strategy) -> None:
-        """Become an optimizer of ``strategy``. Raises ContextError (a RuntimeError) where it belongs to another."""
+        """Become an optimizer of ``strategy``. Raises ContextError (a RuntimeError) if it belongs to another."""
         if self._strategy is strategy:
             return
         if self._strategy is not None:
@@ -192,7 +192,7 @@ class Optimizer(Weights):
         before, self._rate = self._rate, value if callable(value) else None
         try:
             self._set({"learning_rate": self._rate_at(self._count()) if callable(value) else value})
-        except BaseException:  # Ctrl-C, too: what the server was not told does not hold
+        except BaseException:  # Ctrl-C, too: a number that the server does not have is not kept
             self._rate = before
             raise
 
@@ -207,10 +207,10 @@ class Optimizer(Weights):
 
     @property
     def iterations(self) -> LiveNumber:
-        """How many apply_gradients have been committed; one a call, whatever the number of replicas.
+        """The number of committed calls of apply_gradients. A call counts once, however many replicas make it.
 
-        It follows the optimizer, wherever it is kept: ``int(optimizer.iterations)`` is the count of this moment.
-        Assignable in the client (a checkpoint does it): the next update counts from there.
+        The object follows the optimizer; ``int(optimizer.iterations)`` is the present count. It can be assigned in the
+        script, as a checkpoint does; the next update counts from there.
         """
         return LiveNumber(self, "iterations")
 
@@ -237,12 +237,11 @@ class Optimizer(Weights):
 
     @property
     def slot_names(self) -> list[str]:
-        """The names of what the rule keeps beside every variable."""
+        """The names of the rule's slots."""
         return list(SLOTS[self._rule])
 
     def slots(self) -> list[tuple[Variable, str]]:
-        """The variable and the name of each slot that there is by now, in the order in which the variables were
-        made."""
+        """The variable and the name of each slot that has been made, in the order in which the variables were made."""
         if self._strategy is None:
             return list(self._kept)
         numbers = set(self._controller.slotted(self._number))
@@ -250,7 +249,7 @@ class Optimizer(Weights):
         return [(variable, slot) for variable in slotted for slot in self.slot_names]
 
     def get_slot(self, var: Variable, slot_name: str) -> Slot:
-        """The array that the rule keeps beside a variable. It is made now if no update has made it yet.
+        """The slot of a variable. It is made now if no update has made it yet.
 
         Args:
             var: A variable of the optimizer's strategy.
@@ -442,8 +441,8 @@ class Optimizer(Weights):
     def _applied_in_place(
         self, backend: ReplicaBackend, gradients: Sequence[Any], variables: Sequence[Variable]
     ) -> bool:
-        """Whether the gradients are just what ``gradient_buffers`` gave for these variables, and are applied: neither
-        needs a look one by one then."""
+        """Apply the gradients if they are exactly the buffers that ``gradient_buffers`` returned for these variables:
+        then nothing has to be checked one by one. Return whether they were."""
         assert self._strategy is not None
         found = self._strategy.variable_sets.find(variables)
         if found is None or not found.is_free:
@@ -465,7 +464,7 @@ class Optimizer(Weights):
         rate: Any = self._rate
         assert rate is not None
         if isinstance(rate, Schedule):
-            return rate(step)
+            return float(rate(step))
         value = rate() if _takes_nothing(rate) else rate(step)
         try:
             return float(value)

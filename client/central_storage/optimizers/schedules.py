@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
-from central_storage.core.closed import Closed
+import numpy as np
+
+from central_storage.core.public_objects import Closed
+from central_storage.core.tensors.tensor import as_tensor
 from cs_proto.arithmetic.schedules import FIELDS, Kind, rate
 from cs_proto.arithmetic.schedules import Schedule as ScheduleRecord
 from cs_proto.errors import InvalidArgumentError, LocalProtocolError
@@ -36,7 +39,7 @@ class LearningRateSchedule(Closed):
         0.125
     """
 
-    def __call__(self, step: Any) -> float:
+    def __call__(self, step: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} must define __call__(step), which returns the learning rate")
 
 
@@ -57,12 +60,12 @@ class Schedule(LearningRateSchedule):
             detail = str(error).removeprefix("Schedule: ")
             raise InvalidArgumentError(f"{self.kind}: {detail}") from error
 
-    def __call__(self, step: Any) -> float:
-        """The learning rate of the update before which ``step`` have been made."""
-        return rate(self.kind, self._record.numbers, float(step))
+    def __call__(self, step: Any) -> Any:
+        """The learning rate of the update before which ``step`` have been made, a float64 without axes."""
+        return as_tensor(np.float64(rate(self.kind, self._record.numbers, float(step))))
 
     def record(self) -> ScheduleRecord:
-        """The schedule as the server is told."""
+        """The schedule as a record for the server."""
         return self._record
 
     def get_config(self) -> dict[str, Any]:
@@ -88,7 +91,7 @@ class Schedule(LearningRateSchedule):
         Examples:
             >>> import central_storage as cs
             >>> config = {"boundaries": [10], "values": [0.1, 0.01]}
-            >>> cs.optimizers.schedules.PiecewiseConstantDecay.from_config(config)(11)
+            >>> cs.optimizers.schedules.PiecewiseConstantDecay.from_config(config)(11).item()
             0.01
         """
         return cls(**config)
@@ -121,7 +124,7 @@ class ExponentialDecay(Schedule):
 
     Examples:
         >>> import central_storage as cs
-        >>> cs.optimizers.schedules.ExponentialDecay(1.0, decay_steps=10, decay_rate=0.5)(20)
+        >>> float(cs.optimizers.schedules.ExponentialDecay(1.0, decay_steps=10, decay_rate=0.5)(20))
         0.25
     """
 
@@ -158,7 +161,7 @@ class PiecewiseConstantDecay(Schedule):
     Examples:
         >>> import central_storage as cs
         >>> rate = cs.optimizers.schedules.PiecewiseConstantDecay([10], [0.1, 0.01])
-        >>> rate(10), rate(11)
+        >>> float(rate(10)), float(rate(11))
         (0.1, 0.01)
     """
 
@@ -194,7 +197,7 @@ class CosineDecay(Schedule):
     Examples:
         >>> import central_storage as cs
         >>> rate = cs.optimizers.schedules.CosineDecay(1.0, decay_steps=100, alpha=0.1)
-        >>> rate(0), round(rate(100), 6)
+        >>> float(rate(0)), round(float(rate(100)), 6)
         (1.0, 0.1)
     """
 
@@ -242,7 +245,7 @@ class PolynomialDecay(Schedule):
 
     Examples:
         >>> import central_storage as cs
-        >>> cs.optimizers.schedules.PolynomialDecay(1.0, decay_steps=10, end_learning_rate=0.0)(5)
+        >>> float(cs.optimizers.schedules.PolynomialDecay(1.0, decay_steps=10, end_learning_rate=0.0)(5))
         0.5
     """
 
@@ -282,7 +285,7 @@ class InverseTimeDecay(Schedule):
 
     Examples:
         >>> import central_storage as cs
-        >>> cs.optimizers.schedules.InverseTimeDecay(1.0, decay_steps=10, decay_rate=0.5)(20)
+        >>> float(cs.optimizers.schedules.InverseTimeDecay(1.0, decay_steps=10, decay_rate=0.5)(20))
         0.5
     """
 
@@ -325,8 +328,8 @@ class CosineDecayRestarts(Schedule):
     Examples:
         >>> import central_storage as cs
         >>> rate = cs.optimizers.schedules.CosineDecayRestarts(1.0, first_decay_steps=10, m_mul=0.5)
-        >>> rate(0), rate(5), rate(10), rate(20)
-        (1.0, 0.5, 0.5, 0.25)
+        >>> [float(rate(step)) for step in (0, 5, 10, 20)]
+        [1.0, 0.5, 0.5, 0.25]
     """
 
     kind = "CosineDecayRestarts"

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from central_storage.core.backends import service_of
-from central_storage.core.closed import Closed
 from central_storage.core.context import current_replica
-from central_storage.core.faces import presented
 from central_storage.core.handles import Handle, handle_id
+from central_storage.core.public_objects import Closed, presented
+from central_storage.core.tensors.tensor import as_tensor
 from central_storage.variables.variable import Variable
 from cs_proto.errors import ContextError, InvalidArgumentError
 
@@ -48,13 +48,16 @@ class Slot(Closed, np.lib.mixins.NDArrayOperatorsMixin):
         """The variable's dtype."""
         return self._variable.dtype
 
-    def value(self) -> np.ndarray:
-        """A copy of the current value; in a replica, with this replica's own updates."""
-        backend = current_replica(self._strategy) or self._controller
-        return backend.slot(self._optimizer, self._variable.number, self._slot)
+    def value(self) -> Any:
+        """A copy of the current value as a tensor; in a replica, with this replica's own updates."""
+        return as_tensor(self.numpy())
 
     read_value = value
-    numpy = value
+
+    def numpy(self) -> np.ndarray:
+        """As :meth:`value`, a plain array."""
+        backend = current_replica(self._strategy) or self._controller
+        return backend.slot(self._optimizer, self._variable.number, self._slot)
 
     def assign(self, value: Any) -> Slot:
         """Set it. Only in the client, between runs (a checkpoint does it), or in a merge function.
@@ -78,11 +81,11 @@ class Slot(Closed, np.lib.mixins.NDArrayOperatorsMixin):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """A copy."""
-        return np.asarray(self.value(), dtype)
+        return np.asarray(self.numpy(), dtype)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """NumPy's operators and ufuncs act on the value."""
-        return getattr(ufunc, method)(*[x.value() if isinstance(x, Slot) else x for x in inputs], **kwargs)
+        return getattr(ufunc, method)(*[x.numpy() if isinstance(x, Slot) else x for x in inputs], **kwargs)
 
     __hash__ = object.__hash__  # the operators compare values
 

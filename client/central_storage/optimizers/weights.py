@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import numpy as np
 
 from central_storage.core.handles import Handle
-from central_storage.core.live_number import LiveNumber
+from central_storage.core.tensors.live_number import LiveNumber
 from central_storage.variables.variable import Variable
 from cs_proto.errors import InvalidArgumentError
 
@@ -44,21 +44,21 @@ class Weights(Handle):
 
     @property
     def slot_names(self) -> list[str]:
-        """The names of what the rule keeps beside every variable."""
+        """The names of the rule's slots."""
         raise NotImplementedError
 
     def slots(self) -> list[tuple[Variable, str]]:
-        """The variable and the name of each slot that there is by now."""
+        """The variable and the name of each slot that has been made."""
         raise NotImplementedError
 
     def get_slot(self, var: Variable, slot_name: str) -> Slot:
-        """The array that the rule keeps beside a variable."""
+        """The slot of a variable."""
         raise NotImplementedError
 
     @property
     def weights(self) -> list[Any]:
-        """``iterations``, then the slots that there are by now: all of the first name in the order in which their
-        variables were made, then all of the next. The names are those of :attr:`slot_names`."""
+        """``iterations``, then the slots that have been made: those of the first name, in the order in which their
+        variables were made, then those of the next. The names are those of :attr:`slot_names`."""
         slots = [] if self.strategy is None else self.slots()
         slots.sort(key=lambda slot: self.slot_names.index(slot[1]))
         return _List([self.iterations, *(self.get_slot(variable, name) for variable, name in slots)])
@@ -127,7 +127,7 @@ class Weights(Handle):
         return self.slot_names
 
     def build(self, var_list: Iterable[Variable]) -> None:
-        """Make the slots beside these variables now, which the first ``apply_gradients`` does otherwise.
+        """Make the slots of these variables now, and not in the first ``apply_gradients``.
 
         Args:
             var_list: Variables of the optimizer's strategy.
@@ -192,6 +192,6 @@ class Weights(Handle):
 
     def _refuse(self, what: str) -> NoReturn:
         raise NotImplementedError(
-            f"{self.name}.{what} needs a gradient tape, which there is not: compute the gradients in the replica "
+            f"{self.name}.{what} needs a gradient tape, and there is none: compute the gradients in the replica "
             "function, by hand or with torch or JAX, and call optimizer.apply_gradients(zip(gradients, variables))"
         )

@@ -1,7 +1,7 @@
-"""What a frozen function captures by name, and whether a name stands for something else now.
+"""The objects that a frozen function captures by name, and whether a name has been given another object since.
 
-A notebook's cell that is run again gives its names new variables, models and functions. A function that was frozen
-before would go on with the old ones, and train what nobody looks at. Numbers and arrays stay as they were frozen.
+When a notebook's cell runs again, its names get new variables, models and functions. A function that was frozen before
+would continue to train the old ones unnoticed. Numbers and arrays stay as they were frozen.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .code_analysis import is_users, reads_of
 
 __all__ = ["Captures"]
 
-# A value is searched for variables in so many of its parts.
+# At most this many parts of a value are searched for variables.
 _MOST_PARTS = 10_000
 _LEAVES = (str, bytes, int, float, complex, type(None), type, ModuleType, CodeType, FunctionType)
 
 
 class Captures:
-    """The variables, optimizers, objects of these, and functions that a function reads by name, directly or by the
-    user's functions that it calls."""
+    """The names by which a function reads variables, optimizers, objects that hold these, and functions. The user's
+    functions that it calls are searched, too."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._names: list[_Name] = []
@@ -47,12 +47,12 @@ class Captures:
                     self._names.append(_Name(home, name, value, handle))
 
     def hold(self) -> bool:
-        """Whether every name stands for what it stood for."""
+        """Whether every name still refers to the same object."""
         return all(each.holds() for each in self._names)
 
 
 class _Name:
-    """A name, and what it stood for. What that is is not kept alive."""
+    """A name and the object that it referred to. The object is not kept alive."""
 
     def __init__(self, home: dict[str, Any] | CellType, name: str, value: Any, handle: object) -> None:
         self._home = home
@@ -70,7 +70,7 @@ class _Name:
             return value is self._value()
         if id(value) != self._id:
             return False
-        # Another one may lie where the old one was. The old one itself may have been changed, which changes nothing.
+        # A new object may have the id of the old one. Then the old handle has gone, and the new object has another.
         return self._handle() is not None or _handle_in(value) is None
 
 
@@ -93,7 +93,7 @@ def _value_of(home: dict[str, Any] | CellType, name: str) -> Any:
 
 
 def _handle_in(value: object) -> object | None:
-    """A variable, optimizer or the like in ``value``; None where none is found."""
+    """A variable, optimizer or composite in ``value``; None if there is none."""
     seen, left = set[int](), [value]
     while left and len(seen) < _MOST_PARTS:
         each = left.pop()

@@ -27,7 +27,7 @@ from cloudpickle import cloudpickle as by_value
 
 from central_storage.core.composites import Composite
 from central_storage.core.handles import Handle
-from central_storage.core.tensor import Tensor
+from central_storage.core.tensors.tensor import Tensor
 from central_storage.data.distributed import DistributedDataset, DistributedFromFunction, DistributedIterator, elsewhere
 from cs_proto.arrays import INLINE_NBYTES
 from cs_proto.errors import CentralStorageError, ShippingError, ShutdownError

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from central_storage.core.tensor import Tensor
+from central_storage.core.tensors.tensor import Tensor
 
 __all__ = [
     "Empty",
@@ -181,7 +181,7 @@ def class_named(origin: str) -> type | None:
 
 def array_over(buffer: Any, dtype: Any, shape: tuple[int, ...], order: Literal["C", "F"]) -> Tensor:
     """The read-only array over ``buffer``."""
-    array: Tensor = Tensor(shape, dtype, buffer, order=order)
+    array: Tensor = np.ndarray.__new__(Tensor, shape, dtype, buffer, order=order)
     array.flags.writeable = False
     return array
 

@@ -13,7 +13,6 @@ from weakref import ref
 
 from central_storage.core import context
 from central_storage.core.backends import Carriage, ControllerBackend
-from central_storage.core.deprecated import warn_deprecated
 from central_storage.core.handles import Handle, weakly
 from central_storage.core.options import InputOptions, RunOptions, ValueContext
 from central_storage.core.values import ReduceOp, gather_values, local_results, reduce_values, regroup, select_replicas
@@ -26,6 +25,7 @@ from central_storage.data.distributed import (
     refuse_in_replica,
 )
 from central_storage.data.input_context import InputContext
+from central_storage.diagnostics.callers import warn_deprecated
 from central_storage.variables.variable import Variable
 from cs_proto.errors import ContextError
 
@@ -259,7 +259,7 @@ class StrategyBase(ReplicaDevices):
         with context.enter_cross_replica(self):
             self.evaluate_schedules()
             if series.has_failed:  # a step failed meanwhile; the iterator raises that step's error instead of this one
-                raise ContextError("a step before this one has failed")
+                raise ContextError("an earlier step has failed")
             series.send(fn, arguments)
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | tuple[int, ...] | None) -> Any:

@@ -15,10 +15,9 @@ import numpy as np
 from central_storage import nest
 from central_storage.core import context
 from central_storage.core.backends import Strategy
-from central_storage.core.closed import Closed
-from central_storage.core.deprecated import warn_deprecated
-from central_storage.core.devices import existing
-from central_storage.core.tensor import as_tensor
+from central_storage.core.devices.device_names import existing
+from central_storage.core.public_objects import Closed
+from central_storage.core.tensors.tensor import as_tensor, tensors_in
 from central_storage.core.values import (
     DistributedValues,
     IndexedSlices,
@@ -30,6 +29,7 @@ from central_storage.core.values import (
     reduce_values,
 )
 from central_storage.data.dataset import Dataset, numpy_dataset
+from central_storage.diagnostics.callers import warn_deprecated
 from central_storage.variables.variable import Variable
 from cs_proto.errors import ContextError, InvalidArgumentError
 
@@ -146,7 +146,7 @@ class StrategyExtended(Closed):
     ) -> Any:
         positional, keywords = nest.map_structure(_not_per_replica, (args, dict(kwargs or {})))
         with context.enter_cross_replica(self._strategy):
-            result = fn(*positional, **keywords)
+            result = tensors_in(fn(*positional, **keywords))
         return result if group else nest.map_structure(lambda leaf: (leaf,), result)
 
     # --- combining ----------------------------------------------------------------------------------------------

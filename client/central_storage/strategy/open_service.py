@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
-from central_storage.core import devices
+from central_storage.core.devices import device_names
 from central_storage.core.recovery_options import Recovery
 from central_storage.diagnostics.error_report import note_uncaught
 from central_storage.diagnostics.gpu_inventory import visible_gpus
@@ -38,7 +38,7 @@ _links: weakref.WeakSet[ServiceLink] = weakref.WeakSet()
 
 
 def open_service(
-    compute_devices: devices.Devices | None,
+    compute_devices: device_names.Devices | None,
     parameter_device: str | None,
     *,
     seed: int,
@@ -54,7 +54,7 @@ def open_service(
     Raises DeviceError for devices that do not exist, LaunchError if no service comes up.
     """
     configure_logging("script")
-    devices.refuse_text(compute_devices)
+    device_names.refuse_text(compute_devices)
     name_waits_after()  # a value that makes no sense is said before anything starts
     dump_stacks_on_signal()
     _note_uncaught()
@@ -88,7 +88,7 @@ def _is_launched() -> bool:
     return os.environ.get("CS_ROLE") == "script"
 
 
-def _chosen(compute_devices: devices.Devices | None, parameter_device: str | None) -> tuple[list[str], str]:
+def _chosen(compute_devices: device_names.Devices | None, parameter_device: str | None) -> tuple[list[str], str]:
     """The devices of the replicas and of the variables, in short form. The options of ``cs-launch`` come first, then
     what the script names, then ``CS_DEVICES`` and ``CS_PARAMETER_DEVICE``. Raises DeviceError where they cannot be
     used."""
@@ -99,13 +99,15 @@ def _chosen(compute_devices: devices.Devices | None, parameter_device: str | Non
         compute_devices = for_all
     if for_parameters and (parameter_device is None or _is_launched()):
         parameter_device = for_parameters
-    chosen = devices.compute_devices(compute_devices, core_count())
-    owner = devices.parameter_device(parameter_device, chosen)
+    chosen = device_names.compute_devices(compute_devices, core_count())
+    owner = device_names.parameter_device(parameter_device, chosen)
     require_cupy([*chosen, owner])
     return chosen, owner
 
 
-def _say_what_counts(link: ServiceLink, compute_devices: devices.Devices | None, parameter_device: str | None) -> None:
+def _say_what_counts(
+    link: ServiceLink, compute_devices: device_names.Devices | None, parameter_device: str | None
+) -> None:
     """Name what the script asked for and did not get."""
     ignored = []
     if compute_devices is not None and _written_out(compute_devices) != list(link.compute_devices):
@@ -120,18 +122,18 @@ def _say_what_counts(link: ServiceLink, compute_devices: devices.Devices | None,
         )
 
 
-def _written_out(named: devices.Devices) -> list[str]:
+def _written_out(named: device_names.Devices) -> list[str]:
     """The devices in short form, or nothing where they do not exist here."""
     from central_storage.launch.affinity import core_count
 
     with suppress(DeviceError):
-        return devices.compute_devices(named, core_count())
+        return device_names.compute_devices(named, core_count())
     return []
 
 
 def _attach(
     address: str,
-    compute_devices: devices.Devices | None,
+    compute_devices: device_names.Devices | None,
     parameter_device: str | None,
     seed: int,
     start_timeout: float,

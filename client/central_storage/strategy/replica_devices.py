@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from central_storage.core import context, logical_devices
-from central_storage.core.closed import Closed
+from central_storage.core import context
+from central_storage.core.devices import logical_devices
+from central_storage.core.public_objects import Closed
 from cs_proto.errors import ContextError
 
 __all__ = ["ReplicaDevices"]

@@ -13,10 +13,9 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from central_storage.core.closed import Closed
-from central_storage.core.faces import presented
 from central_storage.core.options import RunOptions
 from central_storage.core.pipeline import Arguments
+from central_storage.core.public_objects import Closed, presented
 from central_storage.core.values import regroup
 from central_storage.data.distributed import DistributedDataset, DistributedFromFunction, DistributedIterator
 from cs_proto.errors import InvalidArgumentError

@@ -11,17 +11,18 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 from weakref import WeakValueDictionary, finalize, ref
 
-from central_storage.core import context, devices, logical_devices, opening
+from central_storage.core import context, opening
 from central_storage.core.backends import Carriage, ControllerBackend, ReplicaBackend
 from central_storage.core.composites import Composite
+from central_storage.core.devices import device_names, logical_devices
 from central_storage.core.handles import Handle, HandleTable, handle_id, weakly
 from central_storage.core.options import ValueContext
 from central_storage.core.pipeline import Series
 from central_storage.core.random_streams import Streams, function_name
-from central_storage.core.read_only import explain
 from central_storage.core.recovery_options import Recovery
-from central_storage.core.tensor import tensors_in
+from central_storage.core.tensors.tensor import tensors_in
 from central_storage.core.variable_sets import VariableSets
+from central_storage.diagnostics.read_only import explain
 from central_storage.optimizers import Optimizer, optimizer_of
 from central_storage.variables.moving_averages import ExponentialMovingAverage
 from central_storage.variables.variable import Variable
@@ -96,7 +97,7 @@ class CentralStorageStrategy(StrategyBase, Handle):
 
     def __init__(
         self,
-        compute_devices: devices.Devices | None = None,
+        compute_devices: device_names.Devices | None = None,
         parameter_device: str | None = None,
         *,
         seed: int = 0,
@@ -175,7 +176,10 @@ class CentralStorageStrategy(StrategyBase, Handle):
     @property
     def devices_by_replica(self) -> list[list[str]]:
         """The devices of each replica, as full names."""
-        return [[devices.full_name(device) for device in devices.logical_devices(r)] for r in self._compute_devices]
+        return [
+            [device_names.full_name(device) for device in device_names.logical_devices(r)]
+            for r in self._compute_devices
+        ]
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -217,7 +221,7 @@ class CentralStorageStrategy(StrategyBase, Handle):
     @property
     def extended_parameter_device(self) -> str:
         """The parameter device as a full name."""
-        return devices.full_name(self._parameter_device)
+        return device_names.full_name(self._parameter_device)
 
     def object_for(self, kind: str, number: int) -> Handle:
         """The one object of this process for a handle that came from another process."""
@@ -471,7 +475,7 @@ class DefaultStrategy(StrategyBase):
     @property
     def extended_parameter_device(self) -> str:
         """The CPU."""
-        return devices.full_name("cpu:0")
+        return device_names.full_name("cpu:0")
 
     def remember(self, handle: Handle) -> NoReturn:
         """There is nothing that a handle could stand for."""

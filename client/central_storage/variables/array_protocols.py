@@ -10,7 +10,7 @@ import numpy as np
 
 from central_storage import nest
 from central_storage.core.context import current_replica, get_array_module, reading
-from central_storage.core.tensor import array_text, as_tensor
+from central_storage.core.tensors.tensor import array_text, as_tensor
 from central_storage.core.values import DistributedValues, convert_to_tensor
 from cs_runtime.shared_memory.remote_segment import aligned_copy
 

@@ -33,8 +33,8 @@ def constraints_after(pairs: Sequence[tuple[object, Variable]]) -> Callable[[obj
                 variable.assign(value)
             except ValueError as error:
                 raise InvalidArgumentError(
-                    f"the constraint of {variable.name} returned a value that does not fit, after an update that "
-                    f"stands: {error}"
+                    f"the constraint of {variable.name} returned a value that does not fit, after the update was "
+                    f"committed: {error}"
                 ) from error
 
     return constrain

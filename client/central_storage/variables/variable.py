@@ -15,9 +15,9 @@ import numpy as np
 
 from central_storage.core.backends import service_of
 from central_storage.core.context import current_replica, get_strategy, has_strategy, reading
-from central_storage.core.devices import full_name
+from central_storage.core.devices.device_names import full_name
 from central_storage.core.handles import Handle
-from central_storage.core.tensor import as_tensor
+from central_storage.core.tensors.tensor import as_tensor
 from central_storage.core.values import (
     IndexedSlices,
     PerReplica,
@@ -49,8 +49,8 @@ _set = object.__setattr__
 
 
 class _Local:
-    """The value of a variable that no strategy has adopted yet, and how often it was written. ``is_foreign``: what a
-    replica has of another strategy's variable, which it may only read."""
+    """The value of a variable that no strategy has adopted yet, and how often it was written. ``is_foreign``: the
+    copy of another strategy's variable, which a replica may only read."""
 
     def __init__(self, value: np.ndarray, is_foreign: bool = False) -> None:
         self.value = np.array(value)
@@ -183,8 +183,8 @@ class Variable(Handle, ArrayProtocols):
         return self
 
     def adopt(self, strategy: Strategy, *, shared: bool = False) -> None:
-        """Become a variable of ``strategy`` where it is local: it moves into the server, with ``shared`` as one made
-        under the strategy's scope."""
+        """Move a local variable into the server of ``strategy``. With ``shared`` it becomes one that was made under the
+        strategy's scope."""
         if self._local is not None and not self._local.is_foreign:
             spec = replace(self._spec, ordinary=False) if shared else self._spec
             self._become(strategy, strategy.controller.create(spec, self._local.value, call_site()))
@@ -286,12 +286,12 @@ class Variable(Handle, ArrayProtocols):
 
     @property
     def synchronization(self) -> VariableSynchronization:
-        """As given at creation; it changes nothing, since there is one copy."""
+        """The value given at creation. It has no effect, since there is one copy."""
         return VariableSynchronization(self._spec.synchronization)
 
     @property
     def constraint(self) -> Callable[[np.ndarray], np.ndarray] | None:
-        """What ``apply_gradients`` applies to the value after its update, where something was given."""
+        """The function that ``apply_gradients`` applies to the value after its update, or None."""
         return self._constraint
 
     @property
@@ -332,10 +332,10 @@ class Variable(Handle, ArrayProtocols):
         return np.array(convert_to_tensor(self.current()))
 
     def current(self) -> np.ndarray:
-        """What the array protocols give: a read-only view inside a replica, valid until its function returns, a copy
-        elsewhere.
+        """The value for the array protocols: a read-only view inside a replica, valid until its function returns, and a
+        copy elsewhere.
 
-        Raises MemoryPlanError where views that are held through an update take more memory than there is.
+        Raises MemoryPlanError if views that are held through an update need more memory than there is.
         """
         if self._epoch is reading.epoch:
             return self._view

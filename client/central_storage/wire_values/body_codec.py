@@ -20,8 +20,8 @@ import numpy as np
 
 from central_storage.core.composites import Composite, rebuild
 from central_storage.core.handles import Handle, handle_id
-from central_storage.core.live_number import LiveNumber
-from central_storage.core.tensor import Tensor, as_tensor
+from central_storage.core.tensors.live_number import LiveNumber
+from central_storage.core.tensors.tensor import Tensor, as_tensor
 from central_storage.core.values import (
     IndexedSlices,
     Mirrored,
@@ -406,7 +406,7 @@ def _scalar(dtype: object, data: bytes) -> np.ndarray | None:
     """The array without axes; None if the general way must read it."""
     if type(dtype) is not str or dtype not in _FIXED or item_nbytes(dtype) != len(data):
         return None
-    return Tensor((), dtype, bytearray(data))
+    return np.ndarray.__new__(Tensor, (), dtype, bytearray(data))
 
 
 def _dict(items: list[Any]) -> dict[Any, Any]:

@@ -1,4 +1,4 @@
-"""Every message between processes, one frozen record each, in modules by what they are about.
+"""Every message between processes, one frozen record each, in modules by subject.
 
 Codes 10-29 open and close a session, 30-49 are requests of the controller and of observers, 50-69 a replica's merge
 points and returns, 70-89 the server's answers, 90-109 client to worker, 110-139 the supervisor's socket, 140-149 the

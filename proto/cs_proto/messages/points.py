@@ -21,7 +21,7 @@ class SparseGradient(Record):
 
     def check(self) -> None:
         if self.indices.dtype != "int64" or self.values.shape[:1] != self.indices.shape or not self.values.shape:
-            self.refuse("values need one int64 index a row")
+            self.refuse("every row of values needs one int64 index")
 
 
 class _Point(Record):
@@ -32,7 +32,7 @@ class _Point(Record):
 
     def check(self) -> None:
         if len(self.site) > 4096:
-            self.refuse(f"a call site of {len(self.site)} characters; it is file:line, at most 4096")
+            self.refuse(f"the call site has {len(self.site)} characters; it must be file:line, with at most 4096")
 
 
 @record(50)
@@ -60,9 +60,9 @@ class ApplyPoint(_Point):
         if self.sparse:
             numbers = [gradient.variable for gradient in self.sparse]
             if any(later <= earlier for earlier, later in pairwise(numbers)):
-                self.refuse("sparse gradients ascend by variable")
+                self.refuse("sparse gradients must ascend by variable number")
         if (self.variable_set == 0) == (not self.variables):
-            self.refuse("either variables or the number of their set")
+            self.refuse("give either variables or the number of their set")
 
 
 @record(51)

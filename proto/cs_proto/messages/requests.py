@@ -86,8 +86,8 @@ class Statistics(Record):
 
 @record(37)
 class Free(Record):
-    """The controller no longer holds these variables and optimizers. The server forgets them, with the slots of these
-    optimizers and beside these variables, and reuses their places. It ignores numbers of what is already gone."""
+    """The script has dropped these variables and optimizers. The server frees them, with the slots of either, and
+    reuses their places. It ignores numbers that it has freed already."""
 
     client: str
     sequence: Count
@@ -97,7 +97,7 @@ class Free(Record):
 
 @record(38)
 class DescribeSlots(Record):
-    """Ask where an optimizer's slots beside a variable lie; they are made where they are missing."""
+    """Ask for the places of an optimizer's slots for a variable. Missing slots are made."""
 
     request: Count
     optimizer: Number
@@ -106,7 +106,7 @@ class DescribeSlots(Record):
 
 @record(39)
 class AssignSlot(Record):
-    """The controller (or the holder of a merge_call token) writes a slot, once; it is made where it is missing."""
+    """The controller (or the holder of a merge_call token) writes a slot once, and makes it if it is missing."""
 
     client: str
     sequence: Count
@@ -196,7 +196,7 @@ class Got(Record):
 
 @record(73)
 class Described(Record):
-    """Reply to Describe; ``slotted`` numbers, for each optimizer, the variables beside which it keeps slots."""
+    """Reply to Describe; ``slotted`` gives, for each optimizer, the numbers of the variables for which it has slots."""
 
     request: Count
     variables: tuple[Variable, ...]
@@ -218,8 +218,8 @@ class ReplicaStatistics(Record):
 
 @record(75)
 class Counters(Record):
-    """Reply to Statistics, and the result of ``strategy.statistics()``: what the server has done, and what each replica
-    brought.
+    """Reply to Statistics, and the result of ``strategy.statistics()``: counts of the server, and of each
+    replica.
 
     ``uptime`` is in seconds. ``parameter_nbytes`` and ``slot_nbytes`` are the bytes of all variables and of all slots.
     ``posted`` counts the answers that were sent by mailbox. ``doorbells`` counts how often a doorbell woke a sleeping

@@ -72,14 +72,14 @@ class Run(OfStep):
     def check(self) -> None:
         super().check()
         if len(self.digest) != 16:
-            self.refuse("a digest has 16 bytes")
+            self.refuse("a digest must have 16 bytes")
         if self.held:
             edges = [edge for part in self.held for edge in part]
             if any(edge % _PAGE_NBYTES for edge in edges) or any(later < earlier for earlier, later in pairwise(edges)):
                 self.refuse(f"{shown(self.held)} are not whole pages in ascending order")
         for pickled in (self.function, self.arguments):
             if isinstance(pickled, Array) and (pickled.dtype != "uint8" or len(pickled.shape) != 1):
-                self.refuse(f"a pickle is uint8[n], not {pickled.dtype}{list(pickled.shape)}")
+                self.refuse(f"a pickle must be uint8[n], not {pickled.dtype}{list(pickled.shape)}")
 
 
 @record(95)
@@ -136,7 +136,7 @@ class Return(OfStep):
     def check(self) -> None:
         super().check()
         if (self.value is None) == (self.error is None):
-            self.refuse("a replica returns a value or an error")
+            self.refuse("a replica must return a value or an error, and not both")
 
 
 @record(62)
@@ -250,7 +250,7 @@ class WorkerRestarted(OfRun):
 
 @record(36)
 class Cancel(OfRun):
-    """Controller to server and to workers: give this run up; only its commits stand.
+    """Controller to server and to workers: give this run up; only its commits are kept.
 
     ``later`` counts the steps of a series that were sent after it. The first of all these that is not over is given
     up, and the later ones never begin.

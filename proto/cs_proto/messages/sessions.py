@@ -63,8 +63,8 @@ class Offer(Record):
 
 @record(16)
 class MailboxAccepted(Record):
-    """Answer to :class:`Offer`, over ZeroMQ: the mailbox is open, and from now on the sender posts there what fits. If
-    it cannot be opened, ``refused`` says why, and everything still goes over ZeroMQ."""
+    """Answer to :class:`Offer`, over ZeroMQ: the mailbox is open, and from now on the sender posts messages there
+    that fit. If it cannot be opened, ``refused`` says why, and all messages still go over ZeroMQ."""
 
     mailbox: Count
     refused: str

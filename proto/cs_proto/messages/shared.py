@@ -163,7 +163,7 @@ class DevicePlace(Record):
 
     @property
     def marked(self) -> tuple[int, int]:
-        """The offsets in the block at which the mark stands."""
+        """The offsets of the mark in the block."""
         return 0, self.size - len(self.mark)
 
     def holds(self, nbytes: int) -> bool:

@@ -55,7 +55,7 @@ class Segment(Record):
 
 @record(114)
 class SegmentRefused(Record):
-    """Supervisor's answer where there is no such segment or it cannot be made."""
+    """Supervisor's answer if there is no such segment, or if it cannot be made."""
 
     segment: str
     error: Error

@@ -1,8 +1,8 @@
-"""What one process hears and says: the only place where a server, a worker or a script waits.
+"""The messages of one process: the only place where a server, a worker or a script waits.
 
-A channel waits for mailboxes, sockets of ZeroMQ, the supervisor and a descriptor of signals at the same time, and
-gives one record after the other with the name of its sender. It makes mailboxes. It does not know what the other
-records mean.
+A channel waits for mailboxes, ZeroMQ sockets, the supervisor and a descriptor of signals at the same time. It returns
+one record at a time, with the name of its sender. It also opens mailboxes, so it reads the records about these; what
+any other record means is up to its owner.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ from .supervisor_link import SupervisorLink
 
 __all__ = ["SERVER", "SUPERVISOR", "Channel", "Read", "Received"]
 
-# A connection without a ZeroMQ handshake within so many milliseconds is closed.
+# A connection that has made no ZeroMQ handshake after this time, in milliseconds, is closed.
 _HANDSHAKE = 5000
 # The pause before a DEALER connects again, in milliseconds: its peer may be starting.
 _RECONNECT = 10
-# With mailboxes, or where peers wait for admission, no sleep is longer, in seconds: a doorbell could be missed.
+# The longest sleep, in seconds, of a process that has mailboxes or peers that wait for admission: a doorbell could be
+# missed.
 _LONGEST_SLEEP = 1.0
-# With ``messages_first``, at most so many messages come before what the supervisor said at the same time.
+# With ``messages_first``, at most this many messages are received before a notice of the supervisor that arrived with
+# them.
 _BATCH = 64
 
-#: Makes a record of the parts of a message; None where they are none and the sender has been told, if it can be.
+#: Decodes the parts of a message. None if they are not a record; the sender has then been told, where it can be.
 Read = Callable[[bytes, Sequence[Buffer]], Record | None]
 
 
@@ -77,14 +79,20 @@ class Channel:
         messages_first: bool = False,
         rings_late: bool = False,
     ) -> None:
-        """``wake`` is a descriptor: when it is readable, :meth:`receive` calls ``on_wake`` and returns. ``role`` names
-        this process where it notes moments (:mod:`.trace`).
+        """Make a channel without connections.
 
-        ``linger``: milliseconds that messages get to leave at :meth:`close`. ``patience``: seconds of looking for mail
-        before the process sleeps. ``look_every``: while mail comes without a pause, seconds between two looks at
-        everything else. ``while_asleep`` makes a context manager around every sleep. ``messages_first``: what
-        the supervisor says comes after the messages that arrived at the same time, instead of before them.
-        ``rings_late``: the owner rings the doorbells of the peers that got mail, instead of every :meth:`send`.
+        Args:
+            supervisor: The connection to the supervisor.
+            wake: A descriptor. When it is readable, :meth:`receive` calls ``on_wake`` and returns.
+            role: The name of this process in a trace (:mod:`cs_runtime.trace`).
+            read: Decodes a message.
+            linger: Milliseconds that :meth:`close` gives unsent messages.
+            patience: Seconds in which the process polls its mailboxes before it sleeps.
+            look_every: Seconds between two looks at everything else while mail comes without a pause.
+            on_wake: Called when ``wake`` is readable.
+            while_asleep: Makes a context manager that is entered for every sleep.
+            messages_first: Whether messages come before a notice of the supervisor that arrived at the same time.
+            rings_late: Whether the owner rings the doorbells of peers that got mail, and :meth:`send` does not.
         """
         self._supervisor = supervisor
         self._wake = wake
@@ -106,20 +114,20 @@ class Channel:
         self._admission: Admission | None = None
         self._dealers: dict[bytes, zmq.Socket[bytes]] = {}
         self._peers: dict[zmq.Socket[bytes], tuple[bytes, Limits]] = {}
-        # The sockets that may have another message, and whether and after how many messages the supervisor is heard.
+        # The sockets that may have another message; whether the supervisor has spoken; how many messages come first.
         self._ready: deque[zmq.Socket[bytes]] = deque()
         self._supervisor_speaks = False
         self._before_supervisor = 0
         self._next_look = 0.0
-        # When peers are let in next; never, before :meth:`admit`.
+        # The time of the next admission of peers; infinite before :meth:`admit`.
         self._next_admission = math.inf
 
     # --- connections ----------------------------------------------------------------------------------------------
 
     def listen(self, path: str, limits: Limits, unread: int, *, strict: bool = False) -> None:
-        """Let peers connect at ``path``; they wait until :meth:`admit`. At most ``unread`` messages wait for a peer
-        that does not read. ``strict``: :meth:`begin_to_send` says whether a peer is gone, and a peer that connects
-        again under its identity is that peer. Raises OSError where the path cannot be bound."""
+        """Let peers connect at ``path``; they wait until :meth:`admit`. At most ``unread`` messages are kept for a peer
+        that does not read. With ``strict``, :meth:`begin_to_send` tells whether a peer has gone, and a new connection
+        under a known identity replaces the earlier one. Raises OSError if the path cannot be bound."""
         self._router_limits = limits
         router = self._router = self._socket(zmq.ROUTER, limits, unread)
         router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE)
@@ -128,14 +136,14 @@ class Channel:
         self._admission = Admission(self._poller, router, path)
 
     def admit(self) -> None:
-        """Let the peers in that have connected, from now on."""
+        """From now on, accept peers that connect."""
         assert self._router is not None
         self._poller.register_socket(self._router)
         self._next_admission = 0.0
 
     def connect(self, peer: bytes, endpoint: str, identity: bytes, limits: Limits = BULK_LIMITS) -> None:
-        """Connect to ``endpoint``, whose name is ``peer`` here and which knows this process as ``identity``. What it
-        sends is held to ``limits``."""
+        """Connect to ``endpoint``, a peer that is called ``peer`` here and knows this process as ``identity``. Its
+        messages must keep to ``limits``."""
         socket = self._socket(zmq.DEALER, BULK_LIMITS, 0)
         socket.setsockopt(zmq.IDENTITY, identity)
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT)
@@ -145,7 +153,7 @@ class Channel:
         self._peers[socket] = peer, limits
 
     def disconnect(self, peer: bytes) -> None:
-        """``peer`` is gone, and so is what was to be sent to it. Nothing happens where it is not connected."""
+        """Close the connection to ``peer`` and drop the messages for it. Nothing happens if it is not connected."""
         socket = self._dealers.pop(peer, None)
         if socket is not None:
             self.mailboxes.forget(peer)
@@ -160,14 +168,14 @@ class Channel:
         return peer in self._dealers
 
     def offer_mailbox(self, peer: bytes, name: str) -> None:
-        """Have what fits there go to ``peer``, which the supervisor knows as ``name``, by mailbox, where the supervisor
-        makes one."""
+        """Offer a mailbox to ``peer``, which the supervisor knows as ``name``, if the supervisor makes one. Messages
+        that fit into it no longer go over ZeroMQ."""
         offer = self.mailboxes.offer(peer, *self._supervisor.mailbox(messages.MakeMailbox(name)))
         if offer is not None:
             self.send(peer, encode(offer))
 
     def open_mailbox(self, peer: bytes, offer: messages.Offer) -> messages.MailboxAccepted | None:
-        """Use the mailbox that ``peer`` of the ROUTER offers. What to answer; None if it was accepted before."""
+        """Use the mailbox that ``peer`` of the ROUTER offers. Return the answer, or None if it was accepted before."""
         if offer.mailbox == self.mailboxes.number(peer):
             return None
         return self.mailboxes.open(peer, *self._supervisor.mailbox(messages.OpenMailbox(offer.mailbox)))
@@ -189,8 +197,8 @@ class Channel:
     # --- what is said ---------------------------------------------------------------------------------------------
 
     def send(self, peer: bytes, parts: Sequence[Buffer]) -> None:
-        """Send a message to a peer that this process connected to, or to one of the ROUTER. It may wait, as ZeroMQ
-        does. The parts are copied: the caller may change them afterwards."""
+        """Send a message to a peer that this process connected to, or to a peer of the ROUTER. This may block, as in
+        ZeroMQ. The parts are copied, so the caller may change them afterwards."""
         if self.post(peer, parts):
             return
         socket = self._dealers.get(peer)
@@ -204,12 +212,12 @@ class Channel:
         self.mailboxes.sent(peer)
 
     def post(self, peer: bytes, parts: Sequence[Buffer]) -> bool:
-        """Send a message by mailbox. False where it has to go over ZeroMQ."""
+        """Send a message by mailbox. False if it has to go over ZeroMQ."""
         return self.mailboxes.post(peer, parts)
 
     def begin_to_send(self, peer: bytes) -> bool | None:
-        """Whether a peer of the ROUTER, which must be strict, takes a message now: then its name has been sent, and
-        :meth:`finish_sending` must follow. None if the peer is gone."""
+        """Whether a peer of the ROUTER, which must be strict, can take a message now. If so, its name has been sent and
+        :meth:`finish_sending` must follow. None if the peer has gone."""
         assert self._router is not None
         self._poller.used(self._router)
         for _ in range(2):
@@ -233,10 +241,10 @@ class Channel:
     # --- what is heard --------------------------------------------------------------------------------------------
 
     def receive(self, timeout: float | None, quiet: bytes | None = None) -> Received | None:
-        """The next record; None after ``timeout`` seconds (None: no limit), and earlier where ``wake`` was readable.
-        What ``quiet`` posts wakes nobody: nothing can be done with it before others have spoken.
+        """The next record. None after ``timeout`` seconds (None: no limit), or earlier if ``wake`` was readable.
 
-        Raises ShutdownError where the supervisor is gone.
+        Mail from the peer ``quiet`` does not end the wait, since its owner cannot act on it before other peers have
+        sent something. Raises ShutdownError if the supervisor has gone.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
@@ -258,7 +266,8 @@ class Channel:
                 return None
 
     def forget(self, peer: bytes) -> list[Received]:
-        """``peer`` of the ROUTER is gone: what it had posted, and what others had by now."""
+        """Close the mailbox of ``peer`` of the ROUTER, which has gone. Return the mail that has come from it and from
+        others so far."""
         self.mailboxes.forget(peer)
         received = []
         while (found := self.mailboxes.take()) is not None:
@@ -267,7 +276,7 @@ class Channel:
         return received
 
     def _poll(self, timeout: float) -> set[int | zmq.Socket[bytes]]:
-        """Wait ``timeout`` seconds at most, and note what has come. The answer is empty if nothing has."""
+        """Wait at most ``timeout`` seconds for anything to read. Note what is ready, and return it."""
         if time.monotonic() >= self._next_admission:
             self._next_admission = time.monotonic() + _LONGEST_SLEEP
             assert self._admission is not None
@@ -287,7 +296,7 @@ class Channel:
         return ready
 
     def _at_hand(self) -> Received | None:
-        """The next record of what has come, without another look at sockets that had nothing."""
+        """The next record from whatever the last poll found ready."""
         while True:
             if self._supervisor.has_waiting or (self._supervisor_speaks and not self._before_supervisor):
                 record = self._supervisor.receive_nowait()
@@ -305,7 +314,7 @@ class Channel:
                 return received
 
     def _fetch(self, socket: zmq.Socket[bytes]) -> None:
-        """Take the next message of a socket in: :attr:`mailboxes` gives it behind what its sender posted before."""
+        """Read the next message of a socket. :attr:`mailboxes` keeps its order with the mail of the same sender."""
         is_router = socket is self._router
         peer, limits = (SERVER, self._router_limits) if is_router else self._peers[socket]
         try:
@@ -313,7 +322,7 @@ class Channel:
         except zmq.Again:
             self._ready.remove(socket)
             return
-        self._ready.rotate(-1)  # the others first, next time
+        self._ready.rotate(-1)  # the other sockets come first next time
         if is_router:
             peer = frames.pop(0).bytes
         header = [frame.bytes for frame in frames[:1]]
@@ -324,7 +333,7 @@ class Channel:
         self.mailboxes.came(peer, parts)
 
     def _received(self, peer: bytes, parts: Sequence[Buffer]) -> Received | None:
-        """The record of a message; None where it is none, or only says that a mailbox is accepted."""
+        """The record of a message. None if there is none, or if it accepts a mailbox, which is handled here."""
         record = self._read(peer, parts)
         if record is None:
             return None
@@ -336,7 +345,7 @@ class Channel:
     def _socket(self, kind: int, limits: Limits, unread: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, self._linger)
-        # One larger part ends the connection of its sender before a byte of it is stored.
+        # ZeroMQ closes the connection of a peer that sends a larger part, before it stores any of it.
         socket.setsockopt(zmq.MAXMSGSIZE, limits.part_nbytes)
         socket.setsockopt(zmq.SNDHWM, unread)
         socket.setsockopt(zmq.RCVHWM, 0)

@@ -313,7 +313,10 @@ class SupervisorLink:
                 if found is None:
                     raise ShutdownError(_GONE)
                 if found.run != run.run:
-                    raise ShutdownError(f"{where} is another one now; the one that this process belonged to is gone")
+                    raise ShutdownError(
+                        f"{where} has been replaced by another one, and this process belongs to the earlier one; start "
+                        "the process again"
+                    )
                 link = link or self._introduced()
                 if link is None:
                     time.sleep(_LOOK_EVERY)

@@ -89,7 +89,7 @@ class Executor:
         """
         counts = [len(leaves) for leaves in command.components]
         if len(set(counts)) > 1:
-            raise InvalidArgumentError(f"every replica must bring the same number of arrays, not {counts}")
+            raise InvalidArgumentError(f"every replica must contribute the same number of arrays, not {counts}")
         combine: Callable[[list[np.ndarray]], np.ndarray]
         if command.reduce is not None:
             op = command.reduce

@@ -141,7 +141,7 @@ def _receive(server: State, peer: bytes, record: Record, now: float) -> None:
             if sessions.goodbye(server, peer, record):
                 endings.cancel_all(server, now)
         case _:
-            raise PeerProtocolError(f"a {type(record).__name__} is not for the server")
+            raise PeerProtocolError(f"a {type(record).__name__} is not a message for the server")
 
 
 def _operations(server: State, job: Job) -> tuple[Apply | Write | Fill, ...]:

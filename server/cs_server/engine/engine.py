@@ -207,9 +207,9 @@ class Engine:
         last = traceback.extract_tb(error.__traceback__)[-1]
         if (last.filename, last.lineno) not in self._shown:
             self._shown.add((last.filename, last.lineno))
-            _log.error("a %s of %r could not be acted on", kind, event.peer, exc_info=error)
+            _log.error("a %s of %r could not be handled", kind, event.peer, exc_info=error)
         return PeerProtocolError(
-            f"a {kind} could not be acted on ({type(error).__name__}: {error}); it changed nothing"
+            f"a {kind} could not be handled ({type(error).__name__}: {error}); nothing was changed"
         )
 
     def _instead(self, event: Event, error: CentralStorageError) -> Event | _Refusal:

@@ -58,7 +58,9 @@ def write(server: State, peer: bytes, record: Create | Assign | AssignSlot | Con
             server.out.append(Send(peer, known.reply))
         return
     if known is not None and known.reply is None:
-        raise PeerProtocolError(f"request {known.sequence} of {record.client!r:.80} is not answered yet; one at a time")
+        raise PeerProtocolError(
+            f"request {known.sequence} of {record.client!r:.80} has no answer yet; send one request at a time"
+        )
     holder = None
     reply: Created | Done | Refused | None
     try:
@@ -162,7 +164,7 @@ def _is_token_of(server: State, peer: bytes, record: Create | Assign | AssignSlo
     if peer == sessions.worker_peer(server, 0):
         return True
     raise PeerProtocolError(
-        f"{type(record).__name__} is the controller's; "
+        f"only the controller may send {type(record).__name__}; "
         + ("observers may only read" if client else "a worker may send it only while it holds a merge_call token")
     )
 
@@ -214,7 +216,7 @@ def locate(server: State, peer: bytes, record: Locate) -> None:
     Only workers may ask: the answer lets a peer write to a GPU's memory."""
     replica = sessions.replica_at(server, peer)
     if replica is None:
-        raise PeerProtocolError("a Locate is a worker's")
+        raise PeerProtocolError("only a worker may send a Locate")
     arrays = [variables.get(server, number).array for number in record.variables]
     if record.buffers == 1:
         slabs.use_second_gradients(server, (array.dtype for array in arrays))
@@ -287,12 +289,12 @@ def _got(server: State, record: Get) -> Got:
     nbytes = sum(array.nbytes for array in arrays) if record.frames else 0
     if nbytes > ANSWER_NBYTES:
         raise InvalidArgumentError(
-            f"{nbytes} bytes of variables at once; at most {ANSWER_NBYTES} travel in one answer: ask for fewer "
-            "variables at a time, or read them where the service's memory can be mapped"
+            f"{nbytes} bytes of variables were asked for at once; one answer holds at most {ANSWER_NBYTES}: ask for "
+            "fewer variables at a time, or read them where the service's memory can be mapped"
         )
     return Got(record.request, server.tables.tally.commits, found, arrays)
 
 
 def _check_known(server: State, peer: bytes, record: Record) -> None:
     if sessions.hello_of(server, peer) is None and sessions.replica_at(server, peer) is None:
-        raise PeerProtocolError(f"{type(record).__name__} from {peer!r:.80}, which has not said hello")
+        raise PeerProtocolError(f"{type(record).__name__} from {peer!r:.80}, which has not sent a Hello")

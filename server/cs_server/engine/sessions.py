@@ -123,7 +123,7 @@ def writer(server: State, peer: bytes) -> str:
             return f"w{replica}"
     known = hello_of(server, peer)
     if known is None:
-        raise PeerProtocolError(f"{peer!r:.80} has not said hello, or has been replaced")
+        raise PeerProtocolError(f"{peer!r:.80} has not sent a Hello, or has been replaced")
     if known.role == "observer":
         raise ContextError("observers may only get variables")
     return "controller"
@@ -143,7 +143,7 @@ def title(server: State, replica: int) -> str:
 
 def _lost(server: State) -> ReplicaLostError:
     causes = "; ".join(f"{title(server, r)}: {server.tables.deaths[r].cause}" for r in sorted(server.tables.deaths))
-    return ReplicaLostError(f"not all workers live: {causes}; make a new CentralStorageStrategy")
+    return ReplicaLostError(f"this service has lost workers: {causes}; make a new CentralStorageStrategy")
 
 
 # --- clients ------------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def hello(server: State, peer: bytes, record: Hello, now: float) -> bool:
             if session.hello.role == "controller" and session.hello.client != record.client:
                 raise ContextError(
                     f"client {session.hello.client} (pid {session.hello.pid}) controls this service; a second "
-                    "strategy has to start a service of its own (in a child of a launched script: unset CS_ADDRESS)"
+                    "strategy needs a service of its own (in a child of a launched script: unset CS_ADDRESS)"
                 )
             if session.hello.client == record.client and other != peer:
                 del server.tables.clients[other]  # the same client over a new socket
@@ -199,7 +199,7 @@ def goodbye(server: State, peer: bytes, record: Goodbye) -> bool:
     """A client leaves. True if it was the controller."""
     session = server.tables.clients.get(peer)
     if session is None or session.hello.client != record.client:
-        raise PeerProtocolError(f"client {record.client!r:.80} has not said hello from {peer!r:.80}")
+        raise PeerProtocolError(f"client {record.client!r:.80} has not sent a Hello from {peer!r:.80}")
     return _end(server, peer, session)
 
 
@@ -245,7 +245,7 @@ def check_controller(server: State, peer: bytes, record: Record) -> None:
     """Raise PeerProtocolError if ``peer`` is not the controller."""
     known = hello_of(server, peer)
     if known is None or known.role != "controller":
-        raise PeerProtocolError(f"{type(record).__name__} is the controller's, not for {peer!r:.80}")
+        raise PeerProtocolError(f"only the controller may send {type(record).__name__}, not {peer!r:.80}")
 
 
 def _welcome(server: State, peer: bytes) -> None:

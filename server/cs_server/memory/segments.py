@@ -96,7 +96,9 @@ class Segments:
         except TimeoutError as error:
             raise MemoryPlanError(str(error)) from error
         if not descriptors:
-            raise ShutdownError(f"the supervisor shares no memory with this server: no segment {request.segment}")
+            raise ShutdownError(
+                f"the supervisor did not share segment {request.segment} with this server; start the service again"
+            )
         self._take(segment, descriptors[0])
 
     def _take(self, segment: Segment, descriptor: int) -> None:

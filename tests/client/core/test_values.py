@@ -2,6 +2,7 @@
 
 import enum
 import pickle
+import traceback
 from collections import OrderedDict, defaultdict, namedtuple
 
 import numpy as np
@@ -23,7 +24,8 @@ from central_storage.core.values import (
     select_replica,
     select_replicas,
 )
-from cs_proto.errors import InvalidArgumentError
+from central_storage.diagnostics.tracebacks import shorten
+from cs_proto.errors import InvalidArgumentError, StructureMismatchError
 
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
 Point = namedtuple("Point", ["x", "y"])
@@ -133,8 +135,13 @@ class TestRegroup:
 
     @pytest.mark.parametrize("other", [[1], [1, 2, 3], (1, 2), {"a": 1}, 1, None])
     def test_structures_that_differ(self, other):
-        with pytest.raises(AssertionError, match="replica 1"):
+        with pytest.raises(StructureMismatchError, match=r"replica 1 .*the same keys and lengths") as caught:
             regroup([[1, 2], other])
+        assert isinstance(caught.value, AssertionError)
+        assert caught.value.__cause__ is None
+        assert {entry.name for entry in traceback.extract_tb(shorten(caught.value).__traceback__)} == {
+            "test_structures_that_differ"
+        }
         with pytest.raises(AssertionError):
             regroup([{"b": 1}, {"a": 1}])
 

@@ -54,7 +54,7 @@ def test_an_observer_that_the_server_has_forgotten_says_hello_once_more(tmp_path
     session = Session(str(tmp_path), 45.0)
     question = session.get("weights")
     assert session.repeats(question) == []
-    error = messages.Error(code_of(PeerProtocolError), "a Get: o1 has not said hello", None, "", -1, 0, "")
+    error = messages.Error(code_of(PeerProtocolError), "a Get: o1 has not sent a Hello", None, "", -1, 0, "")
     refused = [zmq.Frame(part) for part in encode(messages.Refused(question.number, error))]
     assert session.answer(question, refused) is None
     hello, again = (decode(parts) for parts in session.repeats(question))
@@ -63,7 +63,7 @@ def test_an_observer_that_the_server_has_forgotten_says_hello_once_more(tmp_path
     welcome = [zmq.Frame(part) for part in encode(messages.Welcome(1, "cpu:0", 7, ()))]
     assert session.answer(question, welcome) is None
     assert session.repeats(question) == []
-    with pytest.raises(PeerProtocolError, match="has not said hello"):
+    with pytest.raises(PeerProtocolError, match="has not sent a Hello"):
         session.answer(question, refused)
 
 

@@ -20,7 +20,7 @@ import pytest
 from tests.harness.processes import run
 
 from central_storage.core.handles import Handle, HandleTable
-from central_storage.core.tensor import Tensor
+from central_storage.core.tensors.tensor import Tensor
 from central_storage.pickling import pickler
 from central_storage.pickling.pickler import digest, dump_arguments, dump_function, load_arguments, load_function
 from cs_proto.arrays import INLINE_NBYTES, Array, Location

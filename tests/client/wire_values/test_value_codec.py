@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from central_storage.core.handles import Handle, HandleTable
-from central_storage.core.tensor import Tensor
+from central_storage.core.tensors.tensor import Tensor
 from central_storage.core.values import (
     IndexedSlices,
     Mirrored,

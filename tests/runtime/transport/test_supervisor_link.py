@@ -117,7 +117,7 @@ def test_a_question_goes_to_the_next(killed: SupervisorLink, tmp_path: Path) -> 
     ("now", "reason"),
     [
         (None, "the supervisor is gone, and the service with it"),
-        (replace(RUN, run="another"), "is another one now"),
+        (replace(RUN, run="another"), "has been replaced by another one"),
     ],
 )
 def test_there_is_nothing_to_wait_for(killed: SupervisorLink, tmp_path: Path, now: RunFile | None, reason: str) -> None:

@@ -95,7 +95,7 @@ def test_an_all_reduce_of_nothing_is_nothing() -> None:
 @pytest.mark.parametrize(
     ("components", "said"),
     [
-        (((array_of(np.zeros(2)),), ()), r"must bring the same number of arrays, not \[1, 0\]"),
+        (((array_of(np.zeros(2)),), ()), r"must contribute the same number of arrays, not \[1, 0\]"),
         (((array_of(np.zeros(2)),), (array_of(np.zeros(3)),)), "shape and dtype must agree"),
         (((array_of(np.array(["a"])),),) * 2, "only numbers can be added"),
     ],

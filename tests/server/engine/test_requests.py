@@ -107,7 +107,7 @@ def test_nothing_is_freed_while_a_run_is_open() -> None:
     book = Playbook(2).begin().has(spec("a"))
     book.does(asks(0, reduces(0, scalar(1))))
     free = hears(CONTROLLER, Free("c", book.sequence(), (1,)))
-    book.on(free, to(CONTROLLER, Refused, "cs.ContextError", "run 1 is open"))
+    book.on(free, to(CONTROLLER, Refused, "cs.ContextError", "run 1 has not ended"))
 
 
 @pytest.mark.parametrize("kind", ["assign", "create"])
@@ -159,7 +159,10 @@ def test_writes_are_committed_one_after_the_other() -> None:
         commits(writes(lies("parameters/float32", 0), "assign_add", scalar(1))),
     )
     too_soon = Assign("c", book.sequence(), 1, "assign_add", scalar(2))
-    book.on(hears(CONTROLLER, too_soon), to(CONTROLLER, Refused, "cs.PeerProtocolError", "one at a time", number=3))
+    book.on(
+        hears(CONTROLLER, too_soon),
+        to(CONTROLLER, Refused, "cs.PeerProtocolError", "send one request at a time", number=3),
+    )
     book.on(book.finished(), Send(CONTROLLER, Done(2, 1, 1)))
     book.on(
         hears(CONTROLLER, too_soon),
@@ -284,7 +287,7 @@ def test_what_the_controller_wants_waits_for_the_end_of_the_run() -> None:
         Assign("c", 6, 1, "assign", scalar(1)),
         Configure("c", 7, 0, "SGD", (), None, -1),
     ]:
-        refused = to(CONTROLLER, Refused, "cs.ContextError", "run 1 is open", number=request.sequence)
+        refused = to(CONTROLLER, Refused, "cs.ContextError", "run 1 has not ended", number=request.sequence)
         book.on(hears(CONTROLLER, request), refused)
 
 

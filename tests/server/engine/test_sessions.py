@@ -95,7 +95,7 @@ def test_observers_that_never_said_goodbye_are_forgotten(monkeypatch: pytest.Mon
         book.now += 1
         book.does(hears(b"o%d" % number, Hello(PROTOCOL, "observer", f"o{number}", number)))
     book.does(hears(b"o1", Hello(PROTOCOL, "observer", "o1", 1)))  # said again
-    forgotten = to(b"o3", Refused, "cs.PeerProtocolError", "has not said hello", number=1)
+    forgotten = to(b"o3", Refused, "cs.PeerProtocolError", "has not sent a Hello", number=1)
     book.on(hears(b"o3", Get(1, (), (), False)), forgotten)
     for peer in (b"o1", b"o2"):
         book.on(hears(peer, Get(1, (), (), False)), to(peer, Got))
@@ -131,18 +131,21 @@ def test_a_second_controller_is_refused_and_told_what_to_do() -> None:
     second = Hello(PROTOCOL, "controller", "d", 9)
     book.on(
         hears(b"c2", second),
-        to(b"c2", Refused, "cs.ContextError", r"client c \(pid 7\) controls.*start a service of its own"),
+        to(b"c2", Refused, "cs.ContextError", r"client c \(pid 7\) controls.*needs a service of its own"),
     )
     book.on(hears(CONTROLLER, Goodbye("c")))
     book.on(hears(b"c2", second), Send(b"c2", welcome(0, 1)))
-    book.on(hears(CONTROLLER, Goodbye("c")), to(CONTROLLER, Refused, "cs.PeerProtocolError", "has not said hello"))
+    book.on(hears(CONTROLLER, Goodbye("c")), to(CONTROLLER, Refused, "cs.PeerProtocolError", "has not sent a Hello"))
 
 
 def test_a_controller_may_come_back_over_another_socket() -> None:
     book = Playbook(2).begin()
     book.on(hears(b"c9", HELLO), Send(b"c9", welcome(0, 1)))
     create = Create("c", 1, spec("w"), None)
-    book.on(hears(CONTROLLER, create), to(CONTROLLER, Refused, "cs.PeerProtocolError", "Create is the controller's"))
+    book.on(
+        hears(CONTROLLER, create),
+        to(CONTROLLER, Refused, "cs.PeerProtocolError", "only the controller may send Create"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -158,10 +161,14 @@ def test_a_controller_may_come_back_over_another_socket() -> None:
 def test_observers_may_only_read(record: Record) -> None:
     book = Playbook(2).begin()
     number = getattr(record, "sequence", 0)
-    book.on(hears(OBSERVER, record), to(OBSERVER, Refused, "cs.PeerProtocolError", "controller's", number=number))
+    why = "only the controller may send"
+    book.on(hears(OBSERVER, record), to(OBSERVER, Refused, "cs.PeerProtocolError", why, number=number))
     book.on(hears(OBSERVER, Get(5, (), (), False)), to(OBSERVER, Got, request=5, variables=()))
     book.on(hears(OBSERVER, Goodbye("o")))
-    book.on(hears(OBSERVER, Get(6, (), (), False)), to(OBSERVER, Refused, "cs.PeerProtocolError", "hello", number=6))
+    book.on(
+        hears(OBSERVER, Get(6, (), (), False)),
+        to(OBSERVER, Refused, "cs.PeerProtocolError", "not sent a Hello", number=6),
+    )
 
 
 @pytest.mark.parametrize("peer", [OBSERVER, b"x1"])
@@ -173,7 +180,10 @@ def test_only_registered_workers_bring_merge_points(peer: bytes) -> None:
 
 def test_what_is_not_for_the_server_is_refused() -> None:
     book = Playbook(2).begin()
-    book.on(hears(OBSERVER, Ready("x")), to(OBSERVER, Refused, "cs.PeerProtocolError", "a Ready is not for the server"))
+    book.on(
+        hears(OBSERVER, Ready("x")),
+        to(OBSERVER, Refused, "cs.PeerProtocolError", "a Ready is not a message for the server"),
+    )
 
 
 # --- scripts that are killed --------------------------------------------------------------------------------------
@@ -226,7 +236,7 @@ def test_bytes_are_written_under_the_name_of_who_lives() -> None:
     book.does(hears(OBSERVER, Hello(PROTOCOL, "observer", "o", 8)))
     with pytest.raises(ContextError, match="observers may only get"):
         writer(OBSERVER)
-    with pytest.raises(PeerProtocolError, match="b'x' has not said hello"):
+    with pytest.raises(PeerProtocolError, match="b'x' has not sent a Hello"):
         writer(b"x")
     book.does(dies(0))
     with pytest.raises(PeerProtocolError, match="has been replaced"):
@@ -299,7 +309,7 @@ def test_a_run_that_loses_a_replica_ends_when_the_others_have_returned(replicas:
     for replica in others:
         book.on(asks(replica, reduces(0, scalar(1))))
     why = (
-        r"replica 0 \(pid 100, w0.1\) was lost in run 1: SIGKILL. 0 commits of this run stand, "
+        r"replica 0 \(pid 100, w0.1\) was lost in run 1: SIGKILL. 0 commits of this run are kept, "
         ".*make a new CentralStorageStrategy"
     )
     failed = [to(w(replica), PointFailed, "cs.ReplicaLostError", why, ends_run=True) for replica in others]
@@ -328,7 +338,7 @@ def test_a_replica_that_has_returned_may_die() -> None:
 def test_runs_fail_at_once_while_a_replica_is_dead() -> None:
     book = Playbook(2).begin()
     book.does(dies(1))
-    why = r"replica 1 \(pid 101, w1.1\) is dead: SIGKILL. Run 1 did not begin"
+    why = r"replica 1 \(pid 101, w1.1\) is dead: SIGKILL. Run 1 was not started"
     book.on(
         asks(0, reduces(0, scalar(1))),
         to(CONTROLLER, RunFinished, "cs.ReplicaLostError", why),
@@ -350,7 +360,7 @@ def test_the_dead_say_how_many_commits_stand() -> None:
         book.does(asks(replica, reads(1)))
     assert book.ticket()
     book.on(dies(1), Says("died"))  # nobody is let go on during a commit
-    why = "1 commit of this run stands, the rest was dropped"
+    why = "1 commit of this run is kept, the rest was dropped"
     book.on(book.finished(), to(w(0), Committed, k=1))
     book.on(
         returns(0, 1),

@@ -74,7 +74,7 @@ def test_what_is_not_held_any_more_is_refused(programs: Functions) -> None:
     sender.load(first)
     for n in range(1, HELD_FUNCTIONS + 1):
         sender.load(numbered(n))
-    with pytest.raises(PeerProtocolError, match="does not hold it"):
+    with pytest.raises(PeerProtocolError, match="which this worker does not hold"):
         sender.load(first, with_function=False)
 
 

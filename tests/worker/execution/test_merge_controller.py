@@ -172,7 +172,9 @@ def no_data() -> None:
     merge(lambda strategy: {1})
 
 
-@pytest.mark.parametrize(("step", "exception"), [(unequal_structures, "AssertionError"), (no_data, "cs.ResultError")])
+@pytest.mark.parametrize(
+    ("step", "exception"), [(unequal_structures, "cs.StructureMismatchError"), (no_data, "cs.ResultError")]
+)
 def test_arguments_and_results_that_do_not_fit_are_an_error_of_the_call(
     pair: Service, step: Callable[[], None], exception: str
 ) -> None:

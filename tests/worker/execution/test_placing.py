@@ -43,12 +43,12 @@ def test_a_message_has_a_limited_number_of_arrays(arena: Arena) -> None:
     placing, value = Placing(arena), np.zeros(1)
     for _ in range(30_000):
         placing(value)
-    with pytest.raises(InvalidArgumentError, match="more than 30000 arrays at once; stack them"):
+    with pytest.raises(InvalidArgumentError, match="more than 30000 arrays in one message; stack them"):
         placing(value)
 
 
 def test_a_dtype_that_cannot_travel(arena: Arena) -> None:
-    with pytest.raises(InvalidArgumentError, match="dtype object cannot travel"):
+    with pytest.raises(InvalidArgumentError, match="dtype object cannot be sent"):
         Placing(arena)(np.array([None]))
 
 

@@ -31,7 +31,7 @@ def test_an_ordinary_exception(arena: Arena) -> None:
 def test_one_that_cannot_be_told(arena: Arena) -> None:
     error = raised_error(Untellable(), 1, 0, arena)
     assert (error.exception, error.replica) == ("RuntimeError", 1)
-    assert "a Untellable that cannot be described: its text raises a ValueError" in error.message
+    assert "a Untellable that cannot be described, because its str() raises a ValueError" in error.message
 
 
 def test_one_with_more_arrays_than_can_travel(arena: Arena) -> None:

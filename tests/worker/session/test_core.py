@@ -77,7 +77,7 @@ FAILED = "a step before it failed"
 TAKEN = "it was taken already"
 GONE = "its controller has gone"
 NOT_NESTED_HERE = "runs come from a controller, nested runs from the merge_call that waits here"
-NOT_WORK = "a worker takes Prepare, Run, Cancel and Forget of a controller"
+NOT_WORK = "a worker accepts Prepare, Run, Cancel and Forget from a controller only"
 
 # --- scenarios --------------------------------------------------------------------------------------------------------
 
@@ -455,7 +455,7 @@ def test_a_colleague_that_refuses_ends_the_wait_for_its_nested_run() -> None:
     play = waiting()
     play.on(Hears(COLLEAGUE, refused), FailWait("another worker refuses a nested run: it does not wait"))
     play.unwind()
-    play.on(Hears(COLLEAGUE, refused), Refuse(COLLEAGUE, "a Refused", "no nested run waits for it"))
+    play.on(Hears(COLLEAGUE, refused), Refuse(COLLEAGUE, "a Refused", "no nested run is waiting for it"))
 
 
 def test_a_refusal_of_the_server_is_an_answer() -> None:

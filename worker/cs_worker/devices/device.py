@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from central_storage.core.devices import canonical, full_name, logical_devices, of_replica
+from central_storage.core.devices.device_names import canonical, full_name, logical_devices, of_replica
 from cs_proto.arrays import Array
 from cs_proto.errors import DeviceError
 from cs_proto.messages import DevicePlace

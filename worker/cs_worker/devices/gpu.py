@@ -436,7 +436,8 @@ def place(cupy: Any, array: Any, number: int, name: str) -> Any:
 def _too_small(cupy: Any, name: str, nbytes: int, what: str, plan: str) -> DeviceMemoryError:
     free, total = cupy.cuda.runtime.memGetInfo()
     return DeviceMemoryError(
-        f"{name}: {nbytes} bytes wanted for {what}, {free} of {total} bytes are free (CuPy's pool may hold more){plan}"
+        f"{name}: {nbytes} bytes are needed for {what}, but {free} of {total} bytes are free (CuPy's pool may hold "
+        f"more){plan}"
     )
 
 

@@ -88,5 +88,5 @@ class _Held:
             return pickles[run.digest]
         except KeyError:
             raise PeerProtocolError(
-                f"function {run.digest.hex()} was left out of the run, but this worker does not hold it"
+                f"the run was sent without function {run.digest.hex()}, which this worker does not hold"
             ) from None

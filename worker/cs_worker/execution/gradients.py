@@ -118,7 +118,7 @@ class GradientBuffers:
             commit()
         if not self._free:
             raise ContextError(
-                "the gradient buffers of the runs around this one are handed out but not applied yet; call "
+                "an enclosing run has asked for its gradient buffers but has not applied them yet; call "
                 "apply_gradients there before merge_call"
             )
         return self._free[0]

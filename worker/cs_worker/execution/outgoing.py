@@ -36,10 +36,13 @@ class Placing:
         """
         name = dtype_name(value.dtype)
         if not is_wire_dtype(name):
-            raise InvalidArgumentError(f"an array of dtype {value.dtype} cannot travel between processes")
+            raise InvalidArgumentError(
+                f"an array of dtype {value.dtype} cannot be sent to another process; convert it to numbers, bools or "
+                "strings"
+            )
         self._count += 1
         if self._count > _ARRAYS:
-            raise InvalidArgumentError(f"more than {_ARRAYS} arrays at once; stack them into fewer, larger ones")
+            raise InvalidArgumentError(f"more than {_ARRAYS} arrays in one message; stack them into fewer, larger ones")
         if value.nbytes <= INLINE_NBYTES and self._count <= FRAMES:
             return array_of(value)
         if id(value) not in self._in_arena:
@@ -53,7 +56,7 @@ def raised_error(raised: BaseException, replica: int, merge_index: int, arena: A
         return to_error(raised, replica, merge_index, Placing(arena))
     except Exception as untold:  # noqa: BLE001  (the user's class may raise whatever it likes when asked for its text)
         substitute = RuntimeError(
-            f"the replica function raised a {type(raised).__name__} that cannot be described: its text raises a "
-            f"{type(untold).__name__}"
+            f"the replica function raised a {type(raised).__name__} that cannot be described, because its str() raises "
+            f"a {type(untold).__name__}"
         )
         return error_of(substitute, replica, merge_index)

@@ -358,7 +358,7 @@ class Replica:
         try:
             shop.conversation.say(self._run, returned)
         except LocalProtocolError as refused:
-            too_large = ResultError(f"the result of the replica function is too large to travel: {refused}")
+            too_large = ResultError(f"the result of the replica function is too large to send: {refused}")
             failed = replace(returned, value=None, error=error_of(too_large, self.replica, self.count))
             shop.conversation.say(self._run, failed)
         failpoint("worker.returned")

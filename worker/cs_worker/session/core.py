@@ -333,7 +333,7 @@ class SessionCore:
             return self._hear_nested_run(sender, record)
         if sender[:1] == _CONTROLLER:
             return self._hear_controller(sender, record)
-        return _refuse(sender, record, "a worker takes Prepare, Run, Cancel and Forget of a controller")
+        return _refuse(sender, record, "a worker accepts Prepare, Run, Cancel and Forget from a controller only")
 
     def _hear_of_registration(self, record: Record) -> list[Output]:
         if isinstance(record, messages.Refused):
@@ -378,14 +378,16 @@ class SessionCore:
     def _hear_colleague(self, record: Record) -> list[Output]:
         if isinstance(record, messages.Refused) and self._is_waiting:
             return [FailWait(f"another worker refuses a nested run: {record.error.message}")]
-        return _refuse(COLLEAGUE, record, "no nested run waits for it")
+        return _refuse(COLLEAGUE, record, "no nested run is waiting for it")
 
     def _hear_controller(self, controller: bytes, record: Record) -> list[Output]:
         if isinstance(record, messages.Cancel):
             self._cancelled = (controller, record)
             return [NoteCancel()]
         if not isinstance(record, Work):
-            return _refuse(controller, record, "a worker takes Prepare, Run, Cancel and Forget of a controller")
+            return _refuse(
+                controller, record, "a worker accepts Prepare, Run, Cancel and Forget from a controller only"
+            )
         if self._is_of_gone_controller(controller, record):
             return [Drop(controller, record, "its controller has gone")]
         if self._is_of_failed_series(controller, record):

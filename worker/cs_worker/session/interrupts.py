@@ -97,7 +97,7 @@ class Interrupts:
             if self._is_cancelled():
                 raise KeyboardInterrupt
             if self._rings > self._explained:
-                _log.warning("a SIGINT that no cancelled run explains; it is ignored")
+                _log.warning("ignored a SIGINT, because no run was cancelled")
                 self._explained = self._rings
             self._in_user_code = True
 

@@ -163,8 +163,8 @@ class Link:
         parts = encode(record)
         if self.is_inherited:
             raise ContextError(
-                "a process that a replica function forks is no replica; use variables, optimizers and the context in "
-                "the function itself"
+                "a process that a replica function forks is not a replica; use variables, optimizers and the context "
+                "in the function itself"
             )
         self._channel.send(peer, parts)
         moment("sent")

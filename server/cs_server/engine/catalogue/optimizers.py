@@ -87,7 +87,7 @@ def members(server: State, optimizer: int, numbers: tuple[int, ...]) -> tuple[in
         if not rule.takes(np.dtype(spec.dtype)):
             raise InvalidArgumentError(
                 f"variable {spec.name!r} is {spec.dtype}; only floating-point variables can be optimized"
-                + (", and complex ones not by this rule" if rule.is_real else "")
+                + (", and this rule takes no complex ones" if rule.is_real else "")
             )
         if is_bounded and np.dtype(spec.dtype).kind == "c":
             raise InvalidArgumentError(f"variable {spec.name!r} is {spec.dtype}; clipvalue bounds real gradients only")

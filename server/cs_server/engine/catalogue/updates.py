@@ -29,7 +29,9 @@ def check_gradients(server: State, points: Sequence[ApplyPoint]) -> None:
         for gradient in point.sparse:
             spec, values = variables.row(server, gradient.variable).spec, gradient.values
             if gradient.variable not in (point.variables or server.tables.sets[point.variable_set].variables):
-                raise InvalidArgumentError(f"a sparse gradient of {spec.name!r}, which this update does not name")
+                raise InvalidArgumentError(
+                    f"the update has a sparse gradient of {spec.name!r}, but does not name this variable"
+                )
             if not spec.shape or values.dtype != spec.dtype or values.shape[1:] != spec.shape[1:]:
                 raise InvalidArgumentError(
                     f"the sparse gradient of variable {spec.name!r} is {values.dtype}{list(values.shape)}; the "

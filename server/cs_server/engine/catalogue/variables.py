@@ -110,8 +110,8 @@ def _page_of_versions(server: State, name: str) -> list[Allocate]:
     if page[1] > addresses:
         raise MemoryPlanError(
             f"variable {name!r}: {page[1]} bytes needed{in_units(page[1])} to count the changes of all "
-            f"variables that were ever made, {addresses} bytes of addresses available{in_units(addresses)}; keep "
-            "variables instead of making new ones, or start the service again"
+            f"variables made so far, {addresses} bytes of addresses available{in_units(addresses)}; keep "
+            "variables instead of making new ones, or restart the service"
         )
     return [Allocate(segment_names.versions(), addresses, "", *page, is_lazy=True)]
 

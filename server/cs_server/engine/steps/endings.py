@@ -81,24 +81,24 @@ def lost(server: State, run: RunId, died: Died, then: str) -> None:
         return
     server.tables.stands[run, died.rank] = replace(stand, waiting=-1, read=None, is_lost=True)
     if state.failure is None or state.failure.cause == "mismatch":
-        stands = runs.standing_commits(server, run)
+        count = runs.standing_commits(server, run)
+        kept = "1 commit of this run is kept" if count == 1 else f"{count} commits of this run are kept"
         error = ReplicaLostError(
             f"replica {died.rank} (pid {died.pid}, w{died.rank}.{died.incarnation}) was lost in {runs.name(run)}: "
-            f"{died.cause}. {stands} commit{'s' * (stands != 1)} of this run stand{'s' * (stands == 1)}, the "
-            f"rest was dropped; {then}{runs.last_lines(died)}"
+            f"{died.cause}. {kept}, the rest was dropped; {then}{runs.last_lines(died)}"
         )
         state = replace(state, failure=Failure("lost", died.rank, error_of(error, died.rank, stand.count)))
     server.tables.runs[run] = replace(state, token=-1 if died.rank == 0 else state.token)
 
 
 def diverged(server: State, run: RunId, replica: int, difference: Diverged) -> None:
-    """A replay brings something else than the run before the worker's death: the run cannot go on."""
+    """A replay differs from the run before the worker's death, so the run cannot go on."""
     state = server.tables.runs[run]
     if state.failure is None:
         error = ReplicaLostError(
             f"replica {replica} was lost in {runs.name(run)}: {difference}. Nothing of this run is committed. The "
-            "function depends on something that a new worker does not share (time, a file, kept state); the next "
-            "run works"
+            "function depends on something that a new worker does not share (time, a file, kept state). The next run "
+            "works"
         )
         at = server.tables.stands[run, replica].again
         server.tables.runs[run] = replace(state, failure=Failure("lost", replica, error_of(error, replica, at)))

@@ -1,4 +1,4 @@
-"""When replicas agree: the rules of merge points, as functions of what the replicas brought.
+"""When replicas agree: the rules of merge points, as functions of what the replicas sent.
 
 Owns the comparison of merge points, the aggregation of assigns, and the errors of replicas that differ. It keeps
 nothing and sends nothing; ``progress`` asks it.
@@ -138,7 +138,7 @@ def mismatch(
             done = f"raised {_name(error)}" if error is not None else "returned"
             sentence = f"replica {replica} "
             sentence += (
-                f"brought {title(point, of_what(point))} and {done}" if point else f"{done} after {counted(count)}"
+                f"reached {title(point, of_what(point))} and {done}" if point else f"{done} after {counted(count)}"
             )
         sentences.append(sentence)
     kind = StructureMismatchError if _differ_in_structure(awaited) else MergeMismatchError

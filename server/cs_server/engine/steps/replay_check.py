@@ -36,11 +36,11 @@ _SOMEWHERE = Location("somewhere", 0)
 
 
 class Diverged(ReplicaLostError):
-    """A replay brings something else than the run before."""
+    """A replay differs from the run before the worker's death."""
 
 
 def take(server: State, run: RunId, replica: int) -> None:
-    """Have digests made of everything that ``replica`` has brought to ``run``."""
+    """Have digests made of all merge points and writes that ``replica`` has sent in ``run``."""
     state, stand = server.tables.runs[run], server.tables.stands[run, replica]
     for k in range(stand.count):
         point = server.tables.points[run, replica, k]
@@ -65,7 +65,7 @@ def check_point(server: State, run: RunId, replica: int, point: Point) -> Point:
     if _placeless(point) != _placeless(before):
         raise Diverged(
             f"replay diverged at {merge.title(point)}, merge point {point.k}: before its worker died, the replica "
-            f"brought {merge.title(before)}" + " with other values" * (merge.title(point) == merge.title(before))
+            f"reached {merge.title(before)}" + " with other values" * (merge.title(point) == merge.title(before))
         )
     _compare(server, Check(run, replica, point.k, 0), lambda: _of_point(server, replica, point))
     return point
@@ -95,7 +95,7 @@ def fingerprinted(server: State, event: Fingerprinted) -> tuple[Check, Diverged]
         what = f"write note {check.number}"
         if check.k >= 0:
             what = f"{merge.title(server.tables.points[check.run, check.replica, check.k])}, merge point {check.k}"
-        return check, Diverged(f"replay diverged at {what}: its values are not those of before its worker died")
+        return check, Diverged(f"replay diverged at {what}: its values differ from those before the worker died")
     return None
 
 

@@ -81,7 +81,7 @@ def _cannot_replay(server: State, top: RunId, died: Died) -> str | None:
     """Why the run is lost. None if it is replayed."""
     state, stand = server.tables.runs[top], server.tables.stands[top, died.rank]
     if not died.restarts:
-        return "it is not started again; make a new CentralStorageStrategy to train on"
+        return "its worker is not restarted; make a new CentralStorageStrategy to continue training"
     if state.failure is not None:
         return "the next run works"
     if stand.deaths > 0:

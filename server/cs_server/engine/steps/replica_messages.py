@@ -34,7 +34,7 @@ from .replay_check import Diverged
 
 
 def ask(server: State, peer: bytes, record: Ask, now: float) -> None:
-    """Record what a replica brings and that it waits. A question that was answered before is answered again."""
+    """Record the merge point of a replica, and that it waits. A question that was answered before is answered again."""
     run, replica, point = record.run, record.replica, record.point
     if runs.is_of_another(server, run, record.client) or runs.is_over(server, run, record.series):
         over = error_of(ContextError(f"{runs.name(run)} is over"), replica, point.k)
@@ -55,9 +55,9 @@ def _ask(server: State, peer: bytes, record: Ask, now: float) -> None:
         _note(server, run, replica, note)
     reads = isinstance(point, ReadPoint)
     if isinstance(point, ReadPoint):
-        brought = server.tables.stands[run, replica].again
-        if point.k > brought:
-            raise PeerProtocolError(f"replica {replica} reads after {point.k} merge points but brought {brought}")
+        reached = server.tables.stands[run, replica].again
+        if point.k > reached:
+            raise PeerProtocolError(f"replica {replica} reads after {point.k} merge points but has reached {reached}")
     else:
         _bring(server, run, replica, point)
     stand = server.tables.stands[run, replica]
@@ -124,8 +124,8 @@ def returned(server: State, peer: bytes, record: Return, now: float) -> None:
     # The count of a replica that returns an error does not matter: it was refused or interrupted at a merge point.
     if record.error is None and record.count != stand.count:
         raise PeerProtocolError(
-            f"replica {replica} returned from {runs.name(run)} after {record.count} merge points, of which it brought "
-            f"{stand.count}"
+            f"replica {replica} returned from {runs.name(run)} after {record.count} merge points, but sent "
+            f"{stand.count} of them"
         )
     server.tables.stands[run, replica] = replace(
         stand, since=now, waiting=-1, read=None, returned=replace(record, notes=())
@@ -148,15 +148,17 @@ def merge_call_returned(server: State, peer: bytes, record: MergeCallReturn) -> 
     run, k = record.run, record.k
     state = server.tables.runs.get(run)
     if peer != sessions.worker_peer(server, 0):
-        raise PeerProtocolError(f"{peer!r:.80} holds no token of {runs.name(run)}")
+        raise PeerProtocolError(f"{peer!r:.80} does not hold a token of {runs.name(run)}")
     if runs.is_over(server, run) or (run, k) in server.tables.outcomes:
         return  # repeated, or too late
     if state is None or state.token != k:
         if state is not None and state.failure is not None:
             return
-        raise PeerProtocolError(f"no token of merge point {k} of {runs.name(run)} is out")
+        raise PeerProtocolError(f"no worker holds the token of merge point {k} of {runs.name(run)}")
     if record.error is None and len(record.values) != len(server.replicas):
-        raise PeerProtocolError(f"{len(record.values)} values of a merge_call over {len(server.replicas)} replicas")
+        raise PeerProtocolError(
+            f"a merge_call returned {len(record.values)} values for {len(server.replicas)} replicas"
+        )
     nested = [other for other in server.tables.runs if other[:-2] == run and runs.blocks(server, other)]
     if nested and record.error is None:
         raise PeerProtocolError(f"the merge_call of {runs.name(run)} returned before {runs.name(nested[0])} was over")
@@ -170,8 +172,8 @@ def merge_call_returned(server: State, peer: bytes, record: MergeCallReturn) -> 
 
 def _gone_on(stand: ReplicaProgress, what: str) -> Diverged:
     return Diverged(
-        f"replay diverged: it {what}, but had brought {merge.counted(stand.count)} and {stand.writes} write notes "
-        "before its worker died"
+        f"replay diverged: it {what}, but had reached {merge.counted(stand.count)} and sent {stand.writes} "
+        "write notes before its worker died"
     )
 
 
@@ -181,7 +183,7 @@ def _note(server: State, run: RunId, replica: int, note: Note) -> None:
         return
     is_checked = note.checked if isinstance(note, AssignPoint) else note.variable_set == 0
     if is_checked:
-        raise PeerProtocolError(f"replica {replica} only noted {merge.title(note)}, which needs an answer")
+        raise PeerProtocolError(f"replica {replica} sent {merge.title(note)} as a note, but it needs an answer")
     _bring(server, run, replica, note)
 
 
@@ -196,8 +198,9 @@ def _note_write(server: State, run: RunId, replica: int, note: WriteNote) -> Non
         return
     if note.number > stand.writes or note.k != stand.count or stand.returned is not None:
         raise PeerProtocolError(
-            f"replica {replica} brings write note {note.number} of {runs.name(run)} after {note.k} merge points, but "
-            f"has brought {stand.writes} and {stand.count}{' and returned' * (stand.returned is not None)}"
+            f"replica {replica} sent write note {note.number} of {runs.name(run)} after {note.k} merge points, but the "
+            f"server has {stand.writes} notes and {stand.count} merge points"
+            f"{' and its return' * (stand.returned is not None)}"
         )
     variables.write(server, note.variable, note.op, None, (note.value,), note.indices)
     server.tables.writes[run, replica, note.number] = note
@@ -214,16 +217,16 @@ def _bring(server: State, run: RunId, replica: int, point: Point) -> None:
     if point.k < stand.again:
         if server.tables.points[run, replica, point.k] != point:
             raise PeerProtocolError(
-                f"replica {replica} brings {merge.title(point)} as merge point {point.k} of {runs.name(run)}, but "
-                f"brought {merge.title(server.tables.points[run, replica, point.k])} before"
+                f"replica {replica} sent {merge.title(point)} as merge point {point.k} of {runs.name(run)}, but had "
+                f"sent {merge.title(server.tables.points[run, replica, point.k])} before"
             )
         return
     if point.k > stand.again:
         raise PeerProtocolError(
-            f"replica {replica} brings merge point {point.k} of {runs.name(run)}, but {stand.again} is the next one"
+            f"replica {replica} sent merge point {point.k} of {runs.name(run)}, but {stand.again} is the next one"
         )
     if stand.returned is not None:
-        raise PeerProtocolError(f"replica {replica} has returned from {runs.name(run)} and brings {merge.title(point)}")
+        raise PeerProtocolError(f"replica {replica} sent {merge.title(point)} after its return from {runs.name(run)}")
     if isinstance(point, ApplyPoint):
         known = server.tables.sets.get(point.variable_set)
         if point.variable_set and (known is None or known.optimizer != point.optimizer):

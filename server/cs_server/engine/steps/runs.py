@@ -64,7 +64,7 @@ def holder(server: State) -> RunId | None:
         return None
     innermost = max(open_runs, key=lambda run: (len(run), [-part for part in run]))
     if server.tables.runs[innermost].token < 0:
-        raise ContextError(f"{name(innermost)} is open; the controller's request has to wait until it ends")
+        raise ContextError(f"{name(innermost)} has not ended; send the request again after it has")
     return innermost
 
 
@@ -232,7 +232,7 @@ def begin(server: State, run: RunId, now: float, series: int = 0) -> None:
     if len(run) > 1:
         parent = server.tables.runs.get(run[:-2])
         if parent is None or parent.token != run[-2]:
-            raise PeerProtocolError(f"{name(run)} is nested in a merge_call whose token is not out")
+            raise PeerProtocolError(f"{name(run)} is nested in a merge_call that no worker is running")
     for other in siblings(server, run):
         if series and _is_step(server, other, series):
             _forget_points(server, other)
@@ -246,7 +246,7 @@ def begin(server: State, run: RunId, now: float, series: int = 0) -> None:
         if died is not None and failure is None:
             lost = ReplicaLostError(
                 f"replica {replica} (pid {died.pid}, w{replica}.{died.incarnation}) is dead: {died.cause}. "
-                f"{name(run).capitalize()} did not begin; make a new CentralStorageStrategy to train on"
+                f"{name(run).capitalize()} was not started; make a new CentralStorageStrategy to continue training"
                 f"{last_lines(died)}"
             )
             failure = Failure("lost", replica, error_of(lost, replica))
@@ -264,10 +264,10 @@ def check_near(server: State, run: RunId) -> None:
     known = [other[-1] for other in siblings(server, run) if other[:-1] == run[:-1]]
     last = max(known, default=0 if len(run) == 1 else -1)  # the client's runs count from 1, nested ones from 0
     if run[-1] - last > MOST_AHEAD + 1:
+        known_one = last if last >= 0 else "there is none"
         raise PeerProtocolError(
-            f"{name(run)} is {run[-1] - last} after the last one known, "
-            f"{f'which is {last}' if last >= 0 else 'of which there is none'}; at most {MOST_AHEAD + 1}, since a "
-            f"controller sends at most {MOST_AHEAD} ahead"
+            f"{name(run)} is {run[-1] - last} runs after the last known one ({known_one}); at "
+            f"most {MOST_AHEAD + 1} are allowed, because a controller sends at most {MOST_AHEAD} runs ahead"
         )
 
 

@@ -160,7 +160,7 @@ class ControlLog:
         else:
             raise ControlFull(
                 f"the control store is full: {live} bytes are needed, {self._half_nbytes} available; "
-                "bring smaller values to merge points and return smaller results, or raise the limit of addresses "
+                "pass smaller values to merge points and return smaller results, or raise the limit of addresses "
                 "(ulimit -v) where there is one"
             )
         self._live_nbytes = live

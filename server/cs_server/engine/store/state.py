@@ -1,7 +1,7 @@
 """The state that all parts of the engine work on, and the configuration of a server.
 
-Most modules of the engine are functions over a :class:`State`: what the server knows is in its tables, what it says
-goes to ``out``. A function without a leading underscore is for other modules.
+Most modules of the engine are functions over a :class:`State`: its tables hold all that the server knows, and commands
+are appended to ``out``. A function without a leading underscore is for other modules.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = ["Config", "State", "opened"]
 
 @frozen
 class Config:
-    """What does not change while a server runs. ``addresses`` are the lengths of segments. The server began at
-    ``started``, on the clock of ``now``. A worker that keeps others waiting and was silent for ``step_timeout`` seconds
-    is ended; None: never. A wait is named after ``name_after`` seconds."""
+    """The configuration, which does not change while a server runs. ``addresses`` are the lengths of segments. The
+    server began at ``started``, on the clock of ``now``. A worker that keeps others waiting and was silent for
+    ``step_timeout`` seconds is ended; None: never. A wait is named after ``name_after`` seconds."""
 
     replicas: int
     parameter_device: str
@@ -46,11 +46,11 @@ class State:
     #: The numbers of all replicas.
     replicas: range
     out: list[Command] = field(default_factory=list)
-    #: What the current event was refused: an operation that needs it fails with that error.
+    #: Needs of the current event that were refused: an operation that has one fails with that error.
     refused: dict[Needed, Error] = field(default_factory=dict)
 
     def rollback(self) -> None:
-        """Forget what the current event has changed and said."""
+        """Drop the changes and the commands of the current event."""
         with self.index.rolled_back():
             self.tables.rollback()
         self.out.clear()

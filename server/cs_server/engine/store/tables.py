@@ -64,7 +64,7 @@ class _Row(Record):
 
 @record(200)
 class WorkerSession(_Row):
-    """A registered worker and the identity of its socket. ``is_announced``: whoever sends it runs knows of it."""
+    """A registered worker and the identity of its socket. ``is_announced``: the senders of runs know it."""
 
     peer: bytes
     worker: Worker
@@ -73,7 +73,8 @@ class WorkerSession(_Row):
 
 @record(201)
 class ClientSession(_Row):
-    """A client that said hello. A controller waits for its welcome ``since``; the wait was last ``named`` then."""
+    """A client that has sent a Hello. A controller waits for its welcome ``since``; the wait was last ``named``
+    then."""
 
     hello: Hello
     is_welcome: bool
@@ -140,14 +141,14 @@ class Steps(_Row):
 
 @record(206)
 class SlotNames(_Row):
-    """The slots that an optimizer has beside one variable; none where its rule needs none."""
+    """The slots that an optimizer has for one variable; empty if its rule needs none."""
 
     names: tuple[str, ...]
 
 
 @record(219)
 class Seat(_Row):
-    """The number in the names of an optimizer's slot segments. The next optimizer has that of one that is gone."""
+    """The number in the names of an optimizer's slot segments. A new optimizer takes that of one that is gone."""
 
     number: int
 
@@ -161,7 +162,7 @@ class Asked(_Row):
 
 @record(207)
 class Failure(_Row):
-    """Why a run cannot go on. ``error`` is what its replicas are told; ``replica`` -1 where it is nobody's."""
+    """The reason why a run cannot continue. Replicas are sent ``error``; ``replica`` is -1 if no replica caused it."""
 
     cause: Literal["mismatch", "operation", "lost", "cancelled"]
     replica: int
@@ -208,7 +209,7 @@ class ReplicaProgress(_Row):
 
     @property
     def is_replaying(self) -> bool:
-        """Whether it has still to bring what it brought before its worker died."""
+        """Whether it has yet to repeat merge points from before its worker's death."""
         return self.again < self.count or self.writes_again < self.writes
 
     @property
@@ -223,7 +224,7 @@ class ReplicaProgress(_Row):
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it does nothing that could still look at a variable."""
+        """Whether its function can no longer read a variable."""
         return self.is_waiting or self.returned is not None or self.is_lost
 
 
@@ -268,7 +269,7 @@ class Computation(_Row):
 
 @record(215)
 class Digest(_Row):
-    """A digest of the bytes that a replica brought at a merge point or with a write note."""
+    """A digest of the bytes that a replica sent at a merge point or with a write note."""
 
     digest: bytes
 
@@ -306,7 +307,7 @@ Outcome = Accepted | CreatedInRun | Reduced | PointFailed | MergeCallReturn
 
 @dataclass
 class ServerCounters:
-    """What is only counted. It is one small entry, written whenever anything is written. Lists go by replica."""
+    """Counters. They are one small entry, which every flush writes. Lists are by replica."""
 
     messages: int = 0
     commits: int = 0
@@ -320,7 +321,7 @@ class ServerCounters:
     committing: int = 0
     #: Bytes that may still be touched, as last told; -1 before.
     available_nbytes: int = -1
-    #: Those of the GPU where variables lie; -1 where they lie on none.
+    #: Those of the GPU that holds the variables; -1 if none does.
     device_nbytes: int = -1
     seen: list[float] = field(default_factory=list)
     replica_runs: list[int] = field(default_factory=list)
@@ -377,7 +378,7 @@ class Table(dict[K, V]):
         return list(dict.values(self))
 
     def discard(self, key: K) -> None:
-        """Remove ``key`` where it is there."""
+        """Remove ``key`` if it exists."""
         if key in self:
             del self[key]
 
@@ -473,7 +474,7 @@ class Tables:
         self._tables = {table.letter: table for table in vars(self).values() if isinstance(table, Table)}
         self._replicas = replicas
         self._control = control
-        #: Whether the store lacks what was kept.
+        #: Whether kept changes are missing in the store.
         self.is_ahead = False
         self._stored_tally = self._kept_tally = b""
         for key, value in control.items():
@@ -486,8 +487,7 @@ class Tables:
             raise ControlDamaged(f"the control store is that of {len(self.tally.seen)} replicas, not of {replicas}")
 
     def flush(self) -> None:
-        """Write what has changed, and what was kept. Raises ControlFull; then nothing is written and nothing
-        forgotten."""
+        """Write all changes, also kept ones. Raises ControlFull; then nothing is written, and the changes remain."""
         changes: dict[bytes, bytes | None] = {}
         for table in self._changed:
             letter = table.letter
@@ -505,19 +505,19 @@ class Tables:
         self._changed.clear()
 
     def write_plain(self, place: int, step: PlainStep) -> None:
-        """Write a step, and nothing of what has changed. Raises ControlFull; then nothing is written."""
+        """Write a step, without the changes. Raises ControlFull; then nothing is written."""
         self._control.write({self.plain.letter + _pack_key(place): _pack(step)})
         self.plain.load(place, step)
 
     def keep(self) -> None:
-        """Leave what has changed to the next ``flush``."""
+        """Keep the changes for the next ``flush``."""
         self.is_ahead = True
         self._kept_tally = codec.pack(list(vars(self.tally).values()))
         for table in self._changed:
             table.keep()
 
     def rollback(self) -> None:
-        """Return to what was flushed or kept last."""
+        """Return to the state that was flushed or kept last."""
         self._changed[:] = [table for table in self._changed if table.rollback()]
         self._restore_tally()
 
@@ -551,7 +551,7 @@ def _new_tally(replicas: int) -> ServerCounters:
 _COUNT = struct.Struct("<Q")
 _NO_FRAMES = _COUNT.pack(0)
 _pack_key = msgpack.Packer().pack
-# The store holds what this process wrote; its limits only keep damage from becoming a crash.
+# This process wrote the store itself; the limits only keep damage from becoming a crash.
 _LIMITS = codec.Limits(1 << 31, 1 << 24, 1 << 48, 1 << 24, 1 << 28, 1 << 48)
 
 
@@ -569,7 +569,7 @@ def joined(parts: Sequence[Buffer]) -> bytes:
 
 
 def parted(packed: bytes) -> Record:
-    """The record in such a message. Raises PeerProtocolError, ValueError or struct.error where it is damaged."""
+    """The record in such a message. Raises PeerProtocolError, ValueError or struct.error if it is damaged."""
     view = memoryview(packed)
     (count,) = _COUNT.unpack_from(view)
     if count > len(packed) // 8:

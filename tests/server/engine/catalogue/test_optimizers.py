@@ -154,5 +154,5 @@ def test_a_bound_of_every_element_is_not_for_complex_variables(book: Book) -> No
     with pytest.raises(InvalidArgumentError, match="'z' is complex64; clipvalue"):
         optimizers.variable_set(book.state, 1, (1,))
     optimizers.configure(book.state, 0, "Ftrl", FTRL)
-    with pytest.raises(InvalidArgumentError, match="complex ones not by this rule"):
+    with pytest.raises(InvalidArgumentError, match="this rule takes no complex ones"):
         optimizers.variable_set(book.state, 2, (1,))

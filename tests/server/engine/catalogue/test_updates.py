@@ -83,7 +83,7 @@ def test_a_sparse_gradient_takes_its_variable_out_of_the_ranges(book: Book) -> N
         ),
         (SparseGradient(1, block("float32", 2, 4), block("int64", 2)), r"float32\[2, 4\]"),
         (SparseGradient(2, block("float32", 2), block("int64", 2)), r"'scalar' is float32\[2\]"),
-        (SparseGradient(3, block("float32", 2), block("int64", 2)), "'other', which this update does not name"),
+        (SparseGradient(3, block("float32", 2), block("int64", 2)), "'other', but does not name this variable"),
         (SparseGradient(9, block("float32", 2), block("int64", 2)), "no variable 9"),
     ],
 )

@@ -633,18 +633,18 @@ def test_the_token_is_replica_0s_to_give_back() -> None:
     book = Playbook(2).begin()
     book.on(
         hears(w(0), MergeCallReturn((1,), 0, values(b"", b""), None)),
-        to(w(0), Refused, "cs.PeerProtocolError", "no token of merge point 0 of run 1 is out"),
+        to(w(0), Refused, "cs.PeerProtocolError", "no worker holds the token of merge point 0 of run 1"),
     )
     book.does(asks(0, merge_calls(0)))
     book.does(asks(1, merge_calls(0)))
     book.on(
         hears(w(1), MergeCallReturn((1,), 0, values(b"", b""), None)),
-        to(w(1), Refused, "cs.PeerProtocolError", "holds no token"),
+        to(w(1), Refused, "cs.PeerProtocolError", "does not hold a token"),
     )
     # A wrong number of values fails the merge_call instead of leaving replica 1 waiting.
     book.on(
         hears(w(0), MergeCallReturn((1,), 0, values(b""), None)),
-        to(w(1), PointFailed, "cs.PeerProtocolError", "1 values of a merge_call over 2 replicas", ends_run=True),
+        to(w(1), PointFailed, "cs.PeerProtocolError", "a merge_call returned 1 values for 2 replicas", ends_run=True),
     )
 
 
@@ -759,7 +759,7 @@ def test_unequal_numbers_of_notes_are_found_at_the_end() -> None:
     book.on(returns(0, 2, (applies(0), applies(1, buffers=1)), run=(2,)))
     book.on(returns(1, 1, (applies(0),), run=(2,)), commits(steps(2, ((0, 1),))))
     why = (
-        r"merge point 1: replica 0 brought apply_gradients of optimizer 1 to 'w' \(train.py:10\) and returned; "
+        r"merge point 1: replica 0 reached apply_gradients of optimizer 1 to 'w' \(train.py:10\) and returned; "
         "replica 1 returned after 1 merge point"
     )
     book.on(book.finished(), to(CONTROLLER, RunFinished, MISMATCH, why, commits=1))
@@ -769,8 +769,8 @@ def test_different_notes_are_found_at_the_end_and_nothing_after_them_counts() ->
     book = training()
     book.on(returns(0, 2, (applies(0, line=1), assigns(1, scalar(1))), run=(2,)))
     why = (
-        r"replica 0 brought apply_gradients .*train.py:1\).*; "
-        r"replica 1 brought assign_add of variable 1, 'w' \(train.py:9\)"
+        r"replica 0 reached apply_gradients .*train.py:1\).*; "
+        r"replica 1 reached assign_add of variable 1, 'w' \(train.py:9\)"
     )
     book.on(
         returns(1, 2, (assigns(0, scalar(1), line=9), applies(1)), run=(2,)),

@@ -351,7 +351,7 @@ def test_a_run_that_has_read_its_own_update_is_lost_and_says_what_stands(
             continue
         lost += 1
         assert second.error.exception == "cs.ReplicaLostError"
-        assert "1 commit of this run stands, the rest was dropped; what a replica has read" in second.error.message
+        assert "1 commit of this run is kept, the rest was dropped; what a replica has read" in second.error.message
         assert second.commits == 1
         assert len(world.done) < len(wanted.done)  # what came after was not committed
     assert 0 < lost < len(tried) / 2
@@ -458,9 +458,9 @@ WROTE = notes_write(0, 0, scalar(4), variable=3, op="assign_add")
             asked(1, reduces(0, scalar(3)), WROTE),
             r"diverged at all_reduce SUM .*, merge point 0.*other values",
         ),
-        (asked(1, reduces(0, scalar(2), op="MEAN"), WROTE), "diverged at all_reduce MEAN .*brought all_reduce SUM"),
+        (asked(1, reduces(0, scalar(2), op="MEAN"), WROTE), "diverged at all_reduce MEAN .*reached all_reduce SUM"),
         (asked(1, reads(0), replace(WROTE, value=scalar(5))), "replay diverged at assign_add of variable 3"),
-        (returned(1, 0), "it returned after 0 merge points, but had brought 1 merge point and 1 write notes"),
+        (returned(1, 0), "it returned after 0 merge points, but had reached 1 merge point and sent 1 write notes"),
     ],
     ids=["value", "op", "write", "returns early"],
 )
@@ -476,7 +476,7 @@ def test_a_replay_that_differs_is_refused(event: Event, words: str) -> None:
         book.does(hears(w(1, 2), Return((1,), 1, 2, (), 1, None, error)))
     (finished,) = [c.record for c in book.commands if isinstance(c, Send) and isinstance(c.record, RunFinished)]
     assert to(CONTROLLER, RunFinished, "cs.ReplicaLostError", words).fits(Send(CONTROLLER, finished))
-    assert "the next run works" in finished.error.message
+    assert "The next run works" in finished.error.message
 
 
 def test_other_bytes_behind_the_same_record_are_another_replay() -> None:
@@ -492,7 +492,7 @@ def test_other_bytes_behind_the_same_record_are_another_replay() -> None:
     (check,) = book.does(asked(1, reduces(0, moved)))
     assert check == Fingerprint(check.ticket, (moved,))
     assert book.resume() == [check]
-    why = "replay diverged at all_reduce.*merge point 0: its values are not those of before"
+    why = "replay diverged at all_reduce.*merge point 0: its values differ from those before"
     failed = [to(w(0), PointFailed, "cs.ReplicaLostError", why), to(w(1, 2), PointFailed, "cs.ReplicaLostError", why)]
     book.on(Fingerprinted(check.ticket, b"another"), *failed)
 
@@ -561,7 +561,7 @@ def test_no_more_restarts_is_the_end_of_the_run() -> None:
     book = Playbook(2).begin()
     book.does(asked(0, reduces(0, scalar(1)), incarnation=1))
     book.does(fell(1))
-    why = "w1.2. was lost in run 1: SIGKILL. .*it is not started again; make a new CentralStorageStrategy"
+    why = "w1.2. was lost in run 1: SIGKILL. .*its worker is not restarted; make a new CentralStorageStrategy"
     *_, failed = book.does(fell(1, 2, restarts=False))
     assert to(w(0), PointFailed, "cs.ReplicaLostError", why).fits(failed)
 

@@ -83,17 +83,17 @@ def training(replicas: int = 2) -> Playbook:
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
-        (asks(0, reduces(2)), "brings merge point 2 of run 2, but 0 is the next one"),
-        (asks(0, reduces(1), (applies(2),)), "brings merge point 2 of run 2, but 0 is the next one"),
-        (asks(0, reads(3)), "reads after 3 merge points but brought 0"),
+        (asks(0, reduces(2)), "sent merge point 2 of run 2, but 0 is the next one"),
+        (asks(0, reduces(1), (applies(2),)), "sent merge point 2 of run 2, but 0 is the next one"),
+        (asks(0, reads(3)), "reads after 3 merge points but has reached 0"),
         (
             asks(0, reads(1), (first_apply(0, 1),)),
-            "only noted apply_gradients of optimizer 1 .train.py:10., which needs",
+            "sent apply_gradients of optimizer 1 .train.py:10. as a note, but it needs",
         ),
-        (asks(0, reads(1), (assigns(0, scalar(1), checked=True),)), "only noted assign_add"),
+        (asks(0, reads(1), (assigns(0, scalar(1), checked=True),)), "sent assign_add .* as a note"),
         (asks(0, reads(1), (applies(0, 9),)), "optimizer 1 has no set of variables 9"),
         (asks(0, reads(1), (ApplyPoint(0, site(1), 2, 1, (), 0),)), "optimizer 2 has no set of variables 1"),
-        (asks(0, reduces(0), run=(2, 0, 0)), "run 2.0.0 is nested in a merge_call whose token is not out"),
+        (asks(0, reduces(0), run=(2, 0, 0)), "run 2.0.0 is nested in a merge_call that no worker is running"),
     ],
 )
 def test_a_wrong_question_fails_at_its_point_and_counts_for_nothing(wrong: Received, reason: str) -> None:
@@ -112,14 +112,14 @@ def test_a_merge_point_is_not_brought_twice_differently() -> None:
     book = Playbook(2).begin()
     book.on(asks(0, reduces(0, scalar(1))))
     other = asks(0, reduces(0, scalar(2)))
-    book.on(other, to(w(0), PointFailed, "cs.PeerProtocolError", "but brought all_reduce SUM .train.py:31. before"))
+    book.on(other, to(w(0), PointFailed, "cs.PeerProtocolError", "but had sent all_reduce SUM .train.py:31. before"))
     book.on(asks(0, reduces(1, scalar(2))), to(w(0), PointFailed, "cs.PeerProtocolError", "while it waits", k=1))
 
 
 def test_nothing_is_brought_after_the_return() -> None:
     book = Playbook(2).begin()
     book.on(returns(0, 0))
-    book.on(asks(0, reduces(0)), to(w(0), PointFailed, "cs.PeerProtocolError", "has returned from run 1 and brings"))
+    book.on(asks(0, reduces(0)), to(w(0), PointFailed, "cs.PeerProtocolError", "after its return from run 1"))
 
 
 def test_a_wrong_return_is_an_error_of_the_run() -> None:
@@ -128,7 +128,7 @@ def test_a_wrong_return_is_an_error_of_the_run() -> None:
     book.on(returns(1, 0))
     book.on(
         returns(0, 2),
-        to(CONTROLLER, RunFinished, "cs.PeerProtocolError", "after 2 merge points, of which it brought 0"),
+        to(CONTROLLER, RunFinished, "cs.PeerProtocolError", "after 2 merge points, but sent 0 of them"),
     )
 
 
@@ -228,7 +228,7 @@ def test_a_commit_under_way_is_finished_before_the_cancelled_are_told() -> None:
     book.does(asks(1, reads(1), (applies(0),), run=(2,)))
     book.on(hears(CONTROLLER, Cancel((2,))))
     book.on(asks(1, reads(1), (applies(0),), run=(2,)))
-    refused = to(CONTROLLER, Refused, "cs.ContextError", "run 2 is open")
+    refused = to(CONTROLLER, Refused, "cs.ContextError", "run 2 has not ended")
     book.on(hears(CONTROLLER, Assign("c", book.sequence(), 1, "assign", scalar(1))), refused)
     book.on(book.finished(), Send(w(0), Committed((2,), 1)), Send(w(1), Committed((2,), 1)))
     book.on(returns(0, 1, run=(2,)))
@@ -465,7 +465,7 @@ def test_the_holder_of_the_token_runs_and_its_answer_comes_to_it(replicas: int) 
 
 def test_a_nested_run_belongs_to_the_token_that_is_out() -> None:
     book = merging()
-    reason = "nested in a merge_call whose token is not out"
+    reason = "nested in a merge_call that no worker is running"
     for run in [(2, 1, 0), (3, 0, 0), (2, 0, 0, 0, 0)]:
         book.on(asks(0, reduces(0), run=run), to(w(0), PointFailed, "cs.PeerProtocolError", reason))
     book.on(returns(0, 0, run=(2, 0, 0)))
@@ -512,11 +512,11 @@ def test_the_holder_of_the_token_does_what_the_controller_does() -> None:
     # While a run nested in the merge_call is open, nobody writes from outside.
     book.on(returns(1, 0, run=(2, 0, 0)))
     late = hears(w(0), Assign("2.0", 4, 1, "assign", scalar(1)))
-    book.on(late, to(w(0), Refused, "cs.ContextError", "run 2.0.0 is open", number=4))
+    book.on(late, to(w(0), Refused, "cs.ContextError", "run 2.0.0 has not ended", number=4))
     book.on(returns(0, 0, run=(2, 0, 0)), to(w(0), RunFinished))
     book.does(hears(w(0), MergeCallReturn((2,), 0, (NOTHING, NOTHING), None)))
     after = hears(w(0), Assign("2.0", 5, 1, "assign", scalar(1)))
-    book.on(after, to(w(0), Refused, "cs.ContextError", "run 2 is open", number=5))
+    book.on(after, to(w(0), Refused, "cs.ContextError", "run 2 has not ended", number=5))
     book.repeat_all()
 
 
@@ -599,7 +599,7 @@ def test_the_death_of_the_holder_takes_its_token_with_it() -> None:
     refused = to(w(0), Refused, "cs.PeerProtocolError")
     book.on(hears(w(0), MergeCallReturn((2,), 0, (NOTHING, NOTHING), None)), refused)
     late = asks(1, reduces(0), run=(2, 0, 0))
-    book.on(late, to(w(1), PointFailed, "cs.PeerProtocolError", "whose token is not out"))
+    book.on(late, to(w(1), PointFailed, "cs.PeerProtocolError", "that no worker is running"))
     book.on(
         returns(1, 1, raises="cs.ReplicaLostError", run=(2,)),
         to(CONTROLLER, RunFinished, "cs.ReplicaLostError"),
@@ -614,7 +614,7 @@ def test_a_value_of_the_arena_is_passed_on_unread() -> None:
 
 # --- how far ahead a run may be -----------------------------------------------------------------------------------
 
-FAR = r"run {} is {} after the last one known, which is {}; at most 65"
+FAR = r"run {} is {} runs after the last known one \({}\); at most 65"
 
 
 @pytest.mark.parametrize("number", [66, 4000, 1 << 61])
@@ -634,7 +634,7 @@ def test_a_run_far_ahead_is_refused_and_true_ones_are_heard(number: int) -> None
 
 def test_a_nested_run_far_ahead_is_refused_too() -> None:
     book = merging()
-    reason = r"run 2.0.70 is 71 after the last one known, of which there is none; at most 65"
+    reason = r"run 2.0.70 is 71 runs after the last known one \(there is none\); at most 65"
     book.on(returns(0, 0, run=(2, 0, 70)), to(w(0), Refused, "cs.PeerProtocolError", reason))
     book.on(returns(0, 0, run=(2, 0, 0)))
     book.on(returns(1, 0, run=(2, 0, 0)), to(w(0), RunFinished, run=(2, 0, 0)))

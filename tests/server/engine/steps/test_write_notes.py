@@ -151,7 +151,11 @@ def test_versions_count_them() -> None:
 @pytest.mark.parametrize(
     ("wrong", "code", "pattern"),
     [
-        (note(0, 1, 1), "cs.PeerProtocolError", "brings write note 1 of run 1 after 0 merge points, but has brought 0"),
+        (
+            note(0, 1, 1),
+            "cs.PeerProtocolError",
+            "sent write note 1 of run 1 after 0 merge points, but the server has 0 notes",
+        ),
         (note(1, 0, 1), "cs.PeerProtocolError", "after 1 merge points"),
         (notes_write(0, 0, array(1), rows(0), variable=7), "cs.InvalidArgumentError", "no variable 7"),
         (notes_write(0, 0, array(1, 2), rows(0)), "cs.InvalidArgumentError", r"float32\[2\]; it must be float32\[1\]"),

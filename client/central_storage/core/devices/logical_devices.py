@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
+from central_storage.core.public_objects import Closed
+from central_storage.core.tensors.tensor import as_tensor
+from central_storage.core.values import convert_to_tensor
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.frozen import frozen
-
-from .closed import Closed
-from .tensor import as_tensor
-from .values import convert_to_tensor
 
 __all__ = ["LogicalTensor", "Piece", "Place", "assign", "replicate", "split"]
 

@@ -9,7 +9,8 @@ from typing import Any, NoReturn, Protocol, Self
 
 import numpy as np
 
-from .closed import Closed
+from central_storage.core.public_objects import Closed
+
 from .tensor import Tensor
 
 __all__ = ["Change", "LiveNumber"]

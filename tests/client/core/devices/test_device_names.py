@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from central_storage.core import devices
+from central_storage.core.devices import device_names
 from cs_proto.errors import DeviceError
 
 
@@ -27,14 +27,14 @@ from cs_proto.errors import DeviceError
     ],
 )
 def test_every_spelling_has_one_short_form(given: str, short: str) -> None:
-    assert devices.canonical(given) == short
-    assert devices.canonical(devices.full_name(given)) == short
+    assert device_names.canonical(given) == short
+    assert device_names.canonical(device_names.full_name(given)) == short
 
 
 @pytest.mark.parametrize("given", ["", "gp", "cpu:", "cpu:-1", "tpu:0", "/job:worker/task:1/cpu:0", "cpu:0 ", 0, None])
 def test_what_is_no_device_is_refused_by_name(given: str) -> None:
     with pytest.raises(DeviceError, match="is not a device") as caught:
-        devices.canonical(given)
+        device_names.canonical(given)
     assert repr(given) in str(caught.value)
 
 
@@ -51,19 +51,19 @@ def test_what_is_no_device_is_refused_by_name(given: str) -> None:
 )
 def test_a_list_is_a_list(given: list[str], words: str) -> None:
     with pytest.raises(DeviceError, match=words):
-        devices.compute_devices(given, 3)
+        device_names.compute_devices(given, 3)
 
 
 def test_cpus_are_logical_and_one_may_come_twice() -> None:
-    assert devices.compute_devices(["CPU:0", "/cpu:63", "cpu:0"], 3) == ["cpu:0", "cpu:63", "cpu:0"]
+    assert device_names.compute_devices(["CPU:0", "/cpu:63", "cpu:0"], 3) == ["cpu:0", "cpu:63", "cpu:0"]
 
 
 def test_a_replica_may_own_several() -> None:
-    assert devices.compute_devices([("CPU:0", "/cpu:1"), "cpu:2+cpu:3"], 3) == ["cpu:0+cpu:1", "cpu:2+cpu:3"]
-    assert devices.compute_devices([["cpu:0"]], 3) == ["cpu:0"]
-    assert devices.logical_devices("cpu:0+cpu:1") == ["cpu:0", "cpu:1"]
-    assert devices.parameter_device(None, ["cpu:1+cpu:2"]) == "cpu:1"
-    assert devices.parameter_device(None, ["cpu:1+cpu:2", "cpu:3+cpu:4"]) == "cpu:0"
+    assert device_names.compute_devices([("CPU:0", "/cpu:1"), "cpu:2+cpu:3"], 3) == ["cpu:0+cpu:1", "cpu:2+cpu:3"]
+    assert device_names.compute_devices([["cpu:0"]], 3) == ["cpu:0"]
+    assert device_names.logical_devices("cpu:0+cpu:1") == ["cpu:0", "cpu:1"]
+    assert device_names.parameter_device(None, ["cpu:1+cpu:2"]) == "cpu:1"
+    assert device_names.parameter_device(None, ["cpu:1+cpu:2", "cpu:3+cpu:4"]) == "cpu:0"
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_replica_may_own_several() -> None:
 )
 def test_several_devices_that_make_no_replica(given: list[Any], words: str) -> None:
     with pytest.raises(DeviceError, match=words):
-        devices.compute_devices(given, 3)
+        device_names.compute_devices(given, 3)
 
 
 @pytest.fixture
@@ -93,11 +93,11 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_default_is_every_gpu_else_one_cpu(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert devices.compute_devices(None, 3) == ["gpu:0", "gpu:1"]
+    assert device_names.compute_devices(None, 3) == ["gpu:0", "gpu:1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert devices.compute_devices(None, 3) == ["gpu:0"]
+    assert device_names.compute_devices(None, 3) == ["gpu:0"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert devices.compute_devices(None, 3) == ["cpu:0"]
+    assert device_names.compute_devices(None, 3) == ["cpu:0"]
 
 
 @pytest.mark.parametrize(
@@ -117,33 +117,33 @@ def test_the_default_is_every_gpu_else_one_cpu(driver: Path, monkeypatch: pytest
     ],
 )
 def test_script_and_launcher_name_devices_in_one_language(driver: Path, given: Any, written: list[str]) -> None:
-    assert devices.compute_devices(given, 3) == written
+    assert device_names.compute_devices(given, 3) == written
 
 
 def test_auto_and_a_number_without_gpus(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DeviceError, match=r"3 devices were asked for, but there is gpu:0, gpu:1; write \['cpu'\] \* 3"):
-        devices.compute_devices(3, 8)
+        device_names.compute_devices(3, 8)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert devices.compute_devices(3, 1) == ["cpu:0", "cpu:1", "cpu:2"]
-    assert devices.compute_devices("Auto", 3) == ["cpu:0", "cpu:1", "cpu:2"]
-    assert devices.compute_devices("auto", 64) == [f"cpu:{number}" for number in range(8)]
+    assert device_names.compute_devices(3, 1) == ["cpu:0", "cpu:1", "cpu:2"]
+    assert device_names.compute_devices("Auto", 3) == ["cpu:0", "cpu:1", "cpu:2"]
+    assert device_names.compute_devices("auto", 64) == [f"cpu:{number}" for number in range(8)]
     with pytest.raises(DeviceError, match=r"'gpu:all': there is no GPU \(CUDA_VISIBLE_DEVICES is ''\); use auto"):
-        devices.compute_devices("gpu:all", 3)
+        device_names.compute_devices("gpu:all", 3)
     with pytest.raises(DeviceError, match="'auto' is not a device"):
-        devices.compute_devices(["auto", "cpu:0"], 3)
+        device_names.compute_devices(["auto", "cpu:0"], 3)
 
 
 def test_a_gpu_that_is_not_there_is_an_error_that_lists_those_that_are(
     driver: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(DeviceError, match=r"'/gpu:2' does not exist; there is gpu:0, gpu:1, and cpu:0"):
-        devices.compute_devices(["cpu:0", "/gpu:2"], 3)
+        device_names.compute_devices(["cpu:0", "/gpu:2"], 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(DeviceError, match=r"does not exist \(CUDA_VISIBLE_DEVICES is '0'\); there is gpu:0, and"):
-        devices.parameter_device("gpu:1", ["cpu:0"])
+        device_names.parameter_device("gpu:1", ["cpu:0"])
 
 
 def test_variables_lie_on_the_only_device_or_on_cpu_0() -> None:
-    assert devices.parameter_device(None, ["gpu:0"]) == "gpu:0"
-    assert devices.parameter_device(None, ["cpu:1", "cpu:2"]) == "cpu:0"
-    assert devices.parameter_device("/CPU:5", ["cpu:1"]) == "cpu:5"
+    assert device_names.parameter_device(None, ["gpu:0"]) == "gpu:0"
+    assert device_names.parameter_device(None, ["cpu:1", "cpu:2"]) == "cpu:0"
+    assert device_names.parameter_device("/CPU:5", ["cpu:1"]) == "cpu:5"

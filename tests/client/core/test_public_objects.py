@@ -13,7 +13,7 @@ import pytest
 
 import central_storage as cs
 from central_storage.checkpoint.graph import Status
-from central_storage.core.closed import Closed, settable
+from central_storage.core.public_objects import Closed, settable
 
 MODULES = ("", ".aio", ".data", ".metrics", ".nest", ".nn", ".optimizers", ".optimizers.schedules", ".train")
 #: Classes of objects that public calls return.
@@ -21,8 +21,8 @@ RETURNED = (
     "aio.Connecting",
     "checkpoint.graph.Status",
     "core.context.Scope",
-    "core.live_number.LiveNumber",
-    "core.logical_devices.LogicalTensor",
+    "core.tensors.live_number.LiveNumber",
+    "core.devices.logical_devices.LogicalTensor",
     "data.distributed.DistributedFromFunction",
     "data.distributed.OptionalElement",
     "data.element_spec.PerReplicaSpec",
@@ -105,6 +105,45 @@ def test_a_class_of_the_users_adds_its_own() -> None:
         warm.learningRate = 0.1
     warm.lr = 0.25
     assert warm.learning_rate == 0.25
+
+
+def test_a_name_that_is_near_is_refused_to_a_class_of_the_users_too() -> None:
+    warm: Any = Warm()
+    for name in ("learnig_rate", "nesterow", "clip_norm", "iteration"):
+        with pytest.raises(AttributeError, match=f"Warm has no attribute '{name}'; did you mean "):
+            setattr(warm, name, 1)
+
+    class Table(cs.Variable):
+        __slots__ = ("rows",)
+
+        def __init__(self) -> None:
+            super().__init__([1.0])
+            self.rows = self.trainables = 7  # in a method, a name may be near
+
+    table: Any = Table()
+    table.note = "mine"
+    assert (table.rows, table.trainables, table.note) == (7, 7, "mine")
+    with pytest.raises(AttributeError, match="did you mean trainable"):
+        table.trainble = False
+
+
+@pytest.mark.parametrize(
+    ("made", "name"),
+    [
+        (lambda: cs.Variable([1.0]), "value"),
+        (lambda: cs.Variable([1.0]), "numpy"),
+        (lambda: cs.metrics.Mean(), "result"),
+        (lambda: cs.optimizers.Adam(), "build"),
+        (Warm, "get_config"),
+    ],
+)
+def test_a_method_is_replaced_by_a_function_only(made: Any, name: str) -> None:
+    thing = made()
+    with pytest.raises(AttributeError, match=rf"\.{name} is a method"):
+        setattr(thing, name, 1.0)
+    assert callable(getattr(thing, name))
+    setattr(thing, name, print)  # as a test of the user's may
+    assert getattr(thing, name) is print
 
 
 def test_what_an_object_has_can_be_set() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from central_storage.core.tensor import Tensor, as_tensor, tensors_in
+from central_storage.core.tensors.tensor import Tensor, as_tensor, tensors_in
 
 VECTOR = as_tensor(np.float32([1, 2, 3]))
 NUMBER = as_tensor(np.float32(2.5))
@@ -78,6 +78,65 @@ def test_in_place_changes_the_tensor_itself() -> None:
     vector += 1
     assert vector is same
     assert same.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("number", [np.float32(2), np.array(2, np.float32)])
+@pytest.mark.parametrize(
+    ("change", "result"),
+    [
+        (operator.iadd, 5),
+        (operator.isub, -1),
+        (operator.imul, 6),
+        (operator.itruediv, np.float32(2) / 3),
+        (operator.ifloordiv, 0),
+        (operator.imod, 2),
+        (operator.ipow, 8),
+    ],
+)
+def test_in_place_gives_a_name_another_number(number: Any, change: Callable[[Any, Any], Any], result: float) -> None:
+    total = as_tensor(number)
+    changed = change(total, 3)
+    assert (total, changed) == (2, result)
+    assert type(changed) is Tensor
+    assert type(changed.numpy()) is np.float32
+
+
+@pytest.mark.parametrize(
+    ("change", "result"),
+    [
+        (operator.iand, 2),
+        (operator.ior, 7),
+        (operator.ixor, 5),
+        (operator.ilshift, 48),
+        (operator.irshift, 0),
+    ],
+)
+def test_in_place_with_bits_does_so_too(change: Callable[[Any, Any], Any], result: int) -> None:
+    bits = as_tensor(np.array(6))
+    assert (change(bits, 3), bits) == (result, 6)
+
+
+def test_a_history_of_sums_keeps_each() -> None:
+    total, history = as_tensor(np.array(0.0)), []
+    for loss in (1, 2, 3):
+        total += loss
+        history.append(total)
+    assert history == [1, 3, 6]
+
+
+def test_a_number_is_rounded_and_says_why_it_is_no_sequence() -> None:
+    assert (round(NUMBER), round(as_tensor(np.float64(2.345)), 1)) == (2, 2.3)
+    with pytest.raises(TypeError, match=r"no len\(\); for its number use int\(x\)"):
+        np.random.default_rng(as_tensor(np.int32(1)))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="__round__"):
+        round(VECTOR)  # type: ignore[call-overload]
+    assert len(VECTOR) == 3
+
+
+def test_a_call_does_not_make_one() -> None:
+    for arguments in ([[1.0, 2.0]], [(2, 2)], []):
+        with pytest.raises(TypeError, match=r"use cs\.constant"):
+            Tensor(*arguments)
 
 
 @pytest.mark.parametrize("tensor", [VECTOR, NUMBER, as_tensor(np.zeros((0, 2))), as_tensor(np.array("text"))])

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from central_storage.core import context, values
+from central_storage.core.tensors.tensor import as_tensor
 from cs_proto.errors import DeviceError
 
-from . import context, values
-from .devices import existing
-from .tensor import as_tensor
+from .device_names import existing
 
 __all__ = ["convert_to_tensor", "device"]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import central_storage as cs
-from central_storage.core import devices
+from central_storage.core.devices import device_names
 
 
 @pytest.mark.parametrize("name", ["/cpu:0", "CPU:7", "/job:localhost/replica:0/task:0/device:CPU:1", None])
@@ -25,7 +25,7 @@ def test_what_is_no_device() -> None:
 
 
 def test_a_gpu_is_reached_in_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "gpu_count", lambda: 1)
+    monkeypatch.setattr(device_names, "gpu_count", lambda: 1)
     with cs.device("/gpu:0"):
         with pytest.raises(cs.errors.DeviceError, match="inside a replica function"):
             cs.convert_to_tensor([1])

@@ -1,7 +1,7 @@
 """The few operations of TensorFlow that its pages on strategies use; everything else is NumPy's or CuPy's.
 
-Each converts its arguments as :func:`~central_storage.core.placement.convert_to_tensor` does, so in a replica on a GPU
-the results are CuPy arrays.
+Each converts its arguments with :func:`~central_storage.core.devices.placement.convert_to_tensor`, so in a replica on a
+GPU the results are CuPy arrays.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from central_storage.core.context import get_array_module
+from central_storage.core.devices.placement import convert_to_tensor
 from cs_proto.errors import InvalidArgumentError
 
-from .context import get_array_module
-from .placement import convert_to_tensor
 from .tensor import as_tensor
 
 __all__ = ["add", "constant", "identity", "range", "reshape"]

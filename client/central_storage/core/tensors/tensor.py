@@ -1,4 +1,4 @@
-"""``cs.Tensor``: the NumPy array that stands where TensorFlow gives a tensor.
+"""``cs.Tensor``: the NumPy array that is used where TensorFlow has a tensor.
 
 Results of the service, elements of data sets and arguments of replica functions are of this class. Every decision about
 the type is in this module: the other modules call :func:`as_tensor` where they hand an array to the user.
@@ -6,12 +6,19 @@ the type is in this module: the other modules call :func:`as_tensor` where they 
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+import operator
+from collections.abc import Callable
+from typing import Any, NoReturn, Self
 
 import numpy as np
 import optree
 
 __all__ = ["Tensor", "array_text", "as_tensor", "tensors_in"]
+
+
+def _on_numbers(change: Callable[[Any, Any], Any], compute: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """An operator such as ``+=``. NumPy's would change a number under its other names, too."""
+    return lambda self, other: change(self, other) if self.ndim else as_tensor(compute(self[()], other))
 
 
 class Tensor(np.ndarray):
@@ -22,8 +29,11 @@ class Tensor(np.ndarray):
     reshaped views are tensors, the results of operators and ufuncs are plain arrays and NumPy numbers. A tensor pickles
     as a tensor. A read-only tensor without axes, such as ``replica_id_in_sync_group``, can be the key of a dict.
 
+    ``x += y`` changes a tensor with axes in place, under all its names, as NumPy does. Without axes a tensor is a
+    number: ``x += y`` gives ``x`` another tensor.
+
     Raises:
-        TypeError: ``hash`` of a tensor that has axes or can be written to.
+        TypeError: ``hash`` of a tensor that has axes or can be written to. ``Tensor(...)``: use :func:`constant`.
 
     Examples:
         >>> import central_storage as cs
@@ -37,12 +47,37 @@ class Tensor(np.ndarray):
     """
 
     __slots__ = ()
-    # Below that of a plain array (0): of a tensor and an array NumPy makes a plain array, and asks us nothing.
+    # Below that of a plain array (0), so that NumPy makes a plain array of a tensor and an array without asking us.
     __array_priority__ = -1.0
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        """Refuse: NumPy's constructor would take values for a shape, and leave the memory as it is."""
+        raise TypeError("Tensor is not made by a call; use cs.constant(value) or cs.convert_to_tensor(value)")
 
     def numpy(self) -> Any:
         """A copy as a plain NumPy array, which may be written to; without axes, a NumPy number."""
         return np.array(self) if self.ndim else self[()]
+
+    __iadd__ = _on_numbers(np.ndarray.__iadd__, operator.add)
+    __isub__ = _on_numbers(np.ndarray.__isub__, operator.sub)
+    __imul__ = _on_numbers(np.ndarray.__imul__, operator.mul)
+    __itruediv__ = _on_numbers(np.ndarray.__itruediv__, operator.truediv)
+    __ifloordiv__ = _on_numbers(np.ndarray.__ifloordiv__, operator.floordiv)
+    __imod__ = _on_numbers(np.ndarray.__imod__, operator.mod)
+    __ipow__ = _on_numbers(np.ndarray.__ipow__, operator.pow)
+    __iand__ = _on_numbers(np.ndarray.__iand__, operator.and_)
+    __ior__ = _on_numbers(np.ndarray.__ior__, operator.or_)
+    __ixor__ = _on_numbers(np.ndarray.__ixor__, operator.xor)
+    __ilshift__ = _on_numbers(np.ndarray.__ilshift__, operator.lshift)
+    __irshift__ = _on_numbers(np.ndarray.__irshift__, operator.rshift)
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return round(np.asarray(self)[()], digits)  # type: ignore[call-overload]
+
+    def __len__(self) -> int:
+        if not self.ndim:
+            raise TypeError("a tensor without axes has no len(); for its number use int(x), float(x) or x.item()")
+        return len(np.asarray(self))
 
     def __array_wrap__(self, array: np.ndarray, context: Any = None, return_scalar: bool = False) -> Any:
         return array[()] if return_scalar and not array.ndim else array

@@ -1,7 +1,8 @@
-"""What users see of public objects: the names that ``dir()`` and completion show, and tracebacks of their own frames.
+"""What users see of public objects: names, attributes and tracebacks.
 
-``central_storage/__init__.py`` presents what public names stand for. A class that no public name leads to is presented
-where it is defined.
+``dir()`` and completion show public names only, an attribute that a class does not have is refused, and a traceback
+shows the user's own frames. ``central_storage/__init__.py`` makes public names ready with :func:`present`. A class that
+no public name leads to calls :func:`presented` itself, where it is defined.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import enum
 import inspect
 import sys
+from collections.abc import Iterable
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
+from central_storage.diagnostics.callers import OURS, is_ours
 from central_storage.diagnostics.tracebacks import shortened
 
-__all__ = ["INTERNAL", "hidden", "present", "presented"]
+__all__ = ["INTERNAL", "Closed", "hidden", "present", "presented"]
 
 C = TypeVar("C", bound=type)
 
@@ -43,7 +46,66 @@ _CALLED = frozenset(
     | {"__float__", "__int__", "__bool__", "__index__", "__reduce_ex__", "__deepcopy__", "__copy__"}
     | {"__len__", "__array_ufunc__", "__array_function__", "__dlpack__", "__matmul__"}
 )
-_OURS = ("central_storage", "cs_proto")
+
+
+class Closed:
+    """Base of every public class with attributes. A misspelt name is an error, not a value that nobody reads.
+
+    Only this project adds public attributes to its objects. A user's class that derives from one of ours may add its
+    own in its methods. Code elsewhere may add none to it whose name is near a public one, and no code may add one that
+    differs only in case and underscores from an attribute that can be set. Only a function can replace a method.
+    """
+
+    __slots__ = ()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        cls = type(self)
+        if not name.startswith("_"):
+            found = getattr(cls, name, None)
+            if found is None and not hasattr(cls, name) and not self._may_add(name, sys._getframe(1)):  # noqa: SLF001  (the caller)
+                raise AttributeError(unknown(cls, name))
+            if isinstance(found, FunctionType) and not callable(value) and _is_of_project(found):
+                raise AttributeError(f"{cls.__name__}.{name} is a method, not a value that can be set; call it")
+        object.__setattr__(self, name, value)
+
+    def _may_add(self, name: str, caller: Any) -> bool:
+        if name in getattr(self, "__dict__", ()) or is_ours(caller):
+            return True
+        cls = type(self)
+        in_docstring = getattr(sys.modules[cls.__module__], cls.__name__, None) is not cls
+        is_users = in_docstring or not _is_of_project(cls)
+        if not is_users or any(_bare(name) == _bare(known) for known in settable(cls)):
+            return False
+        code = caller.f_code  # of a method if its first argument is this object
+        is_method = code.co_argcount > 0 and caller.f_locals.get(code.co_varnames[0]) is self
+        return is_method or not _near(cls, name, 0.85)
+
+
+def settable(cls: type) -> list[str]:
+    """The public properties of ``cls`` that can be set."""
+    return [name for name in _public(cls, dir(cls)) if getattr(getattr(cls, name, None), "fset", None)]
+
+
+def unknown(cls: type, name: str) -> str:
+    """The text of the error about an attribute that objects of ``cls`` do not have."""
+    known = settable(cls)
+    near = _near(cls, name, 0.6)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    can = f"; what can be set: {', '.join(known)}" if known else ""
+    return f"{cls.__name__} has no attribute {name!r}{hint}{can}"
+
+
+def _near(cls: type, name: str, likeness: float) -> list[str]:
+    """The public name of ``cls`` that is most like ``name``, if one is as like as ``likeness`` (0 to 1)."""
+    import difflib  # late: only mistakes need it
+
+    known = settable(cls)
+    public = sorted(_public(cls, dir(cls)), key=lambda each: each not in known)
+    return difflib.get_close_matches(name, public, 1, likeness)
+
+
+def _bare(name: str) -> str:
+    return name.replace("_", "").lower()
 
 
 def hidden(cls: type) -> frozenset[str]:
@@ -62,7 +124,7 @@ def present(thing: Any) -> Any:
                 setattr(thing, name, found)
     elif isinstance(thing, type):
         presented(thing)
-    elif isinstance(thing, FunctionType) and _is_ours(thing) and not _is_worker():
+    elif isinstance(thing, FunctionType) and _is_of_project(thing) and not _is_worker():
         return _presented_function(thing)
     return thing
 
@@ -81,7 +143,7 @@ def presented(cls: C) -> C:
     if issubclass(cls, BaseException | enum.Enum):
         return cls
     for base in cls.__mro__:
-        if _is_ours(base) and "_cs_is_presented" not in vars(base) and not getattr(base, "_is_protocol", False):
+        if _is_of_project(base) and "_cs_is_presented" not in vars(base) and not getattr(base, "_is_protocol", False):
             type.__setattr__(base, "_cs_is_presented", True)
             type.__setattr__(base, "__dir__", _public_names)
             internal = hidden(base)
@@ -91,8 +153,8 @@ def presented(cls: C) -> C:
     return cls
 
 
-def _is_ours(thing: type | FunctionType) -> bool:
-    return thing.__module__.partition(".")[0] in _OURS
+def _is_of_project(thing: type | FunctionType) -> bool:
+    return thing.__module__.partition(".")[0] in OURS
 
 
 def _is_worker() -> bool:
@@ -111,6 +173,10 @@ def _shortened(member: Any) -> Any:
 
 
 def _public_names(self: Any) -> list[str]:
-    """What ``dir()`` shows."""
-    names = {*object.__dir__(self)} - hidden(type(self))
-    return sorted(name for name in names if not name.startswith("_"))
+    """The names that ``dir()`` shows."""
+    return _public(type(self), object.__dir__(self))
+
+
+def _public(cls: type, names: Iterable[str]) -> list[str]:
+    """Those of ``names`` that are for users, in alphabetical order."""
+    return sorted(name for name in {*names} - hidden(cls) if not name.startswith("_"))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import central_storage as cs
-from central_storage.core import logical_devices
+from central_storage.core.devices import logical_devices
 
 DEVICES = ["home", "far", "farther", "farthest"]
 
