@@ -8,6 +8,7 @@ variables, one worker process per device runs the replica function.
 
 import functools as _functools
 import gc as _gc
+import sys as _sys
 from importlib import import_module as _import_module
 from importlib.util import resolve_name as _resolve_name
 from sys import modules as _modules
@@ -74,6 +75,13 @@ if TYPE_CHECKING:
     from .strategy.service_strategy import running_strategies as running_strategies
     from .variables.gradient_buffers import gradient_buffers as gradient_buffers
     from .variables.variable import Variable as Variable
+
+
+if _sys.platform != "linux":
+    raise ImportError(
+        f"central_storage runs on Linux only, and this system is {_sys.platform!r}; use a Linux machine, a container "
+        "(see the Dockerfile) or WSL 2"
+    )
 
 
 @_functools.cache

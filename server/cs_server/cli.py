@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from cs_proto.errors import ConfigurationError, DeviceError, LaunchError, MemoryPlanError
 from cs_proto.version import __version__
 from cs_runtime import machine, open_files
+from cs_runtime.waits import name_waits_after
 
 from .config import ServerConfig
 
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             incarnation=options.incarnation,
             recovery=options.recovery == "on",
             step_timeout=options.step_timeout,
+            name_after=name_waits_after(),
         )
     except (ConfigurationError, DeviceError) as error:
         print(f"{parser.prog}: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201

@@ -12,6 +12,7 @@ import re
 from cs_proto.errors import ConfigurationError, DeviceError
 from cs_proto.frozen import frozen
 from cs_proto.messages import MOST_REPLICAS
+from cs_proto.pace import NAME_AFTER
 
 __all__ = ["ServerConfig"]
 
@@ -28,7 +29,7 @@ class ServerConfig:
     ``machine_nbytes`` is the size of the machine's memory, ``address_nbytes`` the bytes of addresses that the segments
     may take. ``incarnation`` counts the servers of a run from 1. ``recovery``: another server may take the place of
     this one. ``step_timeout``: if others wait for a replica that has sent nothing for this many seconds, its worker is
-    killed; None means never.
+    killed; None means never. ``name_after``: seconds after which a wait is named.
 
     Raises ConfigurationError for invalid values, DeviceError for a device that a server cannot use.
     """
@@ -42,6 +43,7 @@ class ServerConfig:
     incarnation: int = 1
     recovery: bool = True
     step_timeout: float | None = None
+    name_after: float = NAME_AFTER
 
     def __post_init__(self) -> None:
         path = os.fsencode(self.run_directory)

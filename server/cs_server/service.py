@@ -429,6 +429,7 @@ def _open_engine(config: ServerConfig, segments: Segments, addresses: Addresses)
         os.getpid(),
         time.monotonic(),
         config.step_timeout,
+        config.name_after,
     )
 
     def reserve(start: int, stop: int) -> None:

@@ -15,6 +15,7 @@ from cs_proto.messages import Ready
 from cs_runtime import machine
 from cs_runtime.transport import supervisor_link
 from cs_runtime.transport.supervisor_link import SupervisorLink
+from cs_runtime.waits import name_waits_after
 
 from .config import ServerConfig
 from .kernel_loading import Loading
@@ -76,6 +77,7 @@ class ThreadedServer:
             machine_nbytes=machine.total_nbytes(),
             address_nbytes=machine.address_nbytes() // _SHARERS,
             recovery=False,
+            name_after=name_waits_after(),
         )
         self._wake, self._wake_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 

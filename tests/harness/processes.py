@@ -101,12 +101,13 @@ class Child:
         return self._texts["err"].decode(errors="replace")
 
     def wait_for(self, pattern: str, timeout: float | None = None, stream: str = "out") -> re.Match[str]:
-        """The first match of ``pattern`` in the whole lines that the child prints: the door at which a test acts."""
+        """The first match of ``pattern`` in the whole lines that the child prints, of which some end with a carriage
+        return: the door at which a test acts."""
         deadline = self._deadline(timeout)
         while True:
             text = self._texts[stream].decode(errors="replace")
             ended = self._process.poll() is not None
-            whole = len(text) if ended else text.rfind("\n") + 1
+            whole = len(text) if ended else max(text.rfind("\n"), text.rfind("\r")) + 1
             if found := re.search(pattern, text[:whole], re.MULTILINE):
                 return found
             if ended and not self._read(0):

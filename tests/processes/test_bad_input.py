@@ -50,7 +50,10 @@ def refused(kind: type[Exception], *words: str) -> Iterator[None]:
         (["/job:localhost/replica:0/task:0/device:GPU:99"], ("GPU:99",)),
         (["tpu:0"], ("'tpu:0'", "cpu:0")),
         (["cpu:x"], ("'cpu:x'",)),
-        ("cpu:0", ("list",)),
+        ({"cpu:0"}, ("list",)),
+        ("cpu:0", ("list", "write ['cpu:0']")),
+        ("cpu:0,cpu:1", ("write ['cpu:0', 'cpu:1']",)),
+        (0, ("from 1 to",)),
         ([], ("at least one",)),
         ([0], ("0",)),
     ],
@@ -94,12 +97,56 @@ def test_a_launch_that_makes_no_sense(arguments: list[str], words: list[str]) ->
     assert all(word in ended.err for word in words), ended
 
 
-def test_other_devices_than_the_launchers(tmp_path: Path) -> None:
+def test_the_launchers_devices_count_and_it_is_said(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import central_storage as cs\ncs.CentralStorageStrategy(['cpu:0', 'cpu:1', 'cpu:2'])\n")
-    ended = run("cs-launch", "--devices", "cpu:0,cpu:1", script)
-    assert ended.code == 1
-    assert "DeviceError: this script runs under cs-launch with the devices cpu:0, cpu:1" in ended.err
+    script.write_text("import central_storage as cs\nprint(cs.CentralStorageStrategy(3).num_replicas_in_sync)\n")
+    ended = run("cs-launch", "--devices", "cpu:0,cpu:1", script).ok()
+    assert ended.lines == ["2"]
+    banner, said = (line for line in ended.err.splitlines() if "cpu:0, cpu:1" in line)
+    assert "2 workers (cpu:0, cpu:1)" in banner
+    assert said.endswith(
+        "the devices of the cs-launch command line count: cpu:0, cpu:1, parameters on cpu:0; "
+        "the script's compute_devices=3 is not used"
+    )
+
+
+CONNECTS = """
+import os, subprocess, sys
+mine = ("CS_ROLE", "CS_DEVICES", "CS_PARAMETER_DEVICE")
+environment = {name: value for name, value in os.environ.items() if name not in mine}
+sys.exit(subprocess.run([sys.executable, sys.argv[1]], env=environment).returncode)
+"""
+
+
+def test_the_devices_of_a_connected_service_count_and_it_is_said(tmp_path: Path) -> None:
+    script, connects = tmp_path / "script.py", tmp_path / "connects.py"
+    connects.write_text(CONNECTS)
+    script.write_text(
+        "import central_storage as cs\nprint(cs.CentralStorageStrategy(3, 'cpu:7').num_replicas_in_sync)\n"
+    )
+    ended = run("cs-launch", "--devices", "cpu:0,cpu:1", connects, script).ok()
+    (said,) = (line for line in ended.err.splitlines() if "is not used" in line)
+    assert "the devices of the service in " in said
+    assert said.endswith(
+        "count: cpu:0, cpu:1, parameters on cpu:0; "
+        "the script's compute_devices=3 and parameter_device='cpu:7' is not used"
+    )
+
+
+def test_a_script_written_with_devices_runs_under_a_bare_launcher(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import central_storage as cs\nstrategy = cs.CentralStorageStrategy(['cpu'] * 2)\n"
+        "print(strategy.run(lambda: 1), strategy.num_replicas_in_sync)\n"
+    )
+    ended = run("cs-launch", script).ok()
+    assert ended.lines == ["1 2"]
+    (banner,) = (line for line in ended.err.splitlines() if "cpu:0" in line)
+    assert "2 workers (cpu:0, cpu:1), parameters on cpu:0" in banner
+    alone = run(script).ok()
+    assert alone.lines == ended.lines
+    assert alone.err.count("[central-storage] 2 replicas (cpu:0, cpu:1), parameters on cpu:0, transport ") == 1
+    assert "[central-storage]" not in run(script, environment={"CS_LOG": "warning"}).ok().err
 
 
 def test_a_second_strategy_of_a_launched_script_has_the_launchers_devices_too(tmp_path: Path) -> None:

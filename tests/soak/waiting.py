@@ -35,10 +35,7 @@ _SERVER = r"link: waiting 1\d s for (run \d+: {0} does not say|the answer of {0}
 WAITS = {
     "worker": _Wait(
         ("w{rank}",),
-        (
-            r"link: waiting 1\d s for run \d+: replica {rank} \(pid {pid}",
-            r"service: run \d+: waiting 1\d s for replica {rank} \(pid {pid}",
-        ),
+        (r"link: waiting 1\d s for run \d+: replica {rank} \(pid {pid}",),
     ),
     "both workers": _Wait(  # one of which may have come to its merge point before
         ("w0", "w1"), (r"link: waiting 1\d s for run \d+: replica (0 \(pid {pid}.* and replica 1|[01]) \(pid ",)

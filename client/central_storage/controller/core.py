@@ -21,6 +21,7 @@ from cs_proto.errors import ReplicaLostError
 from cs_proto.failures import last_lines
 from cs_proto.function_cache import HeldFunctions
 from cs_proto.messages import Counters, Died, Refused, RunFinished, RunId, Worker
+from cs_proto.pace import NAME_AFTER, Pace
 from cs_proto.peers import SERVER
 from cs_proto.records import Record, replace
 
@@ -44,8 +45,8 @@ __all__ = ["Beginning", "ControllerCore"]
 
 # After this long the server is told of a wait for a run.
 _LATE_AFTER = 1.0
-# A wait this long is named, and again after as long.
-_NAME_WAIT_EVERY = 10.0
+# After Ctrl-C a wait is named so soon, once the server has had time to say for whom it is.
+_AFTER_CTRL_C = 1.0
 # The server says about every ten seconds whom a run waits for; a server that has not for so long may be stopped.
 _WORDS_HOLD = 25.0
 
@@ -69,8 +70,10 @@ class Beginning(NamedTuple):
 class ControllerCore:
     """One controller's conversation with its service, from Hello on."""
 
-    def __init__(self, client: str, pid: int, *, in_process: bool = False) -> None:
-        """``client`` is what the controller calls itself. ``in_process``: the workers are threads of this process."""
+    def __init__(self, client: str, pid: int, *, in_process: bool = False, name_after: float = NAME_AFTER) -> None:
+        """``client`` is what the controller calls itself. ``in_process``: the workers are threads of this process. A
+        wait is named after ``name_after`` seconds."""
+        self._answer_pace, self._run_pace = Pace(name_after), Pace(name_after)
         self._hello = messages.Hello(messages.PROTOCOL, "controller", client, pid)
         self._in_process = in_process
         self._sequence = 0
@@ -98,7 +101,7 @@ class ControllerCore:
 
     def hello(self, now: float) -> tuple[Question, list[Command]]:
         """Say hello, and wait for the Welcome."""
-        question = Question(self._hello, 0, messages.Welcome, now)
+        question = Question(self._hello, 0, messages.Welcome, now, self._answer_pace)
         self._waits.append(question)
         return question, [Post(SERVER, self._hello)]
 
@@ -109,7 +112,7 @@ class ControllerCore:
 
     def ask(self, request: Record, kind: type[Record], now: float) -> tuple[Question, list[Command]]:
         """Ask the server, and wait for its answer, a ``kind``."""
-        question = Question(request, number_of(request), kind, now)
+        question = Question(request, number_of(request), kind, now, self._answer_pace)
         question.asked = (request,)
         self._waits.append(question)
         return question, [Post(SERVER, request)]
@@ -187,7 +190,7 @@ class ControllerCore:
 
     def settle(self, series: Series, left: int, now: float, *, cancel: bool = False) -> tuple[Settling, list[Command]]:
         """Wait until at most ``left`` runs of ``series`` are unanswered; or ``cancel`` them and wait for all."""
-        wait = Settling(series, left, not self._in_process, now)
+        wait = Settling(series, left, not self._in_process, now, self._run_pace)
         self._waits.append(wait)
         if not cancel or not series.unanswered:
             return wait, self._advance(wait)
@@ -230,10 +233,10 @@ class ControllerCore:
         """Seconds until :meth:`tick` has something to do if nothing is heard; 0 if it has now."""
         wait = self._waits[-1]
         if not isinstance(wait, Settling):
-            return max(0.0, wait.named + _NAME_WAIT_EVERY - now)
+            return max(0.0, wait.due - now)
         if self._early and wait.series.unanswered[0].run in self._early:
             return 0.0
-        due = wait.started + _LATE_AFTER if wait.is_unreported else wait.named + _NAME_WAIT_EVERY
+        due = wait.started + _LATE_AFTER if wait.is_unreported else wait.due
         return max(0.0, min(due - now, self._deaths.patience(now)))
 
     def tick(self, now: float) -> list[Command]:
@@ -253,10 +256,11 @@ class ControllerCore:
                 series = wait.series.number if wait.series.lookahead else 0
                 run = wait.series.unanswered[0].run
                 commands.append(self._tell(messages.WaitReport(run, now - wait.started, series)))
-        if now - wait.named >= _NAME_WAIT_EVERY:
-            what = wait.what(self._server_pid) + self._whom(now)
+        if wait.is_due(now):
+            is_cancelled = isinstance(wait, Settling) and bool(wait.cancelled)
+            what = wait.what(self._server_pid) + self._whom(now, is_cancelled)
+            what += "; press Ctrl-C again to end the service" * is_cancelled
             commands.append(NameWait(now - wait.started, what, wait.is_run))
-            wait.named = now
         return commands
 
     def interrupt(self, now: float) -> list[Command]:
@@ -274,6 +278,7 @@ class ControllerCore:
         if wait.cancelled:
             return [End("a second Ctrl-C shut it down"), Fail(KeyboardInterrupt)]
         wait.was_interrupted = True
+        wait.pace = Pace(_AFTER_CTRL_C)
         wait.restart(now)
         return self._cancel(wait)
 
@@ -427,7 +432,7 @@ class ControllerCore:
     def _to_workers(self, record: Record) -> list[Command]:
         return [Post(peer, record) for peer in self._peers]
 
-    def _whom(self, now: float) -> str:
+    def _whom(self, now: float, is_cancelled: bool) -> str:
         """Of whom is known that a wait is for them, to end its name with."""
         restarts = self._deaths.restarts_named()
         unanswered = self._latest.unanswered if self._latest is not None else ()
@@ -436,4 +441,6 @@ class ControllerCore:
         said, when = self._awaited_for or (None, 0.0)
         if said is not None and said.run == unanswered[0].run and now - when < _WORDS_HOLD:
             return f": {said.whom}"
+        if is_cancelled and now - self._waits[-1].started < _WORDS_HOLD:
+            return restarts
         return restarts or f": the server (pid {self._server_pid}) does not say for whom; it may be stopped"

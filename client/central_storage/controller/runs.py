@@ -5,6 +5,7 @@ Of all that a link does this is the hot path. Of a series several may be unanswe
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import time
@@ -14,10 +15,13 @@ from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
+import numpy as np
+
 from central_storage.core.composites import Composite
 from central_storage.core.handles import Forget, Handle, Hold
 from central_storage.core.pipeline import Arguments, Series
 from central_storage.core.random_streams import function_name
+from central_storage.diagnostics.callers import warn
 from central_storage.pickling.function import Function, Pickled, Pickles, drop_stale
 from central_storage.pickling.pickler import Adopt, digest, dump_arguments, dump_function
 from cs_proto.arrays import INLINE_NBYTES, Array
@@ -31,6 +35,8 @@ __all__ = ["Runs"]
 
 # Pickled arguments of up to so many bytes go in the header of their Run.
 _SMALL_NBYTES = 4096
+# To pickle and send a function of more bytes takes longer than most steps (4 ms a megabyte on two cores).
+_LARGE_NBYTES = 1 << 20
 
 
 class Runs:
@@ -40,6 +46,7 @@ class Runs:
         """``forget`` is told when nobody needs a frozen function any more, in any thread and at any time."""
         self._session = session
         self.seed = seed
+        self._warned: set[object] = set()
         self._forget = forget
         self._pickles: WeakValueDictionary[int, Pickles] = WeakValueDictionary()
         self._frozen: Counter[bytes] = Counter()  # how many functions have a digest
@@ -128,13 +135,40 @@ class Runs:
             return function.pickle_for(self, self._freeze)
         holds: set[Hold] = set()
         data = dump_function(function, partial(self._adopt_into, holds))
+        if len(data) > _LARGE_NBYTES:
+            self._warn_of_captures(function, len(data))
         return Pickled(data, digest(data), holds)
+
+    def _warn_of_captures(self, function: Callable[..., Any], nbytes: int) -> None:
+        """Warn, once for each function, that what it captures is sent at every run."""
+        code = getattr(inspect.unwrap(function), "__code__", type(function))
+        if code in self._warned:
+            return
+        self._warned.add(code)
+        warn(
+            f"{getattr(function, '__qualname__', repr(function))} captures {nbytes / 1e6:.1f} MB{_largest(function)}, "
+            "which is pickled and sent at every run; decorate the function with @cs.function, which sends it once, or "
+            "pass the array as an argument, or make it a cs.Variable",
+            UserWarning,
+        )
 
     def _adopt_into(self, holds: set[Hold], handle: Handle | Composite) -> tuple[str, int]:
         number = self.adopt(handle)
         if isinstance(handle, Handle) and (hold := handle._cs_hold) is not None:  # noqa: SLF001  (not the handle itself, which holds its strategy)
             holds.add(hold)
         return number
+
+
+def _largest(function: Callable[..., Any]) -> str:
+    """The largest captured array, in words; nothing where none is known."""
+    try:
+        captured = inspect.getclosurevars(inspect.unwrap(function))
+    except (TypeError, ValueError):  # no function of Python's, or one without its cells
+        return ""
+    values = {**captured.globals, **captured.nonlocals}
+    sizes = {name: value.nbytes for name, value in values.items() if isinstance(value, np.ndarray)}
+    largest = max(sizes, key=sizes.__getitem__, default="")
+    return f", the largest array as {largest!r}" * bool(largest)
 
 
 def _in_place(data: memoryview) -> memoryview:

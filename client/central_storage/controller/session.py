@@ -32,6 +32,7 @@ from cs_runtime.shared_memory.arena import Arena
 from cs_runtime.trace import moments
 from cs_runtime.transport.channel import Channel
 from cs_runtime.transport.supervisor_link import CARRIED, SupervisorLink
+from cs_runtime.waits import name_waits_after
 
 from .commands import (
     Command,
@@ -103,7 +104,9 @@ class Session:
         Raises DescriptorLimitError if this process may open too few files.
         """
         open_files.check(_DESCRIPTORS, "a strategy")
-        self.core = ControllerCore(lifeline.client, os.getpid(), in_process=threads is not None)
+        self.core = ControllerCore(
+            lifeline.client, os.getpid(), in_process=threads is not None, name_after=name_waits_after()
+        )
         self.lifeline = lifeline
         self.threads = threads
         #: Adopting an optimizer while a function is pickled is an operation in another.
@@ -463,6 +466,8 @@ def wait_until_serving(lifeline: SupervisorLink, timeout: float) -> Serving:
             raise LaunchError("the supervisor ended before the service was up") from error
         if isinstance(record, Serving):
             return record
+        if isinstance(record, Output):  # a server that compiles says so
+            show(record.stream, record.text)
         if isinstance(record, messages.StartFailed):
             raise to_exception(record.error, frame_view, _nothing_known)
     raise LaunchError(f"the service was not up within {timeout:.0f} s; raise start_timeout, or see CS_LOG=debug")

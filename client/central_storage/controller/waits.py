@@ -8,6 +8,7 @@ from typing import Any
 from central_storage.core.pipeline import Series
 from cs_proto import messages
 from cs_proto.messages import Refused
+from cs_proto.pace import Pace
 from cs_proto.records import Record
 
 __all__ = ["Question", "Settling", "Wait", "number_of"]
@@ -21,18 +22,29 @@ class Wait:
 
     is_run = False
 
-    #: When it began, and when it was named or would have been.
+    #: When it began.
     started: float
-    named: float
+    #: When the time begins after which it is named.
+    counted_from: float
 
-    def __init__(self) -> None:
+    def __init__(self, pace: Pace) -> None:
+        self.pace = pace
         self.is_over = False
         #: What another server is asked again, as long as this is waited for.
         self.asked: Sequence[Record] = ()
 
     def restart(self, now: float) -> None:
         """Count its time from ``now`` on."""
-        self.started = self.named = now
+        self.started = self.counted_from = now
+
+    @property
+    def due(self) -> float:
+        """When it is named."""
+        return self.counted_from + self.pace.after
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is to be named now."""
+        return self.pace.is_due(now - self.counted_from)
 
     def what(self, server_pid: int) -> str:
         """What is waited for, in words."""
@@ -42,8 +54,8 @@ class Wait:
 class Question(Wait):
     """The answer of the server to ``request``: a ``kind`` with the ``number`` of the request, or a Refused."""
 
-    def __init__(self, request: Record, number: int, kind: type[Record], now: float) -> None:
-        super().__init__()
+    def __init__(self, request: Record, number: int, kind: type[Record], now: float, pace: Pace) -> None:
+        super().__init__(pace)
         self.restart(now)
         self.request = request
         self.number = number
@@ -68,9 +80,9 @@ class Settling(Wait):
 
     is_run = True
 
-    def __init__(self, series: Series, left: int, reports: bool, now: float) -> None:
+    def __init__(self, series: Series, left: int, reports: bool, now: float, pace: Pace) -> None:
         """``reports``: the server is told of a wait that lasts."""
-        super().__init__()
+        super().__init__(pace)
         self._reports = reports
         self.restart(now)
         self.series = series
@@ -89,11 +101,11 @@ class Settling(Wait):
         self.started = now
         #: Whether the server has yet to be told of this wait.
         self.is_unreported = self._reports
-        self.named = now + _WHOM_WITHIN if self._reports else now
+        self.counted_from = now + _WHOM_WITHIN if self._reports else now
 
     def what(self, server_pid: int) -> str:
         """As :meth:`Wait.what`."""
-        return f"run {self.series.unanswered[0].run[0]}"
+        return f"run {self.series.unanswered[0].run[0]}" + " to end after Ctrl-C" * bool(self.cancelled)
 
     @property
     def cancel(self) -> messages.Cancel:

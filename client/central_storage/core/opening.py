@@ -7,11 +7,12 @@ the strategy does not import what opens a service.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from .backends import ServiceBackend
+    from .devices.device_names import Devices
     from .recovery_options import Recovery
 
 __all__ = ["Opener", "default_replica", "open_service"]
@@ -22,7 +23,7 @@ class Opener(Protocol):
 
     def __call__(
         self,
-        compute_devices: Sequence[str | Sequence[str]] | None,
+        compute_devices: Devices | None,
         parameter_device: str | None,
         *,
         seed: int,

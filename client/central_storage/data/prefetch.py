@@ -10,6 +10,7 @@ import contextvars
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,13 +18,12 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from cs_proto.errors import ContextError
+from cs_runtime.waits import pace_of
 
 __all__ = ["ReadAhead"]
 
 _log = logging.getLogger("central_storage.ahead")
 
-# A wait of this many seconds is named, and again after as many.
-_NAME_WAIT_EVERY = 10.0
 # The end of an iteration waits this many seconds for the current item, because the source may be waiting itself.
 _STOP_TIMEOUT = 5.0
 
@@ -83,18 +83,19 @@ class _Shelf:
             self._start()
         if self._stopped:
             raise StopIteration
-        waited = 0.0
+        began, pace = time.monotonic(), pace_of("data")
         while True:
             try:
-                item = self._ready.get(timeout=_NAME_WAIT_EVERY)
+                item = self._ready.get(timeout=max(0.0, began + pace.after - time.monotonic()))
                 if type(item) is _End:
                     self._ready.put(_End(None))
                 else:
                     self._room.put(True)
                 break
             except Empty:
-                waited += _NAME_WAIT_EVERY
-                _log.warning("waiting %.0f s for the next element of a data set", waited)
+                waited = time.monotonic() - began
+                if pace.is_due(waited):
+                    _log.warning("waiting %.0f s for the next element of a data set", waited)
             except (
                 BaseException
             ):  # after Ctrl-C the current item is lost, but its room is freed, and an end stays the end

@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 from typing import Literal
 
-__all__ = ["configure_logging", "dump_stacks_on_signal", "show"]
+__all__ = ["announce", "announces", "configure_logging", "dump_stacks_on_signal", "show"]
 
 
 _FORMATTER = logging.Formatter("%(asctime)s.%(msecs)03d %(name)s: %(message)s", "%H:%M:%S")
@@ -39,6 +39,18 @@ def configure_logging(role: str, name: str = "central_storage") -> None:
             kept.setFormatter(_FORMATTER)
             logger.addHandler(kept)
         logger.setLevel(logging.DEBUG)
+
+
+def announces() -> bool:
+    """Whether the line with the devices is shown at a start: unless ``CS_LOG`` asks for warnings or errors only."""
+    asked = logging.getLevelNamesMapping().get(os.environ.get("CS_LOG", "").upper(), logging.INFO)
+    return asked <= logging.INFO
+
+
+def announce(line: str) -> None:
+    """Show the line with the devices, on stderr."""
+    if announces():
+        show("stderr", f"{line}\n")
 
 
 def dump_stacks_on_signal() -> None:

@@ -13,21 +13,22 @@ from typing import NoReturn
 
 from central_storage.core.devices import device_names
 from central_storage.core.recovery_options import Recovery
+from central_storage.diagnostics.doctor import report
 from central_storage.diagnostics.error_report import ENVIRONMENT, Failure, Kind, write
 from central_storage.diagnostics.logging_setup import configure_logging, dump_stacks_on_signal
 from cs_proto.errors import ConfigurationError, DeviceError, LaunchError, NoAnswerError, ShutdownError
 from cs_proto.frozen import with_changes
-from cs_proto.messages import MOST_REPLICAS, Joined
+from cs_proto.messages import MOST_REPLICAS, DeviceChoice, Joined
 from cs_proto.version import __version__
 from cs_runtime.gpus import require_cupy
 from cs_runtime.run_file import RunFile
 
 from .affinity import Machine, core_count, machine
-from .foreground import START_FAILED, run
+from .foreground import START_FAILED, Plan, run
 from .gpu_usage import busy
 from .memory import Files, Medium, Memfd, Unshared
 from .packages import python_path
-from .plan import Command, Options, of_incarnation, script_command, service_commands
+from .plan import Command, Options, of_incarnation, script_command, service_commands, standby_commands
 from .remote.serve import serve
 from .run_directory import RunDirectory
 from .supervisor.lifecycle import transport_of
@@ -51,7 +52,7 @@ no RANK, and it needs no change to run without cs-launch: it then starts the sam
 
 _EPILOG = """\
 examples:
-  cs-launch train.py --epochs 3                            every GPU, or one CPU where there is none
+  cs-launch train.py --epochs 3                            what the script names; else every GPU, or one CPU
   cs-launch --devices cpu:0,cpu:1 train.py                 two replicas share the processors
   cs-launch --devices gpu:0,gpu:1 --parameter-device cpu:0 -m project.train
   CUDA_VISIBLE_DEVICES=2,3 cs-launch --devices gpu:all train.py     gpu:0 and gpu:1 are the machine's third and fourth
@@ -65,9 +66,14 @@ in containers that share the run directory (docker-compose.yml):
   cs-launch --health --run-dir DIR                         prints one line; exit code 0 if the service is ready
 
 environment:
+  CS_DEVICES                     as --devices; also for a script that runs without cs-launch and names none
+  CS_PARAMETER_DEVICE            as --parameter-device, in the same way
   CS_ADDRESS                     the run directory for --serve, --join, --health
-  CS_LOG=debug                   print one line for every message
+  CS_LOG=debug                   print one line for every message; warning: not the line with the devices; error: no
+                                 warnings either
   CS_MESSAGES_DIR                write these lines to files in that directory, one for each process
+  CS_NAME_WAITS=60               name a wait after so many seconds (default: 10), then at growing intervals; off: never
+  CS_CACHE_DIR                   the directory of the compiled kernels (default: ~/.cache/central-storage)
   CS_LOG_DIR                     as --log-dir; also for a script that runs without cs-launch
   CS_ERROR_FILE                  as --error-file; also for a script that runs without cs-launch
   CS_MAILBOXES                   as --mailboxes; also for a script that runs without cs-launch
@@ -97,6 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check(options)
         if options.health:
             return _health(options)
+        if options.doctor:
+            print(*report(), sep="\n")
+            return 0
         configure_logging("supervisor")
         dump_stacks_on_signal()
         if options.join:
@@ -119,28 +128,41 @@ def _failed(kind: Kind, error: Exception, code: int, error_path: str | None) -> 
 
 def _launch(options: argparse.Namespace) -> int:
     arguments = _script_arguments(options)
-    compute = device_names.compute_devices(_written_out(options.devices, core_count()))
-    parameters = device_names.parameter_device(options.parameter_device, compute)
-    require_cupy([*compute, parameters])
     here = machine()
+    compute = device_names.compute_devices(options.devices, core_count())
+    parameters = device_names.parameter_device(options.parameter_device, compute)
+    named = ",".join(compute) if options.devices else None, parameters if options.parameter_device else None
     run_directory = RunDirectory(options.run_directory, keep=options.keep_run_directory)
     try:
-        plan = Options(tuple(compute), parameters, run_directory.path, _recovery(options))
-        commands = _commands(plan, here)
         medium = _medium(options, run_directory)
-        workers = f"{len(compute)} worker{'s' if len(compute) > 1 else ''}"
-        _warn([*compute, parameters], here)
+
+        def planned(choice: DeviceChoice | None) -> Plan:
+            if choice is None:
+                chosen, owner = compute, parameters
+            else:
+                chosen = device_names.compute_devices(choice.devices, core_count())
+                owner = device_names.parameter_device(choice.parameter_device, chosen)
+            require_cupy([*chosen, owner])
+            _warn([*chosen, owner], here)
+            commands = _commands(Options(tuple(chosen), owner, run_directory.path, _recovery(options)), here)
+            workers = f"{len(chosen)} worker{'s' if len(chosen) > 1 else ''}"
+            banner = (
+                f"run {run_directory.name}: 1 script, {workers} ({', '.join(chosen)}), parameters on {owner}, "
+                f"transport {_transport(options, medium)}, directory {run_directory.path}{_places(commands)}"
+            )
+            return Plan(commands, banner)
+
+        plan = planned(None) if options.devices else Plan(_standbys(run_directory.path), "")
         return run(
             run_directory,
-            commands,
-            script_command(plan, os.environ, arguments, python=sys.executable),
-            banner=f"run {run_directory.name}: 1 script, {workers} ({', '.join(compute)}), parameters on {parameters}, "
-            f"transport {_transport(options, medium)}, directory {run_directory.path}{_places(commands)}",
+            plan,
+            script_command(run_directory.path, named, os.environ, arguments, python=sys.executable),
+            choose=None if options.devices else planned,
             start_timeout=options.start_timeout,
             logs=_log_files(options, run_directory),
             keeps_logs=bool(options.log_directory or options.keep_run_directory),
             medium=medium,
-            recovery=plan.recovery,
+            recovery=_recovery(options),
             mailboxes=options.mailboxes == "on",
             error_path=options.error_file,
         )
@@ -212,8 +234,8 @@ def _goes_on(directory: str, begun: RunFile) -> bool:
 
 def _join(options: argparse.Namespace) -> int:
     run_directory = options.run_directory or _address()
-    is_any = options.devices is None or [name.lower() for name in options.devices] == ["auto"]
-    chosen = device_names.compute_devices(_written_out(options.devices, 1))
+    is_any = options.devices is None or options.devices.strip().lower() == "auto"
+    chosen = device_names.compute_devices(options.devices, 1)
     if len(chosen) > 1:
         raise ConfigurationError(
             f"--join runs one worker, but --devices names {len(chosen)} devices: {', '.join(chosen)}; give "
@@ -247,10 +269,10 @@ def _health(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    modes = [name for name in ("serve", "join", "health") if getattr(options, name) not in (None, False)]
+    modes = [name for name in ("serve", "join", "health", "doctor") if getattr(options, name) not in (None, False)]
     if len(modes) > 1 or (modes and (options.command or options.module is not None)):
         raise ConfigurationError(
-            f"--{modes[0]} takes no script, and only one of --serve, --join, --health may be given"
+            f"--{modes[0]} takes no script, and only one of --serve, --join, --health, --doctor may be given"
         )
     if not 0 < options.start_timeout < 1e6:
         raise ConfigurationError(
@@ -292,8 +314,12 @@ def _commands(plan: Options, here: Machine) -> list[Command]:
     return service_commands(plan, os.environ, python=sys.executable, machine=here, python_path=python_path(os.environ))
 
 
-def _written_out(chosen: list[str] | None, cores: int) -> list[str] | None:
-    return None if chosen is None else device_names.expanded(chosen, cores)
+def _standbys(run_directory: str) -> list[Command]:
+    """As many as ``auto`` would start."""
+    workers = len(device_names.compute_devices("auto", core_count()))
+    return standby_commands(
+        workers, run_directory, os.environ, python=sys.executable, python_path=python_path(os.environ)
+    )
 
 
 def _warn(used: list[str], here: Machine) -> None:
@@ -345,7 +371,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         "cs-launch",
         usage="cs-launch [options] script.py [arguments]\n       cs-launch [options] -m module [arguments]\n"
-        "       cs-launch [options] --serve N | --join | --health",
+        "       cs-launch [options] --serve N | --join | --health | --doctor",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -368,6 +394,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--health", action="store_true", help="run no script: ask whether the service is ready")
     parser.add_argument(
+        "--doctor",
+        action="store_true",
+        help="run no script: say what is found on this machine, and what is slower here",
+    )
+    parser.add_argument(
         "--keep-run-directory", action="store_true", help="keep the run directory and its log files when the run ends"
     )
     parser.add_argument(
@@ -381,15 +412,18 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
     """The options for devices, and for processes that are late or die."""
     parser.add_argument(
         "--devices",
-        type=_device_list,
         metavar="LIST",
+        default=os.environ.get("CS_DEVICES") or None,
         help="one device per worker, such as cpu:0,cpu:1 or gpu:0,gpu:1, or several, such as gpu:0+gpu:1,gpu:2+gpu:3; "
-        "gpu:all: every GPU; auto: every GPU, or one CPU for each core, at most 8 (default: every GPU, or cpu:0)",
+        "a number: as many GPUs, or CPUs where there is no GPU; gpu:all: every GPU; auto: every GPU, or one CPU for "
+        "each core, at most 8 (default: CS_DEVICES, or what the script names, or every GPU, or cpu:0)",
     )
     parser.add_argument(
         "--parameter-device",
         metavar="DEVICE",
-        help="the device that holds the variables (default: the only device, or cpu:0 if there are several)",
+        default=os.environ.get("CS_PARAMETER_DEVICE") or None,
+        help="the device that holds the variables (default: CS_PARAMETER_DEVICE, or what the script names, or the only "
+        "device, or cpu:0 if there are several)",
     )
     parser.add_argument(
         "--start-timeout",
@@ -410,7 +444,7 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="SECONDS",
         help="restart a worker that others wait for and that has sent nothing for this long "
-        "(default: never; every 10 s a warning names the wait)",
+        "(default: never; warnings name long waits)",
     )
     parser.add_argument(
         "--server-recovery",
@@ -454,10 +488,6 @@ def _add_places(parser: argparse.ArgumentParser) -> None:
         help="on: send the messages of a step through shared memory if possible; off: send them over ZeroMQ like all "
         "others (default: CS_MAILBOXES, or on)",
     )
-
-
-def _device_list(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 if __name__ == "__main__":

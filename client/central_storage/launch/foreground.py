@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from central_storage.core.recovery_options import Recovery
 from central_storage.diagnostics.error_report import Failure, died_failure, read, write
+from central_storage.diagnostics.logging_setup import announces
 from cs_proto.errors import ReplicaLostError
-from cs_proto.frozen import with_changes
+from cs_proto.frozen import frozen, with_changes
+from cs_proto.messages import DeviceChoice
 from cs_runtime import open_files
 
 from .memory import Medium
@@ -26,7 +28,7 @@ from .supervisor.lifecycle import STOP_GRACE, Service
 from .supervisor.loop import Loop, Signals
 from .supervisor.output import Console, LogFiles
 
-__all__ = ["SERVER_FAILED", "START_FAILED", "WORKER_FAILED", "described", "run"]
+__all__ = ["SERVER_FAILED", "START_FAILED", "WORKER_FAILED", "Plan", "described", "run"]
 
 START_FAILED = 3
 WORKER_FAILED = 4
@@ -42,12 +44,20 @@ _SIGNAL_LIMIT = 4.0
 _LAST_WORDS = 0.4
 
 
+@frozen
+class Plan:
+    """The processes of a service, and the line that names their devices; processes that stand by have none yet."""
+
+    commands: Sequence[Command]
+    banner: str
+
+
 def run(
     run_directory: RunDirectory,
-    commands: Sequence[Command],
+    plan: Plan,
     script: Command,
     *,
-    banner: str,
+    choose: Callable[[DeviceChoice | None], Plan] | None,
     start_timeout: float,
     logs: LogFiles | None,
     keeps_logs: bool,
@@ -58,13 +68,16 @@ def run(
 ) -> int:
     """Start the service and the script, wait for the script, end everything, remove the directory; the exit code.
 
+    With ``choose``, the processes of ``plan`` stand by until the script has chosen; ``choose`` raises DeviceError for a
+    choice that cannot be started.
+
     0 or the script's own code; 3, 4 or 5 where the script failed after the start, a worker or the server did; 128
     and the signal's number where one ended the run or the script. What failed first is told in the file ``error_path``.
     """
     foreground = _Foreground(
-        run_directory, commands, script, start_timeout, logs, keeps_logs, medium, recovery, mailboxes
+        run_directory, plan, script, choose, start_timeout, logs, keeps_logs, medium, recovery, mailboxes
     )
-    code = foreground.run(banner)
+    code = foreground.run()
     if error_path and foreground.failure is not None:
         write(error_path, foreground.failure, code)
     return code
@@ -74,8 +87,9 @@ class _Foreground:
     def __init__(
         self,
         run_directory: RunDirectory,
-        commands: Sequence[Command],
+        plan: Plan,
         script: Command,
+        choose: Callable[[DeviceChoice | None], Plan] | None,
         start_timeout: float,
         logs: LogFiles | None,
         keeps_logs: bool,
@@ -92,14 +106,17 @@ class _Foreground:
         self._service = Service(
             self._loop,
             run_directory.path,
-            commands,
+            plan.commands,
             self._console,
             start_timeout=start_timeout,
             logs=logs,
             medium=medium,
             recovery=recovery,
             mailboxes=mailboxes,
+            choose=self._choose if choose is not None else None,
         )
+        self._plan = plan
+        self._plan_for = choose
         self._command = script
         self._script: Child | None = None
         self._signal: int | None = None
@@ -107,9 +124,10 @@ class _Foreground:
         #: What went wrong first, once the run is over; None where it ended well or was ended.
         self.failure: Failure | None = None
 
-    def run(self, banner: str) -> int:
+    def run(self) -> int:
         with Signals(self._loop, (*_ENDING, signal.SIGCHLD), self._signalled):
-            self._console.write("stderr", f"{banner}\n")
+            if self._plan_for is None:
+                self._announce(self._plan)
             try:
                 self._service.start()
                 self._start_script()
@@ -124,6 +142,17 @@ class _Foreground:
         if self._logs is not None:
             self._logs.close()
         return self._exit_code()
+
+    def _announce(self, plan: Plan) -> None:
+        if announces():
+            self._console.write("stderr", f"{plan.banner}\n")
+
+    def _choose(self, choice: DeviceChoice | None) -> Sequence[Command]:
+        """What the service runs for this choice of the script."""
+        assert self._plan_for is not None
+        plan = self._plan_for(choice)
+        self._announce(plan)
+        return plan.commands
 
     def _start_script(self) -> None:
         try:

@@ -26,6 +26,7 @@ __all__ = [
     "of_incarnation",
     "script_command",
     "service_commands",
+    "standby_commands",
 ]
 
 # Each of these libraries starts as many threads as there are cores in every process, unless told otherwise.
@@ -65,6 +66,8 @@ class Command:
     incarnation: int = 1
     #: The processors it is kept on; on none in particular where there are none.
     processors: frozenset[int] = frozenset()
+    #: Whether it waits to be told which process it is; see :mod:`cs_runtime.standby`.
+    is_standby: bool = False
 
     @property
     def label(self) -> str:
@@ -153,6 +156,21 @@ def service_commands(
     return [server, *workers]
 
 
+def standby_commands(
+    workers: int, run_directory: str, environment: Mapping[str, str], *, python: str, python_path: str = ""
+) -> list[Command]:
+    """A server and so many workers, which import what they need and wait until the devices are known."""
+    options = Options(tuple(f"cpu:{rank}" for rank in range(workers)), "cpu:0", run_directory)
+    one_core = Machine(1)  # NumPy's threads are started later, on the processors of the process
+    commands = service_commands(options, environment, python=python, machine=one_core, python_path=python_path)
+    imports = {"server": ("cs_server", "cs_server.serving"), "worker": ("cs_worker", "cs_worker.cli")}
+    module = (python, "-P", "-m", "cs_runtime.standby")
+    return [
+        with_changes(command, argv=(*module, *imports[command.role]), processors=frozenset(), is_standby=True)
+        for command in commands
+    ]
+
+
 def _server_arguments(options: Options, threads: str) -> tuple[str, ...]:
     return (
         *("--run-directory", options.run_directory),
@@ -174,12 +192,19 @@ def _worker_arguments(options: Options, rank: int) -> tuple[str, ...]:
 
 
 def script_command(
-    options: Options, environment: Mapping[str, str], arguments: Sequence[str], *, python: str
+    run_directory: str,
+    named: tuple[str | None, str | None],
+    environment: Mapping[str, str],
+    arguments: Sequence[str],
+    *,
+    python: str,
 ) -> Command:
     """The user's script: told where its service is, and no rank, because it runs once.
 
-    ``arguments`` are the interpreter's: ``["train.py", "--rate", "0.1"]`` or ``["-m", "package"]``.
+    ``named`` are the devices and the parameter device of the command line, which the script gets instead of what it
+    names itself. ``arguments`` are the interpreter's: ``["train.py", "--rate", "0.1"]`` or ``["-m", "package"]``.
     """
+    own = {name: value for name, value in zip(("CS_DEVICES", "CS_PARAMETER_DEVICE"), named, strict=True) if value}
     return Command(
         "script",
         0,
@@ -187,11 +212,10 @@ def script_command(
         {
             **environment,
             "CS_ROLE": "script",
-            "CS_RUN_DIRECTORY": options.run_directory,
-            "CS_ADDRESS": options.run_directory,
-            "CS_DEVICES": ",".join(options.devices),
-            "CS_PARAMETER_DEVICE": options.parameter_device,
-            ENVIRONMENT: error_file(options.run_directory),
+            "CS_RUN_DIRECTORY": run_directory,
+            "CS_ADDRESS": run_directory,
+            **own,
+            ENVIRONMENT: error_file(run_directory),
         },
     )
 

@@ -36,6 +36,7 @@ from cs_proto.records import Record
 from cs_runtime import open_files
 from cs_runtime.transport.multipart import receive
 from cs_runtime.transport.supervisor_link import CARRIED, SupervisorLink
+from cs_runtime.waits import pace_of
 
 from .seqlock_reader import SeqlockReader, open_sight
 
@@ -48,8 +49,6 @@ LOOK_EVERY = 0.2
 # A question without an answer is sent again after the first number of seconds, and then after twice as long each time,
 # up to the second number: the server may have died with it, or may be making a large answer.
 _ASK_AGAIN = (1.0, 4.0)
-# A wait of this many seconds is named, and again after as many.
-_NAME_EVERY = 10.0
 # The descriptors that an observer needs: a ZeroMQ context with a socket, and the connection to the supervisor. The
 # loop of asyncio takes more.
 _DESCRIPTORS = 16
@@ -256,7 +255,7 @@ class Patience:
     """Decides when to check on a question that was just sent, when to send it again, and when to give up."""
 
     def __init__(self, timeout: float) -> None:
-        self._begun = self._named = time.monotonic()
+        self._begun = time.monotonic()
         self.deadline = self._begun + timeout
         self._pause = _ASK_AGAIN[0]
         self._again = self._begun + self._pause
@@ -267,12 +266,9 @@ class Patience:
         return int(max(0.0, min(self.deadline - time.monotonic(), LOOK_EVERY)) * 1000) + 1
 
     def named(self) -> float | None:
-        """The seconds waited, if it is time to name the wait, which is every ten seconds; None otherwise."""
-        now = time.monotonic()
-        if now - self._named < _NAME_EVERY:
-            return None
-        self._named = now
-        return now - self._begun
+        """The seconds waited, if it is time to name the wait; None otherwise."""
+        waited = time.monotonic() - self._begun
+        return waited if pace_of("observer").is_due(waited) else None
 
     def asks_again(self) -> bool:
         """Whether it is time to send the question again."""

@@ -8,18 +8,20 @@ import logging
 import os
 import weakref
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 from central_storage.core.devices import device_names
 from central_storage.core.recovery_options import Recovery
 from central_storage.diagnostics.error_report import note_uncaught
 from central_storage.diagnostics.gpu_inventory import visible_gpus
-from central_storage.diagnostics.logging_setup import configure_logging, dump_stacks_on_signal, show
+from central_storage.diagnostics.logging_setup import announce, configure_logging, dump_stacks_on_signal
 from cs_proto.errors import DeviceError
+from cs_proto.messages import DeviceChoice
 from cs_runtime.gpus import require_cupy
 from cs_runtime.transport import supervisor_link
 from cs_runtime.transport.supervisor_link import SupervisorLink
+from cs_runtime.waits import name_waits_after
 
 if TYPE_CHECKING:
     from central_storage.controller.operations import ServiceLink
@@ -36,7 +38,7 @@ _links: weakref.WeakSet[ServiceLink] = weakref.WeakSet()
 
 
 def open_service(
-    compute_devices: Sequence[str | Sequence[str]] | None,
+    compute_devices: device_names.Devices | None,
     parameter_device: str | None,
     *,
     seed: int,
@@ -46,16 +48,28 @@ def open_service(
 ) -> ServiceLink:
     """A link to the service this script should use, up and ready; one ``in_process`` is always the script's own.
 
-    Raises DeviceError for devices that do not exist or are not the launcher's, LaunchError if no service comes up.
+    The service of ``cs-launch`` gets the devices that the script names, unless its command line names others, which is
+    said in a line. A service from elsewhere has its own.
+
+    Raises DeviceError for devices that do not exist, LaunchError if no service comes up.
     """
     configure_logging("script")
+    device_names.refuse_text(compute_devices)
+    name_waits_after()  # a value that makes no sense is said before anything starts
     dump_stacks_on_signal()
     _note_uncaught()
     address = os.environ.get("CS_ADDRESS")
     if address and address not in _attached and not in_process:
         link = _attached[address] = _attach(address, compute_devices, parameter_device, seed, start_timeout)
+        is_said = _is_launched() and not link.carries  # by the launcher
     else:
-        link = _start(compute_devices, parameter_device, seed, start_timeout, in_process, recovery)
+        chosen = _chosen(compute_devices, parameter_device)
+        link = _start(*chosen, seed, start_timeout, in_process, recovery)
+        is_said = False
+    if not is_said:
+        replicas = f"{link.replicas} replica{'s' * (link.replicas > 1)} ({', '.join(link.compute_devices)})"
+        announce(f"[central-storage] {replicas}, parameters on {link.parameter_device}, transport {link.transport}")
+    _say_what_counts(link, compute_devices, parameter_device)
     if not _links:
         atexit.register(_close_all)
         os.register_at_fork(after_in_child=_forget_all)
@@ -69,62 +83,86 @@ def _note_uncaught() -> None:
     note_uncaught(_links)
 
 
+def _is_launched() -> bool:
+    """Whether ``cs-launch`` has started this script."""
+    return os.environ.get("CS_ROLE") == "script"
+
+
+def _chosen(compute_devices: device_names.Devices | None, parameter_device: str | None) -> tuple[list[str], str]:
+    """The devices of the replicas and of the variables, in short form. The options of ``cs-launch`` come first, then
+    what the script names, then ``CS_DEVICES`` and ``CS_PARAMETER_DEVICE``. Raises DeviceError where they cannot be
+    used."""
+    from central_storage.launch.affinity import core_count  # only a script that chooses needs the launcher's code
+
+    for_all, for_parameters = os.environ.get("CS_DEVICES"), os.environ.get("CS_PARAMETER_DEVICE")
+    if for_all and (compute_devices is None or _is_launched()):
+        compute_devices = for_all
+    if for_parameters and (parameter_device is None or _is_launched()):
+        parameter_device = for_parameters
+    chosen = device_names.compute_devices(compute_devices, core_count())
+    owner = device_names.parameter_device(parameter_device, chosen)
+    require_cupy([*chosen, owner])
+    return chosen, owner
+
+
+def _say_what_counts(
+    link: ServiceLink, compute_devices: device_names.Devices | None, parameter_device: str | None
+) -> None:
+    """Name what the script asked for and did not get."""
+    ignored = []
+    if compute_devices is not None and _written_out(compute_devices) != list(link.compute_devices):
+        ignored.append(f"compute_devices={compute_devices!r:.100}")
+    if parameter_device is not None and _written_out(parameter_device) != [link.parameter_device]:
+        ignored.append(f"parameter_device={parameter_device!r:.100}")
+    if ignored:
+        _log.warning(
+            "the devices of %s count: %s, parameters on %s; the script's %s is not used",
+            "the cs-launch command line" if _is_launched() else f"the service in {link.address}",
+            *(", ".join(link.compute_devices), link.parameter_device, " and ".join(ignored)),
+        )
+
+
+def _written_out(named: device_names.Devices) -> list[str]:
+    """The devices in short form, or nothing where they do not exist here."""
+    from central_storage.launch.affinity import core_count
+
+    with suppress(DeviceError):
+        return device_names.compute_devices(named, core_count())
+    return []
+
+
 def _attach(
     address: str,
-    compute_devices: Sequence[str | Sequence[str]] | None,
+    compute_devices: device_names.Devices | None,
     parameter_device: str | None,
     seed: int,
     start_timeout: float,
 ) -> ServiceLink:
-    from central_storage.controller.operations import ServiceLink, wait_until_serving
-
-    asked = (
-        None if compute_devices is None else [device_names.of_replica(d) for d in device_names.as_list(compute_devices)]
-    )
-    asked_owner = None if parameter_device is None else device_names.canonical(parameter_device)
+    choice = None
+    if _is_launched():
+        chosen, owner = _chosen(compute_devices, parameter_device)
+        choice = DeviceChoice(tuple(chosen), owner)
     with ExitStack() as undo:
-        connection = SupervisorLink(supervisor_link.connect(address), "controller", run_directory=address)
+        supervisor = supervisor_link.connect(address)
+        connection = SupervisorLink(supervisor, "controller", run_directory=address, choice=choice)
         undo.callback(connection.close)
+        from central_storage.controller.operations import ServiceLink, wait_until_serving
+
         link = ServiceLink(connection, wait_until_serving(connection, start_timeout), seed=seed, stop=None).open()
         undo.pop_all()
-    if asked is not None and asked != list(link.compute_devices):
-        link.close()
-        raise DeviceError(
-            f"this script runs under cs-launch with the devices {', '.join(link.compute_devices)}, but compute_devices "
-            f"is {asked}; leave compute_devices out, or pass them to cs-launch --devices"
-        )
-    if asked_owner is not None and asked_owner != link.parameter_device:
-        link.close()
-        raise DeviceError(
-            f"this script runs under cs-launch with parameters on {link.parameter_device}, but parameter_device is "
-            f"{parameter_device!r}"
-        )
-    if os.environ.get("CS_ROLE") != "script" or link.carries:  # otherwise the launcher has printed it
-        show(
-            "stderr",
-            f"[central-storage] {link.replicas} replicas ({', '.join(link.compute_devices)}), parameters on "
-            f"{link.parameter_device}, transport {link.transport}\n",
-        )
     return link
 
 
 def _start(
-    compute_devices: Sequence[str | Sequence[str]] | None,
-    parameter_device: str | None,
+    chosen: Sequence[str],
+    owner: str,
     seed: int,
     start_timeout: float,
     in_process: bool,
     recovery: Recovery,
 ) -> ServiceLink:
-    from central_storage.launch.gpu_usage import busy  # only a script without a launcher needs the supervisor's code
+    from central_storage.launch.gpu_usage import busy
 
-    if compute_devices is None and os.environ.get("CS_DEVICES"):  # a second strategy is not silently a smaller one
-        compute_devices = os.environ["CS_DEVICES"].split(",")
-        if parameter_device is None:
-            parameter_device = os.environ.get("CS_PARAMETER_DEVICE")
-    chosen = device_names.compute_devices(compute_devices)
-    owner = device_names.parameter_device(parameter_device, chosen)
-    require_cupy([*chosen, owner])
     for line in busy([*chosen, owner], visible_gpus()):
         _log.warning("%s", line)
     own: threads.ServiceThreads | None = None

@@ -53,8 +53,9 @@ class CentralStorageStrategy(StrategyBase, Handle):
 
     Args:
         compute_devices: One device per replica (``"cpu:0"``, ``"/gpu:1"``, full names), or a tuple of devices for each;
-            every tuple has the same length. None means the launcher's devices under ``cs-launch``, else every GPU, else
-            one CPU.
+            every tuple has the same length. A number means as many GPUs, or CPUs where there is no GPU; ``"auto"`` and
+            ``"gpu:all"`` are those of ``cs-launch --devices``, which counts instead of this where it is given. None
+            means every GPU, else one CPU.
         parameter_device: The device that holds the variables. None means the only compute device, or CPU 0.
         seed: Seeds the random state of Python, NumPy, CuPy and torch in each replica of each run; from 0 to 2**63 - 1.
         in_process: Runs the service in threads of the script, for a debugger and for fast tests. Replicas take turns,
@@ -96,7 +97,7 @@ class CentralStorageStrategy(StrategyBase, Handle):
 
     def __init__(
         self,
-        compute_devices: Sequence[str | Sequence[str]] | None = None,
+        compute_devices: device_names.Devices | None = None,
         parameter_device: str | None = None,
         *,
         seed: int = 0,

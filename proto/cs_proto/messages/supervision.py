@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from cs_proto.descriptors import Location
 from cs_proto.records import Count, Range, Record, record
 
-from .shared import Error, Incarnation, Number, Pid, Replica, Replicas, Role
+from .shared import MOST_REPLICAS, Error, Incarnation, Number, Pid, Replica, Replicas, Role
 
 
 @record(110)
@@ -220,3 +220,17 @@ class ExtendSegment(Record):
 
     def check(self) -> None:
         Location(self.segment, 0)
+
+
+@record(132)
+class DeviceChoice(Record):
+    """First packet of the script of a ``cs-launch``, before its Introduce: one worker on each of ``devices``, and
+    variables on ``parameter_device``. Only the choice of the first controller counts, and only if the command line
+    names no devices."""
+
+    devices: tuple[str, ...]
+    parameter_device: str
+
+    def check(self) -> None:
+        if not 1 <= len(self.devices) <= MOST_REPLICAS:
+            self.refuse(f"{len(self.devices)} devices")

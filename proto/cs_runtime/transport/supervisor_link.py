@@ -22,6 +22,7 @@ from cs_proto.arrays import Array, Location
 from cs_proto.codec import PACKET_NBYTES, decode, encode
 from cs_proto.errors import LaunchError, ShutdownError, replica_exception_class
 from cs_proto.messages import (
+    DeviceChoice,
     ExtendSegment,
     Introduce,
     Mailbox,
@@ -37,6 +38,7 @@ from cs_proto.records import Record
 from cs_runtime.run_file import RunFile
 from cs_runtime.shared_memory.mapping import Mapping
 from cs_runtime.shared_memory.remote_segment import Carry, RemoteSegment
+from cs_runtime.waits import pace_of
 
 from .readiness import is_readable
 
@@ -52,8 +54,6 @@ CARRIED = "ipc + bytes in frames"
 _ANSWER_TIMEOUT = 30.0
 # Seconds between two checks for the next supervisor.
 _LOOK_EVERY = 0.1
-# Seconds between two log lines that name a wait.
-_NAME_WAIT_EVERY = 10.0
 _GONE = "the supervisor is gone, and the service with it"
 # The most descriptors of one packet: a mailbox has a memory and two doorbells.
 _DESCRIPTORS = 3
@@ -76,10 +76,17 @@ class SupervisorLink:
     """The connection, and the segments that were opened over it."""
 
     def __init__(
-        self, link: socket.socket, role: Role, rank: int = 0, incarnation: int = 1, run_directory: str | None = None
+        self,
+        link: socket.socket,
+        role: Role,
+        rank: int = 0,
+        incarnation: int = 1,
+        run_directory: str | None = None,
+        choice: DeviceChoice | None = None,
     ) -> None:
-        """Introduce this process over ``link``, and take ownership of ``link``. With a ``run_directory`` whose run may
-        get another supervisor, this connection waits for it when the present one is killed."""
+        """Introduce this process over ``link``, and take ownership of ``link``. A ``choice`` of devices is sent first.
+        With a ``run_directory`` whose run may get another supervisor, this connection waits for it when the present one
+        is killed."""
         self._link = link
         #: The name of a controller.
         self.client = os.urandom(4).hex() if role == "controller" else ""
@@ -88,7 +95,6 @@ class SupervisorLink:
         self._run = RunFile.read(run_directory) if run_directory else None
         self._mending = threading.Lock()
         self._lost_since: float | None = None
-        self._named = 0.0
         self._mended = 0
         #: Called repeatedly while this process waits for another supervisor. An exception of it ends the wait.
         self.while_waiting: Callable[[], None] = _nothing
@@ -104,6 +110,8 @@ class SupervisorLink:
         #: Whether read-only segments are mapped in a way that lets :meth:`Mapping.preserve` keep their bytes.
         self.may_preserve = False
         try:
+            if choice is not None:
+                self._link.sendall(b"".join(encode(choice)))
             self._link.sendall(b"".join(encode(self._introduction)))
         except OSError as error:
             link.close()
@@ -164,7 +172,7 @@ class SupervisorLink:
             if self._run is None:
                 raise ShutdownError(_GONE)
             if self._lost_since is None:
-                self._lost_since = self._named = time.monotonic()
+                self._lost_since = time.monotonic()
                 limit = f"it has {self._run.return_timeout:g} s to come back"
                 _log.warning("the supervisor of the service in %s is gone; %s", self._run_directory, limit)
             link = self._next_supervisor(self._run, self._lost_since)
@@ -325,8 +333,7 @@ class SupervisorLink:
                         f"{where} has not come back within {run.return_timeout:g} s after its supervisor was killed; "
                         "start its container again sooner, or the server with a larger --return-timeout"
                     )
-                if now - self._named >= _NAME_WAIT_EVERY:
-                    self._named = now
+                if pace_of("supervisor").is_due(now - since):
                     _log.warning("waiting %.0f s for %s to come back", now - since, where)
         except BaseException:  # Ctrl-C in while_waiting, too: nothing else closes this connection
             if link is not None:

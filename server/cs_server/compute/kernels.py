@@ -431,6 +431,12 @@ def _keep(code: bytes, path: Path) -> None:
 
 
 def _user_cache() -> Path:
+    if named := os.environ.get("CS_CACHE_DIR"):
+        try:
+            Path(named).absolute().mkdir(mode=0o700, parents=True, exist_ok=True)
+            return _private(Path(named).absolute())
+        except OSError as error:
+            raise OSError(f"CS_CACHE_DIR={named} cannot be used: {error}") from error
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not base.is_absolute():  # unset, or to be ignored according to the XDG specification
         base = Path.home() / ".cache"

@@ -455,9 +455,9 @@ def test_what_a_run_waits_for_is_told_by_the_server_or_by_what_is_known() -> Non
     assert book.core.pause(book.now) == 11.0
     book.on(Passes(11.0), Names(r"run 1: the server \(pid 1\) does not say for whom; it may be stopped"))
     book.on(Hears(died("worker", 1)))
-    book.on(Passes(10.0), Names(r"run 1; worker w1 \(pid 101\) ended by SIGKILL and is being started again"))
-    book.on(Hears(messages.WaitingFor((1,), "replica 1"))).on(Passes(10.0), Names("run 1: replica 1$"))
-    book.on(Hears(restarted(1, 1)), *book.taken_up(1, 1)).on(Passes(15.0), Names("it may be stopped$"))
+    book.on(Passes(20.0), Names(r"run 1; worker w1 \(pid 101\) ended by SIGKILL and is being started again"))
+    book.on(Hears(messages.WaitingFor((1,), "replica 1"))).on(Passes(20.0), Names("run 1: replica 1$"))
+    book.on(Hears(restarted(1, 1)), *book.taken_up(1, 1)).on(Passes(80.0), Names("it may be stopped$"))
 
 
 # --- another server -------------------------------------------------------------------------------------------------

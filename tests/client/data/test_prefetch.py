@@ -22,6 +22,7 @@ from tests.harness.timing import unit
 from central_storage.data import prefetch
 from central_storage.data.prefetch import ReadAhead
 from cs_proto.errors import ContextError
+from cs_proto.pace import Pace
 
 
 def readers() -> list[threading.Thread]:
@@ -247,7 +248,7 @@ def test_a_source_that_waits_for_ever_holds_nobody_up(
 
 
 def test_a_long_wait_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(prefetch, "_NAME_WAIT_EVERY", 0.01)
+    monkeypatch.setattr(prefetch, "pace_of", lambda _: Pace(0.01))
     named = threading.Event()
 
     class Tells(prefetch.logging.Handler):

@@ -162,11 +162,68 @@ def test_each_worker_sees_its_gpu_and_the_server_none(on_gpus: Callable[..., Abs
 def test_gpus_without_cupy_are_2_before_anything_starts(
     on_gpus: Callable[..., AbstractContextManager[Child]],
 ) -> None:
-    with on_gpus(cupy=False) as child:
+    with on_gpus("--devices", "auto", cupy=False) as child:
         result = child.wait()
     assert (result.code, result.lines) == (2, []), result
     (line,) = result.err.splitlines()
     assert line.startswith("cs-launch: error: gpu:0 needs CuPy: pip install 'central-storage[cuda12]' or")
+
+
+CHOOSE = CONNECT.replace(
+    "link.send(", "link.send(b''.join(encode(DeviceChoice(('cpu:0', 'cpu:1'), 'cpu:0'))))\nlink.send(", 1
+).replace("import Introduce", "import DeviceChoice, Introduce")
+
+
+def test_a_script_chooses_its_devices_where_the_command_line_names_none(
+    on_gpus: Callable[..., AbstractContextManager[Child]], tmp_path: Path
+) -> None:
+    with on_gpus(cupy=False) as child:  # the GPUs of the default cannot be used
+        (tmp_path / "script.py").write_text(CHOOSE)
+        result = child.wait()
+    assert result.code == 0, result
+    assert "Serving" in result.lines
+    (banner,) = result.err.splitlines()
+    assert "1 script, 2 workers (cpu:0, cpu:1), parameters on cpu:0" in banner
+
+
+@pytest.mark.parametrize("memory", ["memfd", "files"])
+def test_what_stood_by_for_the_choice_leaves_no_trace(
+    standins: Callable[..., dict[str, str]], tmp_path: Path, memory: str
+) -> None:
+    (tmp_path / "script.py").write_text(CHOOSE + "sys.exit(7)")
+    environment = standins(w0="print('one of', os.environ['WORLD_SIZE'], flush=True)") | {"CS_LOG_DIR": ""}
+    arguments = (
+        "--memory",
+        memory,
+        *(("--run-dir", "/dev/shm/cs-choice-" + str(os.getpid())) if memory == "files" else ()),
+    )
+    result = processes.run(*AS_MODULE, *arguments, "script.py", environment=environment, directory=tmp_path)
+    assert result.code == 7
+    assert result.lines == ["Serving", "[w0] one of 2"] or result.lines == ["[w0] one of 2", "Serving"], result
+    assert result.err.count("1 script, ") == 1
+
+
+def test_a_process_that_stands_by_becomes_what_the_script_chooses(
+    standins: Callable[..., dict[str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(CHOOSE)
+    told = "print(*sys.orig_argv[3:5], sys.stdin.read() == '', os.environ['WORLD_SIZE'], file=sys.stderr, flush=True)"
+    environment = standins(w0=told) | {"CS_LOG_DIR": ""}
+    result = processes.run(*AS_MODULE, "script.py", environment=environment, directory=tmp_path)
+    assert result.code == 0, result
+    assert "[w0] cs_runtime.standby cs_worker True 2" in result.err.splitlines()
+
+
+def test_a_script_that_makes_no_strategy_leaves_nothing_that_stands_by(
+    standins: Callable[..., dict[str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text("print('done')")
+    with processes.start(
+        *AS_MODULE, "script.py", environment=standins() | {"CS_LOG_DIR": ""}, directory=tmp_path
+    ) as child:
+        result = child.wait()
+        assert child.left(unit(5)) == []
+    assert (result.code, result.lines, result.err) == (0, ["done"], "")
 
 
 # --- exit codes and the first failure -------------------------------------------------------------------------------

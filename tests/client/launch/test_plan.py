@@ -15,7 +15,14 @@ from central_storage.core.recovery_options import Recovery
 from central_storage.diagnostics.gpu_inventory import Gpu
 from central_storage.launch.affinity import Machine
 from central_storage.launch.packages import python_path
-from central_storage.launch.plan import Command, Options, next_incarnation, script_command, service_commands
+from central_storage.launch.plan import (
+    Command,
+    Options,
+    next_incarnation,
+    script_command,
+    service_commands,
+    standby_commands,
+)
 from cs_proto.errors import ConfigurationError, DeviceError
 
 TWO = Options(("cpu:0", "cpu:1"), "cpu:0", "/run/cs-1")
@@ -42,6 +49,18 @@ def test_a_server_and_a_worker_for_each_device() -> None:
     )
 
 
+def test_processes_that_stand_by_have_all_but_what_the_devices_decide() -> None:
+    standbys = standby_commands(2, "/run/cs-1", {"OMP_NUM_THREADS": "3"}, python="/py")
+    assert [" ".join(command.argv) for command in standbys] == [
+        "/py -P -m cs_runtime.standby cs_server cs_server.serving",
+        *["/py -P -m cs_runtime.standby cs_worker cs_worker.cli"] * 2,
+    ]
+    for standby, command in zip(standbys, plan({"OMP_NUM_THREADS": "3"}), strict=True):
+        assert (standby.is_standby, standby.processors) == (True, frozenset())
+        assert (standby.role, standby.rank) == (command.role, command.rank)
+        assert standby.environment == command.environment
+
+
 def test_workers_know_their_rank_and_the_others_have_none() -> None:
     server, w0, w1 = plan()
     ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -49,7 +68,9 @@ def test_workers_know_their_rank_and_the_others_have_none() -> None:
     assert [w1.environment[name] for name in ranks] == ["1", "1", "2", "2"]
     assert w1.environment["CS_ROLE"] == "worker"
     assert w1.environment["CS_RUN_DIRECTORY"] == "/run/cs-1"
-    script = script_command(TWO, {"HOME": "/home"}, ["train.py", "--rate", "1"], python="/py")
+    script = script_command(
+        "/run/cs-1", ("cpu:0,cpu:1", "cpu:0"), {"HOME": "/home"}, ["train.py", "--rate", "1"], python="/py"
+    )
     assert not set(ranks) & (set(server.environment) | set(script.environment))
     assert script.argv == ("/py", "-u", "train.py", "--rate", "1")
     assert dict(script.environment) == {
@@ -64,7 +85,7 @@ def test_workers_know_their_rank_and_the_others_have_none() -> None:
 
 
 def test_a_service_inside_a_launched_script_is_not_told_of_the_outer_one() -> None:
-    outer = dict(script_command(TWO, {}, ["x.py"], python="/py").environment)
+    outer = dict(script_command("/run/cs-1", ("cpu:0,cpu:1", "cpu:0"), {}, ["x.py"], python="/py").environment)
     for command in plan(outer, options=Options(("cpu:0",), "cpu:0", "/run/cs-2")):
         assert command.environment["CS_RUN_DIRECTORY"] == "/run/cs-2"
         assert not {"CS_ADDRESS", "CS_DEVICES", "CS_PARAMETER_DEVICE"} & set(command.environment)

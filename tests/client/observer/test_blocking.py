@@ -17,6 +17,7 @@ from central_storage.observer.blocking import Patience, Session
 from cs_proto import messages
 from cs_proto.codec import decode, encode
 from cs_proto.errors import DescriptorLimitError, NoAnswerError, PeerProtocolError, code_of
+from cs_proto.pace import Pace
 from cs_runtime import open_files
 
 
@@ -28,9 +29,11 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     return numbers
 
 
-def test_a_wait_is_named_every_ten_seconds_until_it_is_too_long(
-    tmp_path: Path, seconds: Iterator[int], caplog: pytest.LogCaptureFixture
+def test_a_wait_is_named_at_growing_intervals_until_it_is_too_long(
+    tmp_path: Path, seconds: Iterator[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    pace = Pace(10.0)
+    monkeypatch.setattr(blocking, "pace_of", lambda _: pace)
     (tmp_path / "server").touch()
     session = Session(str(tmp_path), 45.0)
     question, patience = session.get("weights"), Patience(session.timeout)
@@ -43,7 +46,7 @@ def test_a_wait_is_named_every_ten_seconds_until_it_is_too_long(
         look_for_ever()
     waited = [record.getMessage() for record in caplog.records]
     assert waited[0] == f"waiting 10 s for the server in {tmp_path} to answer a Get"
-    assert len(waited) == 4
+    assert [line.split()[1] for line in waited[1:]] == ["20", "40"]
 
 
 def test_an_observer_that_the_server_has_forgotten_says_hello_once_more(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from cs_proto.errors import ConfigurationError, PeerProtocolError, ReplicaLostEr
 from cs_proto.failures import error_of
 from cs_proto.messages import Run, RunId
 from cs_proto.records import Record
+from cs_runtime.waits import pace_of
 from cs_worker.config import Config
 
 from . import core
@@ -28,9 +29,6 @@ __all__ = ["Conversation", "make_conversation"]
 _log = logging.getLogger("central_storage.worker")
 
 T = TypeVar("T")
-
-# A wait this long is named, and again after as long.
-_NAME_WAIT_EVERY = 10.0
 
 
 class Conversation:
@@ -109,7 +107,7 @@ class Conversation:
         is_for_bytes: bool = False,
     ) -> T:
         _log.debug("waiting for %s", what)
-        started = time.monotonic()
+        started, pace = time.monotonic(), pace_of("server")
         with self._interrupts.own_code():  # what is half done in the worker's code must not be torn apart
             self.session.begin_wait(question, merge_point, is_for_bytes=is_for_bytes)
             try:
@@ -118,7 +116,8 @@ class Conversation:
                         raise KeyboardInterrupt
                     if (died := self.session.dead_server) is not None:
                         raise ReplicaLostError(f"the server (pid {died.pid}) ended by {died.cause} during {what}")
-                    if not self._receive(_NAME_WAIT_EVERY):
+                    waited = time.monotonic() - started
+                    if not self._receive(max(0.0, pace.after - waited)) and pace.is_due(time.monotonic() - started):
                         _log.info("waiting %.0f s for %s", time.monotonic() - started, what)
             finally:
                 self.session.end_wait()

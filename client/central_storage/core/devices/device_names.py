@@ -9,28 +9,34 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from numbers import Integral
 
 from central_storage.diagnostics.gpu_inventory import gpu_count, user_visible
 from cs_proto.errors import DeviceError
+from cs_proto.messages import MOST_REPLICAS
 
 __all__ = [
-    "as_list",
+    "Devices",
     "canonical",
     "compute_devices",
     "existing",
-    "expanded",
     "full_name",
     "logical_devices",
     "of_replica",
     "parameter_device",
+    "refuse_text",
 ]
 
 _DEVICE = re.compile(
     r"(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?(?:/device:|/|device:)?(cpu|gpu)(?::([0-9]{1,4}))?", re.IGNORECASE
 )
 
+#: How a script and ``cs-launch --devices`` name the devices of the replicas; see :func:`compute_devices`.
+Devices = int | str | Sequence[str | Sequence[str]]
+
 # The most workers that `auto` starts on CPUs.
 _MOST_CPUS = 8
+_WORDS = "a number, 'auto', 'gpu:all', or a list of device strings such as ['cpu:0', 'cpu:1']"
 
 
 def canonical(device: str) -> str:
@@ -76,50 +82,101 @@ def logical_devices(replica: str) -> list[str]:
     return replica.split("+")
 
 
-def as_list(devices: Sequence[str | Sequence[str]]) -> list[str | Sequence[str]]:
-    """``devices`` as a list with the devices of each replica. Raises DeviceError for an empty list and for a string
-    instead of a list."""
-    if isinstance(devices, (str, bytes)) or not isinstance(devices, Sequence):
-        raise DeviceError(
-            f"compute_devices must be a list of device strings, such as ['cpu:0', 'cpu:1'], not {devices!r:.100}"
-        )
-    if not devices:
-        raise DeviceError("compute_devices is empty; name at least one device, or leave it out to get the default")
-    return list(devices)
+def compute_devices(devices: Devices | None, cores: int) -> list[str]:
+    """The devices of the replicas in short form. A script and ``cs-launch --devices`` name them in the same way:
 
+    - None: every GPU, or one CPU where there is no GPU
+    - a number: as many GPUs, or as many logical CPUs where there is no GPU
+    - ``"auto"``: every GPU, or where there is none one CPU for each of ``cores``, eight at most
+    - ``"gpu:all"``: every GPU
+    - a list, or a string with commas: one device for each replica, or several in a tuple or joined by ``+``. A name
+      without a number takes the next number of its kind.
 
-def compute_devices(devices: Sequence[str | Sequence[str]] | None) -> list[str]:
-    """The devices of the replicas in short form: the given ones, which must exist, or every GPU, or one CPU.
+    >>> compute_devices(["cpu"] * 2, cores=1), compute_devices("cpu:0,cpu:1", cores=1)
+    (['cpu:0', 'cpu:1'], ['cpu:0', 'cpu:1'])
 
-    Raises DeviceError also if one replica owns more devices than another.
+    Raises DeviceError for what names no device, for a device that does not exist, and if one replica owns more devices
+    than another.
     """
     if devices is None:
-        return [f"gpu:{number}" for number in range(gpu_count())] or ["cpu:0"]
-    replicas = ["+".join(map(existing, _several(entry))) for entry in as_list(devices)]
+        return _every_gpu() or ["cpu:0"]
+    entries = _entries(devices, cores)
+    if isinstance(entries, int):
+        return _first(entries)
+    taken = {canonical(name) for entry in entries for name in entry if not _is_numberless(name)}
+    used = {"cpu": 0, "gpu": 0}
+
+    def numbered(name: str) -> str:
+        if _is_numberless(name):
+            kind = canonical(name)[:3]
+            while f"{kind}:{used[kind]}" in taken:
+                used[kind] += 1
+            taken.add(name := f"{kind}:{used[kind]}")
+        return existing(name)
+
+    replicas = ["+".join(map(numbered, entry)) for entry in entries]
     if len({replica.count("+") for replica in replicas}) > 1:
         raise DeviceError(f"every replica must own the same number of devices, not {', '.join(replicas)}")
     return replicas
 
 
-def expanded(devices: Sequence[str], cores: int) -> list[str]:
-    """A list for ``cs-launch --devices``, written out: ``gpu:all`` means every GPU; ``auto``, alone, means every GPU
-    or, without a GPU, one CPU for each of ``cores``, eight at most.
+def refuse_text(devices: Devices | None) -> None:
+    """Raise DeviceError if a script names devices in a text, which is one string of a list or a command line's list.
+    TensorFlow refuses it, too."""
+    if isinstance(devices, str) and devices.strip().lower() not in ("auto", "gpu:all", "/gpu:all"):
+        names = [name.strip() for name in devices.split(",") if name.strip()]
+        raise DeviceError(f"compute_devices must be {_WORDS}, not the text {devices!r:.100}; write {names!r:.100}")
 
-    Raises DeviceError if ``gpu:all`` finds none.
-    """
-    gpus = [f"gpu:{number}" for number in range(gpu_count())]
-    if [name.lower() for name in devices] == ["auto"]:
+
+def _entries(devices: Devices, cores: int) -> int | list[Sequence[str]]:
+    """The number of replicas, or the devices of each as they were written."""
+    if isinstance(devices, str):
+        text = devices.strip()
+        if text.isdecimal():
+            return int(text)
+        devices = [part.strip() for part in text.split(",") if part.strip()]
+    elif isinstance(devices, Integral) and not isinstance(devices, bool):
+        return int(devices)
+    if isinstance(devices, bytes) or not isinstance(devices, Sequence):
+        raise DeviceError(f"compute_devices must be {_WORDS}, not {devices!r:.100}")
+    if not devices:
+        raise DeviceError("compute_devices is empty; name at least one device, or leave it out to get the default")
+    if len(devices) == 1 and isinstance(devices[0], str) and devices[0].lower() == "auto":
         # More processes are seldom faster, because the server reads the gradients of all of them.
-        return gpus or [f"cpu:{number}" for number in range(min(cores, _MOST_CPUS))]
-    written: list[str] = []
-    for name in devices:
-        if name.lower() in ("gpu:all", "/gpu:all"):
+        names = _every_gpu() or [f"cpu:{number}" for number in range(min(cores, _MOST_CPUS))]
+        return [[name] for name in names]
+    entries: list[Sequence[str]] = []
+    for entry in devices:
+        if isinstance(entry, str) and entry.lower() in ("gpu:all", "/gpu:all"):
+            gpus = _every_gpu()
             if not gpus:
-                raise DeviceError(f"device {name!r}: there is no GPU{_limit()}; use auto to run on CPUs instead")
-            written += gpus
+                raise DeviceError(f"device {entry!r}: there is no GPU{_limit()}; use auto to run on CPUs instead")
+            entries += [[name] for name in gpus]
         else:
-            written.append(name)
-    return written
+            entries.append(_several(entry))
+    return entries
+
+
+def _first(count: int) -> list[str]:
+    """So many devices of this machine."""
+    if not 1 <= count <= MOST_REPLICAS:
+        raise DeviceError(f"the number of devices must be from 1 to {MOST_REPLICAS}, not {count}")
+    gpus = _every_gpu()
+    if gpus and len(gpus) < count:
+        raise DeviceError(
+            f"{count} devices were asked for, but there is {', '.join(gpus)}{_limit()}; write ['cpu'] * {count} for "
+            f"CPUs, or ['gpu:0'] * {count} for replicas that share a GPU"
+        )
+    return gpus[:count] or [f"cpu:{number}" for number in range(count)]
+
+
+def _every_gpu() -> list[str]:
+    return [f"gpu:{number}" for number in range(gpu_count())]
+
+
+def _is_numberless(name: object) -> bool:
+    match = _DEVICE.fullmatch(name) if isinstance(name, str) else None
+    return match is not None and match[2] is None
 
 
 def parameter_device(device: str | None, compute: Sequence[str]) -> str:

@@ -21,7 +21,7 @@ from central_storage.launch.supervisor.children import Child, end_leftovers, rea
 from central_storage.launch.supervisor.connections import Peer
 from central_storage.launch.supervisor.lifecycle import STOP_GRACE
 from central_storage.launch.supervisor.loop import Loop, Signals
-from central_storage.launch.supervisor.output import Console, Stream, prefixed
+from central_storage.launch.supervisor.output import Console, Screen, Stream
 from cs_proto.errors import LaunchError
 from cs_proto.messages import Died, Interrupt, Join, Joined, Kill, ShowStacks, Shutdown, StartFailed
 from cs_proto.records import Record
@@ -54,6 +54,7 @@ class _Joining:
         self._deadline = time.monotonic() + start_timeout
         self._loop = Loop()
         self._console = Console(self._loop)
+        self._screen = Screen(self._console)
         self._service: Peer | None = None
         self._worker: Child | None = None
         self._told = False  # told to end, by a signal or by the service
@@ -150,7 +151,7 @@ class _Joining:
             self._code = WORKER_FAILED
 
     def _lines(self, worker: Child, stream: Stream, lines: list[str]) -> None:
-        self._console.write(stream, prefixed(worker.command.label, lines))
+        self._screen.write(stream, worker.command.label, lines)
 
     def _ended(self, worker: Child) -> None:
         command = worker.command
@@ -227,4 +228,4 @@ class _Joining:
             sys.stderr.flush()
 
     def _say(self, text: str) -> None:
-        self._console.write("stderr", prefixed("cs-launch", text.splitlines()))
+        self._screen.write("stderr", "cs-launch", text.splitlines())

@@ -8,12 +8,13 @@ when that thread ends. Only the supervisor's loop uses this module.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -22,18 +23,21 @@ from typing import Protocol
 from central_storage.launch.plan import Command
 from cs_proto.messages import Introduce
 from cs_runtime import open_files
+from cs_runtime.transport.readiness import is_readable
 
 from .connections import Peer
-from .loop import Loop
+from .loop import Loop, Timer
 from .output import Lines, Stream, Tail
 
-__all__ = ["Child", "Processes", "Running", "end_leftovers", "reap_adopted"]
+__all__ = ["Child", "Processes", "Running", "Standbys", "end_leftovers", "reap_adopted"]
 
 _READ_NBYTES = 65536
 # The most bytes that are read from each pipe of a child after its end.
 _DRAIN_NBYTES = 1 << 20
 # Before a process is killed, it gets this time to print the stacks of its threads.
 _STACKS_SECONDS = 0.3
+# A line that has not ended after so long is shown as far as it has come.
+_FLUSH_SECONDS = 0.2
 _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
@@ -154,7 +158,7 @@ class Child:
             self._process = subprocess.Popen(
                 command.argv,
                 env=dict(command.environment),
-                stdin=subprocess.DEVNULL if piped else None,
+                stdin=subprocess.PIPE if command.is_standby else subprocess.DEVNULL if piped else None,
                 stdout=subprocess.PIPE if piped else None,
                 stderr=subprocess.PIPE if piped else None,
                 bufsize=0,
@@ -164,12 +168,32 @@ class Child:
         self.pid = self._process.pid
         self._pidfd = os.pidfd_open(self.pid)
         self._pipes: dict[int, tuple[Stream, Lines]] = {}
+        self._flushes: dict[int, Timer] = {}
+        self._fresh: set[int] = set()  # read since the timer was set
         for stream, pipe in (("stdout", self._process.stdout), ("stderr", self._process.stderr)):
             if pipe is not None:
                 os.set_blocking(pipe.fileno(), False)
                 self._pipes[pipe.fileno()] = (stream, Lines())  # type: ignore[assignment]
         loop.on_readable(self._pidfd, self._ended)
         self.listen()
+
+    def become(self, command: Command) -> bool:
+        """Tell a process that stands by what it is. False if it has ended."""
+        before = self.command.environment
+        changed = {name: value for name, value in command.environment.items() if before.get(name) != value}
+        told = {
+            "arguments": command.argv[command.argv.index("-m") + 2 :],
+            "environment": changed | dict.fromkeys(before.keys() - command.environment.keys()),
+            "processors": sorted(command.processors),
+        }
+        assert self._process.stdin is not None
+        try:
+            with self._process.stdin as pipe:
+                pipe.write(json.dumps(told).encode() + b"\n")  # less than an empty pipe takes
+        except OSError:
+            return False
+        self.command = command
+        return True
 
     @property
     def name(self) -> str:
@@ -237,12 +261,26 @@ class Child:
             try:
                 data = os.read(descriptor, _READ_NBYTES)
             except BlockingIOError:
+                if lines.has_partial and descriptor not in self._flushes:
+                    self._flushes[descriptor] = self._loop.call_later(_FLUSH_SECONDS, partial(self._flush, descriptor))
                 return
             limit -= len(data)
+            self._fresh.add(descriptor)
             self._tell(stream, lines.feed(data) if data else lines.finish())
             if not data:
                 self._close_pipe(descriptor)
                 return
+
+    def _flush(self, descriptor: int) -> None:
+        """Show what has come of a line: a prompt, dots, a progress bar that ends no line."""
+        # More may come of the line, or may be there where somebody reads slowly.
+        if descriptor in self._fresh or is_readable(descriptor, 0):
+            self._fresh.discard(descriptor)
+            self._flushes[descriptor] = self._loop.call_later(_FLUSH_SECONDS, partial(self._flush, descriptor))
+            return
+        del self._flushes[descriptor]
+        stream, lines = self._pipes[descriptor]
+        self._tell(stream, lines.flush())
 
     def _ended(self) -> None:
         # The process is not reaped yet, so no other process group can have its number.
@@ -250,6 +288,8 @@ class Child:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
         self.returncode = self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
         self._loop.forget(self._pidfd)
         os.close(self._pidfd)
         for descriptor in list(self._pipes):
@@ -266,10 +306,35 @@ class Child:
 
     def _close_pipe(self, descriptor: int) -> None:
         self._loop.forget(descriptor)
+        if descriptor in self._flushes:
+            self._flushes.pop(descriptor).cancel()
         stream, _ = self._pipes.pop(descriptor)
         pipe = self._process.stdout if stream == "stdout" else self._process.stderr
         if pipe is not None:
             pipe.close()
+
+
+class Standbys(list[Child]):
+    """Processes that stand by until they are told what they are, and those of them that were not needed."""
+
+    def start(self, commands: Iterable[Command], start: Callable[[Command], Child]) -> None:
+        """Start them. What cannot be started is missing: the process itself will say why."""
+        for command in commands:
+            with suppress(OSError):
+                self.append(start(command))
+
+    def take(self, command: Command) -> Child | None:
+        """The process that has become ``command``; None if none stands by for it."""
+        for child in self:
+            if (child.command.role, child.command.rank) == (command.role, command.rank) and child.become(command):
+                self.remove(child)
+                return child
+        return None
+
+    def end_at_once(self) -> None:
+        """End all that is left."""
+        for child in self:
+            child.signal(signal.SIGKILL)
 
 
 def end_leftovers(run_directory: str, role: str | None = None, rank: int | None = None, timeout: float = 1.0) -> None:

@@ -23,6 +23,7 @@ from cs_proto.errors import CentralStorageError, LaunchError
 from cs_proto.frozen import with_changes
 from cs_proto.messages import (
     ClientGone,
+    DeviceChoice,
     Died,
     ExtendSegment,
     Interrupt,
@@ -46,11 +47,11 @@ from cs_proto.records import Record
 from cs_runtime import open_files
 from cs_runtime.run_file import RunFile
 
-from .children import Child, Processes, Running, end_leftovers
+from .children import Child, Processes, Running, Standbys, end_leftovers
 from .connections import Peer
 from .loop import Call, Loop, Timer
 from .mailboxes import Mailroom, why_no_mailboxes
-from .output import LogFiles, Sink, Stream, prefixed
+from .output import LogFiles, Screen, Sink, Stream
 from .reception import Reception, as_record
 from .restarts import WORKED_SECONDS, Restarts
 from .seating import Seating
@@ -64,6 +65,9 @@ _log = logging.getLogger("central_storage.launch")
 STOP_GRACE = 3.0
 _PROCESSES = ("server", "worker")
 
+#: Turns a controller's choice of devices into commands; None stands for a controller that leaves the choice to others.
+#: Raises a CentralStorageError for a choice that cannot be started.
+Choose = Callable[[DeviceChoice | None], Sequence[Command]]
 State = Literal["starting", "serving", "recovering", "failed", "stopping"]
 
 
@@ -90,14 +94,14 @@ class Service:
         recovery: Recovery | None = None,
         run_file: RunFile | None = None,
         mailboxes: bool = True,
+        choose: Choose | None = None,
     ) -> None:
-        """Does not start anything yet.
-
-        ``start_timeout`` (seconds) limits the time until every process is ready; workers that come from elsewhere have
-        no limit. ``start_child`` starts a process for a command, with the arguments of :class:`~.children.Child`.
-        Segments lie in ``medium`` (default: :class:`~central_storage.launch.memory.Memfd`). ``recovery`` says what
-        happens when a process dies (default: Recovery()). Without ``mailboxes`` all messages go over ZeroMQ.
-        """
+        """Does not start anything yet. ``start_timeout`` (seconds) limits the time until every process is ready;
+        workers that come from elsewhere have no limit. ``start_child`` starts a process for a command, with the
+        arguments of :class:`~.children.Child`. Segments lie in ``medium`` (default:
+        :class:`~central_storage.launch.memory.Memfd`). ``recovery`` says what happens when a process dies (default:
+        Recovery()). Without ``mailboxes`` all messages go over ZeroMQ. With ``choose``, the ``commands`` stand by until
+        the first controller has chosen its devices."""
         self.run_directory = run_directory
         #: The first process that ended unexpectedly, unless its successor has worked since; or None.
         self.first_failure: Died | None = None
@@ -107,7 +111,7 @@ class Service:
         self.start_failure: str | None = None
         self._loop = loop
         self._commands = commands
-        self._sink = sink
+        self._screen = Screen(sink)
         self._start_timeout = start_timeout
         self._logs = logs
         self._run_file = run_file
@@ -131,6 +135,8 @@ class Service:
         self._memory = Memory(medium)
         self._mailroom = Mailroom(run, why_no_mailboxes(medium, wanted=mailboxes))
         self._transport = transport_of(medium, mailboxes=mailboxes)
+        self._choose = choose
+        self._standbys = Standbys()
         self._seating = Seating(self._children, self._deaths, self._transport, self.say)
         self._reception = Reception(loop, self._record, self._peer_ended, self._seating.is_waiting)
         sink.on_room = self._children.listen
@@ -145,16 +151,33 @@ class Service:
         except OSError as error:
             self._fail_start(f"no socket can be made in {self.run_directory}: {error.strerror}")
             return
+        if self._choose is None:
+            self._start_processes()
+        else:
+            start = partial(Child, self._loop, on_lines=self._lines, on_end=self._child_ended)
+            self._standbys.start(self._commands, start)
+
+    def _start_processes(self, choice: DeviceChoice | None = None) -> None:
+        """Start the processes, on the devices of the first controller's ``choice`` if it may choose."""
+        choose, self._choose = self._choose, None
+        try:
+            self._commands = choose(choice) if choose is not None else self._commands
+        except CentralStorageError as error:
+            self._fail_start(str(error))
+            return
         self._call_later(self._start_timeout, self._start_deadline)
         for command in self._commands:
             try:
-                child = self._start_child(self._loop, command, on_lines=self._lines, on_end=self._child_ended)
+                child = self._standbys.take(command) or self._start_child(
+                    self._loop, command, on_lines=self._lines, on_end=self._child_ended
+                )
             except OSError as error:
                 self._fail_start(f"{command.label} could not be started ({command.argv[0]}: {error.strerror})")
                 return
             self._children.append(child)
             if self._takes_up:
                 self._take_up(child)
+        self._standbys.end_at_once()
 
     def _take_up(self, child: Running) -> None:
         """Continue with a process of the previous supervisor. The server is a new one; launchers elsewhere get some
@@ -216,7 +239,8 @@ class Service:
     @property
     def stopped(self) -> bool:
         """Whether :meth:`stop` was called and every process has ended."""
-        return self._state == "stopping" and all(child.returncode is not None for child in self._children)
+        processes = [*self._children, *self._standbys]
+        return self._state == "stopping" and all(child.returncode is not None for child in processes)
 
     @property
     def has_failed(self) -> bool:
@@ -231,7 +255,7 @@ class Service:
     @property
     def living_pids(self) -> set[int]:
         """The processes started here that have not ended."""
-        return self._children.living_pids
+        return Processes([*self._children, *self._standbys]).living_pids
 
     def last_lines(self, role: str, rank: int | None) -> str:
         """The last lines that the server or a worker printed; "" for other roles."""
@@ -245,7 +269,7 @@ class Service:
 
     def say(self, text: str) -> None:
         """Print a line of the supervisor itself."""
-        self._sink.write("stderr", prefixed("supervisor", [text]))
+        self._screen.write("stderr", "supervisor", [text])
 
     def close(self) -> None:
         """Clean up after the last process: end leftovers, send the last records, close everything. Idempotent."""
@@ -261,15 +285,17 @@ class Service:
     # --- processes ------------------------------------------------------------------------------------------------
 
     def _lines(self, child: Running, stream: Stream, lines: list[str]) -> None:
+        if child in self._standbys:  # if its imports fail, another process takes its place, and says so
+            return
         if self._logs is not None:
             self._logs.write(child.command.label, lines)
-        self._sink.write(stream, prefixed(child.command.label, lines))
-        if self._sink.full and not child.asked:
+        self._screen.write(stream, child.command.label, lines)
+        if self._screen.full and not child.asked:
             self._children.listen(False)
 
     def _child_ended(self, child: Running) -> None:
         _log.debug("%s ended by %s", child.name, child.cause)
-        if child.asked:
+        if child.asked or child in self._standbys:
             return
         command = child.command
         end_leftovers(self.run_directory, command.role, command.rank)
@@ -348,11 +374,11 @@ class Service:
     def _end_children(self, grace: float) -> None:
         self._forget_run_file()
         self._children.listen()  # a process blocks on a full pipe, and could not end
-        for child in self._children:
+        for child in (*self._children, *self._standbys):
             if not child.asked:
                 child.asked = True
                 child.signal(signal.SIGTERM)
-        self._call_later(grace, self._children.end_at_once)
+        self._call_later(grace, Processes([*self._children, *self._standbys]).end_at_once)
 
     # --- records of peers -------------------------------------------------------------------------------------------
 
@@ -370,6 +396,9 @@ class Service:
     def _record(self, peer: Peer, record: Record) -> None:
         if isinstance(record, Introduce):
             self._introduce(peer, record)
+        elif isinstance(record, DeviceChoice) and peer.introduction is None:
+            if self._choose is not None:
+                self._start_processes(record)
         elif isinstance(record, Join) and peer.introduction is None:
             self._join(peer, record)
         elif peer.introduction is None:
@@ -392,10 +421,6 @@ class Service:
             else:
                 child.show_stacks()
 
-    def _died_elsewhere(self, peer: Peer, died: Died) -> None:
-        if not self._seating.has_died(peer, died):
-            _drop(peer, died)
-
     def _shut_down(self, peer: Peer, request: Shutdown) -> None:
         if peer is not self._owner:
             _drop(peer, request)
@@ -413,6 +438,8 @@ class Service:
         elif who.role == "observer" and not open_files.may_have_guests():
             self._reception.turn_away(peer)
         else:
+            if who.role == "controller" and self._choose is not None:
+                self._start_processes()
             peer.introduction = who
             if who.client:
                 self._awaited.discard(who.client)
@@ -532,7 +559,7 @@ class Service:
         ShowStacks: ("server", _pass_on),
         ClientGone: ("server", _give_up),
         MadeProgress: (None, _has_worked),
-        Died: (None, _died_elsewhere),
+        Died: (None, lambda self, peer, died: None if self._seating.has_died(peer, died) else _drop(peer, died)),
         Shutdown: (None, _shut_down),
     }
 

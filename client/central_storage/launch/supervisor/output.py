@@ -11,6 +11,7 @@ from __future__ import annotations
 import codecs
 import logging
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,7 +21,7 @@ from cs_proto.errors import ConfigurationError
 
 from .loop import Loop
 
-__all__ = ["Console", "Lines", "LogFiles", "Sink", "Stream", "Tail", "prefixed"]
+__all__ = ["Console", "Lines", "LogFiles", "Screen", "Sink", "Stream", "Tail"]
 
 _log = logging.getLogger("central_storage.launch")
 
@@ -43,7 +44,7 @@ class Sink(Protocol):
     on_room: Callable[[], None]
 
     def write(self, stream: Stream, text: str) -> None:
-        """Show ``text``: whole lines with their ends. Never blocks."""
+        """Show ``text``: lines with their ends. Never blocks."""
 
     @property
     def full(self) -> bool:
@@ -51,15 +52,28 @@ class Sink(Protocol):
 
 
 class Lines:
-    """Bytes in, lines of text out. Bytes that are not UTF-8 become U+FFFD; a carriage return ends a line too, so
-    that a progress bar is seen before its process ends."""
+    """Bytes in, lines of text out. Bytes that are not UTF-8 become U+FFFD. A line that ends with a carriage return, as
+    that of a progress bar, keeps it: the next line is drawn in its place."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._partial = ""
+        self._drawn = ""  # what flush has given out of it
+
+    @property
+    def has_partial(self) -> bool:
+        """Whether there is something for :meth:`flush`."""
+        return self._partial.rstrip("\r") not in ("", self._drawn)
+
+    def flush(self) -> list[str]:
+        """The line that has begun, as far as it has come, to be drawn. It comes again when there is more of it."""
+        if not self.has_partial:
+            return []
+        self._drawn = self._partial.rstrip("\r")
+        return [f"{self._drawn}\r"]
 
     def feed(self, data: bytes) -> list[str]:
-        """The lines that ``data`` completes, without their ends."""
+        """The lines that ``data`` completes, without line ends but with carriage returns."""
         return self._cut(self._decoder.decode(data))
 
     def finish(self) -> list[str]:
@@ -72,8 +86,13 @@ class Lines:
         text = self._partial + text
         # A carriage return at the very end may be half of "\r\n".
         held = "\r" if text.endswith("\r") else ""
-        parts = text[: len(text) - len(held)].replace("\r\n", "\n").replace("\r", "\n").split("\n")
-        rest = parts.pop()
+        *ended, rest = re.split(r"(?<=[\r\n])", text.removesuffix(held).replace("\r\n", "\n"))
+        # A progress bar may begin with a carriage return, behind which there is nothing to draw.
+        parts = [part.removesuffix("\n") for part in ended if part != "\r"]
+        if ended:
+            if parts[:1] == [f"{self._drawn}\r"]:
+                del parts[0]
+            self._drawn = ""
         while len(rest) > _LINE_LIMIT:
             parts.append(rest[:_LINE_LIMIT])
             rest = rest[_LINE_LIMIT:]
@@ -88,8 +107,8 @@ class Tail:
         self._lines: deque[str] = deque(maxlen=_TAIL_LINES)
 
     def add(self, lines: Iterable[str]) -> None:
-        """Remember ``lines``, shortened."""
-        self._lines.extend(line[:_TAIL_LINE_LIMIT] for line in lines)
+        """Remember ``lines``, shortened, without what others are drawn over."""
+        self._lines.extend(line[:_TAIL_LINE_LIMIT] for line in lines if not line.endswith("\r"))
 
     def text(self) -> str:
         """At most 20 lines, the last one last."""
@@ -118,7 +137,8 @@ class LogFiles:
         return cls(os.path.join(os.path.abspath(parent), os.path.basename(run_directory)))
 
     def write(self, label: str, lines: Iterable[str]) -> None:
-        """Append ``lines`` to the file of ``label``. If that fails, warn once and write no more to this file."""
+        """Append ``lines`` to the file of ``label``, without what others are drawn over. If that fails, warn once and
+        write no more to this file."""
         descriptor = self._files.get(label)
         try:
             if descriptor is None:
@@ -126,7 +146,7 @@ class LogFiles:
                 descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
                 self._files[label] = descriptor
             if descriptor >= 0:
-                os.write(descriptor, "".join(f"{line}\n" for line in lines).encode())
+                os.write(descriptor, "".join(f"{line}\n" for line in lines if not line.endswith("\r")).encode())
         except OSError as error:
             _log.warning("nothing more is written to %s/%s.log: %s", self.directory, label, error.strerror)
             if descriptor is not None:
@@ -182,9 +202,36 @@ class Console:
             self.on_room()
 
 
-def prefixed(label: str, lines: Iterable[str]) -> str:
-    """``lines`` as text, each behind ``[label]``."""
-    return "".join(f"[{label}] {line}\n" for line in lines)
+class Screen:
+    """Shows the lines of several processes in a sink, each behind ``[label]``. A line that ends with a carriage return
+    is drawn over by the next one, but stays if a whole line of another process follows."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        # What will be drawn over: its stream, label and width.
+        self._drawn: tuple[Stream, str, int] | None = None
+
+    @property
+    def full(self) -> bool:
+        """As :attr:`Sink.full`."""
+        return self._sink.full
+
+    def write(self, stream: Stream, label: str, lines: Iterable[str]) -> None:
+        """Show ``lines``, as soon as the sink does."""
+        text = ""
+        for line in lines:
+            is_drawn = line.endswith("\r")
+            shown = f"[{label}] " + line.removesuffix("\r")
+            if self._drawn is not None:
+                before, whose, width = self._drawn
+                if is_drawn and whose != label:
+                    shown = shown.ljust(width)
+                elif not is_drawn and (before, whose) != (stream, label):
+                    self._sink.write(before, "\n")
+            self._drawn = (stream, label, len(shown.rstrip())) if is_drawn else None
+            text += shown + ("\r" if is_drawn else "\n")
+        if text:
+            self._sink.write(stream, text)
 
 
 def _nothing() -> None:

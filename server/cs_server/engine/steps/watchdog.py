@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from cs_proto.messages import RunId, WaitingFor, WaitReport
+from cs_proto.pace import Pace
 from cs_proto.records import replace
 from cs_server.engine import sessions
 from cs_server.engine.store.state import State
@@ -16,15 +17,22 @@ from cs_server.events import EndWorker, Log, Send, TraceWorker
 
 from . import merge, runs
 
-#: Seconds after which a wait is named, and named again.
+#: Seconds after which the controller is told what it waits for, and told again.
 NAME_EVERY = 10.0
-#: A wait of this many seconds makes the workers that are awaited show their stacks: if other replicas wait, and if only
-#: the controller waits, because a step may take long.
+# The same for a run that was cancelled: who pressed Ctrl-C wants to know.
+_NAME_CANCELLED_EVERY = 1.0
+
+
+# A wait of this many seconds makes the workers that are awaited show their stacks: if other replicas wait, and if only
+# the controller waits, because a step may take long.
 _STACKS_AFTER, _ALONE_STACKS_AFTER = 2 * NAME_EVERY, 6 * NAME_EVERY
+# The kinds of waits, each of which has a pace over the whole life of the service.
+_RUN, _CLIENT, _STACKS, _ALONE_STACKS = range(4)
 
 
 def tick(server: State, now: float) -> None:
-    """Log what has waited for NAME_EVERY seconds since it began or was last named."""
+    """Name what waits for long: to the controller that waits for it, every NAME_EVERY seconds, else in the log, at
+    growing intervals."""
     for run, state in server.tables.runs.items():
         if not state.is_finished:
             _tick_run(server, run, state, now)
@@ -37,13 +45,16 @@ def tick(server: State, now: float) -> None:
             missing = [sessions.title(server, r) for r in server.replicas if sessions.worker_peer(server, r) is None]
             what = f"{' and '.join(missing)} to register" if missing else "the runs of the client before it to end"
             client = f"client {session.hello.client} (pid {session.hello.pid})"
-            server.out.append(Log(f"{client}: waiting {now - session.since:.0f} s for {what}", slow=True))
+            if _is_due(server, _CLIENT, now - session.since):
+                server.out.append(Log(f"{client}: waiting {now - session.since:.0f} s for {what}", slow=True))
 
 
 def _tick_run(server: State, run: RunId, state: RunState, now: float) -> None:
     stands = [server.tables.stands[run, replica] for replica in server.replicas]
     stopped = _waiting(state, stands)
-    if not stopped or now - max(min(stopped), state.named) < NAME_EVERY:
+    is_cancelled = state.failure is not None and state.failure.cause == "cancelled"
+    every = _NAME_CANCELLED_EVERY if is_cancelled else NAME_EVERY
+    if not stopped or now - max(min(stopped), state.named) < every:
         return
     server.tables.runs[run] = replace(state, named=now)
     working = [replica for replica, stand in enumerate(stands) if not stand.is_stopped or stand.is_preserving]
@@ -60,14 +71,29 @@ def _tick_run(server: State, run: RunId, state: RunState, now: float) -> None:
     where = [_where(server, run, replica, stand) for replica, stand in enumerate(stands) if stand.is_stopped]
     where = where or ["no replica has come to a merge point"]
     since, whom = f"{now - min(stopped):.0f} s", f"{' and '.join(awaited)}; {'; '.join(where)}"
-    server.out.append(Log(f"{runs.name(run)}: waiting {since} for {whom}", slow=True))
     controller = sessions.controller_peer(server)
-    if state.awaited and controller is not None:
+    if state.awaited and controller is not None:  # which names it to the user
         server.out.append(Send(controller, WaitingFor(run, whom)))
+    elif _is_due(server, _RUN, now - min(stopped)):
+        server.out.append(Log(f"{runs.name(run)}: waiting {since} for {whom}", slow=True))
     waiting = [stand.since for stand in stands if stand.is_stopped and not stand.is_lost]
-    due = min(waiting) + _STACKS_AFTER if waiting else state.awaited + _ALONE_STACKS_AFTER
-    if state.named < due <= now:  # once in a wait, which is named each time
+    if waiting:
+        shows_stacks = _is_due(server, _STACKS, now - min(waiting), _STACKS_AFTER)
+    else:
+        shows_stacks = _is_due(server, _ALONE_STACKS, now - state.awaited, _ALONE_STACKS_AFTER)
+    if shows_stacks:
         _show_stacks(server, {*working, 0} if state.token >= 0 else working)
+
+
+def _is_due(server: State, kind: int, waited: float, after: float = 0.0) -> bool:
+    """Whether a wait is to be named that has lasted ``waited`` seconds; the first of its kind after ``after``, if
+    waits are named so soon."""
+    named = server.tables.tally.name_after
+    pace = Pace(named[kind] or max(server.config.name_after, after))
+    is_due = pace.is_due(waited)
+    if is_due:
+        named[kind] = pace.after
+    return is_due
 
 
 def _show_stacks(server: State, replicas: Iterable[int]) -> None:

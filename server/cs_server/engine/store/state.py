@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from cs_proto.frozen import frozen
 from cs_proto.messages import Error
+from cs_proto.pace import NAME_AFTER
 from cs_server.events import Command, Needed
 
 from .address_budget import Addresses
@@ -24,7 +25,7 @@ __all__ = ["Config", "State", "opened"]
 class Config:
     """The configuration, which does not change while a server runs. ``addresses`` are the lengths of segments. The
     server began at ``started``, on the clock of ``now``. A worker that keeps others waiting and was silent for
-    ``step_timeout`` seconds is ended; None: never."""
+    ``step_timeout`` seconds is ended; None: never. A wait is named after ``name_after`` seconds."""
 
     replicas: int
     parameter_device: str
@@ -32,6 +33,7 @@ class Config:
     pid: int
     started: float
     step_timeout: float | None = None
+    name_after: float = NAME_AFTER
 
 
 @dataclass

@@ -327,6 +327,8 @@ class ServerCounters:
     replica_runs: list[int] = field(default_factory=list)
     points: list[int] = field(default_factory=list)
     applies: list[int] = field(default_factory=list)
+    #: By kind of wait, the seconds after which the next one is named; 0 before the first.
+    name_after: list[float] = field(default_factory=lambda: [0.0] * 4)
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from central_storage.launch.supervisor.loop import Loop
-from central_storage.launch.supervisor.output import Console, Lines, LogFiles, Tail, prefixed
+from central_storage.launch.supervisor.output import Console, Lines, LogFiles, Screen, Tail
 from cs_proto.errors import ConfigurationError
 
 
@@ -18,8 +18,9 @@ from cs_proto.errors import ConfigurationError
     [
         ([b"one\ntwo\n"], ["one", "two"], []),
         ([b"on", b"e", b"\nt"], ["one"], ["t"]),
-        ([b"a\r\nb\r", b"\nc\rd"], ["a", "b", "c"], ["d"]),
-        ([b"10%\r20%\r"], ["10%"], ["20%"]),
+        ([b"a\r\nb\r", b"\nc\rd"], ["a", "b", "c\r"], ["d"]),
+        ([b"10%\r20%\r"], ["10%\r"], ["20%"]),
+        ([b"\r10%", b"\r20%", b"\n"], ["10%\r", "20%"], []),
         (["\u00e4\u20ac".encode()[:3], "\u00e4\u20ac".encode()[3:], b"\n"], ["\u00e4\u20ac"], []),
         ([b"\xff\xfe!\n\xe2\x82"], ["\ufffd\ufffd!"], ["\ufffd"]),
         ([b"\n\n"], ["", ""], []),
@@ -56,8 +57,54 @@ def test_the_last_line_with_a_prefix() -> None:
     assert tail.last_line_with_prefix("SIGSEGV: ") == "SIGSEGV: two"
 
 
+def test_a_line_that_has_begun_is_drawn_once_and_comes_again_as_a_whole() -> None:
+    cutter = Lines()
+    assert cutter.feed(b"load") == []
+    assert [cutter.flush(), cutter.flush()] == [["load\r"], []]
+    assert cutter.feed(b"ing") == []
+    assert cutter.flush() == ["loading\r"]
+    assert cutter.feed(b"\r50%") == []
+    assert cutter.flush() == ["50%\r"]
+    assert cutter.feed(b"\nover\n") == ["50%", "over"]
+
+
+class Shown:
+    """A sink that keeps what it is given."""
+
+    full = False
+
+    def __init__(self) -> None:
+        self.on_room: Callable[[], None] = lambda: None
+        self.text = ""
+
+    def write(self, stream: str, text: str) -> None:
+        self.text += text
+
+
 def test_lines_carry_their_process() -> None:
-    assert prefixed("w0", ["a", ""]) == "[w0] a\n[w0] \n"
+    sink = Shown()
+    Screen(sink).write("stdout", "w0", ["a", ""])
+    assert sink.text == "[w0] a\n[w0] \n"
+
+
+def test_a_progress_bar_is_drawn_in_one_line_that_other_lines_leave_whole() -> None:
+    sink = Shown()
+    screen = Screen(sink)
+    screen.write("stderr", "w0", ["10%\r", "20%\r"])
+    screen.write("stderr", "w1", ["5\r"])  # over that of the other replica
+    screen.write("stdout", "w0", ["a line"])
+    screen.write("stderr", "w1", ["7\r"])
+    screen.write("stderr", "w1", ["100%"])
+    bars = "[w0] 10%\r[w0] 20%\r[w1] 5  \r"
+    assert sink.text == f"{bars}\n[w0] a line\n[w1] 7\r[w1] 100%\n"
+
+
+def test_what_is_drawn_over_is_in_no_file_and_in_no_report(tmp_path: Path) -> None:
+    tail, logs = Tail(), LogFiles(str(tmp_path))
+    tail.add(["10%\r", "done"])
+    logs.write("w0", ["10%\r", "done"])
+    logs.close()
+    assert [tail.text(), (tmp_path / "w0.log").read_text()] == ["done", "done\n"]
 
 
 def test_log_files_hold_everything(tmp_path: Path) -> None:
