@@ -82,6 +82,9 @@ SETUP = {
     "Metrics and losses": "loss = cs.metrics.Mean()",
     "Checkpoints": """
 prefix = directory + "/ckpt"
+class Model: pass
+model = Model()
+model.w = w
 checkpoint = cs.train.Checkpoint(w=w, optimizer=optimizer)
 path = checkpoint.save(prefix)
 manager = cs.train.CheckpointManager(checkpoint, directory, max_to_keep=3)
@@ -107,7 +110,7 @@ def strategy() -> Iterator[cs.CentralStorageStrategy]:
 
 @pytest.fixture
 def names(strategy: cs.CentralStorageStrategy, tmp_path: Path) -> Iterator[dict[str, Any]]:
-    names = {"cs": cs, "np": np, "strategy": strategy, "directory": str(tmp_path)}
+    names = {"__name__": "row", "cs": cs, "np": np, "strategy": strategy, "directory": str(tmp_path)}
     yield names
     for value in list(names.values()):
         if isinstance(value, cs.CentralStorageStrategy) and value is not strategy:
