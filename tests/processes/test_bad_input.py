@@ -149,6 +149,7 @@ def test_a_script_written_with_devices_runs_under_a_bare_launcher(tmp_path: Path
     assert "[central-storage]" not in run(script, environment={"CS_LOG": "warning"}).ok().err
 
 
+@pytest.mark.slow
 def test_a_second_strategy_of_a_launched_script_has_the_launchers_devices_too(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -165,6 +165,7 @@ def test_a_strategy_that_is_dropped_or_refused_is_no_garbage_that_waits(lasting:
     assert run(str(path), "again", environment=lasting.environment).ok().lines == ["refused", "2"]
 
 
+@pytest.mark.slow
 def test_scripts_one_after_the_other_are_served_until_it_is_told_to_end(elsewhere: Elsewhere, tmp_path: Path) -> None:
     digits = (quick_digits(tmp_path), "--epochs", "2")
     refused = run("cs-launch", "--join", environment=elsewhere.environment)

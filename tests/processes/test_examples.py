@@ -54,6 +54,7 @@ def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
         assert shown in said, f"{shown} is not printed in its turn\n{ended}"
 
 
+@pytest.mark.slow
 def test_dropout_trains_and_makes_the_same_bits_again() -> None:
     lines = run("examples/dropout.py").ok().lines
     assert len(lines) == 10
@@ -71,7 +72,11 @@ def test_the_embedding_is_learned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "largest"), [("spirals", 0.1), ("ratings", 2.0)], ids=["training loop", "recommender"]
+    ("program", "largest"),
+    [
+        pytest.param("spirals", 0.1, id="training loop"),
+        pytest.param("ratings", 2.0, id="recommender", marks=pytest.mark.slow),
+    ],
 )
 def test_a_port_from_tensorflow_learns(program: str, largest: float, tmp_path: Path) -> None:
     folder = ROOT / "examples/from_tensorflow"

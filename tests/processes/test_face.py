@@ -303,8 +303,8 @@ class TestLogicalDevices:
     ("first", "said"),
     [
         ("cs.get_strategy()", "<the default strategy: one local replica>"),
-        ("cs.has_strategy()", "False"),
-        ("cs.in_cross_replica_context()", "False"),
+        pytest.param("cs.has_strategy()", "False", marks=pytest.mark.slow),
+        pytest.param("cs.in_cross_replica_context()", "False", marks=pytest.mark.slow),
         ("cs.get_replica_context()", "<ReplicaContext replica 0 of 1>"),
     ],
 )

@@ -405,6 +405,7 @@ else:
     assert run("-c", program, environment={"PYTHONWARNINGS": "ignore"}).ok().lines == ["not mine", "7"]
 
 
+@pytest.mark.slow
 def test_under_cs_launch_it_is_a_service_of_the_scripts_own(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -170,7 +170,8 @@ def test_nothing_large_is_in_a_frame_and_what_replicas_share_is_placed_once(
         return begin_run(series, beginning, said, *kept)
 
     monkeypatch.setattr(core, "begin_run", spy)
-    assert two.run(step, args=(given, given, text)) == (True, True, True)
+    with pytest.warns(UserWarning, match="captures 1.0 MB"):
+        assert two.run(step, args=(given, given, text)) == (True, True, True)
     first, second = sent
     assert first.function is not None
     assert [a for run in sent for a in (run.function, run.arguments, *run.buffers) if isinstance(a.place, Frame)] == []

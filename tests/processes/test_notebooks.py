@@ -78,6 +78,7 @@ def test_the_strategy_cell_run_again_ends_the_old_service() -> None:
     in_notebook(script)
 
 
+@pytest.mark.slow
 def test_an_old_service_that_is_held_is_named_once_and_can_be_ended() -> None:
     async def script(kernel: Kernel) -> None:
         await kernel.run(STRATEGY + MODEL + STEP + "\nkept = {'of': [w]}")
@@ -110,6 +111,7 @@ def test_the_model_cell_run_again_frees_the_old_model_and_names_come_back() -> N
     in_notebook(script)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_an_object_goes_with_its_last_name() -> None:
     model = """
 import gc
@@ -175,6 +177,7 @@ def read():
     in_notebook(script)
 
 
+@pytest.mark.slow
 def test_workers_drop_a_frozen_function_that_no_cell_has() -> None:
     cell = """
 def make(n):
@@ -271,6 +274,7 @@ train()
     in_notebook(script)
 
 
+@pytest.mark.slow
 def test_completion_shows_public_names() -> None:
     async def script(kernel: Kernel) -> None:
         await kernel.run(STRATEGY + MODEL)

@@ -212,6 +212,7 @@ def test_a_script_with_many_open_files_trains() -> None:
     assert ended.ok().out == "[1.0, 1.0, 1.0] True\n"
 
 
+@pytest.mark.slow
 def test_a_launched_script_keeps_its_limit_and_workers_have_the_hard_one(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(LAUNCHED)
     ended = run("-c", LAUNCHES, tmp_path / "script.py")

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgpack
 import numpy as np
+import pytest
 import zmq
 from tests.harness.timing import unit
 
@@ -94,7 +95,10 @@ def reads_nothing(strategy: cs.CentralStorageStrategy, server: str, name: str, n
         assert private_nbytes(welcome.server_pid) - before < 3 * nbytes
 
 
-def test_a_training_goes_on_among_lies() -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("mailboxes", ["on", "off"])
+def test_a_training_goes_on_among_lies(mailboxes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CS_MAILBOXES", mailboxes)
     with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], max_restarts=0) as strategy:
         server, worker = f"ipc://{strategy.address}/server", f"ipc://{strategy.address}/w0.1"
         with strategy.scope():

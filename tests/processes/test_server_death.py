@@ -175,6 +175,7 @@ if len(sys.argv) == 1:
 """
 
 
+@pytest.mark.slow
 def test_what_replicas_of_a_client_that_has_left_say_again_is_not_acted_on(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TWO_CLIENTS)
     ended = run("cs-launch", "--devices", "cpu:0,cpu:1", str(tmp_path / "train.py")).ok()

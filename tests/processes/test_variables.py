@@ -515,7 +515,7 @@ def test_what_an_ended_service_had_says_so_after_a_new_strategy_was_made() -> No
                     cs.errors.ShutdownError, match=f"{what} belongs to another service, which has ended"
                 ):
                     call()
-        with pytest.raises(cs.errors.ShippingError, match="belongs to a service that has ended"):
+        with pytest.raises(cs.errors.ShippingError, match="belongs to another service, which has ended"):
             new.run(lambda: w.numpy())
         with pytest.raises(cs.errors.ContextError, match="optimizer Adam belongs to another strategy"):
             new.run(lambda: adam.iterations)
