@@ -248,6 +248,7 @@ print("read", v.numpy().tolist())
 """
 
 
+@pytest.mark.slow
 def test_another_takes_the_place_of_a_worker_that_is_killed() -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="elsewhere-") as parent, ExitStack() as stack:
         elsewhere = Elsewhere(stack, os.path.join(parent, "run"))

@@ -62,6 +62,7 @@ def test_dropout_trains_and_makes_the_same_bits_again() -> None:
     assert run("examples/dropout.py").ok().lines == lines
 
 
+@pytest.mark.slow
 def test_the_embedding_is_learned() -> None:
     sizes = ("--users", "300", "--items", "100", "--rank", "2", "--ratings", "10000", "--batch", "400", "--epochs", "4")
     ended = run("cs-launch", "--devices", "cpu:0,cpu:1", "examples/embedding.py", *sizes).ok()

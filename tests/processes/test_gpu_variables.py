@@ -245,6 +245,7 @@ def test_gradients_on_the_same_gpu_are_born_where_the_server_reads_them(
         assert np.array_equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_gradients_on_the_same_gpu_outlive_the_server(
     gpus: StandInGpus, monkeypatch: pytest.MonkeyPatch, expected: list[np.ndarray]
 ) -> None:

@@ -288,6 +288,7 @@ def test_replicas_with_several_devices(gpus: StandInGpus) -> None:
         assert first[2] | second[2] == 0b1111
 
 
+@pytest.mark.slow
 def test_random_numbers_are_a_function_of_run_and_replica(gpus: StandInGpus) -> None:
     def draw(in_process: bool) -> list[Any]:
         def nested(strategy: cs.CentralStorageStrategy) -> Any:

@@ -390,6 +390,7 @@ def test_a_script_that_fails_ends() -> None:
     assert "ZeroDivisionError" in ended.err
 
 
+@pytest.mark.slow
 def test_a_forked_child_ends_alone() -> None:
     program = """
 import os, central_storage as cs

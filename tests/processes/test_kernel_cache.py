@@ -122,6 +122,7 @@ def test_a_later_process_compiles_nothing(home: Path) -> None:
         assert value == w[0]
 
 
+@pytest.mark.slow
 def test_what_an_update_needed_is_kept_and_read_by_the_first_that_needs_it_again(home: Path) -> None:
     """The program's first update with another rule compiles it; in the next process it opens one file."""
     directory = next((home / "central-storage").iterdir())

@@ -139,6 +139,7 @@ print(model.w.name, strategy.statistics().variables)
     in_notebook(script)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_fits_after_a_restart_of_the_kernel(tmp_path: object) -> None:
     async def before(kernel: Kernel) -> None:
         await kernel.run(STRATEGY)

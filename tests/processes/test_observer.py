@@ -129,6 +129,7 @@ def test_an_unknown_name(own: cs.CentralStorageStrategy, watched: cs.Variable) -
     watched.assign(np.ones(50_000))
 
 
+@pytest.mark.slow
 def test_no_service(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CS_ADDRESS", raising=False)
     with pytest.raises(errors.ConfigurationError, match="CS_ADDRESS"):

@@ -207,6 +207,7 @@ def test_a_program_that_forgets_to_close_observers_is_told(training: Training) -
     assert service_pids(training.child) == training.pids
 
 
+@pytest.mark.slow
 def test_a_script_with_many_open_files_trains() -> None:
     ended = run("-c", MANY_FILES)
     assert ended.ok().out == "[1.0, 1.0, 1.0] True\n"

@@ -217,6 +217,7 @@ def test_counts_that_are_none_are_refused(services: list[cs.CentralStorageStrate
     assert strategy.controller.steps() == counts
 
 
+@pytest.mark.slow
 def test_a_merge_function_saves_the_count_and_leaves_it_at_a_restore(
     services: list[cs.CentralStorageStrategy], tmp_path: Path
 ) -> None:
