@@ -55,12 +55,13 @@ def main(package: str, modules: Sequence[str]) -> None:
 
 def _set_numpy_threads() -> bool:
     """Give NumPy's library as many threads as the environment says now. It read the environment when it was loaded."""
-    numpy = sys.modules.get("numpy._core._multiarray_umath")
+    names = ("numpy._core._multiarray_umath", "numpy.core._multiarray_umath")  # of NumPy 2 and 1
+    numpy = next((sys.modules[name] for name in names if name in sys.modules), None)
     if numpy is None:  # it will read the environment
         return True
     try:
         threads = min(int(os.environ[_THREADS]), len(os.sched_getaffinity(0)))
-        ctypes.CDLL(numpy.__file__).scipy_openblas_set_num_threads64_(threads)
+        ctypes.CDLL(str(numpy.__file__)).scipy_openblas_set_num_threads64_(threads)
     except (AttributeError, KeyError, OSError, ValueError):  # another library than that of NumPy's own wheels
         return False
     return True

@@ -52,6 +52,7 @@ from cs_proto.messages import (
     Worker,
     WriteNote,
 )
+from cs_proto.pace import NAME_AFTER
 from cs_proto.records import Record
 from cs_server.engine.engine import Config, Engine
 from cs_server.engine.store.address_budget import divided
@@ -162,9 +163,10 @@ class Playbook:
         replicas: int = 2,
         *,
         step_timeout: float | None = None,
+        name_after: float = NAME_AFTER,
         device: str = "CPU:0",
     ) -> None:
-        self.config = Config(replicas, device, ADDRESSES, pid=1, started=0.0, step_timeout=step_timeout)
+        self.config = Config(replicas, device, ADDRESSES, 1, 0.0, step_timeout, name_after)
         self.now = 100.0
         self._told: list[tuple[str, object]] = []
         self.commands: list[Command] = []

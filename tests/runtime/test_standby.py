@@ -43,3 +43,20 @@ def test_a_process_becomes_what_it_is_told_to_be(tmp_path: Path, imported: str) 
 def test_a_process_that_is_told_nothing_ends() -> None:
     ended = subprocess.run([sys.executable, "-m", "cs_runtime.standby", "cs_worker"], stdin=subprocess.DEVNULL)
     assert ended.returncode == 0
+
+
+def test_a_numpy_whose_threads_cannot_be_set_is_loaded_anew(tmp_path: Path) -> None:
+    (tmp_path / "numpy" / "core").mkdir(parents=True)
+    for name in ("__init__", "core/__init__", "core/_multiarray_umath"):  # as NumPy 1 has them
+        (tmp_path / "numpy" / f"{name}.py").touch()
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__main__.py").write_text("import os; print(open('/proc/self/environ').read())")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cs_runtime.standby", "package", "numpy.core._multiarray_umath"],
+        env={"PYTHONPATH": f"{tmp_path}:{':'.join(sys.path)}", "OPENBLAS_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    told = {"arguments": [], "environment": {"OPENBLAS_NUM_THREADS": "2"}, "processors": []}
+    out, _ = process.communicate(json.dumps(told).encode() + b"\n")
+    assert "OPENBLAS_NUM_THREADS=2" in out.decode().split("\0")

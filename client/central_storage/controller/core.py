@@ -188,6 +188,11 @@ class ControllerCore:
             return None
         return None if any(isinstance(wait, Settling) and wait.is_reading for wait in self._waits) else latest
 
+    @property
+    def has_unanswered(self) -> bool:
+        """Whether runs are unanswered, also the one whose results are being read: the server may refuse writes."""
+        return self._latest is not None and bool(self._latest.unanswered)
+
     def settle(self, series: Series, left: int, now: float, *, cancel: bool = False) -> tuple[Settling, list[Command]]:
         """Wait until at most ``left`` runs of ``series`` are unanswered; or ``cancel`` them and wait for all."""
         wait = Settling(series, left, not self._in_process, now, self._run_pace)
@@ -259,7 +264,8 @@ class ControllerCore:
         if wait.is_due(now):
             is_cancelled = isinstance(wait, Settling) and bool(wait.cancelled)
             what = wait.what(self._server_pid) + self._whom(now, is_cancelled)
-            what += "; press Ctrl-C again to end the service" * is_cancelled
+            if isinstance(wait, Settling) and wait.cancelled:
+                what += f"; press Ctrl-C{' again' * wait.was_interrupted} to end the service"
             commands.append(NameWait(now - wait.started, what, wait.is_run))
         return commands
 

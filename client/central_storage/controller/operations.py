@@ -359,21 +359,31 @@ class ServiceLink:
         if functions := self._runs.drop(freed["function"]):
             self._session.carry_out(self._core.forget_functions(functions))
         if (freed["variable"] or freed["owner"]) and self._made_in_replicas and not self._made_in_replicas.is_empty:
-            made = self._ask(messages.Get(self._number(), (), (), False), messages.Got).variables
+            try:
+                made = self._ask(messages.Get(self._number(), (), (), False), messages.Got).variables
+            except BaseException:  # Ctrl-C, for example: the next operation frees them
+                self._forgotten.extend((kind, each) for kind in freed if kind != "function" for each in freed[kind])
+                raise
             is_held = partial(self._is_held, "variable")
             freed["variable"] += self._made_in_replicas.unneeded(made, set(freed["variable"]), is_held)
         variables, optimizers = tuple(freed["variable"]), tuple(freed["optimizer"])
         if variables or optimizers:
             asked = messages.Free(self._client, self._number(), variables, optimizers)
-            for number, name in self._ask(asked, messages.Done).renamed:
-                if (renamed := self._is_held("variable", number)) is not None:
-                    renamed.rename(name)
+            self._rename(self._ask(asked, messages.Done))
+
+    def _rename(self, freed: messages.Done) -> None:
+        """Give the variables that somebody holds the names that they got because others were freed."""
+        for number, name in freed.renamed:
+            if (renamed := self._is_held("variable", number)) is not None:
+                renamed.rename(name)
 
     def _finish_write(self, question: Question) -> None:
         """Wait for the answer to a write that Ctrl-C has left. What it was refused with is nobody's."""
         self._session.wait(question)
         if isinstance(question.answer, messages.Created):
             self._forgotten.append(("variable", question.answer.variable.number))
+        elif isinstance(question.answer, messages.Done):
+            self._rename(question.answer)
 
     def _describe_optimizer(self, number: int) -> messages.Described:
         return self._ask(messages.Describe(self._number(), (), (number,)), messages.Described)
@@ -403,7 +413,7 @@ class ServiceLink:
         before = self._core.unsettled(series)
         if before is not None:
             self._runs.settle(before)
-        if self._forgotten and series is None:
+        if self._forgotten and series is None and not self._core.has_unanswered:
             self._free_forgotten()
 
 

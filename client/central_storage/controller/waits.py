@@ -105,7 +105,8 @@ class Settling(Wait):
 
     def what(self, server_pid: int) -> str:
         """As :meth:`Wait.what`."""
-        return f"run {self.series.unanswered[0].run[0]}" + " to end after Ctrl-C" * bool(self.cancelled)
+        end = f" to end{' after Ctrl-C' * self.was_interrupted}" if self.cancelled else ""
+        return f"run {self.series.unanswered[0].run[0]}{end}"
 
     @property
     def cancel(self) -> messages.Cancel:

@@ -369,6 +369,12 @@ def test_a_loop_that_ends_cancels_its_steps_and_raises_nothing() -> None:
     play(STEPS[:5], 2).on(Settles(cancel=True), *cancels(1, 2, 1)).on(CtrlC(), SHUT_DOWN, Fail(KeyboardInterrupt))
 
 
+def test_a_loop_that_ends_names_no_ctrl_c() -> None:
+    book = play(STEPS[:5], 2).on(Settles(cancel=True), *cancels(1, 2, 1))
+    book.on(Passes(1.0), asked(WaitReport((1,), 1.0, 1)))
+    book.on(Passes(11.0), Names("run 1 to end; press Ctrl-C to end the service$"))
+
+
 def test_a_wait_after_ctrl_c_is_reported_anew() -> None:
     book = play(RUN[:4]).on(CtrlC(), *cancels(1, 0, 1))
     book.on(Passes(0.5)).on(Passes(0.5), asked(WaitReport((1,), 1.0)))

@@ -179,6 +179,8 @@ class Child:
 
     def become(self, command: Command) -> bool:
         """Tell a process that stands by what it is. False if it has ended."""
+        if self.returncode is not None:
+            return False
         before = self.command.environment
         changed = {name: value for name, value in command.environment.items() if before.get(name) != value}
         told = {

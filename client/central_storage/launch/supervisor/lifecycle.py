@@ -372,6 +372,7 @@ class Service:
         self._end_children(STOP_GRACE)
 
     def _end_children(self, grace: float) -> None:
+        self._choose = None  # a choice that comes now starts nothing
         self._forget_run_file()
         self._children.listen()  # a process blocks on a full pipe, and could not end
         for child in (*self._children, *self._standbys):

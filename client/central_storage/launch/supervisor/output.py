@@ -84,9 +84,10 @@ class Lines:
 
     def _cut(self, text: str) -> list[str]:
         text = self._partial + text
-        # A carriage return at the very end may be half of "\r\n".
-        held = "\r" if text.endswith("\r") else ""
-        *ended, rest = re.split(r"(?<=[\r\n])", text.removesuffix(held).replace("\r\n", "\n"))
+        # A carriage return at the very end may be half of "\r\n", which a terminal may have made "\r\r\n".
+        body = text.rstrip("\r")
+        held = "\r" if body != text else ""
+        *ended, rest = re.split(r"(?<=[\r\n])", re.sub(r"\r+\n", "\n", body))
         # A progress bar may begin with a carriage return, behind which there is nothing to draw.
         parts = [part.removesuffix("\n") for part in ended if part != "\r"]
         if ended:

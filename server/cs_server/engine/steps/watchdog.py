@@ -17,7 +17,7 @@ from cs_server.events import EndWorker, Log, Send, TraceWorker
 
 from . import merge, runs
 
-#: Seconds after which the controller is told what it waits for, and told again.
+#: Seconds after which the controller is told what it waits for, and told again; fewer where it names waits sooner.
 NAME_EVERY = 10.0
 # The same for a run that was cancelled: who pressed Ctrl-C wants to know.
 _NAME_CANCELLED_EVERY = 1.0
@@ -31,7 +31,7 @@ _RUN, _CLIENT, _STACKS, _ALONE_STACKS = range(4)
 
 
 def tick(server: State, now: float) -> None:
-    """Name what waits for long: to the controller that waits for it, every NAME_EVERY seconds, else in the log, at
+    """Name what waits for long: to the controller that waits for it, often enough to name it, else in the log, at
     growing intervals."""
     for run, state in server.tables.runs.items():
         if not state.is_finished:
@@ -53,7 +53,7 @@ def _tick_run(server: State, run: RunId, state: RunState, now: float) -> None:
     stands = [server.tables.stands[run, replica] for replica in server.replicas]
     stopped = _waiting(state, stands)
     is_cancelled = state.failure is not None and state.failure.cause == "cancelled"
-    every = _NAME_CANCELLED_EVERY if is_cancelled else NAME_EVERY
+    every = _NAME_CANCELLED_EVERY if is_cancelled else min(NAME_EVERY, server.config.name_after)
     if not stopped or now - max(min(stopped), state.named) < every:
         return
     server.tables.runs[run] = replace(state, named=now)

@@ -34,8 +34,8 @@ class Index:
         self.sets_of: dict[int, list[int]] = {}
         #: The number of a variable set, by optimizer and ascending variables.
         self.set_numbers: dict[tuple[int, tuple[int, ...]], int] = {}
-        #: The dense part of an apply, by set, sparse variables, whether gradients are clipped, and buffers. It never
-        #: changes, since variables do not move.
+        #: The dense part of an apply, by set, sparse variables, whether gradients are clipped, and buffers. It
+        #: changes only with the names of variables, since variables do not move.
         self.dense: dict[tuple[int, tuple[int, ...], bool, tuple[int, ...], tuple[str, ...]], tuple[Dense, ...]] = {}
         for number, variable_set in self._tables.sets.items():
             self.add_set(number, variable_set)

@@ -21,10 +21,11 @@ from central_storage.core.recovery_options import Recovery
 from central_storage.launch.memory import Memfd
 from central_storage.launch.plan import Command
 from central_storage.launch.supervisor import reception
-from central_storage.launch.supervisor.lifecycle import transport_of
+from central_storage.launch.supervisor.lifecycle import Service, transport_of
 from central_storage.launch.supervisor.restarts import Restarts
 from cs_proto.messages import (
     ClientGone,
+    DeviceChoice,
     Died,
     Introduce,
     Kill,
@@ -461,6 +462,23 @@ def test_stopping_asks_first_and_kills_who_does_not_hear(world: World) -> None:
     }
     assert "[w1] goodbye" in world.sink.text
     assert world.service.first_failure is None  # they were asked
+
+
+def test_a_choice_of_devices_that_comes_after_the_end_starts_nothing(world: World) -> None:
+    chosen: list[DeviceChoice | None] = []
+
+    def choose(choice: DeviceChoice | None) -> list[Command]:
+        chosen.append(choice)
+        return []
+
+    world.service = Service(world.loop, world.directory.path, [], world.sink, start_timeout=LIMIT, choose=choose)
+    world.service.start()
+    client = world.client(role="")
+    world.service.stop()
+    client.send(DeviceChoice(("cpu:0",), "cpu:0"))
+    client.send(Introduce("controller", 0, 1, os.getpid(), "c"))
+    assert "was shut down" in failed(client)
+    assert not chosen
 
 
 def test_everything_is_said_before_the_end(world: World) -> None:

@@ -19,6 +19,7 @@ from cs_proto.errors import ConfigurationError
         ([b"one\ntwo\n"], ["one", "two"], []),
         ([b"on", b"e", b"\nt"], ["one"], ["t"]),
         ([b"a\r\nb\r", b"\nc\rd"], ["a", "b", "c\r"], ["d"]),
+        ([b"a\r\r\nb\r", b"\r", b"\n"], ["a", "b"], []),
         ([b"10%\r20%\r"], ["10%\r"], ["20%"]),
         ([b"\r10%", b"\r20%", b"\n"], ["10%\r", "20%"], []),
         (["\u00e4\u20ac".encode()[:3], "\u00e4\u20ac".encode()[3:], b"\n"], ["\u00e4\u20ac"], []),

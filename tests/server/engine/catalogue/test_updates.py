@@ -101,3 +101,34 @@ def test_bounded_gradients_keep_variables_apart(book: Book) -> None:
     number, _ = optimizers.variable_set(book.state, 1, (1, 2))
     apply = updates.apply(book.state, number, [ApplyPoint(0, "x:1", 1, number, (), 0)] * 2, 0)
     assert [last - first for first, last in apply.dense[0].ranges] == [16, 16]
+
+
+def test_a_variable_that_is_exempt_by_its_name_stays_exempt_when_it_gets_another(book: Book) -> None:
+    old, kept, other = book.make("w"), book.make("w"), book.make("w")
+    exempt = ("^w_1$", "bias")
+    optimizers.configure(book.state, 0, "AdamW", {**ADAM, "weight_decay": 0.1}, exempt=exempt)
+    number, _ = optimizers.variable_set(book.state, 1, (kept, other))
+    point = ApplyPoint(0, "x:1", 1, number, (), 0)
+
+    def exempted() -> list[tuple[tuple[int, int], ...]]:
+        applied = updates.apply(book.state, number, (point,), 0)
+        return [part.ranges for part in applied.dense if part.rule == "adam"]
+
+    before = exempted()
+    assert before == [(slabs.elements(variables.row(book.state, kept)),)]
+    assert optimizers.free(book.state, [old])[1] == ((kept, "w"), (other, "w_1"))
+    for _ in range(2):
+        assert exempted() == before
+        assert optimizers.get(book.state, 1).exempt == ("^w$", "bias")
+        book.tables.flush()
+        book.reopen()
+
+
+def test_a_name_that_comes_back_counts_for_the_patterns(book: Book) -> None:
+    old, kept = book.make("w"), book.make("w")
+    optimizers.configure(book.state, 0, "AdamW", {**ADAM, "weight_decay": 0.1}, exempt=("w_",))
+    number, _ = optimizers.variable_set(book.state, 1, (kept,))
+    point = ApplyPoint(0, "x:1", 1, number, (), 0)
+    assert [part.rule for part in updates.apply(book.state, number, (point,), 0).dense] == ["adam"]
+    optimizers.free(book.state, [old])
+    assert [part.rule for part in updates.apply(book.state, number, (point,), 0).dense] == [""]

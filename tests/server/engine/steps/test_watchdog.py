@@ -72,6 +72,14 @@ def test_replicas_that_nobody_but_the_controller_waits_for_are_named_and_ended(r
     assert not [command for command in book.does(Tick()) if isinstance(command, Log)]
 
 
+def test_a_controller_that_names_waits_early_is_told_early_for_whom() -> None:
+    book = Playbook(1, name_after=2.0).begin()
+    book.on(hears(CONTROLLER, WaitReport((1,), 1.0)))
+    book.now += 2
+    whom = "replica 0 (pid 100, w0.1), last seen 2 s ago; no replica has come to a merge point"
+    book.on(Tick(), Send(CONTROLLER, WaitingFor((1,), whom)))
+
+
 def test_an_awaited_step_does_not_make_the_one_before_it_forgotten() -> None:
     book = Playbook(1).begin()
     finished = book.does(returns(0, 0, run=(1,), series=1))

@@ -1,0 +1,74 @@
+"""What the script drops is freed, and the names that change by it are learnt, whatever comes between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import central_storage as cs
+from central_storage.controller.core import ControllerCore
+from cs_proto.messages import Free, Get
+from cs_proto.records import Record
+
+
+@pytest.fixture
+def strategy() -> Iterator[cs.CentralStorageStrategy]:
+    with cs.CentralStorageStrategy(in_process=True) as made, made.scope():
+        yield made
+
+
+def _ctrl_c_at(kind: type[Record], strategy: cs.CentralStorageStrategy, patch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the script waits for the answer to the next request of this kind."""
+    session = strategy.controller._session
+    receive: Callable[[float], object] = session.receive
+
+    def interrupted(timeout: float) -> object:
+        if not isinstance(getattr(session.core._waits[-1], "request", None), kind):
+            return receive(timeout)
+        patch.undo()
+        raise KeyboardInterrupt
+
+    patch.setattr(session, "receive", interrupted)
+
+
+def test_names_come_back_though_ctrl_c_left_what_freed_them(
+    strategy: cs.CentralStorageStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = cs.Variable(1.0, name="w"), cs.Variable(2.0, name="w")
+    _ctrl_c_at(Free, strategy, monkeypatch)
+    del first
+    with pytest.raises(KeyboardInterrupt):
+        second.assign(3.0)
+    assert second.numpy() == 2.0
+    assert second.name == "w"
+
+
+class _MadeInReplicas:
+    is_empty = False
+
+    def unneeded(self, *_: object) -> list[int]:
+        return []
+
+
+def test_what_ctrl_c_kept_from_being_freed_is_freed_later(
+    strategy: cs.CentralStorageStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = cs.Variable(1.0, name="w"), cs.Variable(2.0, name="w")
+    strategy.controller._made_in_replicas = _MadeInReplicas()
+    _ctrl_c_at(Get, strategy, monkeypatch)
+    del first
+    with pytest.raises(KeyboardInterrupt):
+        second.assign(3.0)
+    assert [variable.number for variable in strategy.controller.variables()] == [second.number]
+
+
+def test_nothing_is_freed_while_runs_are_unanswered(
+    strategy: cs.CentralStorageStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = cs.Variable(1.0, name="w"), cs.Variable(2.0, name="w")
+    with monkeypatch.context() as patch:
+        patch.setattr(ControllerCore, "has_unanswered", True)
+        del first
+        assert len(strategy.controller.variables()) == 2
+    assert [variable.number for variable in strategy.controller.variables()] == [second.number]
