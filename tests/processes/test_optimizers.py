@@ -410,3 +410,17 @@ def test_a_variable_that_is_excluded_from_weight_decay_is_updated_as_by_adam(
         wanted = (adam if "bias" in name or name == "scale" else adamw)[name]
         assert [array.tobytes() for array in arrays] == [array.tobytes() for array in wanted], name
         assert adam[name][0].tobytes() != adamw[name][0].tobytes()
+
+
+def test_a_variable_that_is_excluded_from_weight_decay_stays_so_under_another_name(
+    two: cs.CentralStorageStrategy,
+) -> None:
+    with two.scope():
+        earlier, bias = (cs.Variable(np.ones(3, F32), name="excluded") for _ in range(2))
+        adamw = cs.optimizers.AdamW(0.1, weight_decay=0.5)
+        adamw.exclude_from_weight_decay([bias])
+    assert bias.name == "excluded_1"
+    del earlier
+    two.run(lambda: adamw.apply_gradients([(np.zeros(3, F32), bias)]))
+    assert (bias.name, bias.numpy().tolist()) == ("excluded", [1, 1, 1])
+    assert adamw.get_config()["exclude_from_weight_decay"] == ["^excluded$"]

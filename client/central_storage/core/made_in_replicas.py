@@ -44,10 +44,19 @@ class MadeInReplicas:
             owner = found()
             if owner is not None:
                 names = itertools.chain([asked], (f"{asked}.{n}" for n in itertools.count(1)))
-                name = next(each for each in names if each not in self._owners)
+                name = next(each for each in names if not self._is_taken(owner, each))
                 self._owners[name], self._patterns[name] = found, owner.names_of_variables(name)
                 weakref.finalize(owner, self._forget, "owner", name).atexit = False
                 owner.rename(name)
+
+    def _is_taken(self, owner: Any, name: str) -> bool:
+        """Whether another owner has the name, or variables of the two could not be told apart: the second ``w/average``
+        is ``w/average_1``, and so is the first one of ``average_1``."""
+        own = owner.names_of_variables(name)
+        return any(
+            name == other or own.fullmatch(f"w/{other}") or pattern.fullmatch(f"w/{name}")
+            for other, pattern in self._patterns.items()
+        )
 
     def owners(self, kind: type) -> dict[str, Any]:
         """Those of that class, by name."""

@@ -65,7 +65,8 @@ class _Search:
             each = waiting.pop()
             if each is self._target:
                 return True
-            if isinstance(each, self._leaves) or id(each) in self._seen:
+            # isinstance would ask a proxy for its object, which may be gone
+            if issubclass(type(each), self._leaves) or id(each) in self._seen:
                 continue
             self._seen[id(each)] = each
             waiting += _parts(each)
@@ -74,10 +75,11 @@ class _Search:
 
 def _parts(value: Any) -> Iterable[object]:
     """The objects that ``value`` refers to, without the globals of functions, which would connect all names."""
-    if isinstance(value, FunctionType):
+    kind = type(value)
+    if kind is FunctionType:
         return [value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value)]
-    if isinstance(value, TracebackType):
+    if kind is TracebackType:
         return [value.tb_frame, value.tb_next]
-    if isinstance(value, FrameType):
+    if kind is FrameType:
         return [] if value.f_locals is value.f_globals else list(value.f_locals.values())
     return gc.get_referents(value)

@@ -52,6 +52,16 @@ def shortened(function: F) -> F:
                 _leaving(error)
                 raise
 
+    elif inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return await function(*args, **kwargs)
+            except BaseException as error:
+                _leaving(error)
+                raise
+
     else:
 
         @functools.wraps(function)
@@ -67,7 +77,8 @@ def shortened(function: F) -> F:
 
 def _leaving(error: BaseException) -> None:
     """Shorten ``error`` if the wrapper that calls this was called from outside this project."""
-    if not is_ours(sys._getframe(2)):  # noqa: SLF001  (the one way to a caller)
+    caller = sys._getframe(1).f_back  # noqa: SLF001  (the one way to a caller); None at exit and in a new thread
+    if caller is None or not is_ours(caller):
         shorten(error)
 
 

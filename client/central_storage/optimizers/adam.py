@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Any, Unpack
 
 from central_storage.variables.variable import Variable
-from cs_proto.arithmetic.optimizers import check_exempt
+from cs_proto.arithmetic.optimizers import check_exempt, only
 from cs_proto.errors import ContextError, InvalidArgumentError
 
 from .optimizer import LearningRate, Optimizer, Shared, hyperparameter
@@ -150,7 +149,7 @@ class AdamW(Optimizer):
             raise InvalidArgumentError(
                 f"{self.name} has made updates already; call exclude_from_weight_decay before the first one"
             )
-        exempt = (*(f"^{re.escape(variable.name)}$" for variable in variables), *_patterns(var_names or ()))
+        exempt = (*(only(variable.name) for variable in variables), *_patterns(var_names or ()))
         check_exempt(self.kind, self._rule, exempt)
         if self.strategy is not None:
             self._controller.configure(self._number, self.kind, {}, None, -1, exempt)
@@ -164,7 +163,8 @@ class AdamW(Optimizer):
             >>> cs.optimizers.AdamW(exclude_from_weight_decay=["bias"]).get_config()["weight_decay"]
             0.004
         """
-        exempt = {"exclude_from_weight_decay": list(self._exempt)} if self._exempt else {}
+        patterns = self._exempt if self.strategy is None else self._record().exempt
+        exempt = {"exclude_from_weight_decay": list(patterns)} if patterns else {}
         return super().get_config() | exempt
 
     weight_decay = hyperparameter("weight_decay")

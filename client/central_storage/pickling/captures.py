@@ -6,6 +6,7 @@ would continue to train the old ones unnoticed. Numbers and arrays stay as they 
 
 from __future__ import annotations
 
+import builtins
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -24,6 +25,13 @@ _MOST_PARTS = 10_000
 _LEAVES = (str, bytes, int, float, complex, type(None), type, ModuleType, CodeType, FunctionType)
 
 
+class _Missing:
+    """In place of the object of a name that has none yet, or no longer."""
+
+
+_MISSING = _Missing()
+
+
 class Captures:
     """The names by which a function reads variables, optimizers, objects that hold these, and functions. The user's
     functions that it calls are searched, too."""
@@ -35,16 +43,20 @@ class Captures:
             each = left.pop()
             plain = getattr(each, "python_function", each)
             plain = plain.__func__ if isinstance(plain, MethodType) else plain
+            if not isinstance(plain, FunctionType):  # such as one that is compiled
+                plain = getattr(plain, "__wrapped__", plain)
             if not isinstance(plain, FunctionType) or id(plain) in seen:
                 continue
             seen.add(id(plain))
             for home, name, value in _read_by(plain):
-                is_code = isinstance(value, FunctionType) or hasattr(value, "python_function")
-                if is_code and is_users(getattr(value, "__module__", None) or ""):
+                if value is _MISSING:
+                    self._names.append(_Name(home, name, value, None))
+                elif not _is_code(value):
+                    if (handle := _handle_in(value)) is not None:
+                        self._names.append(_Name(home, name, value, handle))
+                elif is_users(getattr(value, "__module__", None) or ""):
                     left.append(value)
                     self._names.append(_Name(home, name, value, None))
-                elif not is_code and (handle := _handle_in(value)) is not None:
-                    self._names.append(_Name(home, name, value, handle))
 
     def hold(self) -> bool:
         """Whether every name still refers to the same object."""
@@ -61,13 +73,13 @@ class _Name:
         try:
             self._value: Callable[[], Any] | None = weakref.ref(value)
         except TypeError:  # a list, tuple or dict
-            self._value = None
-            self._handle = weakref.ref(handle)
+            self._value = None if handle is not None else lambda: value
+            self._handle = weakref.ref(_MISSING if handle is None else handle)
 
     def holds(self) -> bool:
         value = _value_of(self._home, self._name)
         if self._value is not None:
-            return value is self._value()
+            return value is not None and value is self._value()  # which is None if the object is gone
         if id(value) != self._id:
             return False
         # A new object may have the id of the old one. Then the old handle has gone, and the new object has another.
@@ -77,19 +89,24 @@ class _Name:
 def _read_by(function: FunctionType) -> Iterator[tuple[dict[str, Any] | CellType, str, Any]]:
     names = function.__globals__
     for name in reads_of(function.__code__).global_names:
-        if name in names:
-            yield names, name, names[name]
+        if name in names or not hasattr(builtins, name):
+            yield names, name, names.get(name, _MISSING)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         yield cell, name, _value_of(cell, name)
 
 
 def _value_of(home: dict[str, Any] | CellType, name: str) -> Any:
     if isinstance(home, dict):
-        return home.get(name)
+        return home.get(name, _MISSING)
     try:
         return home.cell_contents
     except ValueError:  # it is empty
-        return None
+        return _MISSING
+
+
+def _is_code(value: Any) -> bool:
+    """Whether ``value`` is a function or class, or a function that a decorator has compiled or wrapped."""
+    return isinstance(value, FunctionType | type) or hasattr(value, "python_function") or hasattr(value, "__wrapped__")
 
 
 def _handle_in(value: object) -> object | None:
@@ -97,9 +114,10 @@ def _handle_in(value: object) -> object | None:
     seen, left = set[int](), [value]
     while left and len(seen) < _MOST_PARTS:
         each = left.pop()
-        if isinstance(each, Handle | Composite):
+        kind = type(each)  # isinstance would ask a proxy for its object, which may be gone
+        if issubclass(kind, Handle | Composite):
             return each
-        if id(each) not in seen and not isinstance(each, _LEAVES):
+        if id(each) not in seen and not issubclass(kind, _LEAVES):
             seen.add(id(each))
             left += gc.get_referents(each)
     return None

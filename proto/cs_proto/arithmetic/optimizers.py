@@ -25,6 +25,7 @@ __all__ = [
     "check_change",
     "check_exempt",
     "is_flag",
+    "only",
     "rule_of",
 ]
 
@@ -210,6 +211,11 @@ def check_exempt(kind: str, rule: str, patterns: Iterable[str]) -> None:
             re.compile(pattern)
         except re.error as error:
             raise InvalidArgumentError(f"{kind}: {pattern!r:.200} is not a regular expression: {error}") from None
+
+
+def only(name: str) -> str:
+    """The pattern of the one variable of this name, among those that are exempt."""
+    return f"^{re.escape(name)}$"
 
 
 def is_flag(kind: str, name: str) -> bool:

@@ -83,7 +83,13 @@ class Tensor(np.ndarray):
         return array[()] if return_scalar and not array.ndim else array
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return as_tensor, (np.asarray(self),)
+        number = None if self.ndim or self.flags.writeable else self[()]
+        # Of a scalar as_tensor makes a tensor that can be the key of a dict, as this one.
+        return as_tensor, (number if isinstance(number, np.generic) else np.asarray(self),)
+
+    def __deepcopy__(self, memo: dict[int, Any] | None) -> Any:
+        is_key = not (self.ndim or self.flags.writeable or self.dtype.hasobject)
+        return self if is_key else super().__deepcopy__(memo)
 
     def __hash__(self) -> int:  # type: ignore[override]
         if self.ndim or self.flags.writeable:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 import numpy as np
 
 from cs_proto import segment_names
-from cs_proto.arithmetic.optimizers import SLOTS, WITHOUT_DECAY, check_change, check_exempt, rule_of
+from cs_proto.arithmetic.optimizers import SLOTS, WITHOUT_DECAY, check_change, check_exempt, only, rule_of
 from cs_proto.arithmetic.schedules import Schedule
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import InvalidArgumentError
@@ -149,7 +149,18 @@ def free(
     for optimizer in gone_optimizers:
         del tables.optimizers[optimizer]
         del tables.seats[optimizer]
-    return len(gone), variables.free(server, gone, touched)
+    names = {number: variable.spec.name for number, variable in tables.variables.items()}
+    renamed = variables.free(server, gone, touched)
+    _follow(server, {only(names[number]): only(name) for number, name in renamed})
+    return len(gone), renamed
+
+
+def _follow(server: State, patterns: Mapping[str, str]) -> None:
+    """Keep exempt from weight decay the variables that are called otherwise now."""
+    for number, optimizer in list(server.tables.optimizers.items()):
+        exempt = tuple(patterns.get(pattern, pattern) for pattern in optimizer.exempt)
+        if exempt != optimizer.exempt:
+            server.tables.optimizers[number] = replace(optimizer, exempt=exempt)
 
 
 def _drop_set(server: State, number: int, variable_set: VariableSet) -> None:

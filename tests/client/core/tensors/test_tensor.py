@@ -164,6 +164,12 @@ def test_one_that_cannot_change_is_a_key() -> None:
             hash(other)
 
 
+@pytest.mark.parametrize("through", [lambda value: pickle.loads(pickle.dumps(value)), copy.deepcopy])
+def test_a_key_that_is_copied_is_a_key_again(through: Callable[[Any], Any]) -> None:
+    (again,) = through({as_tensor(np.int32(1)): "one"})
+    assert (type(again), again.dtype, hash(again)) == (Tensor, np.int32, hash(1))
+
+
 def test_its_text_is_tensorflows() -> None:
     assert repr(NUMBER) == "<cs.Tensor: shape=(), dtype=float32, numpy=2.5>"
     assert repr(as_tensor(np.int32([[1], [2]]))) == (
