@@ -6,7 +6,6 @@ so before it changes anything.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -153,28 +152,17 @@ def _names_come_back(server: State, freed: Sequence[tuple[int, str, str]]) -> tu
         if other is not None and other not in tables.asked and other > after[asked]:
             numbers = sorted([*numbers, other])
         moved += server.index.move_names(numbers, asked)
-    patterns: dict[str, str] = {}
     for number, name in moved:
         variable = tables.variables[number]
-        patterns[_only(variable.spec.name)] = _only(name)
         asked = tables.asked[number].name if number in tables.asked else variable.spec.name
         tables.variables[number] = replace(variable, spec=replace(variable.spec, name=name))
         tables.asked.discard(number)
         if name != asked:
             tables.asked[number] = Asked(asked)
-    for number, optimizer in tables.optimizers.items() if moved else ():
-        exempt = tuple(patterns.get(pattern, pattern) for pattern in optimizer.exempt)
-        if exempt != optimizer.exempt:  # a variable that is exempt by its name stays exempt
-            tables.optimizers[number] = replace(optimizer, exempt=exempt)
     if moved:
         server.index.dense.clear()  # the rule of a variable may depend on its name
         server.out.append(Renamed())
     return tuple(moved)
-
-
-def _only(name: str) -> str:
-    """The pattern of this name and no other, as ``exclude_from_weight_decay`` makes it of a variable."""
-    return f"^{re.escape(name)}$"
 
 
 def write(
