@@ -68,14 +68,16 @@ class Interrupts:
         os.close(self._writer)
 
     def __enter__(self) -> Self:
-        self._depth += 1
-        if self._depth == 1 and threading.get_ident() == self._main:
+        # Until the handler is replaced, Ctrl-C may raise between any two calls: nothing may have changed by then.
+        if self._depth == 0 and threading.get_ident() == self._main:
             # The functions of ``signal`` look handlers up in enums: 6 % of a run of an empty function (decision 27).
             previous = getsignal(SIGINT)
             if callable(previous):  # a user who ignores Ctrl-C, or whose handler is not Python's, is left alone
                 self._previous = previous
+                self.count = self._taken = 0
                 signal(SIGINT, self._note)
                 self._installed = True
+        self._depth += 1
         return self
 
     def __exit__(
@@ -83,12 +85,11 @@ class Interrupts:
     ) -> None:
         self._depth -= 1
         if self._installed and self._depth == 0:
-            signal(SIGINT, self._previous)
             self._installed = False
-            pending, self.count, self._taken = self.count > self._taken, 0, 0
-            if pending:
+            signal(SIGINT, self._previous)  # from here on, Ctrl-C raises by itself
+            if self.count > self._taken:
                 self._drain()
-                if error is None:
+                if not isinstance(error, KeyboardInterrupt):  # another error is its context: a caller may suppress it
                     raise KeyboardInterrupt
 
     def _note(self, number: int, frame: FrameType | None) -> None:
