@@ -7,6 +7,7 @@ series (``core/pipeline.py``) sends and waits.
 from __future__ import annotations
 
 import logging
+from _thread import interrupt_main
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -148,8 +149,11 @@ class Steps(Closed):
         self.close()
 
     def __del__(self) -> None:
-        with suppress(Exception):  # the service may be gone, and that was reported already
-            self.close()
+        try:
+            with suppress(Exception):  # the service may be gone, and that was reported already
+                self.close()
+        except KeyboardInterrupt:  # Python would print it, and the script would go on
+            _CtrlCAgain()
 
     def _unbegun(self) -> int:
         """The number of last elements whose steps have not begun. Waits for the steps that were sent ahead."""
@@ -180,6 +184,13 @@ class Steps(Closed):
                 self._elements.give_back([self._used.pop()])
                 return
             self._pulled += 1
+
+
+class _CtrlCAgain:
+    """Presses Ctrl-C again when it is dropped. A function that makes one and calls nothing after it has no place left
+    at which Python raises, so KeyboardInterrupt is raised in the caller."""
+
+    __del__ = staticmethod(interrupt_main)
 
 
 class LocalSeries:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -167,6 +168,23 @@ def test_a_step_that_is_dropped_without_a_word_is_waited_for() -> None:
     steps = stepped(Series(played, 2), elements(5), None, lambda batch: 0)
     next(steps)
     del steps
+    assert played.begun == [0, 1, 2]
+
+
+def test_a_ctrl_c_while_a_dropped_loop_waits_is_raised_in_the_script() -> None:
+    class Interrupted(Played):
+        def settle(self, series: Series, left: int = 0, *, cancel: bool = False) -> None:
+            super().settle(series, left, cancel=cancel)
+            if not left:
+                signal.raise_signal(signal.SIGINT)
+
+    played = Interrupted()
+    steps = stepped(Series(played, 2), elements(5), None, lambda batch: 0)
+    next(steps)
+    dropped = [steps]
+    del steps
+    with pytest.raises(KeyboardInterrupt):
+        dropped.clear()
     assert played.begun == [0, 1, 2]
 
 
