@@ -74,12 +74,19 @@ class ServiceLink:
         return self._session.ended
 
     def open(self) -> Self:
-        """Say hello to the server, and connect to the workers."""
-        self._session.open()
-        welcome = self._core.welcome
-        self.replicas = welcome.replicas
-        self.parameter_device = welcome.parameter_device
-        self.compute_devices = tuple(worker.device for worker in welcome.workers)
+        """Say hello to the server, and connect to the workers. Where it fails, all is let go of."""
+        session = self._session
+        try:
+            with session.interrupts:
+                session.open()
+                welcome = self._core.welcome
+                self.replicas = welcome.replicas
+                self.parameter_device = welcome.parameter_device
+                self.compute_devices = tuple(worker.device for worker in welcome.workers)
+        except BaseException:  # as garbage the channel would wait for ever for sockets that nobody closes
+            session.release()
+            session.join()
+            raise
         return self
 
     @property
@@ -321,11 +328,11 @@ class ServiceLink:
             session.require_process()
         except ShutdownError:
             return
-        with session.lock:
+        with session.lock, session.interrupts:
             self._core.forget_write()
             try:
-                with suppress(ReplicaLostError, ShutdownError), self._operation():
-                    pass  # but wait for steps that were sent ahead
+                with suppress(ReplicaLostError, ShutdownError):
+                    self._begin()  # but wait for steps that were sent ahead
             finally:
                 if session.ended is None:
                     session.say_goodbye()

@@ -136,25 +136,21 @@ class Session:
         self._listener: OutputListener | None = None
 
     def open(self) -> None:
-        """Say hello to the server and connect to the workers. Where it fails, all is let go of but the connection to
-        the supervisor."""
+        """Say hello to the server and connect to the workers. The caller delays Ctrl-C, which must not come between the
+        making of a socket and the note of it: the channel would wait for ever for a socket that it does not know.
+        Where it fails, the caller lets go of everything."""
         lifeline = self.lifeline
         lifeline.carry = self._carry
         lifeline.while_waiting = self.interrupts.raise_pending
-        try:
-            self._channel.connect(SERVER, self._serving.endpoint, self._identity)
-            self.wait(*self.core.hello(time.monotonic()))
-            replicas = len(self.core.workers)
-            lifeline.segment(segment_names.controller_arena())
-            arenas = map(segment_names.arena, range(replicas))
-            self.results = [ResultLeases(arena, partial(lifeline.segment, arena), replicas) for arena in arenas]
-            self._channel.offer_mailbox(SERVER, "server")
-            for worker in self.core.workers:
-                self._connect_worker(worker)
-        except BaseException:  # as garbage the context would wait for ever for sockets that nobody closes
-            self._channel.close()
-            self.interrupts.close()
-            raise
+        self._channel.connect(SERVER, self._serving.endpoint, self._identity)
+        self.wait(*self.core.hello(time.monotonic()))
+        replicas = len(self.core.workers)
+        lifeline.segment(segment_names.controller_arena())
+        arenas = map(segment_names.arena, range(replicas))
+        self.results = [ResultLeases(arena, partial(lifeline.segment, arena), replicas) for arena in arenas]
+        self._channel.offer_mailbox(SERVER, "server")
+        for worker in self.core.workers:
+            self._connect_worker(worker)
         # A launcher shows what its service prints itself. The supervisor after it wants to be met in time.
         if self._stop is not None or lifeline.may_return:
             self._listener = OutputListener(lifeline.fileno(), self.lock, self._listen)

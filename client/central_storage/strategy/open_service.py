@@ -8,7 +8,7 @@ import logging
 import os
 import weakref
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from central_storage.core.devices import device_names
@@ -66,14 +66,18 @@ def open_service(
         chosen = _chosen(compute_devices, parameter_device)
         link = _start(*chosen, seed, start_timeout, in_process, recovery)
         is_said = False
-    if not is_said:
-        replicas = f"{link.replicas} replica{'s' * (link.replicas > 1)} ({', '.join(link.compute_devices)})"
-        announce(f"[central-storage] {replicas}, parameters on {link.parameter_device}, transport {link.transport}")
-    _say_what_counts(link, compute_devices, parameter_device)
-    if not _links:
-        atexit.register(_close_all)
-        os.register_at_fork(after_in_child=_forget_all)
-    _links.add(link)
+    try:
+        if not is_said:
+            replicas = f"{link.replicas} replica{'s' * (link.replicas > 1)} ({', '.join(link.compute_devices)})"
+            announce(f"[central-storage] {replicas}, parameters on {link.parameter_device}, transport {link.transport}")
+        _say_what_counts(link, compute_devices, parameter_device)
+        if not _links:
+            atexit.register(_close_all)
+            os.register_at_fork(after_in_child=_forget_all)
+        _links.add(link)
+    except BaseException:  # Ctrl-C: nobody would close it
+        link.close()
+        raise
     return link
 
 
@@ -142,15 +146,15 @@ def _attach(
     if _is_launched():
         chosen, owner = _chosen(compute_devices, parameter_device)
         choice = DeviceChoice(tuple(chosen), owner)
-    with ExitStack() as undo:
-        supervisor = supervisor_link.connect(address)
-        connection = SupervisorLink(supervisor, "controller", run_directory=address, choice=choice)
-        undo.callback(connection.close)
+    connection = SupervisorLink(supervisor_link.connect(address), "controller", run_directory=address, choice=choice)
+    try:
         from central_storage.controller.operations import ServiceLink, wait_until_serving
 
-        link = ServiceLink(connection, wait_until_serving(connection, start_timeout), seed=seed, stop=None).open()
-        undo.pop_all()
-    return link
+        serving = wait_until_serving(connection, start_timeout)
+        return ServiceLink(connection, serving, seed=seed, stop=None).open()
+    except BaseException:
+        connection.close()
+        raise
 
 
 def _start(
@@ -175,16 +179,18 @@ def _start(
         from central_storage.launch import service
 
         started = service.start(chosen, owner, start_timeout, recovery)
-    with ExitStack() as undo:
-        undo.callback(started.stop)
+    connection: SupervisorLink | None = None
+    try:
         from central_storage.controller.operations import ServiceLink, wait_until_serving
 
         connection = SupervisorLink(started.socket, "controller")
-        undo.callback(connection.close)
         serving = wait_until_serving(connection, start_timeout)
-        link = ServiceLink(connection, serving, seed=seed, stop=started.stop, threads=own).open()
-        undo.pop_all()
-    return link
+        return ServiceLink(connection, serving, seed=seed, stop=started.stop, threads=own).open()
+    except BaseException:
+        if connection is not None:
+            connection.close()
+        started.stop()
+        raise
 
 
 def _close_all() -> None:

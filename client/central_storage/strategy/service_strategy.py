@@ -130,11 +130,17 @@ class CentralStorageStrategy(StrategyBase, Handle):
             in_process=bool(in_process),
             recovery=recovery,
         )
-        self._init(backend, backend.compute_devices, backend.parameter_device)
-        backend.resolve_handles(weakly(self.object_for), weakly(self.adopt), self._handles.get, self._made_in_replicas)
-        finalize(self, backend.abandon).atexit = False  # at exit every service is closed in turn
-        self._has_run = False
-        running.note(self)
+        try:
+            self._init(backend, backend.compute_devices, backend.parameter_device)
+            backend.resolve_handles(
+                weakly(self.object_for), weakly(self.adopt), self._handles.get, self._made_in_replicas
+            )
+            finalize(self, backend.abandon).atexit = False  # at exit every service is closed in turn
+            self._has_run = False
+            running.note(self)
+        except BaseException:  # Ctrl-C: nobody gets the strategy
+            backend.close()
+            raise
 
     @classmethod
     def from_backend(

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import zmq
 
 import central_storage as cs
+import central_storage.controller.session
+import central_storage.strategy.open_service
+import central_storage.strategy.running
 from central_storage.controller.core import ControllerCore
 from cs_proto.messages import Free, Get
 from cs_proto.records import Record
@@ -30,6 +37,46 @@ def _ctrl_c_at(kind: type[Record], strategy: cs.CentralStorageStrategy, patch: p
         raise KeyboardInterrupt
 
     patch.setattr(session, "receive", interrupted)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (zmq.Context, "_add_socket"),
+        (central_storage.controller.session, "OutputListener"),
+        (central_storage.strategy.open_service, "announce"),
+        (central_storage.strategy.running, "note"),
+    ],
+    ids=["a socket is not noted yet", "a thread has started", "nobody closes it yet", "the strategy is not made yet"],
+)
+def test_ctrl_c_at_a_start_is_raised_and_leaves_nothing(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, pressed = getattr(owner, name), list[bool]()
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread() is threading.main_thread() and not pressed:
+            pressed.append(True)
+            signal.raise_signal(signal.SIGINT)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cs.CentralStorageStrategy(in_process=True)
+    assert pressed
+
+
+def test_ctrl_c_at_the_end_is_raised_when_all_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = cs.CentralStorageStrategy(in_process=True)
+    destroy = zmq.Context.destroy
+
+    def interrupted(context: Any, linger: int | None = None) -> None:
+        destroy(context, linger)
+        if threading.current_thread() is threading.main_thread():
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(zmq.Context, "destroy", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        strategy.shutdown()
+    strategy.shutdown()
 
 
 def test_names_come_back_though_ctrl_c_left_what_freed_them(
