@@ -8,8 +8,9 @@ needs any more.
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from cs_proto import messages
@@ -18,10 +19,12 @@ __all__ = ["MadeInReplicas"]
 
 
 class MadeInReplicas:
-    """``forget`` is called with "owner" and a name when the moving average or accumulator of that name is gone."""
+    """``forget`` is called with "owner" and a name when the moving average or accumulator of that name is gone. May be
+    used from any thread."""
 
     def __init__(self, forget: Callable[[str, Any], None]) -> None:
         self._forget = forget
+        self._lock = threading.RLock()  # the garbage collector may come back here
         self._unnamed: list[tuple[weakref.ref[Any], str]] = []
         self._owners: dict[str, weakref.ref[Any]] = {}
         self._patterns: dict[str, Any] = {}
@@ -33,21 +36,23 @@ class MadeInReplicas:
     @property
     def is_settled(self) -> bool:
         """Whether every owner has its name."""
-        return not self._unnamed
+        with self._lock:  # another thread may be about to rename one
+            return not self._unnamed
 
     def settle(self) -> None:
         """Give names to the owners that still lack one: the one that was claimed, or where another has it the first of
         ``name.1``, ``name.2``, … that is free. The variables of an owner that is gone keep its name until they are
         freed, so those that are gone should be freed first."""
-        while self._unnamed:
-            found, asked = self._unnamed.pop(0)
-            owner = found()
-            if owner is not None:
-                names = itertools.chain([asked], (f"{asked}.{n}" for n in itertools.count(1)))
-                name = next(each for each in names if not self._is_taken(owner, each))
-                self._owners[name], self._patterns[name] = found, owner.names_of_variables(name)
-                weakref.finalize(owner, self._forget, "owner", name).atexit = False
-                owner.rename(name)
+        with self._lock:
+            while self._unnamed:
+                found, asked = self._unnamed.pop(0)
+                owner = found()
+                if owner is not None:
+                    names = itertools.chain([asked], (f"{asked}.{n}" for n in itertools.count(1)))
+                    name = next(each for each in names if not self._is_taken(owner, each))
+                    self._owners[name], self._patterns[name] = found, owner.names_of_variables(name)
+                    weakref.finalize(owner, self._forget, "owner", name).atexit = False
+                    owner.rename(name)
 
     def _is_taken(self, owner: Any, name: str) -> bool:
         """Whether another owner has the name, or variables of the two could not be told apart: the second ``w/average``
@@ -60,7 +65,8 @@ class MadeInReplicas:
 
     def owners(self, kind: type) -> dict[str, Any]:
         """Those of that class, by name."""
-        found = {name: owner() for name, owner in self._owners.items()}
+        with self._lock:
+            found = {name: owner() for name, owner in self._owners.items()}
         return {name: owner for name, owner in sorted(found.items()) if isinstance(owner, kind)}
 
     @property
@@ -73,9 +79,13 @@ class MadeInReplicas:
     ) -> list[int]:
         """The variables among ``made``, all that there are, that belong to an owner that is gone, or to a variable that
         is being ``freed``."""
-        made = list(made)
+        with self._lock:
+            return list(self._unneeded(list(made), freed, is_held))
+
+    def _unneeded(
+        self, made: list[messages.Variable], freed: Collection[int], is_held: Callable[[int], object]
+    ) -> Iterator[int]:
         numbers = {variable.spec.name: variable.number for variable in made}
-        unneeded = []
         for name, pattern in list(self._patterns.items()):
             owner, are_left = self._owners[name](), False
             for variable in made:
@@ -88,7 +98,6 @@ class MadeInReplicas:
                 if (owner is not None and of not in freed) or is_held(variable.number) is not None:
                     are_left = True
                 else:
-                    unneeded.append(variable.number)
+                    yield variable.number
             if owner is None and not are_left:
                 del self._owners[name], self._patterns[name]
-        return unneeded
