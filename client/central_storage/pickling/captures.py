@@ -9,9 +9,9 @@ from __future__ import annotations
 import builtins
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 from central_storage.core.composites import Composite
 from central_storage.core.handles import Handle
@@ -34,7 +34,7 @@ _MISSING = _Missing()
 
 class Captures:
     """The names by which a function reads variables, optimizers, objects that hold these, and functions. The user's
-    functions that it calls are searched, too."""
+    functions that it calls are searched, too, and so are the names that it reads of the user's modules."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._names: list[_Name] = []
@@ -86,13 +86,31 @@ class _Name:
         return self._handle() is not None or _handle_in(value) is None
 
 
-def _read_by(function: FunctionType) -> Iterator[tuple[dict[str, Any] | CellType, str, Any]]:
-    names = function.__globals__
-    for name in reads_of(function.__code__).global_names:
-        if name in names or not hasattr(builtins, name):
-            yield names, name, names.get(name, _MISSING)
+_Found: TypeAlias = "tuple[dict[str, Any] | CellType, str, Any]"
+
+
+def _read_by(function: FunctionType) -> Iterator[_Found]:
+    names, reads = function.__globals__, reads_of(function.__code__)
+    found: list[_Found] = [
+        (names, name, names.get(name, _MISSING))
+        for name in reads.global_names
+        if name in names or not hasattr(builtins, name)
+    ]
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        yield cell, name, _value_of(cell, name)
+        found.append((cell, name, _value_of(cell, name)))
+    for home, name, value in found:
+        yield home, name, value
+        yield from _read_of(value, reads.chains.get(name, frozenset()))
+
+
+def _read_of(module: object, chains: Iterable[tuple[str, ...]]) -> Iterator[_Found]:
+    """The names of a module of the user, which travels by value, that are read in these chains of attributes."""
+    if isinstance(module, ModuleType) and is_users(module.__name__):
+        for name, *rest in chains:
+            value = vars(module).get(name, _MISSING)
+            yield vars(module), name, value
+            if rest:
+                yield from _read_of(value, [tuple(rest)])
 
 
 def _value_of(home: dict[str, Any] | CellType, name: str) -> Any:

@@ -102,8 +102,8 @@ class Function:
         return self._pickles
 
     def pickle_for(self, owner: object, dump: Callable[[Callable[..., Any]], Pickled]) -> Pickled:
-        """The pickle that ``owner`` (a service) sends: made at its first call, and the same from then on, unless a name
-        that the function reads stands for another variable, optimizer or function."""
+        """The pickle that ``owner`` (a service) sends: made at its first call, and the same from then on, while its
+        :class:`Captures` hold."""
         pickled, captures = self._pickles.get(owner, (None, None))
         if pickled is None or captures is None or not captures.hold():
             pickled = dump(self.python_function)
@@ -155,8 +155,10 @@ def function(
     """Decorate a replica function, so that it is sent once: ``@cs.function`` or ``@cs.function()``.
 
     Its captured values are those of the first ``run`` of each strategy, and what it mutates lives in each worker until
-    that worker is restarted. If a name that it reads gets another variable, optimizer, model or function, as when a
-    notebook's cell is run again, it is sent anew. A method is one function for each object, and ``self`` is a captured
+    that worker is restarted. If a name that it reads gets another variable, optimizer, model, function or class, or its
+    first value, as when a notebook's cell is run or a module of yours is reloaded, it is sent anew. The names that
+    functions and modules of yours read or hold count, too; numbers and arrays, and attributes of objects, do not. A
+    method is one function for each object, and ``self`` is a captured
     value. It takes the place of ``tf.function`` in TensorFlow's examples. Nothing is traced or compiled, so the
     keywords of ``tf.function`` are accepted and change nothing.
 

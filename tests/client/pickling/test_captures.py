@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -52,6 +53,27 @@ def test_a_name_that_no_longer_has_it_is_seen(names: dict[str, Any], source: str
         captures = Captures(names["step"])
         cell(end, names)
         assert not captures.hold()
+
+
+@pytest.mark.parametrize("source", REPLACEABLE)
+def test_a_name_of_a_module_of_the_user_is_seen(names: dict[str, Any], source: str) -> None:
+    names["package"], module = ModuleType("package_of_a_user"), ModuleType("package_of_a_user.module")
+    names["package"].module = module
+    vars(module).update(names)
+    cell(source, vars(module))
+    cell("def inner(): return used", vars(module))
+    cell("def direct(): return package.module.used\ndef by_function(): return package.module.inner()", names)
+    captured = [Captures(names["direct"]), Captures(names["by_function"])]
+    assert all(each.hold() for each in captured)
+    cell(source, vars(module))  # as importlib.reload does
+    assert not any(each.hold() for each in captured)
+
+
+def test_names_of_libraries_are_not_followed(names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    cell("import json\ndef step(): return json.dumps", names)
+    captures = Captures(names["step"])
+    monkeypatch.setattr("json.dumps", repr)
+    assert captures.hold()
 
 
 def test_a_name_that_is_bound_only_later_is_seen(names: dict[str, Any]) -> None:
