@@ -104,7 +104,7 @@ class Checkpoint(Walked):
         [1.0, 2.0]
     """
 
-    def __init__(self, root: Any = None, /, **objects: Any) -> None:
+    def __init__(self, root: Any = None, **objects: Any) -> None:
         self._root = root
         if root is not None:
             require_trackable("root", root)

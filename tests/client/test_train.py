@@ -56,12 +56,15 @@ def test_a_root_gives_its_parts(tmp_path: Path) -> None:
     apart = Model(0.0)
     Checkpoint(w=apart.w, layers=apart.layers, optimizer=Adam()).restore(path).assert_consumed()
     assert apart.w.numpy().tolist() == [1, 1]
-    assert repr(Checkpoint(saved, other=optimizer)) == "<Checkpoint of w, layers, other>"
+    for checkpoint in (Checkpoint(saved, other=optimizer), Checkpoint(root=saved, other=optimizer)):
+        assert repr(checkpoint) == "<Checkpoint of w, layers, other>"
 
 
 def test_what_cannot_be_a_root(tmp_path: Path) -> None:
     with pytest.raises(errors.InvalidArgumentError, match=r"root is a Variable, which has no parts; give it a name"):
         Checkpoint(Variable(1.0))
+    with pytest.raises(errors.InvalidArgumentError, match=r"root is a Variable, which has no parts; give it a name"):
+        Checkpoint(root=Variable(1.0))
     with pytest.raises(errors.InvalidArgumentError, match="root is a int, which holds no variables"):
         Checkpoint(3)
     with pytest.raises(errors.InvalidArgumentError, match="root has a part 'w' of its own"):
