@@ -7,27 +7,73 @@ from typing import Any
 
 import numpy as np
 
-from central_storage.core.values import DistributedValues, VariableAggregation, convert_to_tensor
+from central_storage.core.values import (
+    DistributedValues,
+    VariableAggregation,
+    VariableSynchronization,
+    convert_to_tensor,
+)
 from central_storage.diagnostics.callers import warn
 from cs_proto.arrays import dtype_name, is_wire_dtype
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.messages import VariableSpec
 
-__all__ = ["check_aggregation", "check_fits", "initial_array", "row_numbers", "say_foreign", "warn_on_read"]
+__all__ = [
+    "check_aggregation",
+    "check_arguments",
+    "check_fits",
+    "initial_array",
+    "row_numbers",
+    "say_foreign",
+    "warn_on_read",
+]
 
 _log = logging.getLogger("central_storage.variables")
 
 
-def initial_array(initial_value: Any, dtype: Any) -> np.ndarray:
-    """The value that a variable begins with. Raises InvalidArgumentError, or TypeError for a ``dtype`` that cannot
-    hold it."""
+def initial_array(initial_value: Any, dtype: Any, shape: tuple[int, ...] | None) -> np.ndarray:
+    """The value that a variable begins with. Raises InvalidArgumentError, also where it has not this ``shape``, or
+    TypeError for a ``dtype`` that cannot hold it."""
     value = initial_value() if callable(initial_value) else initial_value
     if isinstance(value, DistributedValues):
         raise InvalidArgumentError("the initial value of a variable must be one value, not one per replica")
     array = convert_to_tensor(value, dtype)
     if not is_wire_dtype(dtype_name(array.dtype)) or array.dtype.kind in "US":
         raise InvalidArgumentError(f"a variable cannot have dtype {array.dtype}")
+    if shape is not None and tuple(shape) != array.shape:
+        raise InvalidArgumentError(f"shape {tuple(shape)} was asked for, but the initial value has shape {array.shape}")
     return array
+
+
+def check_arguments(
+    name: object,
+    synchronization: object,
+    aggregation: object,
+    constraint: object,
+    validate_shape: object,
+    variable_def: object,
+) -> None:
+    """Raise TypeError or InvalidArgumentError for an argument of the constructor that makes no variable."""
+    if not isinstance(aggregation, VariableAggregation):
+        raise TypeError(
+            f"aggregation must be a VariableAggregation such as cs.VariableAggregation.SUM, not {aggregation!r}"
+        )
+    if not isinstance(synchronization, VariableSynchronization):
+        raise InvalidArgumentError(f"synchronization must be a VariableSynchronization, not {synchronization!r}")
+    if constraint is not None and not callable(constraint):
+        raise TypeError(f"constraint must be a function of the value, not {constraint!r}")
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name must be a str, not {name!r:.100}")
+    if not validate_shape:
+        raise InvalidArgumentError(
+            "validate_shape=False would let the variable take values of other shapes, but it keeps the shape of its "
+            "initial value; leave validate_shape out, and make another variable for another shape"
+        )
+    if variable_def is not None:
+        raise InvalidArgumentError(
+            "variable_def belongs to TensorFlow's graphs, which do not exist here; leave it out, and give the value "
+            "as initial_value"
+        )
 
 
 def check_aggregation(spec: VariableSpec, op: str, value: Any) -> None:

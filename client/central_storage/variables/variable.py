@@ -35,7 +35,15 @@ from cs_proto.scatter import write
 from cs_runtime.shared_memory.remote_segment import aligned_copy
 
 from .array_protocols import ArrayProtocols
-from .checks import check_aggregation, check_fits, initial_array, row_numbers, say_foreign, warn_on_read
+from .checks import (
+    check_aggregation,
+    check_arguments,
+    check_fits,
+    initial_array,
+    row_numbers,
+    say_foreign,
+    warn_on_read,
+)
 
 if TYPE_CHECKING:
     from central_storage.core.backends import ControllerBackend, Strategy
@@ -89,10 +97,15 @@ class Variable(Handle, ArrayProtocols):
         aggregation: How assignments by several replicas become one; None is NONE.
         constraint: A function of the value, an array, that returns a value of its shape and dtype. Every
             ``apply_gradients`` applies it after its update.
+        validate_shape: Accepted as True, TensorFlow's default: a variable keeps its shape.
+        caching_device: Accepted, without effect: replicas read the server's memory.
+        variable_def: Accepted as None, TensorFlow's default.
+        import_scope: Accepted, without effect.
+        experimental_enable_variable_lifting: Accepted, without effect: nothing is traced.
 
     Raises:
-        InvalidArgumentError: The value does not fit, ``synchronization`` is not one, or it is ON_READ with
-            ``trainable`` (a ValueError).
+        InvalidArgumentError: The value does not fit, ``synchronization`` is not one, it is ON_READ with ``trainable``,
+            ``validate_shape`` is False, or ``variable_def`` is given (a ValueError).
         TypeError: The name, aggregation or constraint is not one, or ``dtype`` cannot hold the value.
         MemoryPlanError: The memory does not suffice.
 
@@ -119,30 +132,23 @@ class Variable(Handle, ArrayProtocols):
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation | None = VariableAggregation.NONE,
         constraint: Callable[[np.ndarray], np.ndarray] | None = None,
+        *,
+        validate_shape: bool = True,
+        caching_device: Any = None,
+        variable_def: None = None,
+        import_scope: str | None = None,
+        experimental_enable_variable_lifting: bool = True,
     ) -> None:
         if aggregation is None:
             aggregation = VariableAggregation.NONE
-        if not isinstance(aggregation, VariableAggregation):
-            raise TypeError(
-                f"aggregation must be a VariableAggregation such as cs.VariableAggregation.SUM, not {aggregation!r}"
-            )
-        if not isinstance(synchronization, VariableSynchronization):
-            raise InvalidArgumentError(f"synchronization must be a VariableSynchronization, not {synchronization!r}")
+        check_arguments(name, synchronization, aggregation, constraint, validate_shape, variable_def)
         if trainable and synchronization is VariableSynchronization.ON_READ:
             raise InvalidArgumentError("a variable with synchronization ON_READ is not trainable")
         if synchronization is VariableSynchronization.ON_READ and has_strategy():
             warn_on_read(get_strategy().num_replicas_in_sync, aggregation)
         if trainable is None:
             trainable = synchronization is not VariableSynchronization.ON_READ
-        if constraint is not None and not callable(constraint):
-            raise TypeError(f"constraint must be a function of the value, not {constraint!r}")
-        if name is not None and not isinstance(name, str):
-            raise TypeError(f"name must be a str, not {name!r:.100}")
-        value = initial_array(initial_value, dtype)
-        if shape is not None and tuple(shape) != value.shape:
-            raise InvalidArgumentError(
-                f"shape {tuple(shape)} was asked for, but the initial value has shape {value.shape}"
-            )
+        value = initial_array(initial_value, dtype, shape)
         spec = VariableSpec(
             name or "Variable",
             dtype_name(value.dtype),

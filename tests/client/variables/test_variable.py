@@ -140,6 +140,19 @@ def test_on_read_is_not_trainable_and_no_aggregation_is_none(s: CentralStorageSt
     assert made(s, 1.0).trainable
 
 
+def test_arguments_of_tensorflow_that_make_no_difference_are_accepted(s: CentralStorageStrategy) -> None:
+    v = made(
+        s,
+        1.0,
+        validate_shape=True,
+        caching_device="/cpu:0",
+        variable_def=None,
+        import_scope="scope",
+        experimental_enable_variable_lifting=False,
+    )
+    assert v.numpy() == 1.0
+
+
 @pytest.mark.parametrize(
     ("value", "options", "kind", "pattern"),
     [
@@ -147,6 +160,8 @@ def test_on_read_is_not_trainable_and_no_aggregation_is_none(s: CentralStorageSt
         (np.ones(2), {"dtype": "int32"}, TypeError, "is not converted to int32"),
         (300, {"dtype": "uint8"}, ValueError, "does not fit uint8"),
         ("text", {}, ValueError, "cannot have dtype"),
+        (1.0, {"validate_shape": False}, ValueError, "validate_shape=False would let .* leave validate_shape out"),
+        (1.0, {"variable_def": b""}, ValueError, "variable_def belongs to TensorFlow's graphs"),
         (None, {}, ValueError, "cannot become an array"),
         ([[1], [1, 2]], {}, ValueError, "cannot become an array"),
         ([1.0, 2.0], {"shape": (3,)}, ValueError, r"shape \(3,\) was asked for"),
