@@ -89,6 +89,26 @@ def test_what_is_left_out_is_counted_and_does_not_exist() -> None:
         assert not hasattr(getattr(cs, name), member), f"{path} exists; take it from LEFT_OUT"
 
 
+@pytest.mark.parametrize("path", LEFT_OUT)
+def test_what_is_left_out_is_refused_with_a_remedy(path: str) -> None:
+    name, _, member = path.partition(".")
+    strategy = cs.get_strategy()
+    with pytest.raises(AttributeError, match=rf"'{member}'; use instead: .+ \(docs/from-tensorflow.md\)"):
+        getattr(strategy.extended if name == "StrategyExtended" else strategy, member)
+
+
+def test_a_property_that_fails_keeps_its_own_error() -> None:
+    class Strategy(type(cs.get_strategy())):  # type: ignore[misc]
+        @property
+        def broken(self) -> int:
+            raise AttributeError("its own")
+
+    with pytest.raises(AttributeError, match="its own"):
+        _ = Strategy().broken
+    with pytest.raises(AttributeError, match="no attribute 'runn'"):
+        _ = cs.get_strategy().runn
+
+
 def test_the_default_strategy_has_the_same_api() -> None:
     default = type(cs.get_strategy())
     for name, member, text in KEPT:

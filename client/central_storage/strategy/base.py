@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 from weakref import ref
 
 from central_storage.core import context
@@ -26,6 +26,7 @@ from central_storage.data.distributed import (
 )
 from central_storage.data.input_context import InputContext
 from central_storage.diagnostics.callers import warn_deprecated
+from central_storage.diagnostics.tensorflow_names import member
 from central_storage.variables.variable import Variable
 from cs_proto.errors import ContextError
 
@@ -40,6 +41,9 @@ class StrategyBase(ReplicaDevices):
     """The methods that users call on a strategy."""
 
     _extended: Callable[[], StrategyExtended | None] = staticmethod(lambda: None)
+
+    if not TYPE_CHECKING:  # a type checker would accept every name
+        __getattr__ = member
 
     # --- defined by a subclass ----------------------------------------------------------------------------------
 
