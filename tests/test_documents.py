@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from tests.harness.processes import ROOT, run
 
+from cs_proto.version import __version__
+
 #: README.md stays a page that a visitor reads: a new feature gets one line under Features, and a page of the guide.
 README_LINES = 130
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md")])
@@ -23,6 +25,13 @@ def names(paths: list[Path]) -> list[str]:
 
 def test_the_readme_stays_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
+
+
+def test_the_documents_name_the_version() -> None:
+    assert f"This is version {__version__}, " in (ROOT / "README.md").read_text()
+    newest = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1]
+    in_development = f"the version in development has the number {__version__};"
+    assert in_development in newest if "(not yet released)" in newest else newest.startswith(f"{__version__} (")
 
 
 def test_the_readme_names_every_page_of_the_guide() -> None:

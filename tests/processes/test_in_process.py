@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import subprocess
@@ -22,6 +23,7 @@ from threadpoolctl import threadpool_limits
 
 import central_storage as cs
 from central_storage import errors
+from cs_runtime.transport.readiness import is_readable
 
 
 def threads(replicas: int) -> cs.CentralStorageStrategy:
@@ -320,6 +322,38 @@ def test_ctrl_c_interrupts_the_function_and_a_second_one_goes_on_without_code_th
     assert ended.lines[-1].startswith("ended: its service has ended: a second Ctrl-C")
     assert "replica 1 still hangs in a thread of this script, at <string>:" in ended.lines[-1]
     assert "Traceback" not in ended.err
+
+
+class _Bell(logging.Handler):
+    """Writes to a descriptor as soon as the server names a wait."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Look for a wait."""
+        if "waiting" in record.getMessage():
+            os.write(self._descriptor, b"!")
+
+
+def test_the_server_names_waits_when_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CS_NAME_WAITS", "0.1")
+    reader, writer = os.pipe()
+    bell, limit = _Bell(writer), unit(5.0)
+
+    def step() -> float:
+        assert replica() == 0 or is_readable(reader, limit)  # by default the wait is named after 10 s
+        return meet()
+
+    logging.getLogger("cs_server").addHandler(bell)
+    try:
+        with threads(2) as strategy:
+            assert strategy.experimental_local_results(strategy.run(step)) == (2, 2)
+    finally:
+        logging.getLogger("cs_server").removeHandler(bell)
+        os.close(reader)
+        os.close(writer)
 
 
 # --- a debugger -------------------------------------------------------------------------------------------------------
