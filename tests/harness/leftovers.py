@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from .processes import MARK, describe, marked_process, reap
+from .processes import MARK, describe, living_after, marked_process, reap
 from .timing import unit
 
 __all__ = ["Leftovers", "Snapshot", "since", "take"]
@@ -75,7 +75,7 @@ def since(before: Snapshot, timeout: float | None = None) -> Leftovers:
     deadline = time.monotonic() + (unit(2) if timeout is None else timeout)
     while (left := _compare(before)) and time.monotonic() < deadline:
         gc.collect()
-        psutil.wait_procs(left.processes, timeout=unit(0.05))
+        living_after(unit(0.05), left.processes)
         for thread in left.threads:
             thread.join(unit(0.05))
         if not left.processes and not left.threads:

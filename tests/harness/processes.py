@@ -22,9 +22,11 @@ from pathlib import Path
 
 import psutil
 
+from cs_runtime.transport.readiness import is_readable
+
 from .timing import unit
 
-__all__ = ["MAILBOXES", "MARK", "ROOT", "Child", "Ended", "marked", "reap", "run", "start"]
+__all__ = ["MAILBOXES", "MARK", "ROOT", "Child", "Ended", "living_after", "marked", "reap", "run", "start"]
 
 #: The environment variable by which a process is known to belong to a test session, and to which child of it.
 MARK = "CS_TEST_ID"
@@ -139,7 +141,7 @@ class Child:
         """What the child started and what is still there ``timeout`` seconds from now; [] as soon as nothing is."""
         deadline = self._deadline(timeout)
         while (living := [p for p in marked(self.mark) if p.pid != self.pid]) and time.monotonic() < deadline:
-            psutil.wait_procs(living, timeout=max(0.0, deadline - time.monotonic()))
+            living_after(max(0.0, deadline - time.monotonic()), living)
         return [describe(process) for process in living]
 
     def processes(self) -> list[psutil.Process]:
@@ -239,7 +241,26 @@ def reap(processes: Sequence[psutil.Process]) -> None:
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(processes, timeout=unit(5))
+    living_after(unit(5), processes)
+
+
+def living_after(timeout: float, processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Those of ``processes`` that still run after ``timeout`` seconds; [] as soon as none does.
+
+    Unlike psutil, this does not wait until the parent of each has taken note of its end. Process 1, the parent of
+    orphans, may take seconds for that."""
+    deadline, living = time.monotonic() + timeout, []
+    for process in processes:
+        try:
+            descriptor = os.pidfd_open(process.pid)
+        except ProcessLookupError:
+            continue
+        try:
+            if not is_readable(descriptor, max(0.0, deadline - time.monotonic())):
+                living.append(process)
+        finally:
+            os.close(descriptor)
+    return living
 
 
 def describe(process: psutil.Process) -> str:

@@ -7,7 +7,8 @@ import signal
 import psutil
 import pytest
 
-from .processes import run, start
+from .processes import living_after, run, start
+from .timing import unit
 
 HIDES = """
 import os, sys, time
@@ -20,6 +21,14 @@ if os.fork() == 0:
     os._exit(0)
 os.wait()
 print("hidden", flush=True)
+"""
+
+FORKS = """
+import os, time
+if (pid := os.fork()) == 0:
+    os._exit(0)
+print("forked", pid, flush=True)
+time.sleep(600)
 """
 
 HANGS = """
@@ -67,6 +76,18 @@ def test_a_grandchild_that_hid_itself_is_found_and_ended(monkeypatch: pytest.Mon
     monkeypatch.setenv("CS_TEST_TIME_UNIT", "0.1")  # how long the grandchild is given to go
     with pytest.raises(AssertionError, match="left running"):
         run("-c", HIDES)
+
+
+def test_a_process_that_nobody_has_taken_note_of_has_ended() -> None:
+    forks = (
+        "import os, time\nif (pid := os.fork()) == 0: os._exit(0)\nprint('forked', pid, flush=True)\ntime.sleep(600)"
+    )
+    with start("-c", forks) as child:
+        grandchild = psutil.Process(int(child.wait_for(r"forked (\d+)").group(1)))
+        assert living_after(unit(5), [grandchild]) == []
+        assert grandchild.status() == psutil.STATUS_ZOMBIE
+        [parent] = child.processes()
+        assert living_after(0, [grandchild, parent]) == [parent]
 
 
 def test_a_child_that_hangs_is_shown_with_its_stacks() -> None:

@@ -8,11 +8,10 @@ import signal
 from pathlib import Path
 
 import nbformat
-import psutil
 import pytest
 from nbclient import NotebookClient
 from tests.harness.digits import DIGITS, quick_digits
-from tests.harness.processes import Child, run, start
+from tests.harness.processes import Child, living_after, run, start
 from tests.harness.timing import unit
 
 from central_storage.launch.run_directory import RunDirectory
@@ -152,7 +151,7 @@ time.sleep(600)
         others = [process for process in child.processes() if process.pid != forked]
         child.signal(signal.SIGKILL)
         child.wait()
-        psutil.wait_procs(others, timeout=unit(5))
+        living_after(unit(5), others)
         assert [process.pid for process in child.processes()] == [forked]
 
 

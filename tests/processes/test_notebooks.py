@@ -10,7 +10,7 @@ import psutil
 import pytest
 from nbclient.exceptions import DeadKernelError
 from tests.harness.notebooks import Kernel, notebook
-from tests.harness.processes import ROOT
+from tests.harness.processes import ROOT, living_after
 from tests.harness.timing import unit
 
 PAGE = (ROOT / "docs/guide/notebooks.md").read_text()
@@ -47,7 +47,7 @@ def in_notebook(script: Callable[[Kernel], Awaitable[None]]) -> None:
 
 
 def gone(processes: list[psutil.Process]) -> bool:
-    return not psutil.wait_procs(processes, timeout=unit(10))[1]
+    return not living_after(unit(10), processes)
 
 
 def test_the_page_runs_cell_by_cell(tmp_path: object) -> None:

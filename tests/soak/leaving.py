@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 from tests.harness import leftovers
-from tests.harness.processes import MARK, ROOT, describe, marked, reap
+from tests.harness.processes import MARK, ROOT, describe, living_after, marked, reap
 from tests.harness.timing import unit
 from tests.soak.sessions import LATE, LAUNCH, Late, Session, role_of, session
 
@@ -223,7 +223,7 @@ def _living(mark: str, what: str) -> list[str]:
     """What of a session does not end within 5 s, in words."""
     begun = time.monotonic()
     while (living := marked(mark)) and time.monotonic() - begun < LATE * unit(_GONE_WITHIN):
-        psutil.wait_procs(living, timeout=0.05)
+        living_after(0.05, living)
     took = time.monotonic() - begun
     if living or took <= unit(_GONE_WITHIN):
         return [f"{what}: left running: {role_of(process) or 'helper'} {describe(process)}" for process in living]
