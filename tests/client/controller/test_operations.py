@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import zmq
+from tests.harness.ctrl_c import pressed_everywhere
 
 import central_storage as cs
 import central_storage.controller.session
@@ -77,6 +78,33 @@ def test_ctrl_c_at_the_end_is_raised_when_all_is_let_go_of(monkeypatch: pytest.M
     with pytest.raises(KeyboardInterrupt):
         strategy.shutdown()
     strategy.shutdown()
+
+
+def _zero() -> int:
+    return 0
+
+
+OPERATIONS: dict[str, Callable[[cs.CentralStorageStrategy, cs.Variable], object]] = {
+    "run": lambda strategy, w: strategy.run(_zero),
+    "read": lambda strategy, w: w.numpy(),
+    "write": lambda strategy, w: w.assign(1.0),
+    "create": lambda strategy, w: cs.Variable(1.0),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_ctrl_c_at_any_point_is_raised_and_the_next_operation_works(
+    strategy: cs.CentralStorageStrategy, name: str
+) -> None:
+    w, pressed = cs.Variable(0.0, name="w"), 0
+    made = list[object]()  # what is dropped calls weak references, in which Python itself drops a Ctrl-C
+    for where, is_raised in pressed_everywhere(lambda: made.append(OPERATIONS[name](strategy, w)), every=41):
+        assert is_raised, where
+        assert not strategy.controller._session.interrupts.is_entered, where
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, where
+        made.append(OPERATIONS[name](strategy, w))
+        pressed += 1
+    assert pressed > 3
 
 
 def test_names_come_back_though_ctrl_c_left_what_freed_them(
