@@ -82,6 +82,11 @@ class Series:
         finally:
             del outcome  # its traceback refers to this frame, and would keep it and its callers alive
 
+    def drop(self) -> BaseException | None:
+        """The exception of the first step whose outcome was not taken, which is known; None if it has succeeded."""
+        outcome = self.outcomes.popleft()
+        return outcome if isinstance(outcome, BaseException) else None
+
     def settle(self, *, cancel: bool = False) -> None:
         """Wait for all that were sent, or ``cancel`` those that are not over. Raises KeyboardInterrupt for a Ctrl-C."""
         if self.unanswered:

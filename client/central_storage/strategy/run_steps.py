@@ -48,6 +48,9 @@ class StepSeries(Protocol):
     def take(self) -> list[Any]:
         """The results of the next step, in replica order; raises the exception of the step."""
 
+    def drop(self) -> BaseException | None:
+        """The exception of the next step, which is over; None if it has succeeded."""
+
     def settle(self, *, cancel: bool = False) -> None:
         """Wait for all that were sent, or ``cancel`` them."""
 
@@ -133,11 +136,8 @@ class Steps(Closed):
             else:
                 self._elements.give_back(unused)
         for number in range(self._taken, self._series.begun):
-            try:
-                self._series.take()
-            except KeyboardInterrupt:
-                pass  # cancelled
-            except BaseException as error:  # noqa: BLE001  (whatever the user's code raises)
+            error = self._series.drop()
+            if error is not None and not isinstance(error, KeyboardInterrupt):  # which it has if it was cancelled
                 _log.warning("step %d failed after its loop was left: %s", number + 1, repr(error))
 
     def __enter__(self) -> Self:
@@ -217,6 +217,9 @@ class LocalSeries:
         self.has_failed = False
         self.succeeded += 1
         return result
+
+    def drop(self) -> None:
+        """Every step that has begun was taken."""
 
     def settle(self, *, cancel: bool = False) -> None:
         """Nothing is under way between two steps."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.harness.ctrl_c import pressed_everywhere
 
 from central_storage.core.pipeline import Arguments, Sent, Series
 from central_storage.data.distributed import DistributedDataset, DistributedIterator
@@ -186,6 +187,19 @@ def test_a_ctrl_c_while_a_dropped_loop_waits_is_raised_in_the_script() -> None:
     with pytest.raises(KeyboardInterrupt):
         dropped.clear()
     assert played.begun == [0, 1, 2]
+
+
+def test_a_ctrl_c_while_a_loop_is_closed_is_raised_in_the_script() -> None:
+    kept = []  # what is dropped calls __del__, at whose beginning Python itself drops a Ctrl-C
+
+    def left() -> None:
+        steps = stepped(Series(Played(), 2), elements(5), None, lambda batch: 0)
+        kept.append(steps)
+        next(steps)
+        steps.close()
+
+    for where, is_raised in pressed_everywhere(left):
+        assert is_raised, where
 
 
 def test_a_failed_step_keeps_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> None:
