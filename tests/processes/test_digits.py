@@ -26,15 +26,15 @@ def numbers(lines: list[str], pattern: str) -> list[tuple[str, ...]]:
 
 
 def test_the_demonstration() -> None:
-    ended = run(*LAUNCH, DIGITS, timeout=unit(60)).ok()
-    epochs = numbers(ended.lines, r"epoch (\d+)/60  loss (\d\.\d{4})$")
-    assert [int(epoch) for epoch, _ in epochs] == list(range(6, 61, 6))
+    ended = run(*LAUNCH, DIGITS, "--epochs", "20", timeout=unit(60)).ok()
+    epochs = numbers(ended.lines, r"epoch (\d+)/20  loss (\d\.\d{4})$")
+    assert [int(epoch) for epoch, _ in epochs] == list(range(2, 21, 2))
     losses = [float(loss) for _, loss in epochs]
     assert losses[-1] < losses[0] / 3
     [(script, steps)] = numbers(ended.lines, r"this script \(pid (\d+)\) sent (\d+) steps")
     [(server, commits)] = numbers(ended.lines, r"server \(pid (\d+)\) made (\d+) commits to 4 variables")
     workers = numbers(ended.lines, r"worker (w\d) \(pid (\d+), cpu:(\d)\) ran (\d+) steps and brought (\d+) gradients")
-    assert int(steps) == 60 * 12
+    assert int(steps) == 20 * 12
     assert int(commits) >= int(steps)
     assert [(worker[0], worker[2], worker[3], worker[4]) for worker in workers] == [
         ("w0", "0", steps, steps),
@@ -42,7 +42,7 @@ def test_the_demonstration() -> None:
     ]
     assert len({script, server, *(worker[1] for worker in workers)}) == 4
     [(accuracy,)] = numbers(ended.lines, r"test accuracy (\d\.\d{4})$")
-    assert float(accuracy) >= 0.97
+    assert float(accuracy) >= 0.95
 
 
 @pytest.mark.slow
@@ -84,7 +84,7 @@ TRAINED = re.escape("replicas (0, 1) 2.0")
         ("", 0, ""),
         pytest.param("strategy.shutdown(); strategy.shutdown()", 0, "", marks=pytest.mark.slow),
         pytest.param("sys.exit(3)", 3, "", marks=pytest.mark.slow),
-        ("1 / 0", 1, "ZeroDivisionError: division by zero"),
+        pytest.param("1 / 0", 1, "ZeroDivisionError: division by zero", marks=pytest.mark.slow),
         ("os._exit(4)", 4, ""),
     ],
     ids=["end", "shutdown", "exit", "exception", "death"],

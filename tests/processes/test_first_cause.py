@@ -15,6 +15,7 @@ LIKE_OTHERS = {
     "killed": "segmentation fault",
     "import error": "exception",
     "memory limit": "exception",
+    "function that cannot be sent": "exception",
 }
 TRIED = [pytest.param(name, marks=pytest.mark.slow if name in LIKE_OTHERS else ()) for name in CASES]
 
