@@ -167,9 +167,8 @@ class Loop:
         except BaseException as raised:
             if self._shop.interrupts.terminating:
                 raise
-            if outer is None:
-                written.explain(raised)
-            error = raised_error(raised, replica.replica, replica.count, self._shop.arena)
+            told = written.verdict(raised) if outer is None else raised
+            error = raised_error(told, replica.replica, replica.count, self._shop.arena)
         finally:
             self._under_way.pop()
         if restore is not None:

@@ -162,7 +162,7 @@ def test_a_write_across_many_pages_and_variables(alone: Service) -> None:
     assert alone.result() == [0.0] * 12
 
 
-def test_a_function_that_raises_gets_a_note(alone: Service) -> None:
+def test_a_function_that_raises_something_else_fails_for_the_write_and_says_both(alone: Service) -> None:
     v = table(alone)
 
     def step() -> None:
@@ -170,9 +170,9 @@ def test_a_function_that_raises_gets_a_note(alone: Service) -> None:
         raise KeyError("mine")
 
     alone.run(step)
-    with pytest.raises(KeyError, match="mine") as raised:
+    with pytest.raises(VariableWrittenError, match="something wrote in place to variable") as raised:
         alone.result()
-    assert "something wrote in place to variable" in "\n".join(raised.value.__notes__)
+    assert "KeyError: 'mine'" in "\n".join(raised.value.__notes__)
     alone.run(look(v))
     assert alone.result() == [0]
 

@@ -179,13 +179,16 @@ class WrittenPages:
             finally:
                 self._found.clear()
 
-    def explain(self, raised: BaseException) -> None:
-        """The function has raised ``raised``. If a variable was written, add a note to say so."""
+    def verdict(self, raised: BaseException) -> BaseException:
+        """The error of a run whose function has raised ``raised``: another one if a variable was written, because what
+        the run has brought to merge points may be wrong."""
         try:
             self.end_run()
         except VariableWrittenError as error:
-            if not isinstance(raised, VariableWrittenError):
-                raised.add_note(str(error))
+            if not isinstance(raised, VariableWrittenError | KeyboardInterrupt):
+                error.__cause__ = raised
+                return error
+        return raised
 
     # --- arguments ------------------------------------------------------------------------------------------------
 
