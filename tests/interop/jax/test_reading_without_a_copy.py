@@ -1,7 +1,11 @@
-"""JAX reads variables where they lie: by ``device_put`` of the view, because every view begins at a multiple of 64."""
+"""JAX reads variables where they lie: by ``device_put`` of the view, because every view begins at a multiple of 64.
+
+Only the worker imports JAX: its threads would make a fork of the test process a warning.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,8 +15,10 @@ from tests.harness.timing import unit
 
 import central_storage as cs
 
-pytest.importorskip("jax")
-pytestmark = pytest.mark.timeout(unit(300))  # a process imports JAX
+pytestmark = [
+    pytest.mark.timeout(unit(300)),  # a process imports JAX
+    pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="JAX is not installed"),
+]
 F32 = np.float32
 
 
@@ -54,7 +60,7 @@ def test_what_a_replica_has_noted_to_write_is_shared_too(one: cs.CentralStorageS
     assert one.run(look) == (True, 3)
 
 
-def test_from_dlpack_copies_once_in_a_replica_and_in_the_script(one: cs.CentralStorageStrategy) -> None:
+def test_from_dlpack_copies_once(one: cs.CentralStorageStrategy) -> None:
     with one.scope():
         w = cs.Variable(np.full((300, 400), 3, F32))
 
@@ -76,4 +82,3 @@ def test_from_dlpack_copies_once_in_a_replica_and_in_the_script(one: cs.CentralS
         return array.unsafe_buffer_pointer() == seen.array.__array_interface__["data"][0], float(array.sum())
 
     assert one.run(look) == (True, 360_000)
-    assert look() == (True, 360_000)
