@@ -90,6 +90,7 @@ def test_a_run_that_wrote_fails_and_names_the_variable_and_the_next_one_works(al
         alone.run(step, True)
         with pytest.raises(VariableWrittenError) as raised:
             alone.result()
+        assert isinstance(raised.value, RuntimeError)
         name = alone.variables[number_of(v)].spec.name
         assert str(raised.value).startswith(
             f"replica 0: something wrote in place to variable {name!r}, which a replica may only read. The write "
