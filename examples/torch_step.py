@@ -2,11 +2,11 @@
 
     python examples/torch_step.py        # needs torch: pip install torch==2.13.0
 
-Nothing is copied: in a replica `torch.from_dlpack(variable)` is the parameter process's own memory, mapped read-only,
-and autograd adds into `gradient_buffers`. Follow two rules:
+Nothing is copied: in a replica `torch.from_dlpack(variable)` is the parameter process's own memory, and autograd adds
+into `gradient_buffers`. Follow two rules:
 
-- Never write to the parameters; the central optimizer updates them. torch does not know read-only memory, so an
-  in-place `p.add_()` ends the worker with a segmentation fault, and the run's error names the variable.
+- Never write to the parameters; the central optimizer updates them. An in-place `p.add_()` changes only this process,
+  and the run fails with VariableWrittenError, which names the variable.
 - Call `bind` again in every step, because a commit may move a variable.
 """
 
