@@ -10,6 +10,7 @@ rule by name.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from inspect import signature
 from typing import Any, Literal, TypeAlias
 
@@ -140,12 +141,18 @@ def scalars(rule: Rule, hyperparameters: Hyperparameters, t: int, dtype: np.dtyp
         raise InvalidArgumentError(f"only {kinds} variables can be optimized by {rule.name}, not {dtype}")
     with np.errstate(over="ignore"):
         if dtype in (np.float32, np.complex64):
-            hyperparameters = {name: float(np.float32(value)) for name, value in hyperparameters.items()}
+            hyperparameters = _rounded(tuple(hyperparameters.items()))
         try:
             numbers = rule.numbers(hyperparameters, t)
         except KeyError as missing:
             raise InvalidArgumentError(f"{rule.name} needs the hyperparameter {missing}") from None
         return tuple(map(dtype.type, numbers))
+
+
+@lru_cache(maxsize=256)
+def _rounded(hyperparameters: tuple[tuple[str, float], ...]) -> Hyperparameters:
+    """The same in single precision. Those of an optimizer are asked for at every step."""
+    return {name: float(np.float32(value)) for name, value in hyperparameters}
 
 
 # The steps. Products and sums stand in the order in which TensorFlow's kernels take them.
