@@ -10,6 +10,7 @@ rule by name.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from inspect import signature
 from typing import Any, Literal, TypeAlias
 
@@ -67,12 +68,14 @@ def reference(
     slots: tuple[Array, ...],
     hyperparameters: Hyperparameters,
     t: int,
+    scale: Sequence[float] = (),
 ) -> None:
     """Apply the rule in plain NumPy, in place: what every kernel must equal bit for bit.
 
     All arrays have one shape (any) and one floating-point or complex dtype; everything is computed in that of
-    `computed_in`. The gradients stand in replica order and are added one after the other. Raises InvalidArgumentError
-    as `scalars` does, and when there is no gradient.
+    `computed_in`. The gradients stand in replica order and are added one after the other. `scale` has the weight of
+    each gradient and, at last, the factor of their sum; empty, all are 1. Raises InvalidArgumentError as `scalars`
+    does, and when there is no gradient.
     """
     if not gradients:
         raise InvalidArgumentError(f"{rule.name} needs the gradient of at least one replica")
@@ -80,13 +83,41 @@ def reference(
     numbers = scalars(rule, hyperparameters, t, wide)
     # An overflow or a nan is the training's own affair: it is kept in the values, as the kernels keep it.
     with np.errstate(all="ignore"):
-        total = gradients[0].astype(wide)
-        for gradient in gradients[1:]:
-            total += gradient
+        total = summed(gradients, scale[:-1], wide)
+        if scale:
+            scaled(total, scale[-1])
         before = [array.astype(wide, copy=False) for array in (parameters, *slots)]
         updated = rule.step(before[0], total, *before[1:], *numbers)
         for target, value in zip((parameters, *slots), updated, strict=True):
             target[...] = value
+
+
+def summed(gradients: Sequence[Array], weights: Sequence[float], dtype: np.dtype[Any]) -> Array:
+    """The sum of the gradients in replica order, each times its weight, as a new array of this dtype.
+
+    A gradient whose weight is 0 in this precision is left out, also where it is NaN. No weights: all are 1.
+    """
+    total = None
+    with np.errstate(all="ignore"):
+        for gradient, weight in zip(gradients, weights or [1.0] * len(gradients), strict=True):
+            if weight != 1:
+                if dtype.type(weight) == 0:
+                    continue
+                gradient = scaled(gradient.astype(dtype), weight)
+            if total is None:
+                total = gradient.astype(dtype)
+            else:
+                total += gradient
+    return np.zeros(gradients[0].shape, dtype) if total is None else total
+
+
+def scaled(gradient: Array, factor: float) -> Array:
+    """``gradient``, contiguous, multiplied in place."""
+    if factor != 1:
+        real = gradient.view(gradient.real.dtype)  # a product with a complex number would have other infinities
+        with np.errstate(all="ignore"):
+            real *= real.dtype.type(factor)
+    return gradient
 
 
 def computed_in(dtype: np.dtype[Any] | str) -> np.dtype[Any]:
@@ -110,12 +141,18 @@ def scalars(rule: Rule, hyperparameters: Hyperparameters, t: int, dtype: np.dtyp
         raise InvalidArgumentError(f"only {kinds} variables can be optimized by {rule.name}, not {dtype}")
     with np.errstate(over="ignore"):
         if dtype in (np.float32, np.complex64):
-            hyperparameters = {name: float(np.float32(value)) for name, value in hyperparameters.items()}
+            hyperparameters = _rounded(tuple(hyperparameters.items()))
         try:
             numbers = rule.numbers(hyperparameters, t)
         except KeyError as missing:
             raise InvalidArgumentError(f"{rule.name} needs the hyperparameter {missing}") from None
         return tuple(map(dtype.type, numbers))
+
+
+@lru_cache(maxsize=256)
+def _rounded(hyperparameters: tuple[tuple[str, float], ...]) -> Hyperparameters:
+    """The same in single precision. Those of an optimizer are asked for at every step."""
+    return {name: float(np.float32(value)) for name, value in hyperparameters}
 
 
 # The steps. Products and sums stand in the order in which TensorFlow's kernels take them.

@@ -19,7 +19,7 @@ from cs_proto.segment_names import JOURNAL
 from cs_runtime.shared_memory.mapping import Mapping
 from cs_server.compute import kernels
 from cs_server.compute.executor import Executor
-from cs_server.events import Apply, Commit, Dense, Fill, Rows, Write
+from cs_server.events import Apply, Commit, Dense, Fill, Rows, Update, Write
 from cs_server.gpu import blocks, cuda, staging, store, updates
 from cs_server.gpu import memory as gpu_memory
 from cs_server.gpu.dirty_ranges import Change
@@ -155,9 +155,10 @@ class Both:
         """The kernels that these need, as the first apply of a set of variables has them loaded."""
         for each in operations:
             if isinstance(each, Apply):
-                for part in (*each.dense, *each.sparse):
-                    if part.dtype in GPU_DTYPES:
-                        self.gpu.load_kernel(each.rule, part.dtype)
+                for update in each.updates:
+                    for part in (*update.dense, *update.sparse):
+                        if part.dtype in GPU_DTYPES:
+                            self.gpu.load_kernel(update.rule, part.dtype)
 
     def mirrored(self) -> None:
         """Have the mirror hold slots too."""
@@ -237,7 +238,7 @@ def table(
 
 
 def apply(rule: str, dense: Sequence[Dense] = (), sparse: Sequence[Rows] = (), t: int = 1, **given: float) -> Apply:
-    return Apply(rule, tuple((HYPERPARAMETERS | given).items()), t, tuple(dense), tuple(sparse))
+    return Apply((Update(rule, tuple((HYPERPARAMETERS | given).items()), t, tuple(dense), tuple(sparse)),))
 
 
 # --- commits ----------------------------------------------------------------------------------------------------------
@@ -301,6 +302,27 @@ def test_a_sparse_update(both: Both, rule: str, lazy: float, height: int, width:
     for t in range(1, 4):
         both.commit(apply(rule, sparse=[sparse], t=t, lazy=lazy))
     both.assert_same()
+
+
+@pytest.mark.parametrize("weights", [(), (0.25, 1.5), (0.0, 1.0), (0.0, 0.0)])
+@pytest.mark.parametrize(
+    ("bound", "own"), [(None, {}), (0.5, {}), (0.5, {"clipvalue": 0.25}), (0.5, {"clipnorm": 0.5})]
+)
+@pytest.mark.parametrize("dtypes", [["float32"], ["float32", "float64"], ["float32", "complex64"]])
+@pytest.mark.usefixtures("narrow", "locking")
+def test_several_optimizers_weights_and_one_bound(
+    gpus: StandInGpus, weights: tuple[float, ...], bound: float | None, own: dict[str, float], dtypes: list[str]
+) -> None:
+    both = Both()
+    if "clipvalue" in own:  # of real gradients only
+        dtypes = [dtype for dtype in dtypes if dtype != "complex64"]
+    dense = variables(both, "sgd_momentum", dtypes)
+    rows = table(both, "sgd_momentum", 20, 9, [[2, 2, 5], [6]], first=1000)
+    (first,) = apply("sgd_momentum", dense[:1], **own).updates
+    (second,) = apply("sgd_momentum", dense[1:], [rows], learning_rate=0.5).updates
+    both.commit(Apply((first, second), (), weights, bound, 1e-6 if bound else 0.0))
+    both.assert_same(1e-5 if bound else 0.0)
+    both.close()
 
 
 def test_a_row_beyond_the_table_is_left_out(both: Both) -> None:
@@ -515,7 +537,7 @@ def test_the_mirror_is_copied_from_page_locked_memory_while_kernels_run(gpus: St
     after = gpus.cupy.counts()
     counted = {name: after[name] - before[name] for name in after}
     assert counted["device_to_host_nbytes"] == 3 * 4 * (50 + 136)
-    assert counted["host_to_device_nbytes"] == 8 * 2 * (4 + 2 + 2)  # the table of two pieces
+    assert counted["host_to_device_nbytes"] == 8 * 2 * (4 + 2 + 2 * 2)  # the table of two pieces
     assert (counted["launches"], counted["allocated_nbytes"]) == (1, 0)
     both.close()
     assert gpus.cupy.counts()["page_locked_nbytes"] == 0

@@ -20,6 +20,7 @@ from cs_proto.messages import (
     MergeCallPoint,
     MergeCallReturn,
     Merged,
+    OptimizerChange,
     PointFailed,
     Reduced,
     Return,
@@ -32,6 +33,7 @@ from cs_proto.messages import (
 )
 from cs_proto.records import Record, replace
 from cs_server.engine import sessions
+from cs_server.engine.catalogue import optimizers
 from cs_server.engine.store.state import State
 from cs_server.engine.store.tables import Failure, ReplicaProgress, RunState
 from cs_server.events import FreeResults, Send
@@ -129,8 +131,8 @@ def answer(server: State, run: RunId, replica: int, k: int, reads: bool) -> Reco
     if state.failure is not None:
         return PointFailed(run, k, state.failure.error, True)
     point = None if reads else server.tables.points.get((run, replica, k))
-    if isinstance(point, ApplyPoint) and point.variable_set:  # a new worker asks for the number of a known set
-        return Accepted(run, k, point.variable_set)
+    if isinstance(point, ApplyPoint) and not point.needs_answer:  # a new worker asks for the numbers of known sets
+        return Accepted(run, k, tuple(update.variable_set for update in point.updates))
     return None
 
 
@@ -260,6 +262,16 @@ def begin(server: State, run: RunId, now: float, series: int = 0) -> None:
     if failure is not None:
         server.tables.tally.runs += 1
         finish(server, run, state)
+
+
+def change(server: State, run: RunId, changes: tuple[OptimizerChange, ...]) -> None:
+    """Take over the hyperparameters that ``run`` brings, once. Raises InvalidArgumentError."""
+    state = server.tables.runs[run]
+    if not changes or state.has_changed:
+        return
+    for optimizer in optimizers.changed(server, changes):
+        server.tables.optimizers[optimizer.number] = optimizer
+    server.tables.runs[run] = replace(state, has_changed=True)
 
 
 def check_near(server: State, run: RunId) -> None:

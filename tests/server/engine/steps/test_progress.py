@@ -40,6 +40,7 @@ from tests.harness.playbook import (
 
 from cs_proto.messages import (
     Accepted,
+    ApplyPoint,
     Ask,
     Assign,
     Committed,
@@ -47,6 +48,7 @@ from cs_proto.messages import (
     Done,
     MergeCallReturn,
     Merged,
+    OptimizerUpdate,
     PointFailed,
     Preserve,
     Reduced,
@@ -57,6 +59,7 @@ from cs_proto.messages import (
     Value,
     Variable,
 )
+from cs_server.engine.store.tables import Tables
 from cs_server.events import (
     Apply,
     Command,
@@ -207,8 +210,8 @@ def test_the_first_apply_of_a_set_is_answered_at_once_and_committed_late() -> No
         allocates("slots/1/v/float32", 0, 8),
         allocates("slots/1/m/float32", 64, 68),
         allocates("slots/1/v/float32", 64, 68),
-        Send(w(0), Accepted((1,), 0, 1)),
-        Send(w(1), Accepted((1,), 0, 1)),
+        Send(w(0), Accepted((1,), 0, (1,))),
+        Send(w(1), Accepted((1,), 0, (1,))),
         commits(
             Fill("slots/1/m/float32", "float32", 0, 2, 0.0),
             Fill("slots/1/v/float32", "float32", 0, 2, 0.0),
@@ -219,7 +222,7 @@ def test_the_first_apply_of_a_set_is_answered_at_once_and_committed_late() -> No
     book.on(returns(0, 1))
     book.on(returns(1, 1))  # the slots are not filled yet
     (step,) = book.does(book.finished())
-    assert step.operations[0].dense[0].slots == ("slots/1/m/float32", "slots/1/v/float32")  # type: ignore[union-attr]
+    assert step.operations[0].updates[0].dense[0].slots == ("slots/1/m/float32", "slots/1/v/float32")  # type: ignore[union-attr]
     book.on(book.finished(), finished(commits=1))
     book.repeat_all()
 
@@ -232,7 +235,7 @@ def rows(replica: int, count: int = 1, variable: int = 1, width: int = 2) -> Spa
 
 def test_sparse_gradients_are_applied_in_replica_order_and_their_slots_take_no_memory() -> None:
     book = Playbook(2).begin().has(spec("table", (5, 2)), spec("b")).has_optimizer("Adam")
-    points = [replace(first_apply(0, 1, 2), sparse=(rows(replica, 3),)) for replica in (0, 1)]
+    points = [first_apply(0, 1, 2, sparse=(rows(replica, 3),)) for replica in (0, 1)]
     book.on(asks(1, points[1]))
     *_, fills = book.does(asks(0, points[0]))
     assert isinstance(fills, Commit)
@@ -243,16 +246,18 @@ def test_sparse_gradients_are_applied_in_replica_order_and_their_slots_take_no_m
     assert isinstance(step, Commit)
     (apply,) = step.operations
     assert isinstance(apply, Apply)
-    assert [part.ranges for part in apply.dense] == [((16, 17),)]
-    assert [(part.first, part.shape) for part in apply.sparse] == [(0, (5, 2))]
-    assert apply.sparse[0].gradients == tuple((p.sparse[0].values, p.sparse[0].indices) for p in points)
+    (step_of_one,) = apply.updates
+    assert [part.ranges for part in step_of_one.dense] == [((16, 17),)]
+    assert [(part.first, part.shape) for part in step_of_one.sparse] == [(0, (5, 2))]
+    brought = [point.updates[0].sparse[0] for point in points]
+    assert step_of_one.sparse[0].gradients == tuple((each.values, each.indices) for each in brought)
     book.on(book.finished(), finished(commits=1))
     book.repeat_all()
 
 
 def test_a_sparse_gradient_does_not_meet_a_dense_one() -> None:
     book = Playbook(2).begin().has(spec("table", (5, 2))).has_optimizer()
-    book.on(asks(0, replace(first_apply(0, 1), sparse=(rows(0),))))
+    book.on(asks(0, first_apply(0, 1, sparse=(rows(0),))))
     reason = r"replica 0 .* to 'table' \(rows of 'table'\) .*replica 1 .* to 'table' \("
     told = {"ends_run": True}
     book.on(
@@ -264,10 +269,10 @@ def test_a_sparse_gradient_does_not_meet_a_dense_one() -> None:
 
 def test_a_sparse_gradient_that_does_not_fit_fails_alike_for_all() -> None:
     book = Playbook(2).begin().has(spec("table", (5, 2))).has_optimizer()
-    book.on(asks(0, replace(first_apply(0, 1), sparse=(rows(0),))))
+    book.on(asks(0, first_apply(0, 1, sparse=(rows(0),))))
     reason = r"sparse gradient of variable 'table' is float32\[1, 3\]; the variable is float32\[5, 2\]"
     book.on(
-        asks(1, replace(first_apply(0, 1), sparse=(rows(1, width=3),))),
+        asks(1, first_apply(0, 1, sparse=(rows(1, width=3),))),
         to(w(0), PointFailed, "cs.InvalidArgumentError", reason, ends_run=False),
         to(w(1), PointFailed, "cs.InvalidArgumentError", reason, ends_run=False),
     )
@@ -276,7 +281,7 @@ def test_a_sparse_gradient_that_does_not_fit_fails_alike_for_all() -> None:
 def test_a_replica_that_knows_the_set_agrees_with_one_that_does_not() -> None:
     book = training()
     book.on(asks(0, first_apply(0, 1), run=(2,)))
-    book.on(returns(1, 1, (applies(0, buffers=1),), run=(2,)), Send(w(0), Accepted((2,), 0, 1)))
+    book.on(returns(1, 1, (applies(0, buffers=1),), run=(2,)), Send(w(0), Accepted((2,), 0, (1,))))
     book.on(returns(0, 1, run=(2,)), commits(steps(2, ((0, 1),), (0, 1))))
 
 
@@ -320,7 +325,7 @@ def test_slots_that_do_not_fit_the_memory_are_refused_at_the_first_apply() -> No
     book.on(MemoryAvailable(1 << 20))
     book.does(asks(0, first_apply(1, 1)))
     book.does(asks(1, first_apply(1, 1)))
-    assert book.commands[-2] == Send(w(1), Accepted((1,), 1, 1))
+    assert book.commands[-2] == Send(w(1), Accepted((1,), 1, (1,)))
 
 
 VALUES = {"different": (1.0, 2.0), "equal": (3.0, 3.0)}
@@ -360,7 +365,7 @@ def test_assigns_follow_the_table_of_aggregations(
         failed = [to(w(r), PointFailed, "cs.InvalidArgumentError", wanted, k=0, ends_run=False) for r in (0, 1)]
         assert [e.fits(c) for e, c in zip(failed, book.commands[-2:], strict=True)] == [True, True]
         return
-    assert book.commands[-replicas:] == [Send(w(r), Accepted((1,), 0, 0)) for r in range(replicas)]
+    assert book.commands[-replicas:] == [Send(w(r), Accepted((1,), 0)) for r in range(replicas)]
     for replica in range(replicas - 1):
         book.does(returns(replica, 1))
     target = lies(f"parameters/{dtype}", 0, (), dtype)
@@ -389,6 +394,101 @@ def test_a_noted_assign_of_the_wrong_shape_ends_the_run() -> None:
     book.on(asks(1, reads(1), (assigns(0, array(1)),), run=(2,)), *failed)
 
 
+# --- several optimizers in one apply --------------------------------------------------------------------------------
+
+
+def tables_of(book: Playbook) -> Tables:
+    """What the engine knows."""
+    return book._engine._server.tables
+
+
+def together(k: int, *numbers: int, known: bool = True, **how: Any) -> ApplyPoint:
+    """An apply of optimizers 1, 2, … to these variables, or if they are ``known`` to the sets of these numbers."""
+    return ApplyPoint(
+        k,
+        "train.py:10",
+        tuple(
+            OptimizerUpdate(optimizer, number if known else 0, () if known else (number,))
+            for optimizer, number in enumerate(numbers, 1)
+        ),
+        0,
+        **how,
+    )
+
+
+def test_several_optimizers_are_one_commit_and_each_counts_once() -> None:
+    book = Playbook(2).begin().has(spec("a", (3,)), spec("b", (3,))).has_optimizer().has_optimizer("Adam")
+    book.does(asks(0, together(0, 1, 2, known=False, weight=0.5)))
+    answers = book.does(asks(1, together(0, 1, 2, known=False, weight=0.25)))
+    assert [command for command in answers if isinstance(command, Send)] == [
+        Send(w(replica), Accepted((1,), 0, (1, 2))) for replica in (0, 1)
+    ]
+    book.settle()
+    book.does(returns(0, 1))
+    (step,) = book.does(returns(1, 1))
+    assert isinstance(step, Commit)
+    (apply,) = step.operations
+    assert isinstance(apply, Apply)
+    assert [(update.rule, update.t) for update in apply.updates] == [("sgd", 1), ("adam", 1)]
+    assert (apply.weights, apply.variables, apply.global_clipnorm) == ((0.5, 0.25), (1, 2), None)
+    book.on(book.finished(), finished(commits=1))
+    assert [optimizer.iterations for optimizer in tables_of(book).optimizers.values()] == [1, 1]
+    for replica in (0, 1):  # now the numbers are known
+        book.does(returns(replica, 1, (together(0, 1, 2, global_clipnorm=1.5, clip_epsilon=1e-6),), run=(2,)))
+    (apply,) = book.commands[-1].operations  # type: ignore[union-attr]
+    assert (apply.weights, apply.global_clipnorm, apply.clip_epsilon) == ((), 1.5, 1e-6)
+    book.settle()
+    assert [optimizer.iterations for optimizer in tables_of(book).optimizers.values()] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("others", "told"),
+    [
+        ({"global_clipnorm": 2.0}, "global_clipnorm=1.0, clip_epsilon=0.0 .*global_clipnorm=2.0, clip_epsilon=0.0 "),
+        ({"global_clipnorm": 1.0, "clip_epsilon": 0.5}, "clip_epsilon=0.0 .*clip_epsilon=0.5 "),
+        ({}, "optimizers 1 and 2 with global_clipnorm=1.0.* optimizers 1 and 2 to 'a' and to 'b'"),
+    ],
+)
+def test_replicas_that_differ_in_the_bound_do_not_meet(others: dict[str, float], told: str) -> None:
+    book = Playbook(2).begin().has(spec("a", (3,)), spec("b", (3,))).has_optimizer().has_optimizer()
+    book.on(asks(0, together(0, 1, 2, known=False, global_clipnorm=1.0)))
+    failed = [to(w(r), PointFailed, MISMATCH, told, ends_run=True) for r in (0, 1)]
+    book.on(asks(1, together(0, 1, 2, known=False, **others)), *failed)
+
+
+def test_optimizers_that_share_a_variable_are_refused() -> None:
+    book = Playbook(2).begin().has(spec("a", (3,))).has_optimizer().has_optimizer()
+    book.on(asks(0, together(0, 1, 1, known=False)))
+    reason = "optimizers 1 and 2 both update variable 'a' in one apply; give it to one of them"
+    failed = [to(w(r), PointFailed, "cs.InvalidArgumentError", reason, ends_run=False) for r in (0, 1)]
+    book.on(asks(1, together(0, 1, 1, known=False)), *failed)
+    assert not tables_of(book).sets
+
+
+def test_of_sets_that_cannot_all_be_made_none_is_half_made() -> None:
+    book = Playbook(2).begin().has(spec("a", (3,)), spec("b", (3,), "int64")).has_optimizer("Adam").has_optimizer()
+    book.on(asks(0, together(0, 1, 2, known=False)))
+    reason = "variable 'b' is int64; only floating-point variables can be optimized"
+    failed = [to(w(r), PointFailed, "cs.InvalidArgumentError", reason, ends_run=False) for r in (0, 1)]
+    book.on(asks(1, together(0, 1, 2, known=False)), *failed)
+    assert not tables_of(book).sets
+    assert not tables_of(book).slots
+
+
+def test_slots_of_earlier_sets_are_filled_where_the_memory_ends_at_a_later_one() -> None:
+    book = Playbook(2).begin().has(spec("a", (2,)), spec("b", (1000,)))
+    book.has_optimizer("Adam").has_optimizer("Adam", amsgrad=1.0)
+    book.does(MemoryAvailable(9000))
+    book.does(asks(0, together(0, 1, 2, known=False)))
+    commands = book.does(asks(1, together(0, 1, 2, known=False)))
+    failed = [command.record for command in commands if isinstance(command, Send)]
+    assert [type(record) for record in failed] == [PointFailed, PointFailed]
+    assert "MemoryPlanError" in str(failed[0])
+    (fills,) = (command for command in commands if isinstance(command, Commit))
+    assert {fill.segment for fill in fills.operations} == {"slots/1/m/float32", "slots/1/v/float32"}  # type: ignore[union-attr]
+    assert [known.variables for known in tables_of(book).sets.values()] == [(1,)]
+
+
 # --- what forces a commit -------------------------------------------------------------------------------------------
 
 
@@ -407,7 +507,7 @@ def test_nothing_is_committed_while_a_replica_is_at_work() -> None:
     book.on(asks(0, reads(1), (applies(0),), run=(2,)))
     book.on(returns(1, 1, (applies(0),), run=(2,)))
     for_two = first_apply(0, 1)
-    book.on(asks(2, for_two, run=(2,)), Send(w(2), Accepted((2,), 0, 1)))  # agreed, and replica 2 goes on
+    book.on(asks(2, for_two, run=(2,)), Send(w(2), Accepted((2,), 0, (1,))))  # agreed, and replica 2 goes on
     book.on(returns(2, 1, run=(2,)), commits(steps(2, ((0, 1),), (0, 0, 0))))
     book.on(book.finished(), Send(w(0), Committed((2,), 1)))
     book.on(returns(0, 1, run=(2,)), finished(3, commits=1))
