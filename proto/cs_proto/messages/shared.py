@@ -86,7 +86,7 @@ class Error(Record):
 class VariableSpec(Record):
     """The requested properties of a variable. If ``name`` is taken, the server makes it unique. An ``ordinary``
     variable was made outside every scope: replicas write to it by WriteNotes, whatever its aggregation says. A
-    ``sparse`` variable is trained by gradients of its rows only, and has no gradient buffers."""
+    ``sparse`` variable has no gradient buffers."""
 
     name: str
     dtype: str
