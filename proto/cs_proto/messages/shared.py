@@ -84,9 +84,9 @@ class Error(Record):
 
 @record(5)
 class VariableSpec(Record):
-    """The requested properties of a variable. If ``name`` is taken, the server makes it unique. An ``ordinary``
-    variable was made outside every scope: replicas write to it by WriteNotes, whatever its aggregation says. A
-    ``sparse`` variable has no gradient buffers."""
+    """The requested properties of a variable. The server makes ``name`` unique. Replicas write to an ``ordinary``
+    variable, made outside every scope, by WriteNotes, whatever its aggregation. A ``sparse`` one has no gradient
+    buffers."""
 
     name: str
     dtype: str
