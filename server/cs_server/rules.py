@@ -22,6 +22,9 @@ from cs_proto.frozen import frozen
 
 Array: TypeAlias = NDArray[Any]
 
+#: The partial sums of the mean of a row.
+MEAN_LANES = 16
+
 #: Dtypes of the variables that live on a GPU.
 GPU_DTYPES = ("float16", "float32", "float64")
 
@@ -37,6 +40,9 @@ class Rule:
     `moves` says which rows change, beside those it names, under a sparse gradient: none, those of the slots, or all of
     slots and variable, as if the gradient were zero there. `is_real`: the rule compares, so complex variables have no
     part in it. `is_compiled`: every operation of the step rounds alike in NumPy and in compiled code.
+
+    A rule with `row` keeps one number for each row in its only slot, of shape [rows]. The number grows by the mean of
+    the squares of `row(w, g, *numbers)` over the row, and `step` gets it as the slot, which it returns as it is.
     """
 
     name: str
@@ -46,6 +52,7 @@ class Rule:
     moves: Literal["rows", "slots", "all"] = "rows"
     is_real: bool = False
     is_compiled: bool = True
+    row: Callable[..., Array] | None = None
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -71,8 +78,9 @@ def reference(
     """Apply the rule in plain NumPy, in place: what every kernel must equal bit for bit.
 
     All arrays have one shape (any) and one floating-point or complex dtype; everything is computed in that of
-    `computed_in`. The gradients stand in replica order and are added one after the other. Raises InvalidArgumentError
-    as `scalars` does, and when there is no gradient.
+    `computed_in`. A slot with one number for each row has only the first axis, and the arrays are contiguous. The
+    gradients stand in replica order and are added one after the other. Raises InvalidArgumentError as `scalars` does,
+    and when there is no gradient.
     """
     if not gradients:
         raise InvalidArgumentError(f"{rule.name} needs the gradient of at least one replica")
@@ -83,10 +91,47 @@ def reference(
         total = gradients[0].astype(wide)
         for gradient in gradients[1:]:
             total += gradient
+        if rule.row is not None:
+            table = parameters.reshape(math.prod(parameters.shape[:1]), math.prod(parameters.shape[1:]))
+            for part in (grow, move):
+                part(rule, table, total.reshape(table.shape), slots[0].reshape(len(table)), hyperparameters, t)
+            return
         before = [array.astype(wide, copy=False) for array in (parameters, *slots)]
         updated = rule.step(before[0], total, *before[1:], *numbers)
         for target, value in zip((parameters, *slots), updated, strict=True):
             target[...] = value
+
+
+def grow(rule: Rule, parameters: Array, gradient: Array, slot: Array, hyperparameters: Hyperparameters, t: int) -> None:
+    """The first part of the update by a rule with one number for each row: add to the numbers, in place. Parameters and
+    the summed gradient have the shape [rows, width], the slot [rows]."""
+    assert rule.row is not None
+    wide = computed_in(parameters.dtype)
+    with np.errstate(all="ignore"):
+        values = rule.row(parameters.astype(wide), gradient.astype(wide), *scalars(rule, hyperparameters, t, wide))
+        slot[...] = slot.astype(wide) + mean_squares(values)
+
+
+def move(rule: Rule, parameters: Array, gradient: Array, slot: Array, hyperparameters: Hyperparameters, t: int) -> None:
+    """The second part of that update: change the parameters, or some columns of them, in place."""
+    wide = computed_in(parameters.dtype)
+    arrays = parameters.astype(wide), gradient.astype(wide), slot.astype(wide)[:, np.newaxis]
+    with np.errstate(all="ignore"):
+        parameters[...], _ = rule.step(*arrays, *scalars(rule, hyperparameters, t, wide))
+
+
+def mean_squares(values: Array) -> Array:
+    """The mean of the squares of each row, of [rows, width]. They are added up as compiled code does it: the i-th to
+    partial sum i modulo ``MEAN_LANES``, whose halves are added until one is left."""
+    squares, width = values * values, values.shape[1]
+    partial: Array = np.zeros((len(values), MEAN_LANES), values.dtype)
+    for first in range(0, width, MEAN_LANES):
+        part = squares[:, first : first + MEAN_LANES]
+        partial[:, : part.shape[1]] += part
+    while (half := partial.shape[1] // 2) > 0:
+        partial = partial[:, :half] + partial[:, half:]
+    means: Array = partial[:, 0] / values.dtype.type(width)
+    return means
 
 
 def computed_in(dtype: np.dtype[Any] | str) -> np.dtype[Any]:
@@ -141,6 +186,15 @@ def _sgd_nesterov(w: Array, g: Array, m: Array, learning_rate: Array, momentum: 
 def _adagrad(w: Array, g: Array, a: Array, learning_rate: Array, epsilon: Array) -> _Step:
     a = a + g * g
     return w - learning_rate * g / (np.sqrt(a) + epsilon), a
+
+
+def _rowwise_adagrad(w: Array, g: Array, a: Array, learning_rate: Array, epsilon: Array, decay: Array) -> _Step:
+    return w - learning_rate / (np.sqrt(a) + epsilon) * (g + decay * w), a
+
+
+def _rowwise_adagrad_row(w: Array, g: Array, learning_rate: Array, epsilon: Array, decay: Array) -> Array:
+    decayed: Array = g + decay * w
+    return decayed
 
 
 def _rmsprop(w: Array, g: Array, s: Array, learning_rate: Array, rho: Array, c: Array, epsilon: Array) -> _Step:
@@ -329,6 +383,10 @@ def _adagrad_numbers(given: Hyperparameters, t: int) -> tuple[float, ...]:
     return given["learning_rate"], given["epsilon"]
 
 
+def _rowwise_adagrad_numbers(given: Hyperparameters, t: int) -> tuple[float, ...]:
+    return given["learning_rate"], given["epsilon"], given["weight_decay"]
+
+
 def _rmsprop_numbers(given: Hyperparameters, t: int) -> tuple[float, ...]:
     return given["learning_rate"], given["rho"], 1 - given["rho"], given["epsilon"]
 
@@ -431,5 +489,13 @@ RULES: Mapping[str, Rule] = {
         Rule("adadelta", _adadelta, _adadelta_numbers, _zeros(2)),
         Rule("ftrl", _ftrl, _ftrl_numbers, _accumulator_and_linear, is_real=True),
         Rule("ftrl_power", _ftrl_power, _ftrl_power_numbers, _accumulator_and_linear, is_real=True, is_compiled=False),
+        Rule(
+            "rowwise_adagrad",
+            _rowwise_adagrad,
+            _rowwise_adagrad_numbers,
+            _accumulator,
+            is_real=True,
+            row=_rowwise_adagrad_row,
+        ),
     )
 }

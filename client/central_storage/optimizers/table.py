@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from cs_proto.errors import PeerProtocolError
 from cs_proto.messages import Optimizer as OptimizerRecord
 
-from .adagrad import Adadelta, Adagrad
+from .adagrad import Adadelta, Adagrad, RowwiseAdagrad
 from .adam import Adam, Adamax, AdamW, Nadam
 from .ftrl import Ftrl
 from .optimizer import Optimizer
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from central_storage.core.backends import Strategy
 
 _KINDS: dict[str, type[Optimizer]] = {
-    cls.kind: cls for cls in (SGD, Adagrad, RMSprop, Adam, AdamW, Adamax, Nadam, Adadelta, Ftrl)
+    cls.kind: cls for cls in (SGD, Adagrad, RowwiseAdagrad, RMSprop, Adam, AdamW, Adamax, Nadam, Adadelta, Ftrl)
 }
 
 

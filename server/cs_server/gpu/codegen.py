@@ -148,8 +148,11 @@ def update(rule: Rule, dtype: str) -> str:
     has :func:`width_of` entries: the count of elements, whether the variable itself changes or only its slots, a
     double by which the sum is multiplied, and the addresses of the variable, of each slot and of each gradient.
 
-    Raises InvalidArgumentError for a step with anything but arithmetic, sqrt, abs, maximum and copysign.
+    Raises InvalidArgumentError for a step with anything but arithmetic, sqrt, abs, maximum and copysign, and for a rule
+    with one number for each row.
     """
+    if rule.row is not None:
+        raise InvalidArgumentError(f"{rule.name} has no kernel for GPUs; the catalogue refuses such variables")
     names = list(inspect.signature(rule.step).parameters)
     slots, numbers = names[2 : 2 + len(rule.slots)], names[2 + len(rule.slots) :]
     places = range(4, 4 + len(slots))

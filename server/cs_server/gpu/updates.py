@@ -173,7 +173,11 @@ class DeviceUpdates:
         return _Gradient(values, is_locked=all(locked))
 
     def _sums(self, rows: Rows, clipping: Clipping | None) -> Merged:
-        gradients = [(self._memory.view(values), self._memory.view(indices)) for values, indices in rows.gradients]
+        gradients = [
+            (self._memory.view(values), self._memory.view(indices))
+            for values, indices in rows.gradients
+            if indices is not None  # only rules that the catalogue keeps off the GPU
+        ]
         merged = merge(gradients, *rows.shape)
         if clipping is not None:
             clipping.bound(merged.sums)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from cs_proto import segment_names
-from cs_proto.arithmetic.optimizers import CLIPS, WITHOUT_DECAY
+from cs_proto.arithmetic.optimizers import CLIPS, ROWWISE, WITHOUT_DECAY
 from cs_proto.arithmetic.schedules import rate
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import InvalidArgumentError
@@ -76,7 +76,9 @@ def apply(server: State, number: int, points: Sequence[ApplyPoint], steps_before
     sparse gradients lie. ``steps_before`` counts this optimizer's earlier steps in the commit."""
     optimizer = optimizers.get(server, server.tables.sets[number].optimizer)
     step = optimizer.iterations + steps_before
-    sparse = tuple(gradient.variable for gradient in points[0].sparse)
+    members = server.tables.sets[number].variables
+    brought = {gradient.variable: at for at, gradient in enumerate(points[0].sparse)}
+    sparse = members if optimizer.rule in ROWWISE else tuple(brought)
     is_clipped = any(name in CLIPS for name, _ in optimizer.hyperparameters)
     buffers = tuple(point.buffers for point in points)
     key = (number, sparse, is_clipped, buffers, optimizer.exempt)
@@ -94,23 +96,30 @@ def apply(server: State, number: int, points: Sequence[ApplyPoint], steps_before
             for dtype, rule, ranges in _ranges_of(server, number, optimizer, sparse, is_clipped)
         )
     rows = []
-    for position, member in enumerate(sparse):
-        variable = variables.row(server, member)
-        spec = variable.spec
-        gradients = tuple((point.sparse[position].values, point.sparse[position].indices) for point in points)
-        rows.append(
-            Rows(
-                dtype=spec.dtype,
-                first=slabs.elements(variable)[0],
-                shape=(spec.shape[0], math.prod(spec.shape[1:])),
-                parameters=variable.place.segment,
-                slots=optimizers.slot_segments(server, optimizer, slabs.slab_of(spec)),
-                gradients=gradients,
-                rule=_rule_of(optimizer, spec.name),
-            )
-        )
-    updated = server.tables.sets[number].variables
-    return Apply(optimizer.rule, _at(step, optimizer), step + 1, dense, tuple(rows), updated)
+    for member in sparse:
+        gradients: list[tuple[Array, Array | None]]
+        if member in brought:
+            found = [point.sparse[brought[member]] for point in points]
+            gradients = [(gradient.values, gradient.indices) for gradient in found]
+        else:
+            array = variables.row(server, member).array
+            gradients = [(gradient_place(server, r, each, array), None) for r, each in enumerate(buffers)]
+        rows.append(_rows(server, optimizer, member, tuple(gradients)))
+    return Apply(optimizer.rule, _at(step, optimizer), step + 1, dense, tuple(rows), members)
+
+
+def _rows(server: State, optimizer: Optimizer, number: int, gradients: tuple[tuple[Array, Array | None], ...]) -> Rows:
+    variable = variables.row(server, number)
+    spec, shape = variable.spec, variable.spec.shape or (1,)
+    return Rows(
+        dtype=spec.dtype,
+        first=slabs.elements(variable.array)[0],
+        shape=(shape[0], math.prod(shape[1:])),
+        parameters=variable.place.segment,
+        slots=optimizers.slot_segments(server, optimizer, slabs.slab_of(spec)),
+        gradients=gradients,
+        rule=_rule_of(optimizer, spec.name),
+    )
 
 
 def gradient_place(server: State, replica: int, buffers: int, variable: Array) -> Array:
@@ -141,7 +150,7 @@ def _ranges_of(
         if member not in sparse:
             variable = variables.row(server, member)
             kind = variable.spec.dtype, _rule_of(optimizer, variable.spec.name)
-            by_kind.setdefault(kind, []).append(slabs.elements(variable))
+            by_kind.setdefault(kind, []).append(slabs.elements(variable.array))
     found = {
         kind: tuple(r for r in sorted(ranges) if r[0] < r[1]) if by_variable else tuple(merged(ranges))
         for kind, ranges in sorted(by_kind.items())
