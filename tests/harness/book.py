@@ -14,6 +14,7 @@ from cs_server.engine.store.state import Config, opened
 
 SGD = {"learning_rate": 0.1, "momentum": 0.0, "nesterov": 0.0}
 ADAGRAD = {"learning_rate": 0.1, "initial_accumulator_value": 0.1, "epsilon": 1e-7}
+ROWWISE = {"learning_rate": 0.1, "initial_accumulator_value": 0.0, "epsilon": 1e-10, "weight_decay": 0.0}
 FTRL = {
     "learning_rate": 0.1,
     "learning_rate_power": -0.5,
@@ -45,7 +46,15 @@ class Book:
         self.state = opened(config, self.control)
         self.tables, self.out = self.state.tables, self.state.out
 
-    def make(self, name: str, shape: tuple[int, ...] = (), dtype: str = "float32", trainable: bool = True) -> int:
-        made, _ = variables.create(self.state, VariableSpec(name, dtype, shape, trainable, 0, 0), None)
+    def make(
+        self,
+        name: str,
+        shape: tuple[int, ...] = (),
+        dtype: str = "float32",
+        trainable: bool = True,
+        sparse: bool = False,
+    ) -> int:
+        spec = VariableSpec(name, dtype, shape, trainable, 0, 0, sparse=sparse)
+        made, _ = variables.create(self.state, spec, None)
         self.tables.flush()
         return made.number

@@ -6,12 +6,14 @@ from central_storage.diagnostics.tensorflow_names import attributes
 
 from . import schedules
 from .accumulator import GradientAccumulator
-from .adagrad import Adadelta, Adagrad
+from .adagrad import Adadelta, Adagrad, RowwiseAdagrad
 from .adam import Adam, Adamax, AdamW, Nadam
 from .ftrl import Ftrl
+from .lion import Lion
 from .optimizer import Optimizer
 from .rmsprop import RMSprop
 from .sgd import SGD
+from .table import of_kind as of_kind
 from .table import optimizer_of
 from .update import apply_gradients
 
@@ -24,9 +26,11 @@ __all__ = [
     "Adamax",
     "Ftrl",
     "GradientAccumulator",
+    "Lion",
     "Nadam",
     "Optimizer",
     "RMSprop",
+    "RowwiseAdagrad",
     "apply_gradients",
     "optimizer_of",
     "schedules",

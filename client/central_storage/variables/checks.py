@@ -7,21 +7,26 @@ from typing import Any
 
 import numpy as np
 
+from central_storage.core.context import get_strategy, has_strategy
 from central_storage.core.values import (
     DistributedValues,
+    PerReplica,
     VariableAggregation,
     VariableSynchronization,
     convert_to_tensor,
 )
 from central_storage.diagnostics.callers import warn
 from cs_proto.arrays import dtype_name, is_wire_dtype
-from cs_proto.errors import InvalidArgumentError
+from cs_proto.errors import ContextError, InvalidArgumentError
 from cs_proto.messages import VariableSpec
 
 __all__ = [
     "check_aggregation",
     "check_arguments",
     "check_fits",
+    "check_may_write",
+    "check_sparse",
+    "dense_refused",
     "initial_array",
     "row_numbers",
     "say_foreign",
@@ -47,6 +52,7 @@ def initial_array(initial_value: Any, dtype: Any, shape: tuple[int, ...] | None)
 
 def check_arguments(
     name: object,
+    trainable: bool | None,
     synchronization: object,
     aggregation: object,
     constraint: object,
@@ -60,6 +66,8 @@ def check_arguments(
         )
     if not isinstance(synchronization, VariableSynchronization):
         raise InvalidArgumentError(f"synchronization must be a VariableSynchronization, not {synchronization!r}")
+    if trainable and synchronization is VariableSynchronization.ON_READ:
+        raise InvalidArgumentError("a variable with synchronization ON_READ is not trainable")
     if constraint is not None and not callable(constraint):
         raise TypeError(f"constraint must be a function of the value, not {constraint!r}")
     if name is not None and not isinstance(name, str):
@@ -88,6 +96,45 @@ def check_aggregation(spec: VariableSpec, op: str, value: Any) -> None:
             f"{spec.name}.{op} of a {type(value).__name__} in a replica: its aggregation is SUM, which adds up "
             "arrays; wrap it with numpy.asarray"
         )
+
+
+def check_may_write(name: str, op: str, value: object, is_foreign: bool, strategy: object) -> None:
+    """Raise where the variable of ``strategy`` (None: of none yet) cannot be written here, or not with ``value``.
+    ``is_foreign``: it is what a replica has of another strategy's variable."""
+    if isinstance(value, PerReplica):
+        raise InvalidArgumentError(
+            f"{name}.{op} cannot take a PerReplica, which has a value for each replica; reduce it first"
+        )
+    if is_foreign:
+        raise ContextError(f"variable {name} belongs to another strategy: a replica of this one may only read it")
+    if strategy is not None and has_strategy() and get_strategy() is not strategy:
+        raise ContextError(f"variable {name} of one strategy cannot be written inside the scope of another")
+
+
+def check_sparse(name: str, value: np.ndarray, trainable: bool, constraint: object) -> None:
+    """Raise InvalidArgumentError where such a variable cannot be trained by gradients of its rows."""
+    if not trainable:
+        raise InvalidArgumentError(
+            f"variable {name}: sparse=True is for a table that is trained; leave out sparse=True or trainable=False"
+        )
+    if not value.ndim or value.dtype.kind not in "fc":
+        raise InvalidArgumentError(
+            f"variable {name}: sparse=True is for a table of rows with a floating-point or complex dtype, but the "
+            f"value is {value.dtype}{list(value.shape)}; leave out sparse=True"
+        )
+    if constraint is not None:
+        raise InvalidArgumentError(
+            f"variable {name}: a constraint needs dense gradients, and with sparse=True there are none; leave out one "
+            "of the two"
+        )
+
+
+def dense_refused(name: str) -> InvalidArgumentError:
+    """The error that refuses a dense gradient of the sparse variable called ``name``."""
+    return InvalidArgumentError(
+        f"variable {name} was made with sparse=True, so it has no gradient buffers: pass the gradient of its rows as "
+        "cs.IndexedSlices(values, rows), or make the variable without sparse=True"
+    )
 
 
 def check_fits(spec: VariableSpec, dtype: np.dtype[Any], op: str, array: np.ndarray, shape: tuple[int, ...]) -> None:

@@ -20,14 +20,13 @@ from central_storage.core.handles import Handle
 from central_storage.core.tensors.tensor import as_tensor
 from central_storage.core.values import (
     IndexedSlices,
-    PerReplica,
     VariableAggregation,
     VariableSynchronization,
     convert_to_tensor,
 )
 from central_storage.diagnostics.callers import call_site
 from cs_proto.arrays import dtype_name
-from cs_proto.errors import ContextError, InvalidArgumentError
+from cs_proto.errors import InvalidArgumentError
 from cs_proto.messages import AssignOp, VariableSpec, WriteOp
 from cs_proto.messages import Variable as VariableRecord
 from cs_proto.records import replace
@@ -39,6 +38,8 @@ from .checks import (
     check_aggregation,
     check_arguments,
     check_fits,
+    check_may_write,
+    check_sparse,
     initial_array,
     row_numbers,
     say_foreign,
@@ -102,10 +103,13 @@ class Variable(Handle, ArrayProtocols):
         variable_def: Accepted as None, TensorFlow's default.
         import_scope: Accepted, without effect.
         experimental_enable_variable_lifting: Accepted, without effect: nothing is traced.
+        sparse: Whether it is a trained table that gets gradients of rows only (:class:`IndexedSlices`). It has no
+            gradient buffers. Its slots, and a value of zeros, take memory only where rows are updated.
 
     Raises:
-        InvalidArgumentError: The value does not fit, ``synchronization`` is not one, it is ON_READ with ``trainable``,
-            ``validate_shape`` is False, or ``variable_def`` is given (a ValueError).
+        InvalidArgumentError: The value does not fit; ``synchronization`` is not one, or is ON_READ with ``trainable``;
+            ``validate_shape`` is False; ``variable_def`` is given; or ``sparse`` with a constraint, without training or
+            for what has no rows (a ValueError).
         TypeError: The name, aggregation or constraint is not one, or ``dtype`` cannot hold the value.
         MemoryPlanError: The memory does not suffice.
 
@@ -138,17 +142,18 @@ class Variable(Handle, ArrayProtocols):
         variable_def: None = None,
         import_scope: str | None = None,
         experimental_enable_variable_lifting: bool = True,
+        sparse: bool = False,
     ) -> None:
         if aggregation is None:
             aggregation = VariableAggregation.NONE
-        check_arguments(name, synchronization, aggregation, constraint, validate_shape, variable_def)
-        if trainable and synchronization is VariableSynchronization.ON_READ:
-            raise InvalidArgumentError("a variable with synchronization ON_READ is not trainable")
+        check_arguments(name, trainable, synchronization, aggregation, constraint, validate_shape, variable_def)
         if synchronization is VariableSynchronization.ON_READ and has_strategy():
             warn_on_read(get_strategy().num_replicas_in_sync, aggregation)
         if trainable is None:
             trainable = synchronization is not VariableSynchronization.ON_READ
         value = initial_array(initial_value, dtype, shape)
+        if sparse:
+            check_sparse(name or "Variable", value, trainable, constraint)
         spec = VariableSpec(
             name or "Variable",
             dtype_name(value.dtype),
@@ -157,6 +162,7 @@ class Variable(Handle, ArrayProtocols):
             aggregation.value,
             synchronization.value,
             not has_strategy(),
+            bool(sparse),
         )
         self._make(get_strategy() if has_strategy() else None, spec, value, constraint)
 
@@ -284,6 +290,11 @@ class Variable(Handle, ArrayProtocols):
     def trainable(self) -> bool:
         """As given at creation."""
         return self._spec.trainable
+
+    @property
+    def sparse(self) -> bool:
+        """Whether its gradients are always IndexedSlices, so that it has no gradient buffers."""
+        return self._spec.sparse
 
     @property
     def aggregation(self) -> VariableAggregation:
@@ -574,16 +585,7 @@ class Variable(Handle, ArrayProtocols):
             (self._replica or self._controller).write(self._number, op, value, rows, call_site())
 
     def _check_may_write(self, op: str, value: Any) -> None:
-        if isinstance(value, PerReplica):
-            raise InvalidArgumentError(
-                f"{self.name}.{op} cannot take a PerReplica, which has a value for each replica; reduce it first"
-            )
-        if self._local is not None and self._local.is_foreign:
-            raise ContextError(
-                f"variable {self.name} belongs to another strategy: a replica of this one may only read it"
-            )
-        if self._strategy is not None and has_strategy() and get_strategy() is not self._strategy:
-            raise ContextError(f"variable {self.name} of one strategy cannot be written inside the scope of another")
+        check_may_write(self.name, op, value, self._local is not None and self._local.is_foreign, self._strategy)
 
     # --- ways to the server -----------------------------------------------------------------------------------
 

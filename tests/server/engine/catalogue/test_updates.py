@@ -97,6 +97,23 @@ def test_a_sparse_gradient_that_does_not_fit_is_refused(book: Book, gradient: Sp
         updates.check_gradients(book.state, [ApplyPoint(0, "x:1", (OptimizerUpdate(1, 0, (1, 2), (gradient,)),), 0)])
 
 
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_dense_gradient_of_a_sparse_variable_is_refused(book: Book, is_known: bool) -> None:
+    table, other = book.make("table", (4, 3), sparse=True), book.make("w", (4, 3))
+    optimizers.configure(book.state, 0, "SGD", SGD)
+    number, _ = optimizers.variable_set(book.state, 1, (table, other))
+    rows = SparseGradient(table, block("float32", 2, 3), block("int64", 2))
+    where = (number, ()) if is_known else (0, (table, other))
+    by_rows = ApplyPoint(0, "x:1", (OptimizerUpdate(1, *where, (rows,)),), 0)
+    dense = ApplyPoint(0, "x:1", (OptimizerUpdate(1, *where),), 0)
+    for _ in range(2):
+        updates.check_gradients(book.state, [by_rows, by_rows])
+        with pytest.raises(InvalidArgumentError, match=r"'table' was made with sparse=True.* must be IndexedSlices"):
+            updates.check_gradients(book.state, [by_rows, dense])
+        book.tables.flush()
+        book.reopen()
+
+
 def test_bounded_gradients_keep_variables_apart(book: Book) -> None:
     for _ in range(2):
         book.make("w", (16,))
@@ -118,7 +135,7 @@ def test_a_variable_that_is_exempt_by_its_name_stays_exempt_when_it_gets_another
         return [part.ranges for part in applied.updates[0].dense if part.rule == "adam"]
 
     before = exempted()
-    assert before == [(slabs.elements(variables.row(book.state, kept)),)]
+    assert before == [(slabs.elements(variables.row(book.state, kept).array),)]
     assert optimizers.free(book.state, [old])[1] == ((kept, "w"), (other, "w_1"))
     for _ in range(2):
         assert exempted() == before
