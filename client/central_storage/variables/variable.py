@@ -96,20 +96,18 @@ class Variable(Handle, ArrayProtocols):
         synchronization: Stored, and without effect on values: there is one value, not one per replica. A variable with
             ON_READ is not trainable, and warns under several replicas.
         aggregation: How assignments by several replicas become one; None is NONE.
-        constraint: A function of the value, an array, that returns a value of its shape and dtype. Every
-            ``apply_gradients`` applies it after its update.
+        constraint: A function of the array that returns one like it; ``apply_gradients`` calls it after its update.
         validate_shape: Accepted as True, TensorFlow's default: a variable keeps its shape.
         caching_device: Accepted, without effect: replicas read the server's memory.
         variable_def: Accepted as None, TensorFlow's default.
         import_scope: Accepted, without effect.
-        experimental_enable_variable_lifting: Accepted, without effect: nothing is traced.
-        sparse: Whether it is a trained table that gets gradients of rows only (:class:`IndexedSlices`). It has no
-            gradient buffers. Its slots, and a value of zeros, take memory only where rows are updated.
+        experimental_enable_variable_lifting: Accepted, without effect.
+        sparse: Whether it is a trained table whose gradients are IndexedSlices. It has no gradient buffers, and its
+            slots, and a value of zeros, take memory only where rows are updated.
 
     Raises:
-        InvalidArgumentError: The value does not fit; ``synchronization`` is not one, or is ON_READ with ``trainable``;
-            ``validate_shape`` is False; ``variable_def`` is given; or ``sparse`` with a constraint, without training or
-            for what has no rows (a ValueError).
+        InvalidArgumentError: The value does not fit, an argument is refused, or arguments exclude each other, such as
+            ``sparse`` and a constraint (a ValueError).
         TypeError: The name, aggregation or constraint is not one, or ``dtype`` cannot hold the value.
         MemoryPlanError: The memory does not suffice.
 
