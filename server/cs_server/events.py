@@ -211,8 +211,9 @@ class Rows:
 
 @frozen
 class Apply:
-    """One optimizer step of ``variables``. ``t`` counts this optimizer's steps from 1; the learning rate is that of
-    this step."""
+    """One optimizer step of ``variables``. ``t`` is the number of this update, from 1: of the optimizer or, for kinds
+    that count by variable, of these variables. ``counts``, if any, has the number of each part of ``dense``, then of
+    ``sparse``, where they differ. The learning rate is that of this step."""
 
     rule: str
     hyperparameters: tuple[tuple[str, float], ...]
@@ -220,6 +221,13 @@ class Apply:
     dense: tuple[Dense, ...]
     sparse: tuple[Rows, ...] = ()
     variables: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()
+
+    def parts(self) -> tuple[list[tuple[Dense, int]], list[tuple[Rows, int]]]:
+        """The dense and the sparse parts, each with the number of its update."""
+        counts = self.counts or (self.t,) * (len(self.dense) + len(self.sparse))
+        at = len(self.dense)
+        return list(zip(self.dense, counts[:at], strict=True)), list(zip(self.sparse, counts[at:], strict=True))
 
 
 @frozen

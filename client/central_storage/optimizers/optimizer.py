@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Self, SupportsIndex, TypeAlias, TypedDict
 
 import numpy as np
 
-from central_storage.core.backends import service_of
 from central_storage.core.context import (
     current_replica,
     get_replica_context,
@@ -27,12 +26,12 @@ from cs_proto.errors import ContextError, InvalidArgumentError
 from cs_proto.messages import Optimizer as OptimizerRecord
 
 from .checks import as_given, as_number, fitting, fitting_rows
+from .counts import Counted
 from .schedules import Schedule, schedule_from_config, schedule_of
 from .slots import Slot
-from .weights import Weights
 
 if TYPE_CHECKING:
-    from central_storage.core.backends import ControllerBackend, ReplicaBackend, Strategy
+    from central_storage.core.backends import ReplicaBackend, Strategy
 
 LearningRate: TypeAlias = float | Schedule | Callable[..., float]
 
@@ -67,7 +66,7 @@ def hyperparameter(name: str) -> property:
     return property(get, assign, doc=f"``{name}``; assignable in the client at any step, unless it chose the rule.")
 
 
-class Optimizer(Weights):
+class Optimizer(Counted):
     """Base of the optimizers. The server sums the replicas' gradients in replica order, then applies the rule once.
 
     An optimizer that is made under ``strategy.scope()`` belongs to that strategy; one that is made outside every scope,
@@ -96,9 +95,6 @@ class Optimizer(Weights):
         [-2. -4.] 1
     """
 
-    #: The name of the optimizer in the table of ``cs_proto.arithmetic.optimizers``.
-    kind: str
-
     def __init__(
         self,
         name: str | None,
@@ -120,6 +116,7 @@ class Optimizer(Weights):
         self._iterations = 0
         #: The slots of a checkpoint that was restored before there was a strategy to hold them.
         self._kept: dict[tuple[Variable, str], np.ndarray] = {}
+        self._kept_steps = {}
         self._exempt = exempt
         self._rate = learning_rate if callable(learning_rate) else None
         rate = self._rate_at(0) if self._rate is not None else learning_rate
@@ -150,6 +147,7 @@ class Optimizer(Weights):
         self._number = record.number
         self._iterations = 0
         self._kept = {}
+        self._kept_steps = {}
         self._exempt = record.exempt
         self._rate = None if record.schedule is None else schedule_of(record.schedule)
         self._hyperparameters = dict(record.hyperparameters)
@@ -172,6 +170,9 @@ class Optimizer(Weights):
         for (variable, slot), value in kept.items():
             variable.adopt(strategy, shared=True)
             self.set_slot(variable, slot, value)
+        steps, self._kept_steps = self._kept_steps, {}
+        if steps:
+            self.set_steps(steps)
 
     def _cs_handle(self) -> tuple[str, int]:
         return ("optimizer", self._number)
@@ -503,23 +504,11 @@ class Optimizer(Weights):
     def _schedule_record(self) -> Any:
         return self._rate.record() if isinstance(self._rate, Schedule) else None
 
-    def _own(self, variable: object) -> Variable:
-        if not isinstance(variable, Variable):
-            raise InvalidArgumentError(
-                f"{self.name} updates Variables, not {type(variable).__name__}: pass (gradient, Variable)"
-            )
-        return variable
-
     def _checked(self, variable: object) -> int:
         owned = self._own(variable)
         if owned.strategy is not self._strategy:
             raise ContextError(f"variable {owned.name} belongs to another strategy than optimizer {self.name}")
         return owned.number
-
-    @property
-    def _controller(self) -> ControllerBackend:
-        assert self._strategy is not None
-        return service_of(self._strategy, f"optimizer {self.name}")
 
     def _record(self) -> OptimizerRecord:
         assert self._strategy is not None
@@ -551,10 +540,6 @@ class Optimizer(Weights):
             schedule = self._schedule_record() if "learning_rate" in changes else None
             self._controller.configure(self._number, self.kind, numbers, schedule, -1)
         self._hyperparameters = changed
-
-    def _refuse_in_replica(self, what: str) -> None:
-        if get_replica_context() is not None and has_strategy():
-            raise ContextError(f"{what} can be set only in the script, between runs, not in a replica")
 
 
 def arguments_in(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -126,17 +126,18 @@ class Executor:
             self._pool.shutdown()
 
     def _apply(self, operation: Apply) -> None:
-        rule, given, t = RULES[operation.rule], dict(operation.hyperparameters), operation.t
+        rule, given = RULES[operation.rule], dict(operation.hyperparameters)
+        dense_parts, sparse_parts = operation.parts()
         sparse = [self._gradients(rows) for rows in operation.sparse]
         clipping = Clipping.of(given)
         if clipping is None:
-            for part in operation.dense:
+            for part, t in dense_parts:
                 self._dense(rule, part, given, t)
         else:
             merged = [merge(each, *rows.shape) for each, rows in zip(sparse, operation.sparse, strict=True)]
-            self._clipped(rule, operation.dense, merged, given, t, clipping)
+            self._clipped(rule, dense_parts, merged, given, clipping)
             sparse = [[(gradient.sums, gradient.rows)] for gradient in merged]
-        for rows, gradients in zip(operation.sparse, sparse, strict=True):
+        for (rows, t), gradients in zip(sparse_parts, sparse, strict=True):
             self._table(rule, rows).apply(gradients, given, t, self._phase, self._undo.lanes)
 
     def _table(self, rule: Rule, rows: Rows) -> Table:
@@ -174,21 +175,21 @@ class Executor:
     def _clipped(
         self,
         rule: Rule,
-        parts: Sequence[Dense],
+        parts: Sequence[tuple[Dense, int]],
         merged: Sequence[Merged],
         given: Hyperparameters,
-        t: int,
         clipping: Clipping,
     ) -> None:
         """Update with clipped gradients; sparse ones are clipped in place. Every range is one variable."""
+        counts = [t for part, t in parts for _ in part.ranges]
         pieces = [
             (number, part, piece)
-            for number, (part, (first, last)) in enumerate((part, each) for part in parts for each in part.ranges)
+            for number, (part, (first, last)) in enumerate((part, each) for part, _ in parts for each in part.ranges)
             for piece in _pieces(first, last, _PIECE)
         ]
         for gradient in merged:
             clipping.bound(gradient.sums)
-        ranges = sum(len(part.ranges) for part in parts)
+        ranges = len(counts)
         factors = clipping.factors(self._squares(pieces, ranges, merged, clipping))
         for factor, gradient in zip(factors[ranges:], merged, strict=True):
             _scale(gradient.sums, factor)
@@ -200,7 +201,7 @@ class Executor:
                 _scale(total, factors[number])
                 lane.keep([(array, piece) for array in (parameters, *slots)])
                 whole = np.array([[0, len(total)]], np.int64)
-                own = _rule_of(part, rule)
+                own, t = _rule_of(part, rule), counts[number]
                 apply_dense(own, whole, parameters[piece], tuple(slot[piece] for slot in slots), (total,), given, t)
 
         self._phase(

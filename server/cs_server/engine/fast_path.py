@@ -69,7 +69,7 @@ class FastPath:
         self._returns: list[Return] = []  # of the last one, in replica order
         self._committing = 0  # the ticket of its commit
         self._count = 0  # of steps that the other tables do not have
-        self._applied: Counter[int] = Counter()  # in them, by optimizer
+        self._applied: Counter[int] = Counter()  # in them, by variable set
 
     def hear(self, event: Event, now: float) -> list[Command] | None:
         """The commands that follow from ``event``. None if the event needs the general way."""
@@ -239,11 +239,11 @@ class FastPath:
         if not ground.sets:
             return self._answers()
         operations = []
-        for k, (optimizer, number, _) in enumerate(ground.sets):
+        for k, (_, number, _) in enumerate(ground.sets):
             points = [record.notes[k] for record in returns]
             applies = [point for point in points if isinstance(point, ApplyPoint)]
-            operations.append(updates.apply(self._server, number, applies, self._applied[optimizer]))
-            self._applied[optimizer] += 1
+            operations.append(updates.apply(self._server, number, applies, self._applied))
+            self._applied[number] += 1
         self._committing = tables.tally.tickets + self._count
         return [Commit(self._committing, tuple(operations))]
 

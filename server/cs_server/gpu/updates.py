@@ -120,7 +120,8 @@ class DeviceUpdates:
 
     def apply(self, operation: Apply, common: float | None) -> Iterator[Changed]:
         """Launch an update; yields its changes. ``common`` is the factor for all gradients, if it is known already."""
-        rule, given, t = RULES[operation.rule], dict(operation.hyperparameters), operation.t
+        rule, given = RULES[operation.rule], dict(operation.hyperparameters)
+        dense_parts, sparse_parts = operation.parts()
         clipping = Clipping.of(given)
         merged = [self._sums(rows, clipping) for rows in operation.sparse]
         factors = [1.0 if common is None else common] * (
@@ -131,7 +132,7 @@ class DeviceUpdates:
             factors = clipping.factors([*squares, *(square_of(gradient.sums) for gradient in merged)])
         limit = math.inf if clipping is None or clipping.clipvalue is None else clipping.clipvalue
         at = 0
-        for part in operation.dense:
+        for part, t in dense_parts:
             pieces, gradients = self._prepared(part)
             targets, of_ranges = (part.parameters, *part.slots), np.array(factors[at : at + len(part.ranges)])
             at += len(part.ranges)
@@ -142,7 +143,7 @@ class DeviceUpdates:
             ):
                 for start, stop in runs(pieces, window):
                     yield from ((Change(name, start, stop - start), part.dtype, mark) for name in targets)
-        for rows, gradient, factor in zip(operation.sparse, merged, factors[at:], strict=True):
+        for (rows, t), gradient, factor in zip(sparse_parts, merged, factors[at:], strict=True):
             yield from self._rows(RULES[rows.rule] if rows.rule else rule, rows, gradient, given, t, factor)
 
     def _prepared(self, part: Dense) -> tuple[Pieces, list[_Gradient]]:
@@ -293,9 +294,10 @@ class DeviceUpdates:
 
 def _part(operation: Apply, is_wanted: Callable[[str], bool]) -> list[Apply]:
     """The part of an update with the wanted dtypes, as a list of one; an empty list if it has none."""
-    dense = tuple(part for part in operation.dense if is_wanted(part.dtype))
-    sparse = tuple(part for part in operation.sparse if is_wanted(part.dtype))
-    return [with_changes(operation, dense=dense, sparse=sparse)] if dense or sparse else []
+    dense, sparse = ([(part, t) for part, t in parts if is_wanted(part.dtype)] for parts in operation.parts())
+    counts = tuple(t for _, t in (*dense, *sparse)) if operation.counts else ()
+    parts = {"dense": tuple(part for part, _ in dense), "sparse": tuple(rows for rows, _ in sparse)}
+    return [with_changes(operation, **parts, counts=counts)] if dense or sparse else []
 
 
 def _which_range(part: Dense, pieces: Pieces) -> np.ndarray:

@@ -193,7 +193,7 @@ def test_only_the_last_reply_is_kept() -> None:
         ),
         (Assign("c", 9, 1, "assign", array(1)), "cs.InvalidArgumentError", "assign to variable 'w'"),
         (Assign("c", 9, 1, "assign", scalar(1, "float64")), "cs.InvalidArgumentError", "float64"),
-        (Configure("c", 9, 0, "Lion", (), None, -1), "cs.InvalidArgumentError", "unknown optimizer 'Lion'"),
+        (Configure("c", 9, 0, "Muon", (), None, -1), "cs.InvalidArgumentError", "unknown optimizer 'Muon'"),
         (Configure("c", 9, 0, "SGD", (("learning_rate", 1.0),), None, -1), "cs.InvalidArgumentError", "momentum"),
         (Configure("c", 9, 4, "SGD", (), None, -1), "cs.InvalidArgumentError", "no optimizer 4"),
     ],
@@ -234,7 +234,7 @@ def test_optimizers_are_made_and_changed() -> None:
         hears(CONTROLLER, Configure("c", 2, 1, "Adam", (("epsilon", 0.5),), None, -1)), Send(CONTROLLER, Done(2, 1, 0))
     )
     changed = Optimizer(1, "Adam", "adam", tuple({**DEFAULTS["Adam"], "epsilon": 0.5}.items()), None, 0)
-    book.on(hears(CONTROLLER, Describe(3, (), (1,))), Send(CONTROLLER, Described(3, (), (changed,), ((),))))
+    book.on(hears(CONTROLLER, Describe(3, (), (1,))), Send(CONTROLLER, Described(3, (), (changed,), ((),), ((),))))
 
 
 def test_slots_that_are_asked_for_are_made_and_described_when_they_are_filled() -> None:

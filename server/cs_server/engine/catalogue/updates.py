@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from cs_proto import segment_names
-from cs_proto.arithmetic.optimizers import CLIPS, WITHOUT_DECAY
+from cs_proto.arithmetic.optimizers import CLIPS, WITHOUT_DECAY, counts_by_variable
 from cs_proto.arithmetic.schedules import rate
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import InvalidArgumentError
@@ -18,6 +18,9 @@ from cs_server.engine.store.state import State
 from cs_server.events import Apply, Dense, Rows
 
 from . import optimizers, slabs, variables
+
+# The most dense parts that are kept. A set may have many, one for each grouping of its variables by their counts.
+_KNOWN = 1024
 
 
 def check_gradients(server: State, points: Sequence[ApplyPoint]) -> None:
@@ -53,18 +56,28 @@ def _check_second(server: State, point: ApplyPoint) -> None:
             )
 
 
-def apply(server: State, number: int, points: Sequence[ApplyPoint], steps_before: int) -> Apply:
+def apply(server: State, number: int, points: Sequence[ApplyPoint], before: Mapping[int, int]) -> Apply:
     """One step on a variable set. ``points`` say for every replica which of its gradient buffers it used, and where its
-    sparse gradients lie. ``steps_before`` counts this optimizer's earlier steps in the commit."""
-    optimizer = optimizers.get(server, server.tables.sets[number].optimizer)
-    step = optimizer.iterations + steps_before
+    sparse gradients lie. ``before`` has the steps of each variable set that the tables do not count yet."""
+    tables, updated = server.tables, server.tables.sets[number].variables
+    optimizer = optimizers.get(server, tables.sets[number].optimizer)
+    step = optimizer.iterations + sum(
+        count for other, count in before.items() if tables.sets[other].optimizer == optimizer.number
+    )
+    t, more = step + 1, tuple[int, ...]()
+    if counts_by_variable(optimizer.kind):
+        t, more = server.index.counts.next_of(number, before)
     sparse = tuple(gradient.variable for gradient in points[0].sparse)
     is_clipped = any(name in CLIPS for name, _ in optimizer.hyperparameters)
     buffers = tuple(point.buffers for point in points)
-    key = (number, sparse, is_clipped, buffers, optimizer.exempt)
-    dense = server.index.dense.get(key)
-    if dense is None:
-        dense = server.index.dense[key] = tuple(
+    groups = tuple(map(sorted(set(more)).index, more))
+    key = (number, sparse, is_clipped, buffers, optimizer.exempt, groups)
+    known = server.index.dense.get(key)
+    if known is None:
+        if len(server.index.dense) >= _KNOWN:
+            server.index.dense.clear()
+        parts = _ranges_of(server, number, optimizer, sparse, is_clipped, groups)
+        made = tuple(
             Dense(
                 dtype=dtype,
                 ranges=ranges,
@@ -73,8 +86,10 @@ def apply(server: State, number: int, points: Sequence[ApplyPoint], steps_before
                 gradients=tuple(_gradients(server, r, each, dtype) for r, each in enumerate(buffers)),
                 rule=rule,
             )
-            for dtype, rule, ranges in _ranges_of(server, number, optimizer, sparse, is_clipped)
+            for dtype, rule, ranges, _ in parts
         )
+        known = server.index.dense[key] = made, tuple(groups.index(group) if groups else 0 for *_, group in parts)
+    dense, places = known
     rows = []
     for position, member in enumerate(sparse):
         variable = variables.row(server, member)
@@ -91,8 +106,8 @@ def apply(server: State, number: int, points: Sequence[ApplyPoint], steps_before
                 rule=_rule_of(optimizer, spec.name),
             )
         )
-    updated = server.tables.sets[number].variables
-    return Apply(optimizer.rule, _at(step, optimizer), step + 1, dense, tuple(rows), updated)
+    counts = [t + more[place] for place in (*places, *map(updated.index, sparse))] if more else ()
+    return Apply(optimizer.rule, _at(step, optimizer), t, dense, tuple(rows), updated, tuple(counts))
 
 
 def gradient_place(server: State, replica: int, buffers: int, variable: Array) -> Array:
@@ -114,21 +129,27 @@ def _rule_of(optimizer: Optimizer, name: str) -> str:
 
 
 def _ranges_of(
-    server: State, number: int, optimizer: Optimizer, sparse: tuple[int, ...], by_variable: bool
-) -> tuple[tuple[str, str, tuple[tuple[int, int], ...]], ...]:
-    """For each dtype and rule of a set the elements of its variables, without the ``sparse`` ones. Adjacent variables
-    are one range unless ``by_variable``."""
-    by_kind: dict[tuple[str, str], list[tuple[int, int]]] = {}
-    for member in server.tables.sets[number].variables:
+    server: State,
+    number: int,
+    optimizer: Optimizer,
+    sparse: tuple[int, ...],
+    by_variable: bool,
+    groups: tuple[int, ...],
+) -> list[tuple[str, str, tuple[tuple[int, int], ...], int]]:
+    """For each dtype, rule and group of a set the elements of its variables, without the ``sparse`` ones. Adjacent
+    variables are one range unless ``by_variable``. Without ``groups`` all variables are of group 0."""
+    members = server.tables.sets[number].variables
+    by_kind: dict[tuple[str, str, int], list[tuple[int, int]]] = {}
+    for member, group in zip(members, groups or (0,) * len(members), strict=True):
         if member not in sparse:
             variable = variables.row(server, member)
-            kind = variable.spec.dtype, _rule_of(optimizer, variable.spec.name)
+            kind = variable.spec.dtype, _rule_of(optimizer, variable.spec.name), group
             by_kind.setdefault(kind, []).append(slabs.elements(variable))
     found = {
         kind: tuple(r for r in sorted(ranges) if r[0] < r[1]) if by_variable else tuple(merged(ranges))
         for kind, ranges in sorted(by_kind.items())
     }
-    return tuple((*kind, ranges) for kind, ranges in found.items() if ranges)
+    return [(dtype, rule, ranges, group) for (dtype, rule, group), ranges in found.items() if ranges]
 
 
 def _at(step: int, optimizer: Optimizer) -> tuple[tuple[str, float], ...]:

@@ -8,6 +8,7 @@ a commit is under way. Before the commit, a replica that waits is asked to prese
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 
 from cs_proto.errors import CentralStorageError
@@ -178,7 +179,7 @@ def operations(server: State, job: Job) -> tuple[Apply | Write, ...]:
     if job.kind == "writes":
         return tuple(writes.get(end, ()))
     made: list[Apply | Write] = []
-    steps: dict[int, int] = {}
+    steps = Counter[int]()
     for k in range(server.tables.runs[run].committed, end):
         made += writes.get(k, ())
         if not runs.changes(server, run, k):
@@ -187,9 +188,8 @@ def operations(server: State, job: Job) -> tuple[Apply | Write, ...]:
         applies = [point for point in points if isinstance(point, ApplyPoint)]
         if applies:
             number, _ = _set_of(server, applies[0].optimizer, points)
-            before = steps.get(applies[0].optimizer, 0)
-            made.append(updates.apply(server, number, applies, before))
-            steps[applies[0].optimizer] = before + 1
+            made.append(updates.apply(server, number, applies, steps))
+            steps[number] += 1
         else:
             made.append(_write(server, points))
     return tuple(made)

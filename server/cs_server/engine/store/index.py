@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from cs_server.events import Dense
 
+from .counts import Counts
 from .tables import Tables, VariableSet
 
 __all__ = ["Index", "base_of"]
@@ -34,16 +36,18 @@ class Index:
         self.sets_of: dict[int, list[int]] = {}
         #: The number of a variable set, by optimizer and ascending variables.
         self.set_numbers: dict[tuple[int, tuple[int, ...]], int] = {}
-        #: The dense part of an apply, by set, sparse variables, whether gradients are clipped, and buffers. It
-        #: changes only with the names of variables, since variables do not move.
-        self.dense: dict[tuple[int, tuple[int, ...], bool, tuple[int, ...], tuple[str, ...]], tuple[Dense, ...]] = {}
+        #: The dense part of an apply, and for each of its parts the place in ``variables`` of one variable: by set,
+        #: sparse variables, whether gradients are clipped, buffers, exempt names, and groups of variables with equal
+        #: counts. It changes only with the names of variables, since variables do not move.
+        self.dense: dict[tuple[Any, ...], tuple[tuple[Dense, ...], tuple[int, ...]]] = {}
+        self.counts = Counts(self._tables)
         for number, variable_set in self._tables.sets.items():
             self.add_set(number, variable_set)
 
     @contextmanager
     def rolled_back(self) -> Iterator[None]:
         """The block rolls the tables back; the index follows."""
-        variables, is_stale = self._tables.variables, self._tables.sets.is_changed
+        variables, is_stale = self._tables.variables, self._tables.sets.is_changed or self._tables.slots.is_changed
         changed = variables.changed
         for number in changed:
             if number in variables:
@@ -58,12 +62,14 @@ class Index:
     def add_set(self, number: int, variable_set: VariableSet) -> None:
         """There is a new variable set."""
         self.set_numbers[variable_set.optimizer, variable_set.variables] = number
+        self.counts.add_set(number, variable_set)
         for member in variable_set.variables:
             self.sets_of.setdefault(member, []).append(number)
 
     def drop_set(self, number: int, variable_set: VariableSet) -> None:
         """The variable set is gone."""
         del self.set_numbers[variable_set.optimizer, variable_set.variables]
+        self.counts.forget(variable_set.optimizer)
         for member in variable_set.variables:
             self.sets_of[member].remove(number)
             if not self.sets_of[member]:

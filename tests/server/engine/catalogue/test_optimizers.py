@@ -39,11 +39,12 @@ def test_a_schedule_stays_until_a_learning_rate_replaces_it(book: Book) -> None:
     number, _ = optimizers.variable_set(book.state, 1, (book.make("w"),))
     point = [ApplyPoint(0, "x:1", 1, number, (), 0)] * 2
     rates = [
-        dict(updates.apply(book.state, number, point, earlier).hyperparameters)["learning_rate"] for earlier in (0, 10)
+        dict(updates.apply(book.state, number, point, earlier).hyperparameters)["learning_rate"]
+        for earlier in ({}, {number: 10})
     ]
     assert rates == pytest.approx([0.1 * 0.5**2, 0.1 * 0.5**3])
     optimizers.applied(book.state, number)
-    assert updates.apply(book.state, number, point, 0).t == 22
+    assert updates.apply(book.state, number, point, {}).t == 22
     assert optimizers.configure(book.state, 1, "SGD", {"learning_rate": 0.5}).schedule is None
 
 
@@ -106,7 +107,7 @@ def test_an_optimizer_keeps_the_rule_it_was_made_with(book: Book) -> None:
     optimizers.configure(book.state, 0, "SGD", {**SGD, "momentum": 0.9})
     number, _ = optimizers.variable_set(book.state, 1, (1,))
     assert optimizers.configure(book.state, 1, "SGD", {"momentum": 0.0}).rule == "sgd_momentum"
-    apply = updates.apply(book.state, number, [ApplyPoint(0, "x:1", 1, number, (), 0)] * 2, 0)
+    apply = updates.apply(book.state, number, [ApplyPoint(0, "x:1", 1, number, (), 0)] * 2, {})
     assert (apply.rule, dict(apply.hyperparameters)["momentum"]) == ("sgd_momentum", 0.0)
     assert apply.dense[0].slots == ("slots/1/momentum/float32",)
 

@@ -39,7 +39,7 @@ def test_an_apply_covers_each_slab_once_in_ascending_ranges(book: Book) -> None:
         )
         for dtype, ranges in [(narrow, ((0, 3), (16, 17))), (wide, ((0, 2),))]
     )
-    assert updates.apply(book.state, number, points, 1) == Apply(
+    assert updates.apply(book.state, number, points, {number: 1}) == Apply(
         "adam", adam.hyperparameters, 2, parts, (), (1, 2, 3, 4)
     )
 
@@ -57,7 +57,7 @@ def test_a_sparse_gradient_takes_its_variable_out_of_the_ranges(book: Book) -> N
     updates.check_gradients(book.state, points)
     number, fills = optimizers.variable_set(book.state, 1, (1, 2, 3), [2])
     assert [fill.is_lazy for fill in fills] == [False] * 3  # the accumulator begins at 0.1
-    apply = updates.apply(book.state, number, points, 0)
+    apply = updates.apply(book.state, number, points, {})
     (offset,) = {v.place.offset for v in variables.every(book.state) if v.spec.name == "table"}
     assert apply.sparse == (
         Rows(
@@ -71,7 +71,7 @@ def test_a_sparse_gradient_takes_its_variable_out_of_the_ranges(book: Book) -> N
     )
     assert [last - first for first, last in apply.dense[0].ranges] == [16, 16]
     dense = [ApplyPoint(0, "x:1", 1, number, (), buffers) for buffers in (0, 1)]
-    assert sum(last - first for first, last in updates.apply(book.state, number, dense, 0).dense[0].ranges) == 62
+    assert sum(last - first for first, last in updates.apply(book.state, number, dense, {}).dense[0].ranges) == 62
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_bounded_gradients_keep_variables_apart(book: Book) -> None:
         book.make("w", (16,))
     optimizers.configure(book.state, 0, "SGD", {**SGD, "clipnorm": 1.0})
     number, _ = optimizers.variable_set(book.state, 1, (1, 2))
-    apply = updates.apply(book.state, number, [ApplyPoint(0, "x:1", 1, number, (), 0)] * 2, 0)
+    apply = updates.apply(book.state, number, [ApplyPoint(0, "x:1", 1, number, (), 0)] * 2, {})
     assert [last - first for first, last in apply.dense[0].ranges] == [16, 16]
 
 
@@ -111,7 +111,7 @@ def test_a_variable_that_is_exempt_by_its_name_stays_exempt_when_it_gets_another
     point = ApplyPoint(0, "x:1", 1, number, (), 0)
 
     def exempted() -> list[tuple[tuple[int, int], ...]]:
-        applied = updates.apply(book.state, number, (point,), 0)
+        applied = updates.apply(book.state, number, (point,), {})
         return [part.ranges for part in applied.dense if part.rule == "adam"]
 
     before = exempted()
@@ -129,6 +129,6 @@ def test_a_name_that_comes_back_counts_for_the_patterns(book: Book) -> None:
     optimizers.configure(book.state, 0, "AdamW", {**ADAM, "weight_decay": 0.1}, exempt=("w_",))
     number, _ = optimizers.variable_set(book.state, 1, (kept,))
     point = ApplyPoint(0, "x:1", 1, number, (), 0)
-    assert [part.rule for part in updates.apply(book.state, number, (point,), 0).dense] == ["adam"]
+    assert [part.rule for part in updates.apply(book.state, number, (point,), {}).dense] == ["adam"]
     optimizers.free(book.state, [old])
-    assert [part.rule for part in updates.apply(book.state, number, (point,), 0).dense] == [""]
+    assert [part.rule for part in updates.apply(book.state, number, (point,), {}).dense] == [""]
