@@ -24,7 +24,7 @@ from cs_proto.messages import Optimizer as Record
 from cs_proto.messages import Variable, VariableSpec
 
 F32 = np.float32
-KINDS = ("SGD", "Adagrad", "RMSprop", "Adam", "AdamW", "Adamax", "Nadam", "Adadelta", "Ftrl", "Lion")
+KINDS = ("SGD", "Adagrad", "RMSprop", "Adam", "AdamW", "Adamax", "Nadam", "Adadelta", "Ftrl", "Lion", "LAMB")
 
 
 class Backend:

@@ -35,7 +35,7 @@ INTERNAL = {
     "TensorSpec": "admits",
     "Metric": "adopt",
     "GradientAccumulator": "adopt rename names_of_variables sums is_name start",
-    "Optimizer": "from_record adopt slots slot_value set_slot evaluate_schedule number_of",
+    "Optimizer": "from_record adopt slots slot_value set_slot counted counts_by_variable evaluate_schedule number_of",
     "ExponentialMovingAverage": "start adopt rename learn names_of_variables",
 }
 #: The same for every class: the name of a rule or schedule in the tables of the protocol, and its record.

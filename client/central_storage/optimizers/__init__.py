@@ -9,6 +9,7 @@ from .accumulator import GradientAccumulator
 from .adagrad import Adadelta, Adagrad
 from .adam import Adam, Adamax, AdamW, Nadam
 from .ftrl import Ftrl
+from .lamb import LAMB
 from .lion import Lion
 from .optimizer import Optimizer
 from .rmsprop import RMSprop
@@ -17,6 +18,7 @@ from .table import of_kind as of_kind
 from .table import optimizer_of
 
 __all__ = [
+    "LAMB",
     "SGD",
     "Adadelta",
     "Adagrad",

@@ -27,12 +27,12 @@ from cs_proto.messages import WriteOp
 from cs_proto.scatter import write
 from cs_runtime.failpoints import failpoint
 from cs_server.events import Apply, Commit, Compute, Dense, Fill, Rows, Write
-from cs_server.rules import RULES, Rule
+from cs_server.rules import RULES, Rule, squares, trust_ratio
 
 from .clipping import Clipping, square_of
 from .kernels import apply_dense, bound
 from .sparse import Merged, Table, merge, write_rows
-from .undo import KEPT_NBYTES, Lane, Undo
+from .undo import KEPT_NBYTES, NUMBERS, Lane, Undo
 
 __all__ = ["Executor", "Memory", "fill"]
 
@@ -129,7 +129,7 @@ class Executor:
         rule, given = RULES[operation.rule], dict(operation.hyperparameters)
         dense_parts, sparse_parts = operation.parts()
         sparse = [self._gradients(rows) for rows in operation.sparse]
-        clipping = Clipping.of(given)
+        clipping = Clipping.of(given) or (Clipping(None, None, None) if rule.direction else None)
         if clipping is None:
             for part, t in dense_parts:
                 self._dense(rule, part, given, t)
@@ -138,7 +138,12 @@ class Executor:
             self._clipped(rule, dense_parts, merged, given, clipping)
             sparse = [[(gradient.sums, gradient.rows)] for gradient in merged]
         for (rows, t), gradients in zip(sparse_parts, sparse, strict=True):
-            self._table(rule, rows).apply(gradients, given, t, self._phase, self._undo.lanes)
+            table = self._table(rule, rows)
+            own: Hyperparameters = given
+            if rule.direction:
+                self._note(lambda: [trust_ratio(*table.squares(*gradients[0], given, t))])  # noqa: B023
+                own = self._trusted(given, 0)
+            table.apply(gradients, own, t, self._phase, self._undo.lanes)
 
     def _table(self, rule: Rule, rows: Rows) -> Table:
         rule = _rule_of(rows, rule)
@@ -194,26 +199,64 @@ class Executor:
         for factor, gradient in zip(factors[ranges:], merged, strict=True):
             _scale(gradient.sums, factor)
 
+        def total_of(number: int, gradients: Sequence[np.ndarray], piece: slice) -> np.ndarray:
+            total = clipping.total(gradients, piece)
+            _scale(total, factors[number])
+            return total
+
+        def squared(number: int, part: Dense, piece: slice) -> tuple[float, float]:
+            parameters, slots, gradients = self._arrays(part)
+            total = total_of(number, gradients, piece)
+            return squares(rule, parameters[piece], total, [slot[piece] for slot in slots], given, counts[number])
+
         def update(mine: Sequence[tuple[int, Dense, slice]], lane: Lane) -> None:
             for number, part, piece in lane.rest(mine):
                 parameters, slots, gradients = self._arrays(part)
-                total = clipping.total(gradients, piece)
-                _scale(total, factors[number])
+                total = total_of(number, gradients, piece)
                 lane.keep([(array, piece) for array in (parameters, *slots)])
                 whole = np.array([[0, len(total)]], np.int64)
                 own, t = _rule_of(part, rule), counts[number]
-                apply_dense(own, whole, parameters[piece], tuple(slot[piece] for slot in slots), (total,), given, t)
+                numbers = self._trusted(given, number % NUMBERS) if rule.direction else given
+                apply_dense(own, whole, parameters[piece], tuple(slot[piece] for slot in slots), (total,), numbers, t)
 
-        self._phase(
-            [
-                (number, part, smaller)
-                for number, part, piece in pieces
-                for smaller in _pieces(
-                    piece.start, piece.stop, min(_PIECE, KEPT_NBYTES // np.dtype(part.dtype).itemsize)
-                )
-            ],
-            update,
-        )
+        # The norms of a variable cannot be computed again when a part of it is updated: they are noted before.
+        for first in range(0, ranges, NUMBERS) if rule.direction else [0]:
+            group = [each for each in pieces if not rule.direction or first <= each[0] < first + NUMBERS]
+            if rule.direction:
+                self._note(lambda: self._ratios(group, squared))  # noqa: B023
+            self._phase(_smaller(group), update)
+
+    def _ratios(
+        self,
+        pieces: Sequence[tuple[int, Dense, slice]],
+        squared: Callable[[int, Dense, slice], tuple[float, float]],
+    ) -> list[float]:
+        """The trust ratios of the variables of these pieces, which are added up in order."""
+        found: list[tuple[float, float]] = [(0.0, 0.0)] * len(pieces)
+        lanes = self._undo.lanes
+
+        def share(lane: int) -> None:
+            for which in range(lane, len(pieces), lanes):
+                found[which] = squared(*pieces[which])
+
+        self._spread(min(lanes, len(pieces)), share)
+        sums: dict[int, tuple[float, float]] = {}
+        for (number, _, _), (one, other) in zip(pieces, found, strict=True):
+            before = sums.get(number, (0.0, 0.0))
+            sums[number] = before[0] + one, before[1] + other
+        return [trust_ratio(*each) for each in sums.values()]
+
+    def _note(self, numbers: Callable[[], Sequence[float]]) -> None:
+        """The next phase of the commit: note numbers, which read what later phases overwrite."""
+        if self._undo.opens():
+            found = numbers()
+            self._undo.numbers[: len(found)] = found
+            failpoint("server.phase")
+            self._undo.close()
+
+    def _trusted(self, given: Hyperparameters, which: int) -> Hyperparameters:
+        """The hyperparameters for a variable, with the ratio that was noted for it."""
+        return {**given, "learning_rate": given["learning_rate"] * float(self._undo.numbers[which])}
 
     def _squares(
         self, pieces: Sequence[tuple[int, Dense, slice]], ranges: int, merged: Sequence[Merged], clipping: Clipping
@@ -342,6 +385,15 @@ def _rule_of(part: Dense | Rows, rule: Rule) -> Rule:
 
 def _pieces(first: int, last: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, last)) for start in range(first, last, size))
+
+
+def _smaller(pieces: Sequence[tuple[int, Dense, slice]]) -> list[tuple[int, Dense, slice]]:
+    """Pieces whose old values a lane can keep."""
+    return [
+        (number, part, smaller)
+        for number, part, piece in pieces
+        for smaller in _pieces(piece.start, piece.stop, min(_PIECE, KEPT_NBYTES // np.dtype(part.dtype).itemsize))
+    ]
 
 
 def _scale(gradient: np.ndarray, factor: float) -> None:

@@ -6,6 +6,7 @@ NumPy functions that round alike in both, no literal numbers (a literal would wi
 that an optimizer may do without is multiplied by a number that is 0 or 1 then, which changes no finite value.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any, Literal, TypeAlias
@@ -40,6 +41,10 @@ class Rule:
     variables have no part in the rule, because it compares, or because its source takes squares of their real and
     imaginary parts. `is_compiled`: every operation of the step rounds alike in NumPy and in compiled code.
     `rounds_first`: see `scalars`.
+
+    `direction(w, g, *slots, *numbers)`: the step moves a variable by its rate times this, and the rate is multiplied by
+    the trust ratio, that of the norms of the whole variable and the whole direction (`trust_ratio`). A step alone
+    computes with a ratio of 1.
     """
 
     name: str
@@ -51,6 +56,7 @@ class Rule:
     is_compiled: bool = True
     rounds_first: bool = False
     decays: bool = False
+    direction: Callable[..., Step] | None = None
 
     @property
     def kernel(self) -> str:
@@ -103,6 +109,25 @@ def reference(
         updated = rule.step(before[0], total, *before[1:], *numbers)
         for target, value in zip((parameters, *slots), updated, strict=True):
             target[...] = value
+
+
+def squares(
+    rule: Rule, parameters: Array, gradient: Array, slots: Sequence[Array], hyperparameters: Hyperparameters, t: int
+) -> tuple[float, float]:
+    """The squared norms of a piece of a variable and of its direction, added up in double precision. The arrays are as
+    for `reference`; nothing is changed."""
+    assert rule.direction is not None
+    wide = computed_in(parameters.dtype)
+    numbers = scalars(rule, hyperparameters, t, wide)
+    arrays = [array.astype(wide, copy=False) for array in (parameters, gradient, *slots)]
+    with np.errstate(all="ignore"):
+        (direction,) = rule.direction(*arrays, *numbers)
+        return float(np.square(arrays[0], dtype=float).sum()), float(np.square(direction, dtype=float).sum())
+
+
+def trust_ratio(square: float, square_of_direction: float) -> float:
+    """By what the rate is multiplied, from squared norms; 1 where one of them is 0."""
+    return math.sqrt(square) / math.sqrt(square_of_direction) if square and square_of_direction else 1.0
 
 
 def computed_in(dtype: np.dtype[Any] | str) -> np.dtype[Any]:

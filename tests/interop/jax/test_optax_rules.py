@@ -42,6 +42,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("rmsprop", {"centered": True, "initial_accumulator_value": 1.0}),
     ("rmsprop", {"centered": True, "epsilon": 1e-3, "bias_correction": True, "momentum": 0.5}),
     ("lion", {"weight_decay": 0.1}),
+    ("lamb", {}),
+    ("lamb", {"weight_decay": 0.1, "eps_root": 1e-9}),
 ]
 NAMES = {"beta_1": "b1", "beta_2": "b2", "epsilon": "eps", "rho": "decay"}
 

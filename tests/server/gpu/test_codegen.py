@@ -17,7 +17,7 @@ from tests.server.compute.test_kernels import HYPERPARAMETERS, assert_same_bits,
 
 from cs_proto.errors import InvalidArgumentError
 from cs_server.gpu import codegen
-from cs_server.rules import GPU_DTYPES, RULES, Array, Rule, computed_in, reference, scalars
+from cs_server.rules import GPU_DTYPES, RULES, Array, Rule, computed_in, reference, scalars, squares
 
 NVCC, PTXAS = shutil.which("nvcc"), shutil.which("ptxas")
 STEPS = 5
@@ -94,6 +94,29 @@ def test_a_piece_without_a_gradient_is_one_of_zeros() -> None:
 
 @needs_gcc
 @pytest.mark.parametrize("dtype", GPU_DTYPES)
+def test_norms_are_those_of_the_variable_and_of_its_direction(dtype: str) -> None:
+    rule, number, threads = RULES["lamb"], computed_in(dtype), 8
+    parameters, slots, gradients = state_of(rule, 1000, dtype, 2)
+    ranges = [(0, 10), (10, 700), (700, 1000)]
+    pieces = pieces_of(ranges, (parameters, *slots, *gradients), moves=False, factor=0.5)
+    before = [array.copy() for array in (parameters, *slots)]
+    partial, sums = np.zeros((3, 2, threads)), np.zeros((3, 2))
+    numbers = scalars(rule, HYPERPARAMETERS, 2, number)
+    kernel = compiled(codegen.norms(rule, dtype))[codegen.norms_name(rule, dtype)]
+    kernel((3,), (threads,), (pieces.ctypes.data, np.int32(2), number.type(np.inf), *numbers, partial.ctypes.data))
+    fold = (partial.ctypes.data, np.int32(threads), np.int64(6), sums.ctypes.data)
+    compiled(codegen.loops(dtype))["fold"]((2,), (3,), fold)
+    total = (gradients[0].astype(number) + gradients[1].astype(number)) * number.type(0.5)
+    for (start, stop), found in zip(ranges, sums, strict=True):
+        piece = slice(start, stop)
+        wanted = squares(rule, parameters[piece], total[piece], [s[piece] for s in slots], HYPERPARAMETERS, 2)
+        np.testing.assert_allclose(found, wanted, rtol=1e-12)
+    for array, was in zip((parameters, *slots), before, strict=True):
+        assert_same_bits(array, was)
+
+
+@needs_gcc
+@pytest.mark.parametrize("dtype", GPU_DTYPES)
 def test_squares_copy_and_fill(dtype: str) -> None:
     random = np.random.default_rng(2)
     gradients = [random.standard_normal(1000).astype(dtype) for _ in range(2)]
@@ -155,6 +178,7 @@ def test_nvcc_takes_the_source(dtype: str, tmp_path: Path) -> None:
     """Every rule in one file, each in a namespace of its own. Nothing is contracted but inside of `pow`, and halves
     are converted by instructions that the assembler knows."""
     sources = [codegen.loops(dtype), *dict.fromkeys(codegen.update(rule, dtype) for rule in RULES.values())]
+    sources.append(codegen.norms(RULES["lamb"], dtype))
     file = tmp_path / "kernels.cu"
     file.write_text("".join(f"namespace n{i} {{\n{source}}}\n" for i, source in enumerate(sources)))
     assert NVCC is not None

@@ -291,7 +291,7 @@ def test_gradients_of_halves_are_added_up_in_single_precision(gpus: StandInGpus)
 
 
 @pytest.mark.parametrize("lazy", [0.0, 1.0])
-@pytest.mark.parametrize("rule", ["sgd", "sgd_momentum", "rmsprop", "adam", "nadam"])
+@pytest.mark.parametrize("rule", ["sgd", "sgd_momentum", "rmsprop", "adam", "nadam", "torch_sgd", "lamb"])
 @pytest.mark.parametrize(
     ("height", "width", "named"), [(9, 7, [[3, 1, 3], [8, 1]]), (200, 40, [[5, 7], []]), (3, 0, [[1], [1]])]
 )

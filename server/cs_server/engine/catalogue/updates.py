@@ -16,6 +16,7 @@ from cs_proto.ranges import merged
 from cs_proto.records import replace
 from cs_server.engine.store.state import State
 from cs_server.events import Apply, Dense, Rows
+from cs_server.rules import RULES
 
 from . import optimizers, slabs, variables
 
@@ -68,7 +69,8 @@ def apply(server: State, number: int, points: Sequence[ApplyPoint], before: Mapp
     if counts_by_variable(optimizer.kind):
         t, more = server.index.counts.next_of(number, before)
     sparse = tuple(gradient.variable for gradient in points[0].sparse)
-    is_clipped = any(name in CLIPS for name, _ in optimizer.hyperparameters)
+    has_norms = RULES[optimizer.rule].direction is not None
+    is_clipped = has_norms or any(name in CLIPS for name, _ in optimizer.hyperparameters)
     buffers = tuple(point.buffers for point in points)
     groups = tuple(map(sorted(set(more)).index, more))
     key = (number, sparse, is_clipped, buffers, optimizer.exempt, groups)
