@@ -33,6 +33,7 @@ from tests.harness.playbook import (
 )
 
 from cs_proto import records, segment_names
+from cs_proto.arithmetic.optimizers import defaults_of
 from cs_proto.arrays import Array, Location
 from cs_proto.messages import (
     PROTOCOL,
@@ -66,9 +67,26 @@ KINDS: tuple[tuple[tuple[int, ...], ...], ...] = (
     ((2, 2), (2, 2)),
     (),
     ((1, 1, 2),),
+    ((2, 3), (2, 2), (2, 3)),
+    ((2, 3),),
     ((1, 1), (2, 2, 1, 2)),
 )
-BETWEEN = ("tick", "statistics", "describe", "again", "down", "assign", "rate", "cancel", "death", "stranger", "hello")
+BETWEEN = (
+    "tick",
+    "statistics",
+    "describe",
+    "again",
+    "down",
+    "assign",
+    "rate",
+    "steps",
+    "cancel",
+    "death",
+    "stranger",
+    "hello",
+)
+# Optimizer 2 counts the updates of each variable. Set 3 is its set of variable 2 alone.
+TORCH_ADAM = {name: float(value) for name, value in defaults_of("torch.Adam").items()}
 
 
 def applies(k: int, replica: int, run: int, optimizer: int, number: int, *sparse: int) -> ApplyPoint:
@@ -107,19 +125,19 @@ class Two:
         self.run = 1
         begin = Playbook(replicas).begin_events()
         made = [hears(CONTROLLER, Create("c", n, spec(f"v{n}", (3,)), None)) for n in (1, 2)]
-        for number, kind in ((3, "SGD"), (4, "Adam")):
-            pairs = tuple(DEFAULTS[kind].items())
+        for number, kind, numbers in ((3, "SGD", DEFAULTS["SGD"]), (4, "torch.Adam", TORCH_ADAM)):
+            pairs = tuple(numbers.items())
             made.append(hears(CONTROLLER, Configure("c", number, 0, kind, pairs, None, -1)))
         made.append(hears(w(0), Locate(0, (1,), 1)))
         for event in [*begin, *made]:
             self.hear(event)
             self.settle()
-        for optimizer in (1, 2):
+        for k, (optimizer, *members) in enumerate([(1, 1, 2), (2, 1, 2), (2, 2)]):
             for replica in range(replicas):
-                self.hear(asks(replica, first_apply(optimizer - 1, 1, 2, optimizer=optimizer)))
+                self.hear(asks(replica, first_apply(k, *members, optimizer=optimizer)))
             self.settle()
         for replica in range(replicas):
-            self.hear(returns(replica, 2))
+            self.hear(returns(replica, 3))
         self.settle()
 
     def hear(self, event: Event) -> list[Command]:
@@ -191,6 +209,10 @@ class Two:
             case "rate":
                 rate = (("learning_rate", 0.5),)
                 self.hear(hears(CONTROLLER, Configure("c", next(self.requests), 1, "SGD", rate, None, -1)))
+            case "steps":
+                count = ((1, 7 * self.run),)
+                number = next(self.requests)
+                self.hear(hears(CONTROLLER, Configure("c", number, 2, "torch.Adam", (), None, -1, None, count)))
             case "cancel":
                 self.hear(hears(CONTROLLER, Cancel((self.run,), 1)))
             case "death":
