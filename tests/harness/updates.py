@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from cs_server.rules import Array
+from cs_server.rules import RULES, Array
 
-__all__ = ["HYPERPARAMETERS", "assert_same_bits"]
+__all__ = ["DISTINCT", "HYPERPARAMETERS", "assert_same_bits"]
+
+#: The rules of which no other has the same step and moves the same rows.
+DISTINCT = [*{(rule.kernel, rule.moves, rule.decays): name for name, rule in reversed(RULES.items())}.values()]
 
 HYPERPARAMETERS = {
     "learning_rate": 0.03,

@@ -351,6 +351,8 @@ class Optimizer(Counted):
             >>> adam.beta_1
             0.8
         """
+        if not hyperparameters:
+            return
         self._refuse_in_replica(", ".join(hyperparameters))
         if "learning_rate" not in hyperparameters:
             self._set(hyperparameters)

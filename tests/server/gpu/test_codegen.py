@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.harness.cupy_stand_in.c_kernels import COMPILER, compiled
+from tests.harness.updates import DISTINCT
 from tests.server.compute.test_kernels import HYPERPARAMETERS, assert_same_bits, state_of
 
 from cs_proto.errors import InvalidArgumentError
@@ -46,7 +47,7 @@ def launch(rule: Rule, pieces: Array, dtype: str, replicas: int, t: int, limit: 
 
 @needs_gcc
 @pytest.mark.parametrize("dtype", GPU_DTYPES)
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_a_translated_rule_has_the_bits_of_the_reference(name: str, dtype: str) -> None:
     rule = RULES[name]
     parameters, slots, gradients = state_of(rule, 1000, dtype, 3)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tests.harness.cupy_stand_in.c_kernels import COMPILER
 from tests.harness.stand_in_gpus import StandInGpus, stand_in_gpus
-from tests.harness.updates import HYPERPARAMETERS
+from tests.harness.updates import DISTINCT, HYPERPARAMETERS
 
 from cs_proto.arrays import Array, Location, array_of, frame_view
 from cs_proto.errors import DeviceError, DeviceMemoryError
@@ -243,7 +243,7 @@ def apply(rule: str, dense: Sequence[Dense] = (), sparse: Sequence[Rows] = (), t
 # --- commits ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", DISTINCT)
 @pytest.mark.usefixtures("narrow")
 def test_a_dense_update(gpus: StandInGpus, rule: str) -> None:
     both = Both()
@@ -260,6 +260,14 @@ def test_a_dense_update_of_any_gradients(both: Both) -> None:
     dense = variables(both, "adam", ["float32", "float64", "complex64"])
     for t in range(1, 4):
         both.commit(apply("adam", dense, t=t))
+    both.assert_same()
+
+
+@pytest.mark.usefixtures("narrow")
+def test_parts_of_an_update_have_numbers_of_their_own(both: Both) -> None:
+    dense = variables(both, "torch_adam", ["float32", "float64"])
+    sparse = table(both, "torch_adam", 9, 7, [[3, 1, 3], [8, 1]], first=256)
+    both.commit(replace(apply("torch_adam", dense, [sparse]), counts=(2, 9, 4)))
     both.assert_same()
 
 
