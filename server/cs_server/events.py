@@ -212,8 +212,10 @@ class Rows:
 
 @frozen
 class Update:
-    """One step of one optimizer. ``t`` counts this optimizer's steps from 1; the learning rate is that of this step.
-    The summed gradients are multiplied by ``factor`` after they are clipped."""
+    """One step of one optimizer. ``t`` is the number of this update, from 1: of the optimizer or, for kinds that count
+    by variable, of these variables. ``counts``, if any, has the number of each part of ``dense``, then of ``sparse``,
+    where they differ. The learning rate is that of this step. The summed gradients are multiplied by ``factor`` after
+    they are clipped."""
 
     rule: str
     hyperparameters: tuple[tuple[str, float], ...]
@@ -221,6 +223,13 @@ class Update:
     dense: tuple[Dense, ...]
     sparse: tuple[Rows, ...] = ()
     factor: float = 1.0
+    counts: tuple[int, ...] = ()
+
+    def parts(self) -> tuple[list[tuple[Dense, int]], list[tuple[Rows, int]]]:
+        """The dense and the sparse parts, each with the number of its update."""
+        counts = self.counts or (self.t,) * (len(self.dense) + len(self.sparse))
+        at = len(self.dense)
+        return list(zip(self.dense, counts[:at], strict=True)), list(zip(self.sparse, counts[at:], strict=True))
 
 
 @frozen

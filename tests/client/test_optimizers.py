@@ -25,7 +25,8 @@ from cs_proto.messages import Optimizer as Record
 from cs_proto.messages import Variable, VariableSpec
 
 F32 = np.float32
-KINDS = ("SGD", "Adagrad", "RMSprop", "Adam", "AdamW", "Adamax", "Nadam", "Adadelta", "Ftrl", "Lion", "RowwiseAdagrad")
+KINDS = ("SGD", "Adagrad", "RMSprop", "Adam", "AdamW", "Adamax", "Nadam", "Adadelta", "Ftrl", "Lion", "LAMB")
+KINDS += ("RowwiseAdagrad",)
 
 
 class Backend:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from cs_server.rules import Array
+from cs_proto.arithmetic.optimizers import ROWWISE
+from cs_server.rules import RULES, Array
 
-__all__ = ["HYPERPARAMETERS", "assert_same_bits"]
+__all__ = ["DISTINCT", "ELEMENTWISE", "HYPERPARAMETERS", "assert_same_bits"]
+
+#: The rules of which no other has the same step and moves the same rows.
+DISTINCT = [*{(rule.kernel, rule.moves, rule.decays): name for name, rule in reversed(RULES.items())}.values()]
+#: Those of them that know no rows.
+ELEMENTWISE = [name for name in DISTINCT if name not in ROWWISE]
 
 HYPERPARAMETERS = {
     "learning_rate": 0.03,

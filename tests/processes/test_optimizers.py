@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import central_storage as cs
-from central_storage.optimizers import schedules
+from central_storage.optimizers import of_kind, schedules
 from cs_proto.arithmetic.optimizers import slot_shape
 from cs_proto.errors import ContextError, InvalidArgumentError, MergeMismatchError
 from cs_server.compute.sparse import merge_reference
@@ -36,6 +36,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "adadelta": ("Adadelta", {"learning_rate": 1.0}),
     "ftrl": ("Ftrl", {"learning_rate": 0.1, "l1_regularization_strength": 0.01}),
     "ftrl_power": ("Ftrl", {"learning_rate": 0.1, "learning_rate_power": -0.25}),
+    "lion": ("Lion", {"learning_rate": 0.1, "weight_decay": 0.1}),
+    "torch_sgd": ("torch.SGD", {"learning_rate": 0.1, "momentum": 0.9, "dampening": 0.5}),
+    "torch_adagrad": ("torch.Adagrad", {"learning_rate": 0.1, "weight_decay": 0.1}),
+    "lazy_optax_adam": ("optax.adamw", {"learning_rate": 0.1, "lazy": True}),
 }
 
 
@@ -55,7 +59,7 @@ class Expected:
     """One optimizer in plain NumPy."""
 
     def __init__(self, optimizer: cs.optimizers.Optimizer, dtype: str) -> None:
-        self.given = {"lazy": False} | {k: v for k, v in optimizer.get_config().items() if k != "name"}
+        self.given = {"lazy": False} | {k: v for k, v in optimizer.get_config().items() if k not in ("kind", "name")}
         self.rule = RULES[optimizer._rule]
         shapes = (*SHAPES, TABLE)
         self.values = [np.ones(shape, dtype) for shape in shapes]
@@ -75,7 +79,7 @@ class Expected:
         before = [array.copy() for array in (self.values[-1], *self.slots[-1])]
         reference(self.rule, self.values[-1], [gradient], self.slots[-1], self.given, t)
         others = np.setdiff1d(np.arange(TABLE[0]), merged.rows)
-        moves_value, moves_slots = (False, False) if self.given["lazy"] else MOVES[self.rule.moves]
+        moves_value, moves_slots = MOVES[self.rule.moving(self.given)]
         for position, (after, was) in enumerate(zip((self.values[-1], *self.slots[-1]), before, strict=True)):
             if not (moves_slots if position else moves_value):
                 after[others] = was[others]
@@ -92,7 +96,7 @@ def test_every_optimizer_has_the_bits_of_plain_numpy(case: str, dtype: str, two:
     kind, given = CASES[case]
     made = variables(two, dtype)
     with two.scope():
-        optimizer = getattr(cs.optimizers, kind)(**given)
+        optimizer = of_kind(kind, kind, **given) if "." in kind else getattr(cs.optimizers, kind)(**given)
 
     def step(t: int) -> None:
         replica = int(cs.get_replica_context().replica_id_in_sync_group)

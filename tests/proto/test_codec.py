@@ -148,7 +148,10 @@ def test_damaged_messages(parts: list[bytes]) -> None:
         (wire([35, None]), "Statistics.request must be int from 0 to .*, not None"),
         (wire([36, 5, 0]), "Cancel.run must be a tuple of int"),
         (wire([36, [1.0], 0]), "Cancel.run must be a tuple of int"),
-        (wire([32, "c", 1, 0, "SGD", [["m"]], None, -1, None]), "Configure.hyperparameters must be a tuple of a tuple"),
+        (
+            wire([32, "c", 1, 0, "SGD", [["m"]], None, -1, None, []]),
+            "Configure.hyperparameters must be a tuple of a tuple",
+        ),
         (wire([60, [5], 0, 1, [], [35, 1], 0, "", False, []]), "a Statistics does not belong here"),
         (
             wire([60, [5], 0, 1, [[53, 0, "", "SUM", []]], [56, 0, ""], 0, "", False, []]),
@@ -303,7 +306,7 @@ def test_floats_arrive_bit_by_bit(number: float) -> None:
 
 
 def test_a_peer_may_write_a_whole_float_as_an_integer() -> None:
-    got = decode(wire([32, "c", 1, 0, "SGD", [["momentum", 0], ["learning_rate", (1 << 64) - 1]], None, -1, None]))
+    got = decode(wire([32, "c", 1, 0, "SGD", [["momentum", 0], ["learning_rate", (1 << 64) - 1]], None, -1, None, []]))
     assert got == Configure("c", 1, 0, "SGD", (("momentum", 0.0), ("learning_rate", 2.0**64)), None, -1)
 
 

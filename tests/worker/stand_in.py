@@ -391,7 +391,9 @@ class Service:
             refusal = error_of(InvalidArgumentError(f"there is no number {error}"))
             self.answer(replica, messages.Refused(asked.request, refusal))
         else:
-            self.answer(replica, messages.Described(asked.request, variables, optimizers, ((),) * len(optimizers)))
+            self.answer(
+                replica, messages.Described(asked.request, variables, optimizers, *[((),) * len(optimizers)] * 2)
+            )
 
     def _hand_out(self, link: socket.socket) -> None:
         asked = decode([link.recv(1 << 16)])

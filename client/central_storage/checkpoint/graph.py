@@ -62,6 +62,8 @@ _DATA = DistributedDataset | DistributedFromFunction
 # The name of a strategy's own entries. A file without them can be restored, such as an older one or one of variables
 # outside every strategy, and entries that no object uses are not an error.
 _STRATEGY = "(strategy)"
+# Stands where the entries of slots have the name of the slot. No rule has a slot of this name.
+_STEPS = "steps"
 
 
 class Walked(Closed):
@@ -183,6 +185,8 @@ class _Found:
             found |= _of_optimizer(optimizer, way)
             for variable, slot in optimizer.slots():
                 found[f"{way}/{slot}/{self.label(variable)}"] = _of_slot(optimizer, variable, slot)
+            for variable in optimizer.counted():
+                found[f"{way}/{_STEPS}/{self.label(variable)}"] = _of_steps(optimizer, variable)
         for average, way in self.averages.items():
             for variable, shadow in average.averages():
                 found[f"{way}/{self.label(variable)}"] = _of_variable(shadow)
@@ -206,6 +210,9 @@ class _Found:
                 for slot in optimizer.slot_names:
                     if (variable := _behind(f"{way}/{slot}/", key, labels)) is not None:
                         found[key] = _of_slot(optimizer, variable, slot)
+                variable = _behind(f"{way}/{_STEPS}/", key, labels)
+                if variable is not None and optimizer.counts_by_variable:
+                    found[key] = _of_steps(optimizer, variable)
             for average, way in self.averages.items():
                 if (variable := _behind(f"{way}/", key, labels)) is not None:
                     found[key] = _of_average(average, variable)
@@ -400,14 +407,27 @@ def _of_slot(optimizer: Optimizer, variable: Variable, slot: str) -> _Entry:
     def write(value: np.ndarray) -> None:
         optimizer.set_slot(variable, slot, value)
 
-    def fault(value: np.ndarray) -> str | None:
-        owners = optimizer.strategy, variable.strategy
-        if None in owners or owners[0] is owners[1]:
-            return None
-        return f"optimizer {optimizer.name} and variable {variable.name} belong to different strategies"
-
     shape = optimizer._slot_shape(variable)  # noqa: SLF001  (also where there is no slot yet)
-    return _Entry(variable.dtype, shape, read, write, fault)
+    return _Entry(variable.dtype, shape, read, write, lambda value: _fault_of_owners(optimizer, variable))
+
+
+def _of_steps(optimizer: Optimizer, variable: Variable) -> _Entry:
+    """How often the optimizer has updated the variable."""
+
+    def write(value: np.ndarray) -> None:
+        optimizer.set_steps({variable: int(value)})
+
+    def fault(value: np.ndarray) -> str | None:
+        return f"{value} updates" if value < 0 else _fault_of_owners(optimizer, variable)
+
+    return _Entry(np.dtype(np.int64), (), lambda: np.int64(optimizer.steps_of([variable])[0]), write, fault)
+
+
+def _fault_of_owners(optimizer: Optimizer, variable: Variable) -> str | None:
+    owners = optimizer.strategy, variable.strategy
+    if None in owners or owners[0] is owners[1]:
+        return None
+    return f"optimizer {optimizer.name} and variable {variable.name} belong to different strategies"
 
 
 def _of_average(average: ExponentialMovingAverage, variable: Variable) -> _Entry:

@@ -240,12 +240,14 @@ class ServiceLink:
         schedule: Schedule | None,
         iterations: int,
         exempt: tuple[str, ...] | None = None,
+        steps: Mapping[int, int] | None = None,
     ) -> int:
         """Make an optimizer (``number`` 0) or change one; its number."""
         with self._operation():
             pairs = tuple(hyperparameters.items())
+            counts = tuple((steps or {}).items())
             request = messages.Configure(
-                self._client, self._number(), number, kind, pairs, schedule, iterations, exempt
+                self._client, self._number(), number, kind, pairs, schedule, iterations, exempt, counts
             )
             return self._ask(request, messages.Done).number
 
@@ -288,6 +290,12 @@ class ServiceLink:
         """The numbers of the variables beside which an optimizer has slots."""
         with self._operation():
             return self._describe_optimizer(optimizer).slotted[0]
+
+    def steps_of(self, optimizer: int) -> dict[int, int]:
+        """How often an optimizer has updated each variable beside which it has slots."""
+        with self._operation():
+            found = self._describe_optimizer(optimizer)
+            return dict(zip(found.slotted[0], found.steps[0], strict=True))
 
     def carrier(self) -> Carriage:
         """What copies an array to where all workers read it; plain memory where there is none. Beside replicas

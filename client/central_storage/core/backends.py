@@ -261,13 +261,17 @@ class ControllerBackend(_Catalogue, Protocol):
         schedule: Schedule | None,
         iterations: int,
         exempt: tuple[str, ...] | None = None,
+        steps: Mapping[int, int] | None = None,
     ) -> int:
         """Make an optimizer (``number`` 0), or change some of its hyperparameters, its schedule, its iterations (-1:
-        not them) or the patterns of the names that are exempt from weight decay (None: not them); its number. A
-        learning rate without a schedule ends the schedule there was."""
+        not them), the patterns of the names that are exempt from weight decay (None: not them) or how often it has
+        updated some variables; its number. A learning rate without a schedule ends the schedule there was."""
 
     def slotted(self, optimizer: int) -> tuple[int, ...]:
         """The numbers of the variables for which an optimizer has slots."""
+
+    def steps_of(self, optimizer: int) -> dict[int, int]:
+        """How often an optimizer has updated each variable for which it has slots, by number."""
 
     def assign_slot(self, optimizer: int, variable: int, slot: str, value: np.ndarray) -> None:
         """Write a slot, whose shape and dtype ``value`` has."""

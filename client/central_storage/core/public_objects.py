@@ -36,7 +36,7 @@ INTERNAL = {
     "Metric": "adopt",
     "GradientAccumulator": "adopt rename names_of_variables sums is_name start",
     "Optimizer": """from_record adopt slots slot_value set_slot evaluate_schedule number_of refuse_schedule
-        checked_changes took""",
+        checked_changes took counted counts_by_variable""",
     "ExponentialMovingAverage": "start adopt rename learn names_of_variables",
 }
 #: The same for every class: the name of a rule or schedule in the tables of the protocol, and its record.

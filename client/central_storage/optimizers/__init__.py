@@ -9,6 +9,7 @@ from .accumulator import GradientAccumulator
 from .adagrad import Adadelta, Adagrad, RowwiseAdagrad
 from .adam import Adam, Adamax, AdamW, Nadam
 from .ftrl import Ftrl
+from .lamb import LAMB
 from .lion import Lion
 from .optimizer import Optimizer
 from .rmsprop import RMSprop
@@ -18,6 +19,7 @@ from .table import optimizer_of
 from .update import apply_gradients
 
 __all__ = [
+    "LAMB",
     "SGD",
     "Adadelta",
     "Adagrad",

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any, Self, SupportsIndex, TypeAlias, TypedDict
 
 import numpy as np
 
-from central_storage.core.backends import service_of
 from central_storage.core.context import (
     current_replica,
-    get_replica_context,
     get_strategy,
     has_strategy,
     refuse_in_replica,
@@ -25,13 +23,13 @@ from cs_proto.errors import ContextError, InvalidArgumentError
 from cs_proto.messages import Optimizer as OptimizerRecord
 
 from .checks import as_given, as_number
+from .counts import Counted
 from .schedules import Schedule, schedule_from_config, schedule_of
 from .slots import Slot
 from .update import apply_gradients, checked_variable
-from .weights import Weights
 
 if TYPE_CHECKING:
-    from central_storage.core.backends import ControllerBackend, Strategy
+    from central_storage.core.backends import Strategy
 
 LearningRate: TypeAlias = float | Schedule | Callable[..., float]
 
@@ -66,7 +64,7 @@ def hyperparameter(name: str) -> property:
     return property(get, assign, doc=f"``{name}``; assignable in the client at any step, unless it chose the rule.")
 
 
-class Optimizer(Weights):
+class Optimizer(Counted):
     """Base of the optimizers. The server sums the replicas' gradients in replica order, then applies the rule once.
 
     An optimizer that is made under ``strategy.scope()`` belongs to that strategy; one that is made outside every scope,
@@ -95,9 +93,6 @@ class Optimizer(Weights):
         [-2. -4.] 1
     """
 
-    #: The name of the optimizer in the table of ``cs_proto.arithmetic.optimizers``.
-    kind: str
-
     def __init__(
         self,
         name: str | None,
@@ -119,6 +114,7 @@ class Optimizer(Weights):
         self._iterations = 0
         #: The slots of a checkpoint that was restored before there was a strategy to hold them.
         self._kept: dict[tuple[Variable, str], np.ndarray] = {}
+        self._kept_steps = {}
         self._exempt = exempt
         self._rate = learning_rate if callable(learning_rate) else None
         rate = self._rate_at(0) if self._rate is not None else learning_rate
@@ -149,6 +145,7 @@ class Optimizer(Weights):
         self._number = record.number
         self._iterations = 0
         self._kept = {}
+        self._kept_steps = {}
         self._exempt = record.exempt
         self._rate = None if record.schedule is None else schedule_of(record.schedule)
         self._hyperparameters = dict(record.hyperparameters)
@@ -171,6 +168,9 @@ class Optimizer(Weights):
         for (variable, slot), value in kept.items():
             variable.adopt(strategy, shared=True)
             self.set_slot(variable, slot, value)
+        steps, self._kept_steps = self._kept_steps, {}
+        if steps:
+            self.set_steps(steps)
 
     def _cs_handle(self) -> tuple[str, int]:
         return ("optimizer", self._number)
@@ -352,6 +352,8 @@ class Optimizer(Weights):
             >>> adam.beta_1
             0.8
         """
+        if not hyperparameters:
+            return
         self._refuse_in_replica(", ".join(hyperparameters))
         if "learning_rate" not in hyperparameters:
             self._set(hyperparameters)
@@ -458,11 +460,6 @@ class Optimizer(Weights):
     def _schedule_record(self) -> Any:
         return self._rate.record() if isinstance(self._rate, Schedule) else None
 
-    @property
-    def _controller(self) -> ControllerBackend:
-        assert self._strategy is not None
-        return service_of(self._strategy, f"optimizer {self.name}")
-
     def _record(self) -> OptimizerRecord:
         assert self._strategy is not None
         backend = current_replica(self._strategy) or self._controller
@@ -491,10 +488,6 @@ class Optimizer(Weights):
             schedule = self._schedule_record() if "learning_rate" in changes else None
             self._controller.configure(self._number, self.kind, numbers, schedule, -1)
         self.took(numbers)
-
-    def _refuse_in_replica(self, what: str) -> None:
-        if get_replica_context() is not None and has_strategy():
-            raise ContextError(f"{what} can be set only in the script, between runs, not in a replica")
 
 
 def arguments_in(config: Mapping[str, Any]) -> dict[str, Any]:

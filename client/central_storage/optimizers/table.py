@@ -12,6 +12,7 @@ from cs_proto.messages import Optimizer as OptimizerRecord
 from .adagrad import Adadelta, Adagrad, RowwiseAdagrad
 from .adam import Adam, Adamax, AdamW, Nadam
 from .ftrl import Ftrl
+from .lamb import LAMB
 from .lion import Lion
 from .optimizer import LearningRate, Optimizer, Shared, arguments_in
 from .rmsprop import RMSprop
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from central_storage.core.backends import Strategy
 
 _KINDS: dict[str, type[Optimizer]] = {
-    cls.kind: cls for cls in (SGD, Adagrad, RowwiseAdagrad, RMSprop, Adam, AdamW, Adamax, Nadam, Adadelta, Ftrl, Lion)
+    cls.kind: cls
+    for cls in (SGD, Adagrad, RowwiseAdagrad, RMSprop, Adam, AdamW, Adamax, Nadam, Adadelta, Ftrl, Lion, LAMB)
 }
 
 

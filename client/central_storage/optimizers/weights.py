@@ -44,6 +44,11 @@ class Weights(Handle):
         raise NotImplementedError
 
     @property
+    def counts_by_variable(self) -> bool:
+        """Whether the rule counts the updates of each variable."""
+        raise NotImplementedError
+
+    @property
     def slot_names(self) -> list[str]:
         """The names of the rule's slots."""
         raise NotImplementedError
@@ -101,6 +106,11 @@ class Weights(Handle):
             >>> int(second.iterations)
             7
         """
+        if self.counts_by_variable:
+            raise InvalidArgumentError(
+                f"{self.name}.set_weights cannot set how often each variable was updated; use a checkpoint, or "
+                "set_slot and set_steps"
+            )
         count, *slots = self.weights
         if len(weights) != len(slots) + 1:
             raise InvalidArgumentError(

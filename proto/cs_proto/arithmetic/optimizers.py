@@ -281,6 +281,11 @@ _OPTAX: Mapping[str, _Optimizer] = {
         },
     ),
     "lion": _Optimizer(_LION, lambda given: "optax_lion", {"beta_1": 0.9, "beta_2": 0.99, "weight_decay": 1e-3}),
+    "lamb": _Optimizer(
+        {**_ADAM, "eps_root": _NOT_NEGATIVE, "weight_decay": _NOT_NEGATIVE},
+        lambda given: "optax_lamb",
+        {**_without_rate(_ADAMS), "epsilon": 1e-6, "eps_root": 0.0, "weight_decay": 0.0},
+    ),
 }
 
 OPTIMIZERS: Mapping[str, _Optimizer] = {
@@ -329,6 +334,7 @@ OPTIMIZERS: Mapping[str, _Optimizer] = {
         lambda given: "rowwise_adagrad",
     ),
     "Lion": _Optimizer({**_LION}, lambda given: "lion"),
+    "LAMB": _Optimizer({**_ADAM, "weight_decay": _NOT_NEGATIVE}, lambda given: "lamb"),
     **{f"torch.{name}": optimizer for name, optimizer in _TORCH.items()},
     **{f"optax.{name}": optimizer for name, optimizer in _OPTAX.items()},
 }
@@ -354,6 +360,7 @@ SLOTS: Mapping[str, tuple[str, ...]] = {
     "ftrl_power": ("accumulator", "linear"),
     "rowwise_adagrad": ("sum",),
     "lion": ("m",),
+    "lamb": ("m", "v"),
     "torch_sgd": (),
     "torch_sgd_momentum": ("momentum_buffer",),
     **dict.fromkeys(("torch_adam", "torch_adamw", "torch_sparse_adam"), ("exp_avg", "exp_avg_sq")),
@@ -368,7 +375,7 @@ SLOTS: Mapping[str, tuple[str, ...]] = {
     "torch_adadelta": ("square_avg", "acc_delta"),
     "optax_sgd": (),
     "optax_sgd_momentum": ("trace",),
-    **dict.fromkeys(("optax_adam", "optax_adam_nesterov"), ("mu", "nu")),
+    **dict.fromkeys(("optax_adam", "optax_adam_nesterov", "optax_lamb"), ("mu", "nu")),
     "optax_adagrad": ("sum_of_squares",),
     "optax_rmsprop": ("nu",),
     "optax_rmsprop_momentum": ("nu", "trace"),

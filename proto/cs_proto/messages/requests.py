@@ -44,8 +44,8 @@ class Assign(Record):
 
 @record(32)
 class Configure(Record):
-    """Make an optimizer (``optimizer`` 0) or change one: some hyperparameters, ``schedule``, ``iterations`` (-1: keep),
-    ``exempt`` names (None: keep). A learning rate without a schedule ends the schedule."""
+    """Make an optimizer (``optimizer`` 0) or change one; ``iterations`` -1 and ``exempt`` None stay as they are. A
+    learning rate without a schedule ends the schedule."""
 
     client: str
     sequence: Count
@@ -55,6 +55,7 @@ class Configure(Record):
     schedule: Schedule | None
     iterations: Annotated[int, Range(-1, (1 << 62) - 1)]
     exempt: tuple[str, ...] | None = None
+    steps: tuple[tuple[Number, Count], ...] = ()
 
 
 @record(33)
@@ -196,12 +197,14 @@ class Got(Record):
 
 @record(73)
 class Described(Record):
-    """Reply to Describe; ``slotted`` gives, for each optimizer, the numbers of the variables for which it has slots."""
+    """Reply to Describe; ``slotted`` gives, for each optimizer, the numbers of the variables for which it has slots,
+    ``steps`` how often it updated each of them."""
 
     request: Count
     variables: tuple[Variable, ...]
     optimizers: tuple[Optimizer, ...]
     slotted: tuple[tuple[Number, ...], ...]
+    steps: tuple[tuple[Count, ...], ...] = ()
 
 
 @record(74)

@@ -13,7 +13,7 @@ import math
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -26,12 +26,12 @@ from cs_proto.messages import WriteOp
 from cs_proto.scatter import write
 from cs_runtime.failpoints import failpoint
 from cs_server.events import Apply, Commit, Compute, Dense, Fill, Rows, Update, Write
-from cs_server.rules import RULES, Rule, computed_in, scaled
+from cs_server.rules import RULES, Rule, computed_in, scaled, squares, trust_ratio
 
 from .clipping import UNBOUNDED, Clipping, Workspace, factors_together, square_of
 from .kernels import BoundRanges, apply_dense
 from .sparse import Merged, Table, merge, weighted, write_rows
-from .undo import KEPT_NBYTES, Lane, Undo
+from .undo import KEPT_NBYTES, NUMBERS, Lane, Undo
 
 __all__ = ["Executor", "Memory", "fill"]
 
@@ -135,14 +135,21 @@ class Executor:
         if by_element := [step for step in steps if step.update.dense and step.by_element]:
             self._clipped(by_element, operation.weights)
         for step in steps:
-            for rows, gradients in zip(step.update.sparse, step.sparse, strict=True):
-                table = self._table(step.rule, rows)
-                table.apply(gradients, step.given, step.update.t, self._phase, self._undo.lanes)
+            self._rows(step)
 
     def _step(self, update: Update, operation: Apply) -> _Step:
         given = dict(update.hyperparameters)
         sparse = [self._gradients(rows, operation.weights) for rows in update.sparse]
         return _Step(update, RULES[update.rule], given, Clipping.of(given), sparse)
+
+    def _rows(self, step: _Step) -> None:
+        """Update the tables of a step."""
+        for (rows, t), gradients in zip(step.update.parts()[1], step.sparse, strict=True):
+            table, given = self._table(step.rule, rows), step.given
+            if step.rule.direction:
+                self._note(lambda: [trust_ratio(*table.squares(*gradients[0], step.given, t))])  # noqa: B023
+                given = self._trusted(given, 0)
+            table.apply(gradients, given, t, self._phase, self._undo.lanes)
 
     def _bound(self, steps: Sequence[_Step], operation: Apply) -> None:
         """Find the factors of the gradients, and clip the sparse ones."""
@@ -194,11 +201,12 @@ class Executor:
         if plan is None:
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
-            parts = [(which, part) for which, step in enumerate(steps) for part in step.update.dense]
-            plan = self._plans[key] = _Plan(
-                [(which, _rule_of(part, steps[which].rule), part.ranges, self._arrays(part)) for which, part in parts],
-                self._undo.lanes,
-            )
+            parts = [
+                (which, number, _rule_of(part, step.rule), part.ranges, self._arrays(part))
+                for which, step in enumerate(steps)
+                for number, part in enumerate(step.update.dense)
+            ]
+            plan = self._plans[key] = _Plan(parts, self._undo.lanes)
 
         def apply(shares: Sequence[int], lane: Lane) -> None:
             for share in shares:  # at most one, and the kernels go through its pieces themselves
@@ -207,54 +215,83 @@ class Executor:
         self._phase(range(len(plan.shares)), apply)
 
     def _clipped(self, steps: Sequence[_Step], weights: tuple[float, ...]) -> None:
-        """Update dense variables whose gradients are clipped by element, or each by a factor of its own. Every range is
-        one variable."""
+        """Update dense variables whose gradients are clipped by element, or each by a factor of its own, or whose rule
+        needs the norms of each. Every range is one variable."""
+        if plain := [piece for step in steps if not step.rule.direction for piece in step.pieces]:
+            self._pieces(plain, weights)
+        # The norms of a variable cannot be computed again when a part of it is updated: they are noted before.
+        for step in steps:
+            for first in range(0, step.ranges, NUMBERS) if step.rule.direction else ():
+                group = [piece for piece in step.pieces if first <= piece.number < first + NUMBERS]
+                self._note(lambda: self._ratios(group, weights))  # noqa: B023
+                self._pieces(group, weights)
 
-        def update(mine: Sequence[tuple[_Step, float, Dense, slice]], lane: Lane) -> None:
-            for step, factor, part, piece in lane.rest(mine):
-                parameters, slots, gradients = self._arrays(part)
-                total = (step.clipping or UNBOUNDED).total(gradients, piece, weights)
-                scaled(total, factor)
+    def _pieces(self, pieces: Sequence[_Piece], weights: tuple[float, ...]) -> None:
+        """The next phase of the commit: update these pieces."""
+
+        def update(mine: Sequence[_Piece], lane: Lane) -> None:
+            for each in lane.rest(mine):
+                piece, rule = each.elements, each.step.rule
+                parameters, slots, gradients = self._arrays(each.part)
+                total = each.total(gradients, weights)
                 lane.keep([(array, piece) for array in (parameters, *slots)])
                 whole = np.array([[0, len(total)]], np.int64)
-                own, slots = _rule_of(part, step.rule), tuple(slot[piece] for slot in slots)
-                apply_dense(own, whole, parameters[piece], slots, (total,), step.given, step.update.t)
+                given = self._trusted(each.step.given, each.number % NUMBERS) if rule.direction else each.step.given
+                own, slots = _rule_of(each.part, rule), tuple(slot[piece] for slot in slots)
+                apply_dense(own, whole, parameters[piece], slots, (total,), given, each.t)
 
-        self._phase(
-            [
-                (step, factor, part, smaller)
-                for step in steps
-                for factor, (part, (first, last)) in zip(step.factors[: step.ranges], step.by_range, strict=True)
-                for piece in _pieces(first, last, _PIECE)
-                for smaller in _pieces(
-                    piece.start, piece.stop, min(_PIECE, KEPT_NBYTES // np.dtype(part.dtype).itemsize)
-                )
-            ],
-            update,
-        )
+        self._phase([smaller for piece in pieces for smaller in piece.smaller()], update)
+
+    def _ratios(self, pieces: Sequence[_Piece], weights: tuple[float, ...]) -> list[float]:
+        """The trust ratios of the variables of these pieces, which are added up in order."""
+        found: list[tuple[float, float]] = [(0.0, 0.0)] * len(pieces)
+        lanes = self._undo.lanes
+
+        def share(lane: int) -> None:
+            for which in range(lane, len(pieces), lanes):
+                each = pieces[which]
+                parameters, slots, gradients = self._arrays(each.part)
+                values = parameters[each.elements], each.total(gradients, weights)
+                of_slots = [slot[each.elements] for slot in slots]
+                found[which] = squares(each.step.rule, *values, of_slots, each.step.given, each.t)
+
+        self._spread(min(lanes, len(pieces)), share)
+        sums: dict[int, tuple[float, float]] = {}
+        for each, (one, other) in zip(pieces, found, strict=True):
+            before = sums.get(each.number, (0.0, 0.0))
+            sums[each.number] = before[0] + one, before[1] + other
+        return [trust_ratio(*each) for each in sums.values()]
+
+    def _note(self, numbers: Callable[[], Sequence[float]]) -> None:
+        """The next phase of the commit: note numbers, which read what later phases overwrite."""
+        if self._undo.opens():
+            found = numbers()
+            self._undo.numbers[: len(found)] = found
+            failpoint("server.phase")
+            self._undo.close()
+
+    def _trusted(self, given: Hyperparameters, which: int) -> Hyperparameters:
+        """The hyperparameters for a variable, with the ratio that was noted for it."""
+        return {**given, "learning_rate": given["learning_rate"] * float(self._undo.numbers[which])}
 
     def _squares(self, step: _Step, clipping: Clipping, weights: tuple[float, ...]) -> list[float]:
         """The squared norms of the gradients of each range, then of the sparse gradients."""
-        pieces = [
-            (number, part, piece)
-            for number, (part, (first, last)) in enumerate(step.by_range)
-            for piece in _pieces(first, last, _PIECE)
-        ]
-        squares, found = [0.0] * step.ranges, [0.0] * len(pieces)
+        pieces = step.pieces
+        of_ranges, found = [0.0] * step.ranges, [0.0] * len(pieces)
         lanes = self._undo.lanes
 
         def share(lane: int) -> None:
             space = self._spaces[lane]
             for which in range(lane, len(pieces), lanes):
-                _, part, piece = pieces[which]
-                found[which] = space.square(clipping, self._arrays(part)[2], piece, weights)
+                piece = pieces[which]
+                found[which] = space.square(clipping, self._arrays(piece.part)[2], piece.elements, weights)
 
         for lane in range(len(self._spaces), lanes):
             self._spaces[lane] = Workspace(_PIECE)
         self._spread(min(lanes, len(pieces)), share)
-        for (number, _, _), square in zip(pieces, found, strict=True):
-            squares[number] += square
-        return squares + [square_of(gradient.sums) for gradient in step.merged]
+        for piece, square in zip(pieces, found, strict=True):
+            of_ranges[piece.number] += square
+        return of_ranges + [square_of(gradient.sums) for gradient in step.merged]
 
     def _arrays(self, part: Dense) -> tuple[np.ndarray, tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
         def elements(names: Sequence[str]) -> tuple[np.ndarray, ...]:
@@ -321,7 +358,7 @@ class Executor:
                 lane.keep([(target, piece)])
                 write(target[piece], op, value[piece])
 
-        self._phase(list(_pieces(0, len(target), KEPT_NBYTES // target.itemsize)), add)
+        self._phase(list(_cut(0, len(target), KEPT_NBYTES // target.itemsize)), add)
 
 
 @dataclass(eq=False)
@@ -341,14 +378,14 @@ class _Step:
     @property
     def is_changed(self) -> bool:
         """Whether something is to be done to the summed gradients of this optimizer alone."""
-        return self.clipping is not None or self.update.factor != 1
+        return self.clipping is not None or self.update.factor != 1 or self.rule.direction is not None
 
     @property
     def by_element(self) -> bool:
         """Whether the dense gradients are not just multiplied by one factor. Bounds of an optimizer hold for halves in
-        half precision, in which no kernel computes."""
-        if self.clipping is None:
-            return False
+        half precision, in which no kernel computes. A rule may need the norms of each variable."""
+        if self.clipping is None or self.rule.direction is not None:
+            return self.rule.direction is not None
         return self.clipping.by_element or any(part.dtype == "float16" for part in self.update.dense)
 
     @property
@@ -357,9 +394,14 @@ class _Step:
         return self.factors[0] if self.factors else self.update.factor
 
     @property
-    def by_range(self) -> list[tuple[Dense, tuple[int, int]]]:
-        """The ranges of the dense gradients, each with its part of the update."""
-        return [(part, each) for part in self.update.dense for each in part.ranges]
+    def pieces(self) -> list[_Piece]:
+        """The dense gradients in pieces whose squares are added up in order."""
+        ranges = [(part, t, each) for part, t in self.update.parts()[0] for each in part.ranges]
+        return [
+            _Piece(self, number, part, t, elements)
+            for number, (part, t, (first, last)) in enumerate(ranges)
+            for elements in _cut(first, last, _PIECE)
+        ]
 
     @property
     def ranges(self) -> int:
@@ -372,6 +414,29 @@ class _Step:
         return [0.0] * (self.ranges + len(self.merged))
 
 
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """Elements of the dense gradients of a step: of its range with this number, which is one variable, for the
+    ``t``-th update."""
+
+    step: _Step
+    number: int
+    part: Dense
+    t: int
+    elements: slice
+
+    def total(self, gradients: Sequence[np.ndarray], weights: tuple[float, ...]) -> np.ndarray:
+        """The sum of the replicas' gradients, clipped."""
+        summed = (self.step.clipping or UNBOUNDED).total(gradients, self.elements, weights)
+        return scaled(summed, self.step.factors[self.number])
+
+    def smaller(self) -> Iterator[_Piece]:
+        """The same elements in pieces whose old values a lane can keep."""
+        most = min(_PIECE, KEPT_NBYTES // np.dtype(self.part.dtype).itemsize)
+        for elements in _cut(self.elements.start, self.elements.stop, most):
+            yield replace(self, elements=elements)
+
+
 _Arrays: TypeAlias = tuple[np.ndarray, tuple[np.ndarray, ...], tuple[np.ndarray, ...]]
 
 
@@ -379,31 +444,34 @@ class _Plan:
     """The constant data of updates of the same parts: their places, the shares of the lanes, and the kernels of each
     share."""
 
-    def __init__(self, parts: Sequence[tuple[int, Rule, tuple[tuple[int, int], ...], _Arrays]], lanes: int) -> None:
-        """``parts``: of each the number of its step, its rule, its ranges and its arrays."""
+    def __init__(
+        self, parts: Sequence[tuple[int, int, Rule, tuple[tuple[int, int], ...], _Arrays]], lanes: int
+    ) -> None:
+        """``parts``: of each the number of its step, its own number there, its rule, its ranges and its arrays."""
         self._parts = parts
-        self.shares = _shares(tuple([ranges for _, _, ranges, _ in parts]), lanes)
-        self._kernels: dict[int, list[tuple[int, int, BoundRanges]]] = {}
+        self.shares = _shares(tuple([ranges for *_, ranges, _ in parts]), lanes)
+        self._kernels: dict[int, list[tuple[int, int, int, BoundRanges]]] = {}
 
     def apply(self, share: int, lane: Lane, steps: Sequence[_Step], weights: tuple[float, ...]) -> None:
         """Update a share. The same lane always has the same share."""
         kernels = self._kernels.get(share)
         if kernels is None:
             kernels = self._kernels[share] = self._bound(share, lane)
-        for which, before, kernel in kernels:
+        for which, number, before, kernel in kernels:
             step = steps[which]
-            factor, scale = step.factor, ()
+            factor, scale, counts = step.factor, (), step.update.counts
             if weights or factor != 1:
                 scale = (*(weights or [1.0] * kernel.replicas), factor)
-            kernel.apply(step.given, step.update.t, scale, before)
+            kernel.apply(step.given, counts[number] if counts else step.update.t, scale, before)
 
-    def _bound(self, share: int, lane: Lane) -> list[tuple[int, int, BoundRanges]]:
-        """The kernels of a share, each with the number of its step and the count of the pieces before it."""
+    def _bound(self, share: int, lane: Lane) -> list[tuple[int, int, int, BoundRanges]]:
+        """The kernels of a share, each with the number of its step, that of its part and the count of the pieces before
+        it."""
         kernels, before = [], 0
         for part, ranges in self.shares[share]:
-            which, rule, _, arrays = self._parts[part]
+            which, number, rule, _, arrays = self._parts[part]
             kernel = BoundRanges(rule, ranges, *arrays, lane)
-            kernels.append((which, before, kernel))
+            kernels.append((which, number, before, kernel))
             before += kernel.pieces
         return kernels
 
@@ -426,7 +494,7 @@ def _rule_of(part: Dense | Rows, rule: Rule) -> Rule:
     return RULES[part.rule] if part.rule else rule
 
 
-def _pieces(first: int, last: int, size: int) -> Iterator[slice]:
+def _cut(first: int, last: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, last)) for start in range(first, last, size))
 
 

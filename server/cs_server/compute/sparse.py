@@ -19,7 +19,7 @@ from cs_proto.arithmetic.optimizers import Hyperparameters
 from cs_proto.frozen import frozen
 from cs_proto.messages import WriteOp
 from cs_proto.scatter import write
-from cs_server.rules import Array, Rule, grow, move, scaled
+from cs_server.rules import Array, Rule, grow, move, scaled, squares
 
 from .kernels import BoundRows, apply_dense, has_kernel, merge_kernel
 from .undo import KEPT_NBYTES, Lane
@@ -126,6 +126,24 @@ class Table:
             update(merge(gradients, *self._parameters.shape), hyperparameters, t, phase)
         else:
             self._named(self._bound, gradients, hyperparameters, t, phase, lanes)
+
+    def squares(self, sums: Array, rows: Array, hyperparameters: Hyperparameters, t: int) -> tuple[float, float]:
+        """The squared norms of the rows that change under this summed gradient, and of their direction."""
+        if self._rule.moving(hyperparameters) == "rows":
+            taken = [_rows_of(array, rows) for array in (self._parameters, *self._slots)]
+            return squares(self._rule, taken[0], sums, taken[1:], hyperparameters, t)
+        order, found = np.argsort(rows), (0.0, 0.0)
+        named, height = rows[order], len(self._parameters)
+        step = max(1, _PIECE // max(1, self._parameters.shape[1]))
+        for first in range(0, height, step):
+            piece = slice(first, min(first + step, height))
+            parameters, *slots = (array[piece] for array in (self._parameters, *self._slots))
+            here = slice(*np.searchsorted(named, (piece.start, piece.stop)))
+            gradient = np.zeros(parameters.shape, parameters.dtype)
+            gradient[named[here] - first] = sums[order[here]]
+            one, other = squares(self._rule, parameters, gradient, slots, hyperparameters, t)
+            found = found[0] + one, found[1] + other
+        return found
 
     def _named(
         self,

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from cs_runtime.failpoints import failpoint
 from cs_server.rules import Array
 
-__all__ = ["KEPT_NBYTES", "LANES", "UNDO_NBYTES", "Lane", "Place", "Undo", "used_nbytes"]
+__all__ = ["KEPT_NBYTES", "LANES", "NUMBERS", "UNDO_NBYTES", "Lane", "Place", "Undo", "used_nbytes"]
 
 #: Bytes that a lane can keep of one array of a piece; a piece has at most four arrays (a variable, three slots).
 KEPT_NBYTES = 256 * 1024
@@ -32,6 +32,11 @@ _ARRAYS = 4
 LANES = 256
 
 _HEAD_NBYTES = 4096
+_NUMBERS_AT = 64
+
+#: How many numbers a commit can note for its next phases.
+NUMBERS = (_HEAD_NBYTES - _NUMBERS_AT) // 8
+
 _LINE_NBYTES = 64  # the words of a lane have a cache line of their own
 _LANE_NBYTES = _LINE_NBYTES + _ARRAYS * KEPT_NBYTES
 
@@ -135,7 +140,11 @@ class Undo:
     def __init__(self, memory: NDArray[np.uint8] | None, lanes: int) -> None:
         """``memory`` has ``UNDO_NBYTES`` bytes, zeros at first; a commit has up to ``lanes`` lanes."""
         self._memory = memory
-        self._head = (np.zeros(3, np.int64) if memory is None else memory[:24].view(np.int64)).data
+        head = np.zeros(_HEAD_NBYTES, np.uint8) if memory is None else memory[:_HEAD_NBYTES]
+        self._head = head[:24].view(np.int64).data
+        #: Noted in one phase and read in those that follow it, also by the next server: what they overwrite cannot be
+        #: computed again.
+        self.numbers: NDArray[np.float64] = head[_NUMBERS_AT:].view(np.float64)
         self._limit = min(lanes, LANES)
         self._phase = self._ticket = 0
         self._lanes: dict[int, Lane] = {}

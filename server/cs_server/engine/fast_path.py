@@ -79,7 +79,7 @@ class FastPath:
         self._returns: list[Return] = []  # of the last one, in replica order
         self._committing = 0  # the ticket of its commit
         self._count = 0  # of steps that the other tables do not have
-        self._applied: Counter[int] = Counter()  # in them, by optimizer
+        self._applied: Counter[int] = Counter()  # in them, by variable set
 
     def hear(self, event: Event, now: float) -> list[Command] | None:
         """The commands that follow from ``event``. None if the event needs the general way."""
@@ -264,7 +264,7 @@ class FastPath:
             applies = [point for point in points if isinstance(point, ApplyPoint)]
             numbers = [number for _, number, _ in kind.sets]
             operations.append(updates.apply(self._server, numbers, applies, self._applied))
-            self._applied.update([optimizer for optimizer, _, _ in kind.sets])
+            self._applied.update(numbers)
         self._committing = tables.tally.tickets + self._count
         return [Commit(self._committing, tuple(operations))]
 

@@ -39,7 +39,7 @@ from . import sessions
 from .catalogue import optimizers, slabs, updates, variables
 from .steps import commits, runs
 from .store.state import State
-from .store.tables import HeldGet, Job, Request
+from .store.tables import HeldGet, Job, Request, SlotFill
 
 # --- writes -------------------------------------------------------------------------------------------------------
 
@@ -140,6 +140,8 @@ def _act(
         count, renamed = optimizers.free(server, record.variables, record.optimizers)
         return Done(record.sequence, count, 0, renamed)
     else:
+        if record.steps:
+            _submit(server, optimizers.set_counts(server, record.optimizer, dict(record.steps)))
         optimizer = optimizers.configure(
             server,
             record.optimizer,
@@ -207,8 +209,10 @@ def describe(server: State, peer: bytes, record: Describe) -> None:
     _check_known(server, peer, record)
     found = tuple(map(partial(variables.get, server), record.variables))
     configured = tuple(map(partial(optimizers.get, server), record.optimizers))
-    slotted = tuple(map(partial(optimizers.slotted, server), record.optimizers))
-    server.out.append(Send(peer, Described(record.request, found, configured, slotted)))
+    counts = [sorted(optimizers.counts(server, number).items()) for number in record.optimizers]
+    slotted = tuple(tuple(variable for variable, _ in each) for each in counts)
+    steps = tuple(tuple(count for _, count in each) for each in counts)
+    server.out.append(Send(peer, Described(record.request, found, configured, slotted, steps)))
 
 
 def locate(server: State, peer: bytes, record: Locate) -> None:
@@ -243,6 +247,11 @@ def describe_slots(server: State, peer: bytes, record: DescribeSlots) -> None:
 
 def _make_slots(server: State, optimizer: int, variable: int) -> None:
     _, fills = optimizers.slots(server, optimizer, variable)
+    _submit(server, fills)
+
+
+def _submit(server: State, fills: tuple[SlotFill, ...]) -> None:
+    """Have slots made."""
     if fills:
         commits.submit(server, Job("slots", (), 0, 0, False, "", fills))
 

@@ -27,6 +27,10 @@ class Pieces:
     def __len__(self) -> int:
         return len(self.starts)
 
+    def part(self, which: np.ndarray) -> Pieces:
+        """These pieces, by a mask or by numbers."""
+        return Pieces(self.starts[which], self.counts[which], self.sources[which])
+
 
 def split(spans: np.ndarray, borders: np.ndarray) -> np.ndarray:
     """Split spans (start, stop, source) in ascending order, so that none crosses a border."""

@@ -14,12 +14,13 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from collections.abc import Callable
 from functools import cache
 
 from cs_proto.errors import InvalidArgumentError
-from cs_server.rules import Rule
+from cs_server.rules import Rule, Step
 
-__all__ = ["THREADS", "loops", "update", "update_name", "width_of"]
+__all__ = ["THREADS", "loops", "norms", "norms_name", "update", "update_name", "width_of"]
 
 THREADS = 256
 """Threads of a block. A piece of fewer elements leaves some without work; one of more gives them several."""
@@ -108,6 +109,31 @@ extern "C" __global__ void {name}(const long long *pieces, int replicas, value l
 }}
 """
 
+# Like an update, with a function `direction` in place of `step`; nothing is changed. For each piece first the squares
+# of the variable, one sum for each thread, then those of the direction.
+_NORMS = """\
+extern "C" __global__ void {name}(const long long *pieces, int replicas, value limit{number_parameters},
+    double *partial)
+{{
+    const long long *piece = pieces + (long long)blockIdx.x * ({first_gradient} + 2 * replicas);
+    const value factor = (value)*(const double *)(piece + 2);
+    double *const sums = partial + 2 * (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    stored *const w = (stored *)piece[3];
+{slot_pointers}\
+    double of_variable = 0, of_direction = 0;
+    for (long long i = threadIdx.x; i < piece[0]; i += blockDim.x) {{
+        value after[1];
+        value g = gradient(piece + {first_gradient}, replicas, i, limit) * factor;
+        direction(load(w + i), g{slot_loads}{number_arguments}, after);
+        const double one = load(w + i), other = after[0];
+        of_variable = of_variable + one * one;
+        of_direction = of_direction + other * other;
+    }}
+    sums[0] = of_variable;
+    sums[blockDim.x] = of_direction;
+}}
+"""
+
 # A piece of `squares` is like that of an update, without variable and slots. Every thread has a sum of its own, and one
 # thread adds up the sums of a piece, so the order is the same every time.
 _LOOPS = """\
@@ -163,22 +189,41 @@ def update(rule: Rule, dtype: str) -> str:
     """
     if rule.row is not None:
         raise InvalidArgumentError(f"{rule.name} has no kernel for GPUs; the catalogue refuses such variables")
-    names = list(inspect.signature(rule.step).parameters)
-    slots, numbers = names[2 : 2 + len(rule.slots)], names[2 + len(rule.slots) :]
-    places = range(4, 4 + len(slots))
+    places = range(4, 4 + len(rule.slots))
     return _head(dtype) + (
-        _step(rule, names, _VALUE[dtype])
+        _function("step", rule.step, _VALUE[dtype])
         + _UPDATE.format(
             name=update_name(rule, dtype),
-            number_parameters="".join(f", value {name}" for name in numbers),
-            first_gradient=4 + len(slots),
-            count_of_arrays=1 + len(slots),
-            slot_pointers="".join(f"    stored *const slot_{at} = (stored *)piece[{at}];\n" for at in places),
-            slot_loads="".join(f", load(slot_{at} + i)" for at in places),
-            number_arguments="".join(f", {name}" for name in numbers),
+            count_of_arrays=1 + len(rule.slots),
             slot_stores="".join(f"        store(slot_{at} + i, after[{at - 3}]);\n" for at in places),
+            **_arguments(rule),
         )
     )
+
+
+@cache
+def norms(rule: Rule, dtype: str) -> str:
+    """The source of the kernel :func:`norms_name` of a rule that has a direction.
+
+    Its parameters are those of :func:`update`, and memory for two doubles for each thread. ``fold`` adds them up: for
+    each piece the squared norms of the variable and of the direction.
+    """
+    assert rule.direction is not None
+    text = _NORMS.format(name=norms_name(rule, dtype), **_arguments(rule))
+    return _head(dtype) + _function("direction", rule.direction, _VALUE[dtype]) + text
+
+
+def _arguments(rule: Rule) -> dict[str, str | int]:
+    """How a kernel takes and passes on slots and numbers."""
+    names = list(inspect.signature(rule.step).parameters)
+    numbers, places = names[2 + len(rule.slots) :], range(4, 4 + len(rule.slots))
+    return {
+        "number_parameters": "".join(f", value {name}" for name in numbers),
+        "first_gradient": 4 + len(rule.slots),
+        "slot_pointers": "".join(f"    stored *const slot_{at} = (stored *)piece[{at}];\n" for at in places),
+        "slot_loads": "".join(f", load(slot_{at} + i)" for at in places),
+        "number_arguments": "".join(f", {name}" for name in numbers),
+    }
 
 
 @cache
@@ -198,6 +243,11 @@ def update_name(rule: Rule, dtype: str) -> str:
     return f"{rule.kernel}_{dtype}"
 
 
+def norms_name(rule: Rule, dtype: str) -> str:
+    """The name of the kernel of :func:`norms`."""
+    return f"{rule.kernel}_norms_{dtype}"
+
+
 def width_of(rule: Rule, replicas: int) -> int:
     """The number of entries in a piece of an update."""
     return 4 + len(rule.slots) + 2 * replicas
@@ -208,24 +258,26 @@ def _head(dtype: str) -> str:
     return _HEAD.format(stored=_STORED[dtype], value=_VALUE[dtype]) + convert + _OWN_FUNCTIONS + _GRADIENT
 
 
-def _step(rule: Rule, names: list[str], value: str) -> str:
-    """The rule's step as a C function, which stores its results in its last argument."""
-    (function,) = ast.parse(textwrap.dedent(inspect.getsource(rule.step))).body
+def _function(name: str, step: Callable[..., Step], value: str) -> str:
+    """A function of a rule as a C function, which stores its results in its last argument."""
+    (function,) = ast.parse(textwrap.dedent(inspect.getsource(step))).body
     assert isinstance(function, ast.FunctionDef)
+    names = list(inspect.signature(step).parameters)
     known = set(names)
-    lines = []
+    used = {each.id for each in ast.walk(function) if isinstance(each, ast.Name)}
+    lines = [f"(void){each};" for each in names if each not in used]  # a compiler may warn of it otherwise
     for statement in function.body:
         match statement:
-            case ast.Assign(targets=[ast.Name(id=name)], value=right):
-                lines.append(f"{'' if name in known else 'value '}{name} = {_expression(right, value)};")
-                known.add(name)
+            case ast.Assign(targets=[ast.Name(id=target)], value=right):
+                lines.append(f"{'' if target in known else 'value '}{target} = {_expression(right, value)};")
+                known.add(target)
             case ast.Return(value=ast.Tuple(elts=results)):
                 lines += [f"after[{at}] = {_expression(each, value)};" for at, each in enumerate(results)]
             case _:
                 raise _untranslated(statement)
     parameters = ", ".join(f"value {name}" for name in names)
     body = "".join(f"    {line}\n" for line in lines)
-    return f"static __device__ void step({parameters}, value *after)\n{{\n{body}}}\n"
+    return f"static __device__ void {name}({parameters}, value *after)\n{{\n{body}}}\n"
 
 
 def _expression(node: ast.expr, value: str) -> str:

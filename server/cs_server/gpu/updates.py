@@ -20,10 +20,10 @@ from cs_server.compute.clipping import UNBOUNDED, Clipping, factors_together, sq
 from cs_server.compute.executor import Memory
 from cs_server.compute.sparse import Merged, merge, weighted
 from cs_server.events import Apply, Dense, Rows, Update
-from cs_server.rules import GPU_DTYPES, RULES, Rule, computed_in, scalars
+from cs_server.rules import GPU_DTYPES, RULES, Rule, computed_in, scalars, trust_ratio
 
 from .blocks import Pieces, contiguous, cut, runs, split
-from .codegen import THREADS, loops, update, update_name, width_of
+from .codegen import THREADS, loops, norms, norms_name, update, update_name, width_of
 from .cuda import Gpu
 from .dirty_ranges import Change, Changed, of_rows
 from .memory import DeviceMemory
@@ -75,6 +75,9 @@ class DeviceUpdates:
         if rule is not None:
             numbers = [number(0)] * (1 + rule.count_of_numbers)
             self._staging.load(update(rule, dtype), update_name(rule, dtype), (np.int32(1), *numbers), until)
+            if rule.direction:
+                scratch = self._squares.address
+                self._staging.load(norms(rule, dtype), norms_name(rule, dtype), (np.int32(1), *numbers, scratch), until)
         else:
             source, scratch = loops(dtype), self._squares.address
             self._staging.load(source, "copy", (), until)
@@ -142,7 +145,8 @@ class DeviceUpdates:
             yield from self._apply(each, operation.weights)
 
     def _apply(self, update: Update, weights: Sequence[float]) -> Iterator[Changed]:
-        rule, given, t, clipping = RULES[update.rule], dict(update.hyperparameters), update.t, _clipping(update)
+        rule, given, clipping = RULES[update.rule], dict(update.hyperparameters), _clipping(update)
+        dense_parts, sparse_parts = update.parts()
         merged = [self._sums(rows, clipping, weights) for rows in update.sparse]
         factors = np.full(sum(len(part.ranges) for part in update.dense) + len(merged), update.factor)
         if clipping.has_norm:
@@ -150,19 +154,44 @@ class DeviceUpdates:
             factors *= clipping.factors([*squares, *(square_of(gradient.sums) for gradient in merged)])
         limit = math.inf if clipping.clipvalue is None else clipping.clipvalue
         at = 0
-        for part in update.dense:
+        for part, t in dense_parts:
             pieces, gradients = self._prepared(part)
             targets, of_ranges = (part.parameters, *part.slots), factors[at : at + len(part.ranges)]
             at += len(part.ranges)
             of_pieces = of_ranges[_which_range(part, pieces)]
             own = RULES[part.rule] if part.rule else rule
-            for window, mark in self._update(
-                own, part.dtype, targets, pieces, gradients, given, t, limit, of_pieces, moves=True, weights=weights
-            ):
-                for start, stop in runs(pieces, window):
-                    yield from ((Change(name, start, stop - start), part.dtype, mark) for name in targets)
-        for rows, gradient, factor in zip(update.sparse, merged, factors[at:], strict=True):
+            for mine, numbers in self._by_trust(own, part, pieces, gradients, given, t, limit, of_pieces, weights):
+                some, factor = pieces.part(mine), of_pieces[mine]
+                for window, mark in self._update(
+                    own, part.dtype, targets, some, gradients, numbers, t, limit, factor, moves=True, weights=weights
+                ):
+                    for start, stop in runs(some, window):
+                        yield from ((Change(name, start, stop - start), part.dtype, mark) for name in targets)
+        for (rows, t), gradient, factor in zip(sparse_parts, merged, factors[at:], strict=True):
             yield from self._rows(RULES[rows.rule] if rows.rule else rule, rows, gradient, given, t, float(factor))
+
+    def _by_trust(
+        self,
+        rule: Rule,
+        part: Dense,
+        pieces: Pieces,
+        gradients: Sequence[_Gradient],
+        given: Hyperparameters,
+        t: int,
+        limit: float,
+        factor: np.ndarray,
+        weights: Sequence[float],
+    ) -> list[tuple[np.ndarray, Hyperparameters]]:
+        """Which pieces are updated together, and by which hyperparameters: all, or those of each variable with its
+        trust ratio."""
+        if not rule.direction:
+            return [(np.ones(len(pieces), bool), given)]
+        targets, of_range = (part.parameters, *part.slots), _which_range(part, pieces)
+        found = self._norms(rule, part.dtype, targets, pieces, gradients, given, t, limit, factor, weights)
+        return [
+            (of_range == which, _trusted(given, found[of_range == which].sum(axis=0)))
+            for which in range(len(part.ranges))
+        ]
 
     def _prepared(self, part: Dense) -> tuple[Pieces, list[_Gradient]]:
         """The pieces of a dense update, and its gradients, page-locked if possible."""
@@ -214,12 +243,20 @@ class DeviceUpdates:
         sums = _Gradient(np.ascontiguousarray(gradient.sums[order]).reshape(-1))
         starts = rows.first + named * width
         spans = np.stack([starts, starts + width, np.arange(len(named)) * width], axis=1)
-        marks = [*self._update(rule, rows.dtype, targets, cut(spans), [sums], given, t, math.inf, factor, moves=True)]
         moving = rule.moving(given)
+        rest = cut(np.empty((0, 3), np.int64))
         if moving != "rows":
             begins, ends = np.concatenate([[0], named + 1]), np.concatenate([named, [height]])
             gaps = np.stack([begins * width, ends * width], axis=1)[ends > begins] + rows.first
             rest = cut(np.concatenate([gaps, np.full((len(gaps), 1), -1)], axis=1))
+        if rule.direction:
+            squares = [
+                self._norms(rule, rows.dtype, targets, pieces, [sums], given, t, math.inf, of_pieces).sum(axis=0)
+                for pieces, of_pieces in ((cut(spans), factor), (rest, 1.0))
+            ]
+            given = _trusted(given, squares[0] + squares[1])
+        marks = [*self._update(rule, rows.dtype, targets, cut(spans), [sums], given, t, math.inf, factor, moves=True)]
+        if len(rest):
             marks += self._update(rule, rows.dtype, targets, rest, [sums], given, t, math.inf, 1.0, moving == "all")
         if not marks:
             return
@@ -246,21 +283,62 @@ class DeviceUpdates:
         weights: Sequence[float] = (),
     ) -> Iterator[tuple[slice, Any]]:
         """Launch the rule's kernel over ``pieces``; yields the pieces of each launch and the mark behind it."""
-        number, itemsize = computed_in(dtype), np.dtype(dtype).itemsize
+        number = computed_in(dtype)
+        numbers = (np.int32(len(gradients)), number.type(limit), *scalars(rule, given, t, number))
+        for window, table in self._tables(rule, dtype, targets, pieces, gradients, _LAUNCH, factor, moves, weights):
+            self._staging.launch(update(rule, dtype), update_name(rule, dtype), table, numbers)
+            yield window, self._gpu.mark()
+
+    def _norms(
+        self,
+        rule: Rule,
+        dtype: str,
+        targets: Sequence[str],
+        pieces: Pieces,
+        gradients: Sequence[_Gradient],
+        given: Hyperparameters,
+        t: int,
+        limit: float,
+        factor: float | np.ndarray,
+        weights: Sequence[float] = (),
+    ) -> np.ndarray:
+        """The squared norms of the variable and of its direction in each piece, float64 [pieces, 2]."""
+        number, found = computed_in(dtype), np.empty(2 * len(pieces))
+        numbers = (np.int32(len(gradients)), number.type(limit), *scalars(rule, given, t, number))
+        most = _SQUARES_NBYTES // (16 * (THREADS + 1))
+        for window, table in self._tables(rule, dtype, targets, pieces, gradients, most, factor, False, weights):
+            sums = self._squares.address + 16 * THREADS * len(table)
+            arguments = (*numbers, self._squares.address)
+            self._staging.launch(norms(rule, dtype), norms_name(rule, dtype), table, arguments)
+            fold = (self._squares.address, np.int32(THREADS), np.int64(2 * len(table)), sums)
+            self._gpu.launch(loops(dtype), "fold", -(-2 * len(table) // THREADS), fold)
+            self._gpu.take(found[2 * window.start : 2 * window.stop], sums, self._gpu.mark())
+            self._gpu.wait()
+        return found.reshape(-1, 2)
+
+    def _tables(
+        self,
+        rule: Rule,
+        dtype: str,
+        targets: Sequence[str],
+        pieces: Pieces,
+        gradients: Sequence[_Gradient],
+        most: int,
+        factor: float | np.ndarray,
+        moves: bool,
+        weights: Sequence[float],
+    ) -> Iterator[tuple[slice, np.ndarray]]:
+        """Yields at most ``most`` pieces at a time, and their table for the kernels of the rule."""
         width = width_of(rule, len(gradients))
         table = np.empty((len(pieces), width), np.int64)
         table[:, 0], table[:, 1] = pieces.counts, moves
         table[:, 2] = np.broadcast_to(np.asarray(factor, np.float64), len(pieces)).copy().view(np.int64)
         for place, name in enumerate(targets, 3):
-            table[:, place] = self._on_device.addresses(name, pieces.starts * itemsize)
+            table[:, place] = self._on_device.addresses(name, pieces.starts * np.dtype(dtype).itemsize)
         table[:, -len(gradients) :] = _weights_of(weights, len(gradients))
-        numbers = (number.type(limit), *scalars(rule, given, t, number))
-        for window, addresses in self._staged(pieces, gradients, min(_LAUNCH, TABLE_NBYTES // (8 * width))):
+        for window, addresses in self._staged(pieces, gradients, min(most, TABLE_NBYTES // (8 * width))):
             table[window, 3 + len(targets) : -len(gradients)] = addresses
-            self._staging.launch(
-                update(rule, dtype), update_name(rule, dtype), table[window], (np.int32(len(gradients)), *numbers)
-            )
-            yield window, self._gpu.mark()
+            yield window, table[window]
 
     def _staged(self, pieces: Pieces, gradients: Sequence[_Gradient], most: int) -> Iterator[tuple[slice, np.ndarray]]:
         """Yields at most ``most`` pieces at a time with the addresses of their gradients, int64 [pieces, replicas].
@@ -318,9 +396,10 @@ class DeviceUpdates:
 
 def _part(update: Update, is_wanted: Callable[[str], bool]) -> Update:
     """The part of an update with the wanted dtypes."""
-    dense = tuple(part for part in update.dense if is_wanted(part.dtype))
-    sparse = tuple(part for part in update.sparse if is_wanted(part.dtype))
-    return with_changes(update, dense=dense, sparse=sparse)
+    dense, sparse = ([(part, t) for part, t in parts if is_wanted(part.dtype)] for parts in update.parts())
+    counts = tuple(t for _, t in (*dense, *sparse)) if update.counts else ()
+    parts = {"dense": tuple(part for part, _ in dense), "sparse": tuple(rows for rows, _ in sparse)}
+    return with_changes(update, **parts, counts=counts)
 
 
 def _has_gradients(update: Update) -> bool:
@@ -340,6 +419,11 @@ def _with_factor(update: Update, factor: float) -> Update:
 def _weights_of(weights: Sequence[float], replicas: int) -> np.ndarray:
     """The weights as they stand in the table of pieces."""
     return np.array(weights or [1.0] * replicas, np.float64).view(np.int64)
+
+
+def _trusted(given: Hyperparameters, squares: np.ndarray) -> Hyperparameters:
+    """The hyperparameters of a variable, from the squared norms of it and of its direction."""
+    return {**given, "learning_rate": given["learning_rate"] * trust_ratio(float(squares[0]), float(squares[1]))}
 
 
 def _which_range(part: Dense, pieces: Pieces) -> np.ndarray:

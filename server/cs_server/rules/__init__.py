@@ -13,13 +13,16 @@ from .rule import (
     MEAN_LANES,
     Array,
     Rule,
+    Step,
     computed_in,
     grow,
     move,
     reference,
     scalars,
     scaled,
+    squares,
     summed,
+    trust_ratio,
 )
 
 __all__ = [
@@ -28,13 +31,16 @@ __all__ = [
     "RULES",
     "Array",
     "Rule",
+    "Step",
     "computed_in",
     "grow",
     "move",
     "reference",
     "scalars",
     "scaled",
+    "squares",
     "summed",
+    "trust_ratio",
 ]
 
 RULES: Mapping[str, Rule] = {rule.name: rule for rule in (*tensorflow.RULES, *papers.RULES, *torch.RULES, *optax.RULES)}

@@ -13,7 +13,7 @@ import numpy as np
 
 from cs_proto.arithmetic.optimizers import Hyperparameters
 
-from .papers import lion, lion_numbers
+from .papers import lamb, lamb_direction, lamb_numbers, lion, lion_numbers
 from .rule import Array, Numbers, Rule, Step, accumulator, zeros
 from .torch import (
     torch_rmsprop,
@@ -163,4 +163,5 @@ RULES = (
         is_real=True,
     ),
     Rule("optax_lion", lion, lion_numbers, zeros(1), "all", is_real=True),
+    Rule("optax_lamb", lamb, lamb_numbers, zeros(2), "all", is_real=True, direction=lamb_direction),
 )

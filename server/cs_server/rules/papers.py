@@ -1,9 +1,12 @@
 """The update rules that are defined by a paper.
 
-Lion: Chen et al., 2023, "Symbolic discovery of optimization algorithms", algorithm 2. Row-wise Adagrad: FBGEMM's
-``EXACT_ROWWISE_ADAGRAD`` with its weight decay of kind L2, after Gupta et al., 2014, "Training highly multiclass
-classifiers".
+Lion: Chen et al., 2023, "Symbolic discovery of optimization algorithms", algorithm 2. LAMB: You et al., 2020, "Large
+batch optimization for deep learning: training BERT in 76 minutes", algorithm 2, without a bound of the norms. Row-wise
+Adagrad: FBGEMM's ``EXACT_ROWWISE_ADAGRAD`` with its weight decay of kind L2, after Gupta et al., 2014, "Training highly
+multiclass classifiers".
 """
+
+import math
 
 import numpy as np
 
@@ -34,7 +37,58 @@ def rowwise_adagrad_numbers(given: Hyperparameters, t: int) -> Numbers:
     return given["learning_rate"], given["epsilon"], given["weight_decay"]
 
 
+def lamb(
+    w: Array,
+    g: Array,
+    m: Array,
+    v: Array,
+    rate: Array,
+    decay: Array,
+    b1: Array,
+    c1: Array,
+    b2: Array,
+    c2: Array,
+    scale: Array,
+    floor: Array,
+    epsilon: Array,
+) -> Step:
+    m = b1 * m + c1 * g
+    v = b2 * v + c2 * (g * g)
+    return w - rate * (scale * m / (np.sqrt(v + floor) + epsilon) + decay * w), m, v
+
+
+def lamb_direction(
+    w: Array,
+    g: Array,
+    m: Array,
+    v: Array,
+    rate: Array,
+    decay: Array,
+    b1: Array,
+    c1: Array,
+    b2: Array,
+    c2: Array,
+    scale: Array,
+    floor: Array,
+    epsilon: Array,
+) -> Step:
+    m = b1 * m + c1 * g
+    v = b2 * v + c2 * (g * g)
+    return (scale * m / (np.sqrt(v + floor) + epsilon) + decay * w,)
+
+
+def lamb_numbers(given: Hyperparameters, t: int) -> Numbers:
+    """Instead of dividing v by its correction, the others are multiplied. ``eps_root`` is a number of optax."""
+    b1, b2 = given["beta_1"], given["beta_2"]
+    rest = 1 - b2**t
+    root = math.sqrt(rest)
+    floor = given.get("eps_root", 0.0) * rest
+    decays = (b1, 1 - b1, b2, 1 - b2)
+    return given["learning_rate"], given["weight_decay"], *decays, root / (1 - b1**t), floor, given["epsilon"] * root
+
+
 RULES = (
     Rule("lion", lion, lion_numbers, zeros(1), "all", is_real=True),
     Rule("rowwise_adagrad", rowwise_adagrad, rowwise_adagrad_numbers, accumulator, is_real=True, row=decayed),
+    Rule("lamb", lamb, lamb_numbers, zeros(2), "all", is_real=True, direction=lamb_direction),
 )

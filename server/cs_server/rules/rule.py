@@ -48,6 +48,9 @@ class Rule:
 
     A rule with `row` keeps one number for each row in its only slot, of shape [rows]. The number grows by the mean of
     the squares of `row(w, g, *numbers)` over the row, and `step` gets it as the slot, which it returns as it is.
+    `direction(w, g, *slots, *numbers)`: the step moves a variable by its rate times this, and the rate is multiplied by
+    the trust ratio, that of the norms of the whole variable and the whole direction (`trust_ratio`). A step alone
+    computes with a ratio of 1.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Rule:
     rounds_first: bool = False
     decays: bool = False
     row: Callable[..., Array] | None = None
+    direction: Callable[..., Step] | None = None
 
     @property
     def kernel(self) -> str:
@@ -180,6 +184,25 @@ def scaled(gradient: Array, factor: float) -> Array:
         with np.errstate(all="ignore"):
             real *= real.dtype.type(factor)
     return gradient
+
+
+def squares(
+    rule: Rule, parameters: Array, gradient: Array, slots: Sequence[Array], hyperparameters: Hyperparameters, t: int
+) -> tuple[float, float]:
+    """The squared norms of a piece of a variable and of its direction, added up in double precision. The arrays are as
+    for `reference`; nothing is changed."""
+    assert rule.direction is not None
+    wide = computed_in(parameters.dtype)
+    numbers = scalars(rule, hyperparameters, t, wide)
+    arrays = [array.astype(wide, copy=False) for array in (parameters, gradient, *slots)]
+    with np.errstate(all="ignore"):
+        (direction,) = rule.direction(*arrays, *numbers)
+        return float(np.square(arrays[0], dtype=float).sum()), float(np.square(direction, dtype=float).sum())
+
+
+def trust_ratio(square: float, square_of_direction: float) -> float:
+    """By what the rate is multiplied, from squared norms; 1 where one of them is 0."""
+    return math.sqrt(square) / math.sqrt(square_of_direction) if square and square_of_direction else 1.0
 
 
 def computed_in(dtype: np.dtype[Any] | str) -> np.dtype[Any]:

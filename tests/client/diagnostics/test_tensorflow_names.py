@@ -65,7 +65,7 @@ def test_a_name_is_answered_with_its_row(name: str, instead: str) -> None:
         ("reduce_sum", "np.sum"),
         ("nn.softmax", "NumPy"),
         ("random.uniform", "cs.random.generator"),
-        ("optimizers.Lion", "cs.optimizers"),
+        ("optimizers.Adafactor", "cs.optimizers"),
         ("metrics.CosineSimilarity", "cs.metrics.Metric"),
         ("compat.v1", "TensorFlow 2"),
     ],

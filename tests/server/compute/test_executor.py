@@ -16,7 +16,7 @@ from cs_proto.errors import InvalidArgumentError
 from cs_proto.messages import AssignOp, ReduceOpName
 from cs_server.compute import executor
 from cs_server.compute.executor import Executor
-from cs_server.events import Apply, Commit, Compute, Dense, Fill, Update, Write
+from cs_server.events import Apply, Commit, Compute, Dense, Fill, Rows, Update, Write
 from cs_server.rules import RULES, reference
 
 SGD = (("learning_rate", 0.25), ("momentum", 0.5), ("nesterov", 0.0))
@@ -162,6 +162,75 @@ def test_apply_has_the_bits_of_the_reference_and_leaves_the_rest_alone(dtype: st
     commit(memory, Apply((Update("sgd_momentum", SGD, 4, (part,)),)), threads=threads)
     assert w.tobytes() == expected_w.tobytes()
     assert m.tobytes() == expected_m.tobytes()
+
+
+LAMB = {"learning_rate": 0.1, "beta_1": 0.9, "beta_2": 0.99, "epsilon": 1e-3, "weight_decay": 0.1}
+
+
+def lamb(w: np.ndarray, m: np.ndarray, v: np.ndarray, g: np.ndarray, t: int) -> list[np.ndarray]:
+    """A whole variable and its slots after update t, as algorithm 2 of the paper says."""
+    m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+    direction = m / (1 - 0.9**t) / (np.sqrt(v / (1 - 0.99**t)) + 1e-3) + 0.1 * w
+    norms = np.linalg.norm(w), np.linalg.norm(direction)
+    return [w - 0.1 * (norms[0] / norms[1] if all(norms) else 1.0) * direction, m, v]
+
+
+@pytest.mark.parametrize("groups", [1, 2, 504])
+@pytest.mark.parametrize("bound", [{}, {"clipvalue": 0.5}])
+def test_the_rate_follows_the_norms_of_each_variable(
+    bound: dict[str, float], groups: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranges are variables; one is zero, which has no norm, and one is of another update."""
+    monkeypatch.setattr(executor, "_PIECE", 100)
+    monkeypatch.setattr(executor, "NUMBERS", groups)
+    random, ranges = np.random.default_rng(7), ((3, 700), (701, 702), (1024, 4999), (5000, 5100))
+    w, m, *gradients = (random.standard_normal(5200) for _ in range(4))
+    v, table, moments = m * m, random.standard_normal((30, 4)), [np.zeros((30, 4)) for _ in range(2)]
+    w[5000:5100] = 0
+    total = sum(gradients)
+    total = np.clip(total, -0.5, 0.5) if bound else total
+    counts = (4, 4, 4, 9, 2)
+    wanted = [lamb(*(a[slice(*r)] for a in (w, m, v, total)), t) for r, t in zip(ranges, counts, strict=False)]
+    values, rows = random.standard_normal((5, 4)), np.array([7, 2, 7, 29, 0])
+    gradient = np.zeros((30, 4))
+    np.add.at(gradient, rows, values)
+    wanted_table = lamb(table, *moments, np.clip(gradient, -0.5, 0.5) if bound else gradient, 2)
+    memory = Bytes(
+        w=w,
+        m=m,
+        v=v,
+        g0=gradients[0],
+        g1=gradients[1],
+        t=table.reshape(-1),
+        **dict(zip("ab", (each.reshape(-1) for each in moments), strict=True)),
+    )
+    parts = (
+        Dense("float64", ranges[:3], "w", ("m", "v"), ("g0", "g1")),
+        Dense("float64", ranges[3:], "w", ("m", "v"), ("g0", "g1")),
+    )
+    of_rows = Rows("float64", 0, (30, 4), "t", ("a", "b"), ((array_of(values), array_of(rows)),))
+    given = tuple({**LAMB, **bound}.items())
+    commit(memory, Apply("lamb", given, 4, parts, (of_rows,), (), (4, 9, 2)), threads=threads)
+    for place, arrays in zip(ranges, wanted, strict=True):
+        for found, expected in zip((w, m, v), arrays, strict=True):
+            np.testing.assert_allclose(found[slice(*place)], expected, rtol=1e-12, atol=1e-14)
+    for found, expected in zip((table, *moments), wanted_table, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_lazy_rows_move_by_the_norms_of_the_named_rows() -> None:
+    random = np.random.default_rng(7)
+    table, moments = random.standard_normal((30, 4)), [np.zeros((30, 4)) for _ in range(2)]
+    values, rows = random.standard_normal((2, 4)), np.array([7, 2])
+    before = table.copy()
+    wanted = lamb(before[rows], np.zeros((2, 4)), np.zeros((2, 4)), values, 1)
+    memory = Bytes(t=table.reshape(-1), a=moments[0].reshape(-1), b=moments[1].reshape(-1))
+    of_rows = Rows("float64", 0, (30, 4), "t", ("a", "b"), ((array_of(values), array_of(rows)),))
+    commit(memory, Apply("lamb", tuple({**LAMB, "lazy": 1.0}.items()), 1, (), (of_rows,)))
+    for found, expected in zip((table, *moments), wanted, strict=True):
+        np.testing.assert_allclose(found[rows], expected, rtol=1e-12)
+    others = np.setdiff1d(np.arange(30), rows)
+    assert table[others].tolist() == before[others].tolist()
 
 
 @pytest.mark.parametrize("busy", [1, 2])

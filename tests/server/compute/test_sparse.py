@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.harness.examples import examples
-from tests.harness.updates import HYPERPARAMETERS, assert_same_bits
+from tests.harness.updates import DISTINCT, HYPERPARAMETERS, assert_same_bits
 
 from cs_proto.arithmetic.optimizers import slot_shape
 from cs_server.compute import kernels, sparse
@@ -97,7 +97,7 @@ def slots_of(rule: Rule, shape: tuple[int, int], dtype: str) -> tuple[Array, ...
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [(name, dtype) for name in RULES for dtype in DTYPES if RULES[name].takes(np.dtype(dtype))]
+    ("name", "dtype"), [(name, dtype) for name in DISTINCT for dtype in DTYPES if RULES[name].takes(np.dtype(dtype))]
 )
 @settings(max_examples=examples(4), deadline=None)
 @given(data=st.data(), piece=st.sampled_from([1, 16, 1 << 15]), lanes=st.integers(1, 5))

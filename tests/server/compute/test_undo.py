@@ -38,12 +38,12 @@ GIVEN = {
     "beta_2": 0.99,
     "epsilon": 1e-3,
     "rho": 0.8,
-    "weight_decay": 0.01,
     "learning_rate_power": -0.4,
     "l1_regularization_strength": 0.02,
     "l2_regularization_strength": 0.01,
     "l2_shrinkage_regularization_strength": 0.03,
     "beta": 0.5,
+    "weight_decay": 0.1,
 }
 SMALL = 128  # bytes of a piece
 #: The threads of a server, and at every how many of the events it is cut off.
@@ -349,6 +349,24 @@ def test_dense_updates_by_the_reference(rule: str, dtype: str) -> None:
 )
 def test_clipped_updates(dtype: str, bound: dict[str, float]) -> None:
     survives(lambda: dense("adam", dtype, bound), 2)
+
+
+@WAYS
+@pytest.mark.parametrize(("dtype", "group"), [("float32", 1), ("float64", 504), ("float16", 2)])
+def test_updates_by_the_norms_of_variables(
+    dtype: str, group: int, threads: int, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The norms are those before the update, also where the server ends when a part of a variable is updated."""
+    monkeypatch.setattr(executor, "NUMBERS", group)
+    survives(lambda: dense("lamb", dtype), threads, every)
+    survives(lambda: dense("lamb", dtype, {"clipnorm": 0.3}), threads, max(every, 5))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given"), [("float32", {}), ("float64", {"lazy": 1.0}), ("float32", {"clipvalue": 0.5})]
+)
+def test_updates_of_rows_by_norms(dtype: str, given: dict[str, float]) -> None:
+    survives(lambda: sparse("lamb", dtype, 5, given), 2)
 
 
 def sparse(rule: str, dtype: str, width: int, given: dict[str, float]) -> tuple[Bytes, tuple[Operation, ...]]:

@@ -244,7 +244,7 @@ def test_optimizers_are_made_and_changed() -> None:
         hears(CONTROLLER, Configure("c", 2, 1, "Adam", (("epsilon", 0.5),), None, -1)), Send(CONTROLLER, Done(2, 1, 0))
     )
     changed = Optimizer(1, "Adam", "adam", tuple({**DEFAULTS["Adam"], "epsilon": 0.5}.items()), None, 0)
-    book.on(hears(CONTROLLER, Describe(3, (), (1,))), Send(CONTROLLER, Described(3, (), (changed,), ((),))))
+    book.on(hears(CONTROLLER, Describe(3, (), (1,))), Send(CONTROLLER, Described(3, (), (changed,), ((),), ((),))))
 
 
 def test_slots_that_are_asked_for_are_made_and_described_when_they_are_filled() -> None:

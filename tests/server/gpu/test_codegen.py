@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.harness.cupy_stand_in.c_kernels import COMPILER, compiled
+from tests.harness.updates import ELEMENTWISE
 from tests.server.compute.test_kernels import HYPERPARAMETERS, assert_same_bits, state_of
 
 from cs_proto.arithmetic.optimizers import ROWWISE
 from cs_proto.errors import InvalidArgumentError
 from cs_server.gpu import codegen
-from cs_server.rules import GPU_DTYPES, RULES, Array, Rule, computed_in, reference, scalars
+from cs_server.rules import GPU_DTYPES, RULES, Array, Rule, computed_in, reference, scalars, squares
 
 NVCC, PTXAS = shutil.which("nvcc"), shutil.which("ptxas")
 STEPS = 5
-ELEMENTWISE = [rule for name, rule in RULES.items() if name not in ROWWISE]
 
 needs_gcc = pytest.mark.skipif(COMPILER is None, reason="no gcc here to compile the kernels as plain C")
 
@@ -68,7 +68,7 @@ def launch(rule: Rule, pieces: Array, dtype: str, replicas: int, t: int, limit: 
 
 @needs_gcc
 @pytest.mark.parametrize("dtype", GPU_DTYPES)
-@pytest.mark.parametrize("name", sorted(RULES.keys() - ROWWISE))
+@pytest.mark.parametrize("name", ELEMENTWISE)
 def test_a_translated_rule_has_the_bits_of_the_reference(name: str, dtype: str) -> None:
     rule = RULES[name]
     parameters, slots, gradients = state_of(rule, 1000, dtype, 3)
@@ -129,6 +129,29 @@ def test_a_piece_without_a_gradient_is_one_of_zeros() -> None:
     reference(rule, expected[0], [np.zeros(3)], tuple(expected[1:]), HYPERPARAMETERS, 2)
     for found, wanted in zip(arrays, expected, strict=True):
         assert_same_bits(found, wanted)
+
+
+@needs_gcc
+@pytest.mark.parametrize("dtype", GPU_DTYPES)
+def test_norms_are_those_of_the_variable_and_of_its_direction(dtype: str) -> None:
+    rule, number, threads = RULES["lamb"], computed_in(dtype), 8
+    parameters, slots, gradients = state_of(rule, 1000, dtype, 2)
+    ranges = [(0, 10), (10, 700), (700, 1000)]
+    pieces = pieces_of(ranges, (parameters, *slots, *gradients), moves=False, factor=0.5)
+    before = [array.copy() for array in (parameters, *slots)]
+    partial, sums = np.zeros((3, 2, threads)), np.zeros((3, 2))
+    numbers = scalars(rule, HYPERPARAMETERS, 2, number)
+    kernel = compiled(codegen.norms(rule, dtype))[codegen.norms_name(rule, dtype)]
+    kernel((3,), (threads,), (pieces.ctypes.data, np.int32(2), number.type(np.inf), *numbers, partial.ctypes.data))
+    fold = (partial.ctypes.data, np.int32(threads), np.int64(6), sums.ctypes.data)
+    compiled(codegen.loops(dtype))["fold"]((2,), (3,), fold)
+    total = (gradients[0].astype(number) + gradients[1].astype(number)) * number.type(0.5)
+    for (start, stop), found in zip(ranges, sums, strict=True):
+        piece = slice(start, stop)
+        wanted = squares(rule, parameters[piece], total[piece], [s[piece] for s in slots], HYPERPARAMETERS, 2)
+        np.testing.assert_allclose(found, wanted, rtol=1e-12)
+    for array, was in zip((parameters, *slots), before, strict=True):
+        assert_same_bits(array, was)
 
 
 @needs_gcc
@@ -194,7 +217,8 @@ def test_what_cannot_be_translated_is_named(step: str) -> None:
 def test_nvcc_takes_the_source(dtype: str, tmp_path: Path) -> None:
     """Every rule in one file, each in a namespace of its own. Nothing is contracted but inside of `pow`, and halves
     are converted by instructions that the assembler knows."""
-    sources = [codegen.loops(dtype), *dict.fromkeys(codegen.update(rule, dtype) for rule in ELEMENTWISE)]
+    sources = [codegen.loops(dtype), *dict.fromkeys(codegen.update(RULES[name], dtype) for name in ELEMENTWISE)]
+    sources.append(codegen.norms(RULES["lamb"], dtype))
     file = tmp_path / "kernels.cu"
     file.write_text("".join(f"namespace n{i} {{\n{source}}}\n" for i, source in enumerate(sources)))
     assert NVCC is not None
@@ -207,6 +231,6 @@ def test_nvcc_takes_the_source(dtype: str, tmp_path: Path) -> None:
     command = [PTXAS, f"-arch={architecture}", "-o", str(tmp_path / "kernels.cubin"), str(tmp_path / "kernels.ptx")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert all(f".entry {codegen.update_name(rule, dtype)}(" in ptx for rule in ELEMENTWISE)
+    assert all(f".entry {codegen.update_name(rule, dtype)}(" in ptx for rule in map(RULES.__getitem__, ELEMENTWISE))
     entries = {entry.partition("(")[0]: entry for entry in ptx.split(".entry ")[1:]}
     assert [name for name, entry in entries.items() if "fma." in entry] == [f"ftrl_power_{dtype}"]

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from tests.harness.cupy_stand_in.c_kernels import COMPILER
 from tests.harness.stand_in_gpus import StandInGpus, stand_in_gpus
-from tests.harness.updates import HYPERPARAMETERS
+from tests.harness.updates import ELEMENTWISE, HYPERPARAMETERS
 
-from cs_proto.arithmetic.optimizers import ROWWISE
 from cs_proto.arrays import Array, Location, array_of, frame_view
 from cs_proto.errors import DeviceError, DeviceMemoryError
 from cs_proto.segment_names import JOURNAL
@@ -245,7 +244,7 @@ def apply(rule: str, dense: Sequence[Dense] = (), sparse: Sequence[Rows] = (), t
 # --- commits ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", sorted(RULES.keys() - ROWWISE))
+@pytest.mark.parametrize("rule", ELEMENTWISE)
 @pytest.mark.usefixtures("narrow")
 def test_a_dense_update(gpus: StandInGpus, rule: str) -> None:
     both = Both()
@@ -262,6 +261,14 @@ def test_a_dense_update_of_any_gradients(both: Both) -> None:
     dense = variables(both, "adam", ["float32", "float64", "complex64"])
     for t in range(1, 4):
         both.commit(apply("adam", dense, t=t))
+    both.assert_same()
+
+
+@pytest.mark.usefixtures("narrow")
+def test_parts_of_an_update_have_numbers_of_their_own(both: Both) -> None:
+    dense = variables(both, "torch_adam", ["float32", "float64"])
+    sparse = table(both, "torch_adam", 9, 7, [[3, 1, 3], [8, 1]], first=256)
+    both.commit(replace(apply("torch_adam", dense, [sparse]), counts=(2, 9, 4)))
     both.assert_same()
 
 
@@ -293,7 +300,7 @@ def test_gradients_of_halves_are_added_up_in_single_precision(gpus: StandInGpus)
 
 
 @pytest.mark.parametrize("lazy", [0.0, 1.0])
-@pytest.mark.parametrize("rule", ["sgd", "sgd_momentum", "rmsprop", "adam", "nadam"])
+@pytest.mark.parametrize("rule", ["sgd", "sgd_momentum", "rmsprop", "adam", "nadam", "torch_sgd", "lamb"])
 @pytest.mark.parametrize(
     ("height", "width", "named"), [(9, 7, [[3, 1, 3], [8, 1]]), (200, 40, [[5, 7], []]), (3, 0, [[1], [1]])]
 )

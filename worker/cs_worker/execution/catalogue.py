@@ -225,6 +225,11 @@ class Catalogue:
         """The numbers of the variables beside which an optimizer has slots."""
         return self._describe_optimizer(optimizer).slotted[0]
 
+    def steps_of(self, optimizer: int) -> dict[int, int]:
+        """How often an optimizer has updated each variable beside which it has slots."""
+        found = self._describe_optimizer(optimizer)
+        return dict(zip(found.slotted[0], found.steps[0], strict=True))
+
     def _describe_optimizer(self, number: int) -> messages.Described:
         request = self._conversation.session.next_request()
         return self.ask(messages.Describe(request, (), (number,)), request, messages.Described)

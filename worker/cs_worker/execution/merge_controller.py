@@ -200,14 +200,16 @@ class MergeController:
         schedule: Schedule | None,
         iterations: int,
         exempt: tuple[str, ...] | None = None,
+        steps: Mapping[int, int] | None = None,
     ) -> int:
         """Make an optimizer (``number`` 0) or change one; its number."""
         token = self._token("setting up an optimizer")
         with self._interrupts.own_code():
             pairs = tuple(hyperparameters.items())
+            counts = tuple((steps or {}).items())
             token.sequence += 1
             request = messages.Configure(
-                token.client, token.sequence, number, kind, pairs, schedule, iterations, exempt
+                token.client, token.sequence, number, kind, pairs, schedule, iterations, exempt, counts
             )
             return self._catalogue.ask(request, token.sequence, messages.Done).number
 
@@ -257,6 +259,12 @@ class MergeController:
         self._check_thread()
         with self._interrupts.own_code():
             return self._catalogue.slotted(optimizer)
+
+    def steps_of(self, optimizer: int) -> dict[int, int]:
+        """How often an optimizer has updated each variable beside which it has slots."""
+        self._check_thread()
+        with self._interrupts.own_code():
+            return self._catalogue.steps_of(optimizer)
 
     def carrier(self) -> Carriage:
         """A plain copy: the other workers do not map this one's memory ahead of a run."""

@@ -12,7 +12,15 @@ from collections.abc import Collection, Iterable, Mapping
 import numpy as np
 
 from cs_proto import segment_names
-from cs_proto.arithmetic.optimizers import SLOTS, WITHOUT_DECAY, check_change, check_exempt, only, rule_of
+from cs_proto.arithmetic.optimizers import (
+    SLOTS,
+    WITHOUT_DECAY,
+    check_change,
+    check_exempt,
+    counts_by_variable,
+    only,
+    rule_of,
+)
 from cs_proto.arithmetic.schedules import Schedule
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import InvalidArgumentError
@@ -162,6 +170,7 @@ def free(
     for optimizer, number in list(tables.slots):
         if optimizer in gone_optimizers or number in gone:
             _drop_slots(server, optimizer, number)
+            server.index.counts.forget(optimizer)
             if number not in gone:  # its gradient buffers stay present
                 tables.slots[0, number] = SlotNames(())
     for optimizer in gone_optimizers:
@@ -182,11 +191,13 @@ def _follow(server: State, patterns: Mapping[str, str]) -> None:
 
 
 def _drop_set(server: State, number: int, variable_set: VariableSet) -> None:
-    """Forget a variable set; its steps count in the versions of its variables as before."""
+    """Forget a variable set; its steps count in the versions of its variables, and in their updates, as before."""
     tables = server.tables
+    count = tables.steps[number].count
     for member in variable_set.variables:
-        variable = tables.variables[member]
-        tables.variables[member] = replace(variable, version=variable.version + tables.steps[number].count)
+        variable, slots = tables.variables[member], tables.slots[variable_set.optimizer, member]
+        tables.variables[member] = replace(variable, version=variable.version + count)
+        tables.slots[variable_set.optimizer, member] = replace(slots, steps=slots.steps + count)
     server.index.drop_set(number, variable_set)
     del tables.sets[number]
     del tables.steps[number]
@@ -204,6 +215,34 @@ def applied(server: State, number: int, count: int = 1) -> None:
     server.tables.steps[number] = Steps(server.tables.steps[number].count + count)
     optimizer = get(server, server.tables.sets[number].optimizer)
     server.tables.optimizers[optimizer.number] = replace(optimizer, iterations=optimizer.iterations + count)
+
+
+def counts(server: State, optimizer: int) -> dict[int, int]:
+    """How often the optimizer updated each variable beside which it has slots."""
+    record = get(server, optimizer)
+    if counts_by_variable(record.kind):
+        return server.index.counts.of(optimizer)
+    return dict.fromkeys(slotted(server, optimizer), record.iterations)
+
+
+def set_counts(server: State, optimizer: int, given: Mapping[int, int]) -> tuple[SlotFill, ...]:
+    """Let the next update of these variables be the one after so many; the slots that are made with it.
+
+    Raises InvalidArgumentError if the optimizer does not count by variable or cannot update one of them, and
+    MemoryPlanError as ``variable_set`` does.
+    """
+    record = get(server, optimizer)
+    if not counts_by_variable(record.kind):
+        raise InvalidArgumentError(
+            f"{_described(record)} counts its updates for all variables together; assign its iterations"
+        )
+    fills = _add_slots(server, record, members(server, optimizer, tuple(given)), ())
+    now = server.index.counts.of(optimizer)
+    for number, count in given.items():
+        slots = server.tables.slots[optimizer, number]
+        server.tables.slots[optimizer, number] = replace(slots, steps=slots.steps + count - now[number])
+    server.index.counts.forget(optimizer)
+    return fills
 
 
 def kernels(server: State) -> list[LoadKernel]:
@@ -284,6 +323,7 @@ def _add_slots(
         server.tables.slabs[slab] = replace(before, idle_nbytes=left)
     for variable in missing:
         server.tables.slots[optimizer.number, variable.number] = SlotNames(names)
+        server.index.counts.add_slots(optimizer.number, variable.number)
     return tuple(fills)
 
 

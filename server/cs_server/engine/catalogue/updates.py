@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 
 from cs_proto import segment_names
-from cs_proto.arithmetic.optimizers import CLIPS, ROWWISE, WITHOUT_DECAY
+from cs_proto.arithmetic.optimizers import CLIPS, ROWWISE, WITHOUT_DECAY, counts_by_variable
 from cs_proto.arithmetic.schedules import rate
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import InvalidArgumentError
@@ -18,10 +19,13 @@ from cs_proto.ranges import merged
 from cs_proto.records import replace
 from cs_server.engine.store.state import State
 from cs_server.events import Apply, Dense, Rows, Update
+from cs_server.rules import RULES
 
 from . import optimizers, slabs, variables
 
 _CLIPS = frozenset(CLIPS)
+# The most dense parts that are kept. A set may have many, one for each grouping of its variables by their counts.
+_KNOWN = 1024
 
 
 def check_gradients(server: State, points: Sequence[ApplyPoint]) -> None:
@@ -103,18 +107,18 @@ def _check_second(server: State, point: ApplyPoint) -> None:
                 )
 
 
-def apply(
-    server: State, numbers: Sequence[int], points: Sequence[ApplyPoint], steps_before: Mapping[int, int]
-) -> Apply:
+def apply(server: State, numbers: Sequence[int], points: Sequence[ApplyPoint], before: Mapping[int, int]) -> Apply:
     """One step of each optimizer of an apply. ``numbers`` are the sets of variables. ``points`` say for every replica
-    which of its gradient buffers it used, where its sparse gradients lie, and how much they weigh. ``steps_before``
-    counts the earlier steps of each optimizer in the commit."""
-    first = points[0]
+    which of its gradient buffers it used, where its sparse gradients lie, and how much they weigh. ``before`` has the
+    steps of each variable set that the tables do not count yet."""
+    first, steps = points[0], Counter[int]()
+    for number, count in before.items():
+        steps[server.tables.sets[number].optimizer] += count
     buffers = tuple([point.buffers for point in points])
     is_bounded = first.global_clipnorm is not None
     updates = tuple(
         [
-            _update(server, number, [point.updates[which] for point in points], buffers, steps_before, is_bounded)
+            _update(server, number, [point.updates[which] for point in points], buffers, steps, before, is_bounded)
             for which, number in enumerate(numbers)
         ]
     )
@@ -140,19 +144,33 @@ def _update(
     number: int,
     given: Sequence[OptimizerUpdate],
     buffers: tuple[int, ...],
-    steps_before: Mapping[int, int],
+    steps: Mapping[int, int],
+    before: Mapping[int, int],
     is_bounded: bool,
 ) -> Update:
-    """The step of one optimizer on a variable set; ``given`` is what each replica brings for it."""
-    optimizer = optimizers.get(server, server.tables.sets[number].optimizer)
-    step = optimizer.iterations + steps_before.get(optimizer.number, 0)
+    """The step of one optimizer on a variable set; ``given`` is what each replica brings for it. ``steps`` are those of
+    ``before``, by optimizer."""
+    tables = server.tables
+    optimizer = optimizers.get(server, tables.sets[number].optimizer)
+    step = optimizer.iterations + steps.get(optimizer.number, 0)
+    t, more = step + 1, tuple[int, ...]()
+    if counts_by_variable(optimizer.kind):
+        t, more = server.index.counts.next_of(number, before)
     brought = {gradient.variable: at for at, gradient in enumerate(given[0].sparse)}
-    sparse = server.tables.sets[number].variables if optimizer.rule in ROWWISE else tuple(brought)
-    is_clipped = is_bounded or not _CLIPS.isdisjoint(dict(optimizer.hyperparameters))
-    key = (number, sparse, is_clipped, buffers, optimizer.exempt)
-    dense = server.index.dense.get(key)
-    if dense is None:
-        dense = server.index.dense[key] = tuple(
+    sparse = tables.sets[number].variables if optimizer.rule in ROWWISE else tuple(brought)
+    by_variable = (
+        is_bounded
+        or RULES[optimizer.rule].direction is not None
+        or not _CLIPS.isdisjoint(dict(optimizer.hyperparameters))
+    )
+    groups = tuple(map(sorted(set(more)).index, more))
+    key = (number, sparse, by_variable, buffers, optimizer.exempt, groups)
+    known = server.index.dense.get(key)
+    if known is None:
+        if len(server.index.dense) >= _KNOWN:
+            server.index.dense.clear()
+        parts = _ranges_of(server, number, optimizer, sparse, by_variable, groups)
+        made = tuple(
             Dense(
                 dtype=dtype,
                 ranges=ranges,
@@ -161,8 +179,10 @@ def _update(
                 gradients=tuple(_gradients(server, r, each, dtype) for r, each in enumerate(buffers)),
                 rule=rule,
             )
-            for dtype, rule, ranges in _ranges_of(server, number, optimizer, sparse, is_clipped)
+            for dtype, rule, ranges, _ in parts
         )
+        known = server.index.dense[key] = made, tuple(groups.index(group) if groups else 0 for *_, group in parts)
+    dense, places = known
     rows = []
     for member in sparse:
         gradients: list[tuple[Array, Array | None]]
@@ -173,7 +193,9 @@ def _update(
             array = variables.row(server, member).array
             gradients = [(gradient_place(server, r, each, array), None) for r, each in enumerate(buffers)]
         rows.append(_rows(server, optimizer, member, tuple(gradients)))
-    return Update(optimizer.rule, _at(step, optimizer), step + 1, dense, tuple(rows))
+    updated = tables.sets[number].variables
+    counts = [t + more[place] for place in (*places, *map(updated.index, sparse))] if more else ()
+    return Update(optimizer.rule, _at(step, optimizer), t, dense, tuple(rows), counts=tuple(counts))
 
 
 def _rows(server: State, optimizer: Optimizer, number: int, gradients: tuple[tuple[Array, Array | None], ...]) -> Rows:
@@ -209,21 +231,27 @@ def _rule_of(optimizer: Optimizer, name: str) -> str:
 
 
 def _ranges_of(
-    server: State, number: int, optimizer: Optimizer, sparse: tuple[int, ...], by_variable: bool
-) -> tuple[tuple[str, str, tuple[tuple[int, int], ...]], ...]:
-    """For each dtype and rule of a set the elements of its variables, without the ``sparse`` ones. Adjacent variables
-    are one range unless ``by_variable``."""
-    by_kind: dict[tuple[str, str], list[tuple[int, int]]] = {}
-    for member in server.tables.sets[number].variables:
+    server: State,
+    number: int,
+    optimizer: Optimizer,
+    sparse: tuple[int, ...],
+    by_variable: bool,
+    groups: tuple[int, ...],
+) -> list[tuple[str, str, tuple[tuple[int, int], ...], int]]:
+    """For each dtype, rule and group of a set the elements of its variables, without the ``sparse`` ones. Adjacent
+    variables are one range unless ``by_variable``. Without ``groups`` all variables are of group 0."""
+    members = server.tables.sets[number].variables
+    by_kind: dict[tuple[str, str, int], list[tuple[int, int]]] = {}
+    for member, group in zip(members, groups or (0,) * len(members), strict=True):
         if member not in sparse:
             variable = variables.row(server, member)
-            kind = variable.spec.dtype, _rule_of(optimizer, variable.spec.name)
+            kind = variable.spec.dtype, _rule_of(optimizer, variable.spec.name), group
             by_kind.setdefault(kind, []).append(slabs.elements(variable.array))
     found = {
         kind: tuple(r for r in sorted(ranges) if r[0] < r[1]) if by_variable else tuple(merged(ranges))
         for kind, ranges in sorted(by_kind.items())
     }
-    return tuple((*kind, ranges) for kind, ranges in found.items() if ranges)
+    return [(dtype, rule, ranges, group) for (dtype, rule, group), ranges in found.items() if ranges]
 
 
 def _at(step: int, optimizer: Optimizer) -> tuple[tuple[str, float], ...]:

@@ -210,8 +210,9 @@ def operations(server: State, job: Job) -> tuple[Apply | Write, ...]:
         points = [server.tables.points[run, replica, k] for replica in server.replicas]
         applies = [point for point in points if isinstance(point, ApplyPoint)]
         if applies:
-            made.append(updates.apply(server, _known_sets(server, applies), applies, steps))
-            steps.update(update.optimizer for update in applies[0].updates)
+            numbers = _known_sets(server, applies)
+            made.append(updates.apply(server, numbers, applies, steps))
+            steps.update(numbers)
         else:
             made.append(_write(server, points))
     return tuple(made)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from cs_server.events import Dense
 
+from .counts import Counts
 from .tables import Tables, VariableSet
 
 __all__ = ["Index", "base_of"]
@@ -36,18 +38,20 @@ class Index:
         self.set_numbers: dict[tuple[int, tuple[int, ...]], int] = {}
         #: The sparse variables in a variable set.
         self.sparse_of: dict[int, tuple[int, ...]] = {}
-        #: The dense part of an apply, by set, sparse variables, whether gradients are clipped, and buffers. It
-        #: changes only with the names of variables, since variables do not move.
-        self.dense: dict[tuple[int, tuple[int, ...], bool, tuple[int, ...], tuple[str, ...]], tuple[Dense, ...]] = {}
+        #: The dense part of an apply, and for each of its parts the place in ``variables`` of one variable: by set,
+        #: sparse variables, whether gradients are clipped, buffers, exempt names, and groups of variables with equal
+        #: counts. It changes only with the names of variables, since variables do not move.
+        self.dense: dict[tuple[Any, ...], tuple[tuple[Dense, ...], tuple[int, ...]]] = {}
         #: Sets, by number, of which no two have a variable in common.
         self.apart: set[tuple[int, ...]] = set()
+        self.counts = Counts(self._tables)
         for number, variable_set in self._tables.sets.items():
             self.add_set(number, variable_set)
 
     @contextmanager
     def rolled_back(self) -> Iterator[None]:
         """The block rolls the tables back; the index follows."""
-        variables, is_stale = self._tables.variables, self._tables.sets.is_changed
+        variables, is_stale = self._tables.variables, self._tables.sets.is_changed or self._tables.slots.is_changed
         changed = variables.changed
         for number in changed:
             if number in variables:
@@ -64,6 +68,7 @@ class Index:
         self.set_numbers[variable_set.optimizer, variable_set.variables] = number
         known = self._tables.variables
         self.sparse_of[number] = tuple(member for member in variable_set.variables if known[member].spec.sparse)
+        self.counts.add_set(number, variable_set)
         for member in variable_set.variables:
             self.sets_of.setdefault(member, []).append(number)
 
@@ -71,6 +76,7 @@ class Index:
         """The variable set is gone."""
         del self.set_numbers[variable_set.optimizer, variable_set.variables]
         del self.sparse_of[number]
+        self.counts.forget(variable_set.optimizer)
         for member in variable_set.variables:
             self.sets_of[member].remove(number)
             if not self.sets_of[member]:

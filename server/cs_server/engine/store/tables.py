@@ -141,9 +141,11 @@ class Steps(_Row):
 
 @record(206)
 class SlotNames(_Row):
-    """The slots that an optimizer has for one variable; empty if its rule needs none."""
+    """The slots that an optimizer has for one variable; empty if its rule needs none. ``steps``: how often it updated
+    the variable, beside the steps that the sets of variables count; negative if these count too many."""
 
     names: tuple[str, ...]
+    steps: int = 0
 
 
 @record(219)

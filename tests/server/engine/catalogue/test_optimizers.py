@@ -39,8 +39,8 @@ def test_a_schedule_stays_until_a_learning_rate_replaces_it(book: Book) -> None:
     number, _ = optimizers.variable_set(book.state, 1, (book.make("w"),))
     point = [ApplyPoint(0, "x:1", (OptimizerUpdate(1, number, ()),), 0)] * 2
     rates = [
-        dict(updates.apply(book.state, [number], point, {1: earlier}).updates[0].hyperparameters)["learning_rate"]
-        for earlier in (0, 10)
+        dict(updates.apply(book.state, [number], point, earlier).updates[0].hyperparameters)["learning_rate"]
+        for earlier in ({}, {number: 10})
     ]
     assert rates == pytest.approx([0.1 * 0.5**2, 0.1 * 0.5**3])
     optimizers.applied(book.state, number)

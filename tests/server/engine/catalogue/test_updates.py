@@ -39,7 +39,7 @@ def test_an_apply_covers_each_slab_once_in_ascending_ranges(book: Book) -> None:
         )
         for dtype, ranges in [(narrow, ((0, 3), (16, 17))), (wide, ((0, 2),))]
     )
-    assert updates.apply(book.state, [number], points, {1: 1}) == Apply(
+    assert updates.apply(book.state, [number], points, {number: 1}) == Apply(
         (Update("adam", adam.hyperparameters, 2, parts, ()),), (1, 2, 3, 4)
     )
 
