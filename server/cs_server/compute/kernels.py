@@ -278,7 +278,8 @@ def load(run_directory: Path | None = None, share: tuple[int, int] | None = None
     directory = cache_directory(run_directory)
     compiled = 0
     rules = {rule.kernel: rule for rule in RULES.values() if rule.is_compiled}.values()
-    kernels = [(None, False), *product(rules, (False, True))]
+    by_elements = [(rule, False) for rule in rules if rule.row is None]
+    kernels = [(None, False), *by_elements, *((rule, True) for rule in rules)]
     for number, (name, (rule, is_sparse)) in enumerate(product(KERNEL_DTYPES, kernels)):
         dtype, key = np.dtype(name), (_name(rule, is_sparse), name)
         is_asked = key in ALWAYS or (share is not None and number % share[1] == share[0])
