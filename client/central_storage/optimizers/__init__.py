@@ -13,6 +13,7 @@ from .optimizer import Optimizer
 from .rmsprop import RMSprop
 from .sgd import SGD
 from .table import optimizer_of
+from .update import apply_gradients
 
 __all__ = [
     "SGD",
@@ -26,6 +27,7 @@ __all__ = [
     "Nadam",
     "Optimizer",
     "RMSprop",
+    "apply_gradients",
     "optimizer_of",
     "schedules",
 ]

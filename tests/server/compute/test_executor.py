@@ -17,7 +17,7 @@ from cs_proto.errors import InvalidArgumentError
 from cs_proto.messages import AssignOp, ReduceOpName
 from cs_server.compute import executor
 from cs_server.compute.executor import Executor
-from cs_server.events import Apply, Commit, Compute, Dense, Fill, Write
+from cs_server.events import Apply, Commit, Compute, Dense, Fill, Update, Write
 from cs_server.rules import RULES, reference
 
 SGD = (("learning_rate", 0.25), ("momentum", 0.5), ("nesterov", 0.0))
@@ -160,9 +160,8 @@ def test_apply_has_the_bits_of_the_reference_and_leaves_the_rest_alone(dtype: st
         part = slice(first, last)
         reference(rule, expected_w[part], [g[part] for g in gradients], (expected_m[part],), dict(SGD), 4)
     memory = Bytes(w=w, m=m, g0=gradients[0], g1=gradients[1], g2=gradients[2])
-    commit(
-        memory, Apply("sgd_momentum", SGD, 4, (Dense(dtype, ranges, "w", ("m",), ("g0", "g1", "g2")),)), threads=threads
-    )
+    part = Dense(dtype, ranges, "w", ("m",), ("g0", "g1", "g2"))
+    commit(memory, Apply((Update("sgd_momentum", SGD, 4, (part,)),)), threads=threads)
     assert w.tobytes() == expected_w.tobytes()
     assert m.tobytes() == expected_m.tobytes()
 
@@ -180,7 +179,7 @@ def test_the_share_of_a_thread_that_has_other_work_is_done_all_the_same(
         spread._pool.submit(lambda: (inside.release(), door.wait()))
         inside.acquire()
     part = Dense("float64", ((0, 1000),), "w", (), ("g",))
-    spread.commit(Commit(1, (Apply("sgd", (("learning_rate", 1.0),), 1, (part,)),)))
+    spread.commit(Commit(1, (Apply((Update("sgd", (("learning_rate", 1.0),), 1, (part,)),)),)))
     door.set()
     spread.close()
     executor._shares.cache_clear()
@@ -190,7 +189,7 @@ def test_the_share_of_a_thread_that_has_other_work_is_done_all_the_same(
 def test_operations_follow_each_other() -> None:
     w, g = np.zeros(64, np.float32), np.ones(64, np.float32)
     plain = (("learning_rate", 1.0), ("momentum", 0.0), ("nesterov", 0.0))
-    apply = Apply("sgd", plain, 1, (Dense("float32", ((0, 64),), "w", (), ("g",)),))
+    apply = Apply((Update("sgd", plain, 1, (Dense("float32", ((0, 64),), "w", (), ("g",)),)),))
     add = Write(at("w", 0, w), "assign", None, (array_of(np.full(64, 5, np.float32)),))
     commit(Bytes(w=w, g=g), apply, add, apply, apply)
     assert w.tolist() == [3.0] * 64

@@ -26,8 +26,8 @@ from cs_server.compute import executor, jit, kernels, undo
 from cs_server.compute import sparse as sparse_updates
 from cs_server.compute.executor import Executor
 from cs_server.compute.undo import UNDO_NBYTES, Lane, Undo
-from cs_server.events import Apply, Commit, Dense, Fill, Rows, Write
-from cs_server.rules import RULES, Rule
+from cs_server.events import Apply, Commit, Dense, Fill, Rows, Update, Write
+from cs_server.rules import RULES, Rule, summed
 
 Operation = Apply | Write | Fill
 GIVEN = {
@@ -101,7 +101,7 @@ class InPython:
     def patch(self, patch: pytest.MonkeyPatch) -> None:
         """Have every update done by Python."""
         replaced = {"_done": jit._done.py_func, "_foresee": lambda *_: None, "_share": share}
-        replaced |= {"_elements": elements, "_addends": addends}
+        replaced |= {"_elements": elements, "_addends": addends, "_scaled": sums}
         replaced["_tell"] = lambda progress, value: self.say(progress, 0, value)
         for name, function in replaced.items():
             patch.setattr(jit, name, function)
@@ -135,7 +135,7 @@ class InPython:
                     loop(*where, memory, written, tuple(numbers), chunk, progress, area, scratch)
                 else:
                     loop = jit.dense(piece)
-                    loop(*given[:last], written, tuple(numbers), len(scratch), progress, area, scratch)
+                    loop(*given[:last], written, tuple(numbers), len(scratch) // 2, progress, area, scratch)
 
             return run
 
@@ -152,6 +152,12 @@ def addends(addresses: Any, like: Any, scratch: Any, start: int, stop: int) -> A
     for array in firsts:
         total += array
     return total, last
+
+
+def sums(addresses: Any, like: Any, scale: Any, scratch: Any, start: int, stop: int) -> Any:
+    gradients = [elements(address, like, like.size)[start:stop] for address in addresses]
+    total = summed(gradients, scale[:-1].tolist(), like.dtype) * scale[-1]
+    return np.full(stop - start, -0.0, like.dtype), total
 
 
 plain_share = jit._share.py_func
@@ -272,7 +278,7 @@ def dense(rule: str, dtype: str, given: dict[str, float] | None = None) -> tuple
     names = ["w", *slots, "g0", "g1"]
     memory = Bytes(**dict(zip(names, arrays(dtype, len(names), 150), strict=True)))
     part = Dense(dtype, ((1, 90), (97, 149)), "w", slots, ("g0", "g1"))
-    return memory, (Apply(rule, tuple((GIVEN | (given or {})).items()), 3, (part,)),)
+    return memory, (Apply((Update(rule, tuple((GIVEN | (given or {})).items()), 3, (part,)),)),)
 
 
 @WAYS
@@ -307,7 +313,7 @@ def sparse(rule: str, dtype: str, width: int, given: dict[str, float]) -> tuple[
         for _ in range(2)
     )
     part = Rows(dtype, 3, (height, width), "w", slots, gradients)
-    return memory, (Apply(rule, tuple((GIVEN | given).items()), 2, (), (part,)),)
+    return memory, (Apply((Update(rule, tuple((GIVEN | given).items()), 2, (), (part,)),)),)
 
 
 @WAYS
@@ -351,9 +357,10 @@ def everything() -> tuple[Bytes, tuple[Operation, ...]]:
     third, (fourth,) = written("scatter_add", "float64")
     memory.segments |= {f"other_{name}": segment for name, segment in other.segments.items()} | third.segments
     assert isinstance(second, Apply)
-    (part,) = second.sparse
+    (update,) = second.updates
+    (part,) = update.sparse
     part = Rows(part.dtype, part.first, part.shape, "other_w", tuple(f"other_{s}" for s in part.slots), part.gradients)
-    second = Apply(second.rule, second.hyperparameters, second.t, (), (part,))
+    second = Apply((Update(update.rule, update.hyperparameters, update.t, (), (part,)),))
     fill = Fill("other_w", "float32", 0, 3, 0.5)
     add = Write(at("w", 40, np.empty(7, np.float32)), "assign_add", None, (array_of(np.ones(7, np.float32)),))
     return memory, (first, add, first, second, fill, fourth, add)
@@ -410,7 +417,7 @@ KILLED = """
 import mmap, os, signal, sys
 import numpy as np
 from cs_server.compute.executor import Executor
-from cs_server.events import Apply, Commit, Dense
+from cs_server.events import Apply, Commit, Dense, Update
 from cs_server.compute.undo import _HEAD_NBYTES, _LINE_NBYTES, _PHASES, UNDO_NBYTES
 from tests.server.compute.test_executor import Bytes
 

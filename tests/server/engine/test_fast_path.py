@@ -44,6 +44,7 @@ from cs_proto.messages import (
     Describe,
     Hello,
     Locate,
+    OptimizerUpdate,
     Register,
     Return,
     RunFinished,
@@ -81,14 +82,16 @@ def applies(k: int, replica: int, run: int, optimizer: int, number: int, *sparse
         )
         for variable in sparse
     )
-    return ApplyPoint(k, f"train.py:{k}", optimizer, number, (), run % 2, rows)
+    return ApplyPoint(k, f"train.py:{k}", (OptimizerUpdate(optimizer, number, (), rows),), run % 2)
 
 
 def misfitting(note: ApplyPoint) -> ApplyPoint:
     """The same with sparse gradients whose rows are wider than the variable's."""
-    wider = [records.replace(each.values, shape=(*each.values.shape, 2)) for each in note.sparse]
-    pairs = zip(note.sparse, wider, strict=True)
-    return records.replace(note, sparse=tuple(records.replace(each, values=values) for each, values in pairs))
+    (update,) = note.updates
+    wider = [records.replace(each.values, shape=(*each.values.shape, 2)) for each in update.sparse]
+    pairs = zip(update.sparse, wider, strict=True)
+    sparse = tuple(records.replace(each, values=values) for each, values in pairs)
+    return records.replace(note, updates=(records.replace(update, sparse=sparse),))
 
 
 class Two:

@@ -4,63 +4,128 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import chain
 
 from cs_proto import segment_names
 from cs_proto.arithmetic.optimizers import CLIPS, WITHOUT_DECAY
 from cs_proto.arithmetic.schedules import rate
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import InvalidArgumentError
-from cs_proto.messages import ApplyPoint, Optimizer
+from cs_proto.messages import ApplyPoint, Optimizer, OptimizerUpdate
 from cs_proto.ranges import merged
 from cs_proto.records import replace
 from cs_server.engine.store.state import State
-from cs_server.events import Apply, Dense, Rows
+from cs_server.events import Apply, Dense, Rows, Update
 
 from . import optimizers, slabs, variables
 
 
 def check_gradients(server: State, points: Sequence[ApplyPoint]) -> None:
-    """Raise InvalidArgumentError if a sparse gradient does not fit its variable, or its variable is not in the set, or
-    gradients lie in a second set of buffers that does not exist."""
+    """Raise InvalidArgumentError if two optimizers update one variable, if a sparse gradient does not fit its variable,
+    or its variable is not in the set, or if gradients lie in a second set of buffers that does not exist."""
     for point in points:
+        if len(point.updates) > 1:
+            _check_apart(server, point)
         if point.buffers % 2:
             _check_second(server, point)
-        for gradient in point.sparse:
-            spec, values = variables.row(server, gradient.variable).spec, gradient.values
-            if gradient.variable not in (point.variables or server.tables.sets[point.variable_set].variables):
+        for update in point.updates:
+            for gradient in update.sparse:
+                spec, values = variables.row(server, gradient.variable).spec, gradient.values
+                if gradient.variable not in members(server, update):
+                    raise InvalidArgumentError(
+                        f"the update has a sparse gradient of {spec.name!r}, but does not name this variable"
+                    )
+                if not spec.shape or values.dtype != spec.dtype or values.shape[1:] != spec.shape[1:]:
+                    raise InvalidArgumentError(
+                        f"the sparse gradient of variable {spec.name!r} is {values.dtype}{list(values.shape)}; the "
+                        f"variable is {spec.dtype}{list(spec.shape)}"
+                    )
+
+
+def members(server: State, update: OptimizerUpdate) -> tuple[int, ...]:
+    """The numbers of the variables that an optimizer updates."""
+    return update.variables or server.tables.sets[update.variable_set].variables
+
+
+def _check_apart(server: State, point: ApplyPoint) -> None:
+    known = tuple([update.variable_set for update in point.updates])
+    if known in server.index.apart:
+        return
+    owners: dict[int, int] = {}
+    for update in point.updates:
+        for number in members(server, update):
+            owner = owners.setdefault(number, update.optimizer)
+            if owner != update.optimizer:
                 raise InvalidArgumentError(
-                    f"the update has a sparse gradient of {spec.name!r}, but does not name this variable"
+                    f"optimizers {owner} and {update.optimizer} both update variable "
+                    f"{variables.row(server, number).spec.name!r} in one apply; give it to one of them"
                 )
-            if not spec.shape or values.dtype != spec.dtype or values.shape[1:] != spec.shape[1:]:
-                raise InvalidArgumentError(
-                    f"the sparse gradient of variable {spec.name!r} is {values.dtype}{list(values.shape)}; the "
-                    f"variable is {spec.dtype}{list(spec.shape)}"
-                )
+    if all(known):
+        server.index.apart.add(known)
 
 
 def _check_second(server: State, point: ApplyPoint) -> None:
     missing = [dtype for dtype, slab in server.tables.slabs.items() if slab.gradient_sets < 2]
     if not missing:
         return
-    sparse = {gradient.variable for gradient in point.sparse}
-    for number in point.variables or server.tables.sets[point.variable_set].variables:
-        spec = variables.row(server, number).spec
-        if number not in sparse and spec.dtype in missing:
-            raise InvalidArgumentError(
-                f"the gradient of {spec.name!r} is said to lie in the second set of buffers, but no Locate asked "
-                f"for that of {spec.dtype} variables"
-            )
+    for update in point.updates:
+        sparse = {gradient.variable for gradient in update.sparse}
+        for number in members(server, update):
+            spec = variables.row(server, number).spec
+            if number not in sparse and spec.dtype in missing:
+                raise InvalidArgumentError(
+                    f"the gradient of {spec.name!r} is said to lie in the second set of buffers, but no Locate asked "
+                    f"for that of {spec.dtype} variables"
+                )
 
 
-def apply(server: State, number: int, points: Sequence[ApplyPoint], steps_before: int) -> Apply:
-    """One step on a variable set. ``points`` say for every replica which of its gradient buffers it used, and where its
-    sparse gradients lie. ``steps_before`` counts this optimizer's earlier steps in the commit."""
+def apply(
+    server: State, numbers: Sequence[int], points: Sequence[ApplyPoint], steps_before: Mapping[int, int]
+) -> Apply:
+    """One step of each optimizer of an apply. ``numbers`` are the sets of variables. ``points`` say for every replica
+    which of its gradient buffers it used, where its sparse gradients lie, and how much they weigh. ``steps_before``
+    counts the earlier steps of each optimizer in the commit."""
+    first = points[0]
+    buffers = tuple([point.buffers for point in points])
+    is_bounded = first.global_clipnorm is not None
+    updates = tuple(
+        [
+            _update(server, number, [point.updates[which] for point in points], buffers, steps_before, is_bounded)
+            for which, number in enumerate(numbers)
+        ]
+    )
+    updated = _together(tuple([server.tables.sets[number].variables for number in numbers]))
+    weights = tuple([point.weight for point in points])
+    return Apply(
+        updates,
+        updated,
+        () if weights.count(1) == len(weights) else weights,
+        first.global_clipnorm,
+        first.clip_epsilon,
+    )
+
+
+@lru_cache(maxsize=64)
+def _together(sets: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    """The variables of several sets; the same sets come again with every step."""
+    return sets[0] if len(sets) == 1 else tuple(chain.from_iterable(sets))
+
+
+def _update(
+    server: State,
+    number: int,
+    given: Sequence[OptimizerUpdate],
+    buffers: tuple[int, ...],
+    steps_before: Mapping[int, int],
+    is_bounded: bool,
+) -> Update:
+    """The step of one optimizer on a variable set; ``given`` is what each replica brings for it."""
     optimizer = optimizers.get(server, server.tables.sets[number].optimizer)
-    step = optimizer.iterations + steps_before
-    sparse = tuple(gradient.variable for gradient in points[0].sparse)
-    is_clipped = any(name in CLIPS for name, _ in optimizer.hyperparameters)
-    buffers = tuple(point.buffers for point in points)
+    step = optimizer.iterations + steps_before.get(optimizer.number, 0)
+    sparse = tuple([gradient.variable for gradient in given[0].sparse])
+    is_clipped = is_bounded or any(name in CLIPS for name, _ in optimizer.hyperparameters)
     key = (number, sparse, is_clipped, buffers, optimizer.exempt)
     dense = server.index.dense.get(key)
     if dense is None:
@@ -79,7 +144,7 @@ def apply(server: State, number: int, points: Sequence[ApplyPoint], steps_before
     for position, member in enumerate(sparse):
         variable = variables.row(server, member)
         spec = variable.spec
-        gradients = tuple((point.sparse[position].values, point.sparse[position].indices) for point in points)
+        gradients = tuple((each.sparse[position].values, each.sparse[position].indices) for each in given)
         rows.append(
             Rows(
                 dtype=spec.dtype,
@@ -91,8 +156,7 @@ def apply(server: State, number: int, points: Sequence[ApplyPoint], steps_before
                 rule=_rule_of(optimizer, spec.name),
             )
         )
-    updated = server.tables.sets[number].variables
-    return Apply(optimizer.rule, _at(step, optimizer), step + 1, dense, tuple(rows), updated)
+    return Update(optimizer.rule, _at(step, optimizer), step + 1, dense, tuple(rows))
 
 
 def gradient_place(server: State, replica: int, buffers: int, variable: Array) -> Array:
