@@ -67,8 +67,9 @@ def is_weighted(data: DistributedDataset | DistributedFromFunction | Distributed
 def weighted(batch: Any, weight: Callable[[Any], Any] | None = None) -> Weighted:
     """The batch as arrays, with its weights.
 
-    ``weight`` gives the weights of the rows of a batch; None: each row counts 1. Raises InvalidArgumentError for a batch
-    without rows or of arrays with different numbers of rows, and for weights that are negative, not finite or all 0.
+    ``weight`` gives the weights of the rows of a batch; None: each row counts 1. Raises InvalidArgumentError for a
+    batch without rows or of arrays with different numbers of rows, and for weights that are negative, not finite or
+    all 0.
     """
     arrays = arrays_in(batch)
     rows = _rows(arrays)

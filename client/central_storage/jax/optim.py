@@ -332,8 +332,8 @@ def chain(*members: Optimizer | GlobalNorm) -> Optimizer:
     kinds = [type(member) for member in members]
     if kinds not in ([Optimizer], [GlobalNorm, Optimizer]):
         raise InvalidArgumentError(
-            "csj.optim.chain takes clip_by_global_norm(bound) and then one optimizer, because the server clips before it "
-            f"updates, not {members!r:.300}"
+            "csj.optim.chain takes clip_by_global_norm(bound) and then one optimizer, because the server clips before "
+            f"it updates, not {members!r:.300}"
         )
     *bounds, last = members
     assert isinstance(last, Optimizer)

@@ -143,8 +143,8 @@ class _Exchange:
         counts = {count for central, variables in self._groups for count in central.steps_of(variables)}
         if len(counts) > 1:
             raise InvalidArgumentError(
-                f"the optimizer has made {sorted(counts)} updates of the variables of this tree, and optax's state has one "
-                "count for all"
+                f"the optimizer has made {sorted(counts)} updates of the variables of this tree, and optax's state has "
+                "one count for all"
             )
         return counts.pop()
 

@@ -49,10 +49,10 @@ _KEEP = RunOptions(keep_per_replica=True)
 def step(tree: Any, optimizer: Optimizer, has_aux: bool = False) -> Callable[[Callable[..., Any]], Step]:
     """Decorate ``loss(tree, *share)``, and get a step of training.
 
-    Every replica calls ``jit(value_and_grad(loss))`` with the tree as arrays, which lie in the server's memory, and with
-    its share of the global batch. The trained loss is the mean over the rows of the global batch, whatever the shares;
-    so the loss of a share must be a mean over its rows. For an empty share nothing is computed. JAX traces the loss once
-    for each shape of a share. The loss computes from its arguments alone, and draws with :func:`key`.
+    Every replica calls ``jit(value_and_grad(loss))`` with the tree as arrays, which lie in the server's memory, and
+    with its share of the global batch. The trained loss is the mean over the rows of the global batch, whatever the
+    shares; so the loss of a share must be a mean over its rows. For an empty share nothing is computed. JAX traces the
+    loss once for each shape of a share. The loss computes from its arguments alone, and draws with :func:`key`.
 
     Args:
         tree: What :func:`centralize` returned. Its constants (numbers, functions) are those of now.
@@ -226,7 +226,7 @@ class Program:
 
 def _train(
     program: Program, loss: Callable[..., Any], leaves: Leaves, groups: Any, has_aux: bool, share: tuple[Any, Any]
-) -> tuple[float, float, PerReplica[Any]]:
+) -> tuple[float, float, PerReplica]:
     """In a replica: compute the loss and its gradients, and take the step. What the share counts, its loss, its aux."""
     rows, weights = share
     weight = share_of(weights)

@@ -127,8 +127,8 @@ class _Refusing:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise ContextError(
-            f"{name} is used in the loss {self._loss}, which JAX traces once for many steps: the loss computes from its "
-            "arguments alone; what the server shall do belongs into a replica function around it"
+            f"{name} is used in the loss {self._loss}, which JAX traces once for many steps: the loss computes from "
+            "its arguments alone; do this in a replica function of your own"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from cs_proto.arrays import dtype_name, is_wire_dtype
 from cs_proto.errors import ContextError, InvalidArgumentError
 
 if TYPE_CHECKING:
-    from central_storage.core.backends import Strategy
+    from central_storage.strategy.base import StrategyBase
 
 __all__ = ["Leaves", "Narrow", "array_of", "centralize", "path_name", "read", "refuse_in_trace", "variable_of"]
 
@@ -134,8 +134,8 @@ def _plan(name: str, leaf: Any, may_train: bool) -> Callable[[], Any]:
         return lambda: leaf
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         raise InvalidArgumentError(
-            f"{where} is a random key. As a part of the model it would draw the same numbers in every step: take it out "
-            "of the tree, and call csj.key() in the loss, which gives every step and replica a key of its own"
+            f"{where} is a random key. As a part of the model it would draw the same numbers in every step: take it "
+            "out of the tree, and call csj.key() in the loss, which gives every step and replica a key of its own"
         )
     dtype = jax.dtypes.canonicalize_dtype(leaf.dtype) if leaf.dtype.kind in "iufc" else leaf.dtype
     is_float = jnp.issubdtype(dtype, jnp.floating)
@@ -265,8 +265,8 @@ class Leaves:
                 )
             if id(variable) in seen:
                 raise InvalidArgumentError(
-                    f"{what}: the leaves {seen[id(variable)]} and {name} are one variable; keep it once in the tree, and "
-                    "let the loss use it twice"
+                    f"{what}: the leaves {seen[id(variable)]} and {name} are one variable; keep it once in the tree, "
+                    "and let the loss use it twice"
                 )
             seen[id(variable)] = name
             if variable.trainable and variable.dtype.kind == "c":
@@ -276,14 +276,14 @@ class Leaves:
                 )
 
     @property
-    def strategy(self) -> Strategy:
+    def strategy(self) -> StrategyBase:
         """The strategy of the variables."""
         owner = self.trained[0].strategy
         if owner is None:
             raise InvalidArgumentError(
                 f"variable {self.trained[0].name} belongs to no strategy yet; centralize the tree"
             )
-        return owner
+        return cast("StrategyBase", owner)
 
     def arrays(self) -> tuple[list[Any], list[Any]]:
         """The arrays of the trained leaves and of the other variables, as :func:`read` gives them."""

@@ -345,7 +345,9 @@ def test_a_variable_that_the_loss_captures_is_named(two: cs.CentralStorageStrate
         lambda tree, x: (tree["w"] * other.numpy()).sum(),
         lambda tree, x: (tree["w"] * csj.read(other)).sum(),
     ):
-        with pytest.raises(cs.errors.ContextError, match="is read in the loss|csj.read in a function that JAX traces"):
+        with pytest.raises(
+            cs.errors.ContextError, match=r"is read in the loss|csj\.read in a function that JAX traces"
+        ):
             csj.step(model, csj.optim.sgd(0.1))(loss)(np.ones((4, 4), np.float32))
 
 
