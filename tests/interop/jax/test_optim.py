@@ -81,8 +81,9 @@ def assert_near(found: Any, expected: Any, tolerance: float) -> None:
         np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * max(float(np.abs(other).max(initial=0)), 1e-30))
 
 
-def made(module: Any, name: str, arguments: dict[str, Any], rate: Any, *, clip: bool, masked: bool) -> Any:
+def made(module: Any, name: str, arguments: dict[str, Any], *, clip: bool, masked: bool) -> Any:
     """The optimizer, of optax or of csj.optim."""
+    rate = module.warmup_cosine_decay_schedule(0.0, 0.02, 10, STEPS)
     if masked:
         arguments = {**arguments, "mask": lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)}
     optimizer = getattr(module, name)(rate, **arguments)
@@ -100,14 +101,13 @@ def test_fifty_steps_as_in_optax(
     one: cs.CentralStorageStrategy, name: str, arguments: dict[str, Any], dtype: str, clip: bool
 ) -> None:
     masked = "weight_decay" in arguments and clip
-    rate = csj.optim.warmup_cosine_decay_schedule(0.0, 0.02, 10, STEPS)
     with jax.enable_x64(dtype == "float64"):
         expected, state = with_optax(
-            made(optax, name, arguments, rate, clip=clip, masked=masked), tree_of(dtype), data(dtype)
+            made(optax, name, arguments, clip=clip, masked=masked), tree_of(dtype), data(dtype)
         )
         with one.scope():
             model = csj.centralize(tree_of(dtype))
-        optimizer = made(csj.optim, name, arguments, rate, clip=clip, masked=masked)
+        optimizer = made(csj.optim, name, arguments, clip=clip, masked=masked)
         train = csj.step(model, optimizer)(loss)
         for batch in data(dtype):
             train(batch)
@@ -120,15 +120,14 @@ def test_fifty_steps_as_in_optax(
 def test_a_training_goes_on_in_optax_and_comes_back(
     two: cs.CentralStorageStrategy, name: str, arguments: dict[str, Any]
 ) -> None:
-    rate = csj.optim.cosine_decay_schedule(0.02, STEPS)
     batches = data("float32")
-    transformation = made(optax, name, arguments, rate, clip=True, masked=False)
+    transformation = made(optax, name, arguments, clip=True, masked=False)
     whole, whole_state = with_optax(transformation, tree_of("float32"), batches)
 
     tree, state = with_optax(transformation, tree_of("float32"), batches[:10])
     with two.scope():
         model = csj.centralize(tree)
-    optimizer = made(csj.optim, name, arguments, rate, clip=True, masked=False)
+    optimizer = made(csj.optim, name, arguments, clip=True, masked=False)
     csj.load_state(optimizer, model, state)
     train = csj.step(model, optimizer)(loss)
     assert_near(csj.state(optimizer, model), state, 0)  # the same numbers, before the first step
