@@ -81,17 +81,17 @@ def assert_near(found: Any, expected: Any, tolerance: float) -> None:
         np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * max(float(np.abs(other).max(initial=0)), 1e-30))
 
 
-def made(module: Any, name: str, arguments: dict[str, Any], *, clip: bool, masked: bool) -> Any:
+def made(module: Any, name: str, arguments: dict[str, Any], *, clip: bool, masked: bool, constant: bool = False) -> Any:
     """The optimizer, of optax or of csj.optim."""
-    rate = module.warmup_cosine_decay_schedule(0.0, 0.02, 10, STEPS)
+    rate = 0.02 if constant else module.warmup_cosine_decay_schedule(0.0, 0.02, 10, STEPS)
     if masked:
         arguments = {**arguments, "mask": lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)}
     optimizer = getattr(module, name)(rate, **arguments)
     return module.chain(module.clip_by_global_norm(0.5), optimizer) if clip else optimizer
 
 
-#: float32: optax computes `b ** t` in float32, too, and the server in double precision.
-TOLERANCE = {"float32": 3e-5, "float64": 1e-12}
+#: Of the largest number of a leaf. float32: optax computes `b ** t` in float32, too, and the server in double precision.
+TOLERANCE = {"float32": 1e-5, "float64": 1e-13}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -101,13 +101,14 @@ def test_fifty_steps_as_in_optax(
     one: cs.CentralStorageStrategy, name: str, arguments: dict[str, Any], dtype: str, clip: bool
 ) -> None:
     masked = "weight_decay" in arguments and clip
+    constant = dtype == "float64"  # optax computes schedules in float32
     with jax.enable_x64(dtype == "float64"):
         expected, state = with_optax(
-            made(optax, name, arguments, clip=clip, masked=masked), tree_of(dtype), data(dtype)
+            made(optax, name, arguments, clip=clip, masked=masked, constant=constant), tree_of(dtype), data(dtype)
         )
         with one.scope():
             model = csj.centralize(tree_of(dtype))
-        optimizer = made(csj.optim, name, arguments, clip=clip, masked=masked)
+        optimizer = made(csj.optim, name, arguments, clip=clip, masked=masked, constant=constant)
         train = csj.step(model, optimizer)(loss)
         for batch in data(dtype):
             train(batch)
