@@ -90,7 +90,7 @@ def made(module: Any, name: str, arguments: dict[str, Any], *, clip: bool, maske
     return module.chain(module.clip_by_global_norm(0.5), optimizer) if clip else optimizer
 
 
-#: Of the largest number of a leaf. float32: optax computes `b ** t` in float32, too, and the server in double precision.
+#: Of the largest number of a leaf. In float32 optax computes `b ** t` in float32, too, the server in double precision.
 TOLERANCE = {"float32": 1e-5, "float64": 1e-13}
 
 
