@@ -67,6 +67,7 @@ BROKEN = {
     "controller-opens-nothing": ("client/central_storage/controller/liveness.py", "import time"),
     "controller-layers": ("client/central_storage/controller/waits.py", "import central_storage.controller.runs"),
     "frameworks": ("worker/cs_worker/randomness/seeds.py", "import central_storage.jax"),
+    "jax-layers": ("client/central_storage/jax/schedules.py", "import central_storage.jax.step"),
     "launch-layers": ("client/central_storage/launch/packages.py", "import central_storage.launch.cli"),
 }
 #: Every module of these has a layer.
@@ -88,6 +89,7 @@ EXHAUSTIVE = {
     "cs_worker.execution",
     "central_storage",
     "central_storage.controller",
+    "central_storage.jax",
     "central_storage.launch",
 }
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from cs_proto.errors import InvalidArgumentError
 
-from .optimizer import GlobalNorm, Optimizer, Rate, as_optimizer
+from .optimizer import GlobalNorm, Optimizer, Rate, Rule, as_optimizer
 from .schedules import (
     Schedule,
     constant_schedule,
@@ -339,7 +339,7 @@ def chain(*members: Optimizer | GlobalNorm) -> Optimizer:
     assert isinstance(last, Optimizer)
     for bound in bounds:
         assert isinstance(bound, GlobalNorm)
-        return last.with_max_norm(bound.max_norm)
+        return Optimizer(last.record.with_max_norm(bound.max_norm))
     return last
 
 
@@ -351,4 +351,4 @@ def _made(
             raise NotImplementedError(
                 f"csj.optim.{name}: the server keeps the state in the dtype of the variable; leave out {key}={dtype!r}"
             )
-    return Optimizer(name, rate, arguments, numbers, mask)
+    return Optimizer(Rule(name, rate, arguments, numbers, mask))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from .trees import Leaves
 
-__all__ = ["GlobalNorm", "Groups", "Optimizer", "Rate", "apply", "as_optimizer"]
+__all__ = ["GlobalNorm", "Groups", "Optimizer", "Rate", "Rule", "apply", "as_optimizer"]
 
 Rate: TypeAlias = float | Schedule
 #: Optimizers of the server, each with the places of its variables among those that are trained, and the bound of the
@@ -38,8 +38,38 @@ class Optimizer(Closed):
         >>> optimizer = csj.optim.adam(0.1)
         >>> optimizer.learning_rate = 0.01
         >>> optimizer
-        <csj.optim.adam learning_rate=0.01>
+        <csj.optim.adam learning_rate=0.01 b1=0.9 b2=0.999 eps=1e-08 eps_root=0.0 nesterov=False>
     """
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+
+    @property
+    def learning_rate(self) -> Any:
+        """The learning rate, or the schedule that gives it; assignable in the script at any step."""
+        return self._rule.rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: Rate) -> None:
+        self._rule.set_rate(value)
+
+    @property
+    def count(self) -> int:
+        """The number of updates that the server has made; 0 before the first step."""
+        return self._rule.count
+
+    @property
+    def record(self) -> Rule:
+        """What the other modules of this package use."""
+        return self._rule
+
+    def __repr__(self) -> str:
+        return repr(self._rule)
+
+
+class Rule:
+    """The rule, its numbers, and the optimizers of the server that follow it: one for the variables whose weights decay
+    and one for the others."""
 
     def __init__(
         self,
@@ -54,36 +84,31 @@ class Optimizer(Closed):
         them."""
         if callable(numbers.get("weight_decay")):
             raise InvalidArgumentError(f"csj.optim.{name}: weight_decay is a number here, not a schedule")
+        self.rate = _checked_rate(name, learning_rate)
         self._name = name
-        self._rate = _checked_rate(name, learning_rate)
         self._arguments = arguments
         self._numbers = numbers
         self._mask = mask
         self._max_norm = max_norm
-        #: By whether the variables are decayed.
+        #: By whether the weights decay.
         self._central: dict[bool, optimizers.Optimizer] = {}
         self._make(decays=True)  # refuses numbers out of their range
 
-    @property
-    def learning_rate(self) -> Any:
-        """The learning rate, or the schedule that gives it; assignable in the script at any step."""
-        return self._rate
-
-    @learning_rate.setter
-    def learning_rate(self, value: Rate) -> None:
+    def set_rate(self, value: Rate) -> None:
+        """Set the learning rate or its schedule."""
         checked = _checked_rate(self._name, value)
         for central in self._central.values():
             central.learning_rate = checked
-        self._rate = checked
+        self.rate = checked
 
     @property
     def count(self) -> int:
-        """The number of updates that the server has made; 0 before the first step."""
+        """The number of updates."""
         return max((int(central.iterations) for central in self._central.values()), default=0)
 
-    def with_max_norm(self, bound: float) -> Optimizer:
-        """A new optimizer that clips the gradients first, as :func:`chain` makes it."""
-        return Optimizer(self._name, self._rate, self._arguments, self._numbers, self._mask, bound)
+    def with_max_norm(self, bound: float) -> Rule:
+        """The same rule, for gradients that are clipped first."""
+        return Rule(self._name, self.rate, self._arguments, self._numbers, self._mask, bound)
 
     def bind(self, leaves: Leaves) -> Groups:
         """Make the optimizers of the server for the trained variables of a tree, if another tree has not made them."""
@@ -92,10 +117,6 @@ class Optimizer(Closed):
             decays: [place for place, each in enumerate(decayed) if each is decays] for decays in sorted({*decayed})
         }
         return [(self._of(leaves.strategy, decays), places) for decays, places in groups.items()], self._max_norm
-
-    def ahead(self) -> dict[str, Any]:
-        """What ``run_steps`` is told of the learning rates."""
-        return {}
 
     def _of(self, strategy: Strategy, decays: bool) -> optimizers.Optimizer:
         known = next(iter(self._central.values()), None)
@@ -115,7 +136,7 @@ class Optimizer(Closed):
         numbers = (
             self._numbers if decays or "weight_decay" not in self._numbers else self._numbers | {"weight_decay": 0.0}
         )
-        return optimizers.of_kind(f"optax.{self._name}", learning_rate=self._rate, **numbers)
+        return optimizers.of_kind(f"optax.{self._name}", learning_rate=self.rate, **numbers)
 
     def _decayed(self, leaves: Leaves) -> list[bool]:
         """For each trained variable, whether its weights decay."""
@@ -136,11 +157,11 @@ class Optimizer(Closed):
         arguments = dict(self._arguments)
         if self._mask is not None:
             arguments["mask"] = leaves.of_trained(self._decayed(leaves))
-        made = getattr(optax, self._name)(self._rate, **arguments)
+        made = getattr(optax, self._name)(self.rate, **arguments)
         return made if self._max_norm is None else optax.chain(optax.clip_by_global_norm(self._max_norm), made)
 
     def __repr__(self) -> str:
-        arguments = {"learning_rate": self._rate} | self._arguments
+        arguments = {"learning_rate": self.rate} | self._arguments
         if self._max_norm is not None:
             arguments["max_norm"] = self._max_norm
         shown = " ".join(f"{key}={getattr(value, '__name__', value)}" for key, value in arguments.items())
@@ -148,7 +169,13 @@ class Optimizer(Closed):
 
 
 class GlobalNorm(Closed):
-    """The bound that :func:`clip_by_global_norm` makes, for :func:`chain`."""
+    """The bound that :func:`clip_by_global_norm` makes, for :func:`chain`. ``max_norm`` is the bound.
+
+    Examples:
+        >>> import central_storage.jax as csj
+        >>> isinstance(csj.optim.clip_by_global_norm(1.0), csj.optim.GlobalNorm)
+        True
+    """
 
     def __init__(self, max_norm: float) -> None:
         self.max_norm = max_norm

@@ -89,7 +89,7 @@ class _Exchange:
     """
 
     def __init__(self, optimizer: Optimizer, leaves: Leaves) -> None:
-        transformation = optimizer.transformation(leaves)
+        transformation = optimizer.record.transformation(leaves)
         import optax  # late, as in transformation
 
         arrays = [jax.ShapeDtypeStruct(variable.shape, variable.dtype) for variable in leaves.trained]
@@ -97,7 +97,7 @@ class _Exchange:
         nodes, _ = jax.tree_util.tree_flatten_with_path(self.template, is_leaf=_is_of(optax.ScaleByScheduleState))
         self._schedules = {path for path, node in nodes if isinstance(node, optax.ScaleByScheduleState)}
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(leaves.of_trained(arrays))[0]]
-        groups, _ = optimizer.bind(leaves)
+        groups, _ = optimizer.record.bind(leaves)
         self._groups = [(central, [leaves.trained[place] for place in places]) for central, places in groups]
         self._owners = {
             paths[place]: (central, leaves.trained[place]) for central, places in groups for place in places

@@ -96,6 +96,16 @@ class Step(Closed):
 
     Called with a global batch, it trains on it. :meth:`ahead` does so with every batch of a data set, and sends steps
     before the loop has the earlier results.
+
+    Examples:
+        >>> import jax.numpy as jnp, numpy as np
+        >>> import central_storage as cs, central_storage.jax as csj
+        >>> with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as strategy:
+        ...     with strategy.scope():
+        ...         model = csj.centralize({"w": jnp.ones(())})
+        ...     train: csj.Step = csj.step(model, csj.optim.sgd(0.5))(lambda model, x: model["w"] ** 2 * x.mean())
+        ...     print(list(train.ahead(csj.batches(strategy, [np.ones(4, np.float32)] * 3))))
+        [1.0, 0.0, 0.0]
     """
 
     def __init__(self, loss: Callable[..., Any], leaves: Leaves, optimizer: Optimizer, has_aux: bool) -> None:
@@ -103,9 +113,8 @@ class Step(Closed):
             raise TypeError(f"csj.step decorates a function loss(tree, *share), not {loss!r:.100}")
         functools.update_wrapper(self, loss)
         self._strategy = leaves.strategy
-        self._optimizer = optimizer
         self._has_aux = has_aux
-        program, groups = Program(), optimizer.bind(leaves)
+        program, groups = Program(), optimizer.record.bind(leaves)
         settings = {name: getattr(jax.config, name) for name in _SETTINGS}
 
         @functools.wraps(loss)
@@ -165,9 +174,7 @@ class Step(Closed):
                 )
         else:
             data = _batches(self._strategy, data)
-        results = self._strategy.run_steps(
-            self._replica, data, steps, lookahead=lookahead, options=_KEEP, **self._optimizer.ahead()
-        )
+        results = self._strategy.run_steps(self._replica, data, steps, lookahead=lookahead, options=_KEEP)
         return self._outcomes(results)
 
     def _outcomes(self, results: Steps) -> Iterator[Any]:

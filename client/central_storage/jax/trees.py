@@ -28,7 +28,16 @@ class Narrow(Closed):
     """A leaf of bfloat16, float16 or a narrower float: JAX computes with that dtype, and the server keeps a float32
     variable, which small updates change, too.
 
-    ``variable`` is the float32 variable. ``numpy()`` and ``assign(value)`` read and set it in float32.
+    ``variable`` is the float32 variable.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import central_storage as cs, central_storage.jax as csj
+        >>> with cs.CentralStorageStrategy(in_process=True) as strategy, strategy.scope():
+        ...     w = csj.centralize(jnp.zeros(2, jnp.bfloat16))
+        ...     w.assign(jnp.ones(2, jnp.bfloat16))
+        ...     print(w.dtype, w.variable.dtype, w.numpy())
+        bfloat16 float32 [1. 1.]
     """
 
     def __init__(self, variable: Variable, dtype: np.dtype[Any]) -> None:
@@ -61,7 +70,14 @@ class Narrow(Closed):
         return self.variable.numpy()
 
     def assign(self, value: Any) -> None:
-        """Set the value; any array of floats of this shape."""
+        """Set the value.
+
+        Args:
+            value: An array of floats of this shape.
+
+        Raises:
+            InvalidArgumentError: The shape is another (a ValueError).
+        """
         self.variable.assign(np.asarray(value).astype(np.float32))
 
     def __repr__(self) -> str:
