@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
 from threading import Event, Semaphore
 
 import numpy as np
@@ -48,12 +47,11 @@ def at(segment: str, offset: int, like: np.ndarray) -> Array:
 
 
 @pytest.fixture(params=[1, 3])
-def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """How many threads an update may use; even a small one is spread over them."""
     monkeypatch.setattr(executor, "_ELEMENTS_PER_THREAD", 1)
-    executor._shares.cache_clear()
-    yield request.param
-    executor._shares.cache_clear()
+    found: int = request.param
+    return found
 
 
 def commit(memory: Bytes, *operations: Apply | Write | Fill, threads: int = 1) -> None:
@@ -171,7 +169,6 @@ def test_the_share_of_a_thread_that_has_other_work_is_done_all_the_same(
     busy: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(executor, "_ELEMENTS_PER_THREAD", 1)
-    executor._shares.cache_clear()
     memory = Bytes(w=np.zeros(1000), g=np.arange(1000.0))
     door, inside, spread = Event(), Semaphore(0), Executor(memory, 3)
     assert spread._pool is not None
@@ -182,7 +179,6 @@ def test_the_share_of_a_thread_that_has_other_work_is_done_all_the_same(
     spread.commit(Commit(1, (Apply((Update("sgd", (("learning_rate", 1.0),), 1, (part,)),)),)))
     door.set()
     spread.close()
-    executor._shares.cache_clear()
     assert memory.segments["w"].tolist() == (-np.arange(1000.0)).tolist()
 
 
@@ -204,15 +200,19 @@ def test_shares_cover_every_element_once_and_in_order(steps: list[tuple[int, int
         end = ranges[-1][1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executor, "_ELEMENTS_PER_THREAD", 300)
-        shares = executor._shares.__wrapped__(tuple(ranges), threads)
+        halves = tuple(ranges[::2]), tuple(ranges[1::2])
+        shares = executor._shares(halves, threads)
     assert 1 <= len(shares) <= threads
-    covered = [element for share in shares for first, last in share.tolist() for element in range(first, last)]
-    assert covered == [element for first, last in ranges for element in range(first, last)]
-    largest = max(sum(last - first for first, last in share.tolist()) for share in shares)
-    assert largest <= -(-len(covered) // len(shares)) + 64 * threads
+    sizes = [sum(last - first for _, part in share for first, last in part.tolist()) for share in shares]
+    for number, half in enumerate(halves):
+        parts = [each for share in shares for part, each in share if part == number]
+        covered = [element for part in parts for first, last in part.tolist() for element in range(first, last)]
+        assert covered == [element for first, last in half for element in range(first, last)]
+        boundaries = {first for first, _ in half}
+        assert all(part[0][0] % 64 == 0 or part[0][0] in boundaries for part in parts)
+    assert max(sizes) <= -(-sum(sizes) // len(shares)) + 64 * threads
     for share in shares:
-        assert share.dtype == np.int64
-        assert share.shape[1:] == (2,)
-        assert share.flags.carray
-    boundaries = {first for first, _ in ranges}
-    assert all(share[0][0] % 64 == 0 or share[0][0] in boundaries for share in shares[1:] if len(share))
+        for _, part in share:
+            assert part.dtype == np.int64
+            assert part.shape[1:] == (2,)
+            assert part.flags.carray

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -21,6 +21,7 @@ import pytest
 from tests.server.compute.test_executor import Bytes, at
 
 from cs_proto.arrays import array_of
+from cs_proto.frozen import with_changes
 from cs_proto.messages import WriteOp
 from cs_server.compute import executor, jit, kernels, undo
 from cs_server.compute import sparse as sparse_updates
@@ -76,7 +77,7 @@ class Fuse:
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything consists of many pieces, and of as many shares as there are threads."""
     monkeypatch.setattr(executor, "_ELEMENTS_PER_THREAD", 1)
     monkeypatch.setattr(executor, "_ELEMENTS_PER_CUT", 4)
@@ -85,9 +86,6 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(executor, "KEPT_NBYTES", SMALL)
     monkeypatch.setattr(sparse_updates, "KEPT_NBYTES", SMALL)
     monkeypatch.setattr(sparse_updates, "_PIECE", 16)
-    executor._shares.cache_clear()
-    yield
-    executor._shares.cache_clear()
 
 
 class InPython:
@@ -281,6 +279,43 @@ def dense(rule: str, dtype: str, given: dict[str, float] | None = None) -> tuple
     return memory, (Apply((Update(rule, tuple((GIVEN | (given or {})).items()), 3, (part,)),)),)
 
 
+def together(**bounds: float) -> tuple[Bytes, tuple[Operation, ...]]:
+    """Steps of several optimizers in one apply: of compiled rules and the reference, of two dtypes and of rows."""
+    memory, (first,) = dense("adam", "float32")
+    taken = [first]
+    for rule, dtype, given in (("sgd", "float64", {}), ("adagrad", "float32", bounds), ("adam", "float16", {})):
+        other, (apply,) = dense(rule, dtype, given)
+        prefix = f"{rule}_{dtype}_"
+        memory.segments |= {prefix + name: segment for name, segment in other.segments.items()}
+        taken.append(moved(apply, prefix))
+    other, (apply,) = sparse("adagrad", "float32", 5, {})
+    memory.segments |= {f"rows_{name}": segment for name, segment in other.segments.items()}
+    taken.append(moved(apply, "rows_"))
+    steps = tuple(update for apply in taken for update in apply.updates)
+    return memory, (Apply(steps, (), (0.25, 1.5), 0.75, 1e-6), first)
+
+
+def moved(apply: Apply, prefix: str) -> Apply:
+    """The same with other names of segments."""
+
+    def named(part: Any) -> Any:
+        names = {"parameters": prefix + part.parameters, "slots": tuple(prefix + slot for slot in part.slots)}
+        if isinstance(part, Dense):
+            names["gradients"] = tuple(prefix + name for name in part.gradients)
+        return with_changes(part, **names)
+
+    (update,) = apply.updates
+    return Apply(
+        (with_changes(update, dense=tuple(map(named, update.dense)), sparse=tuple(map(named, update.sparse))),)
+    )
+
+
+@WAYS
+@pytest.mark.parametrize("bounds", [{}, {"clipvalue": 0.5}], ids=str)
+def test_updates_of_several_optimizers(bounds: dict[str, float], threads: int, every: int) -> None:
+    survives(lambda: together(**bounds), threads, 3 * every)
+
+
 @WAYS
 @pytest.mark.parametrize(
     ("rule", "dtype"), [("sgd", "float32"), ("adagrad", "float64"), ("adam", "float32"), ("adam_amsgrad", "float64")]
@@ -437,8 +472,12 @@ head, lane = undo[:8].view(np.int64), undo[_HEAD_NBYTES : _HEAD_NBYTES + _LINE_N
 given = (("learning_rate", 0.1), ("beta_1", 0.9), ("beta_2", 0.99), ("epsilon", 1e-3))
 
 def commit(ticket):
-    part = Dense("float32", ((5, COUNT - 70),), "w", ("m", "v"), ("g", "g"))
-    return Commit(ticket, (Apply("adam", given, ticket, (part,)),))
+    def update(first, last, **changes):
+        part = Dense("float32", ((first, last),), "w", ("m", "v"), ("g", "g"))
+        return Update("adam", tuple((dict(given) | changes).items()), ticket, (part,))
+
+    several = update(5, COUNT // 3), update(COUNT // 3, COUNT - 70, learning_rate=0.2)
+    return Commit(ticket, (Apply(several, (), (0.25, 0.5)),))
 
 def serve(first):
     arithmetic = Executor(memory, 2, undo=undo)

@@ -516,7 +516,7 @@ def test_the_mirror_is_copied_from_page_locked_memory_while_kernels_run(gpus: St
     after = gpus.cupy.counts()
     counted = {name: after[name] - before[name] for name in after}
     assert counted["device_to_host_nbytes"] == 3 * 4 * (50 + 136)
-    assert counted["host_to_device_nbytes"] == 8 * 2 * (4 + 2 + 2)  # the table of two pieces
+    assert counted["host_to_device_nbytes"] == 8 * 2 * (4 + 2 + 2 * 2)  # the table of two pieces
     assert (counted["launches"], counted["allocated_nbytes"]) == (1, 0)
     both.close()
     assert gpus.cupy.counts()["page_locked_nbytes"] == 0
