@@ -283,8 +283,8 @@ def lamb(
 
     Examples:
         >>> import central_storage.jax as csj
-        >>> csj.optim.lamb(1e-2).learning_rate
-        0.01
+        >>> def large_batches(rate):
+        ...     return csj.optim.lamb(rate, weight_decay=0.01)
     """
     arguments = {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root, "weight_decay": weight_decay}
     numbers = {"beta_1": b1, "beta_2": b2, "epsilon": eps, "eps_root": eps_root, "weight_decay": weight_decay}
