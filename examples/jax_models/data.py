@@ -50,7 +50,8 @@ def resume(path: str, batches: Batches, model: Any) -> tuple[Any, Any]:
     if not os.path.exists(path):
         return model, None
     with open(path, "rb") as file:
-        batches.epoch, model, state = pickle.load(file)
+        epoch, model, state = pickle.load(file)
+    batches.epoch = int(epoch)
     return model, state
 
 

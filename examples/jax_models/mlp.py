@@ -19,7 +19,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     batches, test = digits(rows=100)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 30, 10 * len(batches))
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, 30, 10 * len(batches))
 
     model, state = resume(options.checkpoint, batches, make_mlp(jax.random.key(0)))
     with cs.CentralStorageStrategy(["cpu:0", "cpu:1"]).scope() as strategy:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
@@ -92,14 +94,56 @@ class Rule:
         self._max_norm = max_norm
         #: By whether the weights decay.
         self._central: dict[bool, optimizers.Optimizer] = {}
+        #: The loops over steps ahead that were told of no schedule.
+        self._plain_loops = 0
         self._make(decays=True)  # refuses numbers out of their range
 
     def set_rate(self, value: Rate) -> None:
-        """Set the learning rate or its schedule."""
+        """Set the learning rate or its schedule. Raises ContextError for a schedule in place of a number in a loop over
+        steps that are sent ahead, which were told of no schedule."""
         checked = _checked_rate(self._name, value)
-        for central in self._central.values():
-            central.learning_rate = checked
+        if callable(checked) and self._plain_loops:
+            raise ContextError(
+                f"csj.optim.{self._name}: a schedule cannot replace a number inside a loop over step.ahead; set it "
+                "before the loop"
+            )
         self.rate = checked
+        self.push()
+
+    def push(self) -> None:
+        """Tell the server the learning rate of the next step, if it is another."""
+        for central in self._central.values():
+            rate = self._rate_at(int(central.iterations)) if callable(self.rate) else self.rate
+            if float(central.learning_rate) != rate:
+                central.learning_rate = rate
+
+    @contextmanager
+    def ahead(self) -> Iterator[Mapping[optimizers.Optimizer, Iterable[float]] | None]:
+        """The learning rates of the steps that are sent while the block lasts, for ``run_steps``."""
+        self.push()
+        if callable(self.rate):
+            yield {
+                central: map(self._rate_at, itertools.count(int(central.iterations)))
+                for central in self._central.values()
+            }
+            return
+        self._plain_loops += 1
+        try:
+            yield None
+        finally:
+            self._plain_loops -= 1
+
+    def _rate_at(self, count: int) -> float:
+        """The learning rate of the update before which ``count`` have been made."""
+        if not callable(self.rate):  # set in the loop
+            return self.rate
+        value: Any = self.rate(count)
+        try:
+            return float(value)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgumentError(
+                f"csj.optim.{self._name}: at count {count} the schedule returned {value!r:.80}, which is not a number"
+            ) from error
 
     @property
     def count(self) -> int:
@@ -136,7 +180,7 @@ class Rule:
         numbers = (
             self._numbers if decays or "weight_decay" not in self._numbers else self._numbers | {"weight_decay": 0.0}
         )
-        return optimizers.of_kind(f"optax.{self._name}", learning_rate=self.rate, **numbers)
+        return optimizers.of_kind(f"optax.{self._name}", learning_rate=self._rate_at(0), **numbers)
 
     def _decayed(self, leaves: Leaves) -> list[bool]:
         """For each trained variable, whether its weights decay."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,6 @@ from .batches import batches
 from .optimizer import Optimizer, apply, as_optimizer
 from .tracing import Tracing, draw_words
 from .trees import Leaves
-
-if TYPE_CHECKING:
-    from central_storage.strategy.run_steps import Steps
 
 __all__ = ["Step", "step"]
 
@@ -113,6 +110,7 @@ class Step(Closed):
             raise TypeError(f"csj.step decorates a function loss(tree, *share), not {loss!r:.100}")
         functools.update_wrapper(self, loss)
         self._strategy = leaves.strategy
+        self._rule = optimizer.record
         self._has_aux = has_aux
         program, groups = Program(), optimizer.record.bind(leaves)
         settings = {name: getattr(jax.config, name) for name in _SETTINGS}
@@ -144,6 +142,7 @@ class Step(Closed):
             Exception: As ``strategy.run``.
         """
         element = self._element(batch)
+        self._rule.push()
         return self._outcome(self._strategy.run(self._replica, args=(tuple(element),), options=_KEEP))
 
     def ahead(self, batches: Any, steps: int | None = None, *, lookahead: int = LOOKAHEAD) -> Iterator[Any]:
@@ -174,11 +173,15 @@ class Step(Closed):
                 )
         else:
             data = _batches(self._strategy, data)
-        results = self._strategy.run_steps(self._replica, data, steps, lookahead=lookahead, options=_KEEP)
-        return self._outcomes(results)
+        return self._outcomes(data, steps, lookahead)
 
-    def _outcomes(self, results: Steps) -> Iterator[Any]:
-        with results:
+    def _outcomes(self, data: Any, steps: int | None, lookahead: int) -> Iterator[Any]:
+        with (
+            self._rule.ahead() as rates,
+            self._strategy.run_steps(
+                self._replica, data, steps, lookahead=lookahead, options=_KEEP, rates=rates
+            ) as results,
+        ):
             for result in results:
                 yield self._outcome(result)
 

@@ -283,5 +283,25 @@ def test_a_schedule_that_gives_no_number_is_named(two: cs.CentralStorageStrategy
         model = csj.centralize(tree_of("float32"))
     train = csj.step(model, csj.optim.sgd(lambda count: 0.1 if count < 1 else None))(loss)
     train(data("float32")[0])
-    with pytest.raises(cs.errors.InvalidArgumentError, match="at step 1 the learning rate function returned None"):
+    with pytest.raises(cs.errors.InvalidArgumentError, match="at count 1 the schedule returned None"):
         train(data("float32")[0])
+
+
+def test_a_rate_can_be_set_in_a_loop_ahead(two: cs.CentralStorageStrategy) -> None:
+    with two.scope():
+        model = csj.centralize({"w": jnp.zeros(())})
+    batches = [np.ones(2, np.float32)] * 4
+    for first in (1.0, optax.constant_schedule(1.0)):
+        model["w"].assign(np.float32(0))
+        optimizer = csj.optim.sgd(first)
+        train = csj.step(model, optimizer)(lambda tree, x: tree["w"] * x.mean())
+        for number, _ in enumerate(train.ahead(batches, lookahead=1)):
+            if number == 0:
+                optimizer.learning_rate = 0.5  # from the third step on: the second has been sent
+                if first == 1.0:
+                    with pytest.raises(cs.errors.ContextError, match="set it before the loop"):
+                        optimizer.learning_rate = optax.constant_schedule(0.1)
+        assert model["w"].numpy() == -3.0
+    optimizer.learning_rate = optax.constant_schedule(0.5)
+    train(batches[0])
+    assert model["w"].numpy() == -3.5
