@@ -109,6 +109,7 @@ class Step(Closed):
         if not callable(loss):
             raise TypeError(f"csj.step decorates a function loss(tree, *share), not {loss!r:.100}")
         functools.update_wrapper(self, loss)
+        self._name = _name(loss)
         self._strategy = leaves.strategy
         self._rule = optimizer.record
         self._has_aux = has_aux
@@ -203,7 +204,7 @@ class Step(Closed):
         return mean, regroup([aux.values[0] for share, _, aux in shares if share], always_wrap=True)
 
     def __repr__(self) -> str:
-        return f"<csj.step of {self.__name__}>"  # type: ignore[attr-defined]
+        return f"<csj.step of {self._name}>"
 
 
 _batches = batches

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import hijax
 
+from central_storage.checkpoint.graph import Walked
 from central_storage.core.context import get_strategy, has_strategy, in_cross_replica_context, refuse_in_replica
-from central_storage.core.public_objects import Closed
 from central_storage.variables.variable import Variable
 from cs_proto.arrays import dtype_name, is_wire_dtype
 from cs_proto.errors import ContextError, InvalidArgumentError
@@ -24,7 +24,7 @@ __all__ = ["Leaves", "Narrow", "array_of", "centralize", "path_name", "read", "r
 T = TypeVar("T")
 
 
-class Narrow(Closed):
+class Narrow(Walked):
     """A leaf of bfloat16, float16 or a narrower float: JAX computes with that dtype, and the server keeps a float32
     variable, which small updates change, too.
 

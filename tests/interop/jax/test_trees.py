@@ -217,3 +217,14 @@ def test_an_operand_of_a_traced_array_says_so_too(two: cs.CentralStorageStrategy
         with pytest.raises(jax.errors.TracerArrayConversionError) as caught:
             jax.jit(use)(jnp.ones(2))
         assert any("csj.read(variable)" in note for note in caught.value.__notes__)
+
+
+def test_a_checkpoint_holds_the_leaves(two: cs.CentralStorageStrategy, tmp_path: Any) -> None:
+    with two.scope():
+        model = csj.centralize({"w": jnp.ones(2), "n": jnp.full(2, 2, jnp.bfloat16)})
+    checkpoint = cs.train.Checkpoint(model=model)
+    path = checkpoint.save(str(tmp_path / "kept"))
+    for leaf in jax.tree.leaves(model):
+        leaf.assign(np.zeros(2, np.float32))
+    checkpoint.restore(path).assert_consumed()
+    assert [leaf.numpy().tolist() for leaf in jax.tree.leaves(model)] == [[2, 2], [1, 1]]
