@@ -66,6 +66,8 @@ BROKEN = {
     "client-layers": ("client/central_storage/core/options.py", "import central_storage.controller.session"),
     "controller-opens-nothing": ("client/central_storage/controller/liveness.py", "import time"),
     "controller-layers": ("client/central_storage/controller/waits.py", "import central_storage.controller.runs"),
+    "frameworks": ("worker/cs_worker/randomness/seeds.py", "import central_storage.jax"),
+    "jax-layers": ("client/central_storage/jax/schedules.py", "import central_storage.jax.step"),
     "launch-layers": ("client/central_storage/launch/packages.py", "import central_storage.launch.cli"),
 }
 #: Every module of these has a layer.
@@ -87,6 +89,7 @@ EXHAUSTIVE = {
     "cs_worker.execution",
     "central_storage",
     "central_storage.controller",
+    "central_storage.jax",
     "central_storage.launch",
 }
 
@@ -288,6 +291,18 @@ def _too_large(path: Path, tree: ast.Module) -> Iterator[tuple[str, int]]:
         ("cupy", {"cs_server.gpu.cuda", "cs_worker.devices.device"}),
         ("numba", {"cs_server.compute.jit"}),
         ("cloudpickle", {"central_storage.pickling.pickler"}),
+        (
+            "jax",
+            {
+                "central_storage.jax.optimizer",
+                "central_storage.jax.state",
+                "central_storage.jax.step",
+                "central_storage.jax.tracing",
+                "central_storage.jax.trees",
+                "central_storage.random",
+            },
+        ),
+        ("optax", {"central_storage.jax.optimizer", "central_storage.jax.state"}),
     ],
 )
 def test_one_module_of_a_role_knows_an_outside_thing(library: str, importers: set[str]) -> None:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import enum
+import importlib.util
 import inspect
 import re
 from collections.abc import Iterator
@@ -17,6 +18,10 @@ from central_storage.core.public_objects import hidden
 
 #: Classes whose objects a function or another object makes, so that nobody calls them with arguments.
 MADE = {
+    "jax.Narrow",
+    "jax.Step",
+    "jax.optim.GlobalNorm",
+    "jax.optim.Optimizer",
     "Counters",
     "DistributedDataset",
     "DistributedIterator",
@@ -31,8 +36,15 @@ MADE = {
 }
 #: Modules whose names are those of ``cs`` itself: their pages show none.
 ALIASES = {"compat", "distribute"}
+#: Packages for a framework, which have a page where the framework is installed. ``central_storage.__all__`` does not
+#: name them.
+FRAMEWORKS = [name for name in ("jax",) if importlib.util.find_spec(name)]
 #: Callables that take arguments and never raise.
 HARMLESS = {
+    "jax.optim.constant_schedule",
+    "jax.optim.exponential_decay",
+    "jax.optim.linear_schedule",
+    "jax.optim.polynomial_schedule",
     "InputContext",
     "RunOptions",
     "StrategyExtended.value_container",
@@ -43,9 +55,9 @@ HARMLESS = {
 
 def pages() -> dict[str, list[tuple[str, object]]]:
     """The public names, each with what it stands for, by the page that shows them: one page for each name of
-    ``central_storage.__all__``, which for a module has all names of its ``__all__``."""
+    ``central_storage.__all__`` and of ``FRAMEWORKS``, which for a module has all names of its ``__all__``."""
     found: dict[str, list[tuple[str, object]]] = {}
-    for name in sorted(central_storage.__all__, key=str.lower):
+    for name in sorted([*central_storage.__all__, *FRAMEWORKS], key=str.lower):
         value = getattr(central_storage, name)
         found[name] = list(_names_of(name, value)) if inspect.ismodule(value) else [(name, value)]
     return found

@@ -423,6 +423,11 @@ class DistributedIterator(Closed):
         position = self.position - unbegun
         return Place(self.epoch, position, orders, self._states.get(position))
 
+    @property
+    def data(self) -> _Distributed | None:
+        """The data set; None in a process that the iterator was sent to."""
+        return self._data
+
     def is_at(self, place: Place) -> bool:
         """Whether this iteration is under way and at ``place``."""
         return not self.is_over and self.place()[:3] == place[:3]

@@ -26,6 +26,12 @@ _WEAK = {"i": 0, "f": 0.0, "c": 0j}
 #: The text of a variable shows its value up to this size.
 _SHOWN_NBYTES = 64 << 20
 
+#: The remedy where the other operand is one of JAX that is being traced.
+_TRACED = (
+    "JAX traces a function in which a variable is an operand. Pass the array of the variable to the function: "
+    "csj.read(variable), with `import central_storage.jax as csj`."
+)
+
 #: DLPack's name of the machine's own memory.
 _DLPACK_CPU = (1, 0)
 
@@ -72,7 +78,12 @@ class ArrayProtocols(np.lib.mixins.NDArrayOperatorsMixin):
             if isinstance(x, DistributedValues):
                 return NotImplemented
             arrays.append(x.current() if isinstance(x, ArrayProtocols) else self._like(x))
-        return ufunc(*arrays, **kwargs) if method == "__call__" else getattr(ufunc, method)(*arrays, **kwargs)
+        try:
+            return ufunc(*arrays, **kwargs) if method == "__call__" else getattr(ufunc, method)(*arrays, **kwargs)
+        except Exception as error:
+            if type(error).__name__ == "TracerArrayConversionError":
+                error.add_note(_TRACED)
+            raise
 
     def _like(self, other: Any) -> Any:
         """``other`` as an operand: a list of Python numbers has no dtype of its own, as a Python number has none."""

@@ -1,0 +1,336 @@
+"""Pytrees of variables: made from arrays, and read as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import hijax
+
+from central_storage.checkpoint.graph import Walked
+from central_storage.core.context import get_strategy, has_strategy, in_cross_replica_context, refuse_in_replica
+from central_storage.variables.variable import Variable
+from cs_proto.arrays import dtype_name, is_wire_dtype
+from cs_proto.errors import ContextError, InvalidArgumentError
+
+if TYPE_CHECKING:
+    from central_storage.strategy.base import StrategyBase
+
+__all__ = ["Leaves", "Narrow", "array_of", "centralize", "path_name", "read", "refuse_in_trace", "variable_of"]
+
+T = TypeVar("T")
+
+
+class Narrow(Walked):
+    """A leaf of bfloat16, float16 or a narrower float: JAX computes with that dtype, and the server keeps a float32
+    variable, which small updates change, too.
+
+    ``variable`` is the float32 variable.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import central_storage as cs, central_storage.jax as csj
+        >>> with cs.CentralStorageStrategy(in_process=True) as strategy, strategy.scope():
+        ...     w = csj.centralize(jnp.zeros(2, jnp.bfloat16))
+        ...     w.assign(jnp.ones(2, jnp.bfloat16))
+        ...     print(w.dtype, w.variable.dtype, w.numpy())
+        bfloat16 float32 [1. 1.]
+    """
+
+    def __init__(self, variable: Variable, dtype: np.dtype[Any]) -> None:
+        self.variable = variable
+        #: The dtype with which JAX computes.
+        self.dtype = dtype
+
+    @property
+    def name(self) -> str:
+        """The variable's name."""
+        return self.variable.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape."""
+        return self.variable.shape
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return self.variable.ndim
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return self.variable.size
+
+    def numpy(self) -> np.ndarray:
+        """A copy of the present value, float32."""
+        return self.variable.numpy()
+
+    def assign(self, value: Any) -> None:
+        """Set the value.
+
+        Args:
+            value: An array of floats of this shape.
+
+        Raises:
+            InvalidArgumentError: The shape is another (a ValueError).
+        """
+        self.variable.assign(np.asarray(value).astype(np.float32))
+
+    def __repr__(self) -> str:
+        return f"<{self.dtype} of {self.variable!r}>"
+
+
+def centralize(tree: T, *, trainable: Any = None) -> T:
+    """The same tree, with a variable of the scope's strategy in place of every array.
+
+    A variable has the name of its path in the tree, such as ``layers/0/weight``. Variables of floats are trained;
+    integers and bools are variables that are not. Arrays of a float that is narrower than 32 bits become a
+    :class:`Narrow`, which has a float32 variable. 64-bit NumPy arrays become 32-bit ones unless ``jax_enable_x64`` is
+    set, as everywhere in JAX. Python numbers, None, functions and other leaves stay as they are: a compiled loss takes
+    them as constants. A variable of the same strategy stays, too.
+
+    Args:
+        tree: A pytree: nested dicts and lists, the parameters of flax, a module of equinox.
+        trainable: Bools for the leaves, as a pytree that is a prefix of ``tree``, or a function from ``tree`` to one.
+            False leaves an array of floats untrained, such as the statistics of a normalization.
+
+    Returns:
+        A tree of the same structure.
+
+    Raises:
+        ContextError: Called outside ``strategy.scope()`` (a RuntimeError).
+        InvalidArgumentError: A leaf is a random key, an array of a dtype that no variable has, or a variable of another
+            strategy (a ValueError). The error names its path. No variable is made then.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import central_storage as cs, central_storage.jax as csj
+        >>> with cs.CentralStorageStrategy(in_process=True) as strategy, strategy.scope():
+        ...     model = csj.centralize({"w": jnp.ones((2, 3)), "scale": 0.5, "bias": None})
+        ...     print(model["w"].name, model["w"].shape, model["scale"], model["bias"])
+        w (2, 3) 0.5 None
+    """
+    if not has_strategy() or not in_cross_replica_context():
+        refuse_in_replica("a tree of variables")
+        raise ContextError("csj.centralize makes variables of a strategy: call it under `with strategy.scope():`")
+    found, structure = jax.tree_util.tree_flatten_with_path(tree)
+    mask = _bools(trainable, tree, structure)
+    plans = [_plan(path_name(path), leaf, may) for (path, leaf), may in zip(found, mask, strict=True)]
+    made: T = jax.tree.unflatten(structure, [plan() for plan in plans])
+    return made
+
+
+def _bools(mask: Any, tree: Any, structure: Any) -> list[bool]:
+    if mask is None:
+        return [True] * structure.num_leaves
+    given = mask(tree) if callable(mask) else mask
+    try:
+        full = jax.tree.leaves(jax.tree.broadcast(given, tree))
+    except ValueError as error:
+        raise InvalidArgumentError(f"csj.centralize: trainable is no prefix of the tree: {error}") from error
+    return [bool(each) for each in full]
+
+
+def _plan(name: str, leaf: Any, may_train: bool) -> Callable[[], Any]:
+    """A function that makes what takes the leaf's place. Everything is checked here, so that no leaf fails after
+    others have become variables."""
+    where = f"csj.centralize: the leaf {name or 'itself'}"
+    if isinstance(leaf, Variable | Narrow):
+        owner = variable_of(leaf).strategy
+        if owner is not None and owner is not get_strategy():
+            raise InvalidArgumentError(
+                f"{where} is variable {leaf.name} of another strategy; pass an array of its value"
+            )
+        return lambda: leaf
+    if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+        return lambda: leaf
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        raise InvalidArgumentError(
+            f"{where} is a random key. As a part of the model it would draw the same numbers in every step: take it "
+            "out of the tree, and call csj.key() in the loss, which gives every step and replica a key of its own"
+        )
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype) if leaf.dtype.kind in "iufc" else leaf.dtype
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    stored = np.dtype(np.float32) if is_float and dtype.itemsize < 4 else dtype
+    if stored.kind not in "biufc" or not is_wire_dtype(dtype_name(stored)):
+        raise InvalidArgumentError(f"{where} has dtype {leaf.dtype}, and no variable has; convert it with astype")
+    trainable = may_train and jnp.issubdtype(dtype, jnp.inexact)
+
+    def make() -> Any:
+        variable = Variable(np.asarray(leaf).astype(stored, copy=False), trainable=trainable, name=name or "parameters")
+        return variable if stored == dtype else Narrow(variable, dtype)
+
+    return make
+
+
+def read(tree: T) -> T:
+    """The same tree, with a JAX array in place of every variable.
+
+    In a replica on a CPU nothing is copied: an array lies where the server writes, so it is valid until the replica
+    function returns, or until it reads a variable that it has updated itself. What you keep longer, or compute with
+    asynchronously, must be a copy, ``jnp.array(x)``. Take the arrays anew in every step. JAX copies an array that is
+    donated. In the script an array is a copy.
+
+    Args:
+        tree: A tree of :func:`centralize`, or any pytree with variables at its leaves. Other leaves stay.
+
+    Returns:
+        A tree of the same structure.
+
+    Raises:
+        ContextError: JAX traces the calling function, which would keep the present values for ever (a RuntimeError).
+        InvalidArgumentError: A variable has 64 bits, and ``jax_enable_x64`` is not set (a ValueError).
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import central_storage as cs, central_storage.jax as csj
+        >>> with cs.CentralStorageStrategy(in_process=True) as strategy:
+        ...     with strategy.scope():
+        ...         model = csj.centralize({"w": jnp.arange(3.0)})
+        ...     print(strategy.run(lambda: float(csj.read(model)["w"].sum())), csj.read(model)["w"])
+        3.0 [0. 1. 2.]
+    """
+    refuse_in_trace("csj.read")
+    made: T = jax.tree.map(array_of, tree)
+    return made
+
+
+def array_of(leaf: Any) -> Any:
+    """The array of a leaf that is a variable, as :func:`read` gives it; another leaf as it is."""
+    if not isinstance(leaf, Variable | Narrow):
+        return leaf
+    variable = variable_of(leaf)
+    if jax.dtypes.canonicalize_dtype(variable.dtype) != variable.dtype:
+        raise InvalidArgumentError(
+            f"variable {variable.name} has dtype {variable.dtype}, and JAX computes with 32 bits here: set the "
+            "environment variable JAX_ENABLE_X64=1, or call jax.config.update('jax_enable_x64', True) in the replica "
+            "function, too"
+        )
+    value = variable.current()
+    array = jax.device_put(value) if isinstance(value, np.ndarray) else jax.dlpack.from_dlpack(value)
+    return array.astype(leaf.dtype) if isinstance(leaf, Narrow) else array
+
+
+def refuse_in_trace(what: str) -> None:
+    """Raise ContextError while JAX traces the caller: what it reads would become a constant."""
+    if isinstance(jnp.zeros(()), jax.core.Tracer):
+        raise ContextError(
+            f"{what} in a function that JAX traces would be called once, and its result would stay in the compiled "
+            "function: call it outside of jax.jit and pass the result in"
+        )
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """The path of a leaf as text: ``layers/0/weight``."""
+    text: str = jax.tree_util.keystr(path, simple=True, separator="/")
+    return text
+
+
+def variable_of(leaf: Any) -> Variable:
+    """The variable at a leaf of :func:`centralize`."""
+    found: Variable = leaf.variable if isinstance(leaf, Narrow) else leaf
+    return found
+
+
+class Leaves:
+    """The leaves of a tree of variables: those that are trained, other variables, and constants.
+
+    Raises InvalidArgumentError, which names the path, for a tree in which nothing is trained, and for a leaf that is an
+    array, the variable of another leaf or strategy, or trained and complex.
+    """
+
+    def __init__(self, tree: Any, what: str) -> None:
+        """``what`` is the function that was given the tree, for errors."""
+        self._given = tree, what
+        found, self._structure = jax.tree_util.tree_flatten_with_path(tree)
+        self._leaves = [leaf for _, leaf in found]
+        self.names = [path_name(path) for path, _ in found]
+        self._variables = [place for place, leaf in enumerate(self._leaves) if isinstance(leaf, Variable | Narrow)]
+        self._trained = [place for place in self._variables if variable_of(self._leaves[place]).trainable]
+        self._check(what)
+        #: The variables that are trained, in the order of the leaves.
+        self.trained = [variable_of(self._leaves[place]) for place in self._trained]
+        self._fixed = sorted(set(self._variables) - set(self._trained))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Leaves, self._given  # a structure of equinox that was pickled is of no use
+
+    def _check(self, what: str) -> None:
+        for name, leaf in zip(self.names, self._leaves, strict=True):
+            if isinstance(leaf, jax.Array | np.ndarray | np.generic):
+                raise InvalidArgumentError(
+                    f"{what}: the leaf {name or 'itself'} is an array of its own, not a variable, so it would never be "
+                    "trained: pass the tree that csj.centralize returned"
+                )
+        if not self._trained:
+            raise InvalidArgumentError(
+                f"{what}: no leaf of the tree is a variable that is trained: pass the tree that csj.centralize returned"
+            )
+        seen: dict[int, str] = {}
+        owner = variable_of(self._leaves[self._trained[0]]).strategy
+        for place in self._variables:
+            name, variable = self.names[place], variable_of(self._leaves[place])
+            if variable.strategy is not owner:
+                raise InvalidArgumentError(
+                    f"{what}: the leaf {name} is variable {variable.name} of another strategy than the leaf "
+                    f"{self.names[self._trained[0]]}; centralize the whole tree in one scope"
+                )
+            if id(variable) in seen:
+                raise InvalidArgumentError(
+                    f"{what}: the leaves {seen[id(variable)]} and {name} are one variable; keep it once in the tree, "
+                    "and let the loss use it twice"
+                )
+            seen[id(variable)] = name
+            if variable.trainable and variable.dtype.kind == "c":
+                raise InvalidArgumentError(
+                    f"{what}: the leaf {name} is complex, and no rule of the server is: keep its real and imaginary "
+                    "parts as two leaves, or centralize it with trainable=False"
+                )
+
+    @property
+    def strategy(self) -> StrategyBase:
+        """The strategy of the variables."""
+        owner = self.trained[0].strategy
+        if owner is None:
+            raise InvalidArgumentError(
+                f"variable {self.trained[0].name} belongs to no strategy yet; centralize the tree"
+            )
+        return cast("StrategyBase", owner)
+
+    def arrays(self) -> tuple[list[Any], list[Any]]:
+        """The arrays of the trained leaves and of the other variables, as :func:`read` gives them."""
+        trained = [array_of(self._leaves[place]) for place in self._trained]
+        return trained, [array_of(self._leaves[place]) for place in self._fixed]
+
+    def tree(self, trained: Iterable[Any], fixed: Iterable[Any]) -> Any:
+        """The tree with these in place of the variables; constants stay."""
+        leaves = list(self._leaves)
+        for place, value in zip(self._trained, trained, strict=True):
+            leaves[place] = value
+        for place, value in zip(self._fixed, fixed, strict=True):
+            leaves[place] = value
+        return jax.tree.unflatten(self._structure, leaves)
+
+    def of_trained(self, values: Iterable[Any]) -> Any:
+        """The tree with these at the trained leaves, and None at all others: what an optimizer has a state for."""
+        leaves: list[Any] = [None] * len(self._leaves)
+        for place, value in zip(self._trained, values, strict=True):
+            leaves[place] = value
+        return jax.tree.unflatten(self._structure, leaves)
+
+
+def _refuse(leaf: Any) -> NoReturn:
+    raise InvalidArgumentError(
+        f"JAX computes with arrays, and {leaf.name} is a variable: csj.read(tree) gives the arrays of a tree or of one "
+        "variable, in a replica without a copy"
+    )
+
+
+# JAX asks these for the type of such an argument. Without an answer, its own error does not name the remedy. A
+# `__jax_array__` would copy in silence, and make a constant of a variable in a function that is traced.
+for _kind in (Variable, Narrow):
+    hijax.register_hitype(_kind, _refuse)
