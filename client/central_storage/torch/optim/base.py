@@ -126,7 +126,7 @@ class CentralOptimizer(torch.optim.Optimizer):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "kind" in vars(cls) and "__init__" not in vars(cls):
-            cls.__signature__ = _signature(cls)  # type: ignore[attr-defined]  # torch's arguments, and those above
+            cls.__signature__ = _signature(cls)  # torch's arguments, and those above
 
     # --- groups -----------------------------------------------------------------------------------------------
 

@@ -137,8 +137,8 @@ class _Twins:
             twin = object.__new__(type(optimizer))
             self._made[id(optimizer)] = optimizer, twin
             groups = [self._note(group, dict(group)) for group in optimizer.param_groups]
-            vars(twin).update(vars(optimizer), param_groups=self._note(optimizer.param_groups, groups))
-            vars(twin)["_opt_called"] = True  # torch's schedulers warn if an optimizer was not stepped before them
+            twin.__dict__.update(vars(optimizer), param_groups=self._note(optimizer.param_groups, groups))
+            twin.__dict__["_opt_called"] = True  # torch's schedulers warn if an optimizer was not stepped before them
 
     def _note(self, original: Any, twin: Any) -> Any:
         self._made[id(original)] = original, twin
@@ -165,7 +165,7 @@ class _Twins:
                 "of the step's optimizers"
             )
         twin = self._note(scheduler, object.__new__(type(scheduler)))
-        vars(twin).update({key: self.of(value) for key, value in vars(scheduler).items()})
+        twin.__dict__.update({key: self.of(value) for key, value in vars(scheduler).items()})
         return twin
 
     def of(self, value: Any) -> Any:
