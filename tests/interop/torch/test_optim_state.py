@@ -184,7 +184,7 @@ def test_hooks_of_state_dicts_are_called(alone: cs.CentralStorageStrategy) -> No
     saved = optimizer.state_dict()
     assert saved["more"] == 1
     optimizer.load_state_dict(saved)
-    assert seen == ["before", "before", saved["state"].keys()]
+    assert seen == ["before", 1, "before", saved["state"].keys()]
 
 
 def _without(saved: Any, key: int, name: str) -> Any:
