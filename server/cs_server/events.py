@@ -197,29 +197,47 @@ class Dense:
 
 @frozen
 class Rows:
-    """The part of an update that a sparse gradient makes: of the variable of ``shape`` (height, elements of a row) from
-    element ``first`` on; (values, indices) in replica order. ``rule``: another rule than that of the update."""
+    """The part of an update that goes by rows: of the variable of ``shape`` (height, elements of a row) from element
+    ``first`` on; the gradients (values, indices) in replica order, without indices where they have all rows. ``slots``
+    name segments with the same offset. ``rule``: another rule than that of the update."""
 
     dtype: str
     first: int
     shape: tuple[int, int]
     parameters: str
     slots: tuple[str, ...]
-    gradients: tuple[tuple[Array, Array], ...]
+    gradients: tuple[tuple[Array, Array | None], ...]
     rule: str = ""
 
 
 @frozen
-class Apply:
-    """One optimizer step of ``variables``. ``t`` counts this optimizer's steps from 1; the learning rate is that of
-    this step."""
+class Update:
+    """One step of one optimizer. ``t`` counts this optimizer's steps from 1; the learning rate is that of this step.
+    The summed gradients are multiplied by ``factor`` after they are clipped."""
 
     rule: str
     hyperparameters: tuple[tuple[str, float], ...]
     t: int
     dense: tuple[Dense, ...]
     sparse: tuple[Rows, ...] = ()
+    factor: float = 1.0
+
+
+@frozen
+class Apply:
+    """Steps of different optimizers, whose ``variables`` are different, too.
+
+    ``weights``, in replica order, multiply the gradients of each replica before they are added up; a weight of 0 leaves
+    a replica out. No weights: all are 1. ``global_clipnorm`` bounds the norm of the summed gradients of all
+    ``updates`` together, after the bounds of each optimizer: the factor is
+    ``min(1, global_clipnorm / (norm + clip_epsilon))``.
+    """
+
+    updates: tuple[Update, ...]
     variables: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
+    global_clipnorm: float | None = None
+    clip_epsilon: float = 0.0
 
 
 @frozen

@@ -6,7 +6,7 @@ from central_storage.diagnostics.tensorflow_names import attributes
 
 from . import schedules
 from .accumulator import GradientAccumulator
-from .adagrad import Adadelta, Adagrad
+from .adagrad import Adadelta, Adagrad, RowwiseAdagrad
 from .adam import Adam, Adamax, AdamW, Nadam
 from .ftrl import Ftrl
 from .lion import Lion
@@ -15,6 +15,7 @@ from .rmsprop import RMSprop
 from .sgd import SGD
 from .table import of_kind as of_kind
 from .table import optimizer_of
+from .update import apply_gradients
 
 __all__ = [
     "SGD",
@@ -29,6 +30,8 @@ __all__ = [
     "Nadam",
     "Optimizer",
     "RMSprop",
+    "RowwiseAdagrad",
+    "apply_gradients",
     "optimizer_of",
     "schedules",
 ]
