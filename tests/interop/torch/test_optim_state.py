@@ -177,9 +177,7 @@ def test_hooks_of_state_dicts_are_called(alone: cs.CentralStorageStrategy) -> No
     seen: list[Any] = []
     optimizer.register_state_dict_pre_hook(lambda each: seen.append("before"))
     optimizer.register_state_dict_post_hook(lambda each, found: {**found, "more": 1})
-    optimizer.register_load_state_dict_pre_hook(
-        lambda each, found: {key: found[key] for key in ("state", "param_groups")}
-    )
+    optimizer.register_load_state_dict_pre_hook(lambda each, found: seen.append(found.pop("more")))
     optimizer.register_load_state_dict_post_hook(lambda each: seen.append(each.state_dict()["state"].keys()))
     saved = optimizer.state_dict()
     assert saved["more"] == 1

@@ -20,11 +20,10 @@ from cs_proto.arithmetic.optimizers import check_change, rule_of
 from cs_proto.errors import ContextError, InvalidArgumentError
 
 from . import state
+from .state import Group
 
-__all__ = ["CentralOptimizer", "Group", "Numbers", "scalar_dtype"]
+__all__ = ["CentralOptimizer", "Numbers", "scalar_dtype"]
 
-#: A parameter group as torch has it: ``params``, the numbers of the rule, and whatever schedulers add.
-Group = dict[str, Any]
 #: Hyperparameters by the names that the server has for them; a flag is 0.0 or 1.0.
 Numbers = dict[str, float]
 
@@ -344,13 +343,13 @@ class CentralOptimizer(torch.optim.Optimizer):
         if current_replica(self.central[0].strategy) is None:
             self._check_script(closure)
             return None
-        from central_storage.torch import binding  # late: it knows optimizers, too
+        from central_storage.torch.binding import apply  # late: only a step in a replica needs it
 
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        binding.apply([self])
+        apply([self])
         return loss
 
     def _check_script(self, closure: object) -> None:
@@ -423,7 +422,7 @@ class CentralOptimizer(torch.optim.Optimizer):
         before, groups = self.param_groups, state.loaded_groups(self, given)
         self.__setstate__({"param_groups": groups})  # completes what an older torch has saved
         try:
-            writes = state.check(self, given["state"])
+            writes = state.check(self, given)
             for index, numbers in enumerate(self.numbers()):
                 self._changes(index, numbers)
         except BaseException:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .base import CentralOptimizer, Group, scalar_dtype
+from .base import CentralOptimizer, scalar_dtype
+from .state import Group
 
 __all__ = ["SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SparseAdam"]
 

@@ -1,11 +1,14 @@
-"""State dicts of optimizers, in both directions: the slots and counts of the server in torch's own format."""
+"""State dicts of optimizers, in both directions: the slots and counts of the server in torch's own format.
+
+``base.CentralOptimizer`` calls these functions with itself.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,10 +16,10 @@ import torch
 from central_storage.optimizers import Optimizer
 from cs_proto.errors import InvalidArgumentError
 
-if TYPE_CHECKING:
-    from .base import CentralOptimizer, Group
+__all__ = ["Group", "Write", "check", "loaded_groups", "pull", "write"]
 
-__all__ = ["Write", "check", "loaded_groups", "pull", "write"]
+#: A parameter group as torch has it: ``params``, the numbers of the rule, and whatever schedulers add.
+Group = dict[str, Any]
 
 
 class Write(NamedTuple):
@@ -28,7 +31,7 @@ class Write(NamedTuple):
     slots: dict[str, np.ndarray]
 
 
-def pull(optimizer: CentralOptimizer) -> dict[Any, dict[str, Any]]:
+def pull(optimizer: Any) -> dict[Any, dict[str, Any]]:
     """By parameter, what the server has for it, under torch's names. As in torch, a parameter that was never updated
     has no entry, except with Adagrad."""
     found: dict[Any, dict[str, Any]] = {}
@@ -45,7 +48,7 @@ def pull(optimizer: CentralOptimizer) -> dict[Any, dict[str, Any]]:
     return found
 
 
-def loaded_groups(optimizer: CentralOptimizer, given: Mapping[str, Any]) -> list[Group]:
+def loaded_groups(optimizer: Any, given: Mapping[str, Any]) -> list[Group]:
     """The groups of a state dict with this optimizer's parameters. Raises InvalidArgumentError for other groups."""
     name = type(optimizer).__name__
     if not {"state", "param_groups"} <= given.keys():
@@ -65,7 +68,7 @@ def loaded_groups(optimizer: CentralOptimizer, given: Mapping[str, Any]) -> list
     return list(saved)
 
 
-def check(optimizer: CentralOptimizer, given: Mapping[str, Any]) -> list[Write]:
+def check(optimizer: Any, given: Mapping[str, Any]) -> list[Write]:
     """What is to be written for every parameter. Raises InvalidArgumentError for a state that does not fit; it writes
     nothing."""
     keys = [key for group in given["param_groups"] for key in group["params"]]
@@ -94,13 +97,13 @@ def write(writes: list[Write]) -> None:
         central.set_steps(counts)
 
 
-def _parameters(optimizer: CentralOptimizer) -> Iterator[tuple[Optimizer, Any, Group]]:
+def _parameters(optimizer: Any) -> Iterator[tuple[Optimizer, Any, Group]]:
     for (central, params), group in zip(optimizer.groups_for_update(), optimizer.param_groups, strict=True):
         for p in params:
             yield central, p, group
 
 
-def _new(optimizer: CentralOptimizer, central: Optimizer, p: Any, has_slots: bool) -> Write:
+def _new(optimizer: Any, central: Optimizer, p: Any, has_slots: bool) -> Write:
     """The state with which a parameter begins."""
     first = optimizer.defaults.get("initial_accumulator_value", 0.0)
     targets = {slot: central.get_slot(p.variable, slot) for slot in central.slot_names if has_slots}
@@ -108,7 +111,7 @@ def _new(optimizer: CentralOptimizer, central: Optimizer, p: Any, has_slots: boo
     return Write(central, p.variable, 0, slots)
 
 
-def _loaded(optimizer: CentralOptimizer, central: Optimizer, p: Any, group: Group, entry: dict[str, Any]) -> Write:
+def _loaded(optimizer: Any, central: Optimizer, p: Any, group: Group, entry: dict[str, Any]) -> Write:
     """The state of a parameter from the entry of a state dict."""
     what = f"{type(optimizer).__name__}: the state of {p.variable.name}"
     names = {slot: optimizer.torch_slots.get(slot, slot) for slot in central.slot_names}
