@@ -9,6 +9,7 @@ import numpy as np
 from central_storage.core.context import get_array_module
 from central_storage.core.tensors.live_number import LiveNumber
 from central_storage.core.values import IndexedSlices, convert_to_tensor
+from central_storage.variables.checks import dense_refused
 from central_storage.variables.variable import Variable
 from cs_proto.arithmetic.optimizers import is_flag
 from cs_proto.errors import InvalidArgumentError
@@ -33,6 +34,8 @@ def as_number(kind: str, key: str, value: object) -> float:
 
 
 def fitting(gradient: Any, variable: Variable) -> Any:
+    if variable.sparse:
+        raise dense_refused(variable.name)
     array = _array(gradient)
     if array.shape != variable.shape:
         raise InvalidArgumentError(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from central_storage.variables.checks import dense_refused
 from central_storage.variables.variable import Variable
 from central_storage.wire_values.value_codec import to_exception
 from cs_proto import messages, segment_names
@@ -384,6 +385,8 @@ class Catalogue:
                 raise InvalidArgumentError(
                     f"variable {record.spec.name} is {record.spec.dtype}; only floating-point variables have gradients"
                 )
+            if record.spec.sparse:
+                raise dense_refused(record.spec.name)
             if buffers:
                 self._use_second_gradients(record)
             array, segment = self._gradient(record, buffers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from cs_proto import segment_names
 from cs_proto.arithmetic.optimizers import CLIPS, WITHOUT_DECAY
@@ -22,8 +22,9 @@ from . import optimizers, slabs, variables
 
 def check_gradients(server: State, points: Sequence[ApplyPoint]) -> None:
     """Raise InvalidArgumentError if a sparse gradient does not fit its variable, or its variable is not in the set, or
-    gradients lie in a second set of buffers that does not exist."""
+    a sparse variable has a dense gradient, or gradients lie in a second set of buffers that does not exist."""
     for point in points:
+        _check_sparse(server, point)
         if point.buffers % 2:
             _check_second(server, point)
         for gradient in point.sparse:
@@ -39,8 +40,25 @@ def check_gradients(server: State, points: Sequence[ApplyPoint]) -> None:
                 )
 
 
+def _check_sparse(server: State, point: ApplyPoint) -> None:
+    named = {gradient.variable for gradient in point.sparse}
+    members = point.variables or server.index.sparse_of[point.variable_set]
+    check_dense(server, [number for number in members if number not in named])
+
+
+def check_dense(server: State, numbers: Iterable[int]) -> None:
+    """Raise InvalidArgumentError if one of these variables cannot have a dense gradient."""
+    for number in numbers:
+        spec = variables.row(server, number).spec
+        if spec.sparse:
+            raise InvalidArgumentError(
+                f"variable {spec.name!r} was made with sparse=True, so it has no gradient buffers: its gradient must "
+                "be IndexedSlices of its rows"
+            )
+
+
 def _check_second(server: State, point: ApplyPoint) -> None:
-    missing = [dtype for dtype, slab in server.tables.slabs.items() if slab.gradient_sets < 2]
+    missing = [dtype for dtype, slab in server.tables.slabs.items() if slab.gradient_sets == 1]
     if not missing:
         return
     sparse = {gradient.variable for gradient in point.sparse}
@@ -86,7 +104,7 @@ def apply(server: State, number: int, points: Sequence[ApplyPoint], steps_before
                 first=slabs.elements(variable)[0],
                 shape=(spec.shape[0], math.prod(spec.shape[1:])),
                 parameters=variable.place.segment,
-                slots=optimizers.slot_segments(server, optimizer, spec.dtype),
+                slots=optimizers.slot_segments(server, optimizer, slabs.slab_of(spec)),
                 gradients=gradients,
                 rule=_rule_of(optimizer, spec.name),
             )

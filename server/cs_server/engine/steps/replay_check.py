@@ -149,7 +149,7 @@ def _of_point(server: State, replica: int, point: Point) -> tuple[Array, ...]:
     arrays = [array for gradient in sparse.values() for array in (gradient.values, gradient.indices)]
     for number in _members(server, point):
         known = server.tables.variables.get(number)
-        if number not in sparse and known is not None:
+        if number not in sparse and known is not None and not known.spec.sparse:
             arrays.append(updates.gradient_place(server, replica, point.buffers, known.array))
     return _located(arrays)
 

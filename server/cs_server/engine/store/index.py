@@ -34,6 +34,8 @@ class Index:
         self.sets_of: dict[int, list[int]] = {}
         #: The number of a variable set, by optimizer and ascending variables.
         self.set_numbers: dict[tuple[int, tuple[int, ...]], int] = {}
+        #: The sparse variables in a variable set.
+        self.sparse_of: dict[int, tuple[int, ...]] = {}
         #: The dense part of an apply, by set, sparse variables, whether gradients are clipped, and buffers. It
         #: changes only with the names of variables, since variables do not move.
         self.dense: dict[tuple[int, tuple[int, ...], bool, tuple[int, ...], tuple[str, ...]], tuple[Dense, ...]] = {}
@@ -58,12 +60,15 @@ class Index:
     def add_set(self, number: int, variable_set: VariableSet) -> None:
         """There is a new variable set."""
         self.set_numbers[variable_set.optimizer, variable_set.variables] = number
+        known = self._tables.variables
+        self.sparse_of[number] = tuple(member for member in variable_set.variables if known[member].spec.sparse)
         for member in variable_set.variables:
             self.sets_of.setdefault(member, []).append(number)
 
     def drop_set(self, number: int, variable_set: VariableSet) -> None:
         """The variable set is gone."""
         del self.set_numbers[variable_set.optimizer, variable_set.variables]
+        del self.sparse_of[number]
         for member in variable_set.variables:
             self.sets_of[member].remove(number)
             if not self.sets_of[member]:

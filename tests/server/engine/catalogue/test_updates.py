@@ -94,6 +94,23 @@ def test_a_sparse_gradient_that_does_not_fit_is_refused(book: Book, gradient: Sp
         updates.check_gradients(book.state, [ApplyPoint(0, "x:1", 1, 0, (1, 2), 0, (gradient,))])
 
 
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_dense_gradient_of_a_sparse_variable_is_refused(book: Book, is_known: bool) -> None:
+    table, other = book.make("table", (4, 3), sparse=True), book.make("w", (4, 3))
+    optimizers.configure(book.state, 0, "SGD", SGD)
+    number, _ = optimizers.variable_set(book.state, 1, (table, other))
+    rows = SparseGradient(table, block("float32", 2, 3), block("int64", 2))
+    where = (number, ()) if is_known else (0, (table, other))
+    for _ in range(2):
+        updates.check_gradients(book.state, [ApplyPoint(0, "x:1", 1, *where, 0, (rows,))] * 2)
+        with pytest.raises(InvalidArgumentError, match=r"'table' was made with sparse=True.* must be IndexedSlices"):
+            updates.check_gradients(
+                book.state, [ApplyPoint(0, "x:1", 1, *where, 0, (rows,)), ApplyPoint(0, "x:1", 1, *where, 0)]
+            )
+        book.tables.flush()
+        book.reopen()
+
+
 def test_bounded_gradients_keep_variables_apart(book: Book) -> None:
     for _ in range(2):
         book.make("w", (16,))
