@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import optree
 import torch
 
+from central_storage.data.dataset import Dataset
 from central_storage.data.distributed import DistributedDataset
-from central_storage.data.libraries import Reading
+from central_storage.data.libraries import Reading, is_hugging_face
 from central_storage.data.splitting import arrays_in, split
 from central_storage.strategy.service_strategy import CentralStorageStrategy
 from cs_proto.errors import InvalidArgumentError, UnbatchedDatasetError
@@ -70,9 +71,14 @@ def batches(
         raise TypeError(f"strategy must be a CentralStorageStrategy, not {strategy!r:.100}")
     if weight is not None and not callable(weight):
         raise TypeError(f"weight must be a function of a batch that returns a number for each row, not {weight!r:.100}")
-    if not isinstance(loader, Iterable):
+    replicas = strategy.num_replicas_in_sync
+    if not isinstance(loader, Iterable) or isinstance(loader, torch.Tensor | np.ndarray | str | bytes | Mapping):
         return strategy.experimental_distribute_dataset(loader)  # which says what can be distributed
-    return strategy.experimental_distribute_dataset(_Weighed(loader, weight, strategy.num_replicas_in_sync))
+    if isinstance(loader, Dataset):
+        return strategy.experimental_distribute_dataset(
+            loader.map(lambda *parts: prepared(parts if len(parts) > 1 else parts[0], weight, replicas))
+        )
+    return strategy.experimental_distribute_dataset(_Weighed(loader, weight, replicas))
 
 
 class _Weighed:
@@ -82,8 +88,16 @@ class _Weighed:
         self._loader = loader
         self._weigh = weigh
         self._replicas = replicas
+        self._is_used = False
 
     def __iter__(self) -> Iterator[Batch]:
+        if isinstance(self._loader, Iterator):
+            if self._is_used:
+                raise InvalidArgumentError(
+                    f"the {type(self._loader).__name__} given to cst.batches can be iterated only once, and has been; "
+                    "pass the loader, or call cst.batches with a new iterator"
+                )
+            self._is_used = True
         for batch in Reading(self._loader):
             yield prepared(batch, self._weigh, self._replicas)
 
@@ -92,7 +106,7 @@ class _Weighed:
 
     def __getattr__(self, name: str) -> Any:
         """The position of a loader that has one."""
-        if name in ("state_dict", "load_state_dict"):
+        if name in ("state_dict", "load_state_dict") and not is_hugging_face(self._loader):
             return getattr(self._loader, name)
         raise AttributeError(name)
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from central_storage import optimizers as cs_optimizers
-from central_storage.core.context import get_array_module, get_replica_context, reading
+from central_storage.core.context import current_replica, get_array_module, get_replica_context, reading
 from central_storage.core.values import IndexedSlices
 from central_storage.variables.gradient_buffers import gradient_buffers
 from cs_proto.errors import ContextError, InvalidArgumentError
@@ -201,6 +201,10 @@ class _InReplica:
             self.parameters[0].variable.current()
         if self._epoch is None or reading.epoch is not self._epoch:
             self._cast = []
+            if any(p.is_protected for p in self.parameters):
+                backend = current_replica(self.parameters[0].variable.strategy)
+                assert backend is not None
+                backend.protect([p.variable.number for p in self.parameters if p.is_protected])
             for p in self.parameters:
                 value = torch.from_dlpack(p.variable)
                 if value.dtype is p.dtype:
@@ -242,7 +246,7 @@ class _InReplica:
         """By the identity of a parameter, the array of its gradient and the tensor over it."""
         if self._places is None:
             self.flush()  # the server has the buffers then, and gives others
-            dense = [p for p in self.parameters if p.requires_grad and p.variable.trainable]
+            dense = [p for p in self.parameters if p.requires_grad and not p.variable.sparse]
             arrays = gradient_buffers([p.variable for p in dense])
             make = torch.from_numpy if not arrays or isinstance(arrays[0], np.ndarray) else torch.from_dlpack
             self._places = {id(p): (array, make(array)) for p, array in zip(dense, arrays, strict=True)}
@@ -259,7 +263,7 @@ class _InReplica:
         for central, parameters in optimizer.groups_for_update():
             used = [p for p in parameters if p.grad is not None]
             taken.groups.append((central, [(self._gradient(p), p.variable) for p in used]))
-            taken.used += used
+            taken.used.extend(used)
         self._waiting.append(taken)
         return taken.used
 
@@ -424,7 +428,7 @@ def _array(tensor: torch.Tensor) -> Any:
 
 def _zeros(p: Any) -> torch.Tensor:
     """The gradient of a parameter that another replica has used."""
-    if p.variable.trainable:
+    if not p.variable.sparse:
         return torch.zeros_like(p, memory_format=torch.contiguous_format)
     indices = torch.empty((1, 0), dtype=torch.int64, device=p.device)
     values = torch.empty((0, *p.shape[1:]), dtype=p.dtype, device=p.device)

@@ -71,8 +71,8 @@ def centralize(
             the mean over all rows for floating-point buffers; "local": every replica has its own.
         sync_batchnorm: Whether BatchNorm layers normalize by the whole global batch. They are replaced in the module.
         protect: True: an in-place write to a parameter in a replica is an error that names it, and changes nothing.
-            "readonly": the parameters are mapped read-only, and a write ends the worker; the service must have been
-            started with ``protect="readonly"``.
+            "readonly": a write ends the worker, at the instruction that writes, and the error of the run names the
+            parameter.
         strategy: The strategy, outside its scope.
 
     Returns:
@@ -109,7 +109,7 @@ def centralize(
     with owner.scope():
         for name, parameter in parameters.items():
             if not isinstance(parameter, CentralParameter):
-                _centralize_parameter(name, parameter, is_table=id(parameter) in tables)
+                _centralize_parameter(name, parameter, is_table=id(parameter) in tables, protect=protect)
         CentralBuffers(made, buffers, owner.num_replicas_in_sync)
     for each in made.modules():
         _watch(each)
@@ -237,12 +237,13 @@ def _tables(module: torch.nn.Module) -> set[int]:
 # --- the change ---------------------------------------------------------------------------------------------------
 
 
-def _centralize_parameter(name: str, parameter: Any, *, is_table: bool) -> None:
+def _centralize_parameter(name: str, parameter: Any, *, is_table: bool, protect: bool | str) -> None:
     values = parameter.detach().cpu().to(stored_dtype(parameter.dtype, name)).numpy()
     can_train = parameter.dtype.is_floating_point or parameter.dtype.is_complex
     parameter.__class__ = CentralParameter
     # A frozen parameter is trainable, too: it may be unfrozen later.
-    parameter.variable = Variable(values, name=name, trainable=can_train and not is_table)
+    parameter.variable = Variable(values, name=name, trainable=can_train, sparse=is_table and can_train)
+    parameter.is_protected = protect == "readonly"
     parameter.grad = None
     make_empty(parameter)
 
@@ -348,15 +349,16 @@ _HANDLES = "_central_hooks"
 
 def _watch(module: torch.nn.Module) -> None:
     """Connect the state dict of one module, without its parts, with the server."""
-    if _HANDLES in vars(module) or (buffers_of(module) is None and not any(own_parameters(module))):
+    if _HANDLES in vars(module):
         return
-    vars(module)[_HANDLES] = [
-        module.register_forward_pre_hook(_Guard()),
-        module.register_state_dict_pre_hook(_before_save),
-        module.register_state_dict_post_hook(_after_save),
-        module.register_load_state_dict_pre_hook(_before_load),
-        module.register_load_state_dict_post_hook(_after_load),
-    ]
+    handles = vars(module)[_HANDLES] = [module.register_load_state_dict_pre_hook(_before_load)]
+    if buffers_of(module) is not None or any(own_parameters(module)):
+        handles += [
+            module.register_forward_pre_hook(_Guard()),
+            module.register_state_dict_pre_hook(_before_save),
+            module.register_state_dict_post_hook(_after_save),
+            module.register_load_state_dict_post_hook(_after_load),
+        ]
 
 
 def remove_hooks(module: torch.nn.Module) -> None:

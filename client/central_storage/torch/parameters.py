@@ -32,10 +32,12 @@ class CentralParameter(torch.nn.Parameter):
     variable: Variable
     #: Version and address of the tensor since :func:`make_empty`, by which a change in the script is noticed.
     emptied: tuple[int, int]
+    #: Whether a replica has it in memory that cannot be written.
+    is_protected: bool
 
     def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., CentralParameter], tuple[Any, ...]]:
         hooks = [list((getattr(self, name) or {}).values()) for name in _HOOKS]
-        return _received, (self.variable, self.requires_grad, self.dtype, *hooks)
+        return _received, (self.variable, self.is_protected, self.requires_grad, self.dtype, *hooks)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError(
@@ -50,11 +52,11 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def _received(
-    variable: Variable, requires_grad: bool, dtype: torch.dtype, hooks: list[Any], after: list[Any]
+    variable: Variable, is_protected: bool, requires_grad: bool, dtype: torch.dtype, hooks: list[Any], after: list[Any]
 ) -> CentralParameter:
     """A parameter in the process to which it was sent."""
     made = CentralParameter(empty_like(variable.shape, dtype), False)
-    made.variable = variable
+    made.variable, made.is_protected = variable, is_protected
     if hooks or after:
         made.requires_grad_(True)  # without it torch takes no hook
         for hook in hooks:

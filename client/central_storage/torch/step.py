@@ -21,6 +21,7 @@ from central_storage.core.context import get_replica_context, has_strategy, in_c
 from central_storage.core.options import RunOptions
 from central_storage.pickling.function import Function
 from central_storage.strategy.run_steps import LOOKAHEAD
+from cs_proto.arrays import INLINE_NBYTES
 from cs_proto.errors import ContextError, InvalidArgumentError, MergeMismatchError, StructureMismatchError
 
 from .batches import Batch, distributed, parts, share_of
@@ -421,9 +422,12 @@ def _repeat(fn: Callable[..., Any], data: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _tensor(leaf: Any) -> Any:
-    """A tensor with a copy of an array; texts stay an array."""
+    """A tensor that the function may change; texts stay an array. A large array lies in memory that is private to this
+    process, and only a small one is copied."""
     if isinstance(leaf, np.ndarray):
-        return torch.tensor(np.asarray(leaf)) if leaf.dtype.kind in "biufc" else leaf
+        if leaf.dtype.kind not in "biufc":
+            return leaf
+        return torch.tensor(np.asarray(leaf)) if leaf.nbytes <= INLINE_NBYTES else torch.from_dlpack(leaf)
     return torch.from_dlpack(leaf) if hasattr(leaf, "__dlpack__") else leaf
 
 

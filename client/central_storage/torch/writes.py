@@ -8,71 +8,56 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from central_storage.core.context import replica_here
 from central_storage.diagnostics.callers import is_ours, root_package
-from cs_proto.errors import VariableWrittenError
-
 from .share import here
 
 __all__ = ["raise_written"]
 
 
-def raise_written(binding: Any, written: Sequence[Any]) -> None:
+def raise_written(binding: Any, written: Sequence[Any]) -> NoReturn:
     """Raise VariableWrittenError for these parameters, and see the server's values again."""
-    names = ", ".join(p.variable.name for p in written)
-    _restore(written)
-    line = _line_of(binding, written)
-    _restore(binding.parameters)
-    where = f" in {line}" if line else ""
-    raise VariableWrittenError(
-        f"{names} was written in place{where}. Parameters are the server's memory, and its optimizers change them; this "
-        "step has changed nothing. To change a value, use parameter.variable.assign in the script; to compute with a "
-        "changed copy, use parameter.clone()"
-    )
-
-
-def _restore(parameters: Sequence[Any]) -> None:
     backend = replica_here()
     assert backend is not None
-    backend.restore([p.variable.number for p in parameters])
+    backend.restore([p.variable.number for p in binding.parameters])
+    sites = _lines_of(binding, written)
+    backend.restore([p.variable.number for p in binding.parameters])
+    backend.refuse_written({p.variable.number: sites.get(id(p), "") for p in written})
 
 
-def _line_of(binding: Any, written: Sequence[Any]) -> str:
-    """The line that writes to one of the parameters; empty if it does not show."""
+def _lines_of(binding: Any, written: Sequence[Any]) -> dict[int, str]:
+    """By the identity of a parameter, the line that writes to it first, if the function does it again."""
     share, here.share, here.is_repeating = here.share, None, True
+    finder = _Finder(written)
     try:
-        with _Finder(written):
+        with finder:
             binding.repeat()
-    except _Found as found:
-        return str(found)
-    except Exception:  # noqa: BLE001  (the function may fail where its writes are not repeated)
-        return ""
+    except Exception:  # noqa: BLE001  (after a write that is not carried out, the function may fail anywhere)
+        pass
     finally:
         here.share, here.is_repeating = share, False
-    return ""
-
-
-class _Found(BaseException):
-    """The line that was looked for; no handler of the function catches it."""
+    return finder.lines
 
 
 class _Finder(TorchDispatchMode):  # type: ignore[misc]
-    """Raises :class:`_Found` before an operation writes to the memory of one of the parameters."""
+    """Notes the lines whose operations write to the memory of parameters, and carries them out: the pages are private."""
 
     def __init__(self, parameters: Sequence[Any]) -> None:
         super().__init__()
-        self._memory = {p.untyped_storage().data_ptr() for p in parameters}
+        self._owners = {p.untyped_storage().data_ptr(): id(p) for p in parameters}
+        self.lines: dict[int, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for written in _written_by(func, args, kwargs):
-            if written.layout is torch.strided and written.untyped_storage().data_ptr() in self._memory:
-                raise _Found(_line_of_user())
+            owner = self._owners.get(written.untyped_storage().data_ptr()) if written.layout is torch.strided else None
+            if owner is not None:
+                self.lines.setdefault(owner, _line_of_user())
         return func(*args, **kwargs)
 
 
