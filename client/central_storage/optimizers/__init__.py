@@ -9,9 +9,11 @@ from .accumulator import GradientAccumulator
 from .adagrad import Adadelta, Adagrad
 from .adam import Adam, Adamax, AdamW, Nadam
 from .ftrl import Ftrl
+from .lion import Lion
 from .optimizer import Optimizer
 from .rmsprop import RMSprop
 from .sgd import SGD
+from .table import of_kind as of_kind
 from .table import optimizer_of
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "Adamax",
     "Ftrl",
     "GradientAccumulator",
+    "Lion",
     "Nadam",
     "Optimizer",
     "RMSprop",

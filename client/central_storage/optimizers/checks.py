@@ -14,7 +14,7 @@ from central_storage.variables.variable import Variable
 from cs_proto.arithmetic.optimizers import is_flag
 from cs_proto.errors import InvalidArgumentError
 
-__all__ = ["as_number", "fitting", "fitting_rows"]
+__all__ = ["as_given", "as_number", "fitting", "fitting_rows"]
 
 
 def as_number(kind: str, key: str, value: object) -> float:
@@ -31,6 +31,11 @@ def as_number(kind: str, key: str, value: object) -> float:
         return float(value)
     except OverflowError:
         raise InvalidArgumentError(f"{kind}: {key} must be a finite number, not {value!r:.40}") from None
+
+
+def as_given(kind: str, key: str, value: float) -> float | bool:
+    """A hyperparameter as users give it: a flag is True or False."""
+    return bool(value) if is_flag(kind, key) else value
 
 
 def fitting(gradient: Any, variable: Variable) -> Any:

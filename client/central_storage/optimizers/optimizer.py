@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsIndex, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex, TypeAlias, TypedDict
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from cs_proto.arithmetic.optimizers import CLIPS, SLOTS, check_change, check_exe
 from cs_proto.errors import ContextError, InvalidArgumentError
 from cs_proto.messages import Optimizer as OptimizerRecord
 
-from .checks import as_number, fitting, fitting_rows
+from .checks import as_given, as_number, fitting, fitting_rows
 from .schedules import Schedule, schedule_from_config, schedule_of
 from .slots import Slot
 from .weights import Weights
@@ -97,7 +97,7 @@ class Optimizer(Weights):
     """
 
     #: The name of the optimizer in the table of ``cs_proto.arithmetic.optimizers``.
-    kind: ClassVar[str]
+    kind: str
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Optimizer(Weights):
     def from_record(cls, strategy: Strategy, record: OptimizerRecord) -> Self:
         """The handle of an optimizer that the server already has."""
         self = cls.__new__(cls)
-        self.name = cls.kind
+        self.name = self.kind = record.kind
         self._strategy = strategy
         self._number = record.number
         self._iterations = 0
@@ -191,13 +191,7 @@ class Optimizer(Weights):
 
     @learning_rate.setter
     def learning_rate(self, value: LearningRate) -> None:
-        self._refuse_in_replica("learning_rate")
-        before, self._rate = self._rate, value if callable(value) else None
-        try:
-            self._set({"learning_rate": self._rate_at(self._count()) if callable(value) else value})
-        except BaseException:  # Ctrl-C, too: a number that the server does not have is not kept
-            self._rate = before
-            raise
+        self.assign({"learning_rate": value})
 
     @property
     def lr(self) -> Any:
@@ -302,7 +296,7 @@ class Optimizer(Weights):
             0.5
         """
         current = self._current()
-        config: dict[str, Any] = {"name": self.name} | {key: self._plain(key, current[key]) for key in current}
+        config: dict[str, Any] = {"name": self.name} | {key: as_given(self.kind, key, current[key]) for key in current}
         rate = self.learning_rate
         if isinstance(rate, Schedule):
             config["learning_rate"] = {"class_name": type(rate).__name__, "config": rate.get_config()}
@@ -326,9 +320,7 @@ class Optimizer(Weights):
             >>> cs.optimizers.SGD.from_config({"learning_rate": 0.5}).learning_rate
             0.5
         """
-        rate = config.get("learning_rate")
-        made = {"learning_rate": schedule_from_config(rate)} if isinstance(rate, Mapping) else {}
-        return cls(**{**config, **made})
+        return cls(**arguments_in(config))
 
     def __repr__(self) -> str:
         numbers = ", ".join(f"{key}={value:g}" for key, value in self._hyperparameters.items())
@@ -339,6 +331,37 @@ class Optimizer(Weights):
     global_clipnorm = hyperparameter("global_clipnorm")
     decay = hyperparameter("decay")
     lazy = hyperparameter("lazy")
+
+    def assign(self, hyperparameters: Mapping[str, Any]) -> None:
+        """Set several hyperparameters at once, with one message to the server. In the script only.
+
+        Args:
+            hyperparameters: New values by name. The learning rate may be anything that :attr:`learning_rate` takes.
+
+        Raises:
+            InvalidArgumentError: The optimizer has no such hyperparameter, a value is out of its range, or the
+                hyperparameter was fixed when the optimizer was made (a ValueError). Then nothing has changed.
+            ContextError: Called in a replica (a RuntimeError).
+
+        Examples:
+            >>> import central_storage as cs
+            >>> adam = cs.optimizers.Adam()
+            >>> adam.assign({"learning_rate": 0.01, "beta_1": 0.8})
+            >>> adam.beta_1
+            0.8
+        """
+        self._refuse_in_replica(", ".join(hyperparameters))
+        if "learning_rate" not in hyperparameters:
+            self._set(hyperparameters)
+            return
+        rate = hyperparameters["learning_rate"]
+        before, self._rate = self._rate, rate if callable(rate) else None
+        try:
+            now = self._rate_at(self._count()) if callable(rate) else rate
+            self._set({**hyperparameters, "learning_rate": now})
+        except BaseException:  # Ctrl-C, too: a number that the server does not have is not kept
+            self._rate = before
+            raise
 
     # --- updates ----------------------------------------------------------------------------------------------
 
@@ -506,9 +529,6 @@ class Optimizer(Weights):
     def _current(self) -> dict[str, float]:
         return self._hyperparameters if self._strategy is None else dict(self._record().hyperparameters)
 
-    def _plain(self, key: str, value: float) -> float | bool:
-        return bool(value) if is_flag(self.kind, key) else value
-
     def number_of(self, key: str) -> int | float:
         """The present value of ``iterations`` or of a hyperparameter."""
         return self._count() if key == "iterations" else self._current().get(key, 0.0)
@@ -519,7 +539,7 @@ class Optimizer(Weights):
     def _get(self, key: str) -> Any:
         if is_flag(self.kind, key) or key in CLIPS:
             value = self._current().get(key)
-            return None if value is None else self._plain(key, value)
+            return None if value is None else as_given(self.kind, key, value)
         return LiveNumber(self, key)
 
     def _set(self, changes: Mapping[str, Any]) -> None:
@@ -537,6 +557,13 @@ class Optimizer(Weights):
             raise ContextError(f"{what} can be set only in the script, between runs, not in a replica")
 
 
+def arguments_in(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that ``get_config`` has returned."""
+    rate = config.get("learning_rate")
+    made = {"learning_rate": schedule_from_config(rate)} if isinstance(rate, Mapping) else {}
+    return {**config, **made}
+
+
 def _takes_nothing(function: Callable[..., Any]) -> bool:
     try:
         inspect.signature(function).bind()
@@ -545,4 +572,4 @@ def _takes_nothing(function: Callable[..., Any]) -> bool:
     return True
 
 
-__all__ = ["LearningRate", "Optimizer", "Shared", "hyperparameter"]
+__all__ = ["LearningRate", "Optimizer", "Shared", "arguments_in", "hyperparameter"]

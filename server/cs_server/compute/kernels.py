@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 import llvmlite.binding as llvm
 import numpy as np
 
-from cs_proto.arithmetic.optimizers import SLOTS, Hyperparameters
+from cs_proto.arithmetic.optimizers import Hyperparameters
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.frozen import frozen
 from cs_server.rules import RULES, Array, Rule, reference, scalars
@@ -38,7 +38,7 @@ KERNEL_DTYPES = ("float32", "float64")
 """Dtypes that have compiled kernels; the reference serves the others."""
 
 ALWAYS = (("sgd", "float32"), ("adam", "float32"))
-"""Rule and dtype of the kernels that are compiled, where they are not kept, before anything is served. All together
+"""Step and dtype of the kernels that are compiled, where they are not kept, before anything is served. All together
 would take more than a minute the first time on a machine; each is about a second for the update that needs it first,
 and so is that of the rule's sparse gradients."""
 
@@ -249,7 +249,7 @@ def load(run_directory: Path | None = None, share: tuple[int, int] | None = None
     begin = time.perf_counter()
     directory = cache_directory(run_directory)
     compiled = 0
-    rules = [rule for rule in RULES.values() if rule.is_compiled]
+    rules = {rule.kernel: rule for rule in RULES.values() if rule.is_compiled}.values()
     kernels = [(None, False), *product(rules, (False, True))]
     for number, (name, (rule, is_sparse)) in enumerate(product(KERNEL_DTYPES, kernels)):
         dtype, key = np.dtype(name), (_name(rule, is_sparse), name)
@@ -354,7 +354,7 @@ def _kernel(rule: Rule, dtype: np.dtype[Any], *, is_sparse: bool = False) -> obj
 
 
 def _name(rule: Rule | None, is_sparse: bool) -> str:
-    return _MERGE if rule is None else rule.name + _ROWS if is_sparse else rule.name
+    return _MERGE if rule is None else rule.kernel + _ROWS if is_sparse else rule.kernel
 
 
 def _prepare(
@@ -374,7 +374,7 @@ def _prepare(
         if os.environ.get("NUMBA_DISABLE_JIT", "0").strip() not in ("", "0"):
             _kernels[name, dtype] = None
             return False
-        path = None if directory is None else _path(name, dtype, directory)
+        path = None if directory is None else _path(rule, name, dtype, directory)
         kept = None if path is None else _read(path)
         if kept is None:
             if is_awaited:
@@ -396,8 +396,11 @@ def _merge(bind: object_loader.Bind, *arguments: Array) -> int:
     return int(counts[0])
 
 
-def _path(name: str, dtype: np.dtype[Any], directory: Path) -> Path:
-    return directory / f"{name}_{dtype.name}.code"
+def _path(rule: Rule | None, name: str, dtype: np.dtype[Any], directory: Path) -> Path:
+    """The name changes with what the step computes."""
+    code = None if rule is None else rule.step.__code__
+    what = b"" if code is None else repr((code.co_code, code.co_names, code.co_varnames, code.co_consts)).encode()
+    return directory / f"{name}_{dtype.name}-{hashlib.sha256(what).hexdigest()[:16]}.code"
 
 
 def _read(path: Path) -> bytes | None:
@@ -461,14 +464,13 @@ def _private(path: Path) -> Path:
 
 
 def _fingerprint() -> str:
-    """Names what compiled code depends on: our sources, the compiler, the libraries and the processor."""
+    """Names what all compiled code depends on: the loops' sources, the compiler, the libraries and the processor."""
     digest = hashlib.sha256()
-    for source in ("../rules.py", "kernels.py", "jit.py", "object_loader.py"):
+    for source in ("kernels.py", "jit.py", "object_loader.py"):
         digest.update((Path(__file__).parent / source).read_bytes())
     for compiler in ("numba", "llvmlite"):  # to import numba takes longer than all else that a server does at its start
         found = find_spec(compiler)
         digest.update(Path(found.origin).with_name("_version.py").read_bytes() if found and found.origin else b"")
-    digest.update(repr(SLOTS).encode())
     processor = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
     depends = (np.__version__, sys.version, platform.machine(), *processor)
     digest.update("\0".join(depends).encode())

@@ -105,7 +105,7 @@ class Table:
         """
         if not self._parameters.size:
             return
-        if self._rule.moves != "rows" and not hyperparameters.get("lazy"):
+        if self._rule.moving(hyperparameters) != "rows":
             self._whole(merge(gradients, *self._parameters.shape), hyperparameters, t, phase)
         elif self._bound is None:
             self._gathered(merge(gradients, *self._parameters.shape), hyperparameters, t, phase)
@@ -151,6 +151,7 @@ class Table:
         rule, arrays, order = self._rule, (self._parameters, *self._slots), np.argsort(gradient.rows)
         height, width = self._parameters.shape
         rows, sums = gradient.rows[order], gradient.sums[order]
+        moves = rule.moving(hyperparameters) == "all"
 
         def stretch(mine: Sequence[Piece], lane: Lane) -> None:
             for piece, columns in lane.rest(mine):
@@ -160,7 +161,7 @@ class Table:
                 here, *slots_here = (array[piece, columns] for array in arrays)
                 dense = np.zeros(here.shape, here.dtype)
                 dense[places] = sums[named, columns]
-                updated = here if rule.moves == "all" else here.copy()
+                updated = here if moves else here.copy()
                 _update(rule, updated, slots_here, dense, hyperparameters, t)
                 if updated is not here:
                     here[places] = updated[places]

@@ -29,7 +29,8 @@ _STORED = {"float16": "unsigned short", "float32": "float", "float64": "double"}
 _VALUE = {"float16": "float", "float32": "float", "float64": "double"}
 
 _OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
-_FUNCTIONS = {"sqrt": "sqrt", "abs": "fabs", "copysign": "copysign"}
+_FUNCTIONS = {"sqrt": "sqrt", "abs": "fabs", "copysign": "copysign"}  # of C's library
+_OWN = ("maximum", "sign")
 
 _HEAD = """\
 typedef {stored} stored;
@@ -60,9 +61,10 @@ static __device__ value load(const stored *from) { return *from; }
 static __device__ void store(stored *to, value wide) { *to = wide; }
 """
 
-# As NumPy's maximum: a NaN wins, whichever of the two it is.
-_MAXIMUM = """\
+# As NumPy's functions: a NaN is the maximum, whichever of the two it is, and its own sign.
+_OWN_FUNCTIONS = """\
 static __device__ value maximum(value a, value b) { return a >= b || a != a ? a : b; }
+static __device__ value sign(value a) { return a != a ? a : (value)((a > 0) - (a < 0)); }
 """
 
 # The gradient of one element: summed over the replicas in their order, and clipped. A piece without an address has
@@ -148,7 +150,7 @@ def update(rule: Rule, dtype: str) -> str:
     has :func:`width_of` entries: the count of elements, whether the variable itself changes or only its slots, a
     double by which the sum is multiplied, and the addresses of the variable, of each slot and of each gradient.
 
-    Raises InvalidArgumentError for a step with anything but arithmetic, sqrt, abs, maximum and copysign.
+    Raises InvalidArgumentError for a step with anything but arithmetic, sqrt, abs, sign, maximum and copysign.
     """
     names = list(inspect.signature(rule.step).parameters)
     slots, numbers = names[2 : 2 + len(rule.slots)], names[2 + len(rule.slots) :]
@@ -181,7 +183,7 @@ def loops(dtype: str) -> str:
 
 def update_name(rule: Rule, dtype: str) -> str:
     """The name of the kernel of :func:`update`."""
-    return f"{rule.name}_{dtype}"
+    return f"{rule.kernel}_{dtype}"
 
 
 def width_of(rule: Rule, replicas: int) -> int:
@@ -191,7 +193,7 @@ def width_of(rule: Rule, replicas: int) -> int:
 
 def _head(dtype: str) -> str:
     convert = _HALF if dtype == "float16" else _WHOLE
-    return _HEAD.format(stored=_STORED[dtype], value=_VALUE[dtype]) + convert + _MAXIMUM + _GRADIENT
+    return _HEAD.format(stored=_STORED[dtype], value=_VALUE[dtype]) + convert + _OWN_FUNCTIONS + _GRADIENT
 
 
 def _step(rule: Rule, names: list[str], value: str) -> str:
@@ -227,8 +229,8 @@ def _expression(node: ast.expr, value: str) -> str:
             return f"({_expression(left, value)} {_OPERATORS[type(op)]} {_expression(right, value)})"
         case ast.Call(func=ast.Attribute(value=ast.Name(id="np"), attr=name), args=args, keywords=[]):
             arguments = ", ".join(_expression(each, value) for each in args)
-            if name == "maximum":
-                return f"maximum({arguments})"
+            if name in _OWN:
+                return f"{name}({arguments})"
             if name in _FUNCTIONS:
                 return f"{_FUNCTIONS[name]}{suffix}({arguments})"
     raise _untranslated(node)
@@ -236,5 +238,5 @@ def _expression(node: ast.expr, value: str) -> str:
 
 def _untranslated(node: ast.AST) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"the step of a rule may use only arithmetic, sqrt, abs, maximum and copysign, not {ast.unparse(node)!r}"
+        f"the step of a rule may use only arithmetic, sqrt, abs, sign, maximum and copysign, not {ast.unparse(node)!r}"
     )

@@ -193,20 +193,19 @@ class DeviceUpdates:
         starts = rows.first + named * width
         spans = np.stack([starts, starts + width, np.arange(len(named)) * width], axis=1)
         marks = [*self._update(rule, rows.dtype, targets, cut(spans), [sums], given, t, math.inf, factor, moves=True)]
-        only_named = rule.moves == "rows" or bool(given.get("lazy"))
-        if not only_named:
+        moving = rule.moving(given)
+        if moving != "rows":
             begins, ends = np.concatenate([[0], named + 1]), np.concatenate([named, [height]])
             gaps = np.stack([begins * width, ends * width], axis=1)[ends > begins] + rows.first
             rest = cut(np.concatenate([gaps, np.full((len(gaps), 1), -1)], axis=1))
-            moves = rule.moves == "all"
-            marks += self._update(rule, rows.dtype, targets, rest, [sums], given, t, math.inf, 1.0, moves)
+            marks += self._update(rule, rows.dtype, targets, rest, [sums], given, t, math.inf, 1.0, moving == "all")
         if not marks:
             return
         mark = marks[-1][1]
         changed = of_rows(rows.parameters, rows.dtype, rows.first, rows.shape, named)
         whole = Change(rows.parameters, rows.first, height * width)
-        of_variable = whole if rule.moves == "all" and not only_named else changed
-        of_slots = changed if only_named else whole
+        of_variable = whole if moving == "all" else changed
+        of_slots = changed if moving == "rows" else whole
         yield of_variable, rows.dtype, mark
         yield from ((with_changes(of_slots, segment=name), rows.dtype, mark) for name in rows.slots)
 
