@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import central_storage as cs
 from central_storage.core import context
+from central_storage.core.backends import Combining, Group
 from central_storage.optimizers import of_kind, schedules
 from central_storage.strategy.service_strategy import CentralStorageStrategy
 from cs_proto.arithmetic.optimizers import OPTIMIZERS, SHARED, SLOTS, defaults_of, rule_of
@@ -38,7 +39,8 @@ class Backend:
         self.specs: list[VariableSpec] = []
         self.optimizers: dict[int, Record] = {}
         self.configured: list[tuple[int, dict[str, float], Schedule | None, int]] = []
-        self.applied: list[tuple[int, list[Any], list[Any]]] = []
+        self.applied: list[Group] = []
+        self.combined: list[Combining] = []
         self.slots: dict[tuple[int, int, str], np.ndarray] = {}
         self.runs = 0
 
@@ -78,10 +80,11 @@ class Backend:
     def assign_slot(self, optimizer: int, variable: int, slot: str, value: np.ndarray) -> None:
         self.slots[optimizer, variable, slot] = value.copy()
 
-    def apply(self, optimizer: int, dense: list[Any], sparse: list[Any], site: str) -> None:
-        self.applied.append((optimizer, dense, sparse))
+    def apply(self, groups: Sequence[Group], combining: Combining, site: str) -> None:
+        self.applied += groups
+        self.combined.append(combining)
 
-    def apply_buffers(self, optimizer: int, gradients: list[Any], numbers: tuple[int, ...], site: str) -> bool:
+    def apply_buffers(self, *given: Any) -> bool:
         """Nothing was handed out."""
         return False
 

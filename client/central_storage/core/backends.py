@@ -24,7 +24,16 @@ from .made_in_replicas import MadeInReplicas
 from .pipeline import Series
 from .variable_sets import Numbers, VariableSets
 
-__all__ = ["Carriage", "ControllerBackend", "ReplicaBackend", "ServiceBackend", "Strategy", "service_of"]
+__all__ = [
+    "Carriage",
+    "Combining",
+    "ControllerBackend",
+    "Group",
+    "ReplicaBackend",
+    "ServiceBackend",
+    "Strategy",
+    "service_of",
+]
 
 
 class Carriage(NamedTuple):
@@ -32,6 +41,24 @@ class Carriage(NamedTuple):
 
     copy: Callable[[np.ndarray], np.ndarray] = np.copy
     in_thread: bool = True
+
+
+class Group(NamedTuple):
+    """The gradients for one optimizer: (gradient, variable number) pairs and (values, int64 indices, variable number)
+    triples that fit their variables."""
+
+    optimizer: int
+    dense: Sequence[tuple[np.ndarray, int]]
+    sparse: Sequence[tuple[np.ndarray, np.ndarray, int]]
+
+
+class Combining(NamedTuple):
+    """How the gradients of the replicas are combined: by the weight of this replica, and with a bound on the norm of
+    all sums together."""
+
+    weight: float = 1.0
+    global_clipnorm: float | None = None
+    clip_epsilon: float = 0.0
 
 
 class Strategy(Protocol):
@@ -151,19 +178,20 @@ class ReplicaBackend(_Catalogue, Protocol):
         """Hold a result of :meth:`view` until this replica's run is over. Readers of ``__cuda_array_interface__`` hold
         the variable, and not the memory."""
 
-    def apply(
-        self,
-        optimizer: int,
-        dense: Sequence[tuple[np.ndarray, int]],
-        sparse: Sequence[tuple[np.ndarray, np.ndarray, int]],
-        site: str,
-    ) -> None:
-        """Note one optimizer step: (gradient, variable number) pairs and (values, int64 indices, variable number)
-        triples that fit their variables."""
+    def apply(self, groups: Sequence[Group], combining: Combining, site: str) -> None:
+        """Note one step of each group's optimizer, all in one update."""
 
-    def apply_buffers(self, optimizer: int, gradients: Sequence[np.ndarray], numbers: Numbers, site: str) -> bool:
-        """Do as ``apply`` if ``gradients`` are exactly the last ``gradient_buffers`` of these variables, in memory that
-        the server sees. Otherwise do nothing and return False."""
+    def apply_buffers(
+        self,
+        counts: tuple[tuple[int, int], ...],
+        gradients: Sequence[np.ndarray],
+        numbers: Numbers,
+        combining: Combining,
+        site: str,
+    ) -> bool:
+        """Do as ``apply`` if ``gradients`` are exactly the last ``gradient_buffers`` of the variables ``numbers``, in
+        memory that the server sees. Otherwise do nothing and return False. ``counts`` divides the variables in order:
+        (optimizer, count of its variables) for each group."""
 
     def gradient_buffers(self, numbers: Numbers) -> list[np.ndarray]:
         """Writable arrays of the variables' shapes that lie where the server reads gradients."""

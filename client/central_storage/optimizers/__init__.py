@@ -15,6 +15,7 @@ from .rmsprop import RMSprop
 from .sgd import SGD
 from .table import of_kind as of_kind
 from .table import optimizer_of
+from .update import apply_gradients
 
 __all__ = [
     "SGD",
@@ -29,6 +30,7 @@ __all__ = [
     "Nadam",
     "Optimizer",
     "RMSprop",
+    "apply_gradients",
     "optimizer_of",
     "schedules",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex, TypeAlias, TypedDict
 
 import numpy as np
@@ -18,21 +18,20 @@ from central_storage.core.context import (
     refuse_in_replica,
 )
 from central_storage.core.tensors.live_number import LiveNumber
-from central_storage.core.values import IndexedSlices
-from central_storage.diagnostics.callers import call_site, warn, warn_deprecated
-from central_storage.variables.constraints import constraints_after
+from central_storage.diagnostics.callers import warn_deprecated
 from central_storage.variables.variable import Variable
 from cs_proto.arithmetic.optimizers import CLIPS, SLOTS, check_change, check_exempt, is_flag, rule_of
 from cs_proto.errors import ContextError, InvalidArgumentError
 from cs_proto.messages import Optimizer as OptimizerRecord
 
-from .checks import as_given, as_number, fitting, fitting_rows
+from .checks import as_given, as_number
 from .schedules import Schedule, schedule_from_config, schedule_of
 from .slots import Slot
+from .update import apply_gradients, checked_variable
 from .weights import Weights
 
 if TYPE_CHECKING:
-    from central_storage.core.backends import ControllerBackend, ReplicaBackend, Strategy
+    from central_storage.core.backends import ControllerBackend, Strategy
 
 LearningRate: TypeAlias = float | Schedule | Callable[..., float]
 
@@ -263,7 +262,7 @@ class Optimizer(Weights):
             ...     adagrad.get_slot(w, "accumulator").numpy().tolist()
             [0.5, 0.5]
         """
-        strategy = self._own(var).strategy
+        strategy = checked_variable(self, var).strategy
         if strategy is None:
             raise ContextError(f"variable {var.name} belongs to no strategy yet, so it has no slots")
         self.adopt(strategy)
@@ -406,74 +405,9 @@ class Optimizer(Weights):
             raise NotImplementedError(
                 "experimental_aggregate_gradients=False is not supported: gradients are always summed"
             )
-        backend = current_replica(self._strategy)
-        if backend is None:
-            raise ContextError(self._why_not_here())
-        gradients, variables = self._unzipped(grads_and_vars)
-        if variables and not self._applied_in_place(backend, gradients, variables):
-            self._apply(backend, list(zip(gradients, variables, strict=True)))
+        apply_gradients([(self, grads_and_vars)])
 
     # --- how it is done ---------------------------------------------------------------------------------------
-
-    def _apply(self, backend: ReplicaBackend, given: Sequence[tuple[Any, Variable]]) -> None:
-        """Note a step, wherever the gradients lie. Called by :meth:`apply_gradients`, which the user called."""
-        pairs = [(gradient, variable) for gradient, variable in given if gradient is not None]
-        if not pairs:
-            raise ValueError(f"{self.name}.apply_gradients: every gradient is None, so nothing is left to apply")
-        numbers = [self._checked(variable) for _, variable in pairs]
-        constrain = constraints_after(pairs)
-        if len(set(numbers)) < len(numbers):
-            raise ValueError(f"{self.name}.apply_gradients: a variable appears twice; add its gradients first")
-        missing = [self._own(variable).name for gradient, variable in given if gradient is None]
-        if missing:
-            warn(f"{self.name}.apply_gradients: no gradient for {', '.join(missing)}; skipped", UserWarning)
-        dense, sparse = [], []
-        for gradient, variable in pairs:
-            if isinstance(gradient, IndexedSlices):
-                sparse.append((*fitting_rows(gradient, variable), variable.number))
-            else:
-                dense.append((fitting(gradient, variable), variable.number))
-        backend.apply(self._number, dense, sparse, call_site())
-        context = get_replica_context()
-        if constrain is not None and context is not None:
-            context.merge_call(constrain)
-
-    def _why_not_here(self) -> str:
-        """The reason why this is not in a replica of the optimizer's strategy."""
-        if not has_strategy():
-            return (
-                "the default strategy has no server to apply the update rule: call apply_gradients "
-                "inside a replica function of a CentralStorageStrategy (strategy.run)"
-            )
-        if get_replica_context() is None:
-            return "apply_gradients must be called inside a replica function (strategy.run)"
-        return f"optimizer {self.name} belongs to another strategy"
-
-    def _unzipped(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> tuple[list[Any], list[Variable]]:
-        """The gradients and the variables. No pair is kept: ten thousand would set the garbage collector off."""
-        gradients, variables = [], []
-        for pair in grads_and_vars:
-            try:
-                gradient, variable = pair
-            except (TypeError, ValueError):
-                raise InvalidArgumentError(
-                    f"{self.name}.apply_gradients takes pairs, as in [(gradient, variable)] or zip(gradients, "
-                    "variables)"
-                ) from None
-            gradients.append(gradient)
-            variables.append(variable)
-        return gradients, variables
-
-    def _applied_in_place(
-        self, backend: ReplicaBackend, gradients: Sequence[Any], variables: Sequence[Variable]
-    ) -> bool:
-        """Apply the gradients if they are exactly the buffers that ``gradient_buffers`` returned for these variables:
-        then nothing has to be checked one by one. Return whether they were."""
-        assert self._strategy is not None
-        found = self._strategy.variable_sets.find(variables)
-        if found is None or not found.is_free:
-            return False
-        return backend.apply_buffers(self._number, gradients, found.numbers, call_site())
 
     def evaluate_schedule(self) -> None:
         """Before a run: evaluate a learning rate that is the user's callable at the present step."""
@@ -502,19 +436,6 @@ class Optimizer(Weights):
 
     def _schedule_record(self) -> Any:
         return self._rate.record() if isinstance(self._rate, Schedule) else None
-
-    def _own(self, variable: object) -> Variable:
-        if not isinstance(variable, Variable):
-            raise InvalidArgumentError(
-                f"{self.name} updates Variables, not {type(variable).__name__}: pass (gradient, Variable)"
-            )
-        return variable
-
-    def _checked(self, variable: object) -> int:
-        owned = self._own(variable)
-        if owned.strategy is not self._strategy:
-            raise ContextError(f"variable {owned.name} belongs to another strategy than optimizer {self.name}")
-        return owned.number
 
     @property
     def _controller(self) -> ControllerBackend:

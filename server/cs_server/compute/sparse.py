@@ -19,12 +19,12 @@ from cs_proto.arithmetic.optimizers import Hyperparameters
 from cs_proto.frozen import frozen
 from cs_proto.messages import WriteOp
 from cs_proto.scatter import write
-from cs_server.rules import Array, Rule
+from cs_server.rules import Array, Rule, scaled
 
 from .kernels import BoundRows, apply_dense, has_kernel, merge_kernel
 from .undo import KEPT_NBYTES, Lane
 
-__all__ = ["Merged", "Table", "merge", "write_rows"]
+__all__ = ["Merged", "Table", "merge", "weighted", "write_rows"]
 
 #: Elements of one piece: even with three slots, all arrays of a piece stay in the cache.
 _PIECE = 1 << 16
@@ -76,6 +76,19 @@ def merge_reference(values: Sequence[Array], indices: Sequence[Array]) -> Merged
     with np.errstate(all="ignore"):
         np.add.at(sums, rank[place], np.concatenate(values))
     return Merged(unique[order], sums)
+
+
+def weighted(gradients: Sequence[tuple[Array, Array]], weights: Sequence[float]) -> list[tuple[Array, Array]]:
+    """The gradients of the replicas, as (values, indices), times their weights. One whose weight is 0 names no row."""
+    found = []
+    for (values, indices), weight in zip(gradients, weights, strict=True):
+        if weight == 1:
+            found.append((values, indices))
+        elif values.dtype.type(weight) == 0:
+            found.append((values[:0], indices[:0]))
+        else:
+            found.append((scaled(np.array(values, order="C"), weight), indices))
+    return found
 
 
 class Table:

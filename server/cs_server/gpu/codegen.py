@@ -67,25 +67,32 @@ static __device__ value maximum(value a, value b) { return a >= b || a != a ? a 
 static __device__ value sign(value a) { return a != a ? a : (value)((a > 0) - (a < 0)); }
 """
 
-# The gradient of one element: summed over the replicas in their order, and clipped. A piece without an address has
-# none.
+# The gradient of one element: summed over the replicas in their order, each times its weight, and clipped. A piece
+# without an address has none. The weights (doubles) stand behind the addresses.
 _GRADIENT = """\
 static __device__ value gradient(const long long *addresses, int replicas, long long i, value limit)
 {
+    const double *const weights = (const double *)(addresses + replicas);
     value sum = 0;
-    if (addresses[0])
-        sum = load((const stored *)addresses[0] + i);
-    for (int replica = 1; replica < replicas; replica++)
-        sum = sum + load((const stored *)addresses[replica] + i);
+    int is_first = 1;
+    for (int replica = 0; replica < replicas; replica++) {
+        const value weight = (value)weights[replica];
+        if (weight == 0 || !addresses[replica])
+            continue;
+        const value term = load((const stored *)addresses[replica] + i) * weight;
+        sum = is_first ? term : sum + term;
+        is_first = 0;
+    }
     return sum < -limit ? -limit : sum > limit ? limit : sum;
 }
 """
 
-# A piece: count, whether the variable itself changes, factor (a double), variable, slots, gradients of the replicas.
+# A piece: count, whether the variable itself changes, factor (a double), variable, slots, gradients of the replicas and
+# their weights.
 _UPDATE = """\
 extern "C" __global__ void {name}(const long long *pieces, int replicas, value limit{number_parameters})
 {{
-    const long long *piece = pieces + (long long)blockIdx.x * ({first_gradient} + replicas);
+    const long long *piece = pieces + (long long)blockIdx.x * ({first_gradient} + 2 * replicas);
     const long long count = piece[0];
     const value factor = (value)*(const double *)(piece + 2);
     stored *const w = (stored *)piece[3];
@@ -106,7 +113,7 @@ extern "C" __global__ void {name}(const long long *pieces, int replicas, value l
 _LOOPS = """\
 extern "C" __global__ void squares(const long long *pieces, int replicas, value limit, double *partial)
 {
-    const long long *piece = pieces + (long long)blockIdx.x * (1 + replicas);
+    const long long *piece = pieces + (long long)blockIdx.x * (1 + 2 * replicas);
     double sum = 0;
     for (long long i = threadIdx.x; i < piece[0]; i += blockDim.x) {
         const double wide = gradient(piece + 1, replicas, i, limit);
@@ -148,7 +155,8 @@ def update(rule: Rule, dtype: str) -> str:
     Its parameters are the table of pieces, the number of replicas, the bound of every element of the summed gradient
     (infinity: none) and the rule's numbers. Bound and numbers have the dtype of :func:`computed_in`. A row of the table
     has :func:`width_of` entries: the count of elements, whether the variable itself changes or only its slots, a
-    double by which the sum is multiplied, and the addresses of the variable, of each slot and of each gradient.
+    double by which the sum is multiplied, the addresses of the variable, of each slot and of each gradient, and a
+    double for each gradient, its weight. A gradient whose weight is 0 is left out.
 
     Raises InvalidArgumentError for a step with anything but arithmetic, sqrt, abs, sign, maximum and copysign.
     """
@@ -174,9 +182,10 @@ def update(rule: Rule, dtype: str) -> str:
 def loops(dtype: str) -> str:
     """The source of the kernels that depend on no rule.
 
-    ``squares`` (pieces of count and gradients, replicas, bound, one double for each thread) and ``fold`` (those
-    doubles, their number for each piece, the number of pieces, one double for each piece) give the squared norm of the
-    summed gradient. ``copy`` moves pieces of count, address from, address to; ``fill`` sets elements to one value.
+    ``squares`` (pieces of count, gradients and weights, replicas, bound, one double for each thread) and ``fold``
+    (those doubles, their number for each piece, the number of pieces, one double for each piece) give the squared norm
+    of the summed gradient. ``copy`` moves pieces of count, address from, address to; ``fill`` sets elements to one
+    value.
     """
     return _head(dtype) + _LOOPS
 
@@ -188,7 +197,7 @@ def update_name(rule: Rule, dtype: str) -> str:
 
 def width_of(rule: Rule, replicas: int) -> int:
     """The number of entries in a piece of an update."""
-    return 4 + len(rule.slots) + replicas
+    return 4 + len(rule.slots) + 2 * replicas
 
 
 def _head(dtype: str) -> str:

@@ -83,12 +83,14 @@ def reference(
     slots: tuple[Array, ...],
     hyperparameters: Hyperparameters,
     t: int,
+    scale: Sequence[float] = (),
 ) -> None:
     """Apply the rule in plain NumPy, in place: what every kernel must equal bit for bit.
 
     All arrays have one shape (any) and one floating-point or complex dtype; everything is computed in that of
-    `computed_in`. The gradients stand in replica order and are added one after the other. Raises InvalidArgumentError
-    as `scalars` does, and when there is no gradient.
+    `computed_in`. The gradients stand in replica order and are added one after the other. `scale` has the weight of
+    each gradient and, at last, the factor of their sum; empty, all are 1. Raises InvalidArgumentError as `scalars`
+    does, and when there is no gradient.
     """
     if not gradients:
         raise InvalidArgumentError(f"{rule.name} needs the gradient of at least one replica")
@@ -96,13 +98,41 @@ def reference(
     numbers = scalars(rule, hyperparameters, t, wide)
     # An overflow or a nan is the training's own affair: it is kept in the values, as the kernels keep it.
     with np.errstate(all="ignore"):
-        total = gradients[0].astype(wide)
-        for gradient in gradients[1:]:
-            total += gradient
+        total = summed(gradients, scale[:-1], wide)
+        if scale:
+            scaled(total, scale[-1])
         before = [array.astype(wide, copy=False) for array in (parameters, *slots)]
         updated = rule.step(before[0], total, *before[1:], *numbers)
         for target, value in zip((parameters, *slots), updated, strict=True):
             target[...] = value
+
+
+def summed(gradients: Sequence[Array], weights: Sequence[float], dtype: np.dtype[Any]) -> Array:
+    """The sum of the gradients in replica order, each times its weight, as a new array of this dtype.
+
+    A gradient whose weight is 0 in this precision is left out, also where it is NaN. No weights: all are 1.
+    """
+    total = None
+    with np.errstate(all="ignore"):
+        for gradient, weight in zip(gradients, weights or [1.0] * len(gradients), strict=True):
+            if weight != 1:
+                if dtype.type(weight) == 0:
+                    continue
+                gradient = scaled(gradient.astype(dtype), weight)
+            if total is None:
+                total = gradient.astype(dtype)
+            else:
+                total += gradient
+    return np.zeros(gradients[0].shape, dtype) if total is None else total
+
+
+def scaled(gradient: Array, factor: float) -> Array:
+    """``gradient``, contiguous, multiplied in place."""
+    if factor != 1:
+        real = gradient.view(gradient.real.dtype)  # a product with a complex number would have other infinities
+        with np.errstate(all="ignore"):
+            real *= real.dtype.type(factor)
+    return gradient
 
 
 def computed_in(dtype: np.dtype[Any] | str) -> np.dtype[Any]:

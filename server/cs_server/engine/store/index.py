@@ -39,6 +39,8 @@ class Index:
         #: The dense part of an apply, by set, sparse variables, whether gradients are clipped, and buffers. It
         #: changes only with the names of variables, since variables do not move.
         self.dense: dict[tuple[int, tuple[int, ...], bool, tuple[int, ...], tuple[str, ...]], tuple[Dense, ...]] = {}
+        #: Sets, by number, of which no two have a variable in common.
+        self.apart: set[tuple[int, ...]] = set()
         for number, variable_set in self._tables.sets.items():
             self.add_set(number, variable_set)
 
@@ -74,6 +76,7 @@ class Index:
             if not self.sets_of[member]:
                 del self.sets_of[member]
         self.dense = {key: dense for key, dense in self.dense.items() if key[0] != number}
+        self.apart = {numbers for numbers in self.apart if number not in numbers}
 
     def free_name(self, name: str) -> str:
         """``name``, or where it is taken the first of ``name_1``, ``name_2``, … that is free."""
