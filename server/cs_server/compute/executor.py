@@ -19,7 +19,7 @@ from typing import Protocol, TypeAlias, TypeVar
 import numpy as np
 
 from cs_proto.arithmetic import reduction
-from cs_proto.arithmetic.optimizers import Hyperparameters
+from cs_proto.arithmetic.optimizers import Hyperparameters, slot_shape
 from cs_proto.arrays import Array, array_of
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.messages import WriteOp
@@ -165,16 +165,21 @@ class Executor:
         if key not in self._tables:
             if len(self._tables) >= _PLANS:
                 self._tables.clear()
-            place = slice(rows.first, rows.first + math.prod(rows.shape))
-            parameters, *slots = (
-                self._memory.elements(name, rows.dtype)[place].reshape(rows.shape)
-                for name in (rows.parameters, *rows.slots)
-            )
-            self._tables[key] = Table(rule, parameters, tuple(slots))
+
+            def array(name: str, shape: tuple[int, ...]) -> np.ndarray:
+                elements = self._memory.elements(name, rows.dtype)
+                return elements[rows.first : rows.first + math.prod(shape)].reshape(shape)
+
+            slots = tuple(array(name, slot_shape(rule.name, rows.shape)) for name in rows.slots)
+            self._tables[key] = Table(rule, array(rows.parameters, rows.shape), slots)
         return self._tables[key]
 
     def _gradients(self, rows: Rows, weights: Sequence[float]) -> list[tuple[np.ndarray, np.ndarray]]:
-        gradients = [(self._memory.view(values), self._memory.view(indices)) for values, indices in rows.gradients]
+        every = np.arange(rows.shape[0])
+        gradients = [
+            (self._memory.view(values), every if indices is None else self._memory.view(indices))
+            for values, indices in rows.gradients
+        ]
         return weighted(gradients, weights) if weights else gradients
 
     def _dense(self, steps: Sequence[_Step], weights: tuple[float, ...]) -> None:

@@ -357,6 +357,10 @@ def sparse(rule: str, dtype: str, width: int, given: dict[str, float]) -> tuple[
     [
         ("adagrad", "float32", 5, {}),
         ("adagrad", "float64", 40, {}),  # a row is wider than a piece
+        ("rowwise_adagrad", "float32", 5, {}),
+        ("rowwise_adagrad", "float64", 40, {}),
+        ("rowwise_adagrad", "float16", 70, {}),
+        ("rowwise_adagrad", "float32", 4, {"clipnorm": 0.5}),
         ("adam", "float32", 5, {}),
         ("adam", "float32", 5, {"lazy": 1.0}),
         ("adam", "float16", 70, {}),

@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import chain
 
 from cs_proto import segment_names
-from cs_proto.arithmetic.optimizers import CLIPS, WITHOUT_DECAY
+from cs_proto.arithmetic.optimizers import CLIPS, ROWWISE, WITHOUT_DECAY
 from cs_proto.arithmetic.schedules import rate
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import InvalidArgumentError
@@ -29,7 +29,8 @@ def check_gradients(server: State, points: Sequence[ApplyPoint]) -> None:
     for point in points:
         if len(point.updates) > 1:
             _check_apart(server, point)
-        _check_sparse(server, point)
+        for update in point.updates:
+            _check_sparse(server, update)
         if point.buffers % 2:
             _check_second(server, point)
         for update in point.updates:
@@ -68,11 +69,10 @@ def _check_apart(server: State, point: ApplyPoint) -> None:
         server.index.apart.add(known)
 
 
-def _check_sparse(server: State, point: ApplyPoint) -> None:
-    for update in point.updates:
-        named = {gradient.variable for gradient in update.sparse}
-        known = update.variables or server.index.sparse_of[update.variable_set]
-        check_dense(server, [number for number in known if number not in named])
+def _check_sparse(server: State, update: OptimizerUpdate) -> None:
+    named = {gradient.variable for gradient in update.sparse}
+    sparse = update.variables or server.index.sparse_of[update.variable_set]
+    check_dense(server, [number for number in sparse if number not in named])
 
 
 def check_dense(server: State, numbers: Iterable[int]) -> None:
@@ -144,7 +144,8 @@ def _update(
     """The step of one optimizer on a variable set; ``given`` is what each replica brings for it."""
     optimizer = optimizers.get(server, server.tables.sets[number].optimizer)
     step = optimizer.iterations + steps_before.get(optimizer.number, 0)
-    sparse = tuple([gradient.variable for gradient in given[0].sparse])
+    brought = {gradient.variable: at for at, gradient in enumerate(given[0].sparse)}
+    sparse = server.tables.sets[number].variables if optimizer.rule in ROWWISE else tuple(brought)
     is_clipped = is_bounded or any(name in CLIPS for name, _ in optimizer.hyperparameters)
     key = (number, sparse, is_clipped, buffers, optimizer.exempt)
     dense = server.index.dense.get(key)
@@ -161,22 +162,30 @@ def _update(
             for dtype, rule, ranges in _ranges_of(server, number, optimizer, sparse, is_clipped)
         )
     rows = []
-    for position, member in enumerate(sparse):
-        variable = variables.row(server, member)
-        spec = variable.spec
-        gradients = tuple((each.sparse[position].values, each.sparse[position].indices) for each in given)
-        rows.append(
-            Rows(
-                dtype=spec.dtype,
-                first=slabs.elements(variable)[0],
-                shape=(spec.shape[0], math.prod(spec.shape[1:])),
-                parameters=variable.place.segment,
-                slots=optimizers.slot_segments(server, optimizer, slabs.slab_of(spec)),
-                gradients=gradients,
-                rule=_rule_of(optimizer, spec.name),
-            )
-        )
+    for member in sparse:
+        gradients: list[tuple[Array, Array | None]]
+        if member in brought:
+            found = [each.sparse[brought[member]] for each in given]
+            gradients = [(gradient.values, gradient.indices) for gradient in found]
+        else:
+            array = variables.row(server, member).array
+            gradients = [(gradient_place(server, r, each, array), None) for r, each in enumerate(buffers)]
+        rows.append(_rows(server, optimizer, member, tuple(gradients)))
     return Update(optimizer.rule, _at(step, optimizer), step + 1, dense, tuple(rows))
+
+
+def _rows(server: State, optimizer: Optimizer, number: int, gradients: tuple[tuple[Array, Array | None], ...]) -> Rows:
+    variable = variables.row(server, number)
+    spec, shape = variable.spec, variable.spec.shape or (1,)
+    return Rows(
+        dtype=spec.dtype,
+        first=slabs.elements(variable.array)[0],
+        shape=(shape[0], math.prod(shape[1:])),
+        parameters=variable.place.segment,
+        slots=optimizers.slot_segments(server, optimizer, slabs.slab_of(spec)),
+        gradients=gradients,
+        rule=_rule_of(optimizer, spec.name),
+    )
 
 
 def gradient_place(server: State, replica: int, buffers: int, variable: Array) -> Array:
@@ -207,7 +216,7 @@ def _ranges_of(
         if member not in sparse:
             variable = variables.row(server, member)
             kind = variable.spec.dtype, _rule_of(optimizer, variable.spec.name)
-            by_kind.setdefault(kind, []).append(slabs.elements(variable))
+            by_kind.setdefault(kind, []).append(slabs.elements(variable.array))
     found = {
         kind: tuple(r for r in sorted(ranges) if r[0] < r[1]) if by_variable else tuple(merged(ranges))
         for kind, ranges in sorted(by_kind.items())
