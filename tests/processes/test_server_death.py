@@ -56,8 +56,9 @@ class Model:
         rows = cs.IndexedSlices(random.standard_normal((5, 4)).astype(np.float32), random.integers(0, 9, 5))
         pairs = [[pair] for pair in zip(gradients, self.groups, strict=True)]
         groups = [*zip(self.of_groups, pairs, strict=True), (self.of_rows, [(rows, self.group_rows)])]
+        before = float(np.asarray(self.groups[0])[0])
         cs.optimizers.apply_gradients(groups, global_clipnorm=20.0, weight=(k + replica) % 3 / 2, clip_epsilon=1e-6)
-        return float(np.asarray(self.groups[0])[0])
+        return before
 
     def step(self, k: Any) -> float:
         context = cs.get_replica_context()
@@ -82,6 +83,10 @@ def trained(strategy: cs.CentralStorageStrategy) -> dict[str, bytes]:
     """The bits of variables, slots and answers after some steps and what the controller writes between them."""
     model, said = Model(strategy), []
     local = strategy.experimental_local_results
+    for k in range(STEPS // 2):
+        said += local(strategy.run(model.together, args=(k,)))
+    for result in strategy.run_steps(model.together, strategy.experimental_distribute_dataset(elements_of(STEPS))):
+        said += local(result)
     for k in range(STEPS):
         said += local(strategy.run(model.step, args=(k,)))
         if k % 5 == 2:
@@ -90,10 +95,6 @@ def trained(strategy: cs.CentralStorageStrategy) -> dict[str, bytes]:
     elements = strategy.experimental_distribute_dataset(elements_of(2 * STEPS)[STEPS:])
     for result in strategy.run_steps(model.step, elements):
         said += local(result)
-    for result in strategy.run_steps(model.together, strategy.experimental_distribute_dataset(elements_of(STEPS))):
-        said += local(result)
-    for k in range(STEPS):
-        said += local(strategy.run(model.together, args=(k,)))
     optimizers = (model.adam, model.adagrad, model.sgd, *model.of_groups, model.of_rows)
     said.append([int(optimizer.iterations) for optimizer in optimizers])
     with strategy.scope():

@@ -8,10 +8,10 @@ by their numbers in the server.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
@@ -152,6 +152,26 @@ class ReplicaBackend(_Catalogue, Protocol):
         variable.
 
         Raises MemoryPlanError if values that are held through an update need more memory than there is.
+        """
+
+    def restore(self, numbers: Iterable[int]) -> None:
+        """Show the server's values of these variables again, where this process has written to them in place. On a CPU
+        the arrays that :meth:`view` has returned show them; but not one that was returned before an update and is still
+        held after it, which keeps its bits. On a GPU the next :meth:`view` returns a new array. Small variables share
+        pages of memory, so what was written to a neighbour may be given back, too."""
+
+    def refuse_written(self, sites: Mapping[int, str]) -> NoReturn:
+        """Raise VariableWrittenError about a write in this run to these variables. ``sites`` has, by number, the line
+        that wrote, such as ``model.py:12``, or the empty string. Restores the variables. The run fails even if the
+        function handles the error."""
+
+    def protect(self, numbers: Iterable[int]) -> None:
+        """Make the memory in which a replica on a CPU reads these variables unwritable until this worker ends: a write
+        ends the worker by SIGSEGV, at the instruction that writes, and the error of the run names the variable. Pages
+        are protected whole, so this covers small variables that share pages with these. Calls for variables that are
+        protected already cost nothing.
+
+        Raises MemoryPlanError if the kernel has no memory for its records of that.
         """
 
     def hold(self, value: Any) -> None:

@@ -82,20 +82,7 @@ def apply_gradients(
         ...     print(w.numpy(), b.numpy(), fast.iterations, slow.iterations)
         [-0.5  1. ] -1.0 1 1
     """
-    combining = _combining(global_clipnorm, weight, clip_epsilon)
-    given = [_unzipped(group) for group in groups]
-    backend = None
-    for optimizer, _, _ in given:
-        backend = current_replica(optimizer.strategy)
-        if backend is None:
-            raise ContextError(_why_not_here(optimizer))
-    optimizers = [optimizer for optimizer, _, _ in given]
-    for optimizer in set(optimizers) if len(given) > 1 else ():
-        if optimizers.count(optimizer) > 1:
-            raise ValueError(f"apply_gradients: optimizer {optimizer.name} appears twice; join its pairs in one list")
-    given = [each for each in given if each.variables]
-    if backend is not None and given and not _applied_in_place(backend, given, combining):
-        _apply(backend, given, combining)
+    _bring([_unzipped(group) for group in groups], _combining(global_clipnorm, weight, clip_epsilon))
 
 
 def checked_variable(optimizer: Weights, variable: object) -> Variable:
@@ -105,6 +92,21 @@ def checked_variable(optimizer: Weights, variable: object) -> Variable:
             f"{optimizer.name} updates Variables, not {type(variable).__name__}: pass (gradient, Variable)"
         )
     return variable
+
+
+def _bring(given: Sequence[_Given], combining: Combining) -> None:
+    backend = None
+    optimizers = [optimizer for optimizer, _, _ in given]
+    for optimizer in optimizers:
+        backend = current_replica(optimizer.strategy)
+        if backend is None:
+            raise ContextError(_why_not_here(optimizer))
+    for optimizer in set(optimizers) if len(given) > 1 else ():
+        if optimizers.count(optimizer) > 1:
+            raise ValueError(f"apply_gradients: optimizer {optimizer.name} appears twice; join its pairs in one list")
+    given = [each for each in given if each.variables]
+    if backend is not None and given and not _applied_in_place(backend, given, combining):
+        _apply(backend, given, combining)
 
 
 def _combining(global_clipnorm: object, weight: object, clip_epsilon: object) -> Combining:

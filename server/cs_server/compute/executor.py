@@ -26,7 +26,7 @@ from cs_proto.messages import WriteOp
 from cs_proto.scatter import write
 from cs_runtime.failpoints import failpoint
 from cs_server.events import Apply, Commit, Compute, Dense, Fill, Rows, Update, Write
-from cs_server.rules import RULES, Rule, scaled
+from cs_server.rules import RULES, Rule, computed_in, scaled
 
 from .clipping import UNBOUNDED, Clipping, factors_together, square_of
 from .kernels import BoundRanges, apply_dense
@@ -175,9 +175,11 @@ class Executor:
         return self._tables[key]
 
     def _gradients(self, rows: Rows, weights: Sequence[float]) -> list[tuple[np.ndarray, np.ndarray]]:
-        every = np.arange(rows.shape[0])
+        every, wide = np.arange(rows.shape[0]), computed_in(rows.dtype)
         gradients = [
-            (self._memory.view(values), every if indices is None else self._memory.view(indices))
+            (self._memory.view(values).astype(wide, copy=False), every)  # dense ones are added up in that dtype
+            if indices is None
+            else (self._memory.view(values), self._memory.view(indices))
             for values, indices in rows.gradients
         ]
         return weighted(gradients, weights) if weights else gradients

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
 import optree
@@ -24,12 +24,13 @@ from central_storage.diagnostics.callers import call_site
 from central_storage.wire_values.value_codec import from_value, to_exception, to_value
 from cs_proto import messages
 from cs_proto.arrays import INLINE_NBYTES, Array
-from cs_proto.errors import ContextError, LocalProtocolError, MemoryPlanError, ResultError
+from cs_proto.errors import ContextError, LocalProtocolError, MemoryPlanError, ResultError, VariableWrittenError
 from cs_proto.failures import error_of
 from cs_proto.messages import AssignOp, Error, Note, ReduceOpName, Run, Value, VariableSpec, WriteNote, WriteOp
 from cs_proto.records import Record, replace
 from cs_proto.scatter import write
 from cs_runtime.failpoints import failpoint
+from cs_runtime.shared_memory.remote_segment import aligned_copy
 from cs_worker.devices.device import place
 from cs_worker.session.core import path_text
 
@@ -64,7 +65,7 @@ def _whole(method: Callable[Concatenate[Replica, P], T]) -> Callable[Concatenate
 
 
 class Replica:
-    """The :class:`central_storage.core.backends.ReplicaBackend` of one run."""
+    """The :class:`central_storage.core.backends.ReplicaBackend` of one run: a facade of all that the function asks."""
 
     def __init__(self, shop: WorkerContext, run: Run, outer: Replica | None) -> None:
         """``outer`` is the replica that waits in a merge_call for this nested run."""
@@ -130,6 +131,31 @@ class Replica:
     def hold(self, value: Any) -> None:
         """Hold a result of :meth:`view` until this run is over."""
         self._held[id(value)] = value
+
+    @_whole
+    def restore(self, numbers: Iterable[int]) -> None:
+        """Give back what this process has written in place to these variables."""
+        shop = self._shop
+        numbers = list(numbers)
+        shop.catalogue.restore(numbers)
+        shop.device.restore(numbers)
+        for number in self._overlaid.keys() & set(numbers):
+            own = self._overlaid.pop(number)
+            own[...] = self._overlaid_value(number, self._unseen_of(number))
+            self._overlaid[number] = own
+            if not shop.device.is_host:
+                self._shown.pop(number, None)
+
+    @_whole
+    def protect(self, numbers: Iterable[int]) -> None:
+        """Make the memory in which this process reads these variables unwritable."""
+        self._shop.catalogue.written.protect(numbers)
+
+    @_whole
+    def refuse_written(self, sites: Mapping[int, str]) -> NoReturn:
+        """Raise the error about a write to these variables, by number, with the lines that wrote."""
+        self.restore(sites)
+        raise self._shop.catalogue.written.fail(sites)
 
     @_whole
     def read_rows(self, number: int, rows: np.ndarray) -> np.ndarray:
@@ -438,13 +464,13 @@ class Replica:
         that fails, the run is over for this replica, and it does not wait for its answer."""
         try:
             self._shop.catalogue.preserve()
-        except MemoryPlanError as error:
+        except (MemoryPlanError, VariableWrittenError) as error:
             self._failed = raised_error(error, self.replica, self.count, self._shop.arena)
             raise
 
     def _overlaid_value(self, number: int, notes: Sequence[WriteNote]) -> np.ndarray:
         if number not in self._overlaid:
-            self._overlaid[number] = own = np.array(self._shop.catalogue.view(number))
+            self._overlaid[number] = own = aligned_copy(self._shop.catalogue.view(number))
             for note in notes:
                 self._overlay(own, note)
         shown = self._overlaid[number].view()
