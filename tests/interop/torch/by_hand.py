@@ -8,21 +8,16 @@ from typing import Any
 import torch
 
 import central_storage as cs
-from central_storage.torch.parameters import CentralParameter, empty_like
+import central_storage.torch as cst
 
 __all__ = ["central", "stepper", "values"]
 
 
 def central(strategy: cs.CentralStorageStrategy, module: torch.nn.Module) -> torch.nn.Module:
-    """The module, whose parameters become variables."""
-    tables = {each.weight for each in module.modules() if isinstance(each, torch.nn.Embedding) and each.sparse}
+    """The module, whose parameters are variables."""
     with strategy.scope():
-        for name, p in module.named_parameters():
-            is_dense = p.requires_grad and p not in tables
-            variable = cs.Variable(p.detach().numpy(), name=name, trainable=is_dense)
-            p.__class__ = CentralParameter
-            p.variable, p.data = variable, empty_like(p.shape, p.dtype)
-    return module
+        centralized: torch.nn.Module = cst.centralize(module)
+    return centralized
 
 
 def values(module: torch.nn.Module) -> dict[str, torch.Tensor]:

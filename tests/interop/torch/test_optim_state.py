@@ -158,8 +158,7 @@ def test_sgd_without_a_buffer_yet(alone: cs.CentralStorageStrategy) -> None:
 
 def test_the_state_of_sixteen_bit_parameters_stays_exact(alone: cs.CentralStorageStrategy) -> None:
     """The server has float32 for them; torch's optimizer would round its state to the parameter's dtype."""
-    net = central(alone, torch.nn.Linear(3, 2))
-    net.weight.data = net.weight.data.to(torch.bfloat16)
+    net = central(alone, torch.nn.Linear(3, 2).to(torch.bfloat16))
     optimizer = cst.optim.Adam([net.weight])
     entry = {"step": torch.tensor(3.0), "exp_avg": torch.full((2, 3), 0.1), "exp_avg_sq": torch.full((2, 3), 1e-9)}
     optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: entry}})
