@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import weakref
@@ -107,6 +108,8 @@ class CentralOptimizer(torch.optim.Optimizer):
         #: For each group, the numbers with which it was made, and those that the server is known to have.
         self._made: list[Numbers] = []
         self._pushed: list[Numbers] = []
+        #: What was in the groups at the last push.
+        self._seen: list[list[Any]] = []
         self._version = 0
         #: The replica's run in which the numbers of the groups were read.
         self._read_in: Callable[[], object] = _nothing
@@ -139,7 +142,7 @@ class CentralOptimizer(torch.optim.Optimizer):
         if backend is not None and self._read_in() is not backend:
             for group, central in zip(groups, self.central, strict=True):
                 held = dict(backend.optimizer(handle_id(central)[1]).hyperparameters)
-                group.update(_of_server(group, held, self._keys()))
+                group.update(_of_server(group, held, self._keys))
             self._read_in = weakref.ref(backend)
         return groups
 
@@ -240,19 +243,19 @@ class CentralOptimizer(torch.optim.Optimizer):
                 f"{type(self).__name__} has {len(groups)} groups in param_groups, but {len(self.central)} were added; "
                 "add a group with add_param_group, and make a new optimizer to leave one out"
             )
+        values = self.values()
+        if values == self._seen:
+            return
         changes = [self._changes(index, numbers) for index, numbers in enumerate(self.numbers())]
         for central, pushed, changed in zip(self.central, self._pushed, changes, strict=True):
             if changed:
                 central.assign(changed)
                 pushed.update(changed)
-
-    def numbers(self) -> list[Numbers]:
-        """The numbers of each group by the server's names."""
-        return [self._numbers(index, group) for index, group in enumerate(self.__dict__["param_groups"])]
+        self._seen = values
 
     def forget_pushed(self) -> None:
         """The server's numbers are no longer those of the last :meth:`push`: the next one sends them all."""
-        self._pushed = [{} for _ in self.central]
+        self._pushed, self._seen = [{} for _ in self.central], []
 
     def _changes(self, index: int, numbers: Numbers) -> Numbers:
         """The numbers of a group that the server is not known to have. Raises InvalidArgumentError if it cannot take
@@ -276,13 +279,22 @@ class CentralOptimizer(torch.optim.Optimizer):
                 f"cannot become {numbers[name]:g}; make another optimizer"
             )
 
-    def _keys(self) -> list[str]:
-        """The keys of a group whose values the server has."""
-        return [key for key in self.defaults if key in _NAMES and key not in self.implied]
+    @functools.cached_property
+    def _keys(self) -> dict[str, tuple[str, ...]]:
+        """The keys of a group whose values the server has, with its names of the numbers in them."""
+        return {key: _NAMES[key] for key in self.defaults if key in _NAMES and key not in self.implied}
+
+    def values(self) -> list[list[Any]]:
+        """What each group has under the keys that :meth:`numbers` reads."""
+        keys = (*self._keys, *self.implied, *_REFUSED)
+        return [[group.get(key) for key in keys] for group in self.__dict__["param_groups"]]
+
+    def numbers(self) -> list[Numbers]:
+        """The numbers of each group by the server's names. Raises InvalidArgumentError for what is no number, and for
+        what the server cannot do."""
+        return [self._numbers(index, group) for index, group in enumerate(self.__dict__["param_groups"])]
 
     def _numbers(self, index: int, group: Group) -> Numbers:
-        """The numbers of a group by the server's names. Raises InvalidArgumentError for what is no number, and for what
-        the server cannot do."""
         for key, why in _REFUSED.items():
             if group.get(key):
                 raise InvalidArgumentError(f"{self._name(index)}: {key}=True is not supported, because {why}")
@@ -290,30 +302,32 @@ class CentralOptimizer(torch.optim.Optimizer):
             if group.get(key) != self.defaults[key]:
                 raise InvalidArgumentError(f"{self._name(index)}: {key} is {self.defaults[key]} in this class")
         numbers: Numbers = {}
-        for key in self._keys():
+        for key, names in self._keys.items():
             if key not in group:
                 raise InvalidArgumentError(f"{self._name(index)} has no {key!r}, which the rule needs")
             # torch begins every group with the first sum of the constructor.
             value = self.defaults[key] if key == "initial_accumulator_value" else group[key]
-            for name, part in zip(_NAMES[key], self._parts(index, key, value), strict=True):
-                try:
-                    numbers[name] = as_number(self.kind, name, part)
-                except InvalidArgumentError as error:
-                    raise InvalidArgumentError(f"{self._name(index)}: {error}") from error
+            if type(value) is float:
+                numbers[names[0]] = value
+            else:
+                numbers.update(zip(names, self._parts(index, key, value), strict=True))
         return numbers
 
-    def _parts(self, index: int, key: str, value: Any) -> tuple[Any, ...]:
+    def _parts(self, index: int, key: str, value: Any) -> list[float]:
         """The numbers in the value of a group's key."""
-        count = len(_NAMES[key])
-        if count > 1 and not (isinstance(value, tuple | list) and len(value) == count):
-            raise InvalidArgumentError(f"{self._name(index)}: {key} must be {count} numbers, not {value!r:.100}")
-        parts = tuple(value) if count > 1 else (value,)
+        names = self._keys[key]
+        if len(names) > 1 and not (isinstance(value, tuple | list) and len(value) == len(names)):
+            raise InvalidArgumentError(f"{self._name(index)}: {key} must be {len(names)} numbers, not {value!r:.100}")
+        parts = value if len(names) > 1 else (value,)
         if any(isinstance(part, torch.Tensor) for part in parts):
             raise InvalidArgumentError(
                 f"{self._name(index)}: {key} is a tensor, and the server would not see it change; pass a number, as in "
                 f"float({key})"
             )
-        return parts
+        try:
+            return [as_number(self.kind, name, part) for name, part in zip(names, parts, strict=True)]
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"{self._name(index)}: {error}") from error
 
     def _name(self, index: int) -> str:
         return f"{type(self).__name__} group {index}"

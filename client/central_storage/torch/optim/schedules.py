@@ -60,10 +60,9 @@ class Rates(dict[Optimizer, Iterator[Numbers]]):
         self._twin_optimizers = [twins.of(optimizer) for optimizer in optimizers]
         for optimizer in optimizers:
             optimizer.push()
-        #: The numbers of the steps whose results were not taken; those of one step are for all of them without a
-        #: scheduler.
-        self._expected: deque[list[Numbers]] = deque()
-        self._first = _numbers(optimizers)
+        #: What was in the groups for each of the steps that were sent and not taken. Without a scheduler it stays.
+        self._expected: deque[list[Any]] = deque()
+        self._first = _values(optimizers)
         self._taken = 0
         if self._schedulers:
             centrals = [central for optimizer in optimizers for central in optimizer.central]
@@ -77,9 +76,8 @@ class Rates(dict[Optimizer, Iterator[Numbers]]):
         for optimizer in self._optimizers:
             optimizer.forget_pushed()  # from now on the server's numbers follow the steps
         while True:
-            row = _numbers(self._twin_optimizers)
-            self._expected.append(row)
-            yield row
+            self._expected.append(_values(self._twin_optimizers))
+            yield _numbers(self._twin_optimizers)
             for twin in self._twins:
                 twin.step()
 
@@ -89,7 +87,7 @@ class Rates(dict[Optimizer, Iterator[Numbers]]):
         Raises:
             ContextError: The loop has changed a group or stepped a scheduler (a RuntimeError).
         """
-        if _numbers(self._optimizers) != (self._expected.popleft() if self._expected else self._first):
+        if _values(self._optimizers) != (self._expected.popleft() if self._expected else self._first):
             raise ContextError(
                 f"step {self._taken + 1} of the loop was sent ahead with other numbers than its optimizer has now; "
                 "change groups and step schedulers in a plain loop, or pass a scheduler that depends on the number of "
@@ -112,6 +110,10 @@ class Rates(dict[Optimizer, Iterator[Numbers]]):
         self._taken += 1
         for stepped in (*self._optimizers, *self._schedulers):
             stepped.step()
+
+
+def _values(optimizers: Iterable[CentralOptimizer]) -> list[Any]:
+    return [optimizer.values() for optimizer in optimizers]
 
 
 def _numbers(optimizers: Iterable[CentralOptimizer]) -> list[Numbers]:
