@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.harness.services import connected
-from tests.interop.torch.by_hand import central
+from tests.interop.torch.chosen_gradients import central
 
 import central_storage as cs
 import central_storage.torch as cst

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.harness.services import connected
-from tests.interop.torch.by_hand import central
+from tests.interop.torch.chosen_gradients import central
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import SWALR

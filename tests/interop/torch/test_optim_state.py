@@ -12,8 +12,8 @@ import pytest
 import torch
 from tests.harness.services import connected
 from tests.harness.timing import unit
-from tests.interop.torch.by_hand import central, stepper, values
 from tests.interop.torch.cases import CASES, Case, Net, gradients, groups_of, linear, train_torch
+from tests.interop.torch.chosen_gradients import central, stepper, values
 
 import central_storage as cs
 import central_storage.torch as cst

@@ -10,8 +10,8 @@ import pytest
 import torch
 from tests.harness.services import connected
 from tests.harness.timing import unit
-from tests.interop.torch.by_hand import central, stepper, values
 from tests.interop.torch.cases import CASES, Case, Net, gradients, groups_of, linear, train_torch
+from tests.interop.torch.chosen_gradients import central, stepper, values
 from torch.optim import lr_scheduler
 
 import central_storage as cs
@@ -164,3 +164,14 @@ def test_rowwise_adagrad_has_one_number_for_each_row(alone: cs.CentralStorageStr
     (entry,) = optimizer.state_dict()["state"].values()
     assert entry["sum"].shape == (8,)
     np.testing.assert_allclose(entry["sum"].numpy(), total, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_lazy_leaves_the_rows_alone_that_a_step_does_not_name(alone: cs.CentralStorageStrategy, lazy: bool) -> None:
+    table = central(alone, torch.nn.Embedding(8, 3, sparse=True))
+    step = stepper(table, [cst.optim.AdamW(table.parameters(), lr=0.1, lazy=lazy)], rows_loss)
+    step(np.array([1, 2]), np.ones((2, 3), np.float32))
+    before = values(table)["weight"]
+    step(np.array([2, 5]), np.ones((2, 3), np.float32))
+    moved = (values(table)["weight"] != before).any(dim=1).nonzero().flatten().tolist()
+    assert moved == ([2, 5] if lazy else [0, 1, 2, 3, 4, 5, 6, 7])

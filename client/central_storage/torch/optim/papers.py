@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .base import CentralOptimizer
+from .state import Group
 
 __all__ = ["LAMB", "Lion", "RowwiseAdagrad"]
 
@@ -100,7 +101,7 @@ class LAMB(CentralOptimizer):
 class RowwiseAdagrad(CentralOptimizer):
     """Adagrad with one number for each row of a table: ``sum += mean(g²); p -= lr · g / (sqrt(sum) + eps)``.
 
-    Its state of a table with rows of 128 numbers takes a 128th of Adagrad's. State: step, sum, of shape [height].
+    Its state of a table with rows of 128 numbers takes a 128th of Adagrad's. State: sum, of shape [height].
     Source: Mudigere et al., 2022, "Software-hardware co-design for fast and scalable training of deep learning
     recommendation models", section 4.
 
@@ -129,6 +130,7 @@ class RowwiseAdagrad(CentralOptimizer):
     """
 
     kind = "rowwise_adagrad"
+    begins_with_state = True
 
     def __init__(
         self,
@@ -140,3 +142,7 @@ class RowwiseAdagrad(CentralOptimizer):
     ) -> None:
         numbers = {"lr": lr, "initial_accumulator_value": initial_accumulator_value, "eps": eps}
         super().__init__(params, numbers, **central)
+
+    def counts(self, group: Group, steps: int) -> dict[str, Any]:
+        """None: the rule does not depend on the number of updates."""
+        return {}

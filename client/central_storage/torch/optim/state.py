@@ -33,7 +33,7 @@ class Write(NamedTuple):
 
 def pull(optimizer: Any) -> dict[Any, dict[str, Any]]:
     """By parameter, what the server has for it, under torch's names. As in torch, a parameter that was never updated
-    has no entry, except with Adagrad."""
+    has no entry, except with Adagrad and its kin."""
     found: dict[Any, dict[str, Any]] = {}
     for (central, params), group in zip(optimizer.groups_for_update(), optimizer.param_groups, strict=True):
         steps = central.steps_of([p.variable for p in params])
@@ -94,7 +94,8 @@ def write(writes: list[Write]) -> None:
         for slot, value in each.slots.items():
             each.optimizer.get_slot(each.variable, slot).assign(value)
     for central, counts in steps.items():
-        central.set_steps(counts)
+        if central.counts_by_variable:
+            central.set_steps(counts)
 
 
 def _parameters(optimizer: Any) -> Iterator[tuple[Optimizer, Any, Group]]:
@@ -120,7 +121,7 @@ def _loaded(optimizer: Any, central: Optimizer, p: Any, group: Group, entry: dic
         raise InvalidArgumentError(
             f"{what} has {', '.join(needed) or 'no entry'}, but that of the state dict has {', '.join(entry)}"
         )
-    # SGD's state has no count. All that its rule asks is whether there was an update.
+    # A state without a count is that of a rule which at most asks whether there was an update.
     steps = float(entry.get("step", 1))
     if not (steps >= 0 and steps.is_integer()):
         raise InvalidArgumentError(f"{what}: step must be a whole number of at least 0, not {entry['step']!r}")
