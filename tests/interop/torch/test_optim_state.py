@@ -102,7 +102,7 @@ def test_half_in_torch_and_half_here_is_all_in_torch(alone: cs.CentralStorageStr
     whole, _ = of_torch(case, 2 * STEPS)
     theirs, reference = of_torch(case, STEPS)
     net, optimizer, step = made(case, alone, theirs.state_dict())
-    step(*gradients(99))  # what it has is replaced
+    step(*gradients(100))  # what it has is replaced
     for name, p in net.named_parameters():
         p.variable.assign(dict(theirs.named_parameters())[name].detach().numpy())
     optimizer.load_state_dict(reference.state_dict())
@@ -145,7 +145,7 @@ def test_a_parameter_without_an_entry_begins_anew(alone: cs.CentralStorageStrate
 def test_sgd_without_a_buffer_yet(alone: cs.CentralStorageStrategy) -> None:
     """Older torch keeps None before the first update of a parameter."""
     _, optimizer, step = made(Case("SGD", {"lr": 0.1, "momentum": 0.9}), alone)
-    step(*gradients(1))  # `sometimes` has no gradient
+    step(*gradients(0))  # `sometimes` has no gradient
     saved = optimizer.state_dict()
     assert {key: list(entry) for key, entry in saved["state"].items()} == {
         0: ["momentum_buffer"],
