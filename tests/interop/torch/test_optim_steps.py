@@ -238,6 +238,34 @@ def test_a_replica_reads_the_numbers_of_its_step(two: cs.CentralStorageStrategy)
         schedule.step()
 
 
+@pytest.mark.parametrize("what", ["a number", "a scheduler"])
+def test_a_change_of_numbers_in_a_replica_is_found(two: cs.CentralStorageStrategy, what: str) -> None:
+    """It would have no effect: a loop's body may hold a line that sets the rate, or steps a scheduler."""
+    model, _ = centralized(two, net())
+    optimizer = cst.optim.SGD(model.parameters(), lr=0.5)
+    schedule = lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+    @cst.function(model, optimizer)
+    def train(x: torch.Tensor, y: torch.Tensor, spoil: bool) -> None:
+        if what == "a number" and spoil:
+            optimizer.param_groups[0]["lr"] = 0.25
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if what == "a scheduler" and spoil:
+            optimizer._opt_called = True
+            schedule._step_count = 2
+            schedule.step()
+
+    if what == "a scheduler":
+        train(batch_of(0, 6), spoil=True)  # its change would hold for the next step
+    before = model.state_dict()
+    with pytest.raises(ContextError, match=r"SGD group 0: lr became 0\.25 in a replica, where that has no effect"):
+        train(batch_of(1, 6), spoil=True)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    train(batch_of(1, 6), spoil=False)
+
+
 def test_a_grad_scaler_in_a_replica_is_an_error_that_changes_nothing(two: cs.CentralStorageStrategy) -> None:
     model, alone = centralized(two, net())
     optimizer = cst.optim.SGD(model.parameters(), lr=0.5)

@@ -113,6 +113,8 @@ class CentralOptimizer(torch.optim.Optimizer):
         self._version = 0
         #: The replica's run in which the numbers of the groups were read.
         self._read_in: Callable[[], object] = _nothing
+        #: In a replica, what the groups have from the script.
+        self._received: list[list[Any]] | None = None
         self._lazy = bool(lazy)
         self.max_norm = max_norm
         self._max_value = _bound("max_value", max_value)
@@ -140,10 +142,11 @@ class CentralOptimizer(torch.optim.Optimizer):
             return groups
         backend = current_replica(self.central[0].strategy)
         if backend is not None and self._read_in() is not backend:
+            self._check_received()
             for group, central in zip(groups, self.central, strict=True):
                 held = dict(backend.optimizer(handle_id(central)[1]).hyperparameters)
                 group.update(_of_server(group, held, self._keys))
-            self._read_in = weakref.ref(backend)
+            self._read_in, self._received = weakref.ref(backend), self.values()
         return groups
 
     @param_groups.setter
@@ -191,9 +194,28 @@ class CentralOptimizer(torch.optim.Optimizer):
         self._version += 1
 
     def groups_for_update(self) -> list[tuple[Optimizer, list[Any]]]:
-        """The server's optimizer and the parameters of each group, also those without a gradient."""
+        """The server's optimizer and the parameters of each group, also those without a gradient.
+
+        Raises:
+            ContextError: A replica has changed the numbers of a group (a RuntimeError).
+        """
+        self._check_received()
         groups = self.__dict__["param_groups"]
         return [(central, group["params"]) for central, group in zip(self.central, groups, strict=True)]
+
+    def _check_received(self) -> None:
+        """In a replica, nobody but the script changes numbers. A change is undone, so that it is reported once."""
+        if self._received is None or self.values() == self._received:
+            return
+        for index, (group, received) in enumerate(zip(self.__dict__["param_groups"], self._received, strict=True)):
+            changed = [key for key, value in zip(self._watched, received, strict=True) if group.get(key) != value]
+            if changed:
+                given = group[changed[0]]
+                group.update(zip(self._watched, received, strict=True))
+                raise ContextError(
+                    f"{self._name(index)}: {changed[0]} became {given!r} in a replica, where that has no effect; "
+                    "change numbers and step schedulers in the script, between the calls of the decorated function"
+                )
 
     @property
     def version(self) -> int:
@@ -284,10 +306,13 @@ class CentralOptimizer(torch.optim.Optimizer):
         """The keys of a group whose values the server has, with its names of the numbers in them."""
         return {key: _NAMES[key] for key in self.defaults if key in _NAMES and key not in self.implied}
 
+    @functools.cached_property
+    def _watched(self) -> tuple[str, ...]:
+        return (*self._keys, *self.implied, *_REFUSED)
+
     def values(self) -> list[list[Any]]:
         """What each group has under the keys that :meth:`numbers` reads."""
-        keys = (*self._keys, *self.implied, *_REFUSED)
-        return [[group.get(key) for key in keys] for group in self.__dict__["param_groups"]]
+        return [[group.get(key) for key in self._watched] for group in self.__dict__["param_groups"]]
 
     def numbers(self) -> list[Numbers]:
         """The numbers of each group by the server's names. Raises InvalidArgumentError for what is no number, and for
@@ -467,6 +492,7 @@ class CentralOptimizer(torch.optim.Optimizer):
         self._waiting, self._read_in = [], _nothing
         super().__setstate__(state)
         self._waiting = None
+        self._received = self.values() if "central" in state else None  # without it, a state dict is loaded
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError(
