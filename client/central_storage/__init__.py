@@ -76,6 +76,12 @@ if TYPE_CHECKING:
     from .variables.gradient_buffers import gradient_buffers as gradient_buffers
     from .variables.variable import Variable as Variable
 
+# Packages for a framework, which are imported only when they are asked for, and so is the framework. They are not among
+# the names of `__all__`: whoever imports these need not have the framework.
+if TYPE_CHECKING:
+    from . import torch as torch
+
+_FRAMEWORKS = {"torch"}
 
 if _sys.platform != "linux":
     raise ImportError(
@@ -103,6 +109,8 @@ def _imports() -> dict[str, tuple[str, bool]]:
 def __getattr__(name: str) -> _Any:
     if name == "__all__":
         return sorted(_imports())
+    if name in _FRAMEWORKS:
+        return _import_module(f".{name}", __name__)
     if name.startswith("_") or name not in _imports():
         from .diagnostics.tensorflow_names import refuse  # late, as everything here
 
