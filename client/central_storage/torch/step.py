@@ -141,7 +141,7 @@ def evaluate(module: torch.nn.Module) -> Callable[[Callable[..., Any]], Decorate
         >>> import central_storage as cs, central_storage.torch as cst
         >>> with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as strategy:
         ...     with strategy.scope():
-        ...         model = cst.centralize(torch.nn.Dropout(0.5) if False else torch.nn.Linear(2, 1))
+        ...         model = cst.centralize(torch.nn.Linear(2, 1))
         ...     @cst.evaluate(model)
         ...     def predict(x):
         ...         return model(x)
@@ -256,6 +256,11 @@ class Decorated:
 
 class Step(Decorated):
     """What :func:`step` makes of a function."""
+
+    def __call__(self, *batch: Any, **kwargs: Any) -> float:
+        """Train on a global batch, given whole or as its parts. The result is its mean loss."""
+        loss: float = super().__call__(*batch, **kwargs)
+        return loss
 
     def ahead(
         self,

@@ -206,7 +206,7 @@ def test_different_texts_are_no_result(two: cs.CentralStorageStrategy) -> None:
 
 def test_clipping_is_for_a_function(two: cs.CentralStorageStrategy) -> None:
     model, _ = centralized(two, nn.Linear(8, 3))
-    with pytest.raises(cs.errors.ContextError, match="must be called in a function that cst.function has decorated"):
+    with pytest.raises(cs.errors.ContextError, match=r"must be called in a function that cst.function has decorated"):
         cst.clip_grad_norm_(model.parameters(), 1.0)
     with pytest.raises(cs.errors.InvalidArgumentError, match="max_norm must be a number of at least 0"):
         cst.clip_grad_norm_(model.parameters(), float("nan"))
