@@ -132,18 +132,22 @@ def test_several_passes_before_a_step_and_none(two: cs.CentralStorageStrategy) -
     ours, theirs = cst.optim.SGD(model.parameters(), lr=0.5), torch.optim.SGD(alone.parameters(), lr=0.5)
 
     def body_of(module: Any, optimizer: Any) -> Any:
-        def body(x: torch.Tensor, y: torch.Tensor, steps: bool = True) -> None:
+        def body(x: torch.Tensor, y: torch.Tensor, steps: bool = True, drops: bool = False) -> None:
             module.zero_grad()
             (0.5 * F.cross_entropy(module(x), y)).backward()
             (0.5 * F.cross_entropy(module(x * 2), y)).backward()
             if steps:
                 optimizer.step()
+            elif drops:
+                optimizer.zero_grad()
 
         return body
 
     train, expected = cst.function(model, ours)(body_of(model, ours)), body_of(alone, theirs)
     for batch in BATCHES:
-        train(batch, steps=False)
+        train(batch, steps=False, drops=True)
+        with pytest.raises(cs.errors.ContextError, match=r"gradients do not outlive a call.*optimizer.zero_grad\(\)"):
+            train(batch, steps=False)
         train(batch)
         expected(*batch)
     assert difference(model, alone) < 1e-6
