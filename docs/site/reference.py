@@ -30,7 +30,6 @@ MADE = {
     "data.DatasetIterator",
     "optimizers.Optimizer",
     "torch.CentralParameter",
-    "torch.optim.CentralOptimizer",
 }
 #: Modules whose names are those of ``cs`` itself: their pages show none.
 ALIASES = {"compat", "distribute"}

@@ -191,8 +191,8 @@ class _InReplica:
         if not self._has_stepped and self.optimizers and any(p.grad is not None for p in self.parameters):
             raise ContextError(
                 "the function has computed gradients, and none of its optimizers has stepped: gradients do not outlive "
-                "a call. Compute all parts of a batch in one call, as with accumulate of cst.step; or drop the gradients "
-                "with optimizer.zero_grad()"
+                "a call. Compute all parts of a batch in one call, as with accumulate of cst.step; or drop the "
+                "gradients with optimizer.zero_grad()"
             )
 
     def leave(self) -> None:

@@ -87,8 +87,8 @@ def function(module: torch.nn.Module, *optimizers: Any) -> Callable[[Callable[..
     ``optimizer.step()`` weights the gradients by the rows of the shares, so the mean over the global batch is trained.
     Bound the norm of all gradients by :func:`clip_grad_norm_`, or by ``max_norm`` of the optimizer: torch's function
     would see those of one share. Every call begins without gradients; if it ends with some and no optimizer has
-    stepped, that is an error, because they would be lost. After ``optimizer.step()`` a parameter has its new value as soon as a module is called again; until
-    then it has none, and ``parameter.variable.numpy()`` returns it.
+    stepped, that is an error, because they would be lost. After ``optimizer.step()`` a parameter has its new value as
+    soon as a module is called again; until then it has none, and ``parameter.variable.numpy()`` returns it.
 
     Args:
         module: The centralized module; several as ``torch.nn.ModuleList([a, b])``.
