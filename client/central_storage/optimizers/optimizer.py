@@ -269,10 +269,9 @@ class Optimizer(Weights):
         if slot_name not in SLOTS[self._rule]:
             has = ", ".join(SLOTS[self._rule]) or "none"
             raise InvalidArgumentError(f"{self.name} has no slot {slot_name!r}; its slots: {has}")
-        return Slot(self, var, slot_name, self.slot_shape(var))
+        return Slot(self, var, slot_name, self._slot_shape(var))
 
-    def slot_shape(self, variable: Variable) -> tuple[int, ...]:
-        """The shape of the slots beside a variable."""
+    def _slot_shape(self, variable: Variable) -> tuple[int, ...]:
         return slot_shape(self._rule, variable.shape)
 
     def slot_value(self, variable: Variable, slot: str) -> np.ndarray:
