@@ -183,8 +183,13 @@ def test_torchs_schedulers_are_at_hand() -> None:
 
 
 def test_a_parameter_that_was_not_centralized_is_refused(module: torch.nn.Module) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"parameter 2 .* shape \(4,\), .*call cst.centralize"):
+    with pytest.raises(InvalidArgumentError, match=r"SGD group 0: parameter 2, of shape \(4,\), .*call cst.centralize"):
         cst.optim.SGD([*module.parameters(), torch.nn.Parameter(torch.zeros(4))])
+
+
+def test_a_first_group_without_parameters_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="SGD group 0 has no parameters"):
+        cst.optim.SGD([{"params": []}])
 
 
 def test_parameters_of_two_strategies_are_refused(module: torch.nn.Module) -> None:

@@ -178,7 +178,10 @@ class CentralOptimizer(torch.optim.Optimizer):
             raise
 
     def _add_central(self, index: int, group: Group) -> None:
-        strategy = _strategy_of([*chain.from_iterable(each["params"] for each in self.__dict__["param_groups"])])
+        first = next(chain.from_iterable(each["params"] for each in self.__dict__["param_groups"]), None)
+        if first is None:
+            raise InvalidArgumentError(f"{self._name(index)} has no parameters, and no group before it has any")
+        strategy = _strategy_of(group["params"], self._name(index), first)
         numbers = self._numbers(index, group)
         once = {"lazy": 1.0} if self._lazy else {}
         if self._max_value is not None:
@@ -210,7 +213,7 @@ class CentralOptimizer(torch.optim.Optimizer):
         for index, (group, received) in enumerate(zip(self.__dict__["param_groups"], self._received, strict=True)):
             changed = [key for key, value in zip(self._watched, received, strict=True) if group.get(key) != value]
             if changed:
-                given = group[changed[0]]
+                given = group.get(changed[0])
                 group.update(zip(self._watched, received, strict=True))
                 raise ContextError(
                     f"{self._name(index)}: {changed[0]} became {given!r} in a replica, where that has no effect; "
@@ -520,25 +523,22 @@ def _of_server(group: Group, held: Mapping[str, float], keys: Iterable[str]) -> 
     return found
 
 
-def _strategy_of(params: list[Any]) -> Any:
-    """The strategy of these parameters. Raises InvalidArgumentError for one that was not centralized, and for another
-    strategy's."""
-    first = None
+def _strategy_of(params: list[Any], group: str, first: Any) -> Any:
+    """The strategy of the parameters of a group, which is that of the optimizer's ``first`` parameter. Raises
+    InvalidArgumentError for one that was not centralized, and for another strategy's."""
     for number, p in enumerate(params):
         variable = getattr(p, "variable", None)
         if variable is None or variable.strategy is None:
             raise InvalidArgumentError(
-                f"parameter {number} of the optimizer, of shape {tuple(p.shape)}, lies in this process and not in the "
-                "server; call cst.centralize(module) first, and make the optimizer of the module's parameters"
+                f"{group}: parameter {number}, of shape {tuple(p.shape)}, lies in this process and not in the server; "
+                "call cst.centralize(module) first, and make the optimizer of the module's parameters"
             )
-        first = variable if first is None else first
-        if variable.strategy is not first.strategy:
+        if variable.strategy is not first.variable.strategy:
             raise InvalidArgumentError(
-                f"{variable.name} and {first.name} belong to different strategies; make an optimizer for each"
+                f"{group}: {variable.name} and {first.variable.name} belong to different strategies; make an optimizer "
+                "for each"
             )
-    if first is None:
-        raise InvalidArgumentError("an optimizer needs at least one parameter, and a group of none was added first")
-    return first.strategy
+    return first.variable.strategy
 
 
 def _bound(name: str, value: float | None) -> float | None:
