@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import operator
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -105,6 +106,9 @@ class CentralOptimizer(torch.optim.Optimizer):
     ) -> None:
         #: The server's optimizer of each group.
         self.central: list[Optimizer] = []
+        #: For each group, its parameters, as replicas know them, and the first parameter of all groups.
+        self._known: list[list[Any]] = []
+        self._first: Any = None
         #: For each group, the numbers with which it was made, and those that the server is known to have.
         self._made: list[Numbers] = []
         self._pushed: list[Numbers] = []
@@ -181,7 +185,7 @@ class CentralOptimizer(torch.optim.Optimizer):
         first = next(chain.from_iterable(each["params"] for each in self.__dict__["param_groups"]), None)
         if first is None:
             raise InvalidArgumentError(f"{self._name(index)} has no parameters, and no group before it has any")
-        strategy = _strategy_of(group["params"], self._name(index), first)
+        strategy, self._first = _strategy_of(group["params"], self._name(index), first), first
         numbers = self._numbers(index, group)
         once = {"lazy": 1.0} if self._lazy else {}
         if self._max_value is not None:
@@ -192,6 +196,7 @@ class CentralOptimizer(torch.optim.Optimizer):
             raise InvalidArgumentError(f"{self._name(index)}: {error}") from error
         central.adopt(strategy)
         self.central.append(central)
+        self._known.append(list(group["params"]))
         self._made.append(numbers)
         self._pushed.append(dict(numbers))
         self._version += 1
@@ -224,6 +229,11 @@ class CentralOptimizer(torch.optim.Optimizer):
     def version(self) -> int:
         """A number that changes with whatever replicas keep a copy of: the groups' parameters and the arguments of
         this class. The numbers of the groups are in the server."""
+        for index, (group, known) in enumerate(zip(self.__dict__["param_groups"], self._known, strict=False)):
+            if len(group["params"]) != len(known) or not all(map(operator.is_, group["params"], known)):
+                _strategy_of(group["params"], self._name(index), self._first)
+                self._known[index] = list(group["params"])
+                self._version += 1
         return self._version
 
     @property

@@ -88,7 +88,7 @@ def check(optimizer: Any, given: Mapping[str, Any]) -> list[Write]:
 
 def write(writes: list[Write]) -> None:
     """Give the server what :func:`check` has found."""
-    steps: defaultdict[Optimizer, dict[Any, int]] = defaultdict(dict)
+    steps: defaultdict[Any, dict[Any, int]] = defaultdict(dict)
     for each in writes:
         steps[each.optimizer][each.variable] = each.steps
         for slot, value in each.slots.items():
