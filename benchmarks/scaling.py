@@ -2,10 +2,12 @@
 
     python benchmarks/scaling.py
 
-Prints three tables and draws scaling.svg. A step is one of ``run_steps``: every replica brings a gradient of the full
-size, born in place, Adam is applied to their sum, all may go on. Beside it stands the limit: the compiled rule over the
-same memory in one process, on as many threads as the service gives it, with nobody to wait for. Medians of interleaved
-trials.
+Prints four tables and draws scaling.svg of the first three. A step is one of ``run_steps``: every replica brings a
+gradient of the full size, born in place, Adam is applied to their sum, all may go on. Beside it stands the limit: the
+compiled rule over the same memory in one process, on as many threads as the service gives it, with nobody to wait for.
+Medians of interleaved trials. In the last table a step is a ``run`` in which the variables are divided among several
+optimizers, whose steps are one update; beside it stands one ``apply_gradients`` for each optimizer. Both are multiples
+of the step of one optimizer.
 """
 
 from __future__ import annotations
@@ -26,13 +28,15 @@ import numpy as np
 import report
 
 import central_storage as cs
-from cs_server.compute import kernels, undo
+from cs_server.compute import kernels
 from cs_server.rules import RULES
 
 HERE = Path(__file__).resolve().parent
 SECONDS = 0.3  # that a trial is meant to take
 REPLICAS = (1, 2, 4, 8)
 VARIABLES = (1, 10, 100, 1_000, 10_000)
+OPTIMIZERS = (1, 2, 3, 6, 12)
+OPTIMIZERS_NBYTES, OPTIMIZERS_VARIABLES = 3_000_000, 24
 SIZES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000, 100_000_000, 400_000_000)
 NBYTES = 16_000_000  # where it is not the size that grows
 NBYTES_ONE_THREAD = 1_000_000  # up to here a second thread costs more than it brings
@@ -86,6 +90,46 @@ def empty_runs(stack: ExitStack, replicas: int) -> Callable[[int], None]:
     return run
 
 
+def divided(strategy: cs.CentralStorageStrategy, optimizers: int, is_together: bool) -> Callable[[int], None]:
+    """Call it with a number of steps, in which so many optimizers update the variables of a model."""
+    count = OPTIMIZERS_NBYTES // 4 // OPTIMIZERS_VARIABLES
+    with strategy.scope():
+        made = [cs.Variable(np.zeros(count, np.float32)) for _ in range(OPTIMIZERS_VARIABLES)]
+        adams = [cs.optimizers.Adam() for _ in range(optimizers)]
+    each = OPTIMIZERS_VARIABLES // optimizers
+
+    @cs.function
+    def step() -> None:
+        pairs = list(zip(cs.gradient_buffers(made), made, strict=True))
+        groups = [(adam, pairs[number * each : (number + 1) * each]) for number, adam in enumerate(adams)]
+        if is_together:
+            cs.optimizers.apply_gradients(groups)
+        else:
+            for adam, pairs_of_one in groups:
+                adam.apply_gradients(pairs_of_one)
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            strategy.run(step)
+
+    run(3)
+    return run
+
+
+def of_optimizers(rounds: int) -> str:
+    """The table of steps of several optimizers."""
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:
+        sides = {f"{n} together": divided(strategy, n, is_together=True) for n in OPTIMIZERS}
+        found = medians(sides | {f"{n} alone": divided(strategy, n, is_together=False) for n in OPTIMIZERS}, rounds)
+    one = found["1 together"]
+    lines = [f"Optimizers, {OPTIMIZERS_NBYTES // 1_000_000} MB in {OPTIMIZERS_VARIABLES} variables\n"]
+    lines.append(f"{'optimizers':>12}{'one update':>22}{'one after the other':>22}")
+    lines += [
+        f"{n:>12}" + "".join(f"{found[f'{n} {way}'] / one:>22.2f}" for way in ("together", "alone")) for n in OPTIMIZERS
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def alone(stack: ExitStack, replicas: int, nbytes: int) -> Callable[[int], None]:
     """The same, and a step is the rule alone."""
     threads = len(os.sched_getaffinity(0)) if nbytes > NBYTES_ONE_THREAD else 1
@@ -96,7 +140,7 @@ def alone(stack: ExitStack, replicas: int, nbytes: int) -> Callable[[int], None]
 
     def update(share: list[np.ndarray]) -> None:
         weights, mean, square, *gradients = share
-        kernels.apply_dense(RULES["adam"], whole, weights, (mean, square), tuple(gradients), GIVEN, 1, undo.Lane())
+        kernels.apply_dense(RULES["adam"], whole, weights, (mean, square), tuple(gradients), GIVEN, 1)
 
     def run(steps: int) -> None:
         for _ in range(steps):
@@ -220,6 +264,7 @@ def main() -> None:
         options.rounds,
     )
     print(table(of_sizes))
+    print(of_optimizers(options.rounds))
     (options.results / "scaling.svg").write_text(drawing([of_replicas, of_variables, of_sizes]))
     print(f"drawn: {options.results}/scaling.svg")
 

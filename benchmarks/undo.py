@@ -57,7 +57,7 @@ def sides(rule: Rule, nbytes: int, threads: int) -> dict[str, Callable[[], None]
     def update(lane_of: Callable[[undo.Lane], undo.Lane], share: Any) -> None:
         (w, *others), lane = share
         slots, gradients = tuple(others[:-REPLICAS]), tuple(others[-REPLICAS:])
-        kernels.apply_dense(rule, whole, w, slots, gradients, GIVEN, 1, lane_of(lane))
+        kernels.BoundRanges(rule, whole, w, slots, gradients, lane_of(lane)).apply(GIVEN, 1)
 
     def spread(lane_of: Callable[[undo.Lane], undo.Lane]) -> None:
         list(pool.map(partial(update, lane_of), shares))

@@ -1,6 +1,6 @@
 """A torch model trained by two replicas and, beside it, by torch alone: the same loop, and the same weights.
 
-    python examples/torch_step.py        # needs torch: pip install 'central-storage[torch]'
+python examples/torch_step.py        # needs torch: pip install 'central-storage[torch]'
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import enum
+import importlib.util
 import inspect
 import re
 from collections.abc import Iterator
@@ -28,9 +29,13 @@ MADE = {
     "data.Dataset",
     "data.DatasetIterator",
     "optimizers.Optimizer",
+    "torch.CentralParameter",
 }
 #: Modules whose names are those of ``cs`` itself: their pages show none.
 ALIASES = {"compat", "distribute"}
+#: Packages for a framework, which have a page where the framework is installed. ``central_storage.__all__`` does not
+#: name them.
+FRAMEWORKS = [name for name in ("torch",) if importlib.util.find_spec(name)]
 #: Callables that take arguments and never raise.
 HARMLESS = {
     "InputContext",
@@ -38,14 +43,15 @@ HARMLESS = {
     "StrategyExtended.value_container",
     "StrategyExtended.variable_created_in_scope",
     "ValueContext",
+    "torch.optim.CentralOptimizer.zero_grad",
 }
 
 
 def pages() -> dict[str, list[tuple[str, object]]]:
     """The public names, each with what it stands for, by the page that shows them: one page for each name of
-    ``central_storage.__all__``, which for a module has all names of its ``__all__``."""
+    ``central_storage.__all__`` and of ``FRAMEWORKS``, which for a module has all names of its ``__all__``."""
     found: dict[str, list[tuple[str, object]]] = {}
-    for name in sorted(central_storage.__all__, key=str.lower):
+    for name in sorted([*central_storage.__all__, *FRAMEWORKS], key=str.lower):
         value = getattr(central_storage, name)
         found[name] = list(_names_of(name, value)) if inspect.ismodule(value) else [(name, value)]
     return found
@@ -55,7 +61,8 @@ def _names_of(prefix: str, module: ModuleType) -> Iterator[tuple[str, object]]:
     for name in () if prefix in ALIASES else module.__all__:
         value = getattr(module, name)
         if inspect.ismodule(value):
-            yield from _names_of(f"{prefix}.{name}", value)
+            if value.__name__.startswith("central_storage"):  # another library's module has its own reference
+                yield from _names_of(f"{prefix}.{name}", value)
         else:
             yield f"{prefix}.{name}", value
 

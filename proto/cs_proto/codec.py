@@ -251,18 +251,19 @@ def _has_room(frame: Buffer, limits: Limits) -> bool:
 def _rest(record: Record) -> tuple[bytes, bytes, bytes | None, Return | Run] | None:
     """The encoding of a message after the number of its run: the bytes before the changing ones, the changing ones, the
     bytes after them; and the record without them. None if more of the message changes from step to step."""
-    if type(record) is Return and record.value is not None and not record.value.arrays:
+    if type(record) is Return and record.value is not None and not record.value.arrays and not record.changes:
         if any(type(note) is not ApplyPoint or any(u.sparse for u in note.updates) for note in record.notes):
             return None
         wire: Any = record.to_wire([])
-        _, _, *before, (code, body, arrays), error, series, lookahead, client = wire
+        _, _, *before, (code, body, arrays), error, series, lookahead, client, changes = wire
         between = b"".join(map(pack, before)) + b"\x93" + pack(code)
-        behind = b"".join(map(pack, (arrays, error, series, lookahead, client)))
+        behind = b"".join(map(pack, (arrays, error, series, lookahead, client, changes)))
         return between, pack(body), behind, altered(record, value=None)
-    if type(record) is Run and record.function is None and not record.buffers and not record.held:
+    if type(record) is Run and not (record.function or record.buffers or record.held or record.changes):
         wire = record.to_wire([])
-        _, _, _, *before, arguments, buffers, series, lookahead, held, name = wire
-        between, behind = b"".join(map(pack, before)), b"".join(map(pack, (buffers, series, lookahead, held, name)))
+        _, _, _, *before, arguments, buffers, series, lookahead, held, name, changes = wire
+        between = b"".join(map(pack, before))
+        behind = b"".join(map(pack, (buffers, series, lookahead, held, name, changes)))
         known = altered(record, arguments=b"")
         if type(record.arguments) is bytes:
             return between, pack(arguments), behind, known

@@ -334,6 +334,7 @@ class Playbook:
                 lookahead=beginning.lookahead,
                 held=(),
                 name=beginning.name,
+                changes=(),
             )
             for replica, lacks in enumerate(beginning.lacks)
         ]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.harness.processes import ROOT, run
+from tests.harness.processes import run
 from tests.harness.services import connected
 from tests.harness.timing import unit
 

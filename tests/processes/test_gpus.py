@@ -199,6 +199,33 @@ def test_rows_of_a_table_larger_than_the_gpu(two: cs.CentralStorageStrategy) -> 
     assert "embedding_lookup" in str(refused.value)
 
 
+def test_a_table_larger_than_the_gpu_trains_as_on_cpus(two: cs.CentralStorageStrategy) -> None:
+    height, width = 1 << 17, 16  # 8 MiB; a GPU has 4
+
+    def train(strategy: cs.CentralStorageStrategy) -> tuple[Any, np.ndarray, np.ndarray]:
+        with strategy.scope():
+            table = cs.Variable(np.ones((height, width), F32), sparse=True)
+            optimizer = cs.optimizers.RowwiseAdagrad(0.5)
+
+        def step(ids: Any) -> float:
+            rows = cs.nn.embedding_lookup(table, ids)
+            optimizer.apply_gradients([(cs.IndexedSlices(rows * rows, ids), table)])
+            return float(rows.sum())
+
+        losses = []
+        for number in range(4):
+            ids = np.random.default_rng(number).integers(0, height, (2, 50))
+            values = strategy.run(step, args=(cs.PerReplica(list(ids // 1000 * 1000)),))
+            losses.append(strategy.experimental_local_results(values))
+        return losses, table.numpy(), optimizer.get_slot(table, "sum").numpy()
+
+    with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as on_cpus:
+        expected = train(on_cpus)
+    for ours, theirs in zip(train(two), expected, strict=True):
+        assert np.array_equal(ours, theirs)
+    assert len(np.unique(expected[1])) > 3
+
+
 def test_replicas_see_what_they_wrote_and_what_others_did(two: cs.CentralStorageStrategy) -> None:
     with two.scope():
         total = cs.Variable(0.0, aggregation=cs.VariableAggregation.SUM)

@@ -131,6 +131,33 @@ def test_the_numbers_of_rows_are_all_that_row_wise_adagrad_keeps(own: cs.Central
     assert not slot.numpy().any()
 
 
+def test_weights_and_one_norm_for_tables_and_dense_variables(two: cs.CentralStorageStrategy) -> None:
+    with two.scope():
+        table = cs.Variable(np.ones((6, 3), F32), sparse=True)
+        w, scale = cs.Variable(np.ones((4, 2), F32)), cs.Variable(F32(1))
+        optimizer = cs.optimizers.RowwiseAdagrad(0.5)
+
+    def step() -> None:
+        replica = int(cs.get_replica_context().replica_id_in_sync_group)
+        rows = cs.IndexedSlices(np.full((3, 3), 1 + replica, F32), np.array([2, replica, 2]))
+        pairs = [(rows, table), (np.full((4, 2), 2.0, F32), w), (F32(4), scale)]
+        cs.optimizers.apply_gradients([(optimizer, pairs)], global_clipnorm=2.0, weight=[0.25, 0.75][replica])
+
+    of_table = np.zeros((6, 3))
+    of_table[2] = 2 * (0.25 * 1 + 0.75 * 2)
+    of_table[0], of_table[1] = 0.25 * 1, 0.75 * 2
+    gradients = [of_table, np.full((4, 2), 2.0), np.full((1, 1), 4.0)]
+    factor = 2 / np.sqrt(sum((gradient**2).sum() for gradient in gradients))
+    two.run(step)
+    for variable, gradient in zip((table, w, scale), gradients, strict=True):
+        clipped = factor * gradient
+        numbers = (clipped**2).mean(axis=1, keepdims=True)
+        expected = 1 - 0.5 * clipped / (np.sqrt(numbers) + 1e-10)
+        np.testing.assert_allclose(variable.numpy(), expected.reshape(variable.shape), rtol=1e-6)
+        slot = optimizer.get_slot(variable, "sum").numpy()
+        np.testing.assert_allclose(slot, numbers.reshape(slot.shape), rtol=1e-6)
+
+
 def test_a_checkpoint_keeps_the_numbers_of_rows(two: cs.CentralStorageStrategy, tmp_path: Path) -> None:
     def made() -> tuple[cs.Variable, cs.optimizers.Optimizer, cs.train.Checkpoint]:
         with two.scope():

@@ -149,16 +149,16 @@ def test_damaged_messages(parts: list[bytes]) -> None:
         (wire([36, 5, 0]), "Cancel.run must be a tuple of int"),
         (wire([36, [1.0], 0]), "Cancel.run must be a tuple of int"),
         (wire([32, "c", 1, 0, "SGD", [["m"]], None, -1, None]), "Configure.hyperparameters must be a tuple of a tuple"),
-        (wire([60, [5], 0, 1, [], [35, 1], 0, "", False]), "a Statistics does not belong here"),
+        (wire([60, [5], 0, 1, [], [35, 1], 0, "", False, []]), "a Statistics does not belong here"),
         (
-            wire([60, [5], 0, 1, [[53, 0, "", "SUM", []]], [56, 0, ""], 0, "", False]),
+            wire([60, [5], 0, 1, [[53, 0, "", "SUM", []]], [56, 0, ""], 0, "", False, []]),
             "a ReducePoint does not belong here",
         ),
         (
-            wire([60, [5], 0, 1, [None], [56, 0, ""], 0, "", False]),
+            wire([60, [5], 0, 1, [None], [56, 0, ""], 0, "", False, []]),
             "Ask.notes must be a tuple of ApplyPoint or AssignPoint",
         ),
-        (wire([60, [5], 0, 1, [], None, 0, "", False]), "Ask.point must be"),
+        (wire([60, [5], 0, 1, [], None, 0, "", False, []]), "Ask.point must be"),
         (wire([3, b"", [[35, 1]]]), "a Statistics does not belong here"),
         ([*wire([35, 1]), b"more"], "1 frames, but its header names 0"),
         ([msgpack.packb([35, 1]) + b"\x00"], "not one msgpack value"),
@@ -337,10 +337,11 @@ def test_this_process_is_told_what_it_may_not_say() -> None:
 def test_the_wire_form_is_what_the_protocol_says() -> None:
     header, *frames = encode(Run((5, 2, 0), 3, 1, 7, b"d" * 16, bytes_array(b"fn"), True, bytes_array(b"args"), ()))
     function, arguments = [2, "uint8", [2], {"frame": 0}], [2, "uint8", [4], {"frame": 1}]
-    assert msgpack.unpackb(header) == [91, [5, 2, 0], 3, 1, 7, b"d" * 16, function, True, arguments, [], 0, 0, [], ""]
+    numbers = [5, 2, 0], 3, 1, 7
+    assert msgpack.unpackb(header) == [91, *numbers, b"d" * 16, function, True, arguments, [], 0, 0, [], "", []]
     assert [bytes(frame) for frame in frames] == [b"fn", b"args"]
     (header,) = encode(Run((5,), 5, 1, 7, b"d" * 16, None, False, b"args", ()))
-    assert msgpack.unpackb(header) == [91, [5], 5, 1, 7, b"d" * 16, None, False, b"args", [], 0, 0, [], ""]
+    assert msgpack.unpackb(header) == [91, [5], 5, 1, 7, b"d" * 16, None, False, b"args", [], 0, 0, [], "", []]
     header, frame = encode(Run((5,), 5, 1, 7, b"d" * 16, None, False, Frame(b"args"), ()))
     assert (msgpack.unpackb(header)[8], bytes(frame)) == ({"frame": 0}, b"args")
     assert decode([header, frame]).__dict__["arguments"] == Frame(b"args")

@@ -114,6 +114,12 @@ def test_every_record_has_a_code_of_its_own() -> None:
         (lambda: VariableSpec("a", "float32", (-1,), True, 0, 0), "shape must be a tuple of int from 0"),
         (lambda: VariableSpec("a", "float32", (1,) * 33, True, 0, 0), "is not a shape"),
         (lambda: VariableSpec("a", "float32", (1 << 61,), True, 0, 0), "is too large"),
+        (
+            lambda: VariableSpec("a", "float32", (), True, 0, 0, sparse=True),
+            "a sparse variable is trainable, has an axis",
+        ),
+        (lambda: VariableSpec("a", "float32", (2,), False, 0, 0, sparse=True), "a sparse variable is trainable"),
+        (lambda: VariableSpec("a", "int64", (2,), True, 0, 0, sparse=True), "a dtype that has gradients"),
         (lambda: VariableSpec("a", "float32", (), True, 4, 0), "aggregation must be int from 0 to 3"),
         (lambda: VariableSpec("a", "float32", (), True, 0, -1), "synchronization must be int from 0 to 3"),
         (lambda: MakeSegment("x", 0, ""), "reservation must be int from 1"),

@@ -17,6 +17,7 @@ class Model:
     def __init__(self) -> None:
         self.w = cs.Variable(np.zeros((4, 3), np.float32), name="w", aggregation=cs.VariableAggregation.MEAN)
         self.b = cs.Variable(lambda: np.zeros(3, np.float32), trainable=False, dtype=np.float32)
+        self.table = cs.Variable(np.zeros((9, 3), np.float32), sparse=True)
         self.optimizer: cs.optimizers.Optimizer = cs.optimizers.Adam(
             cs.optimizers.schedules.ExponentialDecay(0.1, 100, 0.9), clipnorm=1.0
         )

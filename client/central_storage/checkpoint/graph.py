@@ -406,7 +406,8 @@ def _of_slot(optimizer: Optimizer, variable: Variable, slot: str) -> _Entry:
             return None
         return f"optimizer {optimizer.name} and variable {variable.name} belong to different strategies"
 
-    return _Entry(variable.dtype, optimizer.slot_shape(variable), read, write, fault)
+    shape = optimizer._slot_shape(variable)  # noqa: SLF001  (also where there is no slot yet)
+    return _Entry(variable.dtype, shape, read, write, fault)
 
 
 def _of_average(average: ExponentialMovingAverage, variable: Variable) -> _Entry:

@@ -16,7 +16,7 @@ import numpy as np
 
 from central_storage.core.backends import Carriage
 from central_storage.core.made_in_replicas import MadeInReplicas
-from central_storage.core.pipeline import Arguments, Series
+from central_storage.core.pipeline import Arguments, Changes, Series
 from central_storage.pickling.pickler import Adopt
 from cs_proto import messages, segment_names
 from cs_proto.arithmetic.schedules import Schedule
@@ -149,14 +149,14 @@ class ServiceLink:
         """Steps of which ``lookahead`` may be sent before those ahead of them are over."""
         return Series(self, lookahead)
 
-    def send_step(self, series: Series, function: Callable[..., Any], arguments: Arguments) -> None:
+    def send_step(self, series: Series, function: Callable[..., Any], arguments: Arguments, changes: Changes) -> None:
         """Send the next step of ``series``, and wait until at most its lookahead are unanswered."""
         session = self._session
         session.require_process()
         with session.lock, session.interrupts:  # as in run
             self._begin(series)
             if not series.has_failed:
-                self._runs.send(series, function, arguments)
+                self._runs.send(series, function, arguments, changes)
             # Nothing of the script's runs beside replicas that share its random state.
             left = series.lookahead if session.threads is None else 0
             if len(series.unanswered) > left:

@@ -19,14 +19,14 @@ import numpy as np
 
 from central_storage.core.composites import Composite
 from central_storage.core.handles import Forget, Handle, Hold
-from central_storage.core.pipeline import Arguments, Series
+from central_storage.core.pipeline import Arguments, Changes, Series
 from central_storage.core.random_streams import function_name
 from central_storage.diagnostics.callers import warn
 from central_storage.pickling.function import Function, Pickled, Pickles, drop_stale
 from central_storage.pickling.pickler import Adopt, digest, dump_arguments, dump_function
 from cs_proto.arrays import INLINE_NBYTES, Array
 from cs_proto.errors import ContextError
-from cs_proto.messages import Run
+from cs_proto.messages import OptimizerChange, Run
 from cs_proto.records import Frame
 
 from .session import Session, moment
@@ -53,8 +53,9 @@ class Runs:
         #: How handles become numbers; said once by the strategy over this session.
         self.adopt: Adopt = _nothing_adopted
 
-    def send(self, series: Series, function: Callable[..., Any], arguments: Arguments) -> None:
-        """Send the next run of ``series``. Raises where it cannot begin in every replica, and then begins in none."""
+    def send(self, series: Series, function: Callable[..., Any], arguments: Arguments, changes: Changes = ()) -> None:
+        """Send the next run of ``series``, with ``changes`` of hyperparameters. Raises where it cannot begin in every
+        replica, and then begins in none."""
         session, core = self._session, self._session.core
         core.refuse_lost()
         moment("begun")
@@ -70,6 +71,7 @@ class Runs:
         run, name, step, first, lookahead, part, parts, lacks, _ = beginning
         session.arena.reset(part, parts)
         share = session.arena.share
+        new = tuple(OptimizerChange(number, tuple(given.items())) for number, given in changes)
         said = []
         for replica, (pickled, buffers) in enumerate(pickles):
             there: bytes | Frame | Array = pickled
@@ -91,6 +93,7 @@ class Runs:
                     lookahead=lookahead,
                     held=session.results[replica].held(),
                     name=name,
+                    changes=new,
                 )
             )
         session.carry_out(core.begin_run(series, beginning, said, data, pickles))

@@ -8,17 +8,21 @@ outcomes into the results of its loop; this module knows neither data sets nor s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from cs_proto.function_cache import HeldFunctions
 from cs_proto.messages import RunId
 
-__all__ = ["Arguments", "Carrier", "Sent", "Series"]
+__all__ = ["Arguments", "Carrier", "Changes", "Sent", "Series"]
 
 #: (args, kwargs) of each replica.
 Arguments = Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+#: New hyperparameters, each with the number of its optimizer.
+Changes = Sequence[tuple[int, Mapping[str, float]]]
 
 
 class Sent(NamedTuple):
@@ -37,9 +41,9 @@ class Sent(NamedTuple):
 class Carrier(Protocol):
     """Sends the steps of a series, and receives their outcomes."""
 
-    def send_step(self, series: Series, function: Callable[..., Any], arguments: Arguments) -> None:
-        """Send the next step and wait until at most ``lookahead`` are not over. Raises as ``run`` does if something
-        cannot be sent, and then nothing was sent."""
+    def send_step(self, series: Series, function: Callable[..., Any], arguments: Arguments, changes: Changes) -> None:
+        """Send the next step, with ``changes`` that hold from it on, and wait until at most ``lookahead`` are not over.
+        Raises as ``run`` does if something cannot be sent, and then nothing was sent."""
 
     def settle(self, series: Series, left: int = 0, *, cancel: bool = False) -> None:
         """Wait until at most ``left`` of the steps that were sent are not over; ``cancel`` those that are not."""
@@ -65,9 +69,9 @@ class Series:
         """The number of steps that were sent and are not known to be over."""
         return len(self.unanswered)
 
-    def send(self, function: Callable[..., Any], arguments: Arguments) -> None:
+    def send(self, function: Callable[..., Any], arguments: Arguments, changes: Changes = ()) -> None:
         """Send the next step, and wait until at most ``lookahead`` are not over; not after one has failed."""
-        self.carrier.send_step(self, function, arguments)
+        self.carrier.send_step(self, function, arguments, changes)
 
     def take(self) -> list[Any]:
         """The results, in replica order, of the first step whose outcome was not taken. Waits for it; raises what the

@@ -269,10 +269,9 @@ class Optimizer(Weights):
         if slot_name not in SLOTS[self._rule]:
             has = ", ".join(SLOTS[self._rule]) or "none"
             raise InvalidArgumentError(f"{self.name} has no slot {slot_name!r}; its slots: {has}")
-        return Slot(self, var, slot_name, self.slot_shape(var))
+        return Slot(self, var, slot_name, self._slot_shape(var))
 
-    def slot_shape(self, variable: Variable) -> tuple[int, ...]:
-        """The shape of the slots beside a variable."""
+    def _slot_shape(self, variable: Variable) -> tuple[int, ...]:
         return slot_shape(self._rule, variable.shape)
 
     def slot_value(self, variable: Variable, slot: str) -> np.ndarray:
@@ -413,6 +412,24 @@ class Optimizer(Weights):
 
     # --- how it is done ---------------------------------------------------------------------------------------
 
+    def refuse_schedule(self) -> None:
+        """Raise InvalidArgumentError if a schedule gives the learning rate, so that ``run_steps`` cannot."""
+        if self._rate is not None:
+            raise InvalidArgumentError(
+                f"{self.name} has a schedule of its own, which rates of run_steps would end; assign a number to its "
+                "learning_rate first, or leave it out of rates"
+            )
+
+    def checked_changes(self, changes: Mapping[str, Any]) -> dict[str, float]:
+        """``changes`` of hyperparameters as numbers. Raises InvalidArgumentError if the optimizer cannot take them."""
+        numbers = {key: as_number(self.kind, key, value) for key, value in changes.items()}
+        check_change(self.kind, self._rule, self._hyperparameters, {**self._hyperparameters, **numbers})
+        return numbers
+
+    def took(self, numbers: Mapping[str, float]) -> None:
+        """A step of ``run_steps`` has brought these hyperparameters."""
+        self._hyperparameters = {**self._hyperparameters, **numbers}
+
     def evaluate_schedule(self) -> None:
         """Before a run: evaluate a learning rate that is the user's callable at the present step."""
         if self._has_own_schedule:
@@ -469,13 +486,11 @@ class Optimizer(Weights):
 
     def _set(self, changes: Mapping[str, Any]) -> None:
         self._refuse_in_replica(", ".join(changes))
-        numbers = {key: as_number(self.kind, key, value) for key, value in changes.items()}
-        changed = {**self._hyperparameters, **numbers}
-        check_change(self.kind, self._rule, self._hyperparameters, changed)
+        numbers = self.checked_changes(changes)
         if self._strategy is not None:
             schedule = self._schedule_record() if "learning_rate" in changes else None
             self._controller.configure(self._number, self.kind, numbers, schedule, -1)
-        self._hyperparameters = changed
+        self.took(numbers)
 
     def _refuse_in_replica(self, what: str) -> None:
         if get_replica_context() is not None and has_strategy():

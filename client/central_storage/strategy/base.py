@@ -26,10 +26,12 @@ from central_storage.data.distributed import (
 )
 from central_storage.data.input_context import InputContext
 from central_storage.diagnostics.callers import warn_deprecated
+from central_storage.optimizers.optimizer import Optimizer
 from central_storage.variables.variable import Variable
 from cs_proto.errors import ContextError
 
 from .extended import StrategyExtended
+from .rates import Rates
 from .replica_devices import ReplicaDevices
 from .run_steps import LOOKAHEAD, Steps, StepSeries, check, keeps_per_replica
 
@@ -89,6 +91,10 @@ class StrategyBase(ReplicaDevices):
     def series(self, lookahead: int) -> StepSeries:
         """A series of steps, of which ``lookahead`` may be sent ahead of their turn. Raises ContextError in a
         merge_call."""
+        raise NotImplementedError
+
+    def take_along(self, optimizer: Optimizer) -> None:
+        """Let an optimizer that belongs to no strategy yet belong to this one. Raises ContextError."""
         raise NotImplementedError
 
     def evaluate_schedules(self) -> None:
@@ -207,6 +213,7 @@ class StrategyBase(ReplicaDevices):
         *,
         lookahead: int = LOOKAHEAD,
         options: RunOptions | None = None,
+        rates: Mapping[Any, Iterable[Any]] | None = None,
     ) -> Steps:
         """Iterate over the results of ``run(fn, (element,), kwargs)`` for each element, and send steps ahead.
 
@@ -229,13 +236,15 @@ class StrategyBase(ReplicaDevices):
             kwargs: Keyword arguments of every call.
             lookahead: The number of steps sent ahead, at most 64. 0 sends each step when its result is wanted.
             options: As for :meth:`run`.
+            rates: For optimizers, iterables of learning rates or mappings of hyperparameters. The i-th item holds from
+                the i-th step on, as if assigned before it. An optimizer with a schedule takes none.
 
         Returns:
             An iterator over the results, in order.
 
         Raises:
             TypeError: An argument has the wrong type.
-            InvalidArgumentError: An argument is out of range (a ValueError).
+            InvalidArgumentError: An argument, or an item of ``rates``, is out of range or missing (a ValueError).
             ContextError: Called inside a replica, a merge_call or another strategy's scope (a RuntimeError).
             Exception: While it is iterated, as :meth:`run`.
 
@@ -252,11 +261,14 @@ class StrategyBase(ReplicaDevices):
         context.require_cross_replica(self, "run_steps")
         series = self.series(lookahead)
         check(fn, dataset, self.num_replicas_in_sync, steps, kwargs, lookahead)
-        send = partial(self._send_step, series, fn, dict(kwargs or {}))
-        keep = keeps_per_replica(options)
-        return Steps(series, iter(dataset), not isinstance(dataset, DistributedIterator), steps, send, keep)
+        ahead = Rates(rates, self.take_along)
+        send = partial(self._send_step, series, fn, dict(kwargs or {}), ahead)
+        is_own, keep = not isinstance(dataset, DistributedIterator), keeps_per_replica(options)
+        return Steps(series, iter(dataset), is_own, steps, send, keep, ahead)
 
-    def _send_step(self, series: StepSeries, fn: Callable[..., Any], kwargs: dict[str, Any], element: Any) -> None:
+    def _send_step(
+        self, series: StepSeries, fn: Callable[..., Any], kwargs: dict[str, Any], rates: Rates, element: Any
+    ) -> None:
         """Send the step of one element."""
         context.require_cross_replica(self, "run_steps")
         arguments = self._arguments((element,), kwargs)
@@ -264,7 +276,7 @@ class StrategyBase(ReplicaDevices):
             self.evaluate_schedules()
             if series.has_failed:  # a step failed meanwhile; the iterator raises that step's error instead of this one
                 raise ContextError("an earlier step has failed")
-            series.send(fn, arguments)
+            rates.send(partial(series.send, fn, arguments))
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | tuple[int, ...] | None) -> Any:
         """Combine the components of a PerReplica over replicas and, with ``axis``, over that axis of each.

@@ -14,12 +14,14 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from central_storage.core.options import RunOptions
-from central_storage.core.pipeline import Arguments
+from central_storage.core.pipeline import Arguments, Changes
 from central_storage.core.public_objects import Closed, presented
 from central_storage.core.values import regroup
 from central_storage.data.distributed import DistributedDataset, DistributedFromFunction, DistributedIterator
 from cs_proto.errors import InvalidArgumentError
 from cs_proto.messages import MOST_AHEAD
+
+from .rates import Rates
 
 __all__ = ["LOOKAHEAD", "LocalSeries", "StepSeries", "Steps", "check", "keeps_per_replica"]
 
@@ -41,8 +43,8 @@ class StepSeries(Protocol):
     def ahead(self) -> int:
         """The number of steps that were sent and are not known to be over."""
 
-    def send(self, function: Callable[..., Any], arguments: Arguments) -> None:
-        """Send the next step."""
+    def send(self, function: Callable[..., Any], arguments: Arguments, changes: Changes = ()) -> None:
+        """Send the next step, with ``changes`` of optimizers."""
 
     def take(self) -> list[Any]:
         """The results of the next step, in replica order; raises the exception of the step."""
@@ -68,9 +70,11 @@ class Steps(Closed):
         limit: int | None,
         send: Callable[[Any], None],
         keep_per_replica: bool = False,
+        rates: Rates | None = None,
     ) -> None:
         """``is_own``: only this object uses ``elements``. ``send`` sends the step of an element. ``keep_per_replica``:
-        every result is a PerReplica."""
+        every result is a PerReplica. ``rates`` learn which steps have begun."""
+        self._rates = rates or Rates()
         self._keep_per_replica = keep_per_replica
         self._series = series
         self._elements = elements
@@ -100,6 +104,7 @@ class Steps(Closed):
             if self._used:
                 self._used.popleft()
                 self._taken += 1
+                self._rates.begun()
                 return regroup(self._series.take(), self._keep_per_replica)
             if self._at_end is not None:
                 raise self._at_end
@@ -132,6 +137,7 @@ class Steps(Closed):
             else:
                 self._elements.give_back(unused)
         for number in range(self._taken, self._series.begun):
+            self._rates.begun()
             try:
                 self._series.take()
             except KeyboardInterrupt:
@@ -194,8 +200,8 @@ class LocalSeries:
         self.has_failed = False
         self._next: deque[Callable[[], list[Any]]] = deque()
 
-    def send(self, function: Callable[..., Any], arguments: Arguments) -> None:
-        """Remember the step."""
+    def send(self, function: Callable[..., Any], arguments: Arguments, changes: Changes = ()) -> None:
+        """Remember the step. No server has to be told of changes."""
         self._next.append(lambda: self._call(function, arguments))
 
     def take(self) -> list[Any]:

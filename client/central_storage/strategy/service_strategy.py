@@ -277,6 +277,12 @@ class CentralStorageStrategy(StrategyBase, Handle):
                 living = [known for known in self._optimizers if known() not in (None, handle)]
                 self._optimizers = [*living, ref(handle)]
 
+    def take_along(self, optimizer: Optimizer) -> None:
+        """Make an optimizer that belongs to no strategy yet one of this strategy. Raises ContextError if it belongs to
+        another."""
+        with context.enter_cross_replica(self):
+            optimizer.adopt(self)
+
     def evaluate_schedules(self) -> None:
         """Bring learning rates that only the client can work out up to the steps made so far."""
         for known in self._optimizers:
@@ -504,6 +510,11 @@ class DefaultStrategy(StrategyBase):
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """``value_fn(ValueContext())`` as it is: there is one replica, and it is here."""
         return value_fn(ValueContext())
+
+    def take_along(self, optimizer: Optimizer) -> None:
+        """Raise ContextError if the optimizer belongs to a strategy: this one has none."""
+        if optimizer.strategy is not None:
+            raise ContextError(f"optimizer {optimizer.name} belongs to another strategy")
 
     def series(self, lookahead: int) -> LocalSeries:
         """What carries out steps here, one after the other."""

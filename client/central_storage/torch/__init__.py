@@ -11,12 +11,10 @@ from .collectives import all_gather, all_reduce
 from .errors import StateDictError
 from .parameters import CentralParameter
 from .step import clip_grad_norm_, evaluate, function, step
-from .sync_batchnorm import SyncBatchNorm
 
 __all__ = [
     "CentralParameter",
     "StateDictError",
-    "SyncBatchNorm",
     "all_gather",
     "all_reduce",
     "batches",

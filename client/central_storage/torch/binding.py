@@ -165,6 +165,7 @@ class _InReplica:
         self._places = None
         self._waiting.clear()
         self._clips.clear()
+        self._has_stepped = False
         here.share, _running.binding = share, self
         self._bind()
         for each in self._buffers:
@@ -183,6 +184,16 @@ class _InReplica:
         for each in self._buffers:
             if self.is_training:
                 each.end(self.share)
+
+    def refuse_left(self) -> None:
+        """Raise ContextError if backward passes have left gradients for optimizers, and none of these has stepped: the
+        next call does not have them."""
+        if not self._has_stepped and self.optimizers and any(p.grad is not None for p in self.parameters):
+            raise ContextError(
+                "the function has computed gradients, and none of its optimizers has stepped: gradients do not outlive "
+                "a call. Compute all parts of a batch in one call, as with accumulate of cst.step; or drop the "
+                "gradients with optimizer.zero_grad()"
+            )
 
     def leave(self) -> None:
         """Leave the run, however it has ended."""
@@ -265,6 +276,7 @@ class _InReplica:
             taken.groups.append((central, [(self._gradient(p), p.variable) for p in used]))
             taken.used.extend(used)
         self._waiting.append(taken)
+        self._has_stepped = True
         return taken.used
 
     def _gradient(self, p: Any) -> Any:

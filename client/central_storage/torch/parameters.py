@@ -27,6 +27,14 @@ class CentralParameter(torch.nn.Parameter):
     """A parameter that is a variable of the server. ``centralize`` makes them.
 
     A parameter of 16 bits is a variable of float32 in the server: the optimizer updates that, and each step casts it.
+
+    Examples:
+        >>> import torch
+        >>> import central_storage as cs, central_storage.torch as cst
+        >>> with cs.CentralStorageStrategy(in_process=True) as strategy, strategy.scope():
+        ...     weight = cst.centralize(torch.nn.Linear(2, 1)).weight
+        >>> isinstance(weight, cst.CentralParameter), weight.shape, weight.variable.name
+        (True, torch.Size([1, 2]), 'weight')
     """
 
     variable: Variable

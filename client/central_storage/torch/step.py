@@ -86,9 +86,9 @@ def function(module: torch.nn.Module, *optimizers: Any) -> Callable[[Callable[..
     The body is called in each replica with its share, as :func:`step` does, and its loss is the mean over the share.
     ``optimizer.step()`` weights the gradients by the rows of the shares, so the mean over the global batch is trained.
     Bound the norm of all gradients by :func:`clip_grad_norm_`, or by ``max_norm`` of the optimizer: torch's function
-    would see those of one share. Every call begins without gradients, and those that no optimizer has taken at its end
-    are dropped. After ``optimizer.step()`` a parameter has its new value as soon as a module is called again; until
-    then it has none, and ``parameter.variable.numpy()`` returns it.
+    would see those of one share. Every call begins without gradients; if it ends with some and no optimizer has
+    stepped, that is an error, because they would be lost. After ``optimizer.step()`` a parameter has its new value as
+    soon as a module is called again; until then it has none, and ``parameter.variable.numpy()`` returns it.
 
     Args:
         module: The centralized module; several as ``torch.nn.ModuleList([a, b])``.
@@ -141,7 +141,7 @@ def evaluate(module: torch.nn.Module) -> Callable[[Callable[..., Any]], Decorate
         >>> import central_storage as cs, central_storage.torch as cst
         >>> with cs.CentralStorageStrategy(["cpu:0", "cpu:1"], in_process=True) as strategy:
         ...     with strategy.scope():
-        ...         model = cst.centralize(torch.nn.Dropout(0.5) if False else torch.nn.Linear(2, 1))
+        ...         model = cst.centralize(torch.nn.Linear(2, 1))
         ...     @cst.evaluate(model)
         ...     def predict(x):
         ...         return model(x)
@@ -256,6 +256,11 @@ class Decorated:
 
 class Step(Decorated):
     """What :func:`step` makes of a function."""
+
+    def __call__(self, *batch: Any, **kwargs: Any) -> float:
+        """Train on a global batch, given whole or as its parts. The result is its mean loss."""
+        loss: float = super().__call__(*batch, **kwargs)
+        return loss
 
     def ahead(
         self,
@@ -390,6 +395,7 @@ def _call_bound(
     try:
         run.repeat = functools.partial(_repeat, fn, data, kwargs)
         result = optree.tree_map(_sendable, call(fn, data, kwargs), none_is_leaf=True)
+        run.refuse_left()
         run.end()
     finally:
         run.leave()

@@ -23,23 +23,7 @@ class SyncBatchNorm(_BatchNorm):
     """A BatchNorm that normalizes by the rows of all replicas, as one process with the whole batch would.
 
     ``cst.centralize(module, sync_batchnorm=True)`` puts it in the place of ``BatchNorm1d``, ``2d`` and ``3d``. Its
-    parameters, buffers and state dict are those of these.
-
-    Args:
-        num_features: The number of channels, which is the length of axis 1.
-        eps: What is added to the variance.
-        momentum: The weight of the batch in the running statistics; None: their plain mean.
-        affine: Whether it has a weight and a bias.
-        track_running_stats: Whether it has running statistics.
-
-    Raises:
-        ValueError: The input has fewer than two axes.
-
-    Examples:
-        >>> import torch
-        >>> import central_storage.torch as cst
-        >>> cst.SyncBatchNorm(3)(torch.randn(4, 3)).shape
-        torch.Size([4, 3])
+    arguments, parameters, buffers and state dict are those of these.
     """
 
     def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002  (torch's name)

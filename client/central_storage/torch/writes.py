@@ -46,7 +46,7 @@ def _lines_of(binding: Any, written: Sequence[Any]) -> dict[int, str]:
 
 
 class _Finder(TorchDispatchMode):
-    """Notes the lines whose operations write to the memory of parameters, and carries them out: the pages are private."""
+    """Notes the lines that write to the memory of parameters, and lets them: the pages are private."""
 
     def __init__(self, parameters: Sequence[Any]) -> None:
         super().__init__()

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Annotated
 
 from cs_proto.descriptors import Array
-from cs_proto.records import Count, NotNegative, Range, Record, record, shown
+from cs_proto.records import Count, Finite, NotNegative, Range, Record, record, shown
 
 from .shared import AssignOp, Number, ReduceOpName, Value, VariableSpec, WriteOp
 
@@ -177,3 +177,11 @@ class WriteNote(_Point):
 
 
 Note = ApplyPoint | AssignPoint | WriteNote
+
+
+@record(59)
+class OptimizerChange(Record):
+    """New values of some hyperparameters of an optimizer, which hold from the run on that brings them."""
+
+    optimizer: Number
+    hyperparameters: tuple[tuple[str, Finite], ...]

@@ -14,7 +14,17 @@ from typing import Annotated
 from cs_proto.descriptors import Array
 from cs_proto.records import Count, Frame, Range, Record, Seconds, record, shown
 
-from .points import ApplyPoint, AssignPoint, CreatePoint, GatherPoint, MergeCallPoint, Note, ReadPoint, ReducePoint
+from .points import (
+    ApplyPoint,
+    AssignPoint,
+    CreatePoint,
+    GatherPoint,
+    MergeCallPoint,
+    Note,
+    OptimizerChange,
+    ReadPoint,
+    ReducePoint,
+)
 from .shared import Error, Incarnation, Lookahead, Number, OfRun, OfStep, Replica, RunId, Value, Variable, Worker
 
 _PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
@@ -46,7 +56,8 @@ class Run(OfStep):
 
     A step of a ``series`` may be sent while up to ``lookahead`` earlier steps are not over; it begins when the step
     before it is over. ``held`` lists the ranges of bytes in the worker's arena in which the script still holds results:
-    whole pages in ascending order.
+    whole pages in ascending order. ``changes`` are hyperparameters that hold from this run on. The replicas hand them
+    to the server, which takes them over once, with the first message of the run.
     """
 
     run: RunId
@@ -62,6 +73,7 @@ class Run(OfStep):
     lookahead: Lookahead = 0
     held: tuple[tuple[Count, Count], ...] = ()
     name: str = ""
+    changes: tuple[OptimizerChange, ...] = ()
 
     @property
     def part(self) -> tuple[int, int]:
@@ -101,7 +113,7 @@ class Ask(OfStep):
     """Replica to server: the notes since the last message, and a point that needs an answer.
 
     ``client`` is the client of the run, because another client counts its runs from 1 again. ``preserved``: a commit
-    changes no array that the function has read (:class:`Preserve`).
+    changes no array that the function has read (:class:`Preserve`). ``changes`` are those of the :class:`Run`.
     """
 
     run: RunId
@@ -112,6 +124,7 @@ class Ask(OfStep):
     series: Count = 0
     client: str = ""
     preserved: bool = False
+    changes: tuple[OptimizerChange, ...] = ()
 
 
 @record(61)
@@ -119,7 +132,7 @@ class Return(OfStep):
     """Replica to server: the function returned or raised, after ``count`` merge points.
 
     The Return of a step of a ``series`` is answered with :class:`StepFinished`; the controller has the answers of all
-    steps before the last ``lookahead``. ``client`` is as in :class:`Ask`.
+    steps before the last ``lookahead``. ``client`` and ``changes`` are as in :class:`Ask`.
     """
 
     run: RunId
@@ -132,6 +145,7 @@ class Return(OfStep):
     series: Count = 0
     lookahead: Lookahead = 0
     client: str = ""
+    changes: tuple[OptimizerChange, ...] = ()
 
     def check(self) -> None:
         super().check()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from cs_proto.arithmetic.optimizers import CLIPS, Hyperparameters
 from cs_proto.frozen import frozen
 from cs_server.rules import Array, summed
 
-__all__ = ["UNBOUNDED", "Clipping", "factors_together", "square_of"]
+__all__ = ["UNBOUNDED", "Clipping", "Workspace", "factors_together", "square_of"]
 
 
 @frozen
@@ -97,6 +98,47 @@ def _exact_sum(squares: Sequence[float]) -> float:
         return math.fsum(squares)
     except OverflowError:
         return math.inf
+
+
+class Workspace:
+    """Memory in which one thread adds up and squares one piece after the other. Memory that is new for each piece would
+    take several times as long: the kernel clears its pages."""
+
+    def __init__(self, size: int) -> None:
+        """``size`` is the most elements of a piece."""
+        self._size = size
+        self._squares = np.empty(size)
+        self._sums: dict[np.dtype[Any], tuple[Array, Array]] = {}
+
+    def square(
+        self, clipping: Clipping, gradients: Sequence[Array], piece: slice, weights: Sequence[float] = ()
+    ) -> float:
+        """The squared norm of ``clipping.total(gradients, piece, weights)``, bit for bit."""
+        dtype = gradients[0].dtype
+        if dtype not in (np.float32, np.float64):
+            return square_of(clipping.total(gradients, piece, weights))
+        if dtype not in self._sums:
+            self._sums[dtype] = np.empty(self._size, dtype), np.empty(self._size, dtype)
+        count = piece.stop - piece.start
+        total, product = (array[:count] for array in self._sums[dtype])
+        squares, is_first = self._squares[:count], True
+        with np.errstate(all="ignore"):
+            for gradient, weight in zip(gradients, weights or [1.0] * len(gradients), strict=True):
+                if dtype.type(weight) == 0:
+                    continue
+                source = gradient[piece]
+                if weight != 1:
+                    source = np.multiply(source, dtype.type(weight), out=product)
+                if is_first:
+                    np.copyto(total, source)
+                else:
+                    np.add(total, source, out=total)
+                is_first = False
+            if is_first:
+                total[:] = 0
+            clipping.bound(total)
+            np.multiply(total, total, out=squares, dtype=np.float64)
+            return float(squares.sum())
 
 
 def square_of(gradient: Array) -> float:

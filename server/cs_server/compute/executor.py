@@ -28,7 +28,7 @@ from cs_runtime.failpoints import failpoint
 from cs_server.events import Apply, Commit, Compute, Dense, Fill, Rows, Update, Write
 from cs_server.rules import RULES, Rule, computed_in, scaled
 
-from .clipping import UNBOUNDED, Clipping, factors_together, square_of
+from .clipping import UNBOUNDED, Clipping, Workspace, factors_together, square_of
 from .kernels import BoundRanges, apply_dense
 from .sparse import Merged, Table, merge, weighted, write_rows
 from .undo import KEPT_NBYTES, Lane, Undo
@@ -76,6 +76,8 @@ class Executor:
         self._undo = Undo(undo, threads)
         # By the rule and the parts of each step, and the number of lanes.
         self._plans: dict[tuple[tuple[tuple[str, tuple[Dense, ...]], ...], int], _Plan] = {}
+        # By lane.
+        self._spaces: dict[int, Workspace] = {}
         # By the rule and the place.
         self._tables: dict[tuple[object, ...], Table] = {}
         self._pool = ThreadPoolExecutor(threads - 1, "apply") if threads > 1 else None
@@ -242,9 +244,10 @@ class Executor:
         lanes = self._undo.lanes
 
         def share(lane: int) -> None:
+            space = self._spaces.setdefault(lane, Workspace(_PIECE))
             for which in range(lane, len(pieces), lanes):
                 _, part, piece = pieces[which]
-                found[which] = square_of(clipping.total(self._arrays(part)[2], piece, weights))
+                found[which] = space.square(clipping, self._arrays(part)[2], piece, weights)
 
         self._spread(min(lanes, len(pieces)), share)
         for (number, _, _), square in zip(pieces, found, strict=True):
@@ -342,8 +345,9 @@ class _Step:
     def by_element(self) -> bool:
         """Whether the dense gradients are not just multiplied by one factor. Bounds of an optimizer hold for halves in
         half precision, in which no kernel computes."""
-        is_half = any(part.dtype == "float16" for part in self.update.dense)
-        return self.clipping is not None and (self.clipping.by_element or is_half)
+        if self.clipping is None:
+            return False
+        return self.clipping.by_element or any(part.dtype == "float16" for part in self.update.dense)
 
     @property
     def factor(self) -> float:

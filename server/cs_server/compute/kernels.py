@@ -103,37 +103,37 @@ class BoundRanges:
         if RULES.get(rule.name) is not rule:
             raise InvalidArgumentError(f"{rule.name!r} is not a rule of the table: there are {', '.join(RULES)}")
         self._rule, self._written, self._gradients, self._lane = rule, (parameters, *slots), gradients, lane
-        addresses, dtype = _checked(rule, ranges, parameters, slots, gradients), parameters.dtype
-        kernel = _kernel(rule, dtype)
-        self._is_compiled = kernel is not None
+        self._ranges, dtype = ranges, parameters.dtype
+        self._addresses = _checked(rule, ranges, parameters, slots, gradients)
+        self._kernel = _kernel(rule, dtype)
+        self._updates: dict[bool, _Update] = {}  # by whether something is scaled
         #: The number of replicas.
         self.replicas = len(gradients)
         self._before, self._scale = np.zeros(1, np.int64), np.ones(len(gradients) + 1, dtype)
-        if kernel is None:
+        self._chunks: list[slice] = []
+        if self._kernel is None:
             self._chunks = list(_chunks(ranges, CHUNK_NBYTES // parameters.itemsize))
             #: The number of pieces that the lane goes through.
             self.pieces = len(self._chunks)
-            return
-        chunk = _block_nbytes(lane) // dtype.itemsize
-        self.pieces = int((-((ranges[:, 0] - ranges[:, 1]) // chunk)).sum())
-        self._plain, self._scaled = (
-            _update(rule, kernel, self._written, lane, ranges, addresses, scale, self._before)
-            for scale in (self._scale[:0], self._scale)
-        )
+        else:
+            block = _block_nbytes(lane) // dtype.itemsize
+            self.pieces = int((-((ranges[:, 0] - ranges[:, 1]) // block)).sum())
 
     def apply(self, hyperparameters: Hyperparameters, t: int, scale: Sequence[float] = (), before: int = 0) -> None:
         """Make the rule's t-th update. ``before`` counts the pieces of the phase that the lane has to do earlier."""
-        rule, dtype = self._rule, self._written[0].dtype
-        numbers = scalars(rule, hyperparameters, t, dtype)
-        if not self._is_compiled:
+        numbers = scalars(self._rule, hyperparameters, t, self._written[0].dtype)
+        if self._kernel is None:
             self._apply_reference(hyperparameters, t, scale, before)
             return
         self._before[0] = before
         if scale:
             self._scale[:] = scale
-            self._scaled(numbers)
-        else:
-            self._plain(numbers)
+        update = self._updates.get(bool(scale))
+        if update is None:
+            given = self._scale if scale else self._scale[:0]
+            arrays = (self._ranges, self._addresses, given, self._before)
+            update = self._updates[bool(scale)] = _update(self._rule, self._kernel, self._written, self._lane, *arrays)
+        update(numbers)
 
     def _apply_reference(self, hyperparameters: Hyperparameters, t: int, scale: Sequence[float], before: int) -> None:
         parameters, *slots = self._written
@@ -278,7 +278,8 @@ def load(run_directory: Path | None = None, share: tuple[int, int] | None = None
     directory = cache_directory(run_directory)
     compiled = 0
     rules = {rule.kernel: rule for rule in RULES.values() if rule.is_compiled}.values()
-    kernels = [(None, False), *product(rules, (False, True))]
+    by_elements = [(rule, False) for rule in rules if rule.row is None]
+    kernels = [(None, False), *by_elements, *((rule, True) for rule in rules)]
     for number, (name, (rule, is_sparse)) in enumerate(product(KERNEL_DTYPES, kernels)):
         dtype, key = np.dtype(name), (_name(rule, is_sparse), name)
         is_asked = key in ALWAYS or (share is not None and number % share[1] == share[0])

@@ -227,7 +227,9 @@ class Engine:
             case Received(peer, Return(replica=replica, count=count) as record) if peer == sessions.worker_peer(
                 self._server, replica
             ):
-                return Received(peer, replace(record, notes=(), value=None, error=error_of(error, replica, count)))
+                return Received(
+                    peer, replace(record, notes=(), value=None, error=error_of(error, replica, count), changes=())
+                )
             case Received(peer, MergeCallReturn(k=k, error=None) as record):
                 return Received(peer, replace(record, values=(), error=error_of(error, -1, k)))
             case Received():

@@ -164,6 +164,7 @@ class FastPath:
             other = held.record
             assert isinstance(other, Return)
             is_next = is_next and other.run == record.run and other.replica != record.replica
+            is_next = is_next and other.changes == record.changes
         fits = (
             is_next
             and (peer, record.incarnation) == ground.workers[record.replica]
@@ -241,11 +242,18 @@ class FastPath:
             return None
         step = PlainStep(self._count + 1, tuple(now for _, now in self._held), heard)
         try:
+            changed = optimizers.changed(self._server, returns[0].changes)
             if tables.is_ahead:
                 tables.flush()
             tables.write_plain(run % (1 + ground.lookahead) if ground.series else 0, step)
-        except ControlFull:
+        except (ControlFull, InvalidArgumentError):
             return None
+        if changed:
+            # The next step writes them. Until then the message of this one has them, and whoever hears it again, and
+            # those after it, finds the same numbers.
+            for optimizer in changed:
+                tables.optimizers[optimizer.number] = optimizer
+            tables.keep()
         self._count += 1
         self._run, self._returns, self._held = run, returns, []
         if not ground.kinds:

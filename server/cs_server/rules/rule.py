@@ -8,6 +8,7 @@ that an optimizer may do without is multiplied by a number that is 0 or 1 then, 
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from inspect import signature
 from typing import Any, Literal, TypeAlias
 
@@ -203,12 +204,18 @@ def scalars(rule: Rule, hyperparameters: Hyperparameters, t: int, dtype: np.dtyp
         raise InvalidArgumentError(f"only {kinds} variables can be optimized by {rule.name}, not {dtype}")
     with np.errstate(over="ignore"):
         if rule.rounds_first and dtype in (np.float32, np.complex64):
-            hyperparameters = {name: float(np.float32(value)) for name, value in hyperparameters.items()}
+            hyperparameters = _rounded(tuple(hyperparameters.items()))
         try:
             numbers = rule.numbers(hyperparameters, t)
         except KeyError as missing:
             raise InvalidArgumentError(f"{rule.name} needs the hyperparameter {missing}") from None
         return tuple(map(dtype.type, numbers))
+
+
+@lru_cache(maxsize=256)
+def _rounded(hyperparameters: tuple[tuple[str, float], ...]) -> Hyperparameters:
+    """The same in single precision. Those of an optimizer are asked for at every step."""
+    return {name: float(np.float32(value)) for name, value in hyperparameters}
 
 
 def zeros(count: int) -> Callable[[Hyperparameters], Numbers]:

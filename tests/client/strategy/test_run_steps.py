@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from central_storage.core.pipeline import Arguments, Sent, Series
+from central_storage.core.pipeline import Arguments, Changes, Sent, Series
 from central_storage.data.distributed import DistributedDataset, DistributedIterator
 from central_storage.strategy.run_steps import LocalSeries, Steps
 
@@ -24,7 +24,7 @@ class Played:
         self.cancelled = False
         self._functions: dict[int, Callable[[], list[Any]]] = {}
 
-    def send_step(self, series: Series, function: Callable[..., Any], arguments: Arguments) -> None:
+    def send_step(self, series: Series, function: Callable[..., Any], arguments: Arguments, changes: Changes) -> None:
         if series.has_failed:
             return
         ((args, kwargs),) = arguments

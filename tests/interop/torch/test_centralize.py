@@ -95,7 +95,6 @@ def test_state_dicts_both_ways(two: cs.CentralStorageStrategy) -> None:
         other.seen.fill_(7)
     assert str(model.load_state_dict(other.state_dict())) == "<All keys matched successfully>"
     assert difference(model, other) == 0
-    assert torch.equal(model.table.weight.variable.numpy(), other.table.weight.detach().numpy()) if False else True
     model.load_state_dict(torch.load(file), assign=True)
     assert difference(model, alone) == 0
     assert isinstance(model.table.weight, cst.CentralParameter)
@@ -253,9 +252,9 @@ def test_wrong_arguments_are_named(two: cs.CentralStorageStrategy, three: cs.Cen
     with pytest.raises(cs.errors.ContextError, match="pass strategy=strategy"):
         cst.centralize(nn.Linear(1, 1))
     with two.scope():
-        with pytest.raises(TypeError, match="takes a torch.nn.Module or a function that returns one, not int"):
+        with pytest.raises(TypeError, match=r"takes a torch.nn.Module or a function that returns one, not int"):
             cst.centralize(3)  # type: ignore[call-overload]
-        with pytest.raises(TypeError, match="returned int, not a torch.nn.Module"):
+        with pytest.raises(TypeError, match=r"returned int, not a torch.nn.Module"):
             cst.centralize(lambda: 3)  # type: ignore[arg-type,return-value]
         with pytest.raises(cs.errors.InvalidArgumentError, match="buffers must be one of 'first', 'mean', 'local'"):
             cst.centralize(nn.Linear(1, 1), buffers="last")  # type: ignore[call-overload]
@@ -267,7 +266,7 @@ def test_wrong_arguments_are_named(two: cs.CentralStorageStrategy, three: cs.Cen
     with pytest.raises(cs.errors.InvalidArgumentError, match="parameter weight belongs to another strategy"):
         cst.centralize(model, strategy=three)
     both = nn.ModuleList([model, cst.centralize(nn.Linear(1, 1), strategy=three)])
-    with pytest.raises(cs.errors.InvalidArgumentError, match="parameter 1.weight belongs to another strategy"):
+    with pytest.raises(cs.errors.InvalidArgumentError, match=r"parameter 1.weight belongs to another strategy"):
         cst.step(both)
 
 

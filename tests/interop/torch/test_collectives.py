@@ -132,7 +132,7 @@ def normalizing() -> nn.Module:
 @pytest.mark.parametrize("rule", ["first", "mean", "local"])
 def test_batchnorm_sees_shares_as_with_ddp(two: cs.CentralStorageStrategy, rule: Any) -> None:
     """Each replica normalizes by its own share. Their statistics become the central ones by the rule."""
-    model, alone = centralized(two, normalizing(), buffers=rule)
+    model, _ = centralized(two, normalizing(), buffers=rule)
     optimizer = cst.optim.SGD(model.parameters(), lr=0.1)
 
     @cst.step(model, optimizer)

@@ -132,18 +132,22 @@ def test_several_passes_before_a_step_and_none(two: cs.CentralStorageStrategy) -
     ours, theirs = cst.optim.SGD(model.parameters(), lr=0.5), torch.optim.SGD(alone.parameters(), lr=0.5)
 
     def body_of(module: Any, optimizer: Any) -> Any:
-        def body(x: torch.Tensor, y: torch.Tensor, steps: bool = True) -> None:
+        def body(x: torch.Tensor, y: torch.Tensor, steps: bool = True, drops: bool = False) -> None:
             module.zero_grad()
             (0.5 * F.cross_entropy(module(x), y)).backward()
             (0.5 * F.cross_entropy(module(x * 2), y)).backward()
             if steps:
                 optimizer.step()
+            elif drops:
+                optimizer.zero_grad()
 
         return body
 
     train, expected = cst.function(model, ours)(body_of(model, ours)), body_of(alone, theirs)
     for batch in BATCHES:
-        train(batch, steps=False)
+        train(batch, steps=False, drops=True)
+        with pytest.raises(cs.errors.ContextError, match=r"gradients do not outlive a call.*optimizer.zero_grad\(\)"):
+            train(batch, steps=False)
         train(batch)
         expected(*batch)
     assert difference(model, alone) < 1e-6
@@ -206,7 +210,7 @@ def test_different_texts_are_no_result(two: cs.CentralStorageStrategy) -> None:
 
 def test_clipping_is_for_a_function(two: cs.CentralStorageStrategy) -> None:
     model, _ = centralized(two, nn.Linear(8, 3))
-    with pytest.raises(cs.errors.ContextError, match="must be called in a function that cst.function has decorated"):
+    with pytest.raises(cs.errors.ContextError, match=r"must be called in a function that cst.function has decorated"):
         cst.clip_grad_norm_(model.parameters(), 1.0)
     with pytest.raises(cs.errors.InvalidArgumentError, match="max_norm must be a number of at least 0"):
         cst.clip_grad_norm_(model.parameters(), float("nan"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from typing import Any
@@ -121,8 +122,6 @@ def test_only_who_asks_imports_torch() -> None:
 
 
 def test_the_guide_runs(tmp_path: Any) -> None:
-    import re
-
     text = (ROOT / "docs/guide/torch.md").read_text()
     (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     file = tmp_path / "guide.py"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import random
 import signal
+import tempfile
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.harness.timing import unit
@@ -265,8 +267,6 @@ def test_routing(two: cs.CentralStorageStrategy) -> None:
 
 def losses_with_dropout(strategy: cs.CentralStorageStrategy, kills: bool) -> list[float]:
     """The losses of a training whose function reads torch's, Python's and NumPy's random numbers."""
-    import numpy as np
-
     torch.manual_seed(0)
     model = cst.centralize(
         nn.Sequential(nn.Linear(8, 20), nn.BatchNorm1d(20), nn.Dropout(0.5), nn.Linear(20, 3)), strategy=strategy
@@ -279,10 +279,7 @@ def losses_with_dropout(strategy: cs.CentralStorageStrategy, kills: bool) -> lis
             with open("/proc/self/stat") as file:  # the incarnation that is replaced has another start time
                 if train_dies(file.read().split()[21]):
                     os.kill(os.getpid(), signal.SIGKILL)
-        loss = cross_entropy(model, x + random.random() + np.random.random(), y)
-        return loss
-
-    import tempfile
+        return cross_entropy(model, x + random.random() + np.random.random(), y)
 
     with tempfile.NamedTemporaryFile("w+") as note:
         name = note.name

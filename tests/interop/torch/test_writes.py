@@ -1,4 +1,4 @@
-"""In-place writes to parameters in a replica: an error that names the parameter and the line, and nothing else changes."""
+"""In-place writes to parameters in a replica: an error names the parameter and the line, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_write_behind_torchs_back_fails_the_run(two: cs.CentralStorageStrategy
             model[2].weight.data.add_(1)
         return F.cross_entropy(model(x), y)
 
-    with pytest.raises(cs.errors.VariableWrittenError, match="2.weight"):
+    with pytest.raises(cs.errors.VariableWrittenError, match=r"2.weight"):
         train(*BATCH)
     assert difference(model, alone) == 0
     train(*BATCH, writes=False)
@@ -110,7 +110,7 @@ def test_a_write_that_is_not_repeated_has_no_line(two: cs.CentralStorageStrategy
             clamp(model)
         return F.cross_entropy(model(x), y)
 
-    with pytest.raises(cs.errors.VariableWrittenError, match="2.weight") as raised:
+    with pytest.raises(cs.errors.VariableWrittenError, match=r"2.weight") as raised:
         train(*BATCH)
     assert "test_writes.py" not in str(raised.value).partition("Traceback")[0]
     assert difference(model, alone) == 0

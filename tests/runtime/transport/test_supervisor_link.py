@@ -15,7 +15,7 @@ from tests.harness.timing import unit
 
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import InvalidArgumentError, ShutdownError
-from cs_proto.messages import Introduce, Serving
+from cs_proto.messages import Introduce, Segment, Serving
 from cs_runtime.run_file import RunFile
 from cs_runtime.shared_memory.mapping import Mapping
 from cs_runtime.shared_memory.remote_segment import RemoteSegment
@@ -75,6 +75,26 @@ def test_a_segment_that_was_extended_is_mapped_anew(tmp_path: Path) -> None:
         ours.close()
         server.close()
         server_connection.close()
+
+
+@pytest.mark.parametrize("may_preserve", [False, True])
+def test_what_a_worker_reads_is_copied_on_write_unless_a_device_reads_it_too(
+    tmp_path: Path, may_preserve: bool
+) -> None:
+    """The driver of a GPU would copy every page of a private mapping that it locks."""
+    with StandInSupervisor(tmp_path):
+        ours = SupervisorLink(supervisor_link.connect(str(tmp_path)), "worker")
+        ours.may_preserve = may_preserve
+        found = {}
+        for name in ("parameters/int32", "inputs", "arena/controller", "versions", "gradients/0/0/int32"):
+            file = os.memfd_create("segment")
+            os.ftruncate(file, 4096)
+            mapping = ours._mapped(Segment(name, 4096, name.startswith("gradients")), [file])
+            assert isinstance(mapping, Mapping)
+            found[name] = mapping.copies_on_write
+        private = dict.fromkeys(("parameters/int32", "inputs", "arena/controller"), may_preserve)
+        assert found == private | {"versions": False, "gradients/0/0/int32": False}
+        ours.close()
 
 
 def test_a_segment_that_was_extended_is_carried_where_addresses_are_missing(

@@ -44,6 +44,7 @@ from cs_proto.messages import (
     Describe,
     Hello,
     Locate,
+    OptimizerChange,
     OptimizerUpdate,
     Register,
     Return,
@@ -186,8 +187,18 @@ class Two:
             lookahead=self.lookahead if series else 0,
             incarnation=self.incarnations[replica],
             client=client,
+            changes=self.changes() if series else (),
         )
         return replace(event, peer=w(replica, self.incarnations[replica]), record=record)
+
+    def changes(self) -> tuple[OptimizerChange, ...]:
+        """Hyperparameters that come with a step, of one optimizer or the other, and not with every step."""
+        if self.run % 3 == 0:
+            return ()
+        rate = ("learning_rate", self.run / 8)
+        if self.run % 3 == 1:
+            return (OptimizerChange(1, (rate,)),)
+        return (OptimizerChange(2, (("beta_1", 0.5), rate)), OptimizerChange(1, (rate,)))
 
     def between(self, what: str) -> None:
         match what:

@@ -103,6 +103,20 @@ def test_a_variable_is_copied_when_it_has_changed_and_not_again(
     assert copied(gpus) == (2, 24)
 
 
+def test_a_variable_that_the_function_has_written_is_copied_anew(
+    gpus: StandInGpus, device: Device, shared: Shared
+) -> None:
+    device.begin_run(shared)
+    first, other = device.view(1, shared), device.view(2, shared)
+    device.settle()
+    first[...] = 9
+    device.restore([1, 5])
+    assert device.view(1, shared).tolist() == [1, 2, 3]
+    assert device.view(2, shared) is other
+    device.begin_run(shared)
+    assert device.view(1, shared).tolist() == [1, 2, 3]
+
+
 def test_what_the_run_before_read_and_has_changed_is_copied_at_once(
     gpus: StandInGpus, device: Device, shared: Shared
 ) -> None:

@@ -18,9 +18,13 @@ import central_storage as cs
 from central_storage.core.backends import ReplicaBackend
 from central_storage.core.context import replica_here
 from cs_proto import messages, segment_names
+from cs_proto.arrays import Array, Location
 from cs_proto.errors import InvalidArgumentError, VariableWrittenError
 from cs_proto.records import replace
 from cs_runtime.shared_memory.mapping import address_of
+from cs_runtime.shared_memory.remote_segment import aligned_copy
+from cs_worker.devices.device import open_device
+from cs_worker.execution.catalogue import Catalogue
 
 F32 = np.float32
 NUMBER = 3.0
@@ -86,6 +90,7 @@ def test_a_run_that_wrote_fails_and_names_the_variable_and_the_next_one_works(al
         alone.run(step, True)
         with pytest.raises(VariableWrittenError) as raised:
             alone.result()
+        assert isinstance(raised.value, RuntimeError)
         name = alone.variables[number_of(v)].spec.name
         assert str(raised.value).startswith(
             f"replica 0: something wrote in place to variable {name!r}, which a replica may only read. The write "
@@ -388,6 +393,27 @@ def test_a_backend_restores_what_a_noted_write_shows(alone: Service) -> None:
 
     alone.run(step)
     assert alone.result() == [[1, 0, NUMBER], [1, 0, 0], [1, 0, 0], [2, 0, 0]]
+
+
+def test_a_copy_of_what_cannot_be_mapped_is_restored() -> None:
+    class Carrying:
+        """A connection by which the bytes of segments travel in frames."""
+
+        def segment_of(self, array: Array) -> Any:
+            return self
+
+        def view(self, array: Array) -> np.ndarray:
+            return np.arange(4, dtype=F32)
+
+    catalogue = Catalogue(None, Carrying(), 0, open_device("cpu:0"), "cpu:0")  # type: ignore[arg-type]
+    spec = messages.VariableSpec("w", "float32", (4,), True, 0, 0, False)
+    catalogue.learn(messages.Variable(1, spec, Location("parameters/float32", 64), 0))
+    shown = catalogue._carried[1] = aligned_copy(np.arange(4, dtype=F32))
+    shown.flags.writeable = False
+    poke(shown, 2)
+    catalogue.restore([1, 7])
+    assert shown.tolist() == [0, 1, 2, 3]
+    assert not shown.flags.writeable
 
 
 @pytest.mark.parametrize("handled", [False, True])

@@ -1,8 +1,9 @@
-"""A line that names the variable or argument when a write to read-only memory ends this worker.
+"""A line that names the variable or argument when a write to protected memory ends this worker.
 
-Variables and arguments are mapped read-only. NumPy refuses to write to them. Native code that does not know
-read-only memory, such as an in-place operation of torch, ends the worker by SIGSEGV. Python's faulthandler then prints
-the stacks, but not the address; the handler here compares the address with what is mapped.
+Variables are unwritable where they are protected, and variables and arguments where the kernel grants no copies on
+write. NumPy refuses to write to them in any case. Native code that does not know read-only memory, such as an in-place
+operation of torch, ends the worker by SIGSEGV. Python's faulthandler then prints the stacks, but not the address; the
+handler here compares the address with what is mapped.
 
 It runs after faulthandler, because it is Python code and needs the interpreter's lock, while faulthandler needs no
 lock. So the stacks are printed in any case. faulthandler restores the handler that it found and calls it by raise().

@@ -192,10 +192,16 @@ class Replica:
 
     @_whole
     def optimizer(self, number: int) -> messages.Optimizer:
-        """The optimizer's record as it stands, with this replica's own steps counted."""
+        """The optimizer's record as it stands, with this replica's own steps counted, and with the hyperparameters that
+        come with this run, which the server may not have yet."""
         if number in self._stepped:
             self._commit()
-        return self._shop.catalogue.optimizer(number)
+        record = self._shop.catalogue.optimizer(number)
+        for change in self._sent.changes:
+            if change.optimizer == number:
+                given = {**dict(record.hyperparameters), **dict(change.hyperparameters)}
+                record = replace(record, hyperparameters=tuple(given.items()))
+        return record
 
     @_whole
     def gradient_buffers(self, numbers: Numbers) -> list[np.ndarray]:
@@ -377,6 +383,7 @@ class Replica:
             series=self._sent.series,
             lookahead=self._sent.lookahead,
             client=shop.conversation.session.client,
+            changes=self._sent.changes,
         )
         failpoint("worker.return")
         try:
@@ -428,6 +435,7 @@ class Replica:
             series=self._sent.series,
             client=shop.conversation.session.client,
             preserved=not shop.catalogue.mapped,
+            changes=self._sent.changes,
         )
         failpoint("worker.ask")
         shop.conversation.link.send_server(ask)

@@ -7,9 +7,9 @@ must be found and given back.
 The kernel says which pages are such copies. To read that takes about a millisecond for 100 MB, so it is done at the end
 of every run while the variables are small, and otherwise at the end of every hundredth. What is *preserved*
 (:meth:`Mapping.preserve`) is a copy, too: the pages of a mapping are looked at before any of them is preserved, and
-after that the variables are read from a new mapping. So two writes are not found: one to an array that was read before
-an update and is still held after it, which is no longer the variable's value; and one to a copy of a variable whose
-segment cannot be mapped.
+after that the variables are read from a new mapping. So some writes are not found: to an array that was read before an
+update and is still held after it, which is no longer the variable's value; and to a copy, which shows the replica's own
+noted writes, or a variable whose segment cannot be mapped. They last until the end of the run at most.
 """
 
 from __future__ import annotations
@@ -126,9 +126,10 @@ class WrittenPages:
     def fail(self, sites: Pairs[int, str]) -> VariableWrittenError:
         """The error about a write in this run to these variables, by number, with its line or the empty string. Their
         pages are given back, and the run fails even if the function handles the error."""
+        since = self._since if self._found else self._now
         self.restore(sites)
         self._found.update((self._name(number), site) for number, site in sites.items())
-        return self._error(self._now)
+        return self._error(since)
 
     def look(self, mapping: Mapping) -> None:
         """Find the variables that were written in a mapping, and give their pages back. :meth:`refuse` and
@@ -185,7 +186,7 @@ class WrittenPages:
         try:
             self.end_run()
         except VariableWrittenError as error:
-            if not isinstance(raised, VariableWrittenError | KeyboardInterrupt):
+            if not isinstance(raised, VariableWrittenError):
                 error.__cause__ = raised
                 return error
         return raised

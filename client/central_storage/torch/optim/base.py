@@ -83,6 +83,19 @@ class CentralOptimizer(torch.optim.Optimizer):
             ValueError).
         ValueError: torch refuses an argument.
         ContextError: Made in a replica (a RuntimeError).
+
+    Examples:
+        >>> import torch
+        >>> import central_storage as cs, central_storage.torch as cst
+        >>> with cs.CentralStorageStrategy(in_process=True) as strategy, strategy.scope():
+        ...     first, second = cst.centralize(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)))
+        ...     optimizer: cst.optim.CentralOptimizer = cst.optim.SGD(first.parameters(), lr=0.1)
+        ...     optimizer.add_param_group({"params": second.parameters(), "lr": 0.01})
+        ...     optimizer.load_state_dict(optimizer.state_dict())
+        ...     optimizer.zero_grad()
+        ...     optimizer.step()
+        >>> [group["lr"] for group in optimizer.param_groups]
+        [0.1, 0.01]
     """
 
     #: The name of the rule in ``cs_proto.arithmetic.optimizers``.

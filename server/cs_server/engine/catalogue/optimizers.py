@@ -16,7 +16,7 @@ from cs_proto.arithmetic.optimizers import SLOTS, WITHOUT_DECAY, check_change, c
 from cs_proto.arithmetic.schedules import Schedule
 from cs_proto.arrays import Array, Location
 from cs_proto.errors import InvalidArgumentError
-from cs_proto.messages import Optimizer
+from cs_proto.messages import Optimizer, OptimizerChange
 from cs_proto.records import replace
 from cs_server.engine.store.state import State
 from cs_server.engine.store.tables import Seat, SlotFill, SlotNames, Steps, VariableSet
@@ -53,13 +53,8 @@ def configure(
         known = get(server, number)
         if known.kind != kind:
             raise InvalidArgumentError(f"optimizer {number} is {known.kind} and cannot become {kind}; make another")
-        before = dict(known.hyperparameters)
-        given = {**before, **hyperparameters}
-        check_change(kind, known.rule, before, given)
         check_exempt(kind, known.rule, exempt or ())
-        if schedule is None and "learning_rate" not in hyperparameters:
-            schedule = known.schedule
-        made = replace(known, hyperparameters=tuple(given.items()), schedule=schedule)
+        made = _changed(known, hyperparameters, schedule)
     else:
         rule = rule_of(kind, hyperparameters)
         check_exempt(kind, rule, exempt or ())
@@ -74,6 +69,24 @@ def configure(
         exempt=made.exempt if exempt is None else exempt,
     )
     return made
+
+
+def changed(server: State, changes: Iterable[OptimizerChange]) -> list[Optimizer]:
+    """The optimizers as the changes of a run make them. Raises InvalidArgumentError if one cannot take its change."""
+    found = []
+    for change in changes:
+        known = get(server, change.optimizer)
+        found.append(_changed(known, dict(change.hyperparameters)))
+    return found
+
+
+def _changed(known: Optimizer, hyperparameters: Mapping[str, float], schedule: Schedule | None = None) -> Optimizer:
+    before = dict(known.hyperparameters)
+    given = {**before, **hyperparameters}
+    check_change(known.kind, known.rule, before, given)
+    if schedule is None and "learning_rate" not in hyperparameters:
+        schedule = known.schedule
+    return replace(known, hyperparameters=tuple(given.items()), schedule=schedule)
 
 
 def members(server: State, optimizer: int, numbers: tuple[int, ...]) -> tuple[int, ...]:

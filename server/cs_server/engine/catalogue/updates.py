@@ -21,6 +21,8 @@ from cs_server.events import Apply, Dense, Rows, Update
 
 from . import optimizers, slabs, variables
 
+_CLIPS = frozenset(CLIPS)
+
 
 def check_gradients(server: State, points: Sequence[ApplyPoint]) -> None:
     """Raise InvalidArgumentError if two optimizers update one variable, if a sparse gradient does not fit its variable,
@@ -146,7 +148,7 @@ def _update(
     step = optimizer.iterations + steps_before.get(optimizer.number, 0)
     brought = {gradient.variable: at for at, gradient in enumerate(given[0].sparse)}
     sparse = server.tables.sets[number].variables if optimizer.rule in ROWWISE else tuple(brought)
-    is_clipped = is_bounded or any(name in CLIPS for name, _ in optimizer.hyperparameters)
+    is_clipped = is_bounded or not _CLIPS.isdisjoint(dict(optimizer.hyperparameters))
     key = (number, sparse, is_clipped, buffers, optimizer.exempt)
     dense = server.index.dense.get(key)
     if dense is None:

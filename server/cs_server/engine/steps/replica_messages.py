@@ -41,6 +41,7 @@ def ask(server: State, peer: bytes, record: Ask, now: float) -> None:
         server.out.append(Send(peer, PointFailed(run, point.k, over, True)))
         return
     runs.begin(server, run, now, record.series)
+    runs.change(server, run, record.changes)
     try:
         _ask(server, peer, record, now)
     except Diverged as error:
@@ -106,6 +107,7 @@ def returned(server: State, peer: bytes, record: Return, now: float) -> None:
         server.out.append(Log(f"replica {replica} returned from {runs.name(run)}, which is over"))
         return
     runs.begin(server, run, now, record.series)
+    runs.change(server, run, record.changes)
     stand = server.tables.stands[run, replica]
     if stand.returned is not None:
         if server.tables.runs[run].is_finished:

@@ -20,6 +20,7 @@ from cs_proto.messages import (
     MergeCallPoint,
     MergeCallReturn,
     Merged,
+    OptimizerChange,
     PointFailed,
     Reduced,
     Return,
@@ -32,6 +33,7 @@ from cs_proto.messages import (
 )
 from cs_proto.records import Record, replace
 from cs_server.engine import sessions
+from cs_server.engine.catalogue import optimizers
 from cs_server.engine.store.state import State
 from cs_server.engine.store.tables import Failure, ReplicaProgress, RunState
 from cs_server.events import FreeResults, Send
@@ -260,6 +262,16 @@ def begin(server: State, run: RunId, now: float, series: int = 0) -> None:
     if failure is not None:
         server.tables.tally.runs += 1
         finish(server, run, state)
+
+
+def change(server: State, run: RunId, changes: tuple[OptimizerChange, ...]) -> None:
+    """Take over the hyperparameters that ``run`` brings, once. Raises InvalidArgumentError."""
+    state = server.tables.runs[run]
+    if not changes or state.has_changed:
+        return
+    for optimizer in optimizers.changed(server, changes):
+        server.tables.optimizers[optimizer.number] = optimizer
+    server.tables.runs[run] = replace(state, has_changed=True)
 
 
 def check_near(server: State, run: RunId) -> None:

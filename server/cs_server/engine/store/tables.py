@@ -174,7 +174,7 @@ class RunState(_Row):
     """How far a run is. Of its merge points the first ``agreed`` were brought by all replicas and fit each other, the
     first ``committed`` are done with; ``commits`` counts those that changed a variable. ``token``: the merge point
     whose merge function is being run, or -1. Its wait was last ``named`` then; the controller has waited for its end
-    since ``awaited`` (0: not for long)."""
+    since ``awaited`` (0: not for long). ``has_changed``: the hyperparameters that it brings have been taken over."""
 
     agreed: int
     committed: int
@@ -184,6 +184,7 @@ class RunState(_Row):
     is_finished: bool
     named: float
     awaited: float = 0.0
+    has_changed: bool = False
 
 
 @record(209)
