@@ -283,7 +283,8 @@ class _InReplica:
         """The gradient in the form that the server takes. The parameter has none afterwards."""
         gradient, p.grad = p.grad.detach(), None
         if gradient.layout is torch.sparse_coo:
-            return IndexedSlices(_array(gradient._values()), _array(gradient._indices()[0]), p.variable.shape)  # noqa: SLF001
+            values, indices = gradient._values(), gradient._indices()[0]  # noqa: SLF001  (those of coalesce() are sorted)
+            return IndexedSlices(_array(values), _array(indices), p.variable.shape)
         found = self._all_places().get(id(p))
         if found is None:
             return _array(gradient)
@@ -432,7 +433,8 @@ def apply(optimizers: Sequence[Any], weight: float | None = None) -> None:
 
 
 def _array(tensor: torch.Tensor) -> Any:
-    """The array over the memory of a tensor."""
+    """The array over the memory of a tensor; of 16 bits it is a copy of 32, as the variable is."""
+    tensor = tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
     if tensor.device.type == "cpu":
         return tensor.numpy()
     return get_array_module().from_dlpack(tensor.contiguous())

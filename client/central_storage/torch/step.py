@@ -12,6 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import optree
@@ -434,9 +435,20 @@ def _arguments(fn: Callable[..., Any], data: Any, kwargs: dict[str, Any]) -> tup
     return (data,), kwargs
 
 
-@functools.lru_cache(256)
+#: By function, whether it can be called with a number of positional arguments: to read a signature takes longer than
+#: the rest of a small step.
+_known: WeakKeyDictionary[Callable[..., Any], dict[int, bool]] = WeakKeyDictionary()
+
+
 def _takes(fn: Callable[..., Any], count: int) -> bool:
     """Whether the function can be called with so many positional arguments."""
+    known = _known.setdefault(fn, {})
+    if count not in known:
+        known[count] = _can_take(fn, count)
+    return known[count]
+
+
+def _can_take(fn: Callable[..., Any], count: int) -> bool:
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
@@ -18,12 +17,6 @@ import central_storage.torch as cst
 pytestmark = pytest.mark.timeout(unit(300))
 
 BATCHES = [batch_of(seed, rows) for seed, rows in enumerate([6, 7, 1, 6, 6, 3])]
-
-
-needs_rates = pytest.mark.skipif(
-    "rates" not in inspect.signature(cs.CentralStorageStrategy.run_steps).parameters,
-    reason="run_steps takes no rates yet",
-)
 
 
 def training(strategy: cs.CentralStorageStrategy, name: str) -> tuple[Any, Any, Any, Any]:
@@ -42,7 +35,6 @@ def training(strategy: cs.CentralStorageStrategy, name: str) -> tuple[Any, Any, 
     return model, optimizer, schedule, cst.step(model, optimizer)(train)
 
 
-@needs_rates
 def test_the_same_bits_as_single_steps(two: cs.CentralStorageStrategy) -> None:
     model, optimizer, schedule, train = training(two, "ahead")
     steps = two.controller.steps()
@@ -59,7 +51,6 @@ def test_the_same_bits_as_single_steps(two: cs.CentralStorageStrategy) -> None:
     assert train(BATCHES[0]) == pytest.approx(float(ahead(BATCHES[0])), abs=0.5)
 
 
-@needs_rates
 def test_a_loop_that_is_left_early(two: cs.CentralStorageStrategy) -> None:
     _, _, schedule, train = training(two, "left")
     for number, _ in enumerate(train.ahead(cst.batches(two, BATCHES), scheduler=schedule, lookahead=2)):

@@ -109,6 +109,20 @@ def test_tables_get_rows(three: cs.CentralStorageStrategy) -> None:
     assert difference(model, alone) < 1e-4
 
 
+def test_tables_of_16_bits(two: cs.CentralStorageStrategy) -> None:
+    torch.manual_seed(0)
+    model, alone = centralized(two, nn.Embedding(20, 4, sparse=True).to(torch.bfloat16))
+    optimizer = cst.optim.SGD(model.parameters(), lr=1.0)
+
+    @cst.step(model, optimizer)
+    def train(ids: torch.Tensor) -> torch.Tensor:
+        return model(ids).float().sum(1).mean()
+
+    train(torch.tensor([3, 3, 5, 7]))
+    change = torch.from_numpy(model.weight.variable.numpy()) - alone.weight.detach().float()
+    assert change[[3, 5, 7, 0]].mean(1).tolist() == pytest.approx([-0.5, -0.25, -0.25, 0])
+
+
 def test_only_who_asks_imports_torch() -> None:
     said = "import sys; print(*sorted({'torch', 'jax'} & sys.modules.keys()))"
     for program, modules in (
