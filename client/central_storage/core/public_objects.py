@@ -24,7 +24,7 @@ C = TypeVar("C", bound=type)
 #: By class, members without an underscore that the package's own modules and the workers use, and that users do not.
 INTERNAL = {
     "StrategyBase": """controller devices_by_replica call series carrier variable_sets extended_parameter_device claim
-        settle_owners remember evaluate_schedules take_along logical_devices_here""",
+        settle_owners remember evaluate_schedules take_along logical_devices_here run_changing""",
     "CentralStorageStrategy": "from_backend handles object_for adopt is_running",
     "Counters": "wire_of values_of to_wire check refuse is_checked",
     "DistributedDataset": "place go_to is_iterated_by is_elsewhere orders set_orders fault has_states",

@@ -125,8 +125,9 @@ class CentralOptimizer(torch.optim.Optimizer):
         #: For each group, the numbers with which it was made, and those that the server is known to have.
         self._made: list[Numbers] = []
         self._pushed: list[Numbers] = []
-        #: What was in the groups at the last push.
+        #: What was in the groups at the last push, and that with its numbers when changes were asked for last.
         self._seen: list[list[Any]] = []
+        self._offered: tuple[list[list[Any]], list[Numbers]] = [], []
         self._version = 0
         #: The replica's run in which the numbers of the groups were read.
         self._read_in: Callable[[], object] = _nothing
@@ -277,11 +278,23 @@ class CentralOptimizer(torch.optim.Optimizer):
     # --- numbers ----------------------------------------------------------------------------------------------
 
     def push(self) -> None:
-        """In the script, before a run: tell the server what has changed in the groups. Without a change, no message.
+        """In the script: tell the server what has changed in the groups. Without a change, no message.
+
+        Raises:
+            InvalidArgumentError: As :meth:`changes` (a ValueError). Nothing of the server has changed then.
+            ContextError: Called in a replica (a RuntimeError).
+        """
+        for central, numbers in self.changes():
+            central.assign(numbers)
+        self.pushed()
+
+    def changes(self) -> list[tuple[Optimizer, Numbers]]:
+        """In the script, before a run: the optimizers of the server whose numbers have changed, and these. A run takes
+        them along, and :meth:`pushed` says that it did.
 
         Raises:
             InvalidArgumentError: The server cannot do what a group asks for, such as an ``amsgrad`` that was False when
-                the group was made (a ValueError). Nothing of the server has changed then.
+                the group was made (a ValueError).
             ContextError: Called in a replica (a RuntimeError).
         """
         self._refuse_in_replica("push")
@@ -293,13 +306,17 @@ class CentralOptimizer(torch.optim.Optimizer):
             )
         values = self.values()
         if values == self._seen:
-            return
-        changes = [self._changes(index, numbers) for index, numbers in enumerate(self.numbers())]
-        for central, pushed, changed in zip(self.central, self._pushed, changes, strict=True):
-            if changed:
-                central.assign(changed)
-                pushed.update(changed)
-        self._seen = values
+            self._offered = values, []
+            return []
+        numbers = self.numbers()
+        found = [self._changes(index, each) for index, each in enumerate(numbers)]
+        self._offered = values, numbers
+        return [(central, changed) for central, changed in zip(self.central, found, strict=True) if changed]
+
+    def pushed(self) -> None:
+        """The server has what :meth:`changes` has returned last."""
+        self._seen, numbers = self._offered
+        self._pushed = numbers or self._pushed
 
     def forget_pushed(self) -> None:
         """The server's numbers are no longer those of the last :meth:`push`: the next one sends them all."""
