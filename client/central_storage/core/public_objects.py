@@ -37,7 +37,7 @@ INTERNAL = {
     "GradientAccumulator": "adopt rename names_of_variables sums is_name start",
     "Optimizer": """from_record adopt slots slot_value set_slot evaluate_schedule number_of refuse_schedule
         checked_changes took""",
-    "CentralOptimizer": "groups_for_update push numbers values counts forget_pushed",
+    "CentralOptimizer": "groups_for_update push changes pushed numbers values counts forget_pushed",
     "ExponentialMovingAverage": "start adopt rename learn names_of_variables",
 }
 #: The same for every class: the name of a rule or schedule in the tables of the protocol, and its record.
